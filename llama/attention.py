@@ -1,0 +1,45 @@
+"""Scaled dot-product attention with grouped heads: one function in two implementations, chosen by name.
+
+Letters: B batch, T new tokens, S keys, H query heads, KV key/value heads, G = H / KV, D head_dim.
+Query head h reads key/value head h // G (GQA, arXiv:2305.13245).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v by torch's fused kernels.
+
+    q (B, H, T, D); k, v (B, KV, S, D); mask bool, True where a query may look, broadcast to (B, H, T, S), or None
+    if every query sees every key. Returns (B, H, T, D).
+
+    is_causal is never used: torch aligns that triangle top-left, so with T queries against S > T cached keys
+    the first query would see the first key only.
+    """
+    if q.shape[2] == 1:  # one query: the G heads of a group are G queries of one head, so nothing is copied
+        return F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask).view(q.shape)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def reference_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The attention weights softmax(q k^T / sqrt(D)), written out, in float32: (B, H, T, S)."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, D)
+    scores = (q.float() @ k.float().transpose(-2, -1)) / q.shape[-1] ** 0.5  # (B, H, T, S)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(dim=-1)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """`sdpa` written out: what the formula says and what the fused kernels are tested against."""
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
+    return (reference_weights(q, k, mask) @ v.float()).type_as(q)  # (B, H, T, D)
+
+
+ATTENTION: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa, "reference": reference}

@@ -1,0 +1,81 @@
+"""Keys and values of the tokens already seen, so that each token is computed once.
+
+Letters: B batch, T new tokens, S cached tokens, KV key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import ContextLengthError
+
+
+class KVCache:
+    """One buffer (B, KV, max_len, D) for the keys and one for the values of each layer. Slot s holds position s.
+
+    Whoever generates makes it and passes it in; the model keeps no state. It is used like this, for
+    2 cached tokens and 3 new ones:
+
+        place(3)             positions [2, 3, 4]; from now on the keys reach to slot 4
+        update(0, k, v, ..)  writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; so for each layer
+        commit()             length is 5. A forward pass that broke off in the middle has changed no length
+        trim(4)              forgets the last token
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        max_len: int,
+        *,
+        batch: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        shape = (n_layers, batch, n_kv_heads, max_len, head_dim)
+        # Zeros, not empty: a masked slot has weight 0, and 0 times a stray NaN would still be NaN.
+        self.k = torch.zeros(shape, dtype=dtype, device=device)  # (layer, B, KV, max_len, D)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.max_len = max_len
+        self.length = 0  # tokens whose keys are complete in every layer
+        self.end = 0  # tokens whose keys are complete once the current forward pass is through
+
+    def place(self, tokens: int, positions: Tensor | None = None) -> Tensor:
+        """Make room for T new tokens and return their positions.
+
+        They follow the cached ones unless `positions` (T,) or (B, T) says otherwise. Raises ContextLengthError
+        when they don't fit: writing past the end of a slice would change nothing, in silence.
+        """
+        if positions is None:
+            end = self.length + tokens
+            positions = torch.arange(self.length, end, device=self.k.device)  # (T,)
+        else:
+            end = max(self.length, int(positions.max()) + 1)
+        if end > self.max_len:
+            raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
+        self.end = end
+        return positions
+
+    def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v (B, KV, T, D) at `positions` of a layer; return all its keys and values (B, KV, S, D)."""
+        keys, values = self.k[layer], self.v[layer]  # (B, KV, max_len, D)
+        if positions.dim() == 1:
+            keys.index_copy_(2, positions, k)
+            values.index_copy_(2, positions, v)
+        else:  # each row of the batch at its own positions
+            slots = positions[:, None, :, None].expand_as(k)  # (B, KV, T, D)
+            keys.scatter_(2, slots, k)
+            values.scatter_(2, slots, v)
+        return keys[:, :, : self.end], values[:, :, : self.end]
+
+    def commit(self) -> None:
+        """The placed tokens are in every layer."""
+        self.length = self.end
+
+    def trim(self, length: int) -> None:
+        """Forget everything from position `length` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"the cache holds {self.length} tokens and can't be trimmed to {length}")
+        self.length = self.end = length

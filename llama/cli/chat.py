@@ -1,0 +1,138 @@
+"""clearllama chat: a conversation at the terminal. The KV cache is kept, so each turn pays for its new part only."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..errors import LlamaError, TemplateError
+from . import common
+
+HELP = """\
+/help          this list
+/clear         forget the conversation; the system message stays
+/system TEXT   set the system message and forget the conversation; without TEXT, remove it
+/save FILE     write the conversation to a JSON file that does not exist yet
+/exit          leave, as Ctrl-D does
+Ctrl-C stops an answer; what was said so far stays in the conversation."""
+
+
+def add_parser(commands: common.Subparsers) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model",
+        description="Talk to an instruct model; /help lists the commands. Piped lines are taken as turns.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    common.add_sampling_options(parser, max_new_tokens=1024, temperature=0.6, top_p=0.9)
+    common.add_model_options(parser)
+    common.add_debug(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = common.sampling_options(args)
+    llm = common.load(args)
+    if llm.chat_template is None:
+        raise TemplateError("this model has no chat template, so it can't chat; clearllama generate continues text")
+    common.say(args, "/help lists the commands, /exit or Ctrl-D leaves")
+    chat = Chat(llm, args.system)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            if sys.stdin.isatty():
+                common.write("\n")
+            return 0
+        except KeyboardInterrupt:  # at the prompt: drop the line
+            common.write("\n")
+            continue
+        if not line:
+            continue
+        try:
+            if line.startswith("/"):
+                if not chat.command(line):
+                    return 0
+            else:
+                chat.answer(args, line, options)
+        except LlamaError as error:  # the turn failed, the conversation goes on
+            print(f"clearllama: error: {error}", file=sys.stderr)
+
+
+class Chat:
+    """The messages of one conversation and the cache that holds them."""
+
+    def __init__(self, llm: Any, system: str | None):
+        from ..text import Session
+
+        self.llm, self.system = llm, system
+        self.session = Session()
+        self.messages: list[dict[str, str]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def answer(self, args: argparse.Namespace, text: str, options: dict[str, Any]) -> None:
+        """One turn. On an error the message is taken back; on Ctrl-C the part of the answer that was shown stays."""
+        turn = [*self.messages, {"role": "user", "content": text}]
+        stream = self.llm.stream_chat(turn, session=self.session, **options)
+        said, completion = "", None
+        try:
+            for piece in stream:
+                common.write(piece.text)
+                said += piece.text
+                completion = piece.completion
+        except KeyboardInterrupt:
+            stream.close()
+        common.write("\n")
+        self.messages = [*turn, {"role": "assistant", "content": said}]
+        if completion is None:
+            common.say(args, "stopped")
+        else:
+            common.say_stats(args, completion.stats, completion.finish_reason)
+
+    def command(self, line: str) -> bool:
+        """Carry out a /command; False ends the conversation."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name in ("/exit", "/quit", "/bye"):
+            return False
+        if name == "/clear":
+            self.clear()
+            print("the conversation is forgotten", file=sys.stderr)
+        elif name == "/system":
+            self.system = rest or None
+            self.clear()
+            print("the system message is set, the conversation is forgotten", file=sys.stderr)
+        elif name == "/save":
+            print(self.save(rest), file=sys.stderr)
+        else:
+            print(HELP if name == "/help" else f"unknown command {name}\n{HELP}", file=sys.stderr)
+        return True
+
+    def save(self, name: str) -> str:
+        """Write the messages, whole or not at all, and never over another file; returns what happened."""
+        if not name:
+            return "usage: /save FILE"
+        path = Path(name).expanduser()
+        try:
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part") as file:
+                json.dump(self.messages, file, ensure_ascii=False, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+                os.link(file.name, path)  # unlike a rename, this fails where a file is
+        except FileExistsError:
+            return f"{path} exists already; choose another name"
+        except OSError as error:
+            return f"{path} was not written: {error.strerror or error}"
+        return f"{len(self.messages)} messages are in {path}"

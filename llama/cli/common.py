@@ -1,0 +1,163 @@
+"""What the subcommands share: options, loading with a word on stderr, writing to stdout. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import unicodedata
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..hub import DEFAULT
+
+if TYPE_CHECKING:
+    from ..text import Llama, Stats
+
+Subparsers = Any  # argparse's own class for this is private
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        "-m",
+        default=DEFAULT,
+        metavar="PATH_OR_NAME",
+        help=f"a .gguf file, or a known name (default: {DEFAULT})",
+    )
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
+    group.add_argument(
+        "--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: the fastest the device computes in)"
+    )
+    group.add_argument(
+        "--rope", default="complex", choices=["complex", "real", "half"], help="form of the rotation; all give the same"
+    )
+    group.add_argument("--max-seq-len", type=int, metavar="N", help="context in tokens (default: the model's)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one for each core)")
+
+
+def add_sampling_options(
+    parser: argparse.ArgumentParser, max_new_tokens: int, temperature: float, top_p: float
+) -> None:
+    group = parser.add_argument_group(
+        "sampling", "applied in this order: repetition penalty, temperature, top-k, top-p, min-p; then one draw"
+    )
+    group.add_argument(
+        "--max-new-tokens", "-n", type=int, default=max_new_tokens, metavar="N", help="default: %(default)s"
+    )
+    group.add_argument(
+        "--temperature",
+        "--temp",
+        type=float,
+        default=temperature,
+        metavar="T",
+        help="0 is greedy (default: %(default)s)",
+    )
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest; 0 is off (default)")
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=top_p,
+        metavar="P",
+        help="keep the likeliest that reach P; 1 is off (default: %(default)s)",
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="keep those at least P times the likeliest; 0 is off (default)",
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="above 1 makes tokens seen less likely (default: 1)",
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: a fresh one)"
+    )
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+
+
+def add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", "-q", action="store_true", help="nothing on stderr but errors")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of Llama.generate; ranges are checked before a model is loaded."""
+    from ..sampling import SamplingParams
+
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    options = {name: getattr(args, name) for name in names}
+    SamplingParams(**options)
+    if "" in args.stop:
+        raise UsageError("--stop must not be empty")
+    return {**options, "stop": args.stop}
+
+
+def say(args: argparse.Namespace, line: str) -> None:
+    if not args.quiet:
+        print(f"clearllama: {line}", file=sys.stderr, flush=True)
+
+
+def load(args: argparse.Namespace) -> Llama:
+    from .. import loader, runtime
+
+    runtime.set_threads(args.threads)
+    started = time.perf_counter()
+    llm = loader.load(args.model, device=args.device, dtype=args.dtype, rope=args.rope, max_seq_len=args.max_seq_len)
+    weight = llm.model.tok_embeddings.weight
+    dtype = str(weight.dtype).removeprefix("torch.")
+    millions = llm.model.config.n_params / 1e6
+    say(
+        args,
+        f"{args.model}: {millions:,.0f}M parameters, {dtype} on {weight.device},"
+        f" loaded in {time.perf_counter() - started:.1f} s",
+    )
+    trained = llm.model.config.max_seq_len
+    if args.max_seq_len and args.max_seq_len > trained:
+        say(args, f"warning: --max-seq-len {args.max_seq_len} is beyond the {trained} the model was trained for")
+    return llm
+
+
+def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> None:
+    def speed(tps: float | None) -> str:
+        return f" ({tps:,.0f} tok/s)" if tps else ""
+
+    prompt = f"{stats.prompt_tokens} prompt tokens{speed(stats.prefill_tps)}"
+    new = f"{stats.new_tokens} new{speed(stats.decode_tps)}"
+    say(args, f"{prompt}, {new}, finish: {finish_reason}, seed {stats.seed}")
+
+
+def write(text: str) -> None:
+    """Text to stdout at once. On a terminal, control characters of the model's are shown and not obeyed."""
+    if sys.stdout.isatty():
+        text = "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(value: Any) -> None:
+    ascii_only = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
+    sys.stdout.write(json.dumps(value, ensure_ascii=ascii_only, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def read_stdin() -> str:
+    """All of stdin, as UTF-8, without the newline that `echo` adds."""
+    if sys.stdin is None:
+        raise UsageError("no prompt was given and standard input is closed")
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"standard input is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it first"
+        ) from None

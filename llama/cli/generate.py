@@ -1,0 +1,91 @@
+"""clearllama generate: a prompt in, text out."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+from ..errors import UsageError
+from . import common
+
+
+def add_parser(commands: common.Subparsers) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="answer or continue a prompt",
+        description="Answer a prompt. On a model with a chat template the prompt is one user message, unless --raw.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt; '-' or a pipe reads standard input")
+    parser.add_argument("--prompt", "-p", help="the prompt, as an option")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before it")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats",
+    )
+    parser.add_argument("--logprobs", action="store_true", help="log-probability of each new token (with --json)")
+    common.add_sampling_options(parser, max_new_tokens=256, temperature=0.0, top_p=1.0)
+    common.add_model_options(parser)
+    common.add_debug(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    prompt = read_prompt(args)
+    if args.logprobs and not args.json:
+        raise UsageError("--logprobs goes with --json")
+    options = common.sampling_options(args)
+    llm = common.load(args)
+    raw = args.raw or llm.chat_template is None
+    if raw and args.system is not None:
+        raise UsageError("--system needs a chat template: leave --raw out, or use an instruct model")
+    if raw:
+        common.say(
+            args, f"the prompt is continued as it is ({'--raw' if args.raw else 'the model has no chat template'})"
+        )
+        pieces = llm.stream(prompt, logprobs=args.logprobs, **options)
+    else:
+        common.say(args, "the prompt is one user message in the model's chat template (--raw: continue it as it is)")
+        messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+        messages.append({"role": "user", "content": prompt})
+        pieces = llm.stream_chat(messages, logprobs=args.logprobs, **options)
+
+    completion = None
+    for piece in pieces:
+        if not args.json:
+            common.write(piece.text)
+        completion = piece.completion
+    if completion is None:
+        raise RuntimeError("the stream ended without its completion")
+    if args.json:
+        logprobs = completion.logprobs
+        common.write_json(
+            {
+                "prompt": prompt,
+                "text": completion.text,
+                "tokens": completion.tokens,
+                "prompt_tokens": completion.stats.prompt_tokens,
+                "finish_reason": completion.finish_reason,
+                "logprobs": logprobs and [x if math.isfinite(x) else None for x in logprobs],
+                "stats": completion.stats.as_dict(),
+            }
+        )
+    elif completion.text:
+        common.write("\n")
+    common.say_stats(args, completion.stats, completion.finish_reason)
+    return 0
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt from the argument, from -p, or from a pipe; never a silent wait at a terminal."""
+    if args.text is not None and args.prompt is not None:
+        raise UsageError("the prompt was given twice, as an argument and with --prompt; give it once")
+    prompt: str | None = args.text if args.text is not None else args.prompt
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        raise UsageError(
+            'no prompt: clearllama generate "your text", or pipe it in; for a conversation, clearllama chat'
+        )
+    return common.read_stdin() if prompt is None or prompt == "-" else prompt

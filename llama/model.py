@@ -1,0 +1,179 @@
+"""The LLaMA decoder (arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783), whole.
+
+        tokens (B, T)
+          |  embedding
+          v
+        h (B, T, C) ------------------------------+
+          |                                       |
+       RMSNorm -> wq wk wv -> RoPE -> attention -> wo     n_layers times:   h = h + attention(norm(h))
+          |                                       |                         h = h + feed_forward(norm(h))
+        h + . ------------------------------------+
+          |                                       |
+       RMSNorm -> w_down(silu(w_gate x) * w_up x) |
+          |                                       |
+        h + . ------------------------------------+
+          |
+       RMSNorm -> output -> logits (B, T, V)
+
+Letters on the shapes: B batch, T new tokens, S keys (cached and new), H query heads, KV key/value heads, D head_dim,
+C model dim, V vocabulary.
+
+The file knows nothing of devices, files, quantization or sharding. The layers are plain nn.Linear, so those can
+swap them from outside; the number of heads is read off the tensors, so a slice of a weight works unchanged.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import ATTENTION
+from .cache import KVCache
+from .config import ModelConfig
+from .rope import Rope
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, over the last axis (arXiv:1910.07467). Any shape (.., C)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()  # squares of bfloat16 lose too much
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return y.type_as(x) * self.weight
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, layer: int, rope: Rope, attention: str):
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        self.rope, self.attend = rope, ATTENTION[attention]
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+
+    def forward(
+        self, x: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
+    ) -> Tensor:
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
+        q, k = self.rope.apply(q, k, *turns)  # v is not rotated: position decides who is heard, not what is said
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, KV, T, D) twice
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v, positions)  # (B, KV, S, D): keys are cached already rotated
+        y = self.attend(q, k, v, mask)  # (B, H, T, D)
+        return self.wo(y.transpose(1, 2).flatten(-2))  # (B, T, C)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202): w_down(silu(w_gate x) * w_up x). (.., C) -> (.., C)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.w_gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w_up = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w_down = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then feed-forward, each on the normed input and added to it. (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModelConfig, layer: int, rope: Rope, attention: str):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config, layer, rope, attention)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(
+        self, h: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
+    ) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), turns, mask, positions, cache)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Transformer(nn.Module):
+    """The whole decoder.
+
+    rope        "complex", "real" or "half": which form of the rotation runs; "half" wants wq and wk in the half
+                layout (rope.to_half_layout). All three give the same logits.
+    attention   "sdpa" or "reference"
+    max_seq_len positions the RoPE table has; the config's context unless given
+    """
+
+    def __init__(
+        self, config: ModelConfig, rope: str = "complex", attention: str = "sdpa", max_seq_len: int | None = None
+    ):
+        super().__init__()
+        self.config = config
+        self.max_seq_len = max_seq_len or config.max_seq_len
+        self.rope = Rope(rope, config.head_dim, self.max_seq_len, config.rope_theta, config.rope_scaling)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(
+            TransformerBlock(config, layer, self.rope, attention) for layer in range(config.n_layers)
+        )
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """The last hidden state, normed: (B, T) int64 -> (B, T, C). Arguments as in `forward`."""
+        T = tokens.shape[1]
+        sees_all = T == 1 and positions is None  # one token after all others sees every key: no mask
+        if positions is not None and bool((positions < 0).any()):
+            raise ValueError(f"positions must not be negative, got {int(positions.min())}")
+        if cache is not None:
+            positions = cache.place(T, positions)  # (T,), or (B, T) as given
+            end = cache.end
+            key_positions = torch.arange(end, device=tokens.device)  # (S,)
+        else:
+            end = T if positions is None else int(positions.max()) + 1
+            positions = torch.arange(T, device=tokens.device) if positions is None else positions
+            key_positions = positions  # (S,) or (B, S): the keys are the tokens themselves
+        turns = self.rope.rows(positions, end)  # once for all layers
+        mask = None
+        if not sees_all:  # the one rule: a query sees the keys at its own position and before
+            mask = key_positions.unsqueeze(-2) <= positions.unsqueeze(-1)  # (T, S) or (B, T, S)
+            mask = mask.unsqueeze(1) if mask.dim() == 3 else mask  # (B, 1, T, S): the same for all heads
+        h = self.tok_embeddings(tokens)  # (B, T, C)
+        for block in self.layers:
+            h = block(h, turns, mask, positions, cache)
+        if cache is not None:
+            cache.commit()
+        return self.norm(h)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Logits of the next token after each token: (B, T) int64 -> (B, T, V) float32.
+
+        positions  (T,) or (B, T) int64; None means: after the tokens in the cache, or from 0 without one
+        cache      takes the new keys and values and supplies the old ones
+
+        Raises ContextLengthError when a position lies beyond the cache or the RoPE table.
+        """
+        return self.output(self.hidden(tokens, positions, cache)).float()
+
+    def new_cache(self, max_len: int | None = None, batch: int = 1) -> KVCache:
+        """An empty cache for this model's shape, dtype and device; for its whole context unless max_len is given."""
+        weight = self.tok_embeddings.weight
+        return KVCache(
+            self.config.n_layers,
+            self.config.n_kv_heads,
+            self.config.head_dim,
+            max_len or self.max_seq_len,
+            batch=batch,
+            dtype=weight.dtype,
+            device=weight.device,
+        )

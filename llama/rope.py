@@ -1,0 +1,179 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) in the three forms in which the field writes it.
+
+A head of D numbers is read as D/2 points in the plane. Pair i of a token at position m is turned by the angle
+m * inv_freq[i]. Turning q at m and k at n makes their product depend on m - n alone, which is the point of it.
+
+    complex   a pair is one complex number, turning is one multiplication by  cis(angle) = cos + i sin.
+              Meta's form and the definition here: the two others are tested against it.
+    real      the same arithmetic on the two real parts; torch.compile generates better code for it.
+    half      Hugging Face's rotate_half: pair i is (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1]). It needs the
+              rows of wq and wk in another order (`to_half_layout`) and then gives the same scores.
+
+Angles and rotation are float32 whatever the model's dtype: in bfloat16 position 131,071 would be off by 256.
+Letters: B batch, T tokens, H heads, KV key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .errors import ContextLengthError, UsageError
+from .rope_scaling import inverse_frequencies
+
+# How the rows of wq and wk are ordered: Meta's pairs (2i, 2i + 1), or Hugging Face's pairs (i, i + D/2).
+Layout = Literal["interleaved", "half"]
+
+
+# ---------------------------------------------------------------------------------------- complex: the definition
+def precompute_freqs_cis(
+    dim: int, end: int, theta: float = 10000.0, scaling: Mapping[str, Any] | None = None
+) -> Tensor:
+    """Row m, column i: cis(m * inv_freq[i]), as in Meta's llama/model.py.
+
+    dim is D, end the number of positions; scaling as in `inverse_frequencies`. Returns (end, D/2) complex64.
+    """
+    inv_freq, attention_factor = inverse_frequencies(dim, theta, scaling, seq_len=end)
+    angles = torch.outer(torch.arange(end, dtype=torch.float32), inv_freq)  # (end, D/2) radians
+    return torch.polar(torch.full_like(angles, attention_factor), angles)  # (end, D/2) complex64
+
+
+def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn queries (B, T, H, D) and keys (B, T, KV, D) by freqs_cis (T, D/2), or (B, T, D/2) for positions per row.
+
+    Meta's semantics: entries 2i and 2i + 1 form pair i. Shapes and dtypes are kept; the rotation is float32.
+    Raises ValueError when freqs_cis has not exactly one row for each of the T tokens.
+    """
+    _check(xq, freqs_cis, xq.shape[-1] // 2)
+    turn = freqs_cis.unsqueeze(-2)  # (.., T, 1, D/2): the same turn for every head
+    q = torch.view_as_complex(xq.float().unflatten(-1, (-1, 2)))  # (B, T, H, D/2) complex
+    k = torch.view_as_complex(xk.float().unflatten(-1, (-1, 2)))  # (B, T, KV, D/2) complex
+    return torch.view_as_real(q * turn).flatten(-2).type_as(xq), torch.view_as_real(k * turn).flatten(-2).type_as(xk)
+
+
+# ------------------------------------------------------------------------------- real: the product, written out
+def apply_rotary_emb_real(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_emb` without complex numbers; cos and sin are (T, D/2) or (B, T, D/2)."""
+    _check(xq, cos, xq.shape[-1] // 2)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (.., T, 1, D/2)
+
+    def turn(x: Tensor) -> Tensor:
+        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # two of (B, T, H, D/2)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)  # (B, T, H, D)
+
+    return turn(xq), turn(xk)
+
+
+# ---------------------------------------------------------------------------------- half: Hugging Face's pairing
+def rotate_half(x: Tensor) -> Tensor:
+    """(.., D) -> (.., D): (a, b) becomes (-b, a), a quarter turn of every pair (x[i], x[i + D/2])."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def apply_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Turn q and k as transformers' modeling_llama.py does:  x * cos + rotate_half(x) * sin.
+
+    cos and sin are (T, D) or (B, T, D), the D/2 angles twice over. unsqueeze_dim is the axis of the heads:
+    1 for q (B, H, T, D), Hugging Face's order, 2 for q (B, T, H, D). The rotation is float32.
+    """
+    if cos.dim() == 2:
+        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)  # (1, T, D)
+    _check(q if unsqueeze_dim == 2 else q.transpose(1, 2), cos, q.shape[-1])
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    turned_q = q.float() * cos + rotate_half(q.float()) * sin
+    turned_k = k.float() * cos + rotate_half(k.float()) * sin
+    return turned_q.type_as(q), turned_k.type_as(k)
+
+
+def to_half_layout(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of wq or wk (or the last axis of a bias) from Meta's pairs to Hugging Face's.
+
+    weight is (heads * D, C) or (heads * D,); row 2i + j of a head becomes row j * D/2 + i.
+    """
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def to_interleaved_layout(weight: Tensor, head_dim: int) -> Tensor:
+    """The inverse of `to_half_layout`: from Hugging Face's pairs to Meta's."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+# ------------------------------------------------------------------------------------------ what the model holds
+def _complex_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
+    return (freqs_cis,)
+
+
+def _real_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
+    return freqs_cis.real.contiguous(), freqs_cis.imag.contiguous()
+
+
+def _half_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
+    return torch.cat((freqs_cis.real,) * 2, -1), torch.cat((freqs_cis.imag,) * 2, -1)  # (S, D) each
+
+
+def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return apply_rotary_pos_emb(xq, xk, cos, sin, unsqueeze_dim=2)
+
+
+# form -> (tables made from freqs_cis, the function that turns q and k by rows of them, layout of wq and wk)
+FORMS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], Callable[..., tuple[Tensor, Tensor]], Layout]] = {
+    "complex": (_complex_table, apply_rotary_emb, "interleaved"),
+    "real": (_real_table, apply_rotary_emb_real, "interleaved"),
+    "half": (_half_table, _apply_half, "half"),
+}
+
+
+class Rope:
+    """The turns of positions 0, 1, 2, ... in one of FORMS, computed up to the furthest position seen so far.
+
+    A plain object and no buffer of the module: `model.to(torch.bfloat16)` must not touch the table. It grows with
+    use, so that a context length read from a file never sizes an allocation.
+    """
+
+    def __init__(self, form: str, dim: int, max_seq_len: int, theta: float, scaling: Mapping[str, Any] | None = None):
+        if form not in FORMS:
+            raise UsageError(f"unknown form of RoPE {form!r}; known: {', '.join(FORMS)}")
+        self._make_table, self.apply, self.layout = FORMS[form]
+        self._arguments = (dim, theta, scaling)
+        self.form, self.max_seq_len = form, max_seq_len
+        self.end = 0  # positions the table has
+        self.table: tuple[Tensor, ...] = ()
+        self._grow(min(max_seq_len, 1024))
+
+    def rows(self, positions: Tensor, end: int) -> tuple[Tensor, ...]:
+        """The table's rows for positions (T,) or (B, T), all below `end`, on their device.
+
+        `end` is passed because asking a GPU for the largest position would wait for it. Raises ContextLengthError
+        beyond max_seq_len.
+        """
+        if end > self.max_seq_len:
+            raise ContextLengthError(
+                f"position {end - 1} lies outside the {self.max_seq_len} positions the model was made for;"
+                f" shorten the input or raise max_seq_len"
+            )
+        if end > self.end:
+            self._grow(min(max(end, 2 * self.end), self.max_seq_len))
+        if self.table[0].device != positions.device:
+            self.table = tuple(t.to(positions.device) for t in self.table)
+        return tuple(t[positions] for t in self.table)
+
+    def _grow(self, end: int) -> None:
+        dim, theta, scaling = self._arguments
+        with torch.device("cpu"):  # the model around it may be under construction on the meta device
+            self.table = self._make_table(precompute_freqs_cis(dim, end, theta, scaling))
+        self.end = end
+
+
+def _check(x: Tensor, rows: Tensor, width: int) -> None:
+    """Broadcasting would stretch a table of one row over all tokens in silence; refuse instead."""
+    if rows.shape[-2:] != (x.shape[1], width):
+        raise ValueError(
+            f"RoPE: expected one row of {width} for each of {x.shape[1]} tokens, got {tuple(rows.shape)};"
+            f" take the rows of the tokens' positions out of the table first"
+        )

@@ -1,0 +1,237 @@
+"""The tokenizer inside a GGUF file, built with the `tokenizers` library from the vocabulary the file carries.
+
+Two kinds occur in LLaMA files (key tokenizer.ggml.model):
+    gpt2   byte-level BPE with a merge list; key tokenizer.ggml.pre names how text is cut into words first
+    llama  SentencePiece BPE: pieces with scores, a space is written U+2581, unknown characters fall back to bytes
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from ..errors import TokenizerError
+from .base import Tokenizer
+
+# llama.cpp's token types (llama.h, enum llama_token_type)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+# Control strings that end an answer whether or not the file also names their id; llama.cpp goes by the same names.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "</s>")
+
+# The word pattern of Llama 3's tokenizer (meta-llama/llama3 llama/tokenizer.py)
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _gpt2_words() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm_words() -> pre_tokenizers.PreTokenizer:
+    """Every digit is a word of its own, then GPT-2's pattern (tokenizer.json of HuggingFaceTB/SmolLM2)."""
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_words()])
+
+
+def _llama3_words() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+# tokenizer.ggml.pre -> (how words are cut, whether a word that is a token skips the merges, add_bos by default)
+PRE = {
+    "gpt-2": (_gpt2_words, False, False),
+    "smollm": (_smollm_words, False, False),
+    "llama-bpe": (_llama3_words, True, True),
+    "llama3": (_llama3_words, True, True),
+    "llama-v3": (_llama3_words, True, True),
+}
+
+
+def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
+    """The tokenizer a GGUF's metadata describes; `where` is the file, for messages. Raises TokenizerError."""
+    model = metadata.get("tokenizer.ggml.model")
+    if model is None:
+        raise TokenizerError(f"{where}: the file carries no tokenizer (no key tokenizer.ggml.model)")
+    if model not in KINDS:
+        raise TokenizerError(f"{where}: tokenizer model {model!r} is not supported; supported: {', '.join(KINDS)}")
+    try:
+        return KINDS[model](metadata, where)
+    except TokenizerError:
+        raise
+    except BaseException as error:  # the library panics on some damage, and its PanicException is no Exception
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise TokenizerError(f"{where}: the vocabulary can't be built: {error}") from error
+        raise
+
+
+class GGUFTokenizer(Tokenizer):
+    """What both kinds share: the vocabulary, its types, and the ids the file names."""
+
+    def __init__(self, metadata: Mapping[str, Any], where: str):
+        self.where = where
+        self.tokens = _strings(metadata, "tokenizer.ggml.tokens", where)
+        self.n_vocab = len(self.tokens)
+        types = metadata.get("tokenizer.ggml.token_type")
+        self.types: list[int] = [NORMAL] * self.n_vocab if types is None else [int(t) for t in types]
+        if len(self.types) != self.n_vocab:
+            raise TokenizerError(
+                f"{where}: {self.n_vocab} tokens but {len(self.types)} token types; the vocabulary is damaged"
+            )
+        for id, token in enumerate(self.tokens):
+            # Some converters mark control strings as user-defined; written like <|this|> they are control all the same.
+            if self.types[id] == USER_DEFINED and re.fullmatch(r"<\|.*\|>|</?s>", token):
+                self.types[id] = CONTROL
+        self.control = {token: id for id, token in enumerate(self.tokens) if self.types[id] == CONTROL}
+        self.bos_id = self._id(metadata, "bos")
+        self.eos_id = self._id(metadata, "eos")
+        named = {self.eos_id, self._id(metadata, "eot"), self._id(metadata, "eom")}
+        by_name = {self.control[name] for name in END_NAMES if name in self.control}
+        self.stop_ids = frozenset(id for id in named | by_name if id is not None)
+
+    def _id(self, metadata: Mapping[str, Any], name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        id = metadata.get(key)
+        if id is None:
+            return None
+        if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < self.n_vocab:
+            raise TokenizerError(f"{self.where}: {key} is {id!r}, outside the vocabulary of {self.n_vocab} tokens")
+        return id
+
+    def _check(self, id: int) -> None:
+        if not 0 <= id < self.n_vocab:
+            raise TokenizerError(f"token ids must lie between 0 and {self.n_vocab - 1}, got {id}")
+
+    def _plain(self, *also: int) -> dict[str, int]:
+        """The tokens that text may become: all but the control ones, so that no text can ever reach those."""
+        allowed = {NORMAL, USER_DEFINED, *also}
+        return {token: id for id, token in enumerate(self.tokens) if self.types[id] in allowed}
+
+
+class ByteLevelTokenizer(GGUFTokenizer):
+    """GPT-2's scheme: each byte is written as one printable character, words are cut, then merged pair by pair."""
+
+    def __init__(self, metadata: Mapping[str, Any], where: str):
+        super().__init__(metadata, where)
+        pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
+        if pre not in PRE:
+            raise TokenizerError(f"{where}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE)}")
+        words, ignore_merges, add_bos = PRE[pre]
+        self.kind = f"byte-level BPE ({pre})"
+        self.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+        plain = self._plain()
+        merges = [_pair(m, i, where) for i, m in enumerate(_strings(metadata, "tokenizer.ggml.merges", where))]
+        for left, right in merges:
+            if left not in plain or right not in plain or left + right not in plain:
+                raise TokenizerError(f"{where}: merge {left!r} + {right!r} is not made of tokens of the vocabulary")
+        self._backend = Backend(models.BPE(vocab=plain, merges=merges, ignore_merges=ignore_merges))
+        self._backend.pre_tokenizer = words()
+        user_defined = [token for id, token in enumerate(self.tokens) if self.types[id] == USER_DEFINED]
+        if user_defined:  # these are matched whole, before words are cut
+            self._backend.add_tokens(user_defined)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def token_bytes(self, id: int) -> bytes:
+        self._check(id)
+        if self.types[id] == CONTROL:
+            return b""
+        if self.types[id] == USER_DEFINED:
+            return self.tokens[id].encode()
+        try:
+            return bytes(BYTE_OF[character] for character in self.tokens[id])
+        except KeyError:
+            return self.tokens[id].encode()
+
+
+class SentencePieceTokenizer(GGUFTokenizer):
+    """Llama 1 and 2's scheme: the whole text is one word, merged in the order of the pieces' scores."""
+
+    def __init__(self, metadata: Mapping[str, Any], where: str):
+        super().__init__(metadata, where)
+        self.kind = "SentencePiece BPE with byte fallback"
+        self.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", True))
+        prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        self.strips_leading_space = prefix
+        scores = metadata.get("tokenizer.ggml.scores")
+        if scores is None or len(scores) != self.n_vocab:
+            raise TokenizerError(
+                f"{where}: {self.n_vocab} tokens but {0 if scores is None else len(scores)} scores;"
+                f" the vocabulary is damaged"
+            )
+        unknown = next((token for id, token in enumerate(self.tokens) if self.types[id] == UNKNOWN), None)
+        pieces = self._plain()
+        # SentencePiece merges the neighbours whose union scores best; a merge list in order of score does the same.
+        merges = sorted(
+            (
+                (-float(scores[id]), cut, piece[:cut], piece[cut:])
+                for piece, id in pieces.items()
+                for cut in range(1, len(piece))
+                if piece[:cut] in pieces and piece[cut:] in pieces
+            ),
+            key=lambda merge: merge[:2],
+        )
+        self._backend = Backend(
+            models.BPE(
+                vocab=self._plain(UNKNOWN, BYTE),
+                merges=[(left, right) for _, _, left, right in merges],
+                unk_token=unknown,
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        spaces = normalizers.Replace(" ", "\u2581")
+        self._backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def token_bytes(self, id: int) -> bytes:
+        self._check(id)
+        if self.types[id] in (CONTROL, UNKNOWN):
+            return b""
+        token = self.tokens[id]
+        if self.types[id] == BYTE:
+            return bytes([int(token[3:5], 16)])  # <0x0A>
+        return token.replace("\u2581", " ").encode()
+
+
+KINDS = {"gpt2": ByteLevelTokenizer, "llama": SentencePieceTokenizer}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character of each byte, inverted: a byte that prints is itself, the others follow U+0100."""
+    prints = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in prints]
+    return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def _strings(metadata: Mapping[str, Any], key: str, where: str) -> Sequence[str]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        found = "nothing" if value is None else f"an array of something else ({type(value).__name__})"
+        raise TokenizerError(f"{where}: {key} must be an array of strings, found {found}")
+    return value
+
+
+def _pair(merge: str, line: int, where: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not (left and space and right) or " " in right:
+        raise TokenizerError(f"{where}: merge {line} is {merge!r}, expected two tokens with one space between")
+    return left, right
