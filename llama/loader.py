@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .config import ModelConfig
@@ -94,7 +95,7 @@ def build(
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
     check_tensors(config, checkpoint.shapes, str(checkpoint.path))
-    with torch.device("meta"):
+    with torch.device("meta"), SkipInit():
         model = Transformer(config, rope=rope, max_seq_len=max_seq_len).requires_grad_(False).eval()
 
     def read(name: str) -> Tensor:
@@ -134,13 +135,23 @@ def check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], wh
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model and its shape; a tied output projection is no tensor of its own."""
-    with torch.device("meta"):
+    with torch.device("meta"), SkipInit():
         state = Transformer(config).state_dict()
     return {
         name: tuple(tensor.shape)
         for name, tensor in state.items()
         if not (config.tie_embeddings and name == "output.weight")
     }
+
+
+class SkipInit(TorchFunctionMode):
+    """Draws no random weights: all are replaced anyway, and on the meta device the first draw takes torch a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (nn.init.normal_, nn.init.kaiming_uniform_):  # the draws of nn.Embedding and nn.Linear
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: Layout) -> Tensor:

@@ -155,6 +155,8 @@ def read_stdin() -> str:
     if sys.stdin is None:
         raise UsageError("no prompt was given and standard input is closed")
     data = sys.stdin.buffer.read()
+    if not data:
+        raise UsageError('no prompt: standard input is empty; clearllama generate "your text"')
     try:
         return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:

@@ -1,0 +1,67 @@
+"""Fixtures that several files share; what is expensive is made once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from llama import hub, loader
+from llama.text import Llama
+
+from . import tiny
+
+torch.set_grad_enabled(False)
+hypothesis.settings.register_profile("clearllama", deadline=None)  # shared machines stumble
+hypothesis.settings.load_profile("clearllama")
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 0.1 million parameters with a byte-level vocabulary and a chat template."""
+    return tiny.write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_gguf: Path) -> Llama:
+    return loader.load(tiny_gguf, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def default_gguf() -> Path:
+    """The default model's file; fetched if this machine has never run it."""
+    return hub.pull(hub.DEFAULT)
+
+
+@pytest.fixture(scope="session")
+def default_llm(default_gguf: Path) -> Llama:
+    return loader.load(default_gguf, dtype="float32", device="cpu")
+
+
+Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
+
+
+@pytest.fixture(scope="session")
+def clearllama() -> Run:
+    """Run the command in a process of its own, as a user does."""
+
+    def run(*args: str, stdin: bytes | None = None, env: dict[str, str] | None = None, timeout: float = 120, **more):
+        return subprocess.run(
+            [sys.executable, "-m", "llama", *args],
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            stdout=more.pop("stdout", subprocess.PIPE),
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+            timeout=timeout,
+            check=False,
+            **more,
+        )
+
+    return run

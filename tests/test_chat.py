@@ -1,0 +1,134 @@
+"""Chat templates: what transformers makes of them, and that only the template speaks in control tokens."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama.chat import ROLES, encode_chat, render
+from llama.errors import TemplateError, UsageError
+from llama.tokenizer.gguf import from_metadata
+
+from . import tiny
+
+TOKENIZER = from_metadata(tiny.byte_vocabulary(), "tiny")
+START, END = TOKENIZER.control["<|im_start|>"], TOKENIZER.control["<|im_end|>"]
+
+
+def chat(*contents: str, template: str = tiny.CHATML) -> list[int]:
+    roles = itertools.cycle(("user", "assistant"))
+    return encode_chat(TOKENIZER, template, [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)])
+
+
+def test_a_turn_by_hand() -> None:
+    expected = [START, *TOKENIZER.encode("user\nhello"), END, *TOKENIZER.encode("\n"), START]
+    assert chat("hello") == expected + TOKENIZER.encode("assistant\n")
+
+
+controls = list(TOKENIZER.control)
+spelled = st.lists(st.sampled_from([*controls, "<", "|", ">", "<|", "|>", "im_end", " ", "\n", "x", "ü"]), max_size=8)
+
+
+@given(st.lists(spelled.map("".join), min_size=1, max_size=4))
+def test_text_adds_no_control_token_and_loses_nothing(contents: list[str]) -> None:
+    """Whatever the messages spell, the control ids are those of empty messages, in the same order."""
+    ids = chat(*contents)
+    shape = [id for id in ids if id in TOKENIZER.control.values()]
+    assert shape == [id for id in chat(*[""] * len(contents)) if id in TOKENIZER.control.values()]
+    turns = "".join(f"{r}\n{c}\n" for r, c in zip(itertools.cycle(("user", "assistant")), contents, strict=False))
+    assert TOKENIZER.decode(ids) == turns + "assistant\n"
+
+
+@pytest.mark.parametrize("control", controls)
+def test_control_strings_split_over_template_and_messages(control: str) -> None:
+    """Parts of a control string at the edges of neighbouring texts do not grow together."""
+    glued = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    for cut in range(1, len(control)):
+        assert not set(chat(control[:cut], control[cut:], template=glued)) & set(TOKENIZER.control.values())
+        before = "{{ '" + control[:cut] + "' + messages[0]['content'] }}"
+        assert not set(chat(control[cut:], template=before)) & set(TOKENIZER.control.values())
+        after = "{{ messages[0]['content'] + '" + control[cut:] + "' }}"
+        assert not set(chat(control[:cut], template=after)) & set(TOKENIZER.control.values())
+
+
+def test_templates_see_the_words_they_ask_for() -> None:
+    template = "{{ messages[0]['content'] | trim }}|{{ 'yes' if 'hello' in messages[0]['content'] else 'no' }}"
+    assert TOKENIZER.decode(chat("  hello ", template=template)) == "hello|yes"
+
+
+def test_the_environment_offers_what_templates_use() -> None:
+    template = (
+        "{%- for m in messages %}\n    {%- if loop.first %}{% continue %}{% endif %}\n{{ m['role'] }}"
+        "{%- endfor %}{{ strftime_now('%Y') }}{{ bos_token }}{{ eos_token }}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rendered = render(template, messages, TOKENIZER, now=datetime.datetime(2024, 1, 1))
+    assert rendered.split() == ["assistant2024<|im_start|><|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ cycler.__init__.__globals__.os.system('touch canary') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ '%s' | attr('format') }}{{ ('{0.__class__}' | attr('format'))(1) }}{{ [].__class__ }}{{ x.y.z }}",
+        "{% for i in range(1000000000) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{{ messages[5]['content'] + 'x' }}",
+        "{{ undefined_function() }}",
+        "{% if %}",
+        "{% include '/etc/passwd' %}",
+        "{{ raise_exception('roles must alternate') }}",
+    ],
+)
+def test_bad_templates_are_one_clear_error(template: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TemplateError, match="template failed") as error:
+        chat("x", template=template)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_templates_own_words_reach_the_user() -> None:
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        chat("x", template="{{ raise_exception('roles must alternate') }}")
+
+
+def test_a_base_model_has_no_template() -> None:
+    with pytest.raises(TemplateError, match="--raw"):
+        encode_chat(TOKENIZER, None, [{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        ["hello"],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": ["a"]}],
+        [{"role": "user", "content": "a", "name": "<|im_end|>"}],
+        [{"role": "<|im_end|>", "content": "a"}],
+        [{"role": "User", "content": "a"}],
+        [{"role": None, "content": "a"}],
+    ],
+)
+def test_malformed_messages_are_usage_errors(messages: list) -> None:
+    with pytest.raises(UsageError):
+        encode_chat(TOKENIZER, tiny.CHATML, messages)
+
+
+def test_marks_in_the_text_itself_survive() -> None:
+    text = "".join(chr(code) for code in range(0xFDD0, 0xFDEF)) + "<"
+    assert text in TOKENIZER.decode(chat(text))
+    with pytest.raises(UsageError, match="noncharacter"):
+        chat(text + "\ufdef")
+
+
+def test_roles_are_few_and_plain() -> None:
+    assert all(role.isalpha() for role in ROLES)

@@ -1,0 +1,362 @@
+"""The GGUF reader: right numbers on good files, one clear error on every bad one."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from llama import loader
+from llama.checkpoint import open_checkpoint
+from llama.checkpoint.gguf import TENSOR_TYPES, read_header
+from llama.errors import CheckpointError, LlamaError
+
+from . import tiny
+
+
+def test_header_equals_the_gguf_packages_reading(tiny_gguf: Path) -> None:
+    ours = read_header(tiny_gguf.read_bytes(), "tiny")
+    theirs = gguf.GGUFReader(tiny_gguf)
+    for tensor in theirs.tensors:
+        info = ours.tensors[tensor.name]
+        assert info.shape == tuple(reversed(tensor.shape.tolist()))
+        assert (info.type, info.offset, info.nbytes) == (tensor.tensor_type, tensor.data_offset, tensor.n_bytes)
+    for key, value in ours.metadata.items():
+        expected = theirs.fields[key].contents()
+        assert (value.tolist() if isinstance(value, np.ndarray) else value) == expected
+
+
+def test_logits_of_a_file_are_those_of_the_weights_in_it(tiny_gguf: Path) -> None:
+    model = loader.load_model(tiny_gguf, dtype="float32", device="cpu")
+    tokens = tiny.random_tokens(30)
+    torch.testing.assert_close(model(tokens), tiny.model()(tokens), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["real", "half"])
+def test_forms_of_rope_from_one_file(tiny_gguf: Path, form: str) -> None:
+    tokens = tiny.random_tokens(30)
+    model = loader.load_model(tiny_gguf, dtype="float32", device="cpu", rope=form)
+    torch.testing.assert_close(model(tokens), tiny.model()(tokens), rtol=0, atol=1e-4)
+
+
+BIG = tiny.ModelConfig(256, 1, 4, 2, 64, 512, 320, max_seq_len=64)
+
+
+@pytest.mark.parametrize(("name", "error"), [("F16", 1e-3), ("BF16", 1e-2), ("Q8_0", 0.01), ("Q4_0", 0.15),
+                                             ("Q4_1", 0.15), ("Q5_0", 0.1), ("Q5_1", 0.1)])  # fmt: skip
+def test_block_formats_that_can_be_written(tmp_path: Path, name: str, error: float) -> None:
+    state = tiny.weights(BIG)
+    checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", BIG, state, quantization=name))
+    for key, tensor in state.items():
+        read = checkpoint.tensor(key).float()
+        assert read.shape == tensor.shape
+        assert float((read - tensor).norm() / tensor.norm()) < (error if tensor.dim() == 2 else 1e-6)
+
+
+def _q4_k(block: bytes) -> list[float]:
+    """Q4_K as llama.cpp's ggml-quants.c lays it out, read one number at a time."""
+    d, dmin = (float(x) for x in np.frombuffer(block[:4], np.float16))
+    packed, quants = block[4:16], block[16:]
+    out = []
+    for j in range(8):
+        if j < 4:
+            scale, low = packed[j] & 63, packed[j + 4] & 63
+        else:
+            scale = (packed[j + 4] & 15) | (packed[j - 4] >> 6 << 4)
+            low = (packed[j + 4] >> 4) | (packed[j] >> 6 << 4)
+        for i in range(32):
+            byte = quants[32 * (j // 2) + i]
+            out.append(d * scale * (byte >> 4 if j % 2 else byte & 15) - dmin * low)
+    return out
+
+
+def _q6_k(block: bytes) -> list[float]:
+    low, high, scales = block[:128], block[128:192], np.frombuffer(block[192:208], np.int8)
+    d = float(np.frombuffer(block[208:], np.float16)[0])
+    out = [0.0] * 256
+    for half in range(2):
+        for i in range(32):
+            for quarter in range(4):
+                byte = low[64 * half + 32 * (quarter % 2) + i]
+                nibble = byte >> 4 if quarter >= 2 else byte & 15
+                value = nibble | ((high[32 * half + i] >> (2 * quarter)) & 3) << 4
+                at = 128 * half + 32 * quarter + i
+                out[at] = d * int(scales[8 * half + 2 * quarter + i // 16]) * (value - 32)
+    return out
+
+
+@pytest.mark.parametrize(("type", "read"), [(12, _q4_k), (14, _q6_k)])
+def test_k_quants_against_a_reading_of_the_layout(
+    tmp_path: Path, type: int, read: Callable[[bytes], list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _, size = TENSOR_TYPES[type]
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (8, size), dtype=np.uint8)
+    halves = rng.uniform(0.01, 0.1, (8, 2)).astype(np.float16).view(np.uint8).reshape(8, 4)
+    if name == "Q4_K":
+        raw[:, :4] = halves
+    else:
+        raw[:, 208:] = halves[:, :2]
+    writer = gguf.GGUFWriter(str(tmp_path / "k.gguf"), "llama")
+    writer.add_tensor("w", raw, raw_dtype=gguf.GGMLQuantizationType(type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    header = read_header((tmp_path / "k.gguf").read_bytes(), "k")
+    assert header.tensors["w"].shape == (8, 256)
+    from llama.checkpoint.gguf import GGUFCheckpoint
+
+    checkpoint = GGUFCheckpoint.__new__(GGUFCheckpoint)
+    checkpoint.header, checkpoint._data = header, (tmp_path / "k.gguf").read_bytes()  # type: ignore[assignment]
+    expected = torch.tensor([read(row.tobytes()) for row in raw])
+    torch.testing.assert_close(checkpoint._read("w"), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_quantization_listed_has_a_dequantizer_and_the_right_block() -> None:
+    for type, (name, per_block, size) in TENSOR_TYPES.items():
+        kind = gguf.GGMLQuantizationType(type)
+        assert kind.name == name
+        assert gguf.constants.GGML_QUANT_SIZES[kind] == (per_block, size)
+        zeros = np.zeros((2, 256 // per_block * size), np.uint8)
+        assert gguf.quants.dequantize(zeros, kind).size >= 256
+
+
+def test_rope_freqs_are_honoured(tmp_path: Path) -> None:
+    divisors = torch.linspace(1, 8, 8)
+    path = tiny.write_gguf(tmp_path / "x.gguf", extra={"rope_freqs.weight": divisors})
+    model = loader.load_model(path, dtype="float32", device="cpu")
+    assert model.config.rope_scaling == {"rope_type": "divisors", "divisors": divisors.tolist()}
+    tokens = tiny.random_tokens(100)
+    assert not torch.allclose(model(tokens), tiny.model()(tokens), atol=1e-2)
+
+
+def test_linear_scaling_is_honoured(tmp_path: Path) -> None:
+    more = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    config = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata=more)).config
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_tied_and_untied(tmp_path: Path) -> None:
+    tied = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", without=("output.weight",)))
+    assert tied.config.tie_embeddings
+    model = loader.build(tied, "cpu", "float32")
+    assert model.output.weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
+
+
+def test_the_format_is_decided_by_content(tiny_gguf: Path, tmp_path: Path) -> None:
+    path = tmp_path / "weights in Ünicode.pth"
+    path.write_bytes(tiny_gguf.read_bytes())
+    assert open_checkpoint(path).format == "GGUF"
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    assert open_checkpoint(link).config == tiny.CONFIG
+
+
+# --------------------------------------------------------------------------------------------------- not a model
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"<!DOCTYPE html><html></html>", "web page"),
+        (b"PK\x03\x04" + bytes(60), "zip"),
+        (b"\x80\x02}q\x00.", "pickle"),
+        (b"hello", "begins with b'hello'"),
+    ],
+)
+def test_files_of_another_kind_are_called_by_name(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=says):
+        open_checkpoint(path)
+
+
+def test_folders_devices_and_missing_files(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "fifo")
+    for path, says in ((tmp_path, "folder"), (tmp_path / "no", "No such file"), (tmp_path / "fifo", "regular"),
+                       (Path("/dev/null"), "regular"), (Path("a\0b"), "not a path")):  # fmt: skip
+        with pytest.raises(CheckpointError, match=says):
+            open_checkpoint(path)
+
+
+# -------------------------------------------------------------------------------------------------- damaged files
+def string(text: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+def entry(key: bytes, type: int, value: bytes) -> bytes:
+    return string(key) + struct.pack("<I", type) + value
+
+
+def array(type: int, count: int, items: bytes = b"") -> bytes:
+    return struct.pack("<IQ", type, count) + items
+
+
+def tensor(name: bytes = b"t", dims: tuple[int, ...] = (32,), type: int = 0, offset: int = 0) -> bytes:
+    shape = struct.pack("<I", len(dims)) + b"".join(struct.pack("<Q", d) for d in dims)
+    return string(name) + shape + struct.pack("<IQ", type, offset)
+
+
+def file(entries: list[bytes], tensors: list[bytes] = (), data: int = 0, **header: Any) -> bytes:  # type: ignore[assignment]
+    head = header.get("magic", b"GGUF") + struct.pack(
+        "<IQQ", header.get("version", 3), header.get("n_tensors", len(tensors)), header.get("n_kv", len(entries))
+    )
+    body = head + b"".join(entries) + b"".join(tensors)
+    return body + bytes(-len(body) % 32) + bytes(data)
+
+
+HUGE = [2**31, 2**32, 2**63, 2**64 - 1]
+BAD_HEADERS = {
+    "version 1": file([], version=1),
+    "version 99": file([], version=99),
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+    "unknown value type": file([entry(b"k", 13, bytes(8))]),
+    "empty key": file([entry(b"", 0, b"x")]),
+    "key not UTF-8": file([entry(b"\xff\xfe", 0, b"x")]),
+    "key with a control character": file([entry(b"a\x1b[2J", 0, b"x")]),
+    "duplicate key": file([entry(b"k", 0, b"x")] * 2),
+    "string not UTF-8": file([entry(b"k", 8, string(b"\xff"))]),
+    "nested array": file([entry(b"k", 9, array(9, 1, array(0, 1, b"x")))]),
+    "nested 5,000 deep": file([entry(b"k", 9, array(9, 1) * 5000)]),
+    "strings overrun": file([entry(b"k", 9, array(8, 2, string(b"a") + string(b"b", 2**62)))]),
+    "alignment 0": file([entry(b"general.alignment", 4, struct.pack("<I", 0))]),
+    "alignment 3": file([entry(b"general.alignment", 4, struct.pack("<I", 3))]),
+    "alignment 2^30": file([entry(b"general.alignment", 4, struct.pack("<I", 2**30))]),
+    "alignment as text": file([entry(b"general.alignment", 8, string(b"32"))]),
+    "rank 0": file([], [tensor(dims=())]),
+    "rank 5": file([], [tensor(dims=(1, 1, 1, 1, 32))], 128),
+    "rank 10^6": file([], [string(b"t") + struct.pack("<I", 10**6) + bytes(64)]),
+    "size 0": file([], [tensor(dims=(0, 32))]),
+    "unknown tensor type": file([], [tensor(type=999)], 128),
+    "no dequantizer (Q8_1)": file([], [tensor(type=9)], 128),
+    "ragged quantized row": file([], [tensor(dims=(33,), type=2)], 128),
+    "sizes whose product wraps 2^64": file([], [tensor(dims=(2**32, 2**32, 4))], 128),
+    "duplicate tensor": file([], [tensor(), tensor(offset=128)], 256),
+    "two tensors on the same bytes": file([], [tensor(b"a"), tensor(b"b")], 256),
+    "hole between tensors": file([], [tensor(b"a"), tensor(b"b", offset=256)], 512),
+    "offset not aligned": file([], [tensor(b"a"), tensor(b"b", offset=129)], 512),
+    "data cut off": file([], [tensor()], 127),
+    "bytes after the data": file([], [tensor()], 128 + 64),
+    **{f"{n} tensors": file([], n_tensors=n) for n in HUGE},
+    **{f"{n} entries": file([], n_kv=n) for n in HUGE},
+    **{f"string of {n}": file([entry(b"k", 8, string(b"", n))]) for n in HUGE},
+    **{f"array of {n} bytes": file([entry(b"k", 9, array(0, n))]) for n in HUGE},
+    **{f"array of {n} doubles": file([entry(b"k", 9, array(12, n))]) for n in HUGE},
+    **{f"array of {n} strings": file([entry(b"k", 9, array(8, n))]) for n in HUGE},
+}
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_damaged_headers_are_one_clear_error(name: str, tmp_path: Path) -> None:
+    import time
+    import tracemalloc
+
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(BAD_HEADERS[name])
+    tracemalloc.start()
+    started = time.perf_counter()
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert time.perf_counter() - started < 1
+    assert peak < 5_000_000
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_builder_of_bad_files_builds_good_ones_too() -> None:
+    good = file([entry(b"k", 9, array(8, 1, string(b"a")))], [tensor(), tensor(b"u", offset=128)], 256)
+    assert list(read_header(good, "good").tensors) == ["t", "u"]
+
+
+def test_a_file_cut_at_any_byte_of_its_header_is_an_error(tiny_gguf: Path) -> None:
+    data = tiny_gguf.read_bytes()
+    end = min(info.offset for info in read_header(data, "x").tensors.values())
+    for length in [*range(4, end, 7), end, len(data) // 2, len(data) - 1]:
+        with pytest.raises(CheckpointError):
+            read_header(data[:length], "cut")
+
+
+def test_a_flipped_bit_in_the_header_is_an_error_or_another_valid_header(tiny_gguf: Path) -> None:
+    data = bytearray(tiny_gguf.read_bytes())
+    end = min(info.offset for info in read_header(bytes(data), "x").tensors.values())
+    refused = 0
+    for at in range(4, end, 11):
+        data[at] ^= 1 << (at % 8)
+        try:
+            read_header(bytes(data), "flipped")
+        except CheckpointError:
+            refused += 1
+        data[at] ^= 1 << (at % 8)
+    assert refused > 50
+
+
+# --------------------------------------------------------------------------------------------- wrong architectures
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"general.architecture": "gpt2"}, "architecture is 'gpt2'"),
+        ({"llama.embedding_length": None}, "llama.embedding_length is missing"),
+        ({"llama.attention.head_count": None}, "head_count is missing"),
+        ({"llama.attention.head_count": "4"}, "must be one number"),
+        ({"llama.attention.head_count": [4, 4]}, "must be one number"),
+        ({"llama.attention.head_count": 0}, "above 0"),
+        ({"llama.attention.head_count_kv": 3}, "multiple of n_kv_heads"),
+        ({"llama.attention.head_count": 8}, "wq.weight has shape"),
+        ({"llama.block_count": 3}, "says 3 layers"),
+        ({"llama.block_count": 2**31}, "says 2147483648 layers"),
+        ({"llama.feed_forward_length": 97}, "w_gate.weight has shape"),
+        ({"llama.embedding_length": 2**31}, "have shape|has shape"),
+        ({"llama.rope.dimension_count": 8}, "must be equal"),
+        ({"llama.rope.freq_base": 0.0}, "rope_theta"),
+        ({"llama.expert_count": 8}, "mixture of 8 experts"),
+        ({"llama.rope.scaling.type": "spiral"}, "spiral"),
+        ({"split.count": 3, "split.no": 1}, "part 1 of 3"),
+    ],
+)
+def test_architectures_that_contradict_the_file(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
+    path = tiny.write_gguf(tmp_path / "x.gguf", metadata=metadata)
+    with pytest.raises(LlamaError, match=says):
+        loader.load_model(path, device="cpu")
+
+
+def test_a_huge_context_sizes_nothing(tmp_path: Path) -> None:
+    path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"llama.context_length": 2**31})
+    llm = loader.load(path, device="cpu", dtype="float32")
+    assert len(llm.generate("hello", max_new_tokens=2).tokens) <= 2
+
+
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    path = tiny.write_gguf(tmp_path / "x.gguf", without=("blk.1.ffn_up.weight",))
+    with pytest.raises(CheckpointError, match=re.escape("1 tensors are missing: layers.1.feed_forward.w_up.weight")):
+        loader.load_model(path)
+    path = tiny.write_gguf(tmp_path / "y.gguf", extra={"blk.0.attn_q.bias": torch.zeros(64)})
+    with pytest.raises(CheckpointError, match=re.escape("blk.0.attn_q.bias")):
+        loader.load_model(path)
+
+
+def test_values_beyond_float16_are_an_error_not_infinity(tmp_path: Path) -> None:
+    state = tiny.weights()
+    state["norm.weight"][3] = 1e5
+    path = tiny.write_gguf(tmp_path / "x.gguf", state=state)
+    with pytest.raises(CheckpointError, match=r"norm.weight holds values beyond float16"):
+        loader.load_model(path, dtype="float16", device="cpu")
+
+
+def test_reading_never_changes_the_file(tiny_gguf: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(tiny_gguf.read_bytes())
+    model = loader.load_model(path, dtype="float32", device="cpu")
+    model.norm.weight.fill_(9)  # float32 weights lie in the mapped file; a write goes to a private copy
+    assert path.read_bytes() == tiny_gguf.read_bytes()

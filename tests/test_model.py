@@ -1,0 +1,253 @@
+"""The decoder: laws that hold for any weights, and its numbers against transformers' on random small models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama.attention import ATTENTION, reference, reference_weights, sdpa
+from llama.cache import KVCache
+from llama.config import ModelConfig
+from llama.errors import ConfigError, ContextLengthError
+from llama.generate import prefill
+from llama.loader import to_layout
+from llama.model import RMSNorm, Transformer
+
+from . import tiny
+
+TOLERANCE = {"rtol": 0, "atol": 1e-4}
+
+
+# ------------------------------------------------------------------------------------------------------ attention
+@pytest.mark.parametrize(("T", "S", "H", "KV"), [(1, 1, 4, 4), (1, 9, 6, 2), (5, 9, 6, 2), (9, 9, 4, 1), (3, 40, 3, 3)])
+def test_sdpa_equals_the_written_out_formula(T: int, S: int, H: int, KV: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, H, T, 16), torch.randn(2, KV, S, 16), torch.randn(2, KV, S, 16)
+    mask = torch.arange(S) <= torch.arange(S - T, S)[:, None]
+    for m in (None, mask, mask.expand(2, 1, T, S)):
+        torch.testing.assert_close(sdpa(q, k, v, m), reference(q, k, v, m), rtol=0, atol=1e-5)
+
+
+def test_a_group_of_query_heads_reads_one_kv_head() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 6, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    grouped = reference(q, k, v)
+    for h in range(6):
+        alone = reference(q[:, h : h + 1], k[:, h // 3 : h // 3 + 1], v[:, h // 3 : h // 3 + 1])
+        torch.testing.assert_close(grouped[:, h : h + 1], alone)
+
+
+def test_attention_weights_are_a_distribution_over_what_may_be_seen() -> None:
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
+    weights = reference_weights(q, k, torch.ones(4, 4).tril().bool())
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 4))
+    assert float(weights.triu(1).abs().max()) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- cache
+def test_cache_places_writes_commits_and_trims() -> None:
+    cache = KVCache(1, 2, 4, max_len=8)
+    first = cache.place(3)
+    assert first.tolist() == [0, 1, 2]
+    k = torch.randn(1, 2, 3, 4)
+    keys, _ = cache.update(0, k, k, first)
+    assert torch.equal(keys, k)
+    assert cache.length == 0  # a pass that breaks off here has changed no length
+    cache.commit()
+    assert cache.place(2).tolist() == [3, 4]
+    cache.trim(1)
+    assert cache.place(2).tolist() == [1, 2]
+    with pytest.raises(ContextLengthError, match="holds 8"):
+        cache.place(8)
+    with pytest.raises(ValueError, match="trimmed"):
+        cache.trim(5)
+
+
+# ---------------------------------------------------------------------------------------------------------- model
+def test_rms_norm_against_float64() -> None:
+    norm = RMSNorm(64, 1e-5)
+    norm.weight.data = torch.randn(64)
+    x = torch.randn(3, 64)
+    d = x.double()
+    expected = d / (d.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rms_norm_squares_in_float32() -> None:
+    """Squares of 300 overflow in float16; inside the norm they must not."""
+    out = RMSNorm(8, 1e-5).half()(torch.full((1, 8), 300.0, dtype=torch.float16))
+    torch.testing.assert_close(out, torch.ones(1, 8, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_every_form_of_rope_gives_the_same_logits(attention: str) -> None:
+    tokens = tiny.random_tokens(50, batch=2)
+    expected = tiny.model()(tokens)
+    for form in ("complex", "real", "half"):
+        model = Transformer(tiny.CONFIG, rope=form, attention=attention).eval()
+        state = tiny.weights()
+        layout = model.rope.layout
+        model.load_state_dict({n: to_layout(n, t, 16, "interleaved", layout) for n, t in state.items()})
+        torch.testing.assert_close(model(tokens), expected, **TOLERANCE)
+
+
+def test_cached_equals_uncached_at_every_position() -> None:
+    model, tokens = tiny.model(), tiny.random_tokens(40)
+    expected = model(tokens)  # (1, 40, V)
+    cache = model.new_cache()
+    for t in range(40):
+        torch.testing.assert_close(model(tokens[:, t : t + 1], cache=cache)[:, 0], expected[:, t], **TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_prefill_in_chunks_gives_the_same_logits(chunk: int) -> None:
+    model, tokens = tiny.model(), tiny.random_tokens(40)
+    logits = prefill(model, tokens[0].tolist(), model.new_cache(), chunk)
+    torch.testing.assert_close(logits, model(tokens)[0, -1], **TOLERANCE)
+
+
+def test_no_token_sees_a_later_one() -> None:
+    model, tokens = tiny.model(), tiny.random_tokens(20)
+    changed = tokens.clone()
+    changed[0, 12:] = (changed[0, 12:] + 1) % tiny.CONFIG.vocab_size
+    a, b = model(tokens), model(changed)
+    torch.testing.assert_close(a[:, :12], b[:, :12], **TOLERANCE)
+    assert not torch.allclose(a[:, 12], b[:, 12], atol=1e-2)
+
+
+def test_logits_do_not_change_when_all_positions_shift() -> None:
+    """RoPE is relative: the same text 100 positions later has the same logits."""
+    model, tokens = tiny.model(), tiny.random_tokens(20)
+    torch.testing.assert_close(model(tokens, torch.arange(100, 120)), model(tokens), rtol=0, atol=1e-3)
+
+
+def test_rows_of_a_batch_may_stand_at_positions_of_their_own() -> None:
+    model = tiny.model()
+    short, long = tiny.random_tokens(5, seed=1), tiny.random_tokens(9, seed=2)
+    cache = model.new_cache(batch=2)
+    model(torch.cat((torch.cat((short, short[:, :4]), 1), long)), cache=cache)
+    # Row 0 goes on at position 5, over its padding; row 1 at position 9.
+    step = model(torch.tensor([[7], [8]]), torch.tensor([[5], [9]]), cache)
+    torch.testing.assert_close(step[0, 0], model(torch.cat((short, torch.tensor([[7]])), 1))[0, -1], **TOLERANCE)
+    torch.testing.assert_close(step[1, 0], model(torch.cat((long, torch.tensor([[8]])), 1))[0, -1], **TOLERANCE)
+
+
+def test_an_interrupted_pass_leaves_the_cache_as_it_was() -> None:
+    model, tokens = tiny.model(), tiny.random_tokens(12)
+    cache = model.new_cache()
+    model(tokens[:, :6], cache=cache)
+    hook = model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens[:, 6:], cache=cache)
+    hook.remove()
+    assert cache.length == 6
+    torch.testing.assert_close(model(tokens[:, 6:], cache=cache), model(tokens)[:, 6:], **TOLERANCE)
+
+
+def test_positions_outside_the_model_are_errors() -> None:
+    model = tiny.model()
+    with pytest.raises(ContextLengthError):
+        model(tiny.random_tokens(257))
+    with pytest.raises(ContextLengthError):
+        model(tiny.random_tokens(1), torch.tensor([256]))
+    with pytest.raises(ValueError, match="negative"):
+        model(tiny.random_tokens(1), torch.tensor([-1]))
+
+
+def test_the_rope_table_stays_float32_under_a_cast() -> None:
+    model = tiny.model().to(torch.bfloat16)
+    assert all(t.dtype in (torch.complex64, torch.float32) for t in model.rope.table)
+    assert "rope" not in " ".join(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "head_dim", "tied", "scaling"),
+    [
+        (4, 4, 16, False, None),
+        (8, 2, 16, True, None),
+        (4, 1, 32, False, None),
+        (4, 2, 16, False, {"rope_type": "linear", "factor": 2.0}),
+        (
+            4,
+            2,
+            16,
+            True,
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+def test_logits_equal_transformers(
+    heads: int, kv: int, head_dim: int, tied: bool, scaling: dict[str, object] | None
+) -> None:
+    config = ModelConfig(
+        dim=64, n_layers=3, n_heads=heads, n_kv_heads=kv, head_dim=head_dim, hidden_dim=112, vocab_size=200,
+        norm_eps=1e-5, rope_theta=5000.0, rope_scaling=scaling, max_seq_len=512, tie_embeddings=tied,
+    )  # fmt: skip
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64, num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=kv, head_dim=head_dim,
+            intermediate_size=112, vocab_size=200, rms_norm_eps=1e-5, max_position_embeddings=512,
+            tie_word_embeddings=tied,
+            rope_parameters={"rope_theta": 5000.0, **(scaling or {"rope_type": "default"})},
+        )
+    ).eval()  # fmt: skip
+    assert sum(p.numel() for p in theirs.parameters()) == config.n_params
+    names = {
+        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w_gate", "mlp.up_proj": "feed_forward.w_up",
+        "mlp.down_proj": "feed_forward.w_down", "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm", "embed_tokens": "tok_embeddings", "lm_head": "output",
+    }  # fmt: skip
+    state = {}
+    for tensor in theirs.state_dict().values():
+        tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, 0.1)
+    for name, tensor in theirs.state_dict().items():
+        ours = name.removeprefix("model.")
+        for a, b in names.items():
+            ours = ours.replace(a, b)
+        state[ours] = to_layout(ours, tensor, head_dim, "half", "interleaved")
+    model = Transformer(config).eval()
+    model.load_state_dict(state)
+    tokens = torch.randint(200, (2, 300))
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=2e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- config
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dim": 0}, "dim must lie between"),
+        ({"dim": -1}, "dim must lie between"),
+        ({"dim": 2**40}, "dim must lie between"),
+        ({"dim": 4096.0}, r"4096\.0 \(float\)"),
+        ({"dim": "4096"}, r"'4096' \(str\)"),
+        ({"dim": True}, "bool"),
+        ({"dim": None}, "NoneType"),
+        ({"n_kv_heads": 3}, "4 and 3"),
+        ({"head_dim": 15}, "even"),
+        ({"norm_eps": float("nan")}, "norm_eps"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_theta": "1e4"}, "str"),
+    ],
+)
+def test_bad_configs_are_errors_that_name_the_field(change: dict[str, object], says: str) -> None:
+    import dataclasses
+
+    with pytest.raises(ConfigError, match=says):
+        dataclasses.replace(tiny.CONFIG, **change)
+
+
+def test_parameter_counts_of_official_models() -> None:
+    llama2_7b = ModelConfig(4096, 32, 32, 32, 128, 11008, 32000)
+    llama3_8b = ModelConfig(4096, 32, 32, 8, 128, 14336, 128256)
+    llama32_1b = ModelConfig(2048, 16, 32, 8, 64, 8192, 128256, tie_embeddings=True)
+    counts = [c.n_params for c in (llama2_7b, llama3_8b, llama32_1b)]
+    assert counts == [6_738_415_616, 8_030_261_248, 1_235_814_400]
+    assert llama3_8b.kv_cache_bytes(1, 2) == 131072

@@ -1,0 +1,210 @@
+"""RoPE: three forms of one rotation, held against each other, against the formula, and against transformers' code."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama as hf
+
+import llama
+from llama.errors import ConfigError, ContextLengthError
+from llama.rope import FORMS, Rope, apply_rotary_emb_real, to_half_layout, to_interleaved_layout
+from llama.rope_scaling import SCALINGS, inverse_frequencies
+
+
+def random_qk(T: int = 7, D: int = 16, B: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(B, T, 4, D), torch.randn(B, T, 2, D)
+
+
+def test_the_table_is_cis_of_position_times_frequency() -> None:
+    table = llama.precompute_freqs_cis(8, 6)
+    assert table.dtype == torch.complex64
+    assert table.shape == (6, 4)
+    for m in range(6):
+        for i in range(4):
+            angle = m * 10000 ** (-2 * i / 8)
+            assert complex(table[m, i]) == pytest.approx(complex(math.cos(angle), math.sin(angle)), abs=1e-6)
+
+
+def test_worked_example_by_hand() -> None:
+    """Pair (28, 29) of position 1, frequency 0.01: (28 + 29i) e^(0.01 i) = 27.7086 + 29.2785 i."""
+    x = torch.zeros(1, 2, 1, 8)
+    x[0, 1, 0, 4:6] = torch.tensor([28.0, 29.0])
+    turned, _ = llama.apply_rotary_emb(x, x, llama.precompute_freqs_cis(8, 2))
+    assert turned[0, 1, 0, 4:6].tolist() == pytest.approx([27.708604844975795, 29.27854534543996], rel=1e-6)
+
+
+def test_complex_and_real_are_the_same_rotation() -> None:
+    q, k = random_qk()
+    freqs_cis = llama.precompute_freqs_cis(16, 7, theta=500.0)
+    by_complex = llama.apply_rotary_emb(q, k, freqs_cis)
+    by_real = apply_rotary_emb_real(q, k, freqs_cis.real, freqs_cis.imag)
+    for a, b in zip(by_complex, by_real, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_half_is_the_same_rotation_of_reordered_entries() -> None:
+    q, k = random_qk()
+    freqs_cis = llama.precompute_freqs_cis(16, 7)
+    expected, _ = llama.apply_rotary_emb(q, k, freqs_cis)
+    reorder = to_half_layout(torch.arange(16), 16)  # entry of the interleaved layout at each place of the half layout
+    cos, sin = (torch.cat((part, part), -1) for part in (freqs_cis.real, freqs_cis.imag))
+    turned, _ = llama.apply_rotary_pos_emb(q[..., reorder], k[..., reorder], cos, sin, unsqueeze_dim=2)
+    torch.testing.assert_close(turned, expected[..., reorder], rtol=0, atol=1e-6)
+
+
+def test_half_equals_transformers() -> None:
+    q, k = (x.transpose(1, 2) for x in random_qk())  # (B, H, T, D), Hugging Face's order
+    freqs_cis = llama.precompute_freqs_cis(16, 7)
+    cos, sin = (torch.cat((part, part), -1)[None] for part in (freqs_cis.real, freqs_cis.imag))
+    for ours, theirs in zip(
+        llama.apply_rotary_pos_emb(q, k, cos, sin), hf.apply_rotary_pos_emb(q, k, cos, sin), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(llama.rotate_half(x), hf.rotate_half(x))
+
+
+def test_layouts_are_inverse_and_follow_the_row_rule() -> None:
+    weight = torch.arange(3 * 8 * 5).view(24, 5)  # 3 heads of 8 rows
+    half = to_half_layout(weight, 8)
+    for head in range(3):
+        for i in range(4):
+            for j in range(2):  # row h*D + j*D/2 + i of the half layout is row h*D + 2i + j of the interleaved one
+                assert torch.equal(half[head * 8 + j * 4 + i], weight[head * 8 + 2 * i + j])
+    assert torch.equal(to_interleaved_layout(half, 8), weight)
+
+
+@pytest.mark.parametrize("shift", [1, 100, 4096])
+def test_scores_depend_on_the_distance_alone(shift: int) -> None:
+    q, k = random_qk(T=1, B=1)
+    table = llama.precompute_freqs_cis(16, 9000)
+
+    def score(m: int, n: int) -> torch.Tensor:
+        return (llama.apply_rotary_emb(q, k, table[m : m + 1])[0][..., :2, :]
+                * llama.apply_rotary_emb(q, k, table[n : n + 1])[1]).sum(-1)  # fmt: skip
+
+    torch.testing.assert_close(score(37, 5), score(37 + shift, 5 + shift), rtol=0, atol=5e-3)
+    assert not torch.allclose(score(37, 5), score(38, 5), atol=1e-2)
+
+
+def test_rotation_keeps_length_and_dtype() -> None:
+    q, k = random_qk()
+    turned_q, turned_k = llama.apply_rotary_emb(q.bfloat16(), k.double(), llama.precompute_freqs_cis(16, 7))
+    assert (turned_q.dtype, turned_k.dtype) == (torch.bfloat16, torch.float64)
+    torch.testing.assert_close(turned_k.norm(dim=-1).float(), k.norm(dim=-1), rtol=1e-5, atol=1e-5)
+
+
+def test_positions_may_differ_by_row_of_the_batch() -> None:
+    q, k = random_qk(T=3)
+    table = llama.precompute_freqs_cis(16, 20)
+    positions = torch.tensor([[0, 1, 2], [10, 15, 19]])
+    both, _ = llama.apply_rotary_emb(q, k, table[positions])
+    for row in range(2):
+        alone, _ = llama.apply_rotary_emb(q[row : row + 1], k[row : row + 1], table[positions[row]])
+        torch.testing.assert_close(both[row : row + 1], alone)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 8])
+def test_a_table_of_another_length_is_refused(rows: int) -> None:
+    q, k = random_qk(T=7)
+    with pytest.raises(ValueError, match="7 tokens"):
+        llama.apply_rotary_emb(q, k, llama.precompute_freqs_cis(16, rows))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_table_grows_with_use_and_ends_with_the_context(form: str) -> None:
+    rope = Rope(form, 16, 5000, 10000.0)
+    late = rope.rows(torch.tensor([4999]), 5000)
+    fresh = Rope(form, 16, 5000, 10000.0)
+    for a, b in zip(late, fresh.rows(torch.tensor([4999]), 5000), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ContextLengthError, match="5000"):
+        rope.rows(torch.tensor([5000]), 5001)
+
+
+def test_unknown_form_is_an_error() -> None:
+    with pytest.raises(ValueError, match="complex, real, half"):
+        Rope("quaternion", 16, 10, 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------- scalings
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("dim", "factor", "golden"),
+    [
+        (128, 8.0, {28: 0.00321144599, 29: 0.00216657076, 34: 0.000178507813, 35: 9.55621235e-05, 63: 3.06892599e-07}),
+        (64, 32.0, {15: 0.00129054793, 17: 9.7082878e-05, 18: 1.94616382e-05, 31: 9.41830673e-08}),
+    ],
+)
+def test_llama3_scaling_gives_the_published_numbers(dim: int, factor: float, golden: dict[int, float]) -> None:
+    inv_freq, attention_factor = inverse_frequencies(dim, 500000.0, {**LLAMA3, "factor": factor})
+    assert attention_factor == 1.0
+    for i, expected in golden.items():
+        assert float(inv_freq[i]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+def test_scalings_equal_transformers(scaling: dict[str, object] | None) -> None:
+    config = hf.LlamaConfig(
+        hidden_size=256, num_attention_heads=4, head_dim=64, max_position_embeddings=32768,
+        rope_parameters={"rope_theta": 500000.0, **(scaling or {"rope_type": "default"})},
+    )  # fmt: skip
+    theirs = hf.LlamaRotaryEmbedding(config)
+    inv_freq, attention_factor = inverse_frequencies(64, 500000.0, scaling)
+    torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=2e-6, atol=0)
+    assert attention_factor == theirs.attention_scaling
+    positions = torch.tensor([[0, 1, 8191, 8192, 131071]])
+    cos, _ = theirs(torch.zeros(1), positions)
+    table = llama.precompute_freqs_cis(64, 131072, 500000.0, scaling)
+    # In fp32 an angle near 131,071 rad is known to 0.008: that is what both sides can promise.
+    torch.testing.assert_close(table[positions[0]].real, cos[0, :, :32], rtol=0, atol=0.02)
+
+
+def test_divisors_are_llama3_in_gguf_clothes() -> None:
+    plain, _ = inverse_frequencies(64, 500000.0)
+    scaled, _ = inverse_frequencies(64, 500000.0, LLAMA3)
+    again, _ = inverse_frequencies(64, 500000.0, {"rope_type": "divisors", "divisors": (plain / scaled).tolist()})
+    torch.testing.assert_close(again, scaled, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "spiral"},
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "linear", "factor": float("nan")},
+        {"rope_type": "linear", "factor": "4"},
+        {**LLAMA3, "low_freq_factor": 4.0},
+        {"rope_type": "divisors", "divisors": [1.0]},
+        {"rope_type": "divisors", "divisors": [1.0, 0.0, 1.0, 1.0]},
+    ],
+)
+def test_bad_scalings_are_errors(scaling: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        inverse_frequencies(8, 10000.0, scaling)
+
+
+@pytest.mark.parametrize(("dim", "theta"), [(7, 1e4), (0, 1e4), (8, 0.0), (8, float("nan"))])
+def test_bad_sizes_are_errors(dim: int, theta: float) -> None:
+    with pytest.raises(ConfigError):
+        inverse_frequencies(dim, theta)
+
+
+def test_older_spelling_of_the_kind_is_read() -> None:
+    new, _ = inverse_frequencies(8, scaling={"rope_type": "linear", "factor": 2.0})
+    old, _ = inverse_frequencies(8, scaling={"type": "linear", "factor": 2.0})
+    assert torch.equal(new, old)
+    assert set(SCALINGS) >= {"default", "linear", "llama3", "divisors"}

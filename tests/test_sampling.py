@@ -1,0 +1,220 @@
+"""Sampling: each filter against a slow reading of its definition, ranges, and that a seed decides everything."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from llama import sampling
+from llama.cli import common
+from llama.errors import LlamaError, NumericalError, UsageError
+from llama.generate import choose, generate
+from llama.sampling import SamplingParams, probs, sample
+
+from . import tiny
+
+logits_lists = st.lists(st.floats(-8, 8, width=16), min_size=1, max_size=30)
+
+
+def kept(logits: torch.Tensor) -> list[int]:
+    return torch.isfinite(logits).nonzero().flatten().tolist()
+
+
+@given(logits_lists, st.integers(1, 40))
+def test_top_k_keeps_the_k_largest_and_ties(values: list[float], k: int) -> None:
+    smallest = sorted(values, reverse=True)[min(k, len(values)) - 1]
+    expected = [i for i, value in enumerate(values) if value >= smallest]
+    assert kept(sampling.top_k(torch.tensor(values), k)) == expected
+
+
+@given(logits_lists, st.floats(0, 1))
+def test_top_p_keeps_the_smallest_set_that_reaches_p(values: list[float], p: float) -> None:
+    logits = torch.tensor(values)
+    chances = logits.double().softmax(-1).tolist()
+    order = sorted(range(len(values)), key=lambda i: -values[i])
+    expected, total = [], 0.0
+    for i in order:
+        if expected and total >= p - 1e-6:
+            break
+        expected.append(i)
+        total += chances[i]
+    got = kept(sampling.top_p(logits, p))
+    assert got, "one token always stays"
+    # At the very edge of p, rounding may go either way by one token.
+    assert abs(len(got) - len(expected)) <= 1 or len({round(c, 6) for c in chances}) < len(chances)
+
+
+@given(logits_lists, st.floats(0.001, 1))
+def test_min_p_keeps_what_is_likely_enough(values: list[float], p: float) -> None:
+    chances = torch.tensor(values).double().softmax(-1)
+    got = set(kept(sampling.min_p(torch.tensor(values), p)))
+    for i, chance in enumerate(chances.tolist()):
+        if abs(chance - p * float(chances.max())) > 1e-5:
+            assert (i in got) == (chance >= p * float(chances.max()))
+
+
+@given(
+    temperature=st.floats(0.1, 3), k=st.integers(0, 20), p=st.floats(0.05, 1), m=st.floats(0, 0.9),
+    penalty=st.floats(0.5, 2), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_the_chain_equals_transformers_warpers(
+    temperature: float, k: int, p: float, m: float, penalty: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits, seen = torch.randn(1, 50) * 3, torch.randint(50, (1, 12))
+    params = SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=m, repetition_penalty=penalty)
+    if params.greedy:
+        return
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(seen, logits.clone())
+    expected = TemperatureLogitsWarper(temperature)(seen, expected)
+    if k:
+        expected = TopKLogitsWarper(k)(seen, expected)
+    if p < 1:
+        expected = TopPLogitsWarper(p)(seen, expected)
+    if m:
+        expected = MinPLogitsWarper(m)(seen, expected)
+    torch.testing.assert_close(probs(logits, params, seen), expected.softmax(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_draws_follow_the_distribution() -> None:
+    wanted = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    draws = sample(wanted.expand(20000, 4), torch.Generator().manual_seed(0))
+    frequencies = draws.bincount(minlength=4) / 20000
+    # The standard deviation of a frequency is at most 0.0036; five of them leave one run in a million.
+    assert float((frequencies - wanted).abs().max()) < 0.018
+
+
+def test_greedy_is_one_hot_and_takes_the_first_of_equals() -> None:
+    assert probs(torch.tensor([1.0, 3.0, 3.0]), SamplingParams()).tolist() == [0, 1, 0]
+    assert SamplingParams(temperature=1e-30).greedy
+    assert SamplingParams(temperature=1.0, top_k=1).greedy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": "hot"},
+        {"top_p": 1.5}, {"top_p": -0.1}, {"top_p": math.nan}, {"min_p": -0.1}, {"min_p": 1.1},
+        {"top_k": -1}, {"top_k": 1.5}, {"top_k": True}, {"repetition_penalty": 0.0}, {"repetition_penalty": math.inf},
+        {"max_new_tokens": -1}, {"max_new_tokens": 2**63}, {"max_new_tokens": 1.5},
+        {"seed": -1}, {"seed": 2**63}, {"seed": 1.5},
+    ],
+)  # fmt: skip
+def test_values_outside_the_range_are_usage_errors(options: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))) as error:
+        SamplingParams(**options)  # type: ignore[arg-type]
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.0}, {"top_p": 1e-9}, {"top_k": 10**6}, {"temperature": 1e6}])
+def test_values_at_the_edge_keep_a_token(options: dict[str, float]) -> None:
+    params = SamplingParams(**{"temperature": 1.0, **options})  # type: ignore[arg-type]
+    p = probs(torch.randn(20), params)
+    assert float(p.sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_help_states_the_order_that_runs() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    common.add_sampling_options(parser, 1, 0.0, 1.0)
+    assert sampling.ORDER in " ".join(parser.format_help().split())
+
+
+# ------------------------------------------------------------------------------------------------------ generating
+def run(prompt: list[int], **options: object) -> list[int]:
+    params = SamplingParams(**{"max_new_tokens": 12, **options})  # type: ignore[arg-type]
+    return [token.id for token in generate(tiny.model(), prompt, params)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 1.0}, {"temperature": 2.0, "top_k": 5}, {"temperature": 1.0, "top_p": 0.5},
+     {"temperature": 1.5, "min_p": 0.1}, {"temperature": 1.0, "repetition_penalty": 1.3}],
+)  # fmt: skip
+def test_the_same_seed_gives_the_same_tokens(options: dict[str, object]) -> None:
+    assert run([5, 6, 7], seed=42, **options) == run([5, 6, 7], seed=42, **options)
+
+
+def test_another_seed_gives_other_tokens_and_no_global_state_is_touched() -> None:
+    model = tiny.model()
+    before = torch.random.get_rng_state()
+    one, two = (
+        list(generate(model, [5], SamplingParams(temperature=2.0, seed=seed, max_new_tokens=12))) for seed in (1, 2)
+    )
+    assert one != two
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_greedy_equals_argmax_of_the_whole_pass() -> None:
+    model, ids = tiny.model(), [5, 6, 7]
+    for new in run(ids):
+        assert new == int(model(torch.tensor([ids]))[0, -1].argmax())
+        ids = [*ids, new]
+
+
+def test_repetition_penalty_counts_the_prompt() -> None:
+    likeliest = run([5, 6, 7], max_new_tokens=1)[0]
+    assert run([likeliest, 6, 5, 6, 7], max_new_tokens=1, repetition_penalty=1e6)[0] != likeliest
+
+
+def test_logprobs_are_the_models_own() -> None:
+    model, prompt = tiny.model(), [5, 6, 7]
+    params = SamplingParams(max_new_tokens=6, temperature=1.7, top_k=9, seed=3)
+    tokens = list(generate(model, prompt, params, logprobs=True))
+    ids = prompt + [token.id for token in tokens]
+    expected = model(torch.tensor([ids]))[0].log_softmax(-1)
+    for i, token in enumerate(tokens):
+        assert token.logprob == pytest.approx(float(expected[2 + i, token.id]), abs=1e-4)
+
+
+@pytest.mark.parametrize(("length", "new"), [(253, 3), (254, 2), (255, 1)])
+def test_the_context_ends_the_answer(length: int, new: int) -> None:
+    assert len(run(tiny.random_tokens(length)[0].tolist(), max_new_tokens=50)) == new
+
+
+@pytest.mark.parametrize("length", [256, 257, 1000])
+def test_a_prompt_that_leaves_no_room_is_an_error_with_both_counts(length: int) -> None:
+    with pytest.raises(LlamaError, match=rf"{length} tokens and the context holds 256"):
+        run(tiny.random_tokens(length)[0].tolist())
+
+
+def test_no_new_tokens_is_an_empty_answer() -> None:
+    assert run([5], max_new_tokens=0) == []
+
+
+@pytest.mark.parametrize("prompt", [[], [320], [-1]])
+def test_prompts_that_are_no_ids_are_usage_errors(prompt: list[int]) -> None:
+    with pytest.raises(UsageError):
+        run(prompt)
+
+
+def test_rows_without_a_token_are_never_chosen() -> None:
+    for seed in range(20):
+        params = SamplingParams(max_new_tokens=5, temperature=50.0, seed=seed)
+        assert all(t.id < 3 for t in generate(tiny.model(), [1], params, n_vocab=3))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_stop_with_the_step(bad: float) -> None:
+    with pytest.raises(NumericalError, match="new token 3"):
+        choose(torch.full((5,), bad), SamplingParams(), None, torch.Generator(), 2)
+
+
+def test_nan_in_a_weight_is_found_at_the_first_step() -> None:
+    model = tiny.model()
+    model.layers[0].feed_forward.w_up.weight[0, 0] = math.nan
+    with pytest.raises(NumericalError, match="new token 1"):
+        list(generate(model, [1, 2], SamplingParams()))

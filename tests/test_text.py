@@ -1,0 +1,195 @@
+"""Text around the ids: whole characters, stop strings, sessions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama.errors import UsageError
+from llama.text import Llama, Session, StopText
+from llama.tokenizer import Decoder
+
+from . import tiny
+
+OPTIONS = {"temperature": 3.0, "seed": 5, "max_new_tokens": 60}
+
+
+def test_streamed_pieces_joined_are_the_text_and_the_decoded_ids(tiny_llm: Llama) -> None:
+    for seed in range(30):
+        pieces = list(tiny_llm.stream("hello", **{**OPTIONS, "seed": seed}))
+        completion = pieces[-1].completion
+        assert completion is not None
+        assert all(piece.completion is None for piece in pieces[:-1])
+        assert "".join(piece.text for piece in pieces) == completion.text
+        assert completion.text == tiny_llm.tokenizer.decode(completion.tokens)
+        assert all("\ufffd" not in piece.text or len(piece.text) for piece in pieces)
+
+
+@given(st.lists(st.integers(0, 265), max_size=40))
+def test_decoding_id_by_id_equals_decoding_all_bytes(ids: list[int]) -> None:
+    from llama.tokenizer.gguf import from_metadata
+
+    tokenizer = from_metadata(tiny.byte_vocabulary(), "tiny")
+    decoder = Decoder(tokenizer)
+    streamed = "".join([decoder.feed(id) for id in ids]) + decoder.end()
+    assert streamed == b"".join(tokenizer.token_bytes(id) for id in ids).decode("utf-8", "replace")
+
+
+def test_half_a_character_is_never_shown(tiny_llm: Llama) -> None:
+    text = "👨‍👩‍👧 é 漢字"
+    decoder = Decoder(tiny_llm.tokenizer)
+    shown = [decoder.feed(id) for id in tiny_llm.tokenizer.encode(text)]
+    assert "".join(shown) == text
+    assert all("\ufffd" not in piece for piece in shown)
+    assert decoder.end() == ""
+
+
+def test_a_text_that_ends_inside_a_character_ends_with_one_mark(tiny_llm: Llama) -> None:
+    ids = tiny_llm.tokenizer.encode("a👨")[:-1]
+    assert tiny_llm.tokenizer.decode(ids) == "a\ufffd"
+
+
+# --------------------------------------------------------------------------------------------------- stop strings
+def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool, list[str]]:
+    stop = StopText(stops)
+    shown = []
+    for piece in pieces:
+        shown.append(stop.feed(piece))
+        if stop.found:
+            break
+    if not stop.found:
+        shown.append(stop.end())
+    return "".join(shown), stop.found, shown
+
+
+@given(
+    st.text("ab🙂\n", max_size=30),
+    st.lists(st.text("ab🙂\n", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 30), max_size=8),
+)
+def test_stop_strings_cut_at_the_first_wherever_pieces_break(text: str, stops: list[str], cuts: list[int]) -> None:
+    edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
+    shown, found, _ = cut(pieces, stops)
+    assert not any(stop in shown for stop in stops)
+    assert text.startswith(shown)
+    if not any(stop in text for stop in stops):
+        assert (shown, found) == (text, False)
+    else:  # one piece after another may end an earlier stop sooner than a longer one that began before it
+        assert found
+        assert any(text[len(shown) :].startswith(stop) for stop in stops)
+
+
+def test_only_what_may_become_a_stop_is_held_back() -> None:
+    _, found, shown = cut(["one E", "N", "x two EN", "D three"], ["END"])
+    assert shown == ["one ", "", "ENx two ", ""]
+    assert found
+
+
+def test_what_was_held_back_is_shown_at_the_end() -> None:
+    assert cut(["say EN"], ["END"])[0] == "say EN"
+
+
+def test_stop_strings_across_tokens(tiny_llm: Llama) -> None:
+    whole = tiny_llm.generate("hello", **OPTIONS)
+    middle = whole.text[10:14]
+    stopped = tiny_llm.generate("hello", **OPTIONS, stop=[middle])
+    assert stopped.text == whole.text[: whole.text.index(middle)]
+    assert stopped.finish_reason == "stop"
+    assert stopped.tokens == whole.tokens[: len(stopped.tokens)]
+
+
+def test_a_stop_string_in_the_prompt_does_not_stop(tiny_llm: Llama) -> None:
+    assert len(tiny_llm.generate("hello", max_new_tokens=5, seed=1, temperature=3.0, stop="hello").tokens) == 5
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [5]])
+def test_empty_stop_strings_are_usage_errors(tiny_llm: Llama, stop: object) -> None:
+    with pytest.raises(UsageError):
+        tiny_llm.generate("x", stop=stop)
+
+
+# -------------------------------------------------------------------------------------------------------- the API
+def test_a_list_of_prompts_gives_each_its_own_answer(tiny_llm: Llama) -> None:
+    both = tiny_llm.generate(["hello", "the"], max_new_tokens=5)
+    assert [c.tokens for c in both] == [
+        tiny_llm.generate("hello", max_new_tokens=5).tokens,
+        tiny_llm.generate("the", max_new_tokens=5).tokens,
+    ]
+    assert tiny_llm.generate([]) == []
+
+
+def test_stop_ids_end_the_answer_and_are_not_in_it(tiny_llm: Llama) -> None:
+    for seed in range(200):
+        completion = tiny_llm.generate("hello", temperature=3.0, seed=seed, max_new_tokens=40)
+        if completion.finish_reason == "stop":
+            break
+    assert completion.finish_reason == "stop"
+    assert not set(completion.tokens) & tiny_llm.tokenizer.stop_ids
+
+
+def test_a_stop_id_in_the_prompt_does_not_stop(tiny_llm: Llama) -> None:
+    pieces = list(tiny_llm.stream_ids([2, 0, 5], max_new_tokens=4, temperature=3.0, seed=1))
+    assert pieces[-1].completion is not None
+    assert pieces[-1].completion.stats.new_tokens == 4
+
+
+def test_the_seed_that_was_drawn_is_reported_and_repeats_the_answer(tiny_llm: Llama) -> None:
+    first = tiny_llm.generate("hello", temperature=2.0, max_new_tokens=10)
+    again = tiny_llm.generate("hello", temperature=2.0, max_new_tokens=10, seed=first.stats.seed)
+    assert first.tokens == again.tokens
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate(5),
+        lambda llm: llm.generate(None),
+        lambda llm: llm.generate([1, 2]),
+        lambda llm: llm.stream(b"x"),
+        lambda llm: llm.generate("x", max_tokens=5),
+        lambda llm: llm.generate("x", temperature=-1),
+        lambda llm: llm.generate("\ud800"),
+    ],
+)
+def test_wrong_arguments_are_named_errors(tiny_llm: Llama, call) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (each subclass says its own words)
+        call(tiny_llm)
+
+
+def test_logprobs_on_request(tiny_llm: Llama) -> None:
+    assert tiny_llm.generate("x", max_new_tokens=3).logprobs is None
+    scores = tiny_llm.generate("x", max_new_tokens=3, logprobs=True, temperature=3.0, seed=1).logprobs
+    assert scores is not None
+    assert len(scores) == 3
+    assert all(score < 0 for score in scores)
+
+
+# ------------------------------------------------------------------------------------------------------- sessions
+def test_a_session_feeds_only_what_is_new_and_changes_nothing(tiny_llm: Llama) -> None:
+    session = Session()
+    messages: list[dict[str, str]] = []
+    for turn in ("hello", "the", "hello the"):
+        messages.append({"role": "user", "content": turn})
+        options = {"max_new_tokens": 8, "temperature": 2.0, "seed": 7}
+        completion = list(tiny_llm.stream_chat(messages, session=session, **options))[-1].completion
+        assert completion is not None
+        assert completion.tokens == tiny_llm.chat(messages, **options).tokens
+        assert (completion.stats.cached_tokens > 0) == (len(messages) > 1)
+        messages.append({"role": "assistant", "content": completion.text})
+
+
+def test_a_stream_that_is_dropped_leaves_the_session_right(tiny_llm: Llama) -> None:
+    session = Session()
+    messages = [{"role": "user", "content": "hello"}]
+    stream = tiny_llm.stream_chat(messages, session=session, max_new_tokens=30, temperature=3.0, seed=1)
+    next(stream)
+    stream.close()
+    messages = [{"role": "user", "content": "hell"}]
+    resumed = list(tiny_llm.stream_chat(messages, session=session, max_new_tokens=8))[-1].completion
+    assert resumed is not None
+    assert resumed.stats.cached_tokens > 0
+    assert resumed.tokens == tiny_llm.chat(messages, max_new_tokens=8).tokens

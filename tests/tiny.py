@@ -1,0 +1,146 @@
+"""Small models and vocabularies made on the spot, so that the tests stand on files whose every number is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from llama.config import ModelConfig
+from llama.loader import expected_shapes
+from llama.model import Transformer
+
+CONFIG = ModelConfig(
+    dim=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    hidden_dim=96,
+    vocab_size=320,
+    norm_eps=2**-17,
+    max_seq_len=256,
+)
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def weights(config: ModelConfig = CONFIG, seed: int = 0, scale: float = 1.0) -> dict[str, Tensor]:
+    """Random weights of a size at which every part of the model matters."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, shape in expected_shapes(config).items():
+        noise = torch.randn(shape, generator=generator)
+        state[name] = 1 + 0.2 * noise if len(shape) == 1 else scale * noise / shape[-1] ** 0.5
+    return state
+
+
+def model(config: ModelConfig = CONFIG, seed: int = 0, **options: Any) -> Transformer:
+    """A random model in float32."""
+    net = Transformer(config, **options).requires_grad_(False).eval()
+    net.load_state_dict(weights(config, seed), strict=not config.tie_embeddings)
+    return net
+
+
+def byte_vocabulary() -> dict[str, Any]:
+    """GGUF metadata of a byte-level vocabulary: 3 control tokens, 256 bytes, a few merges."""
+    from llama.tokenizer.gguf import BYTE_OF
+
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    pairs = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "t"), ("Ġt", "he"), ("Ċ", "Ċ")]
+    tokens = control + list(BYTE_OF) + [a + b for a, b in pairs]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * len(control) + [1] * (len(tokens) - len(control)),
+        "tokenizer.ggml.merges": [f"{a} {b}" for a, b in pairs],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": CHATML,
+    }
+
+
+def architecture(config: ModelConfig = CONFIG) -> dict[str, Any]:
+    """GGUF metadata of an architecture."""
+    return {
+        "llama.context_length": config.max_seq_len,
+        "llama.embedding_length": config.dim,
+        "llama.block_count": config.n_layers,
+        "llama.feed_forward_length": config.hidden_dim,
+        "llama.attention.head_count": config.n_heads,
+        "llama.attention.head_count_kv": config.n_kv_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.value_length": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
+        "llama.rope.freq_base": config.rope_theta,
+        "llama.rope.dimension_count": config.head_dim,
+    }
+
+
+FLOATS = ("llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base", "llama.rope.scaling.factor")
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig = CONFIG,
+    state: dict[str, Tensor] | None = None,
+    *,
+    quantization: str = "F32",
+    metadata: dict[str, Any] | None = None,
+    without: tuple[str, ...] = (),
+    extra: dict[str, Tensor] | None = None,
+) -> Path:
+    """A GGUF file by the reference writer. metadata overrides entries; None as a value leaves one out."""
+    from llama.checkpoint.gguf import NAMES
+
+    state = weights(config) if state is None else state
+    entries = {**architecture(config), **byte_vocabulary(), **(metadata or {})}
+    writer = gguf.GGUFWriter(str(path), entries.pop("general.architecture", "llama"))
+    for key, value in entries.items():
+        if value is None:
+            continue
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        elif key in FLOATS:
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    theirs = {ours: file for file, ours in NAMES.items()}
+    tensors = {}
+    for name, tensor in state.items():
+        parts = name.removesuffix(".weight").split(".")
+        block = f"blk.{parts[1]}." if parts[0] == "layers" else ""
+        tensors[f"{block}{theirs['.'.join(parts[2:] if block else parts)]}.weight"] = tensor
+    for name, tensor in {**tensors, **(extra or {})}.items():
+        if name in without:
+            continue
+        type = gguf.GGMLQuantizationType[quantization if tensor.dim() == 2 else "F32"]
+        array = tensor.float().numpy()
+        writer.add_tensor(name, gguf.quants.quantize(array, type), raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def random_tokens(length: int, config: ModelConfig = CONFIG, seed: int = 0, batch: int = 1) -> Tensor:
+    """(batch, length) ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (batch, length), generator=generator)
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().double().numpy()
