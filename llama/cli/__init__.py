@@ -25,6 +25,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; importing torch is left to the subcommands."""
     parser = Parser(
         prog="clearllama",
         description="Run, inspect and study LLaMA models.",

@@ -19,6 +19,7 @@ Subparsers = Any  # argparse's own class for this is private
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, where and how."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -41,6 +42,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_sampling_options(
     parser: argparse.ArgumentParser, max_new_tokens: int, temperature: float, top_p: float
 ) -> None:
+    """How tokens are chosen; the defaults differ by command."""
     group = parser.add_argument_group(
         "sampling", "applied in this order: repetition penalty, temperature, top-k, top-p, min-p; then one draw"
     )
@@ -86,6 +88,7 @@ def add_sampling_options(
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
+    """How much is said on stderr."""
     parser.add_argument("--quiet", "-q", action="store_true", help="nothing on stderr but errors")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
@@ -103,11 +106,13 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def say(args: argparse.Namespace, line: str) -> None:
+    """A line on stderr, unless --quiet."""
     if not args.quiet:
         print(f"clearllama: {line}", file=sys.stderr, flush=True)
 
 
 def load(args: argparse.Namespace) -> Llama:
+    """The model that the options name; says on stderr what was loaded, and when the context is stretched."""
     from .. import loader, runtime
 
     runtime.set_threads(args.threads)
@@ -128,6 +133,8 @@ def load(args: argparse.Namespace) -> Llama:
 
 
 def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> None:
+    """Tokens, speed and seed of an answer, on stderr."""
+
     def speed(tps: float | None) -> str:
         return f" ({tps:,.0f} tok/s)" if tps else ""
 
@@ -145,6 +152,7 @@ def write(text: str) -> None:
 
 
 def write_json(value: Any) -> None:
+    """One JSON value on one line; escaped to ASCII where stdout is not UTF-8."""
     ascii_only = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
     sys.stdout.write(json.dumps(value, ensure_ascii=ascii_only, allow_nan=False) + "\n")
     sys.stdout.flush()

