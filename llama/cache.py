@@ -10,10 +10,13 @@ from torch import Tensor
 
 from .errors import ContextLengthError
 
+FIRST_SLOTS = 1024  # tokens a cache has room for before it first grows
+
 
 class KVCache:
-    """One buffer (B, KV, max_len, D) for the keys and one for the values of each layer. Slot s holds position s.
+    """One buffer (B, KV, slots, D) for the keys and one for the values of each layer. Slot s holds position s.
 
+    The buffers grow with use, by doubling, up to max_len; so a long context costs memory only when it is filled.
     Whoever generates makes it and passes it in; the model keeps no state. It is used like this, for
     2 cached tokens and 3 new ones:
 
@@ -34,9 +37,9 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        shape = (n_layers, batch, n_kv_heads, max_len, head_dim)
+        shape = (n_layers, batch, n_kv_heads, min(max_len, FIRST_SLOTS), head_dim)
         # Zeros, not empty: a masked slot has weight 0, and 0 times a stray NaN would still be NaN.
-        self.k = torch.zeros(shape, dtype=dtype, device=device)  # (layer, B, KV, max_len, D)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)  # (layer, B, KV, slots, D)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.max_len = max_len
         self.length = 0  # tokens whose keys are complete in every layer
@@ -55,12 +58,14 @@ class KVCache:
             end = max(self.length, int(positions.max()) + 1)
         if end > self.max_len:
             raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
+        if end > self.k.shape[3]:
+            self._grow(min(max(end, 2 * self.k.shape[3]), self.max_len))
         self.end = end
         return positions
 
     def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write k, v (B, KV, T, D) at `positions` of a layer; return all its keys and values (B, KV, S, D)."""
-        keys, values = self.k[layer], self.v[layer]  # (B, KV, max_len, D)
+        keys, values = self.k[layer], self.v[layer]  # (B, KV, slots, D)
         if positions.dim() == 1:
             keys.index_copy_(2, positions, k)
             values.index_copy_(2, positions, v)
@@ -79,3 +84,10 @@ class KVCache:
         if not 0 <= length <= self.length:
             raise ValueError(f"the cache holds {self.length} tokens and can't be trimmed to {length}")
         self.length = self.end = length
+
+    def _grow(self, slots: int) -> None:
+        for name in ("k", "v"):
+            old = getattr(self, name)
+            new = old.new_zeros(*old.shape[:3], slots, old.shape[4])
+            new[:, :, :, : self.length] = old[:, :, :, : self.length]
+            setattr(self, name, new)

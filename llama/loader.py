@@ -15,16 +15,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.blocks import Blocks4
 from .config import ModelConfig
 from .errors import CheckpointError, UsageError
 from .hub import DEFAULT, resolve
 from .model import Transformer
+from .quant import Int4Linear, runs_int4
 from .rope import FORMS, Layout, to_half_layout, to_interleaved_layout
-from .runtime import pack_linears_, pick_device, pick_dtype
+from .runtime import PackedLinear, pack_linears_, pick_device, pick_dtype
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .text import Llama
+
+ROTATED = ("attention.wq.weight", "attention.wk.weight")  # the weights whose rows RoPE pairs
 
 
 def load(
@@ -52,7 +56,8 @@ def load(
     checkpoint = open_checkpoint(resolve(path_or_name))
     tokenizer = checkpoint.tokenizer()
     model = build(checkpoint, device, dtype, rope, max_seq_len)
-    pack_linears_(model)
+    if pack_linears_(model):
+        keep_blocks_(model, checkpoint)
     return Llama(model, tokenizer, checkpoint.chat_template)
 
 
@@ -111,6 +116,29 @@ def build(
     return model
 
 
+def keep_blocks_(model: Transformer, checkpoint: Checkpoint) -> int:
+    """Where the file holds a weight in 4-bit blocks, decode from those very blocks, in place; returns how many."""
+
+    def read(name: str, linear: PackedLinear) -> Int4Linear | None:
+        blocks = checkpoint.blocks4(name) if runs_int4(linear.out_features, linear.in_features) else None
+        if blocks is None:
+            return None
+        if model.rope.layout != checkpoint.layout and name.endswith(ROTATED):
+            order = to_layout(name, torch.arange(linear.out_features), model.config.head_dim, checkpoint.layout,
+                              model.rope.layout).numpy()  # fmt: skip
+            blocks = Blocks4(*(part[order] for part in blocks))
+        return Int4Linear(blocks, wide=linear)
+
+    packed = {name: child for name, child in model.named_modules() if isinstance(child, PackedLinear)}
+    names = [name for name in packed if f"{name}.weight" in checkpoint.shapes]
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        swaps = list(pool.map(lambda name: read(f"{name}.weight", packed[name]), names))
+    for name, linear in zip(names, swaps, strict=True):
+        if linear is not None:
+            model.set_submodule(name, linear)
+    return sum(linear is not None for linear in swaps)
+
+
 def check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Hold the tensors that are there against those the architecture needs, before any weight is read."""
     layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
@@ -156,7 +184,7 @@ class SkipInit(TorchFunctionMode):
 
 def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: Layout) -> Tensor:
     """Reorder the rows of wq and wk from one pairing of RoPE to the other; leave everything else."""
-    if source == target or not name.endswith(("attention.wq.weight", "attention.wk.weight")):
+    if source == target or not name.endswith(ROTATED):
         return tensor
     return to_half_layout(tensor, head_dim) if target == "half" else to_interleaved_layout(tensor, head_dim)
 

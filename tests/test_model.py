@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -62,6 +64,16 @@ def test_cache_places_writes_commits_and_trims() -> None:
         cache.place(8)
     with pytest.raises(ValueError, match="trimmed"):
         cache.trim(5)
+
+
+def test_a_cache_grows_without_losing_a_key() -> None:
+    config = dataclasses.replace(tiny.CONFIG, max_seq_len=5000)
+    model, tokens = tiny.model(config), tiny.random_tokens(1100)
+    cache = model.new_cache()
+    slots = cache.k.shape[3]
+    grown = prefill(model, tokens[0].tolist(), cache, 300)
+    assert slots < 1100 <= cache.k.shape[3] < 5000
+    torch.testing.assert_close(grown, model(tokens)[0, -1], **TOLERANCE)
 
 
 # ---------------------------------------------------------------------------------------------------------- model
@@ -238,8 +250,6 @@ def test_logits_equal_transformers(
     ],
 )
 def test_bad_configs_are_errors_that_name_the_field(change: dict[str, object], says: str) -> None:
-    import dataclasses
-
     with pytest.raises(ConfigError, match=says):
         dataclasses.replace(tiny.CONFIG, **change)
 

@@ -24,6 +24,7 @@ from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError
 from ..rope import Layout
 from ..tokenizer import Tokenizer
+from .blocks import READERS, Blocks4
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -292,6 +293,13 @@ class GGUFCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         return self._read(self._file_names[name])
+
+    def blocks4(self, name: str) -> Blocks4 | None:
+        info = self.header.tensors[self._file_names[name]]
+        read = READERS.get(TENSOR_TYPES[info.type][0])
+        if read is None or len(info.shape) != 2:
+            return None
+        return read(np.frombuffer(self._data, np.uint8, info.nbytes, info.offset).reshape(info.shape[0], -1))
 
     def tokenizer(self) -> Tokenizer:
         from ..tokenizer.gguf import from_metadata

@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..rope import Layout
 from ..tokenizer import Tokenizer
 from . import gguf
+from .blocks import Blocks4
 
 
 class Checkpoint(Protocol):
@@ -45,6 +46,10 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """One weight by the model's name for it, on the CPU, in floating point."""
+        ...
+
+    def blocks4(self, name: str) -> Blocks4 | None:
+        """The same weight as the 4-bit blocks it is stored in, or None if it is stored otherwise."""
         ...
 
     def tokenizer(self) -> Tokenizer:

@@ -113,17 +113,18 @@ def say(args: argparse.Namespace, line: str) -> None:
 
 def load(args: argparse.Namespace) -> Llama:
     """The model that the options name; says on stderr what was loaded, and when the context is stretched."""
-    from .. import loader, runtime
+    from .. import loader, quant, runtime
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
     llm = loader.load(args.model, device=args.device, dtype=args.dtype, rope=args.rope, max_seq_len=args.max_seq_len)
     weight = llm.model.tok_embeddings.weight
     dtype = str(weight.dtype).removeprefix("torch.")
+    kept = sum(isinstance(module, quant.Int4Linear) for module in llm.model.modules())
     millions = llm.model.config.n_params / 1e6
     say(
         args,
-        f"{args.model}: {millions:,.0f}M parameters, {dtype} on {weight.device},"
+        f"{args.model}: {millions:,.0f}M parameters, {dtype}{' with 4-bit decoding' * bool(kept)} on {weight.device},"
         f" loaded in {time.perf_counter() - started:.1f} s",
     )
     trained = llm.model.config.max_seq_len

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..errors import LlamaError
 from ..hub import DEFAULT
 from . import common
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
 
 
 def add_parser(commands: common.Subparsers) -> None:
@@ -39,11 +43,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(checkpoint: Any) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """The facts, in the order in which they are shown."""
     config = checkpoint.config
-    tokenizer = checkpoint.tokenizer()
-    names = {id: text for text, id in tokenizer.control.items()}
     architecture = dataclasses.asdict(config)
     if architecture["rope_scaling"] and "divisors" in architecture["rope_scaling"]:
         divisors = architecture["rope_scaling"]["divisors"]
@@ -55,11 +57,7 @@ def describe(checkpoint: Any) -> dict[str, Any]:
         **{key: value for key, value in checkpoint.about.items() if key != "weights"},
         "parameters": config.n_params,
         **architecture,
-        "tokenizer": tokenizer.kind,
-        "tokens": tokenizer.n_vocab,
-        "bos": _named(tokenizer.bos_id, names),
-        "adds_bos": tokenizer.add_bos,
-        "stop_ids": {str(id): names.get(id, "") for id in sorted(tokenizer.stop_ids)},
+        **_vocabulary(checkpoint),
         "chat_template": checkpoint.chat_template is not None,
         "file_bytes": checkpoint.about.get("weights", {}),
         "weight_bytes": {"float32": 4 * config.n_params, "bfloat16": 2 * config.n_params},
@@ -68,6 +66,22 @@ def describe(checkpoint: Any) -> dict[str, Any]:
             for dtype, size in (("float32", 4), ("bfloat16", 2))
             for tokens in (1, config.max_seq_len)
         },
+    }
+
+
+def _vocabulary(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the tokenizer is; a file without a usable one still has an architecture to show."""
+    try:
+        tokenizer = checkpoint.tokenizer()
+    except LlamaError as error:
+        return {"tokenizer": f"unusable: {error}"}
+    names = {id: text for text, id in tokenizer.control.items()}
+    return {
+        "tokenizer": tokenizer.kind,
+        "tokens": tokenizer.n_vocab,
+        "bos": _named(tokenizer.bos_id, names),
+        "adds_bos": tokenizer.add_bos,
+        "stop_ids": {str(id): names.get(id, "") for id in sorted(tokenizer.stop_ids)},
     }
 
 
