@@ -13,6 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def causal_mask(positions: Tensor, key_positions: Tensor) -> Tensor:
+    """Who may look where, by the one rule: a query sees the keys at its own position and before.
+
+    positions (T,) or (B, T) of the queries, key_positions (S,) or (B, S). Returns bool (T, S), or (B, 1, T, S) where
+    rows of the batch differ. Prefill, a chunk behind cached keys, decoding and checking a draft are all this rule.
+    """
+    mask = key_positions.unsqueeze(-2) <= positions.unsqueeze(-1)  # (T, S) or (B, T, S)
+    return mask.unsqueeze(1) if mask.dim() == 3 else mask
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D)) v by torch's fused kernels.
 

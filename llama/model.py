@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import ATTENTION
+from .attention import ATTENTION, causal_mask
 from .cache import KVCache
 from .config import ModelConfig
 from .rope import Rope
@@ -143,11 +143,8 @@ class Transformer(nn.Module):
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
             key_positions = positions  # (S,) or (B, S): the keys are the tokens themselves
-        turns = self.rope.rows(positions, end)  # once for all layers
-        mask = None
-        if not sees_all:  # the one rule: a query sees the keys at its own position and before
-            mask = key_positions.unsqueeze(-2) <= positions.unsqueeze(-1)  # (T, S) or (B, T, S)
-            mask = mask.unsqueeze(1) if mask.dim() == 3 else mask  # (B, 1, T, S): the same for all heads
+        turns = self.rope.rows(positions, end)  # these two once for all layers
+        mask = None if sees_all else causal_mask(positions, key_positions)  # (T, S) or (B, 1, T, S)
         h = self.tok_embeddings(tokens)  # (B, T, C)
         for block in self.layers:
             h = block(h, turns, mask, positions, cache)
