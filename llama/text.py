@@ -60,7 +60,7 @@ class Completion:
     """A finished generation.
 
     text           the new text only, cut before a stop string
-    tokens         the new ids only, without the stop id that ended them
+    tokens         the new ids only, without the stop id that ended them; those of a stop string are among them
     finish_reason  "stop" (a stop id or stop string) or "length" (max_new_tokens, or the context is full)
     logprobs       natural log-probability of each of `tokens` in the model's own distribution, if asked for
     """
@@ -78,9 +78,17 @@ class Session:
 
     cache: KVCache | None = None
     tokens: list[int] = field(default_factory=list)
+    busy: bool = False
 
     def reuse(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
-        """The cache, trimmed to what it shares with `prompt`; at least the prompt's last token is left to be fed."""
+        """The cache, trimmed to what it shares with `prompt`; at least the prompt's last token is left to be fed.
+
+        Raises UsageError while another stream is using it.
+        """
+        if self.busy:
+            raise UsageError(
+                "this session is in use by another stream; finish or close that one, or take a second session"
+            )
         if self.cache is None:
             self.cache = model.new_cache()
         shared = 0
@@ -90,11 +98,16 @@ class Session:
             shared += 1
         self.cache.trim(shared)
         self.tokens = self.tokens[:shared]
+        self.busy = True
         return self.cache
 
 
 class StopText:
-    """Cuts a stream of text before the first stop string, and holds back only what may still become one."""
+    """Cuts a stream of text at the first stop string in it, and holds back only what may still become one.
+
+    Where pieces of the stream break makes no difference: while a stop that began earlier may still complete, a later
+    one waits.
+    """
 
     def __init__(self, stops: Sequence[str]):
         self.stops = stops
@@ -104,20 +117,32 @@ class StopText:
     def feed(self, text: str) -> str:
         """The text that is certain now."""
         self.held += text
-        first = min((at for stop in self.stops if (at := self.held.find(stop)) >= 0), default=None)
-        if first is not None:
-            self.found = True
-            out, self.held = self.held[:first], ""
-            return out
-        keep = max((n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n])), default=0)
-        cut = len(self.held) - keep
-        out, self.held = self.held[:cut], self.held[cut:]
+        first, pending = self._first(), self._pending()
+        if first < len(self.held) and first <= pending:
+            return self._cut(first)
+        out, self.held = self.held[:pending], self.held[pending:]
         return out
 
     def end(self) -> str:
         """What was held back and became no stop string."""
+        first = self._first()
+        if first < len(self.held):
+            return self._cut(first)
         out, self.held = self.held, ""
         return out
+
+    def _cut(self, at: int) -> str:
+        out, self.held, self.found = self.held[:at], "", True
+        return out
+
+    def _first(self) -> int:
+        """Where the first whole stop string begins; the end where there is none."""
+        return min((at for stop in self.stops if (at := self.held.find(stop)) >= 0), default=len(self.held))
+
+    def _pending(self) -> int:
+        """Where the first unfinished stop string begins; the end where there is none."""
+        lengths = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
+        return len(self.held) - max(lengths, default=0)
 
 
 class Llama:
@@ -164,7 +189,7 @@ class Llama:
         self,
         prompt: Sequence[int],
         *,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         logprobs: bool = False,
         session: Session | None = None,
         **sampling: Any,
@@ -225,7 +250,12 @@ class Llama:
             if session is not None and cache is not None:
                 session.tokens = (prompt + ids)[: cache.length]  # the last id is not in the cache yet
                 cache.trim(len(session.tokens))
-        texts.append("" if stop_text.found else stop_text.feed(decoder.end()) + stop_text.end())
+                session.busy = False
+        if not stop_text.found:
+            texts.append(stop_text.feed(decoder.end()) + stop_text.end())
+            finish = "stop" if stop_text.found else finish
+        else:
+            texts.append("")
         stats = Stats(
             prompt_tokens=len(prompt),
             cached_tokens=cached,
@@ -245,8 +275,8 @@ def _last(pieces: Iterator[Piece]) -> Completion:
     raise RuntimeError("a stream ended without its completion")
 
 
-def _check_stops(stop: str | Sequence[str]) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else list(stop)
+def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
     for text in stops:
         if not isinstance(text, str) or not text:
             raise UsageError(f"a stop string must be a string that is not empty, got {text!r}")

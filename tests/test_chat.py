@@ -60,6 +60,30 @@ def test_templates_see_the_words_they_ask_for() -> None:
     assert TOKENIZER.decode(chat("  hello ", template=template)) == "hello|yes"
 
 
+def test_templates_may_look_into_the_text() -> None:
+    """What DeepSeek's templates do with old thoughts; the text holds < and >, which begin and end control strings."""
+    template = (
+        "{% for m in messages %}{% set c = m['content'] %}{% if '</think>' in c %}"
+        "{% set c = c.split('</think>')[-1] %}{% endif %}{{ c }}{{ c | length }}<|im_end|>{% endfor %}"
+    )
+    assert TOKENIZER.decode(chat("<think>a < b</think>answer", template=template)) == "answer6"
+
+
+@pytest.mark.parametrize("control", controls)
+def test_a_template_that_rearranges_text_makes_no_control_string_of_it(control: str) -> None:
+    without_x = "{{ messages[0]['content'] | replace('X', '') }}<|im_end|>"
+    assert [id for id in chat(control[:4] + "X" + control[4:], template=without_x) if id < 3] == [END]
+    joined = "{{ messages[0]['content'].split(',') | join }}<|im_end|>"
+    assert [id for id in chat(control[:4] + "," + control[4:], template=joined) if id < 3] == [END]
+    swapped = "{% set c = messages[0]['content'].split(',') %}{{ c[1] + c[0] }}<|im_end|>"
+    assert [id for id in chat(control[4:] + "," + control[:4], template=swapped) if id < 3] == [END]
+
+
+def test_json_tools_and_generation_as_hugging_face_has_them() -> None:
+    template = "{{ {'a': 'é<'} | tojson }}{{ tools is none and documents is none }}{% generation %}x{% endgeneration %}"
+    assert TOKENIZER.decode(chat("", template=template)) == '{"a": "é<"}Truex'
+
+
 def test_the_environment_offers_what_templates_use() -> None:
     template = (
         "{%- for m in messages %}\n    {%- if loop.first %}{% continue %}{% endif %}\n{{ m['role'] }}"

@@ -125,6 +125,9 @@ def test_stop_strings_and_system(clearllama: Run, tiny_gguf: Path) -> None:
         (("generate", "--device", "cuda:99", "x"), "available here: "),
         (("generate", "--dtype", "int3", "x"), "int3"),
         (("generate", "--threads", "0", "x"), "threads"),
+        (("generate", "--threads", "100000", "x"), "threads"),
+        (("generate", "hello", "there"), "quotes"),
+        (("bench", "-q", "--prompt-tokens", "250", "--new-tokens", "7"), "exceed the context of 256"),
         (("generate", "--max-seq-len", "0", "x"), "max_seq_len"),
         (("bench", "--reps", "0"), "--reps"),
         (("pull", "gpt-5"), "known names: smollm2-135m-instruct"),
@@ -165,8 +168,8 @@ def test_bytes_that_are_not_utf8(clearllama: Run, tiny_gguf: Path) -> None:
         capture_output=True,
         check=False,
     )
-    assert result.returncode == 1
-    assert "not valid Unicode" in error_line(result)
+    assert result.returncode == 2
+    assert "byte 3 is 0xff" in error_line(result)
 
 
 def test_no_new_tokens_is_an_empty_answer(clearllama: Run, tiny_gguf: Path) -> None:
@@ -198,6 +201,34 @@ def test_a_closed_stdout_is_one_line_and_exit_1(tiny_gguf: Path) -> None:
     result = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
     assert result.returncode == 1
     assert "standard output is closed" in error_line(result)
+
+
+def test_a_closed_stderr_puts_nothing_else_on_stdout(clearllama: Run, tiny_gguf: Path) -> None:
+    args = ("-m", "llama", "generate", "-m", str(tiny_gguf), "hello", *FAST)
+    command = " ".join((sys.executable, *args))
+    closed = subprocess.run(["bash", "-c", f"{command} 2>&-"], capture_output=True, check=False)
+    assert closed.returncode == 0
+    assert closed.stdout == clearllama(*args[2:]).stdout
+    full = subprocess.run(["bash", "-c", f"{command} 2>/dev/full"], capture_output=True, check=False)
+    assert full.stdout == closed.stdout
+
+
+def test_chat_without_stdin_is_one_line(tiny_gguf: Path) -> None:
+    command = f"{sys.executable} -m llama chat -q -m {tiny_gguf} <&-"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert result.returncode == 2
+    assert "standard input is closed" in error_line(result)
+
+
+@pytest.mark.parametrize("after", [0.15, 0.25, 0.4, 0.6, 0.9])
+def test_an_interrupt_while_loading_ends_it(default_gguf: Path, after: float) -> None:
+    command = [sys.executable, "-m", "llama", "generate", "-m", str(default_gguf), "--raw", "Once", "-n", "4000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"Traceback" not in stderr
 
 
 def test_an_ascii_terminal_gets_escapes(clearllama: Run, tiny_gguf: Path) -> None:
@@ -268,11 +299,29 @@ def test_chat_over_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> N
     assert [p.name for p in tmp_path.iterdir()] == ["talk.json"]
 
 
+def test_chat_survives_names_that_are_no_files(clearllama: Run, tiny_gguf: Path) -> None:
+    lines = "hello\n/save ~nosuchuser/x\n/save a\0b\n/save /no/such/folder/x\n/save\nhello\n"
+    result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
+    assert result.returncode == 0
+    assert result.stderr.count(b"was not written") == 3
+    assert result.stderr.count(b"prompt tokens") == 2
+
+
+def test_a_long_context_costs_nothing_until_it_is_filled(clearllama: Run, tmp_path: Path) -> None:
+    from . import tiny
+
+    path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"llama.context_length": 2**31})
+    result = clearllama("chat", "-m", str(path), "-n", "5", stdin=b"hello\n")
+    assert result.returncode == 0
+    assert b"prompt tokens" in result.stderr
+
+
 def test_chat_goes_on_after_a_turn_that_is_too_long(clearllama: Run, tiny_gguf: Path) -> None:
     lines = "hello\n" + "x" * 400 + "\nhello\n"
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
     assert result.returncode == 0
     assert result.stderr.count(b"context holds 256") == 1
+    assert b"/clear forgets the conversation" in result.stderr
     assert result.stderr.count(b"prompt tokens") == 2
 
 

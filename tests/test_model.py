@@ -66,6 +66,30 @@ def test_cache_places_writes_commits_and_trims() -> None:
         cache.trim(5)
 
 
+def test_a_cache_refuses_gaps_which_would_be_attended_to() -> None:
+    model, tokens = tiny.model(), tiny.random_tokens(9)
+    with pytest.raises(ValueError, match="gap"):
+        model(tokens, torch.arange(5, 14), model.new_cache())
+    cache = model.new_cache()
+    model(tokens, cache=cache)
+    with pytest.raises(ValueError, match="filled up to 9"):
+        model(tokens, torch.arange(10, 19), cache)
+    with pytest.raises(ValueError, match="gap"):
+        model(tokens[:, :2], torch.tensor([9, 11]), cache)
+    torch.testing.assert_close(model(tokens[:, :2], torch.tensor([7, 8]), cache)[0, 0], model(
+        torch.cat((tokens[:, :7], tokens[:, :1]), 1))[0, -1], **TOLERANCE)  # fmt: skip
+    rows = model.new_cache(batch=2)
+    model(torch.cat((tokens, tokens)), cache=rows)
+    model(tokens[0, :2, None], torch.tensor([[9], [5]]), rows)
+    with pytest.raises(ValueError, match="filled up to 9"):
+        model(tokens[0, :2, None], torch.tensor([[10], [10]]), rows)
+
+
+def test_tokens_of_another_rank_are_named() -> None:
+    with pytest.raises(ValueError, match=r"\(B, T\)"):
+        tiny.model()(torch.tensor([1, 2]))
+
+
 def test_a_cache_grows_without_losing_a_key() -> None:
     config = dataclasses.replace(tiny.CONFIG, max_seq_len=5000)
     model, tokens = tiny.model(config), tiny.random_tokens(1100)

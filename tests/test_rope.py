@@ -126,6 +126,18 @@ def test_the_table_grows_with_use_and_ends_with_the_context(form: str) -> None:
         rope.rows(torch.tensor([5000]), 5001)
 
 
+def test_keys_of_another_length_are_refused() -> None:
+    q, k = random_qk(T=7)
+    freqs_cis = llama.precompute_freqs_cis(16, 7)
+    cos, sin = (torch.cat((part, part), -1) for part in (freqs_cis.real, freqs_cis.imag))
+    with pytest.raises(ValueError, match="same batch, tokens"):
+        llama.apply_rotary_emb(q, k[:, :1], freqs_cis)
+    with pytest.raises(ValueError, match="same batch, tokens"):
+        apply_rotary_emb_real(q, k[:1], freqs_cis.real, freqs_cis.imag)
+    with pytest.raises(ValueError, match="same batch, tokens"):
+        llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2)[..., :1, :], cos, sin)
+
+
 def test_unknown_form_is_an_error() -> None:
     with pytest.raises(ValueError, match="complex, real, half"):
         Rope("quaternion", 16, 10, 1.0)
@@ -183,6 +195,7 @@ def test_divisors_are_llama3_in_gguf_clothes() -> None:
     "scaling",
     [
         {"rope_type": "spiral"},
+        {"rope_type": ["linear"]},
         {"rope_type": "linear"},
         {"rope_type": "linear", "factor": 0},
         {"rope_type": "linear", "factor": float("nan")},
@@ -197,7 +210,7 @@ def test_bad_scalings_are_errors(scaling: dict[str, object]) -> None:
         inverse_frequencies(8, 10000.0, scaling)
 
 
-@pytest.mark.parametrize(("dim", "theta"), [(7, 1e4), (0, 1e4), (8, 0.0), (8, float("nan"))])
+@pytest.mark.parametrize(("dim", "theta"), [(7, 1e4), (0, 1e4), (8, 0.0), (8, float("nan")), (8, "1e4")])
 def test_bad_sizes_are_errors(dim: int, theta: float) -> None:
     with pytest.raises(ConfigError):
         inverse_frequencies(dim, theta)

@@ -108,6 +108,7 @@ def test_greedy_is_one_hot_and_takes_the_first_of_equals() -> None:
         {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": "hot"},
         {"top_p": 1.5}, {"top_p": -0.1}, {"top_p": math.nan}, {"min_p": -0.1}, {"min_p": 1.1},
         {"top_k": -1}, {"top_k": 1.5}, {"top_k": True}, {"repetition_penalty": 0.0}, {"repetition_penalty": math.inf},
+     {"repetition_penalty": 1e-300},
         {"max_new_tokens": -1}, {"max_new_tokens": 2**63}, {"max_new_tokens": 1.5},
         {"seed": -1}, {"seed": 2**63}, {"seed": 1.5},
     ],
@@ -167,7 +168,7 @@ def test_greedy_equals_argmax_of_the_whole_pass() -> None:
 
 def test_repetition_penalty_counts_the_prompt() -> None:
     likeliest = run([5, 6, 7], max_new_tokens=1)[0]
-    assert run([likeliest, 6, 5, 6, 7], max_new_tokens=1, repetition_penalty=1e6)[0] != likeliest
+    assert run([likeliest, 6, 5, 6, 7], max_new_tokens=1, repetition_penalty=100.0)[0] != likeliest
 
 
 def test_logprobs_are_the_models_own() -> None:

@@ -146,6 +146,30 @@ def test_llama2_ids_equal_sentencepiece_on_any_text(pieces: Any, text: str) -> N
         assert ours.decode(ids) == text
 
 
+@pytest.fixture(scope="module")
+def pieces_with_words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, sentencepiece.SentencePieceProcessor]:
+    """The same, with user-defined symbols, which SentencePiece matches whole."""
+    prefix = tmp_path_factory.mktemp("spm") / "m"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(line for text in CORPUS for line in text.split("\n")), model_prefix=str(prefix),
+        model_type="bpe", vocab_size=600, byte_fallback=True, normalization_rule_name="identity", minloglevel=2,
+        remove_extra_whitespaces=False, character_coverage=0.99, user_defined_symbols=["[REF]", "[/REF]", "the cat"],
+    )  # fmt: skip
+    theirs = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+    metadata = piece_metadata(theirs)
+    for id, token in enumerate(metadata["tokenizer.ggml.tokens"]):
+        if token in ("[REF]", "[/REF]", "the\u2581cat"):
+            metadata["tokenizer.ggml.token_type"][id] = 4
+    return from_metadata(metadata, "tiny"), theirs
+
+
+@given(st.lists(st.sampled_from(["[REF]", "[/REF]", "the cat", "the", " ", "see", "ü", "\n", "["])).map("".join))
+def test_user_defined_pieces_are_matched_whole(pieces_with_words: Any, text: str) -> None:
+    ours, theirs = pieces_with_words
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == text
+
+
 # ------------------------------------------------------------------------------------ text never becomes control
 def test_no_control_string_in_text_becomes_its_id(byte_level: Any, pieces: Any) -> None:
     for tokenizer in (byte_level[0], pieces[0], from_metadata(tiny.byte_vocabulary(), "tiny")):

@@ -13,6 +13,7 @@ from typing import NoReturn
 from .. import __version__
 from ..errors import LlamaError
 from . import bench, chat, generate, inspect, pull
+from .common import describe, one_line
 
 COMMANDS = (generate, chat, inspect, pull, bench)
 
@@ -21,7 +22,9 @@ class Parser(argparse.ArgumentParser):
     """argparse, with usage errors on one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {_one_line(message)} (see {self.prog} --help)\n")
+        if message.startswith("unrecognized arguments"):
+            message += "; a prompt of several words needs quotes, one that begins with - goes behind --"
+        self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,7 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 failure, 2 usage, 130 Ctrl-C, 141 closed pipe, 143 SIGTERM."""
+    """Run one command; returns the exit code: 0, 1 failure, 2 usage, 129, 130, 143 signals, 141 closed pipe."""
+    if sys.stderr is None:  # print() would turn to stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
     if sys.stdout is None:
         print("clearllama: error: standard output is closed; redirect it to a file or a terminal", file=sys.stderr)
         return 1
@@ -48,8 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a terminal that can't show a character gets \uXXXX, not a traceback
             stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        signal.signal(number, _unwind)
     try:
+        if args.run is not pull.run:
+            _import_quietly()
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -62,30 +70,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             raise
-        message = describe(error)
         if isinstance(error, OSError):
             _drop_stdout()
-        print(f"clearllama: error: {message}", file=sys.stderr)
+        print(f"clearllama: error: {describe(error)}", file=sys.stderr)
         return error.exit_code if isinstance(error, LlamaError) else 1
 
 
-def describe(error: BaseException) -> str:
-    """An error as one printable line."""
-    if isinstance(error, LlamaError):
-        return _one_line(str(error))
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error):
-        return f"out of memory ({_one_line(str(error))[:200]}); use a smaller model, dtype or --max-seq-len"
-    if isinstance(error, OSError):
-        return f"{error.filename or 'input or output'}: {error.strerror or error}"
-    return f"unexpected {type(error).__name__}: {_one_line(str(error))[:300]}; --debug shows where"
+def _import_quietly() -> None:
+    """Import torch, which takes a second. An interrupt inside it would be lost or leave it half imported: just end."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        os.write(2, b"\nclearllama: interrupted\n")
+        os._exit(130)
+
+    previous = signal.signal(signal.SIGINT, leave)
+    from .. import loader, text  # noqa: F401
+
+    signal.signal(signal.SIGINT, previous)
 
 
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else " " if c in "\r\n\t" else repr(c)[1:-1] for c in text)
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(143)  # an exception, so that temporary files are cleared on the way out
+def _unwind(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)  # an exception, so that temporary files are cleared on the way out
 
 
 def _drop_stdout() -> None:

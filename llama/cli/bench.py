@@ -33,12 +33,16 @@ def run(args: argparse.Namespace) -> int:
     for name in ("prompt_tokens", "new_tokens", "reps"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    started = time.perf_counter()
-    llm = common.load(args)
-    load_s = time.perf_counter() - started
     from ..generate import prefill
 
-    model = llm.model
+    started = time.perf_counter()
+    model = common.load(args).model
+    load_s = time.perf_counter() - started
+    if args.prompt_tokens + args.new_tokens > model.max_seq_len:
+        raise UsageError(
+            f"--prompt-tokens {args.prompt_tokens} and --new-tokens {args.new_tokens} exceed the context of"
+            f" {model.max_seq_len}; lower them or raise --max-seq-len"
+        )
     prefill_s, decode_s = [], []
     for rep in range(args.reps):
         rng = random.Random(rep)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..errors import LlamaError, TemplateError
+from ..errors import ContextLengthError, LlamaError, TemplateError, UsageError
 from . import common
 
 HELP = """\
@@ -38,6 +36,8 @@ def add_parser(commands: common.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if sys.stdin is None:
+        raise UsageError("standard input is closed, and chat reads its turns from it")
     options = common.sampling_options(args)
     llm = common.load(args)
     if llm.chat_template is None:
@@ -64,8 +64,11 @@ def run(args: argparse.Namespace) -> int:
                     return 0
             else:
                 chat.answer(args, line, options)
-        except LlamaError as error:  # the turn failed, the conversation goes on
-            print(f"clearllama: error: {error}", file=sys.stderr)
+        except (LlamaError, MemoryError, RuntimeError) as error:  # the turn failed, the conversation goes on
+            if args.debug:
+                raise
+            hint = "; /clear forgets the conversation" if isinstance(error, ContextLengthError) else ""
+            print(f"clearllama: error: {common.describe(error)}{hint}", file=sys.stderr)
 
 
 class Chat:
@@ -113,7 +116,8 @@ class Chat:
         elif name == "/system":
             self.system = rest or None
             self.clear()
-            print("the system message is set, the conversation is forgotten", file=sys.stderr)
+            done = "set" if self.system else "removed"
+            print(f"the system message is {done}, the conversation is forgotten", file=sys.stderr)
         elif name == "/save":
             print(self.save(rest), file=sys.stderr)
         else:
@@ -121,18 +125,15 @@ class Chat:
         return True
 
     def save(self, name: str) -> str:
-        """Write the messages, whole or not at all, and never over another file; returns what happened."""
+        """Write the messages, never over another file; returns what happened."""
         if not name:
             return "usage: /save FILE"
-        path = Path(name).expanduser()
         try:
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part") as file:
+            path = Path(name).expanduser()
+            with open(path, "x", encoding="utf-8") as file:
                 json.dump(self.messages, file, ensure_ascii=False, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-                os.link(file.name, path)  # unlike a rename, this fails where a file is
         except FileExistsError:
             return f"{path} exists already; choose another name"
-        except OSError as error:
-            return f"{path} was not written: {error.strerror or error}"
+        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~nobody; ValueError: a NUL in the name
+            return f"{name} was not written: {getattr(error, 'strerror', None) or error}"
         return f"{len(self.messages)} messages are in {path}"

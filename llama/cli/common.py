@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 import unicodedata
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..errors import LlamaError, UsageError
 from ..hub import DEFAULT
 
 if TYPE_CHECKING:
@@ -106,9 +107,26 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def say(args: argparse.Namespace, line: str) -> None:
-    """A line on stderr, unless --quiet."""
+    """A line on stderr, unless --quiet. A stderr that can't be written to must not cost the answer."""
     if not args.quiet:
-        print(f"clearllama: {line}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"clearllama: {line}", file=sys.stderr, flush=True)
+
+
+def describe(error: BaseException) -> str:
+    """An error as one printable line."""
+    if isinstance(error, LlamaError):
+        return one_line(str(error))
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error):
+        return f"out of memory ({one_line(str(error))[:200]}); use a smaller model, dtype or --max-seq-len"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'input or output'}: {error.strerror or error}"
+    return f"unexpected {type(error).__name__}: {one_line(str(error))[:300]}; --debug shows where"
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks and control characters."""
+    return "".join(c if c.isprintable() else " " if c in "\r\n\t" else repr(c)[1:-1] for c in text)
 
 
 def load(args: argparse.Namespace) -> Llama:
@@ -155,7 +173,10 @@ def write(text: str) -> None:
 def write_json(value: Any) -> None:
     """One JSON value on one line; escaped to ASCII where stdout is not UTF-8."""
     ascii_only = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
-    sys.stdout.write(json.dumps(value, ensure_ascii=ascii_only, allow_nan=False) + "\n")
+    text = json.dumps(value, ensure_ascii=ascii_only, allow_nan=False)
+    if sys.stdout.isatty():  # JSON escapes the control characters below U+0020 by itself, but not these
+        text = "".join(c if unicodedata.category(c) != "Cc" else f"\\u{ord(c):04x}" for c in text)
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 

@@ -88,4 +88,13 @@ def read_prompt(args: argparse.Namespace) -> str:
         raise UsageError(
             'no prompt: clearllama generate "your text", or pipe it in; for a conversation, clearllama chat'
         )
-    return common.read_stdin() if prompt is None or prompt == "-" else prompt
+    if prompt is None or prompt == "-":
+        return common.read_stdin()
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # Python passes bytes that are not UTF-8 on as lone surrogates
+        at = len(prompt[: error.start].encode())
+        raise UsageError(
+            f"the prompt is not UTF-8: byte {at} is 0x{ord(prompt[error.start]) & 255:02x}; convert it"
+        ) from None
+    return prompt

@@ -17,7 +17,7 @@ def add_parser(commands: common.Subparsers) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", default=DEFAULT, metavar="NAME", help=f"default: {DEFAULT}")
-    parser.add_argument("--force", action="store_true", help="fetch it even if it is here")
+    parser.add_argument("--force", action="store_true", help="fetch it even if it is here and its sha256 is right")
     common.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -25,6 +25,6 @@ def add_parser(commands: common.Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from .. import hub
 
-    path = hub.pull(args.name, force=args.force)
+    path = hub.pull(args.name, force=args.force, check=True)
     sys.stdout.write(f"{path}\n")
     return 0

@@ -42,6 +42,8 @@ class Tokenizer(ABC):
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of a text, between bos and eos where asked for. Raises TokenizerError on a lone surrogate."""
+        if not isinstance(text, str):
+            raise TokenizerError(f"text must be a string, got {type(text).__name__}")
         try:
             text.encode()
         except UnicodeEncodeError as error:

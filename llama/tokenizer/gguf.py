@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from ..errors import TokenizerError
@@ -80,6 +80,7 @@ class GGUFTokenizer(Tokenizer):
 
     def __init__(self, metadata: Mapping[str, Any], where: str):
         self.where = where
+        self._backend: Backend
         self.tokens = _strings(metadata, "tokenizer.ggml.tokens", where)
         self.n_vocab = len(self.tokens)
         types = metadata.get("tokenizer.ggml.token_type")
@@ -112,6 +113,16 @@ class GGUFTokenizer(Tokenizer):
         if not 0 <= id < self.n_vocab:
             raise TokenizerError(f"token ids must lie between 0 and {self.n_vocab - 1}, got {id}")
 
+    def _match_user_defined(self) -> None:
+        """User-defined tokens are matched whole, before anything is cut or merged."""
+        texts = [token for id, token in enumerate(self.tokens) if self.types[id] == USER_DEFINED]
+        if texts:
+            self._backend.add_tokens([AddedToken(text, normalized=False) for text in texts])
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
     def _plain(self, *also: int) -> dict[str, int]:
         """The tokens that text may become: all but the control ones, so that no text can ever reach those."""
         allowed = {NORMAL, USER_DEFINED, *also}
@@ -136,20 +147,14 @@ class ByteLevelTokenizer(GGUFTokenizer):
                 raise TokenizerError(f"{where}: merge {left!r} + {right!r} is not made of tokens of the vocabulary")
         self._backend = Backend(models.BPE(vocab=plain, merges=merges, ignore_merges=ignore_merges))
         self._backend.pre_tokenizer = words()
-        user_defined = [token for id, token in enumerate(self.tokens) if self.types[id] == USER_DEFINED]
-        if user_defined:  # these are matched whole, before words are cut
-            self._backend.add_tokens(user_defined)
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        self._match_user_defined()
 
     def token_bytes(self, id: int) -> bytes:
         self._check(id)
         if self.types[id] == CONTROL:
             return b""
         if self.types[id] == USER_DEFINED:
-            return self.tokens[id].encode()
+            return self.tokens[id].encode()  # these are written as they are, not in the byte alphabet
         try:
             return bytes(BYTE_OF[character] for character in self.tokens[id])
         except KeyError:
@@ -192,12 +197,12 @@ class SentencePieceTokenizer(GGUFTokenizer):
                 byte_fallback=True,
             )
         )
-        spaces = normalizers.Replace(" ", "\u2581")
-        self._backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
+        self._match_user_defined()
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        # Done here and not by the library's normalizer, which would put a space behind every user-defined piece.
+        start = "\u2581" if self.strips_leading_space and text else ""
+        return super()._encode(start + text.replace(" ", "\u2581"))
 
     def token_bytes(self, id: int) -> bytes:
         self._check(id)
