@@ -185,6 +185,15 @@ def test_it_answers(default_llm: Llama) -> None:
     assert completion.stats.prompt_tokens == 37
 
 
+def test_the_readmes_python_runs(default_gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    block = readme[readme.index("```python\n") + 10 :].split("```")[0]
+    exec(block, {})
+    out = capsys.readouterr().out
+    assert out.startswith(" Paris.")
+    assert out.endswith(" Paris\n")
+
+
 def test_bfloat16_answers_too_packed_or_not(default_gguf: Path) -> None:
     llm = llama.load(default_gguf, dtype="bfloat16", device="cpu")
     plain = load_model(default_gguf, dtype="bfloat16", device="cpu")
