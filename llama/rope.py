@@ -119,7 +119,14 @@ def _half_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
 
 
 def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return apply_rotary_pos_emb(xq, xk, cos, sin, unsqueeze_dim=2)
+    """Turn by halves, then hand the entries on in the interleaved order.
+
+    q and k are reordered alike, so the scores would be the same without that; with it the products are also summed
+    in the same order, and keys in the cache are the same, bit for bit, as in the other forms.
+    """
+    q, k = apply_rotary_pos_emb(xq, xk, cos, sin, unsqueeze_dim=2)
+    q, k = (x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in (q, k))  # (.., 2, D/2) -> (.., D)
+    return q, k
 
 
 # form -> (tables made from freqs_cis, the function that turns q and k by rows of them, layout of wq and wk)
