@@ -59,7 +59,8 @@ class KVCache:
             positions = torch.arange(self.length, end, device=self.k.device)  # (T,)
             self._placed = [end] * self.k.shape[1]
         else:
-            end = self._place_at(positions.long())
+            positions = positions.long()
+            end = self._place_at(positions)
         if end > self.max_len:
             raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
         if end > self.k.shape[3]:

@@ -35,6 +35,8 @@ def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: in
     """Feed ids into the model, `chunk` at a time so that memory stays bounded: logits (V,) after the last of them."""
     if chunk < 1:
         raise UsageError(f"the prefill chunk must be at least 1 token, got {chunk}")
+    if not tokens:
+        raise UsageError("prefill needs at least one token")
     device = cache.k.device
     for start in range(0, len(tokens), chunk):
         part = torch.tensor([tokens[start : start + chunk]], device=device)  # (1, T)
@@ -88,7 +90,9 @@ def generate(
         generator.manual_seed(params.seed)
     else:
         generator.seed()
-    seen = torch.tensor(prompt, device=device) if params.repetition_penalty != 1 else None  # (N,)
+    seen = None  # (N,) ids for the repetition penalty
+    if params.repetition_penalty != 1:
+        seen = torch.tensor([id for id in prompt if n_vocab is None or id < n_vocab], device=device, dtype=torch.long)
 
     logits = prefill(model, prompt[cache.length :], cache, chunk)  # (V,)
     for step in range(room):

@@ -1,19 +1,17 @@
 """The LLaMA decoder (arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783), whole.
 
-        tokens (B, T)
-          |  embedding
-          v
-        h (B, T, C) ------------------------------+
-          |                                       |
-       RMSNorm -> wq wk wv -> RoPE -> attention -> wo     n_layers times:   h = h + attention(norm(h))
-          |                                       |                         h = h + feed_forward(norm(h))
-        h + . ------------------------------------+
-          |                                       |
-       RMSNorm -> w_down(silu(w_gate x) * w_up x) |
-          |                                       |
-        h + . ------------------------------------+
-          |
-       RMSNorm -> output -> logits (B, T, V)
+    tokens (B, T)
+       │ embedding
+       h (B, T, C)
+       │                                                           ─┐
+       ├──► RMSNorm ──► wq wk wv ──► RoPE ──► attention ──► wo ──┐  │
+       + ◄───────────────────────────────────────────────────────┘  │ n_layers times
+       ├──► RMSNorm ──► w_down(silu(w_gate x) * w_up x) ─────────┐  │
+       + ◄───────────────────────────────────────────────────────┘  │
+       │                                                           ─┘
+    RMSNorm
+       │ output
+    logits (B, T, V)
 
 Letters on the shapes: B batch, T new tokens, S keys (cached and new), H query heads, KV key/value heads, D head_dim,
 C model dim, V vocabulary.
