@@ -107,7 +107,10 @@ def test_logits_equal_transformers_at_far_positions(default_llm: Llama, theirs: 
     assert float((ours - expected).abs().max()) < 2e-3
 
 
-@pytest.mark.parametrize("name", ["english", "code", "cjk", "one letter 60 times", "control string", "numbers"])
+QUICK = ("english", "code", "cjk", "one letter 60 times", "control string", "numbers")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PROMPTS])
 def test_greedy_tokens_equal_transformers(default_llm: Llama, theirs: Any, name: str) -> None:
     ids = default_llm.tokenizer.encode(PROMPTS[name])
     ours = [t.id for t in generate(default_llm.model, ids, SamplingParams(max_new_tokens=40))]
