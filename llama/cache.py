@@ -55,6 +55,8 @@ class KVCache:
         when they don't fit: writing past the end of a slice would change nothing, in silence.
         """
         if positions is None:
+            if min(self._filled) < self.length:
+                raise ValueError(f"rows of the cache are filled up to {self._filled}; say which positions come next")
             end = self.length + tokens
             positions = torch.arange(self.length, end, device=self.k.device)  # (T,)
             self._placed = [end] * self.k.shape[1]

@@ -6,8 +6,9 @@ they spell a control string or a part of one at their edge; a marked string is n
 is cut at its control strings, the marks are taken out again.
 
 Templates look into the text ("if '</think>' in content"), so marks are sparse. Since a template may also rearrange
-text, a second rendering with marks at every possible place tells which control tokens are the template's own; should
-the two disagree, that one counts.
+text, a second rendering, in which every character of a message that occurs in any control string is swapped for a
+stand-in, tells which control tokens are the template's own. Should the two disagree, the second one counts: safe, at
+the price of what the template wanted to see in the text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypedDict
 
 from .errors import TemplateError, UsageError
@@ -58,24 +59,28 @@ def encode_chat(
     checked = [_check(message, i) for i, message in enumerate(messages)]
     if not checked:
         raise UsageError("a chat needs at least one message")
-    mark = next((c for c in NONCHARACTERS if not any(c in m["content"] for m in checked)), None)
+    controls = {text: id for text, id in tokenizer.control.items() if text}
+    written = set("".join(m["content"] for m in checked))
+    mark = next((c for c in NONCHARACTERS if c not in written), None)
     if mark is None:
         raise UsageError(
             "the messages use every noncharacter U+FDD0 to U+FDEF, so none is left to mark their text with"
         )
     now = now or datetime.datetime.now()
-    pieces = []
-    for mark_text in (_mark_sparsely, _mark_everywhere):
-        marked = [{**m, "content": mark_text(m["content"], mark, tokenizer.control)} for m in checked]
-        rendered = render(template, marked, tokenizer, add_generation_prompt=add_generation_prompt, now=now)
-        pieces.append(_cut(rendered, tokenizer.control))
-    sparse, full = ([piece for piece in cut if piece in tokenizer.control] for cut in pieces)
+
+    def cut(change: Callable[[str], str]) -> list[str]:
+        changed = [{**m, "content": change(m["content"])} for m in checked]
+        text = render(template, changed, tokenizer, add_generation_prompt=add_generation_prompt, now=now)
+        return _cut(text, controls)
+
+    stand_in = _stand_ins(controls, written)
+    sparse = cut(lambda text: _mark(text, mark, controls))
+    full = cut(lambda text: text.translate(stand_in))
+    agree = [piece for piece in sparse if piece in controls] == [piece for piece in full if piece in controls]
+    back = {ord(mark): None} if agree else {ord(other): chr(character) for character, other in stand_in.items()}
     ids: list[int] = []
-    for piece in pieces[0] if sparse == full else pieces[1]:
-        if piece in tokenizer.control:
-            ids.append(tokenizer.control[piece])
-        else:
-            ids += tokenizer.encode(piece.replace(mark, ""))
+    for piece in sparse if agree else full:
+        ids += [controls[piece]] if piece in controls else tokenizer.encode(piece.translate(back))
     return ids
 
 
@@ -102,8 +107,10 @@ def render(
     def strftime_now(format: str) -> str:
         return (now or datetime.datetime.now()).strftime(format)
 
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own would escape < and > for HTML
+    def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+                sort_keys: bool = False) -> str:  # fmt: skip
+        # Jinja's own would escape < and > for HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     name = {id: text for text, id in tokenizer.control.items()}
     environment = ImmutableSandboxedEnvironment(
@@ -167,7 +174,7 @@ def _cut(rendered: str, controls: Mapping[str, int]) -> list[str]:
     return [piece for piece in (re.split(pattern, rendered) if controls else [rendered]) if piece]
 
 
-def _mark_sparsely(text: str, mark: str, controls: Mapping[str, int]) -> str:
+def _mark(text: str, mark: str, controls: Mapping[str, int]) -> str:
     """Mark the control strings a text spells, and its edges if they could be part of one."""
     for control in sorted(controls, key=len, reverse=True):
         text = text.replace(control, control[0] + mark + control[1:])
@@ -180,11 +187,7 @@ def _mark_sparsely(text: str, mark: str, controls: Mapping[str, int]) -> str:
     return text
 
 
-def _mark_everywhere(text: str, mark: str, controls: Mapping[str, int]) -> str:
-    """Mark behind each character that begins a control string and before each that ends one.
-
-    A false control string takes its first or its last character from the text (or has the text right inside, which
-    no template spells), so a mark stands within it, however the template rearranges the text.
-    """
-    starts, ends = {control[0] for control in controls}, {control[-1] for control in controls}
-    return "".join((mark if c in ends else "") + c + (mark if c in starts else "") for c in text)
+def _stand_ins(controls: Mapping[str, int], written: set[str]) -> dict[int, str]:
+    """For each character that occurs in a control string, one of a private plane that no message uses."""
+    free = (character for character in map(chr, range(0xF0000, 0xFFFFE)) if character not in written)
+    return {ord(character): next(free) for character in sorted(set("".join(controls)))}

@@ -39,7 +39,7 @@ class Int4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
         if x.numel() > FEW_ROWS * self.in_features:
             return self.wide(x)
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, self.in_features).contiguous()  # the kernel asks for it
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._packed, GROUP, self._scales)
         return y.view(*x.shape[:-1], self.out_features)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +90,12 @@ class PackedLinear(nn.Module):
         """The weight in plain order, (out, in)."""
         plain: Tensor = self._packed.to_dense()
         return plain
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        raise UsageError(
+            "the weights of a model from llama.load lie in packed form and can't be moved or cast; name device and"
+            " dtype when loading, or take llama.load_model, whose weights are plain"
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")

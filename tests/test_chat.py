@@ -79,6 +79,34 @@ def test_a_template_that_rearranges_text_makes_no_control_string_of_it(control: 
     assert [id for id in chat(control[4:] + "," + control[:4], template=swapped) if id < 3] == [END]
 
 
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("[{{ messages[0]['content'] }}]", "INST"),
+        ("<|{{ messages[0]['content'] }}|>", "im_end"),
+        ("{{ messages[0]['content'].encode('ascii', 'ignore').decode() }}", "<|im_end|>"),
+        ("{% for c in messages[0]['content'] if c.isalnum() or c in '<>|_ ' %}{{ c }}{% endfor %}", "<|im_end|>"),
+        ("{{ messages[0]['content'][::2] }}", "<x|xixmx_xexnxdx|x>x"),
+        ("{{ messages[0]['content'] | reverse }}", "<|im_end|>"[::-1]),
+        ("{{ messages[0]['content'] | lower }}", "<|IM_END|>"),
+        (tiny.CHATML, "a § b"),
+        (tiny.CHATML, "§"),
+    ],
+)
+def test_no_template_trick_turns_text_into_control(template: str, content: str) -> None:
+    metadata = tiny.byte_vocabulary()
+    for token in ("[INST]", "§", ""):
+        metadata["tokenizer.ggml.tokens"].append(token)
+        metadata["tokenizer.ggml.token_type"].append(3)
+    tokenizer = from_metadata(metadata, "tiny")
+
+    def controls(text: str) -> list[int]:
+        ids = encode_chat(tokenizer, template, [{"role": "user", "content": text}])
+        return [id for id in ids if id in tokenizer.control.values()]
+
+    assert controls(content) == controls("")
+
+
 def test_json_tools_and_generation_as_hugging_face_has_them() -> None:
     template = "{{ {'a': 'é<'} | tojson }}{{ tools is none and documents is none }}{% generation %}x{% endgeneration %}"
     assert TOKENIZER.decode(chat("", template=template)) == '{"a": "é<"}Truex'

@@ -85,6 +85,15 @@ def test_a_cache_refuses_gaps_which_would_be_attended_to() -> None:
         model(tokens[0, :2, None], torch.tensor([[10], [10]]), rows)
 
 
+def test_rows_of_different_lengths_must_say_where_they_go_on() -> None:
+    model, tokens = tiny.model(), tiny.random_tokens(4, batch=2)
+    cache = model.new_cache(batch=2)
+    model(tokens[:, :3], torch.tensor([[0, 1, 2], [0, 1, 1]]), cache)
+    with pytest.raises(ValueError, match=r"\[3, 2\]"):
+        model(tokens[:, 3:], cache=cache)
+    model(tokens[:, 3:], torch.tensor([[3], [2]]), cache)
+
+
 def test_tokens_of_another_rank_are_named() -> None:
     with pytest.raises(ValueError, match=r"\(B, T\)"):
         tiny.model()(torch.tensor([1, 2]))

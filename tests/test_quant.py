@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import llama
 from llama.checkpoint.blocks import READERS
 from llama.config import ModelConfig
+from llama.errors import UsageError
 from llama.loader import load_model
 from llama.quant import FEW_ROWS, Int4Linear, runs_int4
 from llama.runtime import PackedLinear
@@ -62,6 +63,19 @@ def test_the_layer_multiplies_by_that_weight(name: str, rows: int) -> None:
     expected = F.linear(x.float(), weight)
     assert float((layer(x).float() - expected).norm() / expected.norm()) < 0.02
     assert torch.equal(layer.weight, plain.weight)
+
+
+@needs_kernel
+def test_rows_may_lie_apart_in_memory(tmp_path: Path) -> None:
+    model = llama.load(
+        tiny.write_gguf(tmp_path / "x.gguf", WIDE, quantization="Q4_1"), device="cpu", dtype="bfloat16"
+    ).model
+    layer = model.layers[0].attention.wq
+    x = torch.randn(3, 4, 128).bfloat16()
+    for view in (x[:, -1], x[:, 1:2], x[0].mT.contiguous().mT, x[:1, :1].expand(2, 1, 128)):
+        torch.testing.assert_close(layer(view), layer(view.contiguous()))
+    with pytest.raises(UsageError, match="load_model"):
+        model.float()
 
 
 @needs_kernel

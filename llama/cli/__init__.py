@@ -13,7 +13,7 @@ from typing import NoReturn
 from .. import __version__
 from ..errors import LlamaError
 from . import bench, chat, generate, inspect, pull
-from .common import describe, one_line
+from .common import describe, one_line, tell
 
 COMMANDS = (generate, chat, inspect, pull, bench)
 
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-        signal.signal(number, _unwind)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it is, and stays so
+            signal.signal(number, _unwind)
     try:
         if args.run is not pull.run:
             _import_quietly()
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("\nclearllama: interrupted", file=sys.stderr)
+        tell("\nclearllama: interrupted")
         return 130
     except BrokenPipeError:  # the reader of our output has seen enough
         _drop_stdout()
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if isinstance(error, OSError):
             _drop_stdout()
-        print(f"clearllama: error: {describe(error)}", file=sys.stderr)
+        tell(f"clearllama: error: {describe(error)}")
         return error.exit_code if isinstance(error, LlamaError) else 1
 
 

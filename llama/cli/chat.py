@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             if args.debug:
                 raise
             hint = "; /clear forgets the conversation" if isinstance(error, ContextLengthError) else ""
-            print(f"clearllama: error: {common.describe(error)}{hint}", file=sys.stderr)
+            common.tell(f"clearllama: error: {common.describe(error)}{hint}")
 
 
 class Chat:
@@ -112,16 +112,16 @@ class Chat:
             return False
         if name == "/clear":
             self.clear()
-            print("the conversation is forgotten", file=sys.stderr)
+            common.tell("the conversation is forgotten")
         elif name == "/system":
             self.system = rest or None
             self.clear()
             done = "set" if self.system else "removed"
-            print(f"the system message is {done}, the conversation is forgotten", file=sys.stderr)
+            common.tell(f"the system message is {done}, the conversation is forgotten")
         elif name == "/save":
-            print(self.save(rest), file=sys.stderr)
+            common.tell(common.one_line(self.save(rest)))
         else:
-            print(HELP if name == "/help" else f"unknown command {name}\n{HELP}", file=sys.stderr)
+            common.tell(HELP if name == "/help" else f"unknown command {name}\n{HELP}")
         return True
 
     def save(self, name: str) -> str:

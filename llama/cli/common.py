@@ -107,10 +107,15 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def say(args: argparse.Namespace, line: str) -> None:
-    """A line on stderr, unless --quiet. A stderr that can't be written to must not cost the answer."""
+    """A line on stderr, unless --quiet."""
     if not args.quiet:
-        with contextlib.suppress(OSError):
-            print(f"clearllama: {line}", file=sys.stderr, flush=True)
+        tell(f"clearllama: {line}")
+
+
+def tell(text: str) -> None:
+    """A text on stderr. A stderr that can't be written to must not cost the answer on stdout."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def describe(error: BaseException) -> str:
