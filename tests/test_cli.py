@@ -254,6 +254,29 @@ def test_signals_end_it_with_their_code(default_gguf: Path, number: signal.Signa
     assert b"Traceback" not in stderr
 
 
+def test_nohup_stays_in_force(default_gguf: Path) -> None:
+    command = [
+        "nohup",
+        sys.executable,
+        "-m",
+        "llama",
+        "generate",
+        "-q",
+        "-m",
+        str(default_gguf),
+        "--raw",
+        "Once",
+        "-n",
+        "60",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
 def test_optimized_python_checks_as_much(tiny_gguf: Path) -> None:
     command = [sys.executable, "-OO", "-m", "llama", "generate", "-m", str(tiny_gguf), "--top-p", "7", "x"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
@@ -297,6 +320,16 @@ def test_chat_over_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> N
     assert "exists already" in stderr
     assert "unknown command /what" in stderr
     assert [p.name for p in tmp_path.iterdir()] == ["talk.json"]
+
+
+def test_a_full_stderr_does_not_end_a_chat(clearllama: Run, tiny_gguf: Path) -> None:
+    command = f"printf 'hello\\n/clear\\n/save\\nthe\\n' | {sys.executable} -m llama chat -m {tiny_gguf} -n 5 --seed 1"
+    plain, full = (
+        subprocess.run(["bash", "-c", f"{command} 2>{to}"], capture_output=True, check=False)
+        for to in ("/dev/null", "/dev/full")
+    )
+    assert full.returncode == plain.returncode == 0
+    assert full.stdout == plain.stdout
 
 
 def test_chat_survives_names_that_are_no_files(clearllama: Run, tiny_gguf: Path) -> None:
