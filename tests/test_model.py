@@ -78,6 +78,9 @@ def test_a_cache_refuses_gaps_which_would_be_attended_to() -> None:
         model(tokens[:, :2], torch.tensor([9, 11]), cache)
     torch.testing.assert_close(model(tokens[:, :2], torch.tensor([7, 8]), cache)[0, 0], model(
         torch.cat((tokens[:, :7], tokens[:, :1]), 1))[0, -1], **TOLERANCE)  # fmt: skip
+    cache.trim(4)
+    with pytest.raises(ValueError, match="filled up to 4"):
+        model(tokens[:, :1], torch.tensor([5]), cache)
     rows = model.new_cache(batch=2)
     model(torch.cat((tokens, tokens)), cache=rows)
     model(tokens[0, :2, None], torch.tensor([[9], [5]]), rows)

@@ -88,6 +88,14 @@ def test_the_chain_equals_transformers_warpers(
     torch.testing.assert_close(probs(logits, params, seen), expected.softmax(-1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
+def test_a_penalty_makes_seen_tokens_less_likely_whatever_their_sign(penalty: float) -> None:
+    logits, seen = torch.tensor([[-2.0, 3.0, 1.0, -1.0]]), torch.tensor([[0, 1, 1]])
+    expected = torch.tensor([[-2.0 * penalty, 3.0 / penalty, 1.0, -1.0]])
+    torch.testing.assert_close(sampling.repetition_penalty(logits, seen, penalty), expected)
+    torch.testing.assert_close(RepetitionPenaltyLogitsProcessor(penalty)(seen, logits.clone()), expected)
+
+
 def test_draws_follow_the_distribution() -> None:
     wanted = torch.tensor([0.5, 0.25, 0.125, 0.125])
     draws = sample(wanted.expand(20000, 4), torch.Generator().manual_seed(0))

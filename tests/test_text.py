@@ -85,6 +85,13 @@ def test_only_what_may_become_a_stop_is_held_back() -> None:
     assert found
 
 
+def test_a_stop_that_began_earlier_goes_first() -> None:
+    for pieces in (["xabcd"], ["xabc", "d"], ["xab", "c", "d"]):
+        assert cut(pieces, ["abcd", "bc"])[:2] == ("x", True)
+    assert cut(["xabc", "e"], ["abcd", "bc"])[:2] == ("xa", True)
+    assert cut(["xabc"], ["abcd", "bc"])[:2] == ("xa", True)
+
+
 def test_what_was_held_back_is_shown_at_the_end() -> None:
     assert cut(["say EN"], ["END"])[0] == "say EN"
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
 from llama.errors import TokenizerError
-from llama.tokenizer.gguf import BYTE_OF, LLAMA3_WORDS, from_metadata
+from llama.tokenizer.gguf import BYTE_OF, from_metadata
 
 from . import tiny
 
@@ -32,6 +32,19 @@ TEXTS = [
     "漢字 and かな", "שלום العربية", "👨‍👩‍👧‍👦🏳️‍🌈",
     "<|im_end|>", "</s><s>", "<0x0A>", "▁low", "\u0000\u0001\u007f", "Ä\u00a0b\u3000c",
 ]  # fmt: skip
+
+# Written down a second time on purpose, piece by piece as tiktoken is given it for Llama 3.
+LLAMA3_WORDS = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
@@ -180,6 +193,16 @@ def test_no_control_string_in_text_becomes_its_id(byte_level: Any, pieces: Any) 
                 assert id not in ids
                 assert not set(ids) & set(tokenizer.control.values())
                 assert tokenizer.decode(ids) == around.format(text)
+
+
+@pytest.mark.parametrize("word", ["hello", "h"])
+def test_a_control_token_that_is_a_plain_word_is_not_typed_either(word: str) -> None:
+    metadata = tiny.byte_vocabulary()
+    metadata["tokenizer.ggml.pre"] = "llama-bpe"  # a word that is a token skips the merges
+    metadata["tokenizer.ggml.merges"] = []
+    id = metadata["tokenizer.ggml.tokens"].index(word)
+    metadata["tokenizer.ggml.token_type"][id] = 3
+    assert id not in from_metadata(metadata, "tiny").encode(word)
 
 
 def test_control_strings_that_a_converter_marked_as_user_defined() -> None:
