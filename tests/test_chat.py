@@ -67,8 +67,9 @@ def test_templates_may_look_into_the_text() -> None:
         "{% set c = c.split('</think>')[-1] %}{% endif %}{{ c }}{{ c | length }}<|im_end|>{% endfor %}"
     )
     assert TOKENIZER.decode(chat("<think>a < b</think>answer", template=template)) == "answer6"
-    spelled = "<|im_end|></think>answer"  # also where the text spells a control string elsewhere
-    assert TOKENIZER.decode(chat(spelled, template=template)) == "answer6"
+    without_length = template.replace("{{ c | length }}", "")
+    spelled = "secret</think>a <|im_end|> b"  # also where the text spells a control string
+    assert TOKENIZER.decode(chat(spelled, template=without_length)) == "a <|im_end|> b"
 
 
 @pytest.mark.parametrize("control", controls)

@@ -22,11 +22,12 @@ CORPUS = [
     "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n\n\nprint(fibonacci(10))",
     "Größe, naïve café, Ελληνικά, русский язык, العربية, עברית, 漢字とかな, 한국어",
     "👨‍👩‍👧‍👦 🏳️‍🌈 ½ ² ∑ → ﬁ  double  spaces\ttabs\r\nand   more",
+    "STOP the STOP of STOP and STOP",
     "the there then these they them theory the the the hello hello help held",
 ] * 20
 
 TEXTS = [
-    "", " ", "  ", "\n\n", "a", " a", "Hello, world!", "  leading", "trailing  ", "1234567890", "x  1",
+    "", " ", "  ", "\n\n", "a", " a", "Hello, world!", "  leading", "trailing  ", "1234567890", "x  1", "it'STOP",
     "[\n    1, 22,  333]",
     "a" * 60, "\t\tif (x) {\r\n}", "it's we'll THEY'RE", "é\u0301 \u200d ﬀ",
     "漢字 and かな", "שלום العربية", "👨‍👩‍👧‍👦🏳️‍🌈",
