@@ -29,6 +29,8 @@ class ModelConfig:
     rope_scaling  None, or a mapping as in Hugging Face's config: {"rope_type": "llama3", "factor": 8.0, ...}
     max_seq_len   context in tokens the checkpoint was made for
     tie_embeddings  True if the output projection is the embedding matrix
+    attention_bias  True if wq, wk, wv and wo add a bias; no official LLaMA does
+    mlp_bias        True if w_gate, w_up and w_down add a bias; no official LLaMA does
     """
 
     dim: int
@@ -43,6 +45,8 @@ class ModelConfig:
     rope_scaling: Mapping[str, Any] | None = None
     max_seq_len: int = 2048
     tie_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
@@ -57,6 +61,9 @@ class ModelConfig:
                 raise ConfigError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a finite number above 0, got {value}")
+        for name in ("tie_embeddings", "attention_bias", "mlp_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 f"n_heads must be a multiple of n_kv_heads, so that each key/value head serves equally many"
@@ -68,8 +75,10 @@ class ModelConfig:
     @property
     def n_params(self) -> int:
         """Exact number of parameters, a tied output projection counted once."""
-        attention = 2 * self.dim * self.n_heads * self.head_dim + 2 * self.dim * self.n_kv_heads * self.head_dim
-        block = attention + 3 * self.dim * self.hidden_dim + 2 * self.dim
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        attention = 2 * self.dim * (q + kv) + self.attention_bias * (q + 2 * kv + self.dim)
+        feed_forward = 3 * self.dim * self.hidden_dim + self.mlp_bias * (2 * self.hidden_dim + self.dim)
+        block = attention + feed_forward + 2 * self.dim
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         return embeddings + self.n_layers * block + self.dim
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +23,16 @@ from .hub import DEFAULT, resolve
 from .model import Transformer
 from .quant import Int4Linear, runs_int4
 from .rope import FORMS, Layout, to_half_layout, to_interleaved_layout
-from .runtime import PackedLinear, pack_linears_, pick_device, pick_dtype
+from .runtime import PackedLinear, packs_linears, pick_device, pick_dtype
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .text import Llama
 
-ROTATED = ("attention.wq.weight", "attention.wk.weight")  # the weights whose rows RoPE pairs
+# The weights whose rows RoPE pairs.
+ROTATED = ("attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "attention.wk.bias")
+
+LARGE = 2**26  # entries of a weight
 
 
 def load(
@@ -42,7 +46,7 @@ def load(
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
-    path_or_name  a .gguf file, or the name of a model that can be fetched (hub.MODELS)
+    path_or_name  a folder of Meta's or Hugging Face's, a .gguf file, or the name of a model that can be fetched
     device        "cpu", "cuda", "cuda:1", ...; None takes the best there is
     dtype         "float32", "bfloat16", "float16"; None takes the fastest the device computes in
     rope          "complex", "real" or "half": three forms of one rotation (rope.py)
@@ -55,10 +59,16 @@ def load(
     _not_yet(quantize, compile)
     checkpoint = open_checkpoint(resolve(path_or_name))
     tokenizer = checkpoint.tokenizer()
-    model = build(checkpoint, device, dtype, rope, max_seq_len)
-    if pack_linears_(model):
-        keep_blocks_(model, checkpoint)
-    return Llama(model, tokenizer, checkpoint.chat_template)
+    model = build(checkpoint, device, dtype, rope, max_seq_len, pack=True)
+    chat_format = checkpoint.chat_format(tokenizer) if checkpoint.chat_template is None else None
+    return Llama(
+        model,
+        tokenizer,
+        checkpoint.chat_template,
+        chat_format=chat_format,
+        sampling=checkpoint.sampling,
+        warnings=checkpoint.warnings,
+    )
 
 
 def load_model(
@@ -85,10 +95,14 @@ def build(
     dtype: str | torch.dtype | None = None,
     rope: str = "complex",
     max_seq_len: int | None = None,
+    pack: bool = False,
 ) -> Transformer:
     """A model filled with a checkpoint's weights: each is read, reordered if need be, cast, and handed over.
 
-    Strict both ways: CheckpointError lists tensors that are missing, unexpected or of another shape.
+    pack  lay the linear layers out as the CPU's kernels like them, where they do (runtime.py, quant.py)
+
+    A weight that needs no change stays in the mapped file. Strict both ways: CheckpointError lists tensors that are
+    missing, unexpected or of another shape.
     """
     if rope not in FORMS:
         raise UsageError(f"unknown form of RoPE {rope!r}; known: {', '.join(FORMS)}")
@@ -99,44 +113,59 @@ def build(
     config = checkpoint.config
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
+    pack = pack and packs_linears(torch_device, torch_dtype)
     check_tensors(config, checkpoint.shapes, str(checkpoint.path))
     with torch.device("meta"), SkipInit():
         model = Transformer(config, rope=rope, max_seq_len=max_seq_len).requires_grad_(False).eval()
+    layers = {
+        name: child for name, child in model.named_modules() if next(child.parameters(recurse=False), None) is not None
+    }
 
-    def read(name: str) -> Tensor:
-        tensor = to_layout(name, checkpoint.tensor(name), config.head_dim, checkpoint.layout, model.rope.layout)
-        return _cast(tensor, name, torch_device, torch_dtype)
+    def fill(name: str) -> None:
+        source = "tok_embeddings" if config.tie_embeddings and name == "output" else name
+        values: dict[str, Tensor] = {}
+        copied: list[str] = []
+        for kind, _ in layers[name].named_parameters(recurse=False):  # weight, bias
+            stored = checkpoint.tensor(f"{source}.{kind}")
+            ordered = to_layout(f"{source}.{kind}", stored, config.head_dim, checkpoint.layout, model.rope.layout)
+            values[kind] = _cast(ordered, f"{source}.{kind}", torch_device, torch_dtype)
+            if pack or values[kind].data_ptr() != stored.data_ptr():
+                copied.append(f"{source}.{kind}")
+        if pack and isinstance(layers[name], nn.Linear):
+            packed = PackedLinear(values["weight"], values.get("bias"))
+            model.set_submodule(
+                name, _with_blocks(packed, checkpoint, f"{source}.weight", config.head_dim, model.rope.layout)
+            )
+        else:
+            for kind, value in values.items():
+                setattr(layers[name], kind, nn.Parameter(value, requires_grad=False))
+        for tensor in copied:
+            checkpoint.release(tensor)
 
-    # Dequantization is numpy, which lets go of the interpreter lock, so two threads keep two cores busy.
+    # Dequantization is numpy, which lets go of the interpreter lock, so several threads keep several cores busy; but
+    # large weights go one by one, so that no more than one of them is in memory twice.
+    large = [name for name in layers if math.prod(checkpoint.shapes.get(f"{name}.weight", (1,))) > LARGE]
+    for name in large:
+        fill(name)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        state = dict(zip(checkpoint.shapes, pool.map(read, checkpoint.shapes), strict=True))
-    model.load_state_dict(state, strict=False, assign=True)  # check_tensors was strict already; a tied output is absent
-    if config.tie_embeddings:
+        for _ in pool.map(fill, [name for name in layers if name not in large]):
+            pass
+    if config.tie_embeddings and not pack:
         model.output.weight = model.tok_embeddings.weight
     return model
 
 
-def keep_blocks_(model: Transformer, checkpoint: Checkpoint) -> int:
-    """Where the file holds a weight in 4-bit blocks, decode from those very blocks, in place; returns how many."""
-
-    def read(name: str, linear: PackedLinear) -> Int4Linear | None:
-        blocks = checkpoint.blocks4(name) if runs_int4(linear.out_features, linear.in_features) else None
-        if blocks is None:
-            return None
-        if model.rope.layout != checkpoint.layout and name.endswith(ROTATED):
-            order = to_layout(name, torch.arange(linear.out_features), model.config.head_dim, checkpoint.layout,
-                              model.rope.layout).numpy()  # fmt: skip
-            blocks = Blocks4(*(part[order] for part in blocks))
-        return Int4Linear(blocks, wide=linear)
-
-    packed = {name: child for name, child in model.named_modules() if isinstance(child, PackedLinear)}
-    names = [name for name in packed if f"{name}.weight" in checkpoint.shapes]
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        swaps = list(pool.map(lambda name: read(f"{name}.weight", packed[name]), names))
-    for name, linear in zip(names, swaps, strict=True):
-        if linear is not None:
-            model.set_submodule(name, linear)
-    return sum(linear is not None for linear in swaps)
+def _with_blocks(linear: PackedLinear, checkpoint: Checkpoint, name: str, head_dim: int, layout: Layout) -> nn.Module:
+    """Where the file holds a weight in 4-bit blocks, a layer that decodes from those very blocks; else the layer."""
+    if linear.bias is not None or not runs_int4(linear.out_features, linear.in_features):
+        return linear
+    blocks = checkpoint.blocks4(name)
+    if blocks is None:
+        return linear
+    if layout != checkpoint.layout and name.endswith(ROTATED):
+        order = to_layout(name, torch.arange(linear.out_features), head_dim, checkpoint.layout, layout).numpy()
+        blocks = Blocks4(*(part[order] for part in blocks))
+    return Int4Linear(blocks, wide=linear)
 
 
 def check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:

@@ -53,10 +53,10 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.rope, self.attend = rope, ATTENTION[attention]
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.attention_bias)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.attention_bias)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.attention_bias)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.attention_bias)
 
     def forward(
         self, x: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
@@ -77,9 +77,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.w_gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w_up = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w_down = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.w_gate = nn.Linear(config.dim, config.hidden_dim, bias=config.mlp_bias)
+        self.w_up = nn.Linear(config.dim, config.hidden_dim, bias=config.mlp_bias)
+        self.w_down = nn.Linear(config.hidden_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
@@ -117,7 +117,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
-        self.rope = Rope(rope, config.head_dim, self.max_seq_len, config.rope_theta, config.rope_scaling)
+        self.rope = Rope(
+            rope, config.head_dim, self.max_seq_len, config.rope_theta, config.rope_scaling, config.max_seq_len
+        )
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(
             TransformerBlock(config, layer, self.rope, attention) for layer in range(config.n_layers)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .errors import ContextLengthError, UsageError
-from .rope_scaling import inverse_frequencies
+from .rope_scaling import BY_LENGTH, inverse_frequencies, kind_of
 
 # How the rows of wq and wk are ordered: Meta's pairs (2i, 2i + 1), or Hugging Face's pairs (i, i + D/2).
 Layout = Literal["interleaved", "half"]
@@ -30,15 +30,26 @@ Layout = Literal["interleaved", "half"]
 
 # ---------------------------------------------------------------------------------------- complex: the definition
 def precompute_freqs_cis(
-    dim: int, end: int, theta: float = 10000.0, scaling: Mapping[str, Any] | None = None
+    dim: int,
+    end: int,
+    theta: float = 10000.0,
+    scaling: Mapping[str, Any] | None = None,
+    *,
+    max_seq_len: int | None = None,
 ) -> Tensor:
     """Row m, column i: cis(m * inv_freq[i]), as in Meta's llama/model.py.
 
-    dim is D, end the number of positions; scaling as in `inverse_frequencies`. Returns (end, D/2) complex64.
+    dim is D, end the number of positions; scaling and max_seq_len as in `inverse_frequencies`.
+    Returns (end, D/2) complex64.
     """
-    inv_freq, attention_factor = inverse_frequencies(dim, theta, scaling, seq_len=end)
-    angles = torch.outer(torch.arange(end, dtype=torch.float32), inv_freq)  # (end, D/2) radians
-    return torch.polar(torch.full_like(angles, attention_factor), angles)  # (end, D/2) complex64
+    inv_freq, attention_factor = inverse_frequencies(dim, theta, scaling, seq_len=end, max_seq_len=max_seq_len)
+    return freqs_cis_at(torch.arange(end), inv_freq, attention_factor)
+
+
+def freqs_cis_at(positions: Tensor, inv_freq: Tensor, attention_factor: float = 1.0) -> Tensor:
+    """cis(m * inv_freq[i]) for positions m (..) and pairs i (D/2,), times the factor: (.., D/2) complex64."""
+    angles = positions.unsqueeze(-1).float() * inv_freq  # (.., D/2) radians
+    return torch.polar(torch.full_like(angles, attention_factor), angles)  # (.., D/2) complex64
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,13 +153,26 @@ class Rope:
 
     A plain object and no buffer of the module: `model.to(torch.bfloat16)` must not touch the table. It grows with
     use, so that a context length read from a file never sizes an allocation.
+
+    max_seq_len is how far this model may go, trained_len how far it was trained: most scalings don't care, but those
+    in BY_LENGTH change all frequencies with the length, so for them the rows are computed afresh each time.
     """
 
-    def __init__(self, form: str, dim: int, max_seq_len: int, theta: float, scaling: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        form: str,
+        dim: int,
+        max_seq_len: int,
+        theta: float,
+        scaling: Mapping[str, Any] | None = None,
+        trained_len: int | None = None,
+    ):
         if form not in FORMS:
             raise UsageError(f"unknown form of RoPE {form!r}; known: {', '.join(FORMS)}")
         self._make_table, self.apply, self.layout = FORMS[form]
         self._arguments = (dim, theta, scaling)
+        self._trained_len = max_seq_len if trained_len is None else trained_len
+        self._by_length = kind_of(scaling) in BY_LENGTH
         self.form, self.max_seq_len = form, max_seq_len
         self.end = 0  # positions the table has
         self.table: tuple[Tensor, ...] = ()
@@ -165,6 +189,9 @@ class Rope:
                 f"position {end - 1} lies outside the {self.max_seq_len} positions the model was made for;"
                 f" shorten the input or raise max_seq_len"
             )
+        if self._by_length:
+            inv_freq, factor = self._frequencies(end)
+            return self._make_table(freqs_cis_at(positions, inv_freq.to(positions.device), factor))
         if end > self.end:
             self._grow(min(max(end, 2 * self.end), self.max_seq_len))
         if self.table[0].device != positions.device:
@@ -172,10 +199,12 @@ class Rope:
         return tuple(t[positions] for t in self.table)
 
     def _grow(self, end: int) -> None:
-        dim, theta, scaling = self._arguments
         with torch.device("cpu"):  # the model around it may be under construction on the meta device
-            self.table = self._make_table(precompute_freqs_cis(dim, end, theta, scaling))
+            self.table = self._make_table(freqs_cis_at(torch.arange(end), *self._frequencies(end)))
         self.end = end
+
+    def _frequencies(self, seq_len: int) -> tuple[Tensor, float]:
+        return inverse_frequencies(*self._arguments, seq_len=seq_len, max_seq_len=self._trained_len)
 
 
 def _check(q: Tensor, k: Tensor, rows: Tensor, width: int) -> None:

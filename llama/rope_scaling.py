@@ -4,12 +4,15 @@ RoPE turns pair i of a head by the angle  position * inv_freq[i],  with  inv_fre
 arXiv:2104.09864). A scaling changes these D/2 numbers, and may multiply cos and sin by an attention factor; it
 changes nothing else. So it is a function of numbers, not a class. Everything is computed in float64 and rounded
 to float32 once, at the end.
+
+The kinds and their parameters are those of transformers' modeling_rope_utils.py, besides `ntk` and `divisors`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,53 +20,138 @@ from torch import Tensor
 
 from .errors import ConfigError
 
-# (unscaled inv_freq (D/2,) float64, the scaling's parameters) -> (scaled inv_freq, attention factor)
-Scaling = Callable[[Tensor, Mapping[str, Any]], tuple[Tensor, float]]
+
+@dataclass(frozen=True)
+class Base:
+    """What a scaling starts from: dim is D; seq_len the length the frequencies are for, max_seq_len the trained one."""
+
+    dim: int
+    theta: float
+    seq_len: int | None = None
+    max_seq_len: int | None = None
+
+    def inv_freq(self, stretch: float = 1.0) -> Tensor:
+        """(theta * stretch)^(-2i/D) for each pair i: (D/2,) float64."""
+        return (self.theta * stretch) ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
 
 
-def _number(scaling: Mapping[str, Any], key: str, low: float = 0.0) -> float:
-    """The finite number under `key`, which must lie above `low`."""
-    value = scaling.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= low:
-        raise ConfigError(f"rope scaling {dict(scaling)}: {key!r} must be a finite number above {low:g}, got {value!r}")
-    return float(value)
+# (what it starts from, the scaling's parameters) -> (inv_freq (D/2,) float64, factor for cos and sin)
+Scaling = Callable[[Base, Mapping[str, Any]], tuple[Tensor, float]]
 
 
-def default(inv_freq: Tensor, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+def default(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """No scaling: theta^(-2i/D)."""
-    return inv_freq, 1.0
+    return base.inv_freq(), 1.0
 
 
-def linear(inv_freq: Tensor, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+def linear(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Position interpolation (arXiv:2306.15595): every position counts 1/factor."""
-    return inv_freq / _number(scaling, "factor"), 1.0
+    return base.inv_freq() / _number(scaling, "factor"), 1.0
 
 
-def llama3(inv_freq: Tensor, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+def ntk(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """NTK-aware interpolation (bloc97, 2023): a larger base, so that the slowest pair is stretched by factor."""
+    return base.inv_freq(stretch=_number(scaling, "factor") ** (base.dim / (base.dim - 2))), 1.0
+
+
+def dynamic(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """NTK by length (emozilla, 2023): no change up to the trained length, a base that grows with the length after."""
+    trained = _trained_length(base, scaling)
+    factor, length = _number(scaling, "factor"), max(base.seq_len or 0, trained)
+    return base.inv_freq(stretch=(factor * length / trained - (factor - 1)) ** (base.dim / (base.dim - 2))), 1.0
+
+
+def yarn(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """YaRN (arXiv:2309.00071): fast pairs stay, slow ones are interpolated, a ramp lies between; attention sharpens.
+
+    Pairs that turn more than beta_fast times within the old context are fast, less than beta_slow times slow.
+    """
+    trained = _trained_length(base, scaling)
+    given = scaling.get("factor") is not None or base.max_seq_len is None
+    factor = _number(scaling, "factor") if given else (base.max_seq_len or 0) / trained
+
+    def pair_that_turns(times: float) -> float:
+        return base.dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(base.theta))
+
+    low = pair_that_turns(_number(scaling, "beta_fast", default=32))
+    high = pair_that_turns(_number(scaling, "beta_slow", default=1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, base.dim - 1)
+    pairs = torch.arange(base.dim // 2, dtype=torch.float64)
+    slow = ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)  # (D/2,): 0 keep, 1 interpolate
+    inv_freq = (1 - slow) * base.inv_freq() + slow * base.inv_freq() / factor
+    return inv_freq, _yarn_attention_factor(factor, scaling)
+
+
+def _yarn_attention_factor(factor: float, scaling: Mapping[str, Any]) -> float:
+    def sharpness(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
+
+    if scaling.get("attention_factor") is not None:
+        return _number(scaling, "attention_factor")
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return sharpness(_number(scaling, "mscale")) / sharpness(_number(scaling, "mscale_all_dim"))
+    return sharpness(1)
+
+
+def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """LongRoPE (arXiv:2402.13753): one searched divisor a pair, a short list up to the trained length, a long after."""
+    trained = _trained_length(base, scaling)
+    factor = (base.max_seq_len or trained) / trained if scaling.get("factor") is None else _number(scaling, "factor")
+    divide = _divisors(base, scaling, "long_factor" if (base.seq_len or 0) > trained else "short_factor")
+    if scaling.get("attention_factor") is not None:
+        return base.inv_freq() / divide, _number(scaling, "attention_factor")
+    return base.inv_freq() / divide, math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+
+
+def llama3(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Llama 3.1: waves that turn often within the old context stay, slow ones are interpolated, a ramp lies between.
 
     Source: apply_scaling in meta-llama/llama-models models/llama3/model.py, with its constants as parameters.
     """
-    factor, old_context = _number(scaling, "factor"), _number(scaling, "original_max_position_embeddings")
+    inv_freq, factor, trained = base.inv_freq(), _number(scaling, "factor"), _trained_length(base, scaling)
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     if low >= high:
         raise ConfigError(f"rope scaling llama3: low_freq_factor must be below high_freq_factor, got {low} and {high}")
-    turns = old_context * inv_freq / (2 * math.pi)  # (D/2,) full turns within the old context
+    turns = trained * inv_freq / (2 * math.pi)  # (D/2,) full turns within the old context
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * inv_freq + (1 - keep) * inv_freq / factor, 1.0
 
 
-def divisors(inv_freq: Tensor, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+def proportional(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Only the first partial_rotary_factor of the pairs turn; the others carry no position."""
+    part = _number(scaling, "partial_rotary_factor", default=1)
+    inv_freq = base.inv_freq() / _number(scaling, "factor", default=1)
+    inv_freq[int(part * base.dim // 2) :] = 0
+    return inv_freq, 1.0
+
+
+def divisors(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """One divisor for each pair, as GGUF files store them in the tensor `rope_freqs.weight`."""
-    divide = torch.as_tensor(scaling.get("divisors"), dtype=torch.float64)
-    if divide.shape != inv_freq.shape:
-        raise ConfigError(f"rope scaling divisors: expected {len(inv_freq)}, one for each pair, got {divide.numel()}")
-    if not bool((torch.isfinite(divide) & (divide > 0)).all()):
-        raise ConfigError("rope scaling divisors: every divisor must be a finite number above 0")
-    return inv_freq / divide, 1.0
+    return base.inv_freq() / _divisors(base, scaling, "divisors"), 1.0
 
 
-SCALINGS: dict[str, Scaling] = {"default": default, "linear": linear, "llama3": llama3, "divisors": divisors}
+SCALINGS: dict[str, Scaling] = {
+    "default": default,
+    "linear": linear,
+    "ntk": ntk,
+    "dynamic": dynamic,
+    "yarn": yarn,
+    "longrope": longrope,
+    "llama3": llama3,
+    "proportional": proportional,
+    "divisors": divisors,
+}
+BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on seq_len
+
+
+def kind_of(scaling: Mapping[str, Any] | None) -> str:
+    """The kind that a scaling names, "default" for none. Raises ConfigError on an unknown one."""
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise ConfigError(f"unknown rope scaling {kind!r}; known: {', '.join(SCALINGS)}")
+    return kind
 
 
 def inverse_frequencies(
@@ -79,8 +167,9 @@ def inverse_frequencies(
     dim          D, entries of a head that are rotated; even
     theta        base of the frequencies
     scaling      None, or {"rope_type": one of SCALINGS, ...its parameters}; "type" is the older spelling
-    seq_len      length the frequencies are for; used by kinds that depend on it
-    max_seq_len  context the model was trained for (Hugging Face's max_position_embeddings)
+    seq_len      length the frequencies are for; used by the kinds in BY_LENGTH
+    max_seq_len  the model's context (Hugging Face's max_position_embeddings): the trained length, unless the
+                 scaling has an original_max_position_embeddings of its own
 
     Returns (inv_freq (dim/2,) float32, attention_factor). Raises ConfigError on an unknown kind or a bad parameter.
     """
@@ -90,10 +179,45 @@ def inverse_frequencies(
         raise ConfigError(f"RoPE rotates pairs, so dim must be even and at least 2; got {dim}")
     if not (math.isfinite(theta) and theta > 0):
         raise ConfigError(f"rope theta must be a finite number above 0, got {theta}")
-    scaling = scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if not isinstance(kind, str) or kind not in SCALINGS:
-        raise ConfigError(f"unknown rope scaling {kind!r}; known: {', '.join(SCALINGS)}")
-    inv_freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (D/2,)
-    inv_freq, attention_factor = SCALINGS[kind](inv_freq, scaling)
+    kind = kind_of(scaling)
+    if dim == 2 and kind in ("ntk", "dynamic"):
+        raise ConfigError(f"rope scaling {kind} stretches the base by factor^(D / (D - 2)), so D must be above 2")
+    if theta == 1 and kind == "yarn":
+        raise ConfigError("rope scaling yarn divides by log(theta), so theta must not be 1")
+    inv_freq, attention_factor = SCALINGS[kind](Base(dim, theta, seq_len, max_seq_len), scaling or {})
     return inv_freq.float(), attention_factor
+
+
+def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """The finite number above 0 under `key`, or the default where there is none."""
+    value = default if scaling.get(key) is None else scaling[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a finite number above 0, got {value!r}")
+    return float(value)
+
+
+def _trained_length(base: Base, scaling: Mapping[str, Any]) -> float:
+    """The length the unscaled frequencies were trained for."""
+    key = "original_max_position_embeddings"
+    if scaling.get(key) is None and base.max_seq_len is not None:
+        return float(base.max_seq_len)
+    return _number(scaling, key)
+
+
+def _divisors(base: Base, scaling: Mapping[str, Any], key: str) -> Tensor:
+    """The list of D/2 finite numbers above 0 under `key`: (D/2,) float64."""
+    values = scaling.get(key)
+    if not isinstance(values, list | tuple) or any(
+        isinstance(v, bool) or not isinstance(v, int | float) for v in values
+    ):
+        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a list of numbers")
+    if len(values) != base.dim // 2:
+        raise ConfigError(f"rope scaling {key}: expected {base.dim // 2} numbers, one for each pair, got {len(values)}")
+    divide = torch.tensor(values, dtype=torch.float64)  # (D/2,)
+    if not bool((torch.isfinite(divide) & (divide > 0)).all()):
+        raise ConfigError(f"rope scaling {key}: every number must be finite and above 0")
+    return divide
+
+
+def _short(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: "[...]" if isinstance(value, list | tuple) else value for key, value in scaling.items()}

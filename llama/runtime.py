@@ -80,10 +80,11 @@ class PackedLinear(nn.Module):
     still there to be read: it is unpacked on demand.
     """
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+        self.bias = bias
 
     @property
     def weight(self) -> Tensor:
@@ -98,36 +99,17 @@ class PackedLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y
 
 
-def pack_linears_(model: nn.Module) -> bool:
-    """Swap every nn.Linear of a bfloat16 model on the CPU for a PackedLinear, in place.
-
-    Returns whether that was done: False on other devices and dtypes, and where torch was built without oneDNN or
-    the kernel disagrees with F.linear on the first layer.
-    """
-    linears = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.Linear)
-    ]
-    if not linears:
-        return False
-    first = linears[0][2]
-    if first.weight.dtype != torch.bfloat16 or first.weight.device.type != "cpu":
-        return False
-    if not torch.backends.mkldnn.is_available():
+def packs_linears(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PackedLinear runs here: bfloat16 on a CPU, a torch built with oneDNN, and results like F.linear's."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     with torch.inference_mode():
+        x, weight = torch.ones(1, 32, dtype=dtype), torch.arange(512, dtype=dtype).view(16, 32) / 512
         try:
-            x = torch.ones(1, first.in_features, dtype=torch.bfloat16)
-            if not torch.allclose(PackedLinear(first)(x), F.linear(x, first.weight), rtol=0.05, atol=0.05):
-                return False
+            return torch.allclose(PackedLinear(weight)(x), F.linear(x, weight), rtol=0.05, atol=0.05)
         except (AttributeError, RuntimeError):  # the operators are torch's own business and may change
             return False
-    for parent, name, child in linears:
-        setattr(parent, name, PackedLinear(child))
-    return True

@@ -153,8 +153,20 @@ class Llama:
     stop=[...] strings that end the text, logprobs=True.
     """
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, chat_template: str | None = None):
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        chat_template: str | None = None,
+        *,
+        chat_format: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        warnings: Sequence[str] = (),
+    ):
         self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
+        self.chat_format = chat_format
+        self.sampling = dict(sampling or {})
+        self.warnings = tuple(warnings)
 
     @overload
     def generate(self, prompt: str, **options: Any) -> Completion: ...
@@ -177,13 +189,30 @@ class Llama:
             raise UsageError(f"prompt must be a string, got {type(prompt).__name__}")
         return self.stream_ids(self.tokenizer.encode_prompt(prompt), **options)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
-        """The assistant's answer to messages [{"role": "user", "content": "..."}, ...], by the model's template."""
-        return _last(self.stream_chat(messages, **options))
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Completion:
+        """The assistant's answer to messages [{"role": "user", "content": "..."}, ...].
 
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[Piece]:
+        They are written by the model's template, or by the built-in format that `chat_format` names. tools are JSON
+        schemas of functions the assistant may call; its calls come as text.
+        """
+        return _last(self.stream_chat(messages, tools=tools, **options))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Iterator[Piece]:
         """`chat` piece by piece."""
-        return self.stream_ids(encode_chat(self.tokenizer, self.chat_template, messages), **options)
+        prompt = encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
+        return self.stream_ids(prompt, **options)
 
     def stream_ids(
         self,
@@ -203,7 +232,7 @@ class Llama:
             raise UsageError(
                 f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(sorted(known | {'stop', 'logprobs'}))}"
             )
-        params = SamplingParams(**sampling)
+        params = SamplingParams(**{**self.sampling, **sampling})
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbelow(LARGEST_SEED))
         return self._stream(list(prompt), params, _check_stops(stop), logprobs, session)

@@ -58,7 +58,7 @@ def test_the_layer_multiplies_by_that_weight(name: str, rows: int) -> None:
     weight = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]))  # (48, N)
     plain = torch.nn.Linear(weight.shape[1], 48, bias=False, dtype=torch.bfloat16).requires_grad_(False)
     plain.weight.copy_(weight)
-    layer = Int4Linear(READERS[name](raw), wide=PackedLinear(plain))
+    layer = Int4Linear(READERS[name](raw), wide=PackedLinear(plain.weight))
     x = torch.randn(2, rows, weight.shape[1]).bfloat16()[:1]
     expected = F.linear(x.float(), weight)
     assert float((layer(x).float() - expected).norm() / expected.norm()) < 0.02

@@ -22,7 +22,7 @@ CONFIG = ModelConfig(
     head_dim=16,
     hidden_dim=96,
     vocab_size=320,
-    norm_eps=2**-17,
+    norm_eps=1e-5,
     max_seq_len=256,
 )
 

@@ -1,5 +1,6 @@
 """Checkpoints: what a path holds (open.py), one file for each format."""
 
-from .open import Checkpoint, open_checkpoint
+from .base import Checkpoint
+from .open import open_checkpoint
 
 __all__ = ["Checkpoint", "open_checkpoint"]

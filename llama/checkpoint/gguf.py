@@ -7,24 +7,27 @@ in the mapped file until asked for; blocks are dequantized by the `gguf` package
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError
-from ..rope import Layout
+from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
+from .base import Checkpoint, checked, drop_pages, stored_bytes
 from .blocks import READERS, Blocks4
+from .meta import check_vocabulary
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -63,6 +66,8 @@ TENSOR_TYPES = {
     30: ("BF16", 1, 2),
 }
 
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 # GGUF's tensor names -> the model's; "blk.N." becomes "layers.N."
 NAMES = {
     "token_embd": "tok_embeddings",
@@ -78,11 +83,16 @@ NAMES = {
     "ffn_up": "feed_forward.w_up",
     "ffn_down": "feed_forward.w_down",
 }
-ROPE_FREQS = "rope_freqs.weight"  # known extra: divisors of the frequencies
+ROPE_FREQS = "rope_freqs.weight"  # known extras: divisors of the frequencies
+ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)")  # llama.cpp's name for a part of a split model
 
 
-def recognizes(start: bytes) -> bool:
-    return start.startswith(MAGIC)
+def recognizes(path: Path) -> bool:
+    if path.is_dir():
+        return any(file.suffix == ".gguf" for file in path.iterdir())
+    with open(path, "rb") as file:
+        return file.read(4) == MAGIC
 
 
 @dataclass(frozen=True)
@@ -175,7 +185,7 @@ class _Reader:
 def read_header(data: mmap.mmap | bytes, where: str) -> Header:
     """Everything but the weights. Raises CheckpointError on any contradiction; memory is bounded by the header."""
     reader = _Reader(data, where)
-    if not recognizes(data[:4]):
+    if data[:4] != MAGIC:
         raise CheckpointError(f"{where} is not a GGUF file: it begins with {data[:4]!r} instead of {MAGIC!r}")
     reader.take(4, "the magic")
     version = reader.scalar(4, "the version")
@@ -251,104 +261,165 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
     return Header(version, metadata, tensors)
 
 
-class GGUFCheckpoint:
-    """A GGUF file of architecture `llama`. See Checkpoint for the members."""
-
-    format = "GGUF"
-    layout: Layout = "interleaved"  # converters undo Hugging Face's permutation; llama.cpp's rope type is NORM
+class Part:
+    """One GGUF file: its header, and the mapped bytes."""
 
     def __init__(self, path: Path):
         self.path = path
-        where = str(path)
-        with open(path, "rb") as file:
-            # Copy-on-write: nobody can write through to the file, and a stray write can't crash the process.
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.header = read_header(self._data, where)
-        metadata, tensors = self.header.metadata, self.header.tensors
-        parts = metadata.get("split.count", 1)
-        if parts != 1:
-            raise CheckpointError(f"{where} is part {metadata.get('split.no', '?')} of {parts}; join the parts first")
-        self._file_names = {_model_name(name, where): name for name in tensors if name != ROPE_FREQS}
-        self.shapes = {name: tensors[file_name].shape for name, file_name in self._file_names.items()}
         try:
-            self.config = _config(metadata, tensors, self._rope_divisors())
-        except ConfigError as error:
-            raise CheckpointError(f"{where}: {error}") from error
-        template = metadata.get("tokenizer.chat_template")
-        self.chat_template = template if isinstance(template, str) else None
+            with open(path, "rb") as file:
+                # Copy-on-write: nobody can write through to the file, and a stray write can't crash the process.
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from None
+        except ValueError:
+            raise CheckpointError(f"{path} is empty; the download probably never finished") from None
+        self.header = read_header(self.data, str(path))
 
-    @cached_property
-    def about(self) -> Mapping[str, Any]:
-        metadata, tensors = self.header.metadata, self.header.tensors
-        by_type: dict[str, int] = {}
-        for info in tensors.values():
-            name = TENSOR_TYPES[info.type][0]
-            by_type[name] = by_type.get(name, 0) + info.nbytes
-        wanted = {"name": "general.name", "organization": "general.organization", "licence": "general.license"}
-        told = {label: metadata[key] for label, key in wanted.items() if isinstance(metadata.get(key), str)}
-        return {
-            **told,
-            "weights": {name: by_type[name] for name in sorted(by_type, key=by_type.__getitem__, reverse=True)},
-        }
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor, as they lie in the file."""
+        info = self.header.tensors[name]
+        return np.frombuffer(self.data, np.uint8, info.nbytes, info.offset)
 
     def tensor(self, name: str) -> Tensor:
-        return self._read(self._file_names[name])
-
-    def blocks4(self, name: str) -> Blocks4 | None:
-        info = self.header.tensors[self._file_names[name]]
-        read = READERS.get(TENSOR_TYPES[info.type][0])
-        if read is None or len(info.shape) != 2:
-            return None
-        return read(np.frombuffer(self._data, np.uint8, info.nbytes, info.offset).reshape(info.shape[0], -1))
-
-    def tokenizer(self) -> Tokenizer:
-        from ..tokenizer.gguf import from_metadata
-
-        tokenizer = from_metadata(self.header.metadata, str(self.path))
-        if tokenizer.n_vocab > self.config.vocab_size:
-            raise CheckpointError(
-                f"{self.path}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding"
-                f" {self.config.vocab_size} rows; they do not belong together"
-            )
-        return tokenizer
-
-    def _read(self, file_name: str) -> Tensor:
-        info = self.header.tensors[file_name]
+        """A tensor by the file's name for it, dequantized to float32 if it is in blocks."""
+        info = self.header.tensors[name]
         type_name, per_block, block_bytes = TENSOR_TYPES[info.type]
-        plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-        if type_name in plain:
-            count = info.nbytes // block_bytes
-            return torch.frombuffer(self._data, dtype=plain[type_name], count=count, offset=info.offset).view(
-                info.shape
-            )
+        count = info.nbytes // block_bytes
+        if type_name in PLAIN:
+            return torch.frombuffer(self.data, dtype=PLAIN[type_name], count=count, offset=info.offset).view(info.shape)
         from gguf import GGMLQuantizationType, quants
 
-        raw = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
-        out = np.empty(info.nbytes // block_bytes * per_block, np.float32)
+        raw = self.raw(name)
+        out = np.empty(count * per_block, np.float32)
         # A matrix is one long row of blocks to the dequantizer; a million numbers at a time stay in the CPU's cache.
         step = 2**20 // per_block
-        for first in range(0, info.nbytes // block_bytes, step):
+        for first in range(0, count, step):
             part = raw[first * block_bytes : (first + step) * block_bytes]
             numbers = quants.dequantize(part[None], GGMLQuantizationType(info.type))[0]
             out[first * per_block : first * per_block + len(numbers)] = numbers
         return torch.from_numpy(out).view(info.shape)
 
-    def _rope_divisors(self) -> list[float] | None:
-        if ROPE_FREQS not in self.header.tensors:
+
+class GGUFCheckpoint(Checkpoint):
+    """A GGUF model of architecture `llama`, in one file or split. See Checkpoint for the members."""
+
+    format = "GGUF"
+    layout = "interleaved"  # converters undo Hugging Face's permutation; llama.cpp's rope type is NORM
+
+    def __init__(self, path: Path):
+        self.path = path
+        parts = _open_parts(path)
+        self.metadata = parts[0].header.metadata
+        self.parts = {part.path.name: len(part.data) for part in parts}
+        where = str(parts[0].path)
+        self._places: dict[str, tuple[Part, str]] = {}
+        tables: dict[str, list[float]] = {}
+        for part in parts:
+            for file_name in part.header.tensors:
+                if file_name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT):
+                    tables[file_name] = part.tensor(file_name).double().flatten().tolist()
+                    continue
+                name = _model_name(file_name, str(part.path))
+                if name in self._places:
+                    raise CheckpointError(
+                        f"{part.path}: tensor {file_name} is in {self._places[name][0].path.name} too"
+                    )
+                self._places[name] = part, file_name
+        self.shapes = {name: part.header.tensors[file_name].shape for name, (part, file_name) in self._places.items()}
+        try:
+            self.config = checked(_config(self.metadata, self.shapes, tables))
+        except ConfigError as error:
+            raise CheckpointError(f"{where}: {error}") from error
+        template = self.metadata.get("tokenizer.chat_template")
+        self.chat_template = template if isinstance(template, str) else None
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        infos = {name: part.header.tensors[file_name] for name, (part, file_name) in self._places.items()}
+        wanted = {"name": "general.name", "organization": "general.organization", "licence": "general.license"}
+        told = {label: self.metadata[key] for label, key in wanted.items() if isinstance(self.metadata.get(key), str)}
+        stored = {name: (TENSOR_TYPES[info.type][0], info.nbytes) for name, info in infos.items()}
+        return {**told, "weights": stored_bytes(stored)}
+
+    def tensor(self, name: str) -> Tensor:
+        part, file_name = self._places[name]
+        return part.tensor(file_name)
+
+    def release(self, name: str) -> None:
+        part, file_name = self._places[name]
+        drop_pages(torch.from_numpy(part.raw(file_name)))
+
+    def blocks4(self, name: str) -> Blocks4 | None:
+        part, file_name = self._places[name]
+        info = part.header.tensors[file_name]
+        read = READERS.get(TENSOR_TYPES[info.type][0])
+        if read is None or len(info.shape) != 2:
             return None
-        divisors: list[float] = self._read(ROPE_FREQS).double().flatten().tolist()
-        return divisors
+        return read(part.raw(file_name).reshape(info.shape[0], -1))
+
+    def tokenizer(self) -> Tokenizer:
+        from ..tokenizer.gguf import from_metadata
+
+        tokenizer = from_metadata(self.metadata, str(self.path))
+        check_vocabulary(tokenizer, self.config, str(self.path))
+        return tokenizer
+
+
+def _open_parts(path: Path) -> list[Part]:
+    """The files of a model: one, or all parts of a split one, whichever of them was named."""
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
+        sets = {match[1] if (match := PART.fullmatch(file.name)) else file.name for file in files}
+        if len(sets) > 1:
+            names = ", ".join(file.name for file in files[:4])
+            raise CheckpointError(f"{path} holds {len(sets)} GGUF models ({names}); name one of them")
+        path = files[0]
+    named = Part(path)
+    count, number = (named.header.metadata.get(f"split.{key}", default) for key, default in (("count", 1), ("no", 0)))
+    if count in (0, 1):
+        return [named]
+    match = PART.fullmatch(path.name)
+    if (
+        not match
+        or not isinstance(count, int)
+        or not 1 < count < 10**5
+        or int(match[3]) != count
+        or int(match[2]) != number + 1
+    ):
+        raise CheckpointError(
+            f"{path} is part {number} (from 0) of {count}; parts are found by names like"
+            f" NAME-00001-of-00003.gguf, so give it its own name back"
+        )
+    files = [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}{match[4]}") for i in range(count)]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(
+            f"{path} is one of {count} parts, and {len(missing)} are missing: {', '.join(missing[:4])}"
+        )
+    parts = [named if file == path else Part(file) for file in files]
+    for i, part in enumerate(parts):
+        told = tuple(part.header.metadata.get(f"split.{key}") for key in ("no", "count"))
+        if told != (i, count):
+            raise CheckpointError(
+                f"{part.path} says that it is part {told[0]} of {told[1]}, its name part {i} of {count}"
+            )
+    wanted, found = parts[0].header.metadata.get("split.tensors.count"), sum(len(p.header.tensors) for p in parts)
+    if wanted not in (None, found):
+        raise CheckpointError(
+            f"{path}: the parts hold {found} tensors and should hold {wanted}; they are not of one model"
+        )
+    return parts
 
 
 def _model_name(file_name: str, where: str) -> str:
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", file_name)
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", file_name)
     if not match or match[2] not in NAMES:
         raise CheckpointError(f"{where}: tensor {file_name} is not part of a LLaMA decoder; this model can't be run")
-    return (f"layers.{match[1]}." if match[1] else "") + NAMES[match[2]] + ".weight"
+    return (f"layers.{match[1]}." if match[1] else "") + f"{NAMES[match[2]]}.{match[3]}"
 
 
 def _config(
-    metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], divisors: list[float] | None
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]]
 ) -> ModelConfig:
     """The architecture from the metadata; sizes that the tensors know are held against them by the loader."""
     architecture = metadata.get("general.architecture")
@@ -361,11 +432,11 @@ def _config(
             raise ConfigError(f"the key llama.{key} is missing")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"llama.{key} must be one number, got {value!r:.60}")
-        return value
+        return _decimal(value)
 
     if number("expert_count", 0):
         raise ConfigError(f"it is a mixture of {number('expert_count')} experts, which is not a LLaMA decoder")
-    if "token_embd.weight" not in tensors:
+    if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     dim, n_heads = number("embedding_length"), number("attention.head_count")
     if not n_heads:
@@ -374,6 +445,7 @@ def _config(
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
             raise ConfigError(f"llama.{key} is {number(key)} and the head dimension {head_dim}; they must be equal")
+    theta = number("rope.freq_base", 10000.0)
     return ModelConfig(
         dim=dim,
         n_layers=number("block_count"),
@@ -381,24 +453,90 @@ def _config(
         n_kv_heads=number("attention.head_count_kv", n_heads),
         head_dim=head_dim,
         hidden_dim=number("feed_forward_length"),
-        vocab_size=tensors["token_embd.weight"].shape[0],
+        vocab_size=shapes["tok_embeddings.weight"][0],
         norm_eps=number("attention.layer_norm_rms_epsilon"),
-        rope_theta=number("rope.freq_base", 10000.0),
-        rope_scaling=_rope_scaling(metadata, divisors),
+        rope_theta=theta,
+        rope_scaling=_rope_scaling(metadata, tables, head_dim, theta),
         max_seq_len=number("context_length"),
-        tie_embeddings="output.weight" not in tensors,
+        tie_embeddings="output.weight" not in shapes,
+        attention_bias="layers.0.attention.wq.bias" in shapes,
+        mlp_bias="layers.0.feed_forward.w_gate.bias" in shapes,
     )
 
 
-def _rope_scaling(metadata: Mapping[str, Any], divisors: list[float] | None) -> dict[str, Any] | None:
-    kind = metadata.get("llama.rope.scaling.type", "none")
-    factor = metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear"))
+def _decimal(value: float) -> float:
+    """The shortest decimal that a float32 of the file stands for: 1e-05 and not 9.999999747378752e-06."""
+    return value if isinstance(value, int) or float(np.float32(value)) != value else float(str(np.float32(value)))
+
+
+def _rope_scaling(
+    metadata: Mapping[str, Any], tables: Mapping[str, list[float]], head_dim: int, theta: float
+) -> dict[str, Any] | None:
+    """The scaling from llama.rope.scaling.*, the older llama.rope.scale_linear, or a table of divisors."""
+    prefix = "llama.rope.scaling."
+    given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    for key, value in given.items():
+        if key not in ("type", "finetuned") and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{prefix}{key} must be one number, got {value!r:.60}")
+    numbers = {key: _decimal(value) for key, value in given.items() if isinstance(value, int | float)}
+    kind = given.get("type", "none")
+    factor = numbers.get("factor", metadata.get("llama.rope.scale_linear"))
     if kind == "none" and "llama.rope.scale_linear" in metadata:
         kind = "linear"
-    if kind not in ("none", "linear"):
-        raise ConfigError(f"llama.rope.scaling.type {kind!r} is not supported; supported: none, linear, {ROPE_FREQS}")
-    if kind == "linear" and factor not in (1, 1.0):
-        if divisors is not None:
-            raise ConfigError(f"both a linear rope scaling and {ROPE_FREQS} are present; which one holds is unclear")
+    if kind == "linear" and factor in (1, 1.0):
+        kind = "none"
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise ConfigError(f"{prefix}type {kind!r:.40} is not supported; supported: none, linear, yarn, longrope")
+    if kind != "none" and ROPE_FREQS in tables:
+        raise ConfigError(f"both {prefix}type {kind} and {ROPE_FREQS} are present; which one holds is unclear")
+    original = {"original_max_position_embeddings": numbers["original_context_length"]} if (
+        "original_context_length" in numbers) else {}  # fmt: skip
+    if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    return None if divisors is None else {"rope_type": "divisors", "divisors": divisors}
+    if kind == "yarn":
+        return {"rope_type": "yarn", "factor": factor, **original, **_yarn_keys(numbers, factor)}
+    if kind == "longrope" or ROPE_LONG in tables:
+        if not (ROPE_LONG in tables and ROPE_SHORT in tables):
+            raise ConfigError(f"longrope needs the tensors {ROPE_LONG} and {ROPE_SHORT}")
+        sharper = {"attention_factor": numbers["attn_factor"]} if "attn_factor" in numbers else {}
+        lists = {"short_factor": tables[ROPE_SHORT], "long_factor": tables[ROPE_LONG]}
+        return {"rope_type": "longrope", **lists, **original, **sharper}
+    if ROPE_FREQS not in tables:
+        return None
+    return _as_llama3(tables[ROPE_FREQS], head_dim, theta) or {"rope_type": "divisors", "divisors": tables[ROPE_FREQS]}
+
+
+def _yarn_keys(numbers: Mapping[str, float], factor: Any) -> dict[str, float]:
+    """llama.cpp multiplies YaRN's own attention factor by attn_factor."""
+    out = {theirs: numbers[ours] for ours, theirs in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
+           if ours in numbers}  # fmt: skip
+    if numbers.get("yarn_ext_factor", -1) not in (-1, 1):
+        raise ConfigError(f"llama.rope.scaling.yarn_ext_factor is {numbers['yarn_ext_factor']}; only 1 is supported")
+    more = numbers.get("attn_factor", 1.0) * numbers.get("yarn_attn_factor", 1.0)
+    if more != 1 and isinstance(factor, int | float) and factor > 1:
+        out["attention_factor"] = more * (0.1 * math.log(factor) + 1)
+    return out
+
+
+def _as_llama3(divisors: list[float], head_dim: int, theta: float) -> dict[str, Any] | None:
+    """The llama3 scaling a table of divisors was made from, or None if it is another's.
+
+    The table was rounded to float32; the parameters give the frequencies exactly, the same as from other formats.
+    """
+    if len(divisors) != head_dim // 2:
+        return None
+    plain, _ = inverse_frequencies(head_dim, theta)
+    for power in range(5, 21):
+        scaling = {
+            "rope_type": "llama3",
+            "factor": float(round(max(divisors), 3)),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 2**power,
+        }
+        if scaling["factor"] < 1:
+            return None
+        scaled, _ = inverse_frequencies(head_dim, theta, scaling)
+        if torch.allclose(plain / scaled, torch.tensor(divisors), rtol=2e-6, atol=0):
+            return scaling
+    return None

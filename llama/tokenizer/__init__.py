@@ -1,5 +1,6 @@
 """Tokenizers: one small interface (base.py), one file for each kind of vocabulary."""
 
 from .base import Decoder, Tokenizer
+from .open import open_tokenizer
 
-__all__ = ["Decoder", "Tokenizer"]
+__all__ = ["Decoder", "Tokenizer", "open_tokenizer"]

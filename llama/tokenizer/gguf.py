@@ -7,7 +7,6 @@ Two kinds occur in LLaMA files (key tokenizer.ggml.model):
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,18 +15,22 @@ from tokenizers import Tokenizer as Backend
 
 from ..errors import TokenizerError
 from .base import Tokenizer
+from .common import (
+    BYTE_OF,
+    CODE_LLAMA_CONTROL,
+    LLAMA3_WORDS,
+    byte_level_bytes,
+    byte_piece,
+    library_errors,
+    looks_control,
+    piece_bytes,
+    stop_ids,
+)
+
+__all__ = ["BYTE_OF", "PRE", "ByteLevelTokenizer", "GGUFTokenizer", "SentencePieceTokenizer", "from_metadata"]
 
 # llama.cpp's token types (llama.h, enum llama_token_type)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-
-# Control strings that end an answer whether or not the file also names their id; llama.cpp goes by the same names.
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "</s>")
-
-# The word pattern of Llama 3's tokenizer (meta-llama/llama3 llama/tokenizer.py)
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def _gpt2_words() -> pre_tokenizers.PreTokenizer:
@@ -65,18 +68,14 @@ def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
         raise TokenizerError(f"{where}: the file carries no tokenizer (no key tokenizer.ggml.model)")
     if model not in KINDS:
         raise TokenizerError(f"{where}: tokenizer model {model!r} is not supported; supported: {', '.join(KINDS)}")
-    try:
+    with library_errors(where, "the vocabulary can't be built"):
         return KINDS[model](metadata, where)
-    except TokenizerError:
-        raise
-    except BaseException as error:  # the library panics on some damage, and its PanicException is no Exception
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise TokenizerError(f"{where}: the vocabulary can't be built: {error}") from error
-        raise
 
 
 class GGUFTokenizer(Tokenizer):
     """What both kinds share: the vocabulary, its types, and the ids the file names."""
+
+    always_control: frozenset[str] = frozenset()
 
     def __init__(self, metadata: Mapping[str, Any], where: str):
         self.where = where
@@ -91,14 +90,12 @@ class GGUFTokenizer(Tokenizer):
             )
         for id, token in enumerate(self.tokens):
             # Some converters mark control strings as user-defined; written like <|this|> they are control all the same.
-            if self.types[id] == USER_DEFINED and re.fullmatch(r"<\|.*\|>|</?s>", token):
+            if token in self.always_control or (self.types[id] == USER_DEFINED and looks_control(token)):
                 self.types[id] = CONTROL
         self.control = {token: id for id, token in enumerate(self.tokens) if self.types[id] == CONTROL}
         self.bos_id = self._id(metadata, "bos")
         self.eos_id = self._id(metadata, "eos")
-        named = {self.eos_id, self._id(metadata, "eot"), self._id(metadata, "eom")}
-        by_name = {self.control[name] for name in END_NAMES if name in self.control}
-        self.stop_ids = frozenset(id for id in named | by_name if id is not None)
+        self.stop_ids = stop_ids(self.control, [self.eos_id, self._id(metadata, "eot"), self._id(metadata, "eom")])
 
     def _id(self, metadata: Mapping[str, Any], name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -108,10 +105,6 @@ class GGUFTokenizer(Tokenizer):
         if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < self.n_vocab:
             raise TokenizerError(f"{self.where}: {key} is {id!r}, outside the vocabulary of {self.n_vocab} tokens")
         return id
-
-    def _check(self, id: int) -> None:
-        if not 0 <= id < self.n_vocab:
-            raise TokenizerError(f"token ids must lie between 0 and {self.n_vocab - 1}, got {id}")
 
     def _match_user_defined(self) -> None:
         """User-defined tokens are matched whole, before anything is cut or merged."""
@@ -155,14 +148,13 @@ class ByteLevelTokenizer(GGUFTokenizer):
             return b""
         if self.types[id] == USER_DEFINED:
             return self.tokens[id].encode()  # these are written as they are, not in the byte alphabet
-        try:
-            return bytes(BYTE_OF[character] for character in self.tokens[id])
-        except KeyError:
-            return self.tokens[id].encode()
+        return byte_level_bytes(self.tokens[id])
 
 
 class SentencePieceTokenizer(GGUFTokenizer):
     """Llama 1 and 2's scheme: the whole text is one word, merged in the order of the pieces' scores."""
+
+    always_control = CODE_LLAMA_CONTROL
 
     def __init__(self, metadata: Mapping[str, Any], where: str):
         super().__init__(metadata, where)
@@ -204,27 +196,18 @@ class SentencePieceTokenizer(GGUFTokenizer):
         start = "\u2581" if self.strips_leading_space and text else ""
         return super()._encode(start + text.replace(" ", "\u2581"))
 
+    def _encode_joined(self, text: str) -> list[int]:
+        return super()._encode(text.replace(" ", "\u2581"))
+
     def token_bytes(self, id: int) -> bytes:
         self._check(id)
         if self.types[id] in (CONTROL, UNKNOWN):
             return b""
-        token = self.tokens[id]
-        if self.types[id] == BYTE:
-            return bytes([int(token[3:5], 16)])  # <0x0A>
-        return token.replace("\u2581", " ").encode()
+        byte = byte_piece(self.tokens[id]) if self.types[id] == BYTE else None
+        return piece_bytes(self.tokens[id]) if byte is None else bytes([byte])
 
 
 KINDS = {"gpt2": ByteLevelTokenizer, "llama": SentencePieceTokenizer}
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character of each byte, inverted: a byte that prints is itself, the others follow U+0100."""
-    prints = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in prints]
-    return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
-
-
-BYTE_OF = _byte_alphabet()
 
 
 def _strings(metadata: Mapping[str, Any], key: str, where: str) -> Sequence[str]:

@@ -1,0 +1,79 @@
+"""A conversation to token ids: by the checkpoint's Jinja template (template.py) or by a built-in format (formats.py).
+
+Either way only the format's own structure becomes control tokens; what a user wrote stays text.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import TemplateError, UsageError
+from ..tokenizer import Tokenizer
+from .formats import CHAT_FORMATS, ChatFormat, chat_format_of, codellama70b, llama2, llama3
+from .messages import ROLES, Message, ToolCall, check_messages, check_tools
+from .template import encode_template, render
+
+__all__ = [
+    "CHAT_FORMATS",
+    "ROLES",
+    "ChatFormat",
+    "Message",
+    "ToolCall",
+    "chat_format_of",
+    "codellama70b",
+    "encode_chat",
+    "llama2",
+    "llama3",
+    "render",
+]
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    format: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    now: datetime.datetime | None = None,
+) -> list[int]:
+    """Ids of a conversation, ending where the assistant is to speak.
+
+    template  Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template
+    messages  mappings with the keys of `Message`
+    format    "jinja" or None for the template, or a name of CHAT_FORMATS
+    tools     JSON schemas of the functions the assistant may call; a template writes them
+    now       what the template's strftime_now sees, for templates that print the date
+
+    Raises UsageError on a malformed message and TemplateError on a missing or failing template, or a vocabulary that
+    lacks what the format needs.
+    """
+    known = ("jinja", *CHAT_FORMATS)
+    if format not in (None, *known):
+        raise UsageError(f"the chat format must be one of {', '.join(known)}; got {format!r:.80}")
+    if format is not None and format != "jinja":
+        if tools is not None:
+            raise UsageError(
+                f"the chat format {format} does not write tools, only templates do; describe them in a system message"
+            )
+        if not add_generation_prompt:
+            raise UsageError(
+                f"the chat format {format} always ends where the assistant is to speak; a template may not"
+            )
+        return CHAT_FORMATS[format](tokenizer, messages)
+    if template is None:
+        raise TemplateError(
+            "this model has no chat template, so it is a base model: use --raw or llm.generate(text);"
+            f" if it was trained to chat, name its format: --chat-format {chat_format_of(tokenizer) or 'llama3'}"
+        )
+    return encode_template(
+        tokenizer,
+        template,
+        check_messages(messages),
+        tools=check_tools(tools),
+        add_generation_prompt=add_generation_prompt,
+        now=now,
+    )

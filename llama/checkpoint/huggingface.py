@@ -1,0 +1,441 @@
+"""Hugging Face's folders: config.json, safetensors in one file or many, tokenizer.json.
+
+Sources: transformers' configuration_llama.py, modeling_rope_utils.py; https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..errors import CheckpointError, ConfigError, TokenizerError
+from ..rope_scaling import SCALINGS
+from ..tokenizer import Tokenizer
+from . import torchfile
+from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes
+from .documents import Fields, parse_json, read_json
+from .meta import check_vocabulary
+
+CONFIG = "config.json"
+INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+
+# Hugging Face's name -> the model's
+NAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w_gate",
+    "mlp.up_proj": "feed_forward.w_up",
+    "mlp.down_proj": "feed_forward.w_down",
+}
+TABLES = re.compile(r".*rotary_emb\.inv_freq")  # computed from the configuration
+
+# Keys of config.json that say nothing about what the model computes at inference.
+NO_EFFECT = {
+    "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range", "pad_token_id",
+    "pretraining_tp", "attention_dropout", "_name_or_path", "auto_map", "max_sequence_length", "model_type",
+    "unsloth_version", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict", "id2label",
+    "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset",
+    "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
+}  # fmt: skip
+# Keys that would change what is computed, and the values under which they don't.
+MUST_BE = {
+    "hidden_act": ("silu", "swish"),
+    "sliding_window": (None,),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "qk_layernorm": (None, False),
+    "use_qk_norm": (None, False),
+    "num_local_experts": (None, 0),
+    "num_experts": (None, 0),
+    "logit_scale": (None, 1, 1.0),
+    "rope_interleaved": (None, False),
+}
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def recognizes(folder: Path) -> bool:
+    return folder.is_dir() and (folder / CONFIG).is_file()
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """A folder of Hugging Face's. See Checkpoint for the members."""
+
+    format = "Hugging Face"
+    layout = "half"
+
+    def __init__(self, folder: Path):
+        self.path = folder
+        self.warnings: list[str] = []
+        self.notes: list[str] = []
+        self.settings = read_json(folder / CONFIG)
+        try:
+            self.config = checked(self._config(Fields(self.settings, CONFIG)))
+            self.generation = self._read_optional("generation_config.json")
+            self.sampling = self._sampling()
+        except ConfigError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+        self._files = _open_weights(folder, self.warnings)
+        self.parts = {file.path.name: file.path.stat().st_size for file in self._files}
+        self._places: dict[str, tuple[_WeightFile, str]] = {}
+        for file in self._files:
+            self._place(file)
+        self._check_tying()
+        self.shapes = {name: file.shapes[source] for name, (file, source) in self._places.items()}
+        self.tokenizer_settings = self._read_optional("tokenizer_config.json")
+        self.chat_template = self._chat_template()
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        stored = {name: (file.dtypes[source], file.nbytes(source)) for name, (file, source) in self._places.items()}
+        return {"weights": stored_bytes(stored)}
+
+    def tensor(self, name: str) -> Tensor:
+        file, source = self._places[name]
+        return file.tensor(source)
+
+    def release(self, name: str) -> None:
+        file, source = self._places[name]
+        if file.mapped:
+            drop_pages(file.tensor(source))
+
+    def tokenizer(self) -> Tokenizer:
+        from ..tokenizer import open_tokenizer
+
+        place = next((p for n in ("tokenizer.json", "tokenizer.model") if (p := self.path / n).exists()), None)
+        if place is None:
+            raise TokenizerError(
+                f"{self.path}: there is no tokenizer.json or tokenizer.model in it; fetch it from where the weights are"
+            )
+        tokenizer = open_tokenizer(place, self.tokenizer_settings)
+        check_vocabulary(tokenizer, self.config, str(place))
+        if tokenizer.bos_id is None:
+            tokenizer.bos_id = self._ids("bos_token_id", tokenizer.n_vocab, last=True)
+        stops = self._stop_ids(tokenizer.n_vocab)
+        if tokenizer.eos_id is None and stops:
+            tokenizer.eos_id = min(stops)
+        tokenizer.stop_ids = tokenizer.stop_ids | stops
+        return tokenizer
+
+    # ------------------------------------------------------------------------------------------------- weights
+    def _place(self, file: _WeightFile) -> None:
+        for source in file.shapes:
+            if TABLES.fullmatch(source):
+                continue
+            match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", source)
+            if not match or match[2] not in NAMES:
+                raise CheckpointError(
+                    f"{file.path}: {source!r:.80} is not part of a LLaMA decoder; this model can't be run"
+                )
+            name = (f"layers.{match[1]}." if match[1] else "") + f"{NAMES[match[2]]}.{match[3]}"
+            if name in self._places:
+                other = self._places[name][0].path.name
+                raise CheckpointError(
+                    f"{self.path}: {source} is in {other} and in {file.path.name}; one is not of this model"
+                )
+            if file.dtypes[source] not in FLOATS.values():
+                raise CheckpointError(
+                    f"{file.path}: {source} is stored as {file.dtypes[source]}; expected one of"
+                    f" {', '.join(FLOATS.values())}"
+                )
+            self._places[name] = (file, source)
+
+    def _check_tying(self) -> None:
+        """A tied model needs no lm_head; if there is one it must be the embedding, or which holds is unclear."""
+        if not self.config.tie_embeddings or "output.weight" not in self._places:
+            return
+        ours, other = self.tensor("output.weight"), self.tensor("tok_embeddings.weight")
+        if ours.data_ptr() != other.data_ptr() and not torch.equal(ours, other):
+            raise CheckpointError(
+                f"{self.path}: {CONFIG} says tie_word_embeddings and lm_head.weight differs from the embedding;"
+                f" set it to false if the model has an output matrix of its own"
+            )
+        del self._places["output.weight"]
+
+    # ------------------------------------------------------------------------------------------- configuration
+    def _config(self, fields: Fields) -> ModelConfig:
+        where = fields.where
+        kind = fields.get("model_type")
+        if kind != "llama":
+            raise ConfigError(f"{where}: model_type is {kind!r:.60}; only 'llama' can be run")
+        scheme = fields.mapping("quantization_config")
+        if scheme is not None:
+            name = scheme.get("quant_method", "unnamed")
+            raise ConfigError(
+                f"{where}: the weights are quantized ({name!r:.40}), which is not read; take the plain ones"
+            )
+        for key, allowed in MUST_BE.items():
+            if fields.get(key) not in (None, *allowed):
+                raise ConfigError(
+                    f"{where}: {key} is {fields.get(key)!r:.60}, which is no LLaMA; expected {allowed[0]!r}"
+                )
+        dim, n_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+        if n_heads < 1:
+            raise ConfigError(f"{where}: num_attention_heads must be above 0, got {n_heads}")
+        if fields.get("head_dim") is None and dim % n_heads:
+            raise ConfigError(
+                f"{where}: hidden_size {dim} is no multiple of num_attention_heads {n_heads}, and no head_dim is given"
+            )
+        context = fields.whole("max_position_embeddings", 2048)
+        theta, scaling = self._rope(fields, context)
+        config = ModelConfig(
+            dim=dim,
+            n_layers=fields.whole("num_hidden_layers"),
+            n_heads=n_heads,
+            n_kv_heads=fields.whole("num_key_value_heads", n_heads),
+            head_dim=fields.whole("head_dim", dim // n_heads),
+            hidden_dim=fields.whole("intermediate_size"),
+            vocab_size=fields.whole("vocab_size"),
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_seq_len=context,
+            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            attention_bias=fields.flag("attention_bias", False),
+            mlp_bias=fields.flag("mlp_bias", False),
+        )
+        for key in ("bos_token_id", "eos_token_id"):
+            fields.get(key)
+        if unknown := [key for key in fields.unknown() if key not in NO_EFFECT]:
+            self.warnings.append(
+                f"{CONFIG} holds keys that are not known and have no effect here: {', '.join(unknown)}"
+            )
+        return config
+
+    def _rope(self, fields: Fields, context: int) -> tuple[float, dict[str, Any] | None]:
+        """theta and scaling from either spelling: rope_theta and rope_scaling, or rope_parameters (transformers 5)."""
+        where, old, new = fields.where, fields.mapping("rope_scaling"), fields.mapping("rope_parameters")
+        if old and new:
+            theirs = {key: value for key, value in new.items() if key != "rope_theta"}
+            if _spelled_out(theirs) != _spelled_out(old):
+                raise ConfigError(f"{where}: rope_scaling and rope_parameters contradict each other; remove one")
+        scaling = dict(new or old or {})
+        inner = scaling.pop("rope_theta", None)
+        outer = fields.get("rope_theta")
+        if inner is not None and outer is not None and inner != outer:
+            raise ConfigError(f"{where}: rope_theta is {outer!r:.40} and in rope_parameters {inner!r:.40}; remove one")
+        theta = Fields({"rope_theta": outer if inner is None else inner}, where).number("rope_theta", 10000.0)
+        scaling = _spelled_out(scaling)
+        kind = scaling.get("rope_type", "default")
+        if kind not in SCALINGS:
+            raise ConfigError(f"{where}: rope_type is {kind!r:.40}; known: {', '.join(SCALINGS)}")
+        if scaling.get("partial_rotary_factor") in (1, 1.0) and kind != "proportional":
+            del scaling["partial_rotary_factor"]
+        if kind in ("llama3", "yarn", "longrope"):
+            length = fields.get("original_max_position_embeddings")  # Phi-3's place for it, which transformers prefers
+            if length is not None:
+                scaling["original_max_position_embeddings"] = length
+            scaling.setdefault("original_max_position_embeddings", context)
+        known = ROPE_KEYS.get(kind, ())
+        if odd := [key for key in scaling if key not in ("rope_type", *known)]:
+            self.warnings.append(f"{CONFIG}: rope scaling {kind} has keys that have no effect: {', '.join(odd)}")
+            scaling = {key: value for key, value in scaling.items() if key not in odd}
+        return theta, None if kind == "default" else scaling
+
+    # -------------------------------------------------------------------------------------- tokens and sampling
+    def _read_optional(self, name: str) -> dict[str, Any]:
+        """A document that a model can do without: where it is broken, that is said and the defaults hold."""
+        if not (self.path / name).is_file():
+            return {}
+        try:
+            return read_json(self.path / name)
+        except CheckpointError as error:
+            self.warnings.append(f"{error}; going on without it")
+            return {}
+
+    def _ids(self, key: str, n_vocab: int, last: bool = False) -> Any:
+        """The ids under a key of generation_config.json and config.json; `last`: one id or None instead of a set."""
+        found: list[int] = []
+        for name, source in (("generation_config.json", self.generation), (CONFIG, self.settings)):
+            value = source.get(key)
+            for id in value if isinstance(value, list) else [] if value is None else [value]:
+                if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < n_vocab:
+                    self.warnings.append(
+                        f"{name}: {key} {id!r:.40} is no id of the vocabulary of {n_vocab} and is left out"
+                    )
+                else:
+                    found.append(id)
+        return (found[0] if found else None) if last else frozenset(found)
+
+    def _stop_ids(self, n_vocab: int) -> frozenset[int]:
+        stops: frozenset[int] = self._ids("eos_token_id", n_vocab)
+        return stops
+
+    def _sampling(self) -> dict[str, Any]:
+        """What generation_config.json asks for; nothing unless it says do_sample."""
+        fields = Fields(self.generation, "generation_config.json")
+        penalty = (
+            {}
+            if fields.get("repetition_penalty") is None
+            else {"repetition_penalty": fields.number("repetition_penalty")}
+        )
+        if not fields.flag("do_sample", False):
+            return penalty
+        wanted = {key: fields.get(key) for key in SAMPLING if fields.get(key) is not None}
+        return {"temperature": 1.0, **wanted}
+
+    def _chat_template(self) -> str | None:
+        file = self.path / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = self.tokenizer_settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+            template = named.get("default")
+        return template if isinstance(template, str) else None
+
+
+# kind -> the keys that take part in it
+ROPE_KEYS = {
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "proportional": ("factor", "partial_rotary_factor"),
+    "divisors": ("divisors",),
+}  # fmt: skip
+
+
+def _spelled_out(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """The older "type" becomes "rope_type"; entries that are null are none."""
+    out = {key: value for key, value in scaling.items() if value is not None and key != "type"}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    return out if kind is None else {**out, "rope_type": kind}
+
+
+class _WeightFile:
+    """One file of weights: names, shapes and dtypes known, values mapped."""
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+    mapped = True
+
+    def tensor(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+    def nbytes(self, name: str) -> int:
+        count = 1
+        for size in self.shapes[name]:
+            count *= size
+        return count * (4 if self.dtypes[name] == "F32" else 2)
+
+
+class _Safetensors(_WeightFile):
+    def __init__(self, path: Path):
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                start = file.read(64)
+                torchfile.refuse_mistakes(path, start)
+                if start.startswith((torchfile.ZIP, torchfile.PICKLE)):
+                    raise CheckpointError(f"{path} is a torch file and no safetensors file; its ending is wrong")
+                self._file = safe_open(path, framework="pt")  # checks that the parts cover the file, once each
+                file.seek(0)
+                length = int.from_bytes(file.read(8), "little")
+                header = parse_json(file.read(length), f"{path} (header)")  # the library takes names that occur twice
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from None
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path} is damaged or no safetensors file ({' '.join(str(error).split())[:160]}); fetch it again"
+            ) from None
+        header.pop("__metadata__", None)
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+        self.dtypes = {name: entry["dtype"] for name, entry in header.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+
+class _TorchFile(_WeightFile):
+    def __init__(self, path: Path):
+        self.path = path
+        self._tensors = torchfile.read_torch(path)
+        with open(path, "rb") as file:
+            self.mapped = file.read(4) == torchfile.ZIP
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.dtypes = {
+            name: FLOATS.get(t.dtype, str(t.dtype).removeprefix("torch.")) for name, t in self._tensors.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def _open_weights(folder: Path, warnings: list[str]) -> list[_WeightFile]:
+    """The files that hold the weights: safetensors where there are any, else pytorch_model*.bin; never a mixture."""
+    for index, single, ending, reader in (
+        (INDEX, "model.safetensors", ".safetensors", _Safetensors),
+        (BIN_INDEX, "pytorch_model.bin", ".bin", _TorchFile),
+    ):
+        if (folder / index).is_file():
+            return _open_indexed(folder, index, reader)
+        files = sorted(file for file in folder.iterdir() if file.suffix == ending and "training_args" not in file.name)
+        if (folder / single).is_file():
+            if aside := [file.name for file in files if file.name != single]:
+                warnings.append(f"besides {single} there are files left aside: {', '.join(aside[:4])}")
+            return [reader(folder / single)]
+        adapters = [file for file in files if file.name.startswith("adapter_")]
+        if files and len(adapters) == len(files):
+            raise CheckpointError(
+                f"{folder} holds an adapter ({files[0].name}), not a model; merge it into its base model"
+            )
+        if files:
+            return [reader(file) for file in files if file not in adapters]
+    if half := [file.name for file in folder.iterdir() if file.name.endswith((".incomplete", ".part"))]:
+        raise CheckpointError(f"{folder} is not fetched completely ({half[0]}); resume the download")
+    if (folder / "original").is_dir():
+        raise CheckpointError(
+            f"{folder} has no weights of its own; Meta's may lie in {folder / 'original'}: name that folder"
+        )
+    raise CheckpointError(f"{folder} has a {CONFIG} but no weights (model.safetensors); fetch them")
+
+
+def _open_indexed(folder: Path, index: str, reader: type[Any]) -> list[_WeightFile]:
+    """The files of an index, each opened, and their tensors held against what the index says."""
+    where = str(folder / index)
+    document = read_json(folder / index)
+    places = document.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{where}: weight_map must map names of tensors to files")
+    for name, file in places.items():
+        # A name with a path in it would reach files outside the folder. Links inside it are fine: caches are made so.
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.\-+ ]+", file) or file in (".", ".."):
+            raise CheckpointError(f"{where}: {name!r:.60} is said to be in {file!r:.60}, which is no plain file name")
+    names = sorted(set(places.values()))
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise CheckpointError(
+            f"{folder}: of {len(names)} files {len(missing)} are missing: {', '.join(missing[:4])}; resume the download"
+        )
+    files: list[_WeightFile] = [reader(folder / name) for name in names]
+    held = {(name, file.path.name) for file in files for name in file.shapes}
+    told = set(places.items())
+    if lost := sorted(told - held):
+        raise CheckpointError(
+            f"{where}: {lost[0][0]!r:.80} should be in {lost[0][1]} and is not there; files are mixed up"
+        )
+    if extra := sorted(held - told):
+        raise CheckpointError(
+            f"{folder / extra[0][1]} holds {extra[0][0]!r:.80}, which {index} places elsewhere or not at all"
+        )
+    return files

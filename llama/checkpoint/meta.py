@@ -1,0 +1,433 @@
+"""Meta's own files: a folder with params.json, consolidated.00.pth, .01.pth, ... and (there or above) tokenizer.model.
+
+A model of several shards was cut for as many GPUs: columns of some matrices, rows of others (fairscale's
+ColumnParallelLinear and RowParallelLinear). Any number of shards is read; each weight is put together when it is
+asked for, so memory holds the model and one weight more. Sources: meta-llama/llama, llama3 and llama-models.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import zipfile
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..errors import CheckpointError, ConfigError, TokenizerError
+from ..tokenizer import Tokenizer
+from . import torchfile
+from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes
+from .documents import Fields, read_json
+from .meta_quant import SUFFIXES, dequantize
+
+PARAMS = "params.json"
+
+# Meta's name -> (the model's name, axis on which shards cut it); None: every shard has all of it.
+# The embedding was cut along its columns up to Code Llama and along its rows since Llama 3: the shapes tell.
+NAMES: dict[str, tuple[str, int | None]] = {
+    "tok_embeddings": ("tok_embeddings", 0),
+    "norm": ("norm", None),
+    "output": ("output", 0),
+    "attention_norm": ("attention_norm", None),
+    "attention.wq": ("attention.wq", 0),
+    "attention.wk": ("attention.wk", 0),
+    "attention.wv": ("attention.wv", 0),
+    "attention.wo": ("attention.wo", 1),
+    "ffn_norm": ("ffn_norm", None),
+    "feed_forward.w1": ("feed_forward.w_gate", 0),
+    "feed_forward.w3": ("feed_forward.w_up", 0),
+    "feed_forward.w2": ("feed_forward.w_down", 1),
+}
+# Tables that LLaMA 1, Llama 2 and Code Llama files carry along; they are computed from the configuration.
+TABLES = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")
+
+KNOWN_PARAMS = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta",
+    "use_scaled_rope", "rope_scaling_factor", "vocab_size", "max_seq_len", "max_batch_size", "quantization_args",
+    "lora_args",
+}  # fmt: skip
+VISION = ("vision_chunk_size", "vision_max_num_chunks", "vision_num_cross_attention_layers", "vision_model")
+
+# use_scaled_rope stands for these (llama-models, apply_scaling); the factor is 32 for the two small models of 3.2.
+SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
+SMALL_32 = {(2048, 16), (3072, 28)}  # (dim, n_layers) of Llama 3.2 1B and 3B
+
+
+def recognizes(folder: Path) -> bool:
+    return folder.is_dir() and (folder / PARAMS).is_file()
+
+
+class MetaCheckpoint(Checkpoint):
+    """A folder of Meta's. See Checkpoint for the members."""
+
+    format = "Meta"
+    layout = "interleaved"
+
+    def __init__(self, folder: Path):
+        self.path = folder
+        self.warnings: list[str] = []
+        self.notes: list[str] = []
+        self.params = self._read_params()
+        self.files, aside = find_shards(folder)
+        if aside:
+            self.warnings.append(f"not part of the model and left aside: {', '.join(aside)}")
+        self.shards = [torchfile.read_torch(file) for file in self.files]
+        self.parts = {file.name: file.stat().st_size for file in self.files}
+        self._refuse_copies()
+        self._scales = self._read_fp8_scales()
+        self._names = self._match_names()  # the model's name -> (Meta's name without ".weight", axis)
+        try:
+            self.config = checked(self._config())
+        except ConfigError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+        tied = self.config.tie_embeddings
+        self.shapes = {name: self._merged_shape(name) for name in self._names if not (tied and name == "output.weight")}
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        stored = {
+            f"{rank}:{name}": (str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+            for rank, shard in enumerate(self.shards)
+            for name, tensor in shard.items()
+        }
+        quantization = self.params.get("quantization_args")
+        scheme = {"quantization": "float8 feed-forward"} if self._scales else {}
+        if isinstance(quantization, Mapping):
+            scheme = {
+                "quantization": f"{quantization.get('scheme')}{' SpinQuant' * bool(quantization.get('spinquant'))}"
+            }
+        return {**scheme, "weights": stored_bytes(stored)}
+
+    def tensor(self, name: str) -> Tensor:
+        source, axis = self._names[name]
+        slices = [self._slice(source, rank) for rank in range(1 if axis is None else len(self.shards))]
+        whole = slices[0] if len(slices) == 1 or axis is None else torch.cat(slices, axis)
+        if self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight")):
+            whole = self._without_copies(whole, name)
+        return self._spin(whole, name)
+
+    def release(self, name: str) -> None:
+        source, _ = self._names[name]
+        for shard, mapped in zip(self.shards, self._mapped, strict=True):
+            for suffix in SUFFIXES:
+                if mapped and source + suffix in shard:
+                    drop_pages(shard[source + suffix])
+
+    def tokenizer(self) -> Tokenizer:
+        from ..tokenizer import open_tokenizer
+
+        places = [self.path / "tokenizer.model", self.path.parent / "tokenizer.model", self.path / "tokenizer.json"]
+        for place in places:
+            if place.exists():
+                tokenizer = open_tokenizer(place)
+                check_vocabulary(tokenizer, self.config, str(place))
+                return tokenizer
+        raise TokenizerError(
+            f"{self.path}: there is no tokenizer.model in it or in the folder above;"
+            f" it comes with the weights, put it there"
+        )
+
+    def chat_format(self, tokenizer: Tokenizer) -> str | None:
+        """The built-in format that the vocabulary is made for; the files don't say if the model was taught to chat."""
+        from ..chat import chat_format_of
+
+        return chat_format_of(tokenizer)
+
+    # ------------------------------------------------------------------------------------------------- reading
+    def _read_params(self) -> dict[str, Any]:
+        params = read_json(self.path / PARAMS)
+        if "model" in params and isinstance(params["model"], dict):  # some releases wrap it
+            params = params["model"]
+        where = str(self.path / PARAMS)
+        if vision := [key for key in VISION if params.get(key) not in (None, -1)]:
+            raise CheckpointError(f"{where}: {vision[0]} says that this is a vision model; text models can be run")
+        for key in params.keys() - KNOWN_PARAMS - set(VISION):
+            if near := difflib.get_close_matches(key, KNOWN_PARAMS, 1, 0.85):
+                raise CheckpointError(f"{where}: unknown key {key!r:.60}; was {near[0]!r} meant?")
+            self.warnings.append(f"{PARAMS} holds a key that is not known and has no effect here: {key!r:.60}")
+        return params
+
+    def _read_fp8_scales(self) -> list[dict[str, Tensor]]:
+        """The row scales of a float8 checkpoint, one file for each shard; empty for others."""
+        if not any(tensor.dtype == torch.float8_e4m3fn for tensor in self.shards[0].values()):
+            return []
+        files = [self.path / f"fp8_scales_{rank}.pt" for rank in range(len(self.shards))]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise CheckpointError(
+                f"{self.path}: the weights are float8 and their scales are missing: {', '.join(missing)}"
+            )
+        return [torchfile.read_torch(file) for file in files]
+
+    def _refuse_copies(self) -> None:
+        """Two shards with the same bytes: one file under two names, by a slip of the hand."""
+        seen: dict[tuple[int, ...], Path] = {}
+        for file in self.files:
+            with zipfile.ZipFile(file) if zipfile.is_zipfile(file) else _Nothing() as archive:
+                sums = tuple(item.CRC for item in archive.infolist() if "/data/" in item.filename and item.file_size)
+            if len(self.files) > 1 and sums and sums in seen and any(sums):
+                raise CheckpointError(f"{file} is a copy of {seen[sums].name}: same checksums; fetch the right shard")
+            seen[sums] = file
+
+    @cached_property
+    def _mapped(self) -> list[bool]:
+        return [zipfile.is_zipfile(file) for file in self.files]
+
+    def _match_names(self) -> dict[str, tuple[str, int | None]]:
+        first = self.shards[0].keys()
+        for file, shard in zip(self.files, self.shards, strict=True):
+            if odd := sorted(first ^ shard.keys()):
+                here = "also" if odd[0] in shard else "no"
+                raise CheckpointError(
+                    f"{file} has {here} {odd[0]}, unlike {self.files[0].name}; they are not shards of one model"
+                )
+            for name, tensor in shard.items():
+                if tensor.shape != self.shards[0][name].shape:
+                    raise CheckpointError(
+                        f"{file}: {name} has shape {tuple(tensor.shape)} and in {self.files[0].name}"
+                        f" {tuple(self.shards[0][name].shape)}; they are not shards of one model"
+                    )
+        names: dict[str, tuple[str, int | None]] = {}
+        for name in first:
+            if TABLES.fullmatch(name):
+                continue
+            match = re.fullmatch(r"(layers\.\d+\.)?([\w.]+?)(\.weight|\.scales|\.zeros|\.adaptor\.[AB]\.weight)", name)
+            if not match or match[2] not in NAMES:
+                raise CheckpointError(
+                    f"{self.files[0]}: {name} is not part of a LLaMA decoder; this model can't be run"
+                )
+            if match[3] != ".weight":
+                continue
+            ours, axis = NAMES[match[2]]
+            names[f"{match[1] or ''}{ours}.weight"] = (f"{match[1] or ''}{match[2]}", axis)
+        if "tok_embeddings.weight" not in names:
+            raise CheckpointError(f"{self.files[0]}: tok_embeddings.weight is missing; the file is incomplete")
+        if self._stored("tok_embeddings.weight").shape[-1] < Fields(self.params, PARAMS).whole("dim"):
+            names["tok_embeddings.weight"] = ("tok_embeddings", 1)
+        return names
+
+    def _stored(self, name: str) -> Tensor:
+        return self.shards[0][f"{self._source(name)}.weight"]
+
+    def _source(self, name: str) -> str:
+        return self._names[name][0] if hasattr(self, "_names") else name.removesuffix(".weight")
+
+    def _merged_shape(self, name: str) -> tuple[int, ...]:
+        shape = list(self._stored(name).shape)
+        axis = self._names[name][1]
+        if axis is not None and axis < len(shape):
+            shape[axis] *= len(self.shards)
+        if self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight")):
+            shape[0] //= self._kv_copies
+        return tuple(shape)
+
+    def _slice(self, source: str, rank: int) -> Tensor:
+        """One shard's part of a weight, in floating point."""
+        shard, file = self.shards[rank], self.files[rank]
+        weight = shard[f"{source}.weight"]
+        if weight.dtype in FLOATS:
+            return weight
+        if weight.dtype == torch.float8_e4m3fn and self._scales:
+            layer, key = re.sub(r"^layers\.(\d+)\.", r"\1 ", source).split(" ")
+            scale = self._scales[rank].get(f"{layer}_{key}_{rank}")
+            if scale is None or scale.numel() not in (1, len(weight)):
+                raise CheckpointError(
+                    f"{self.path}: fp8_scales_{rank}.pt has no scales for the {len(weight)} rows of {source}"
+                )
+            return (weight.float() * scale.float().reshape(-1, 1)).bfloat16()  # one scale a row
+        if weight.dtype == torch.int8 and f"{source}.scales" in shard:
+            return dequantize(shard, source, self.params, str(file))
+        raise CheckpointError(
+            f"{file}: {source}.weight is stored as {str(weight.dtype).removeprefix('torch.')}; expected one of"
+            f" {', '.join(str(d).removeprefix('torch.') for d in FLOATS)}"
+        )
+
+    def _without_copies(self, whole: Tensor, name: str) -> Tensor:
+        heads = whole.unflatten(0, (self.config.n_kv_heads, self._kv_copies, self.config.head_dim))
+        if not bool((heads == heads[:, :1]).all()):
+            raise CheckpointError(
+                f"{self.path}: the copies of the key/value heads in {name} differ; a shard is damaged"
+            )
+        return heads[:, 0].flatten(0, 1)
+
+    def _spin(self, weight: Tensor, name: str) -> Tensor:
+        """SpinQuant turns the input of w2 by a Hadamard matrix at run time; turning the weight does the same."""
+        quantization = self.params.get("quantization_args")
+        if not (isinstance(quantization, Mapping) and quantization.get("spinquant") and name.endswith("w_down.weight")):
+            return weight
+        from .meta_quant import hadamard
+
+        return hadamard(weight)
+
+    # -------------------------------------------------------------------------------------------- configuration
+    def _config(self) -> ModelConfig:
+        """The architecture, by params.json and the shapes; sets how often each key/value head is stored."""
+        params, n = Fields(self.params, PARAMS), len(self.shards)
+        dim, n_layers, n_heads = params.whole("dim"), params.whole("n_layers"), params.whole("n_heads")
+        if dim < 1 or n_heads < 1 or dim % n_heads:
+            raise ConfigError(f"{PARAMS}: dim must be a multiple of n_heads, got {dim} and {n_heads}")
+        head_dim = dim // n_heads
+        self._kv_copies = 1
+        for name in ("attention.wq", "attention.wk", "feed_forward.w_gate"):
+            if f"layers.0.{name}.weight" not in self._names:
+                raise ConfigError(f"layers.0.{name}.weight is missing; the files are incomplete")
+        rows = self._stored("layers.0.attention.wq.weight").shape[0]
+        if rows * n != dim:
+            found = f"{n} shard{'s' * (n > 1)} hold {rows * n} rows of wq and {PARAMS} asks for {dim}"
+            if rows and dim % rows == 0 and dim // rows > n:
+                last = f"consolidated.{dim // rows - 1:02d}.pth"
+                raise ConfigError(f"{found}; the model has {dim // rows} shards, up to {last}: fetch the missing ones")
+            raise ConfigError(f"{found}; files and {PARAMS} do not belong together")
+        said_kv = params.whole("n_kv_heads", n_heads)
+        stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
+        self._kv_copies = self._find_copies(stored_kv, said_kv, head_dim)
+        n_kv_heads = stored_kv // self._kv_copies
+        if said_kv not in (stored_kv, n_kv_heads):
+            raise ConfigError(f"{PARAMS} says {said_kv} key/value heads and the files hold {stored_kv}")
+        vocab_size, _ = self._merged_shape("tok_embeddings.weight")
+        said_vocab = params.whole("vocab_size", -1)
+        if said_vocab > 0 and said_vocab != vocab_size:
+            raise ConfigError(f"{PARAMS} says vocab_size {said_vocab} and the embedding has {vocab_size} rows")
+        hidden_dim = self._merged_shape("layers.0.feed_forward.w_gate.weight")[0]
+        said_hidden = _hidden_dim(params, dim)
+        if said_hidden not in (None, hidden_dim):
+            raise ConfigError(
+                f"multiple_of and ffn_dim_multiplier in {PARAMS} make a feed-forward width of {said_hidden}"
+                f" and the files have {hidden_dim}"
+            )
+        theta = params.number("rope_theta", 10000.0)
+        scaled = params.flag("use_scaled_rope", False)
+        tied = self._tied()
+        return ModelConfig(
+            dim=dim,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            hidden_dim=hidden_dim,
+            vocab_size=vocab_size,
+            norm_eps=params.number("norm_eps", 1e-5),
+            rope_theta=theta,
+            rope_scaling=self._rope_scaling(params, scaled, tied, (dim, n_layers)),
+            max_seq_len=params.whole("max_seq_len", self._context(scaled, theta)),
+            tie_embeddings=tied,
+        )
+
+    def _find_copies(self, stored: int, said: int, head_dim: int) -> int:
+        """How often each key/value head is stored: a model cut into more shards than it has such heads repeats them."""
+        if said and stored > said and stored % said == 0:
+            return stored // said
+        if len(self.shards) == 1:
+            return 1
+        heads = self.tensor("layers.0.attention.wk.weight").unflatten(0, (-1, head_dim))  # (stored, D, C)
+        copies = 1
+        while stored % (2 * copies) == 0 and stored > copies:
+            pairs = heads[::copies].unflatten(0, (-1, 2))
+            if not torch.equal(pairs[:, 0], pairs[:, 1]):
+                break
+            copies *= 2
+        return copies
+
+    def _tied(self) -> bool:
+        """Meta's files always hold an output matrix; for the two small models of 3.2 it is the embedding again."""
+        if "output.weight" not in self._names:
+            return True
+        (_, axis), (_, out_axis) = self._names["tok_embeddings.weight"], self._names["output.weight"]
+        if self._merged_shape("tok_embeddings.weight") != self._merged_shape("output.weight"):
+            return False
+        if axis == out_axis or len(self.shards) == 1:
+            for rank in range(len(self.shards)):
+                ours, other = (self._slice(name, rank) for name in ("tok_embeddings", "output"))
+                same_place = ours.data_ptr() == other.data_ptr()
+                if not same_place and not (torch.equal(ours[:1], other[:1]) and torch.equal(ours, other)):
+                    return False
+            return True
+        row = torch.cat([self._slice("tok_embeddings", rank)[:1] for rank in range(len(self.shards))], 1)
+        if not torch.equal(row, self._slice("output", 0)[:1]):
+            return False
+        return torch.equal(self.tensor("tok_embeddings.weight"), self.tensor("output.weight"))
+
+    def _rope_scaling(self, params: Fields, scaled: bool, tied: bool, size: tuple[int, int]) -> dict[str, Any] | None:
+        if not scaled:
+            return None
+        small = tied or size in SMALL_32
+        factor = params.number("rope_scaling_factor", 32.0 if small else 8.0)
+        if params.get("rope_scaling_factor") is None:
+            reason = (
+                "the output matrix is the embedding, as in Llama 3.2 1B and 3B" if small else "as in Llama 3.1 and 3.3"
+            )
+            self.notes.append(f"{PARAMS} says use_scaled_rope without its factor: {factor:g}, since {reason}")
+        return {**SCALED_ROPE, "factor": factor}
+
+    def _context(self, scaled: bool, theta: float) -> int:
+        """Meta's files don't say for which context the model was trained; its family does."""
+        half = self._stored("tok_embeddings.weight").dtype == torch.float16
+        if scaled:
+            context, family = 131072, "scaled RoPE, as Llama 3.1 and later"
+        elif theta == 500000:
+            context, family = 8192, "theta 500,000, as Llama 3"
+        elif theta == 1000000:
+            context, family = 16384, "theta 1,000,000, as Code Llama"
+        else:
+            context, family = (2048, "float16, as LLaMA 1") if half else (4096, "as Llama 2")
+        if self.params.get("max_seq_len") is None:
+            self.notes.append(f"{PARAMS} does not say the context: {context} tokens, by its family ({family})")
+        return context
+
+
+class _Nothing:
+    """An archive with nothing in it, for files that are none."""
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def infolist(self) -> list[zipfile.ZipInfo]:
+        return []
+
+
+def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
+    """The shards of a model in order, and the names of torch files that are none of them."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".pth", ".pt"))
+    numbered = {int(m[1]): file for file in files if (m := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))}
+    rest = [file for file in files if file not in numbered.values() and not file.name.startswith("fp8_scales_")]
+    if not numbered:
+        if len(rest) == 1:
+            return rest, []
+        found = f"; found {', '.join(file.name for file in rest[:4])}" if rest else ""
+        raise CheckpointError(f"{folder} has {PARAMS} but no weights consolidated.00.pth{found}; fetch them")
+    if missing := [f"consolidated.{i:02d}.pth" for i in range(max(numbered) + 1) if i not in numbered]:
+        raise CheckpointError(
+            f"{folder}: of {max(numbered) + 1} shards {len(missing)} missing: {', '.join(missing[:4])}"
+        )
+    return [numbered[i] for i in sorted(numbered)], [file.name for file in rest]
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> None:
+    """A tokenizer with more tokens than the embedding has rows belongs to another model."""
+    if tokenizer.n_vocab > config.vocab_size:
+        raise CheckpointError(
+            f"{where}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding {config.vocab_size} rows;"
+            f" they do not belong together"
+        )
+
+
+def _hidden_dim(params: Fields, dim: int) -> int | None:
+    """Width of the feed-forward network as Meta's code computes it; None where params.json does not say."""
+    if params.get("multiple_of") is None:
+        return None
+    multiple, multiplier = params.whole("multiple_of"), params.get("ffn_dim_multiplier")
+    if multiple < 1:
+        raise ConfigError(f"{PARAMS}: multiple_of must be above 0, got {multiple}")
+    hidden = int(8 * dim / 3)
+    if multiplier is not None:
+        hidden = int(params.number("ffn_dim_multiplier") * hidden)
+    return multiple * -(-hidden // multiple)

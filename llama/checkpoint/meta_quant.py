@@ -1,0 +1,60 @@
+"""The 4-bit files of Llama 3.2 (QLoRA and SpinQuant), turned back into plain weights.
+
+Linear layers in blocks hold integers of 4 bits in int8 with one scale for each group of a row; embedding and output
+hold int8 with one scale a row. QLoRA adds a low-rank product. Meta's own code also rounds the activations to 8 bits;
+that is left out here, so results are nearer to the unquantized model. Source: llama-models, quantization/loader.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+SCHEME = "int4_weight_int8_dynamic_activation"
+SUFFIXES = (".weight", ".scales", ".zeros", ".adaptor.A.weight", ".adaptor.B.weight")
+
+
+def dequantize(shard: Mapping[str, Tensor], name: str, params: Mapping[str, Any], where: str) -> Tensor:
+    """(quants - zeros) * scales + lora_scale * B A, for the layer `name` of a shard: (out, in) float32."""
+    arguments = params.get("quantization_args")
+    if not isinstance(arguments, Mapping) or arguments.get("scheme") != SCHEME:
+        raise CheckpointError(
+            f"{where}: {name} is int8 and params.json names no quantization scheme, expected {SCHEME}"
+        )
+    quants, scales = shard[f"{name}.weight"].float(), shard[f"{name}.scales"].float()
+    out, width = quants.shape
+    if out == 0 or scales.numel() % out or width % (scales.numel() // out or 1):
+        raise CheckpointError(
+            f"{where}: {name} has {scales.numel()} scales for {out} rows of {width}; the file is damaged"
+        )
+    groups = quants.reshape(out, scales.numel() // out, -1)  # (out, groups, width / groups)
+    zeros = shard.get(f"{name}.zeros")
+    if zeros is not None:
+        groups = groups - zeros.float().reshape(out, -1, 1)
+    weight = (groups * scales.reshape(out, -1, 1)).reshape(out, width)
+    down, up = shard.get(f"{name}.adaptor.A.weight"), shard.get(f"{name}.adaptor.B.weight")
+    if down is None or up is None:
+        return weight
+    lora = params.get("lora_args")
+    scale = lora.get("scale") if isinstance(lora, Mapping) else None
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise CheckpointError(f"{where}: {name} has a low-rank part and params.json no lora_args.scale for it")
+    return weight + scale * (up.float() @ down.float())
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x H along the last axis, H the orthonormal Hadamard matrix in Sylvester's order; the length is a power of two."""
+    n = x.shape[-1]
+    if n & (n - 1):
+        raise CheckpointError(f"a Hadamard matrix of Sylvester's has a power of two as its size, not {n}")
+    y, half = x.float(), 1
+    while half < n:
+        a, b = y.unflatten(-1, (-1, 2, half)).unbind(-2)  # neighbouring blocks
+        y = torch.stack((a + b, a - b), -2).flatten(-3)
+        half *= 2
+    return y / n**0.5

@@ -1,0 +1,97 @@
+"""torch's own files (.pth, .pt, pytorch_model.bin): a pickle with tensors, read with weights_only and never without.
+
+The weights stay in the mapped file until they are used. An error of torch's is told anew, because torch advises to
+read the file again with weights_only=False, which would run whatever code the file holds.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"
+
+
+def read_torch(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name. Raises CheckpointError when it holds anything but {str: dense CPU tensor}."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(64)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    refuse_mistakes(path, start)
+    mapped = start.startswith(ZIP)
+    if mapped and not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path} ({size} bytes) is cut off: the end of its archive is missing; fetch it again")
+    if not mapped and not start.startswith(PICKLE):
+        raise CheckpointError(f"{path} is not a torch file: it begins with {start[:8]!r}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch remarks on its own storage classes
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:
+        raise CheckpointError(f"{path}: {_reason(error, path, size)}") from None
+    return _checked(value, path)
+
+
+def refuse_mistakes(path: Path, start: bytes) -> None:
+    """Raise CheckpointError when the first bytes of a file show that something else was saved in its place."""
+    if not start:
+        raise CheckpointError(f"{path} is empty; the download probably never finished")
+    for sign, meaning in MISTAKES:
+        if start.lstrip().lower().startswith(sign.lower()):
+            raise CheckpointError(f"{path} is {meaning}")
+
+
+# What is found in place of weights, by its first bytes, and what to do about it.
+MISTAKES = [
+    (b"version https://git-lfs", "a git-lfs pointer, not the file itself; run 'git lfs pull' where it came from"),
+    (b"<!DOCTYPE", "a web page, probably an error page saved in place of the download; fetch it again"),
+    (b"<html", "a web page, probably an error page saved in place of the download; fetch it again"),
+    (b"<?xml", "an XML page, probably an error page saved in place of the download; fetch it again"),
+]
+
+
+def _reason(error: Exception, path: Path, size: int) -> str:
+    text = " ".join(str(error).split())
+    asked = torch.serialization.get_unsafe_globals_in_checkpoint
+    if "Unsupported global" in text or "weights_only" in text or "WeightsUnpickler" in text:
+        try:
+            names = ", ".join(sorted(asked(path))[:3])
+        except Exception:
+            names = ""
+        wants = f" (it asks for {names})" if names else ""
+        return (
+            f"it holds objects other than tensors{wants}, which could run code, and is refused; get the weights alone"
+        )
+    if isinstance(error, EOFError) or "central directory" in text or "PytorchStreamReader" in text:
+        return f"it is damaged or cut off ({size} bytes); fetch it again"
+    return f"torch can't read it ({type(error).__name__}: {text[:120]}); it is damaged, or no file of weights"
+
+
+def _checked(value: Any, path: Path) -> dict[str, Tensor]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; expected a mapping of names to tensors")
+    for name, tensor in value.items():
+        if not isinstance(name, str) or not name.isprintable():
+            raise CheckpointError(f"{path} holds an entry named {name!r:.60}; expected names of tensors")
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise CheckpointError(f"{path}: {name} is a {kind} and no tensor; expected the weights alone")
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_quantized:
+            kind = f"{tensor.layout} on {tensor.device}"
+            raise CheckpointError(f"{path}: {name} is {kind}; expected a dense tensor with its values in the file")
+        if tensor.untyped_storage().nbytes() < tensor.nbytes:  # strides of 0: kilobytes that claim terabytes
+            raise CheckpointError(
+                f"{path}: {name} claims shape {tuple(tensor.shape)} on {tensor.untyped_storage().nbytes()} bytes;"
+                f" the file is forged or damaged"
+            )
+    return value

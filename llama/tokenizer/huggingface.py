@@ -1,0 +1,304 @@
+"""The tokenizer.json of a Hugging Face folder, run by the `tokenizers` library.
+
+The library finds added tokens in every text, control tokens among them. So the control tokens are taken out of the file
+before the library reads it: what it never hears of, no text can become. All else is done as the file says.
+The file's form: huggingface/tokenizers, tokenizers/src/tokenizer/serialization.rs.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import TokenizerError
+from .base import Tokenizer
+from .common import (
+    CODE_LLAMA_CONTROL,
+    PRE,
+    byte_level_bytes,
+    byte_piece,
+    library_errors,
+    looks_control,
+    piece_bytes,
+    read_file,
+    stop_ids,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+# Where neither tokenizer_config.json nor the file itself says which tokens begin and end a text
+BOS_NAMES = ("<|begin_of_text|>", "<s>")
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>")
+
+
+def recognizes(start: bytes) -> bool:
+    return start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+
+
+def parse(data: bytes, where: str) -> dict[str, Any]:
+    """The file as a dictionary that has a model. Raises TokenizerError."""
+    try:
+        source = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{where}: not valid JSON: {error}; it is cut off or damaged, so fetch it again") from None
+    if not isinstance(source, dict) or not isinstance(source.get("model"), dict):
+        raise TokenizerError(
+            f"{where}: expected a tokenizer.json, an object that has a 'model', found none;"
+            f" if this is tokenizer_config.json or vocab.json, name the tokenizer.json beside it"
+        )
+    return source
+
+
+def parts(step: Any) -> Iterator[dict[str, Any]]:
+    """The single steps of a normalizer, pre-tokenizer, decoder or post-processor, sequences unrolled."""
+    if isinstance(step, dict):
+        lists = [step[name] for name in ("normalizers", "pretokenizers", "decoders", "processors") if name in step]
+        if lists:
+            for inner in lists[0]:
+                yield from parts(inner)
+        else:
+            yield step
+
+
+def has(step: Any, *types: str) -> bool:
+    """True if a step of one of these types is among the parts."""
+    return any(part.get("type") in types for part in parts(step))
+
+
+def around_text(post_processor: Any) -> tuple[list[str], list[str]]:
+    """The control strings that the file itself puts before and behind a text."""
+    for part in parts(post_processor):
+        if part.get("type") in ("BertProcessing", "RobertaProcessing"):
+            return [part["cls"][0]], [part["sep"][0]]
+        if part.get("type") == "TemplateProcessing":
+            names = [item["SpecialToken"]["id"] if "SpecialToken" in item else None for item in part["single"]]
+            text = names.index(None)
+            return [name for name in names[:text] if name], [name for name in names[text:] if name]
+    return [], []
+
+
+def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
+    """Every token with its id, those of the model and the added ones. Raises TokenizerError on a contradiction."""
+    listed = source["model"].get("vocab")
+    if isinstance(listed, dict):
+        entries = list(listed.items())
+    elif isinstance(listed, list):  # Unigram: pieces with scores; the place is the id
+        entries = [(piece, id) for id, (piece, _) in enumerate(listed)]
+    else:
+        raise TokenizerError(f"{where}: the model's vocab must be an object or a list, found {type(listed).__name__}")
+    entries += [(added["content"], added["id"]) for added in source.get("added_tokens") or []]
+    ids: dict[str, int] = {}
+    tokens: dict[int, str] = {}
+    for token, id in entries:
+        if not isinstance(token, str) or isinstance(id, bool) or not isinstance(id, int) or id < 0:
+            raise TokenizerError(f"{where}: token {token!r} has the id {id!r}, expected a string and a number from 0")
+        if ids.setdefault(token, id) != id:
+            raise TokenizerError(f"{where}: token {token!r} has two ids, {ids[token]} and {id}; the file is damaged")
+        if tokens.setdefault(id, token) != token:
+            raise TokenizerError(f"{where}: id {id} has two tokens, {tokens[id]!r} and {token!r}; the file is damaged")
+    if not ids:
+        raise TokenizerError(f"{where}: the vocabulary is empty")
+    return ids
+
+
+def named(settings: Mapping[str, Any], key: str, ids: Mapping[str, int], where: str) -> str | None:
+    """The token that tokenizer_config.json names under a key, written as a string or as an object with its content."""
+    value = settings.get(key)
+    token = value.get("content") if isinstance(value, Mapping) else value
+    if token is None or (isinstance(token, str) and token in ids):
+        return token
+    raise TokenizerError(
+        f"{where}: tokenizer_config.json names {token!r} as {key}, which is no token of this vocabulary;"
+        f" the two files don't belong together"
+    )
+
+
+def merges_without(left_out: Collection[str], model: Mapping[str, Any], ids: Mapping[str, int], where: str) -> Any:
+    """The merges that neither use nor make one of some tokens. Raises TokenizerError on a merge of unknown tokens."""
+    prefix = model.get("continuing_subword_prefix") or ""
+    kept = []
+    for i, merge in enumerate(model["merges"]):
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(token, str) for token in pair):
+            raise TokenizerError(f"{where}: merge {i} is {merge!r}, expected two tokens")
+        left, right = pair
+        union = left + right.removeprefix(prefix)
+        if left not in ids or right not in ids or union not in ids:
+            raise TokenizerError(
+                f"{where}: merge {i}, {left!r} + {right!r}, is not made of the vocabulary's tokens; the file is damaged"
+            )
+        if left not in left_out and right not in left_out and union not in left_out:
+            kept.append(pair)
+    return kept
+
+
+def _hidden(token: str) -> str:
+    # No text holds a space any more where the model looks tokens up: it is Ġ or U+2581 by then.
+    return f" {token}"
+
+
+def without_control(
+    source: Mapping[str, Any], ids: Mapping[str, int], control: Collection[str], unknown: str | None, where: str
+) -> dict[str, Any]:
+    """The file as the library is to read it: one that turns no text into a control token, and adds none of its own.
+
+    The token for unknown characters stays, under a name that no text has. So do the control tokens of a Unigram model,
+    whose ids are places in a list.
+    """
+    model = {**source["model"]}
+    if "dropout" in model:
+        model["dropout"] = None  # merges left out at random, for training only
+    left_out = {token for token in (*control, unknown) if token is not None}
+    added = source.get("added_tokens") or []
+    if isinstance(model["vocab"], dict):
+        if model.get("merges"):
+            model["merges"] = merges_without(left_out, model, ids, where)
+        # Added tokens go into the vocabulary too: the library numbers those that are not in it as it likes.
+        model["vocab"] = {token: id for token, id in ids.items() if token not in left_out}
+        added = [token for token in added if token["content"] not in left_out]
+        if unknown is not None and unknown in ids:
+            model["vocab"][_hidden(unknown)] = ids[unknown]
+            model["unk_token"] = _hidden(unknown)
+    else:
+        name = {token: _hidden(token) for token in left_out}
+        model["vocab"] = [[name.get(piece, piece), score] for piece, score in model["vocab"]]
+        added = [{**token, "content": name.get(token["content"], token["content"])} for token in added]
+    changes = {"model": model, "added_tokens": added, "post_processor": None, "padding": None, "truncation": None}
+    return {**source, **changes}
+
+
+def without_prefix(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The file without the space that it puts in front of every text."""
+    steps = {name: copy.deepcopy(source.get(name)) for name in ("normalizer", "pre_tokenizer")}
+    for part in [*parts(steps["normalizer"]), *parts(steps["pre_tokenizer"])]:
+        never = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
+        part.update({key: value for key, value in never.items() if key in part})
+    return {**source, **steps}
+
+
+def strips_space(decoder: Any) -> bool:
+    """True if the decoder takes off the space that stands in front of every text."""
+    for part in parts(decoder):
+        if part.get("type") == "Strip" and part.get("content") == " " and part.get("start"):
+            return True
+        if part.get("type") == "Metaspace":
+            return part.get("prepend_scheme", "always") != "never" and part.get("add_prefix_space", True)
+    return False
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A vocabulary from a tokenizer.json; settings is what the tokenizer_config.json beside it says, if there is one.
+
+    Ids that the file gives to no token have no text.
+    """
+
+    def __init__(self, data: bytes, where: str, settings: Mapping[str, Any] | None = None):
+        self._where = where
+        source = parse(data, where)
+        with library_errors(where, "not a tokenizer.json that can be run"):
+            self._build(source, settings or {})
+
+    @classmethod
+    def from_file(cls, path: Path, settings: Mapping[str, Any] | None = None) -> HuggingFaceTokenizer:
+        """Read a tokenizer.json; settings is the parsed tokenizer_config.json or None. Raises TokenizerError."""
+        return cls(read_file(path), str(path), settings)
+
+    def _build(self, source: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        where, model, decoder = self._where, source["model"], source.get("decoder")
+        ids = vocabulary(source, where)
+        self.n_vocab = max(ids.values()) + 1
+        self._byte_level = has(decoder, "ByteLevel") or has(source.get("pre_tokenizer"), "ByteLevel")
+        if not self._byte_level and not has(decoder, "Metaspace", "ByteFallback", "Replace"):
+            types = ", ".join(str(part.get("type")) for part in parts(decoder)) or "none"
+            raise TokenizerError(
+                f"{where}: its decoder is {types}; supported are ByteLevel and those of SentencePiece (Metaspace,"
+                f" ByteFallback, Replace), which the LLaMA family has"
+            )
+        if any(
+            part.get("type") == "FixedLength" and not part.get("length") for part in parts(source.get("pre_tokenizer"))
+        ):
+            raise TokenizerError(f"{where}: its pre-tokenizer cuts words of length 0; the file is damaged")
+
+        self._added = {added["content"]: bool(added.get("special")) for added in source.get("added_tokens") or []}
+        control = {token for token, special in self._added.items() if special or looks_control(token)}
+        control |= CODE_LLAMA_CONTROL & (self._added.keys() if self._byte_level else ids.keys())
+        before, behind = around_text(source.get("post_processor"))
+        bos, eos = named(settings, "bos_token", ids, where), named(settings, "eos_token", ids, where)
+        if bos is None:
+            known = [] if "bos_token" in settings else [name for name in BOS_NAMES if name in control]
+            bos = next(iter([*before, *known]), None)
+        if eos is None and "eos_token" not in settings:
+            eos = next((name for name in EOS_NAMES if name in control), None)
+        control |= {name for name in (*before, *behind, bos, eos) if name is not None}
+        if not control <= ids.keys():
+            absent = min(control - ids.keys())
+            raise TokenizerError(f"{where}: the post-processor adds {absent!r}, which is no token of the vocabulary")
+
+        self._unknown = model.get("unk_token")
+        if isinstance(model["vocab"], list) and model.get("unk_id") is not None:
+            self._unknown = model["vocab"][model["unk_id"]][0]
+        control -= {self._unknown}
+        self.kind = f"{'byte-level' if self._byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
+        self.control = {token: ids[token] for token in sorted(control, key=ids.__getitem__)}
+        self.bos_id = None if bos is None else ids[bos]
+        self.eos_id = None if eos is None else ids[eos]
+        self.add_bos = self._adds_bos(settings.get("add_bos_token"), before, bos)
+        self.stop_ids = stop_ids(self.control, [self.eos_id])
+        self.strips_leading_space = not self._byte_level and strips_space(decoder)
+        self._byte_fallback = has(decoder, "ByteFallback")
+        self._token_of = {id: token for token, id in ids.items()}
+
+        readable = without_control(source, ids, control, self._unknown, where)
+        self._backend = self._load(readable)
+        self._joining = self._load(without_prefix(readable)) if PRE in self.control else self._backend
+        # A Unigram model keeps its control tokens, under hidden names; should a text find one all the same, that shows.
+        self._unreachable = frozenset(self.control.values()) if isinstance(model["vocab"], list) else frozenset()
+
+    def _adds_bos(self, asked: Any, before: Sequence[str], bos: str | None) -> bool:
+        if asked is not None and not isinstance(asked, bool):
+            raise TokenizerError(
+                f"{self._where}: tokenizer_config.json has add_bos_token {asked!r}, expected a boolean"
+            )
+        if asked and bos is None:
+            raise TokenizerError(f"{self._where}: tokenizer_config.json has add_bos_token but names no bos_token")
+        if asked is None and before and list(before) != [bos]:
+            raise TokenizerError(
+                f"{self._where}: the file puts {' '.join(before)} in front of every text, expected nothing or the"
+                f" bos_token {bos}; set add_bos_token in tokenizer_config.json to say what the model was trained with"
+            )
+        return bool(before) if asked is None else asked
+
+    def _load(self, source: Mapping[str, Any]) -> Backend:
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(json.dumps(source))
+        backend.encode_special_tokens = True
+        backend.encode("a")  # some damage shows only now
+        return backend
+
+    def _ids(self, backend: Backend, text: str) -> list[int]:
+        with library_errors(self._where, "the text can't be encoded"):
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        if not self._unreachable.isdisjoint(ids):
+            raise TokenizerError(f"{self._where}: the text would become a control token, so it is not encoded")
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        return self._ids(self._backend, text)
+
+    def _encode_joined(self, text: str) -> list[int]:
+        return self._ids(self._joining, text)
+
+    def token_bytes(self, id: int) -> bytes:
+        self._check(id)
+        token = self._token_of.get(id)
+        if token is None or token in self.control or token == self._unknown:
+            return b""
+        if self._byte_level:
+            return token.encode() if token in self._added else byte_level_bytes(token)
+        byte = byte_piece(token) if self._byte_fallback else None
+        return piece_bytes(token) if byte is None else bytes([byte])

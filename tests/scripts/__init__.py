@@ -1,0 +1,10 @@
+"""The scripts of the repository as modules, for tests that stand on them."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import make_tiny  # noqa: E402
+
+__all__ = ["make_tiny"]

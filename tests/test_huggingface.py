@@ -1,0 +1,380 @@
+"""Hugging Face's files: every variant of the configuration gives what transformers gives, every fault a clear error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import llama
+from llama import loader
+from llama.checkpoint import open_checkpoint
+from llama.errors import LlamaError
+
+BASE: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+PAIRS = 8  # of a head
+
+
+def write(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A random model of transformers', saved by transformers; returns it."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**BASE, **changes})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.2
+            parameter.copy_(scale * torch.randn(parameter.shape) + (1.0 if "norm" in name else 0.0))
+    model = model.to(dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+def edit(folder: Path, remove: tuple[str, ...] = (), file: str = "config.json", **changes: Any) -> None:
+    path = folder / file
+    document = {**(json.loads(path.read_text()) if path.exists() else {}), **changes}
+    path.write_text(json.dumps({key: value for key, value in document.items() if key not in remove}))
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.randint(320, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def compare(folder: Path, model: Any, lengths: tuple[int, ...] = (20, 64)) -> None:
+    """Logits beside those of transformers, at each length, in float32."""
+    ours = llama.load_model(folder, dtype="float32", device="cpu", max_seq_len=max(lengths))
+    for length in lengths:
+        with torch.no_grad():
+            expected = model.float()(tokens(length)).logits
+        assert float(expected.std()) > 0.3
+        assert float((ours(tokens(length)) - expected).abs().max()) < 5e-4, length
+
+
+# ---------------------------------------------------------------------------------------------- variants of config
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"head_dim": 32},
+        {"head_dim": 8},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1},
+        {"rope_theta": 500000.0},
+        {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16},
+    ],
+    ids=str,
+)
+def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    compare(tmp_path, write(tmp_path, **changes))
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SHORT, LONG = [1 + 0.1 * i for i in range(PAIRS)], [1 + 0.9 * i for i in range(PAIRS)]
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0, "beta_slow": 2.0},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False},
+    {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.3},
+    {"rope_type": "yarn", "factor": 8.0, "mscale": 0.8, "mscale_all_dim": 0.5},
+    {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 32},
+    {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 32,
+     "factor": 6.0},
+    {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 32,
+     "attention_factor": 1.2},
+    {**LLAMA3, "original_max_position_embeddings": 32},
+    {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 16},
+]  # fmt: skip
+
+
+def label(value: Any) -> str:
+    return " ".join(f"{key}={value[key]}" for key in value if "factor" not in key or key == "factor")
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "type"])
+@pytest.mark.parametrize("rope", ROPES, ids=label)
+def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, Any], spelling: str) -> None:
+    model = write(tmp_path, rope_parameters={**rope, "rope_theta": 10000.0})
+    if spelling != "rope_parameters":  # as transformers 4 wrote it
+        old = dict(rope)
+        if spelling == "type":
+            old["type"] = old.pop("rope_type")
+        edit(tmp_path, remove=("rope_parameters",), rope_scaling=old, rope_theta=10000.0)
+    compare(tmp_path, model, lengths=(20, 33, 64, 65, 200))
+
+
+def test_a_length_seen_before_leaves_no_trace(tmp_path: Path) -> None:
+    write(tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
+    ours = llama.load_model(tmp_path, dtype="float32", device="cpu", max_seq_len=256)
+    before = ours(tokens(40))
+    ours(tokens(200))
+    assert torch.equal(ours(tokens(40)), before)
+
+
+def test_dtypes_of_files(tmp_path: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        folder = tmp_path / str(dtype)
+        write(folder, dtype=dtype)
+        compare(folder, LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+def test_many_files_one_file_and_bin_give_the_same_bits(tmp_path: Path) -> None:
+    model = write(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="40KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    shutil.copytree(tmp_path / "one", tmp_path / "bin")
+    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "model.safetensors").unlink()
+    shutil.copytree(tmp_path / "one", tmp_path / "links")
+    (tmp_path / "links" / "model.safetensors").unlink()  # as the hub's cache keeps its files
+    (tmp_path / "links" / "model.safetensors").symlink_to(tmp_path / "one" / "model.safetensors")
+    logits = [llama.load_model(tmp_path / name, dtype="float32", device="cpu")(tokens(30))
+              for name in ("one", "many", "bin", "links")]  # fmt: skip
+    assert all(torch.equal(logits[0], other) for other in logits[1:])
+
+
+def test_tied_and_written_twice_is_fine_if_the_same(tmp_path: Path) -> None:
+    model = write(tmp_path, tie_word_embeddings=True)
+    state = load_file(tmp_path / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    compare(tmp_path, model)
+    state["lm_head.weight"][0] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(LlamaError, match=r"tie_word_embeddings and lm_head\.weight differs"):
+        open_checkpoint(tmp_path)
+
+
+def test_tables_in_old_files_are_known(tmp_path: Path) -> None:
+    model = write(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(state, tmp_path / "model.safetensors")
+    compare(tmp_path, model)
+
+
+def test_forms_of_rope_with_biases(tmp_path: Path) -> None:
+    write(tmp_path, attention_bias=True)
+    logits = [llama.load_model(tmp_path, dtype="float32", device="cpu", rope=form)(tokens(30))
+              for form in ("complex", "real", "half")]  # fmt: skip
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_bfloat16_with_biases_is_packed_and_near(tmp_path: Path) -> None:
+    from llama.tokenizer import Tokenizer
+
+    model = write(tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    packed = loader.build(open_checkpoint(tmp_path), "cpu", "bfloat16", pack=True)
+    expected = model(tokens(30)).logits
+    assert float((packed(tokens(30)) - expected).norm() / expected.norm()) < 0.03
+    with pytest.raises(LlamaError, match=r"no tokenizer\.json or tokenizer\.model"):
+        llama.load(tmp_path)
+    assert Tokenizer.__abstractmethods__
+
+
+# ------------------------------------------------------------------------------------- tokens, sampling, templates
+@pytest.fixture
+def with_tokenizer(tmp_path: Path) -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    write(tmp_path)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(alphabet))}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])  # 256 .. 259
+    backend.save(str(tmp_path / "tokenizer.json"))
+    edit(tmp_path, file="tokenizer_config.json", bos_token="<s>", eos_token={"content": "</s>"},
+         chat_template="{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")  # fmt: skip
+    return tmp_path
+
+
+def test_generation_config_is_honoured(with_tokenizer: Path) -> None:
+    edit(with_tokenizer, file="generation_config.json", eos_token_id=[259, 260, 999], do_sample=True, temperature=0.6,
+         top_p=0.9, top_k=7)  # fmt: skip
+    edit(with_tokenizer, eos_token_id=257)
+    llm = llama.load(with_tokenizer, device="cpu", dtype="float32")
+    assert llm.tokenizer.stop_ids >= {257, 259}
+    assert 999 not in llm.tokenizer.stop_ids
+    assert llm.sampling == {"temperature": 0.6, "top_p": 0.9, "top_k": 7}
+    drawn = {llm.generate("ab", max_new_tokens=3, seed=seed).tokens[0] for seed in range(30)}
+    assert 1 < len(drawn) <= 7
+    greedy = [llm.generate("ab", max_new_tokens=3, temperature=0.0, seed=seed).tokens for seed in range(3)]
+    assert greedy[0] == greedy[1] == greedy[2]
+
+
+def test_a_broken_generation_config_is_a_warning(with_tokenizer: Path) -> None:
+    (with_tokenizer / "generation_config.json").write_text('{"eos_token_id": 1,')
+    checkpoint = open_checkpoint(with_tokenizer)
+    assert any("generation_config.json" in warning for warning in checkpoint.warnings)
+
+
+def test_chat_templates_from_three_places(with_tokenizer: Path) -> None:
+    template = json.loads((with_tokenizer / "tokenizer_config.json").read_text())["chat_template"]
+    assert open_checkpoint(with_tokenizer).chat_template == template
+    edit(with_tokenizer, file="tokenizer_config.json",
+         chat_template=[{"name": "tool_use", "template": "B"}, {"name": "default", "template": "A"}])  # fmt: skip
+    assert open_checkpoint(with_tokenizer).chat_template == "A"
+    (with_tokenizer / "chat_template.jinja").write_text("C")
+    assert open_checkpoint(with_tokenizer).chat_template == "C"
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+INDEX = "model.safetensors.index.json"
+
+
+def change_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    document = json.loads((folder / INDEX).read_text())
+    change(document["weight_map"])
+    (folder / INDEX).write_text(json.dumps(document))
+
+
+def first(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+def place(value: Any) -> Callable[[Path], None]:
+    return lambda d: change_index(d, lambda places: places.update({"model.norm.weight": value}))
+
+
+def resave(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        state = load_file(first(folder))
+        change(state)
+        save_file(state, first(folder))
+
+    return damage
+
+
+def twice(folder: Path) -> None:
+    """A header with one name twice and the same bytes: the library takes the last."""
+    data = first(folder).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].rstrip()
+    name, entry = next(iter((k, v) for k, v in json.loads(header).items() if k != "__metadata__"))
+    more = header[:-1] + b"," + json.dumps({name: entry})[1:].encode()
+    more += b" " * (-len(more) % 8)
+    first(folder).write_bytes(len(more).to_bytes(8, "little") + more + data[8 + length :])
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "other family": (lambda d: edit(d, model_type="qwen2"), "model_type is 'qwen2'; only 'llama'"),
+    "no family": (lambda d: edit(d, remove=("model_type",)), "model_type is None"),
+    "quantized": (lambda d: edit(d, quantization_config={"quant_method": "gptq"}), "quantized .'gptq'."),
+    "window": (lambda d: edit(d, sliding_window=4096), "sliding_window is 4096"),
+    "activation": (lambda d: edit(d, hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "dim string": (lambda d: edit(d, hidden_size="64"), "hidden_size must be a whole number, got '64' .a string."),
+    "dim fraction": (lambda d: edit(d, hidden_size=64.0), "hidden_size must be a whole number, got 64.0"),
+    "dim true": (lambda d: edit(d, hidden_size=True), "hidden_size must be a whole number, got True"),
+    "dim gone": (lambda d: edit(d, remove=("hidden_size",)), "the key hidden_size is missing"),
+    "dim zero": (lambda d: edit(d, hidden_size=0, head_dim=16), "dim must lie between 1"),
+    "dim huge": (lambda d: edit(d, hidden_size=2**40), "dim must lie between 1"),
+    "layers": (lambda d: edit(d, num_hidden_layers=5), "5 layers and the file holds tensors of 2"),
+    "heads": (lambda d: edit(d, num_attention_heads=7, remove=("head_dim",)), "no multiple of num_attention_heads 7"),
+    "kv heads": (lambda d: edit(d, num_key_value_heads=3), "multiple of n_kv_heads"),
+    "vocab": (lambda d: edit(d, vocab_size=300), r"tok_embeddings\.weight has shape \(320, 64\).*\(300, 64\)"),
+    "odd head": (lambda d: edit(d, head_dim=15), "head_dim must be even"),
+    "theta": (lambda d: edit(d, rope_parameters={"rope_type": "default", "rope_theta": -1.0}), "rope_theta must be a finite"),
+    "theta twice": (lambda d: edit(d, rope_theta=5.0), "rope_theta is 5.0 and in rope_parameters 10000.0"),
+    "rope kind": (lambda d: edit(d, rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral'; known: default"),
+    "rope factor": (lambda d: edit(d, rope_parameters={"rope_type": "linear", "factor": 0}), "'factor' must be a finite"),
+    "rope both": (lambda d: edit(d, rope_scaling={"rope_type": "linear", "factor": 2.0}), "contradict each other"),
+    "rope order": (
+        lambda d: edit(d, rope_parameters={**LLAMA3, "low_freq_factor": 4.0}), "low_freq_factor must be below"),
+    "rope list": (
+        lambda d: edit(d, rope_parameters={"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+        "expected 8 numbers, one for each pair, got 1"),
+    "json": (lambda d: (d / "config.json").write_text("{"), r"config\.json:1:2"),
+    "path up": (place("../x.safetensors"), r"'\.\./x\.safetensors', which is no plain file name"),
+    "path root": (place("/etc/passwd"), "no plain file name"),
+    "path windows": (place("C:\\x"), "no plain file name"),
+    "path number": (place(5), "no plain file name"),
+    "path empty": (place(""), "no plain file name"),
+    "file gone": (lambda d: first(d).unlink(), "1 are missing: model-00001-of-"),
+    "wrong file": (lambda d: place(first(d).name)(d), r"'model.norm.weight' should be in model-00001"),
+    "not in index": (
+        lambda d: change_index(d, lambda places: places.pop("model.norm.weight")), "places elsewhere or not at all"),
+    "map": (lambda d: (d / INDEX).write_text('{"weight_map": []}'), "weight_map must map"),
+    "cut": (lambda d: first(d).write_bytes(first(d).read_bytes()[:-9]), "is damaged or no safetensors file"),
+    "empty": (lambda d: first(d).write_bytes(b""), "is empty"),
+    "lfs": (lambda d: first(d).write_text("version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+    "html": (lambda d: first(d).write_text("<html>404"), "web page"),
+    "torch file": (lambda d: torch.save({}, first(d)), "is a torch file and no safetensors file"),
+    "length": (lambda d: first(d).write_bytes((2**62).to_bytes(8, "little") + b"{}"), "damaged"),
+    "twice": (twice, "occurs twice"),
+    "int8": (resave(lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})), "is stored as I8"),
+    "strange": (lambda d: edit(d, file=INDEX) or resave(lambda s: s.update(extra=torch.ones(1)))(d), "'extra'"),
+    "no weights": (lambda d: [f.unlink() for f in d.glob("*.safetensors*")], "has a config.json but no weights"),
+    "half fetched": (
+        lambda d: [f.unlink() for f in d.glob("*.safetensors*")] and (d / "x.incomplete").touch(), "not fetched completely"),
+    "adapter": (
+        lambda d: [f.unlink() for f in d.glob("*.safetensors*")] and save_file({"a": torch.ones(1)}, d / "adapter_model.safetensors"),
+        "holds an adapter"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def many_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("many")
+    model = write(folder / "one")
+    model.save_pretrained(folder / "many", max_shard_size="40KB")
+    return folder / "many"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_told_in_one_line(many_files: Path, tmp_path: Path, fault: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(many_files, folder)
+    damage, says = FAULTS[fault]
+    damage(folder)
+    with pytest.raises(LlamaError, match=says) as caught:
+        loader.load_model(folder, device="cpu", dtype="float32")
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_missing_and_an_extra_tensor_are_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    kept = state.pop("lm_head.weight")
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(LlamaError, match=r"1 tensors are missing: output\.weight"):
+        loader.load_model(tmp_path)
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
+    save_file({**state, **bias, "lm_head.weight": kept}, tmp_path / "model.safetensors")
+    with pytest.raises(LlamaError, match=r"1 tensors are unexpected: layers\.0\.attention\.wq\.bias"):
+        loader.load_model(tmp_path)
+
+
+def test_unknown_keys_are_named_and_nothing_of_them_is_obeyed(tmp_path: Path) -> None:
+    write(tmp_path)
+    edit(tmp_path, auto_map={"AutoModel": "evil.py"}, _attn_implementation_internal="evil", my_key=1)
+    checkpoint = open_checkpoint(tmp_path)
+    assert any("my_key" in warning for warning in checkpoint.warnings)
+    assert any("_attn_implementation_internal" in warning for warning in checkpoint.warnings)
+
+
+def test_a_folder_beside_metas_own_is_read_as_hugging_faces(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "params.json").write_text("{}")
+    assert open_checkpoint(tmp_path).format == "Hugging Face"
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(LlamaError, match="name that folder"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,345 @@
+"""Meta's files: every family and shard count gives what Meta's own code gives, and every fault a clear error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import llama
+from llama import loader
+from llama.checkpoint import open_checkpoint
+from llama.checkpoint.meta_quant import hadamard
+from llama.config import ModelConfig
+from llama.errors import LlamaError
+
+from . import meta_code
+from .scripts import make_tiny
+
+TOKENS = torch.randint(500, (1, 300), generator=torch.Generator().manual_seed(0))
+
+# Parameters of the official models, from public counts and the bytes of published shards
+PARAMETERS = {
+    "llama-1-7b": 6_738_415_616, "llama-1-13b": 13_015_864_320, "llama-1-33b": 32_528_943_616,
+    "llama-1-65b": 65_285_660_672, "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192, "codellama-7b": 6_738_546_688, "codellama-7b-python": 6_738_415_616,
+    "codellama-13b": 13_016_028_160, "codellama-13b-python": 13_015_864_320, "codellama-34b": 33_743_970_304,
+    "codellama-70b": 68_976_910_336, "codellama-70b-python": 68_976_910_336, "codellama-70b-instruct": 68_976_910_336,
+    "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496, "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496, "llama-3.1-405b": 405_853_388_800, "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824, "llama-3.3-70b": 70_553_706_496,
+}  # fmt: skip
+
+
+def test_there_is_a_configuration_of_every_official_model() -> None:
+    assert set(make_tiny.names()) == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("like", PARAMETERS)
+def test_official_sizes_on_the_meta_device(like: str) -> None:
+    config = make_tiny.real_config(like)
+    with torch.device("meta"), loader.SkipInit():
+        model = llama.Transformer(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[like] == config.n_params
+
+
+def test_untied_and_doubled_counts() -> None:
+    one = make_tiny.real_config("llama-3.2-1b")
+    assert dataclasses.replace(one, tie_embeddings=False).n_params == 1_498_482_688
+    large = make_tiny.real_config("llama-3.1-405b")
+    assert dataclasses.replace(large, n_kv_heads=16).n_params == 410_081_247_232  # as the 16 shards store it
+
+
+# ---------------------------------------------------------------------------------------------------------- parity
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
+    """A miniature of every official model in one shard, and what Meta's own code makes of it."""
+    root = tmp_path_factory.mktemp("families")
+    folders, jobs = {}, []
+    for like in PARAMETERS:
+        folders[like] = make_tiny.make(root / like, like)
+        config = make_tiny.tiny_config(like)
+        scaling = config.rope_scaling
+        code, factor = ("llama-models", scaling["factor"]) if scaling else ("llama3", 8)
+        jobs.append(meta_code.job(folders[like], TOKENS, code, config.vocab_size, factor))
+    return {like: (folders[like], logits) for like, logits in zip(folders, meta_code.run(jobs), strict=True)}
+
+
+@pytest.mark.parametrize("like", PARAMETERS)
+def test_logits_equal_those_of_metas_code(families: dict[str, tuple[Path, torch.Tensor]], like: str) -> None:
+    folder, expected = families[like]
+    model = llama.load_model(folder, dtype="float32", device="cpu")
+    assert model.config == make_tiny.tiny_config(like)
+    logits = model(TOKENS)
+    assert float(expected.std()) > 0.5
+    assert float((logits - expected).abs().max()) < 2e-4
+
+
+OFFICIAL = [("llama-1-65b", 8), ("llama-2-13b", 2), ("llama-2-70b", 8), ("codellama-34b", 4), ("llama-3-70b", 8),
+            ("llama-3.1-405b", 16), ("llama-3.2-1b", 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("like", [like for like, _ in OFFICIAL])
+def test_any_number_of_shards_gives_the_same_logits_bit_for_bit(tmp_path: Path, like: str) -> None:
+    config = make_tiny.tiny_config(like, 16)
+    dtype = torch.float16 if like.startswith("llama-1") else torch.bfloat16
+    state = make_tiny.weights(config, dtype=dtype)
+    logits = []
+    for shards in (1, 2, 4, 8, 16):
+        folder = make_tiny.write_meta(tmp_path / str(shards), like, config, state, shards, None)
+        model = llama.load_model(folder, dtype="float32", device="cpu")
+        assert model.config == config
+        logits.append(model(TOKENS[:, :50]))
+    assert all(torch.equal(logits[0], other) for other in logits[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("like", "ranks"), [("llama-3-8b", 2), ("llama-3.1-70b", 4), ("llama-3.1-405b", 8)])
+def test_metas_code_on_several_processes_agrees(tmp_path: Path, like: str, ranks: int) -> None:
+    folder = make_tiny.make(tmp_path / like, like, shards=ranks)
+    config = make_tiny.tiny_config(like, ranks)
+    code = "llama-models" if config.rope_scaling else "llama3"
+    [expected] = meta_code.run([meta_code.job(folder, TOKENS, code, config.vocab_size)], ranks)
+    logits = llama.load_model(folder, dtype="float32", device="cpu")(TOKENS)
+    assert float((logits - expected).abs().max()) < 2e-4
+
+
+def test_the_reader_gives_the_very_weights(tmp_path: Path) -> None:
+    like, config = "llama-3.1-405b", make_tiny.tiny_config("llama-3.1-405b", 16)
+    state = make_tiny.weights(config)
+    checkpoint = open_checkpoint(make_tiny.write_meta(tmp_path, like, config, state, 16, None))
+    ours = {"feed_forward.w_gate": "feed_forward.w1", "feed_forward.w_up": "feed_forward.w3",
+            "feed_forward.w_down": "feed_forward.w2"}  # fmt: skip
+    for name in checkpoint.shapes:
+        meta = name
+        for new, old in ours.items():
+            meta = meta.replace(new, old)
+        assert torch.equal(checkpoint.tensor(name), state[meta])
+        assert checkpoint.shapes[name] == tuple(state[meta].shape)
+    assert checkpoint.config.n_kv_heads == 8  # 16 are stored
+    assert len(checkpoint.parts) == 16
+
+
+# ----------------------------------------------------------------------------------------------------- quantized
+def test_float8_shards_are_rows_times_scales(tmp_path: Path) -> None:
+    like, config = "llama-3.1-405b", make_tiny.tiny_config("llama-3.1-405b", 8, n_layers=4)
+    state = make_tiny.weights(config)
+    checkpoint = open_checkpoint(make_tiny.make(tmp_path, like, shards=8, quantization="fp8"))
+    assert checkpoint.about["quantization"] == "float8 feed-forward"
+    for layer in range(4):
+        for ours, meta in (("w_gate", "w1"), ("w_up", "w3"), ("w_down", "w2")):
+            read = checkpoint.tensor(f"layers.{layer}.feed_forward.{ours}.weight").float()
+            true = state[f"layers.{layer}.feed_forward.{meta}.weight"].float()
+            error = float((read - true).norm() / true.norm())
+            assert error == 0 if layer in (0, 3) else 0 < error < 0.04  # 3 bits of mantissa
+    assert torch.equal(checkpoint.tensor("layers.1.attention.wq.weight"), state["layers.1.attention.wq.weight"])
+
+
+@pytest.mark.parametrize("kind", ["qlora", "spinquant"])
+def test_four_bit_files_by_the_formula(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization=kind)
+    file = torch.load(folder / "consolidated.00.pth", weights_only=True)
+    checkpoint = open_checkpoint(folder)
+    x = torch.randn(5, checkpoint.config.hidden_dim, generator=torch.Generator().manual_seed(0))
+    base = "layers.1.feed_forward.w2"
+    expected = torch.zeros(5, checkpoint.config.dim)  # the layer, written out entry by entry
+    turned = x @ sylvester(x.shape[1]) if kind == "spinquant" else x
+    for row in range(checkpoint.config.dim):
+        for group in range(x.shape[1] // 32):
+            part = slice(32 * group, 32 * group + 32)
+            scale = file[f"{base}.scales"][row, group]
+            expected[:, row] += turned[:, part] @ (file[f"{base}.weight"][row, part].float() * scale)
+    if kind == "qlora":
+        expected += 2.0 * (x @ file[f"{base}.adaptor.A.weight"].T) @ file[f"{base}.adaptor.B.weight"].T
+    weight = checkpoint.tensor("layers.1.feed_forward.w_down.weight")
+    torch.testing.assert_close(x @ weight.T, expected, rtol=1e-4, atol=1e-4)
+    embedding = checkpoint.tensor("tok_embeddings.weight")
+    torch.testing.assert_close(
+        embedding, file["tok_embeddings.weight"].float() * file["tok_embeddings.scales"].reshape(-1, 1)
+    )
+    assert checkpoint.config.tie_embeddings
+
+
+def sylvester(n: int) -> torch.Tensor:
+    """Sylvester's Hadamard matrix, by its definition; orthonormal."""
+    h = torch.ones(1, 1)
+    while len(h) < n:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return h / n**0.5
+
+
+def test_hadamard_is_sylvesters_matrix() -> None:
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(hadamard(x), x @ sylvester(64))
+    torch.testing.assert_close(hadamard(hadamard(x)), x)
+
+
+# --------------------------------------------------------------------------------------------- decisions and notes
+def test_what_params_does_not_say_is_noted(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_tiny.make(tmp_path, "llama-3.2-3b"))
+    assert any("32" in note and "1B and 3B" in note for note in checkpoint.notes)
+    assert any("131072" in note for note in checkpoint.notes)
+    assert list(checkpoint.warnings) == []
+
+
+def edit_params(folder: Path, **changes: object) -> None:
+    file = folder / "params.json"
+    document = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in document.items() if value != "remove"}))
+
+
+def test_keys_of_params(tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path, "llama-3.1-8b")
+    edit_params(folder, rope_scaling_factor=16.0, max_seq_len=1000, model_family="new")
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.config.rope_scaling is not None
+    assert checkpoint.config.rope_scaling["factor"] == 16.0
+    assert checkpoint.config.max_seq_len == 1000
+    assert any("model_family" in warning for warning in checkpoint.warnings)
+    (folder / "params.json").write_text(json.dumps({"model": json.loads((folder / "params.json").read_text())}))
+    assert open_checkpoint(folder).config == checkpoint.config
+
+
+def test_the_tokenizer_may_lie_one_folder_above(tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path / "7B", "llama-1-7b")
+    shutil.move(folder / "tokenizer.model", tmp_path / "tokenizer.model")
+    assert llama.load_tokenizer(folder).n_vocab == 512
+
+
+def test_generate_from_a_folder(tmp_path: Path) -> None:
+    llm = llama.load(make_tiny.make(tmp_path, "llama-3-8b"), device="cpu")
+    completion = llm.generate("two words meet", max_new_tokens=5)
+    assert len(completion.tokens) <= 5
+    assert llm.chat_format == "llama3"
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+def save(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], rank: int = 0) -> None:
+    file = folder / f"consolidated.{rank:02d}.pth"
+    state = torch.load(file, weights_only=True)
+    change(state)
+    torch.save(state, file)
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda state: state.__delitem__(name)
+
+
+def put(name: str, tensor: object) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda state: state.__setitem__(name, tensor)  # type: ignore[arg-type]
+
+
+WQ = "layers.1.attention.wq.weight"
+
+
+class Payload:
+    """What a hostile pickle does: run something when it is read."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.canary,))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda d: (d / "consolidated.00.pth").write_bytes(b""), r"consolidated\.00\.pth is empty"),
+    "cut": (lambda d: cut(d / "consolidated.00.pth"), r"consolidated\.00\.pth \(\d+ bytes\) is cut off"),
+    "html": (lambda d: (d / "consolidated.01.pth").write_text("<!DOCTYPE html>"), "web page"),
+    "lfs": (lambda d: (d / "consolidated.00.pth").write_text("version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+    "noise": (lambda d: (d / "consolidated.00.pth").write_bytes(b"nothing here"), "not a torch file"),
+    "gap": (lambda d: (d / "consolidated.00.pth").unlink(), r"missing: consolidated\.00\.pth"),
+    "last missing": (lambda d: (d / "consolidated.01.pth").unlink(), r"the model has 2 shards, up to consolidated\.01\.pth"),
+    "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "is a copy of"),
+    "stranger": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), "not shards of one model"),
+    "only in shard 1": (lambda d: save(d, put("layers.1.extra.weight", torch.zeros(1)), 1), "layers.1.extra.weight"),
+    "missing tensor": (lambda d: [save(d, without(WQ), r) for r in (0, 1)], "1 tensors are missing: " + WQ),
+    "extra tensor": (lambda d: [save(d, put("layers.1.bonus.weight", torch.ones(2)), r) for r in (0, 1)], "not part of a LLaMA"),
+    "shape": (lambda d: [save(d, put(WQ, torch.zeros(64, 100)), r) for r in (0, 1)], r"\(128, 100\).*\(128, 128\)|asks for"),
+    "int8": (lambda d: [save(d, put(WQ, torch.zeros(128, 256, dtype=torch.int8)), r) for r in (0, 1)], "stored as int8"),
+    "float64": (lambda d: [save(d, put(WQ, torch.zeros(128, 256).double()), r) for r in (0, 1)], "stored as float64"),
+    "not a tensor": (lambda d: save(d, put(WQ, 5)), f"{WQ} is a int and no tensor"),
+    "sparse": (lambda d: save(d, put(WQ, torch.zeros(2, 2).to_sparse())), "dense tensor"),
+    "bomb": (lambda d: save(d, put(WQ, torch.zeros(1).expand(2**20, 2**20))), "forged or damaged"),
+    "list": (lambda d: torch.save([torch.ones(2)], d / "consolidated.00.pth"), "holds a list"),
+    "integer keys": (lambda d: torch.save({1: torch.ones(2)}, d / "consolidated.00.pth"), "entry named 1"),
+    "dim": (lambda d: edit_params(d, dim="256"), "dim must be a whole number, got '256'"),
+    "dim null": (lambda d: edit_params(d, dim=None), "dim is missing"),
+    "heads": (lambda d: edit_params(d, n_heads=7), "multiple of n_heads, got 256 and 7"),
+    "layers": (lambda d: edit_params(d, n_layers=3), "3 layers and the file holds tensors of 2"),
+    "kv heads": (lambda d: edit_params(d, n_kv_heads=3), "says 3 key/value heads and the files hold 8"),
+    "vocab": (lambda d: edit_params(d, vocab_size=1000), "vocab_size 1000 and the embedding has 768"),
+    "width": (lambda d: edit_params(d, multiple_of=1024), "feed-forward width of 1024 and the files have"),
+    "typo": (lambda d: edit_params(d, rope_thetta=1e6), "'rope_thetta'; was 'rope_theta' meant"),
+    "theta": (lambda d: edit_params(d, rope_theta=-1), "rope_theta must be a finite number above 0"),
+    "vision": (lambda d: edit_params(d, vision_chunk_size=448), "vision model"),
+    "json": (lambda d: (d / "params.json").write_text('{"dim": 1,}'), r"params\.json:1:\d+"),
+    "json empty": (lambda d: (d / "params.json").write_text(""), r"params\.json is empty"),
+    "json twice": (lambda d: (d / "params.json").write_text('{"dim": 1, "dim": 2}'), "'dim' occurs twice"),
+    "json nan": (lambda d: (d / "params.json").write_text('{"dim": NaN}'), "NaN is not a number"),
+    "json deep": (lambda d: (d / "params.json").write_text("[" * 10**5), r"params\.json: "),
+    "json digits": (lambda d: (d / "params.json").write_text('{"dim": ' + "9" * 5000 + "}"), r"params\.json: "),
+    "json bom": (lambda d: (d / "params.json").write_bytes(b'\xef\xbb\xbf{"dim": 1}'), r"params\.json"),
+    "json list": (lambda d: (d / "params.json").write_text("[1]"), "holds list where an object"),
+}  # fmt: skip
+
+
+def cut(path: Path, keep: float = 0.5) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+
+
+@pytest.fixture(scope="module")
+def two_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny.make(tmp_path_factory.mktemp("two"), "llama-3-8b", shards=2)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_told_in_one_line(two_shards: Path, tmp_path: Path, fault: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(two_shards, folder)
+    damage, says = FAULTS[fault]
+    damage(folder)
+    with pytest.raises(LlamaError, match=says) as caught:
+        loader.load(folder, device="cpu", dtype="float32")
+    assert "\n" not in str(caught.value)
+    assert "weights_only=False" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_file_is_not_run(two_shards: Path, tmp_path: Path, zipped: bool) -> None:
+    folder, canary = tmp_path / "model", tmp_path / "canary"
+    shutil.copytree(two_shards, folder)
+    torch.save({"x": Payload(canary)}, folder / "consolidated.00.pth", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(LlamaError, match="could run code, and is refused") as caught:
+        loader.load(folder, device="cpu")
+    assert not canary.exists()
+    assert "weights_only" not in str(caught.value)
+
+
+def test_every_cut_is_an_error(two_shards: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_shards, tmp_path / "model")
+    file = tmp_path / "model" / "consolidated.00.pth"
+    data = file.read_bytes()
+    for length in [1, 100, len(data) // 2, len(data) - 10, len(data) - 1]:
+        file.write_bytes(data[:length])
+        with pytest.raises(LlamaError, match=r"consolidated\.00\.pth"):
+            open_checkpoint(tmp_path / "model")
+
+
+def test_a_folder_with_foreign_files_says_so(two_shards: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(two_shards, folder)
+    torch.save({"step": torch.ones(1)}, folder / "optimizer.pth")
+    assert any("optimizer.pth" in warning for warning in open_checkpoint(folder).warnings)
+
+
+def test_configs_are_read_by_their_fields() -> None:
+    for like in PARAMETERS:
+        assert isinstance(make_tiny.real_config(like), ModelConfig)
