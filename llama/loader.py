@@ -121,8 +121,11 @@ def build(
         name: child for name, child in model.named_modules() if next(child.parameters(recurse=False), None) is not None
     }
 
+    def source_of(name: str) -> str:
+        return "tok_embeddings" if config.tie_embeddings and name == "output" else name
+
     def fill(name: str) -> None:
-        source = "tok_embeddings" if config.tie_embeddings and name == "output" else name
+        source = source_of(name)
         values: dict[str, Tensor] = {}
         copied: list[str] = []
         for kind, _ in layers[name].named_parameters(recurse=False):  # weight, bias
@@ -144,7 +147,7 @@ def build(
 
     # Dequantization is numpy, which lets go of the interpreter lock, so several threads keep several cores busy; but
     # large weights go one by one, so that no more than one of them is in memory twice.
-    large = [name for name in layers if math.prod(checkpoint.shapes.get(f"{name}.weight", (1,))) > LARGE]
+    large = [name for name in layers if math.prod(checkpoint.shapes[f"{source_of(name)}.weight"]) > LARGE]
     for name in large:
         fill(name)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
@@ -169,25 +172,36 @@ def _with_blocks(linear: PackedLinear, checkpoint: Checkpoint, name: str, head_d
 
 
 def check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Hold the tensors that are there against those the architecture needs, before any weight is read."""
+    """Hold the tensors that are there against those the architecture needs, before any weight is read.
+
+    Raises CheckpointError naming what does not fit.
+    """
+    found = mismatches(config, shapes)
+    if found:
+        more = f"; and {len(found) - 1} more such" if len(found) > 1 else ""
+        raise CheckpointError(
+            f"{where}: {found[0]}{more}; file and configuration do not belong together or one is damaged"
+        )
+
+
+def mismatches(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Everything in which tensors and configuration differ, in words."""
     layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
     if len(layers) != config.n_layers or max(layers, default=-1) != config.n_layers - 1:
-        raise CheckpointError(
-            f"{where}: the configuration says {config.n_layers} layers and the file holds tensors of {len(layers)}"
-            f"{f', the last is {max(layers)}' if layers else ''}; it is incomplete or the configuration is another's"
-        )
+        last = f", the last is {max(layers)}" if layers else ""
+        return [f"the configuration says {config.n_layers} layers and the file holds tensors of {len(layers)}{last}"]
     expected = expected_shapes(config)
     missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+    found = []
     for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise CheckpointError(f"{where}: {len(names)} tensors are {problem}: {', '.join(names[:3])}{more}")
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise CheckpointError(
-                f"{where}: {name} has shape {shapes[name]} and the configuration asks for {shape}; file and"
-                f" configuration do not belong together"
-            )
+            found.append(f"{len(names)} tensors are {problem}: {', '.join(names[:3])}{more}")
+    return found + [
+        f"{name} has shape {shapes[name]} and the configuration asks for {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

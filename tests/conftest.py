@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +20,15 @@ from . import tiny
 torch.set_grad_enabled(False)
 hypothesis.settings.register_profile("clearllama", deadline=None)  # shared machines stumble
 hypothesis.settings.load_profile("clearllama")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tests of tiny models: two threads cost more in waiting for each other than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from llama import hub
+from llama import hub, temporary
 from llama.errors import CheckpointError, UsageError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 1000
@@ -142,7 +142,7 @@ def test_a_cache_folder_that_cannot_be_written(shop: Path, tmp_path: Path, monke
 def test_what_a_killed_pull_left_is_swept_by_the_next(shop: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    stale, alive = (hub.cache_folder() / f".pull-{hub._host()}-{pid}-x" for pid in (dead.pid, os.getpid()))
+    stale, alive = (hub.cache_folder() / f".pull-{temporary._host()}-{pid}-x" for pid in (dead.pid, os.getpid()))
     elsewhere = hub.cache_folder() / f".pull-otherhost-{dead.pid}-x"
     for folder in (stale, alive, elsewhere):
         folder.mkdir(parents=True)

@@ -18,6 +18,8 @@ from llama import loader
 from llama.checkpoint import open_checkpoint
 from llama.errors import LlamaError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BASE: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,

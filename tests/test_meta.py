@@ -21,6 +21,8 @@ from llama.errors import LlamaError
 from . import meta_code
 from .scripts import make_tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS = torch.randint(500, (1, 300), generator=torch.Generator().manual_seed(0))
 
 # Parameters of the official models, from public counts and the bytes of published shards

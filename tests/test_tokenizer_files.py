@@ -479,13 +479,18 @@ def with_plain_added(byte_files: dict[str, Any]) -> dict[str, Any]:
     """Plain added tokens behind the control tokens, one with a gap in front of it."""
     source = byte_level_source(byte_files)
     last = max(token["id"] for token in source["added_tokens"])
-    source["added_tokens"] += [added(last + 1, "[REF]"), added(last + 2, "é️ x"), added(last + 3, "<tool>", lstrip=True)]
+    source["added_tokens"] += [
+        added(last + 1, "[REF]"),
+        added(last + 2, "é️ x"),
+        added(last + 3, "<tool>", lstrip=True),
+        added(last + 4, "éÿ"),
+    ]
     return source
 
 
 @given(
     texts.map(lambda text: text.replace("<|", ""))
-    | st.lists(st.sampled_from(["[REF]", "é️ x", " ", "<tool>", "a"])).map("".join)
+    | st.lists(st.sampled_from(["[REF]", "é️ x", " ", "<tool>", "a", "éÿ"])).map("".join)
 )
 @many
 def test_plain_added_tokens_are_as_in_the_untouched_library(with_plain_added: dict[str, Any], text: str) -> None:
@@ -552,6 +557,27 @@ def test_the_unknown_token_is_not_typed(byte_files: dict[str, Any], piece_kinds:
     assert 9999 not in opened(source).encode("xyz")
     for name in ("model", "legacy", "metaspace", "gguf"):
         assert 0 not in piece_kinds[name].encode("<unk>")
+
+
+def test_unknown_characters_are_the_unknown_token(piece_kinds: dict[str, Any]) -> None:
+    source = json.loads((piece_kinds["folder"] / "legacy.json").read_text())
+    source["model"]["byte_fallback"] = False
+    ours, theirs = opened(source), Backend.from_str(json.dumps(source))
+    ids = ours.encode("the 𝄞𝄞 fox")
+    assert ids == theirs.encode("the 𝄞𝄞 fox", add_special_tokens=False).ids
+    assert ids.count(0) == 1
+    assert ours.decode(ids) == "the  fox"
+
+
+def test_an_unknown_character_does_not_end_the_text(byte_files: dict[str, Any]) -> None:
+    source = byte_level_source(byte_files)
+    eot = next(token["id"] for token in source["added_tokens"] if token["content"] == "<|end_of_text|>")
+    source["model"]["unk_token"] = "<|end_of_text|>"
+    source["model"]["vocab"]["<|end_of_text|>"] = eot
+    del source["model"]["vocab"][next(c for c, byte in BYTE_OF.items() if byte == 4)]
+    assert eot in Backend.from_str(json.dumps(source)).encode("a\x04b", add_special_tokens=False).ids
+    assert opened(source).control["<|end_of_text|>"] == eot
+    assert opened(source).encode("a\x04b") == opened(source).encode("a") + opened(source).encode("b")
 
 
 def test_settings_of_training_do_not_reach_a_prompt(byte_files: dict[str, Any]) -> None:

@@ -55,6 +55,10 @@ class Checkpoint(ABC):
     def tensor(self, name: str) -> Tensor:
         """One weight by the model's name for it, on the CPU, in floating point; it must not be written to."""
 
+    @abstractmethod
+    def stored(self, name: str) -> str:
+        """How the weight is stored: F32, BF16, F16, or the name of a quantization."""
+
     def blocks4(self, name: str) -> Blocks4 | None:
         """The same weight as the 4-bit blocks it is stored in, or None if it is stored otherwise."""
         return None

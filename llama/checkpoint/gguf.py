@@ -346,6 +346,10 @@ class GGUFCheckpoint(Checkpoint):
         part, file_name = self._places[name]
         return part.tensor(file_name)
 
+    def stored(self, name: str) -> str:
+        part, file_name = self._places[name]
+        return TENSOR_TYPES[part.header.tensors[file_name].type][0]
+
     def release(self, name: str) -> None:
         part, file_name = self._places[name]
         drop_pages(torch.from_numpy(part.raw(file_name)))

@@ -105,6 +105,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         file, source = self._places[name]
         return file.tensor(source)
 
+    def stored(self, name: str) -> str:
+        file, source = self._places[name]
+        return file.dtypes[source]
+
     def release(self, name: str) -> None:
         file, source = self._places[name]
         if file.mapped:

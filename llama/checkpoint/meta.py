@@ -47,6 +47,8 @@ NAMES: dict[str, tuple[str, int | None]] = {
 # Tables that LLaMA 1, Llama 2 and Code Llama files carry along; they are computed from the configuration.
 TABLES = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")
 
+QUANTIZED = {torch.float8_e4m3fn: "float8 with row scales", torch.int8: "integers with group scales"}
+
 KNOWN_PARAMS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta",
     "use_scaled_rope", "rope_scaling_factor", "vocab_size", "max_seq_len", "max_batch_size", "quantization_args",
@@ -112,6 +114,10 @@ class MetaCheckpoint(Checkpoint):
         if self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight")):
             whole = self._without_copies(whole, name)
         return self._spin(whole, name)
+
+    def stored(self, name: str) -> str:
+        dtype = self._stored(name).dtype
+        return FLOATS.get(dtype) or QUANTIZED.get(dtype) or str(dtype).removeprefix("torch.")
 
     def release(self, name: str) -> None:
         source, _ = self._names[name]
@@ -360,7 +366,7 @@ class MetaCheckpoint(Checkpoint):
         factor = params.number("rope_scaling_factor", 32.0 if small else 8.0)
         if params.get("rope_scaling_factor") is None:
             reason = (
-                "the output matrix is the embedding, as in Llama 3.2 1B and 3B" if small else "as in Llama 3.1 and 3.3"
+                "the output matrix or the size is that of Llama 3.2 1B and 3B" if small else "this is Llama 3.1 or 3.3"
             )
             self.notes.append(f"{PARAMS} says use_scaled_rope without its factor: {factor:g}, since {reason}")
         return {**SCALED_ROPE, "factor": factor}

@@ -29,7 +29,8 @@ def add_parser(commands: common.Subparsers) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    common.add_sampling_options(parser, max_new_tokens=1024, temperature=0.6, top_p=0.9)
+    common.add_chat_format(parser)
+    common.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
     common.add_model_options(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
@@ -40,8 +41,17 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("standard input is closed, and chat reads its turns from it")
     options = common.sampling_options(args)
     llm = common.load(args)
-    if llm.chat_template is None:
-        raise TemplateError("this model has no chat template, so it can't chat; clearllama generate continues text")
+    if args.chat_format != "auto":
+        llm.chat_format = args.chat_format
+    if llm.chat_template is None and llm.chat_format is None:
+        raise TemplateError(
+            "this model has no chat template, so it can't chat; clearllama generate continues text, and --chat-format"
+            " names a built-in format"
+        )
+    if llm.chat_format is not None:
+        common.say(args, f"messages are written in the format {llm.chat_format}")
+    if not llm.sampling and "temperature" not in options:
+        options = {"temperature": 0.6, "top_p": 0.9, **options}
     common.say(args, "/help lists the commands, /exit or Ctrl-D leaves")
     chat = Chat(llm, args.system)
     with contextlib.suppress(ImportError):

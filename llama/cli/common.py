@@ -27,7 +27,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "-m",
         default=DEFAULT,
         metavar="PATH_OR_NAME",
-        help=f"a .gguf file, or a known name (default: {DEFAULT})",
+        help=f"a folder of Meta's or Hugging Face's, a .gguf file, or a known name (default: {DEFAULT})",
     )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
     group.add_argument(
@@ -40,51 +40,39 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one for each core)")
 
 
-def add_sampling_options(
-    parser: argparse.ArgumentParser, max_new_tokens: int, temperature: float, top_p: float
-) -> None:
-    """How tokens are chosen; the defaults differ by command."""
+def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, fallback: str) -> None:
+    """How tokens are chosen. What is not given is None: the checkpoint's own wish, or else the fallback, holds."""
     group = parser.add_argument_group(
-        "sampling", "applied in this order: repetition penalty, temperature, top-k, top-p, min-p; then one draw"
+        "sampling",
+        "applied in this order: repetition penalty, temperature, top-k, top-p, min-p; then one draw. Where nothing is"
+        f" said the checkpoint's generation_config.json holds, and without one: {fallback}",
     )
     group.add_argument(
         "--max-new-tokens", "-n", type=int, default=max_new_tokens, metavar="N", help="default: %(default)s"
     )
+    group.add_argument("--temperature", "--temp", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest; 0 is off")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest that reach P; 1 is off")
+    group.add_argument("--min-p", type=float, metavar="P", help="keep those at least P times the likeliest; 0 is off")
     group.add_argument(
-        "--temperature",
-        "--temp",
-        type=float,
-        default=temperature,
-        metavar="T",
-        help="0 is greedy (default: %(default)s)",
-    )
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest; 0 is off (default)")
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=top_p,
-        metavar="P",
-        help="keep the likeliest that reach P; 1 is off (default: %(default)s)",
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="keep those at least P times the likeliest; 0 is off (default)",
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="above 1 makes tokens seen less likely (default: 1)",
+        "--repetition-penalty", type=float, metavar="R", help="above 1 makes tokens seen less likely; 1 is off"
     )
     group.add_argument(
         "--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: a fresh one)"
     )
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+
+
+def add_chat_format(parser: argparse.ArgumentParser) -> None:
+    """How messages become tokens."""
+    parser.add_argument(
+        "--chat-format",
+        default="auto",
+        choices=["auto", "jinja", "llama2", "llama3", "codellama-70b"],
+        help="how messages become tokens: the checkpoint's template (jinja), or a built-in format for checkpoints that"
+        " carry none, as Meta's (default: auto)",
     )
 
 
@@ -99,7 +87,7 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     from ..sampling import SamplingParams
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     SamplingParams(**options)
     if "" in args.stop:
         raise UsageError("--stop must not be empty")
@@ -150,6 +138,11 @@ def load(args: argparse.Namespace) -> Llama:
         f"{args.model}: {millions:,.0f}M parameters, {dtype}{' with 4-bit decoding' * bool(kept)} on {weight.device},"
         f" loaded in {time.perf_counter() - started:.1f} s",
     )
+    for warning in llm.warnings:
+        say(args, f"warning: {warning}")
+    if llm.sampling:
+        wishes = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
+        say(args, f"the checkpoint asks for {wishes}; options override it")
     trained = llm.model.config.max_seq_len
     if args.max_seq_len and args.max_seq_len > trained:
         say(args, f"warning: --max-seq-len {args.max_seq_len} is beyond the {trained} the model was trained for")

@@ -20,6 +20,9 @@ def add_parser(commands: common.Subparsers) -> None:
     parser.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt; '-' or a pipe reads standard input")
     parser.add_argument("--prompt", "-p", help="the prompt, as an option")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it")
+    parser.add_argument(
+        "--suffix", metavar="TEXT", help="fill in what goes between PROMPT and this (Code Llama's infilling)"
+    )
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument(
         "--json",
@@ -27,7 +30,8 @@ def add_parser(commands: common.Subparsers) -> None:
         help="one object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats",
     )
     parser.add_argument("--logprobs", action="store_true", help="log-probability of each new token (with --json)")
-    common.add_sampling_options(parser, max_new_tokens=256, temperature=0.0, top_p=1.0)
+    common.add_chat_format(parser)
+    common.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
     common.add_model_options(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
@@ -37,18 +41,28 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     if args.logprobs and not args.json:
         raise UsageError("--logprobs goes with --json")
+    if args.suffix is not None and (args.system is not None or args.chat_format != "auto"):
+        raise UsageError("--suffix is for raw text: leave --system and --chat-format out")
     options = common.sampling_options(args)
     llm = common.load(args)
-    raw = args.raw or llm.chat_template is None
+    if args.chat_format != "auto":
+        llm.chat_format = args.chat_format
+    raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
     if raw and args.system is not None:
-        raise UsageError("--system needs a chat template: leave --raw out, or use an instruct model")
-    if raw:
-        common.say(
-            args, f"the prompt is continued as it is ({'--raw' if args.raw else 'the model has no chat template'})"
-        )
+        raise UsageError("--system needs a chat: leave --raw out, or name a format with --chat-format")
+    if args.suffix is not None:
+        common.say(args, "the text between prompt and suffix is filled in")
+        ids = llm.tokenizer.encode_infill(prompt, args.suffix)
+        pieces = llm.stream_ids(ids, logprobs=args.logprobs, **options)
+    elif raw:
+        why = "--raw" if args.raw else "the checkpoint does not say that it was made to chat"
+        if not args.raw and llm.chat_format is not None:
+            why += f"; if it was: --chat-format {llm.chat_format}"
+        common.say(args, f"the prompt is continued as it is ({why})")
         pieces = llm.stream(prompt, logprobs=args.logprobs, **options)
     else:
-        common.say(args, "the prompt is one user message in the model's chat template (--raw: continue it as it is)")
+        form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
+        common.say(args, f"the prompt is one user message in {form} (--raw: continue it as it is)")
         messages = [{"role": "system", "content": args.system}] if args.system is not None else []
         messages.append({"role": "user", "content": prompt})
         pieces = llm.stream_chat(messages, logprobs=args.logprobs, **options)

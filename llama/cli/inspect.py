@@ -1,4 +1,4 @@
-"""clearllama inspect: what a checkpoint is, from its headers, without reading a weight."""
+"""clearllama inspect: what a checkpoint is, from its headers, without reading its weights."""
 
 from __future__ import annotations
 
@@ -6,75 +6,124 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LlamaError
+from ..errors import LlamaError, UsageError
 from ..hub import DEFAULT
 from . import common
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
+    from ..config import ModelConfig
+
+BYTES = {"float32": 4, "bfloat16": 2}
+NEXT = "\n" + " " * 19  # a new line below the value
 
 
 def add_parser(commands: common.Subparsers) -> None:
     parser = commands.add_parser(
         "inspect",
         help="show what a checkpoint is",
-        description="Architecture, RoPE, tokenizer, stop ids and memory of a checkpoint; no weight is read.",
+        description="Family, architecture, RoPE, files, tokenizer, stop ids and memory of a checkpoint, and every"
+        " mismatch between its configuration and its tensors; weights are not read. Exit code 1 if anything differs.",
         allow_abbrev=False,
     )
     parser.add_argument("model", nargs="?", default=DEFAULT, metavar="PATH_OR_NAME", help=f"default: {DEFAULT}")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens to compute memory for (default: the model's)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows to compute memory for (default: 1)")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     common.add_debug(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    for name in ("context", "batch"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} must be at least 1, got {value}")
     from ..checkpoint import open_checkpoint
     from ..hub import resolve
-    from ..loader import check_tensors
 
     checkpoint = open_checkpoint(resolve(args.model))
-    check_tensors(checkpoint.config, checkpoint.shapes, str(checkpoint.path))
-    facts = describe(checkpoint)
+    facts = describe(checkpoint, args.context or checkpoint.config.max_seq_len, args.batch)
     if args.json:
         common.write_json(facts)
     else:
         for label, value in facts.items():
             common.write(f"{label.replace('_', ' '):<18} {_text(value)}\n")
-    return 0
+    return 1 if facts["mismatches"] else 0
 
 
-def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]:
     """The facts, in the order in which they are shown."""
+    from ..families import named
+    from ..loader import mismatches
+
     config = checkpoint.config
     architecture = dataclasses.asdict(config)
-    if architecture["rope_scaling"] and "divisors" in architecture["rope_scaling"]:
-        divisors = architecture["rope_scaling"]["divisors"]
-        architecture["rope_scaling"] = {"rope_type": "divisors", "from": min(divisors), "to": max(divisors)}
+    if architecture["rope_scaling"]:
+        architecture["rope_scaling"] = {key: _shortened(value) for key, value in architecture["rope_scaling"].items()}
+    about = dict(checkpoint.about)
+    stored = about.pop("weights", {})
+    vocabulary, problems = _vocabulary(checkpoint)
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
-        "family": "LLaMA decoder",
-        **{key: value for key, value in checkpoint.about.items() if key != "weights"},
+        "family": " or ".join(named(config)) or "a LLaMA decoder of nobody's official sizes",
+        **about,
         "parameters": config.n_params,
         **architecture,
-        **_vocabulary(checkpoint),
-        "chat_template": checkpoint.chat_template is not None,
-        "file_bytes": checkpoint.about.get("weights", {}),
-        "weight_bytes": {"float32": 4 * config.n_params, "bfloat16": 2 * config.n_params},
+        "rope_bands": rope_bands(config),
+        **vocabulary,
+        "chat": _chat(checkpoint),
+        "sampling": dict(checkpoint.sampling),
+        "files": dict(checkpoint.parts),
+        "stored_bytes": stored,
+        "weight_bytes": {dtype: size * config.n_params for dtype, size in BYTES.items()},
         "kv_cache_bytes": {
-            f"{dtype}, {tokens} tokens": config.kv_cache_bytes(tokens, size)
-            for dtype, size in (("float32", 4), ("bfloat16", 2))
-            for tokens in (1, config.max_seq_len)
+            f"{dtype}, {tokens} tokens x {batch}": batch * config.kv_cache_bytes(tokens, size)
+            for dtype, size in BYTES.items()
+            for tokens in dict.fromkeys((1, context))
         },
+        "decided_here": list(checkpoint.notes),
+        "warnings": list(checkpoint.warnings),
+        "mismatches": [*mismatches(config, checkpoint.shapes), *problems],
     }
 
 
-def _vocabulary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the tokenizer is; a file without a usable one still has an architecture to show."""
+def rope_bands(config: ModelConfig) -> dict[str, int]:
+    """How many pairs of a head the scaling leaves alone, slows down in part, and slows down most."""
+    from ..rope_scaling import inverse_frequencies
+
+    plain, _ = inverse_frequencies(config.head_dim, config.rope_theta)
+    scaled, _ = inverse_frequencies(
+        config.head_dim, config.rope_theta, config.rope_scaling, max_seq_len=config.max_seq_len
+    )
+    slower = plain.double() / scaled.double()  # (D/2,)
+    most = float(slower.max())
+    kept = int((slower < 1 + 1e-4).sum())
+    full = int((slower > most * (1 - 1e-4)).sum()) if most > 1 + 1e-4 else 0
+    return {"unchanged": kept, "in_between": len(slower) - kept - full, "slowed_most": full}
+
+
+def _chat(checkpoint: Checkpoint) -> str:
+    if checkpoint.chat_template is not None:
+        return "the checkpoint's own template"
+    try:
+        built_in = checkpoint.chat_format(checkpoint.tokenizer())
+    except LlamaError:
+        built_in = None
+    return f"no template; the vocabulary fits the built-in format {built_in}" if built_in else "no template"
+
+
+def _vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
+    """What the tokenizer is, and what is wrong with it; without a usable one there is still much to show."""
+    from ..errors import CheckpointError
+
     try:
         tokenizer = checkpoint.tokenizer()
+    except CheckpointError as error:  # it is there and belongs to another model
+        return {"tokenizer": "of another model"}, [str(error)]
     except LlamaError as error:
-        return {"tokenizer": f"unusable: {error}"}
+        return {"tokenizer": f"unusable: {error}"}, []
     names = {id: text for text, id in tokenizer.control.items()}
     return {
         "tokenizer": tokenizer.kind,
@@ -82,16 +131,24 @@ def _vocabulary(checkpoint: Checkpoint) -> dict[str, Any]:
         "bos": _named(tokenizer.bos_id, names),
         "adds_bos": tokenizer.add_bos,
         "stop_ids": {str(id): names.get(id, "") for id in sorted(tokenizer.stop_ids)},
-    }
+    }, []
 
 
 def _named(id: int | None, names: dict[int, str]) -> dict[str, str]:
     return {} if id is None else {str(id): names.get(id, "")}
 
 
+def _shortened(value: Any) -> Any:
+    return f"{len(value)} numbers from {min(value):g} to {max(value):g}" if isinstance(value, list) else value
+
+
 def _text(value: Any) -> str:
+    """A value for people: groups of three digits, one line for each entry where there are many."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(item)}".strip() for key, item in value.items()) or "none"
+        items = [f"{key} {_text(item)}".strip() for key, item in value.items()]
+        return (NEXT if len(", ".join(items)) > 100 else ", ").join(items) or "none"
+    if isinstance(value, list):
+        return NEXT.join(map(str, value)) or "none"
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     return f"{value:,}" if isinstance(value, int) else str(value)

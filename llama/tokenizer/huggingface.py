@@ -160,7 +160,9 @@ def without_control(
         # Added tokens go into the vocabulary too: the library numbers those that are not in it as it likes.
         model["vocab"] = {token: id for token, id in ids.items() if token not in left_out}
         added = [token for token in added if token["content"] not in left_out]
-        if unknown is not None and unknown in ids:
+        if unknown is None:
+            model["unk_token"] = None
+        elif unknown in ids:
             model["vocab"][_hidden(unknown)] = ids[unknown]
             model["unk_token"] = _hidden(unknown)
     else:
@@ -241,6 +243,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._unknown = model.get("unk_token")
         if isinstance(model["vocab"], list) and model.get("unk_id") is not None:
             self._unknown = model["vocab"][model["unk_id"]][0]
+        if self._unknown in (bos, eos, *before, *behind) or looks_control(self._unknown or ""):
+            self._unknown = None  # GPT-2's family writes an unknown character as the end of the text
         control -= {self._unknown}
         self.kind = f"{'byte-level' if self._byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
         self.control = {token: ids[token] for token in sorted(control, key=ids.__getitem__)}

@@ -1,0 +1,153 @@
+"""A GGUF file, written weight by weight with the `gguf` package's writer: matrices as they are, vectors in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import ModelConfig
+from ..errors import ConfigError, TokenizerError
+from ..rope_scaling import inverse_frequencies, kind_of
+from .gguf import NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from .write import Model, dtype_name, raw_bytes
+
+FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
+
+
+def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
+    """Write one file. Returns warnings."""
+    import gguf
+
+    if shards > 1:
+        raise ConfigError("a GGUF model is written as one file; leave --shards out")
+    writer = gguf.GGUFWriter(path, "llama")
+    tables = rope_tables(model.config)
+    for key, value in {**metadata(model), **rope_metadata(model.config)}.items():
+        add(writer, key, value)
+    warnings = _add_tokenizer(writer, model)
+    for name, values in tables.items():
+        writer.add_tensor_info(name, [len(values)], np.dtype(np.float32), 4 * len(values))
+    types = {name: "F32" if len(model.shapes[name]) == 1 else dtype_name(model.dtypes[name]) for name in model.shapes}
+    for name, shape in model.shapes.items():
+        nbytes = math.prod(shape) * (4 if types[name] == "F32" else 2)
+        kind = gguf.GGMLQuantizationType[types[name]]
+        writer.add_tensor_info(gguf_name(name), list(shape), np.dtype(np.float32), nbytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for values in tables.values():
+        writer.write_tensor_data(np.array(values, np.float32))
+    for name, type in types.items():
+        tensor = model.read(name)
+        writer.write_tensor_data(raw_bytes(tensor.float() if type == "F32" else tensor))
+    writer.close()
+    return warnings
+
+
+def gguf_name(name: str) -> str:
+    """The model's name of a tensor -> GGUF's."""
+    theirs = {ours: source for source, ours in NAMES.items()}
+    stem, kind = name.rsplit(".", 1)
+    if not stem.startswith("layers."):
+        return f"{theirs[stem]}.{kind}"
+    _, layer, inner = stem.split(".", 2)
+    return f"blk.{layer}.{theirs[inner]}.{kind}"
+
+
+def metadata(model: Model) -> dict[str, Any]:
+    """The architecture in GGUF's keys."""
+    config = model.config
+    return {
+        "general.name": model.name,
+        "general.file_type": FILE_TYPES[model.dtype],
+        "general.quantization_version": 2,
+        "llama.context_length": config.max_seq_len,
+        "llama.embedding_length": config.dim,
+        "llama.block_count": config.n_layers,
+        "llama.feed_forward_length": config.hidden_dim,
+        "llama.attention.head_count": config.n_heads,
+        "llama.attention.head_count_kv": config.n_kv_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.value_length": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "llama.rope.freq_base": float(config.rope_theta),
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.vocab_size": config.vocab_size,
+    }
+
+
+def rope_metadata(config: ModelConfig) -> dict[str, Any]:
+    """The scaling in GGUF's keys; llama3 and plain divisors have none, they are a table. Raises ConfigError."""
+    kind, scaling = kind_of(config.rope_scaling), config.rope_scaling or {}
+    prefix = "llama.rope.scaling."
+    if kind in ("dynamic", "proportional"):
+        raise ConfigError(f"GGUF can't express the rope scaling {kind!r}")
+    if kind not in ("linear", "yarn", "longrope"):
+        return {}
+    out: dict[str, Any] = {f"{prefix}type": kind}
+    if scaling.get("factor") is not None:
+        out[f"{prefix}factor"] = float(scaling["factor"])
+    if scaling.get("original_max_position_embeddings") is not None:
+        out[f"{prefix}original_context_length"] = int(scaling["original_max_position_embeddings"])
+    _, attention_factor = inverse_frequencies(
+        config.head_dim, config.rope_theta, scaling, max_seq_len=config.max_seq_len
+    )
+    if kind == "longrope":
+        out[f"{prefix}attn_factor"] = attention_factor
+    if kind == "yarn":
+        if scaling.get("truncate", True) is not True:
+            raise ConfigError("GGUF can't express the key truncate of the rope scaling yarn")
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            if scaling.get(ours) is not None:
+                out[f"{prefix}{theirs}"] = float(scaling[ours])
+        usual = 0.1 * math.log(out.get(f"{prefix}factor", 1.0)) + 1
+        if attention_factor != usual:
+            out[f"{prefix}attn_factor"] = attention_factor / usual
+    return out
+
+
+def rope_tables(config: ModelConfig) -> dict[str, list[float]]:
+    """The scaling as tensors, where GGUF has it so."""
+    kind, scaling = kind_of(config.rope_scaling), config.rope_scaling or {}
+    if kind == "longrope":
+        return {ROPE_LONG: list(scaling["long_factor"]), ROPE_SHORT: list(scaling["short_factor"])}
+    if kind not in ("llama3", "ntk", "divisors"):
+        return {}
+    plain, _ = inverse_frequencies(config.head_dim, config.rope_theta)
+    scaled, _ = inverse_frequencies(config.head_dim, config.rope_theta, scaling, max_seq_len=config.max_seq_len)
+    return {ROPE_FREQS: (plain.double() / scaled.double()).tolist()}
+
+
+def add(writer: Any, key: str, value: Any) -> None:
+    """One entry of the metadata; whole numbers go as uint32, fractions as float32."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _add_tokenizer(writer: Any, model: Model) -> list[str]:
+    if model.tokenizer is None:
+        return ["the source has no tokenizer that can be read, so none was written; llama.cpp wants one"]
+    from ..tokenizer.write import gguf_metadata
+
+    try:
+        entries = gguf_metadata(model.tokenizer, model.config.vocab_size)
+    except TokenizerError as error:
+        return [f"the tokenizer was not carried over: {error}"]
+    if model.chat_template is not None:
+        entries["tokenizer.chat_template"] = model.chat_template
+    for key, value in entries.items():
+        add(writer, key, value)
+    return []

@@ -1,0 +1,202 @@
+"""Meta's folder, written weight by weight in any number of shards: consolidated.NN.pth, params.json, checklist.chk."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..errors import ConfigError, TokenizerError
+from .meta import NAMES, PARAMS, SCALED_ROPE, SMALL_32
+from .write import Model, raw_bytes, refuse
+
+STORAGES = {torch.float32: torch.FloatStorage, torch.bfloat16: torch.BFloat16Storage, torch.float16: torch.HalfStorage}
+MULTIPLES = (256, 1024, 4096)  # multiple_of and ffn_dim_multiplier of official models
+MULTIPLIERS = (None, 1.0, 1.2, 1.3, 1.5)
+
+
+def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
+    """Fill an empty folder with `shards` shards, one unless said. Returns warnings."""
+    config, shards = model.config, shards or 1
+    refuse(config, "Meta's format", attention_bias=False, mlp_bias=False, head_dim=config.dim // config.n_heads)
+    copies = _kv_copies(config, shards)
+    old = _splits_columns(model)
+    plan = {meta_name(name): (name, axis(name, old)) for name in model.shapes}
+    if config.tie_embeddings:  # Meta's files hold an output matrix in any case
+        plan["output.weight"] = ("tok_embeddings.weight", 0)
+    shapes = {theirs: _shard_shape(model.shapes[ours], where, shards, copies if _is_kv(ours) else 1, ours)
+              for theirs, (ours, where) in plan.items()}  # fmt: skip
+    dtypes = {theirs: model.dtypes[ours] for theirs, (ours, _) in plan.items()}
+    files = [folder / f"consolidated.{rank:02d}.pth" for rank in range(shards)]
+    writers = [TorchWriter(file, shapes, dtypes) for file in files]
+    for theirs, (ours, where) in plan.items():
+        tensor = model.read(ours)
+        if copies > 1 and _is_kv(ours):
+            tensor = tensor.unflatten(0, (config.n_kv_heads, -1)).repeat_interleave(copies, 0).flatten(0, 1)
+        for rank, writer in enumerate(writers):
+            part = (
+                tensor if where is None else tensor.narrow(where, rank * shapes[theirs][where], shapes[theirs][where])
+            )
+            writer.add(theirs, part)
+    for writer in writers:
+        writer.close()
+    (folder / PARAMS).write_text(json.dumps(params_json(config, shards, copies)) + "\n")
+    with open(folder / "checklist.chk", "w") as file:
+        for path in [*files, folder / PARAMS]:
+            with open(path, "rb") as content:
+                file.write(f"{hashlib.file_digest(content, 'md5').hexdigest()}  {path.name}\n")
+    return _write_tokenizer(folder, model)
+
+
+def meta_name(name: str) -> str:
+    """The model's name of a tensor -> Meta's."""
+    theirs = {ours: source for source, (ours, _) in NAMES.items()}
+    stem = name.removesuffix(".weight")
+    if not stem.startswith("layers."):
+        return f"{theirs[stem]}.weight"
+    _, layer, inner = stem.split(".", 2)
+    return f"layers.{layer}.{theirs[inner]}.weight"
+
+
+def axis(name: str, old: bool) -> int | None:
+    """The axis on which shards cut a weight; `old` as up to Code Llama, where the embedding was cut along columns."""
+    if name == "tok_embeddings.weight":
+        return 1 if old else 0
+    stem = name.removesuffix(".weight")
+    inner = stem.split(".", 2)[2] if stem.startswith("layers.") else stem
+    return next(where for ours, where in NAMES.values() if ours == inner)
+
+
+def _is_kv(name: str) -> bool:
+    return name.endswith((".wk.weight", ".wv.weight"))
+
+
+def _splits_columns(model: Model) -> bool:
+    """Whether this is a model of the families with a SentencePiece vocabulary, whose embedding is cut by columns."""
+    return model.tokenizer is not None and "SentencePiece" in model.tokenizer.kind
+
+
+def _kv_copies(config: ModelConfig, shards: int) -> int:
+    if shards > config.n_kv_heads and shards % config.n_kv_heads == 0:
+        return shards // config.n_kv_heads  # each shard needs a head of its own
+    return 1
+
+
+def _shard_shape(shape: tuple[int, ...], where: int | None, shards: int, copies: int, name: str) -> tuple[int, ...]:
+    if where is None:
+        return shape
+    whole = shape[where] * copies
+    if whole % shards:
+        sizes = [n for n in range(1, 65) if whole % n == 0]
+        raise ConfigError(f"{name} has {whole} {'columns' if where else 'rows'}, which {shards} shards can't share"
+                          f" evenly; {', '.join(map(str, sizes[:8]))} would do")  # fmt: skip
+    return (*shape[:where], whole // shards, *shape[where + 1 :])
+
+
+def params_json(config: ModelConfig, shards: int, copies: int) -> dict[str, Any]:
+    """params.json for a model. Raises ConfigError for what it has no keys for."""
+    out: dict[str, Any] = {"dim": config.dim, "n_layers": config.n_layers, "n_heads": config.n_heads}
+    out |= {"n_kv_heads": config.n_kv_heads * copies, "vocab_size": config.vocab_size, "norm_eps": config.norm_eps}
+    out |= {**feed_forward_keys(config.dim, config.hidden_dim), "rope_theta": config.rope_theta}
+    scaling = config.rope_scaling
+    if scaling is not None:
+        rest = {key: scaling.get(key) for key in SCALED_ROPE}
+        if rest != SCALED_ROPE:
+            raise ConfigError(
+                f"Meta's format can't express the rope scaling {dict(scaling)!r:.120}; only llama3 with {SCALED_ROPE}"
+            )
+        out["use_scaled_rope"] = True
+        usual = 32 if config.tie_embeddings or (config.dim, config.n_layers) in SMALL_32 else 8
+        if scaling["factor"] != usual:
+            out["rope_scaling_factor"] = scaling["factor"]  # our own key: Meta's code knows 8 alone
+    if config.max_seq_len != _usual_context(config):
+        out["max_seq_len"] = config.max_seq_len
+    return out
+
+
+def _usual_context(config: ModelConfig) -> int:
+    """The context that a reader takes for a file in bfloat16 without the key max_seq_len."""
+    if config.rope_scaling is not None:
+        return 131072
+    return {500000.0: 8192, 1000000.0: 16384}.get(config.rope_theta, 4096)
+
+
+def feed_forward_keys(dim: int, hidden_dim: int) -> dict[str, Any]:
+    """multiple_of and ffn_dim_multiplier that make this width by Meta's formula; an official pair where one does."""
+    for multiplier in MULTIPLIERS:
+        for multiple in (*MULTIPLES, hidden_dim):
+            base = int(8 * dim / 3) if multiplier is None else int(multiplier * int(8 * dim / 3))
+            if multiple * -(-base // multiple) == hidden_dim:
+                return {"multiple_of": multiple} | ({} if multiplier is None else {"ffn_dim_multiplier": multiplier})
+    return {"multiple_of": hidden_dim, "ffn_dim_multiplier": hidden_dim / int(8 * dim / 3)}
+
+
+class TorchWriter:
+    """A .pth file as torch.save makes it, its tensors given one after another instead of all at once."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]):
+        self._keys = {name: str(i) for i, name in enumerate(shapes)}
+        self._writer = torch._C.PyTorchFileWriter(str(path))
+        table = {name: _Described(self._keys[name], shape, dtypes[name]) for name, shape in shapes.items()}
+        buffer = io.BytesIO()
+        _Pickler(buffer, protocol=2).dump(table)
+        self._record("data.pkl", buffer.getvalue())
+        self._record("byteorder", b"little")
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write the values of one of the tensors; each has its turn once."""
+        self._record(f"data/{self._keys.pop(name)}", raw_bytes(tensor).tobytes())
+
+    def close(self) -> None:
+        """Write the archive's table of contents."""
+        if self._keys:
+            raise RuntimeError(f"tensors were not written: {sorted(self._keys)[:3]}")
+        self._writer.write_end_of_file()
+
+    def _record(self, name: str, data: bytes) -> None:
+        self._writer.write_record(name, data, len(data))
+
+
+class _Described:
+    """A tensor in the pickle, before its values are there."""
+
+    def __init__(self, key: str, shape: tuple[int, ...], dtype: torch.dtype):
+        self.storage = _Storage(key, torch.Size(shape).numel(), dtype)
+        self.shape = shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides = torch.empty(self.shape, device="meta").stride()
+        rebuild = torch._utils._rebuild_tensor_v2
+        return rebuild, (self.storage, 0, self.shape, strides, False, OrderedDict())
+
+
+class _Storage:
+    def __init__(self, key: str, numel: int, dtype: torch.dtype):
+        self.key, self.numel, self.kind = key, numel, STORAGES[dtype]
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        """torch names a storage in the pickle instead of putting it there."""
+        return ("storage", obj.kind, obj.key, "cpu", obj.numel) if isinstance(obj, _Storage) else None
+
+
+def _write_tokenizer(folder: Path, model: Model) -> list[str]:
+    if model.tokenizer is None:
+        return ["the source has no tokenizer that can be read, so none was written"]
+    from ..tokenizer.write import tokenizer_model
+
+    try:
+        (folder / "tokenizer.model").write_bytes(tokenizer_model(model.tokenizer))
+    except TokenizerError as error:
+        return [f"the tokenizer was not carried over: {error}"]
+    return ["Meta's files hold no chat template, so it was left behind"] if model.chat_template else []

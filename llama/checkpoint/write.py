@@ -1,0 +1,73 @@
+"""Writing a model in another format, weight by weight: what the three writers share, and their registry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..errors import ConfigError
+from ..tokenizer import Tokenizer
+from .base import FLOATS
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a writer is given. Weights come by `read`, one at a time, in the interleaved layout.
+
+    shapes     the model's tensor names -> shapes; no output.weight if it is tied
+    dtypes     the model's tensor names -> the dtype to write
+    read       one weight by name, in that dtype
+    tokenizer  or None where the source has none
+    """
+
+    config: ModelConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    read: Callable[[str], Tensor]
+    tokenizer: Tokenizer | None = None
+    chat_template: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "model"
+
+    def nbytes(self, name: str) -> int:
+        return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrices."""
+        return self.dtypes["tok_embeddings.weight"]
+
+
+# (where to write, the model, number of shards) -> warnings: what could not be carried over
+Writer = Callable[[Path, Model, int], Sequence[str]]
+
+
+def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a tensor in row-major order; no copy if it lies so already."""
+    raw: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw
+
+
+def refuse(config: ModelConfig, format: str, **allowed: object) -> None:
+    """Raise ConfigError when a field is not what the format can express."""
+    for name, value in allowed.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"{format} can't express {name} = {getattr(config, name)!r}; it is always {value!r} there"
+            )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """F32, BF16 or F16. Raises ConfigError for others."""
+    if dtype not in FLOATS:
+        raise ConfigError(f"weights are written as {', '.join(FLOATS.values())}, not {dtype}")
+    return FLOATS[dtype]

@@ -1,0 +1,84 @@
+"""clearllama convert: a checkpoint in another format, proved weight by weight."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import common
+
+if TYPE_CHECKING:
+    from ..convert import Progress
+
+
+def add_parser(commands: common.Subparsers) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="write a checkpoint in another format",
+        description="Read a checkpoint of any format and write it as Meta's folder, Hugging Face's folder or a GGUF"
+        " file. One weight is in memory at a time. The target appears whole or not at all; before it does, every"
+        " weight is read back and held against the source.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source", metavar="SRC", help="a folder of Meta's or Hugging Face's, a .gguf file, or a known name"
+    )
+    parser.add_argument("target", metavar="DST", type=Path, help="the new folder (meta, hf) or file (gguf)")
+    parser.add_argument("--to", required=True, choices=["meta", "hf", "gguf"], help="the format to write")
+    parser.add_argument(
+        "--shards", type=int, default=0, metavar="N", help="files to spread the weights over (meta, hf)"
+    )
+    parser.add_argument(
+        "--dtype", default=None, help="float32, bfloat16, float16 (default: as stored; needed for quantized sources)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace a target that exists")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    common.add_debug(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..convert import convert
+    from ..hub import resolve
+    from ..runtime import pick_device, pick_dtype
+
+    dtype = None if args.dtype is None else pick_dtype(args.dtype, pick_device("cpu"))
+    with _bar(args.quiet) as progress:
+        proof = convert(
+            resolve(args.source),
+            args.target,
+            args.to,
+            shards=args.shards,
+            dtype=dtype,
+            force=args.force,
+            progress=progress,
+        )
+    for warning in proof.warnings:
+        common.say(args, f"warning: {warning}")
+    if args.json:
+        common.write_json({"path": str(proof.path), "tensors": proof.tensors, "sha256": proof.sha256})
+    else:
+        common.write(f"{proof.path}\n{proof.tensors} weights read back equal, sha256 {proof.sha256}\n")
+    return 0
+
+
+@contextlib.contextmanager
+def _bar(quiet: bool) -> Iterator[Progress]:
+    """A progress bar on stderr, where that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit="weight") as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.set_description(what, refresh=False)
+            bar.total, bar.n = total, done
+            bar.refresh()
+
+        yield show

@@ -1,0 +1,271 @@
+"""From one format to another, weight by weight: memory holds one weight, the target appears whole or not at all.
+
+At the end the new files are read again and every weight is held against the source's: the proof of the conversion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.write import Model, Writer, raw_bytes
+from .errors import CheckpointError, ConfigError, LlamaError, UsageError
+from .loader import check_tensors, to_layout
+from .temporary import own_temporary, sweep
+from .tokenizer import Tokenizer
+
+# (what is being done, weights done, weights in all)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a conversion shows for itself.
+
+    path      the new folder or file
+    tensors   weights that were read back and are the same
+    sha256    one hash over the names, shapes, dtypes and values of all of them, in the interleaved layout
+    warnings  what could not be carried over
+    """
+
+    path: Path
+    tensors: int
+    sha256: str
+    warnings: list[str]
+
+
+def _meta() -> Writer:
+    from .checkpoint import meta_write
+
+    return meta_write.write
+
+
+def _huggingface() -> Writer:
+    from .checkpoint import huggingface_write
+
+    return huggingface_write.write
+
+
+def _gguf() -> Writer:
+    from .checkpoint import gguf_write
+
+    return gguf_write.write
+
+
+# name -> (the writer, whether it writes a folder): a new format adds one line
+WRITERS: dict[str, tuple[Callable[[], Writer], bool]] = {
+    "meta": (_meta, True),
+    "hf": (_huggingface, True),
+    "gguf": (_gguf, False),
+}
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    *,
+    shards: int = 0,
+    dtype: torch.dtype | None = None,
+    force: bool = False,
+    progress: Progress = lambda what, done, total: None,
+) -> Proof:
+    """Write the model at `source` to `target` in another format.
+
+    to      "meta", "hf" (folders) or "gguf" (a file)
+    shards  files of a Meta or Hugging Face folder; 0 is one for Meta, as few as needed for Hugging Face
+    dtype   of the matrices; None keeps the stored one
+    force   replace a target that exists
+
+    Raises ConfigError where the format can't express the model, CheckpointError when the target can't be written
+    or does not read back the same; then nothing is left behind.
+    """
+    if to not in WRITERS:
+        raise UsageError(f"unknown format {to!r}; known: {', '.join(WRITERS)}")
+    if shards < 0:
+        raise UsageError(f"the number of shards must not be negative, got {shards}")
+    source, target = Path(source), Path(target)
+    load_writer, is_folder = WRITERS[to]
+    checkpoint = open_checkpoint(source)
+    check_tensors(checkpoint.config, checkpoint.shapes, str(source))
+    model = describe(checkpoint, dtype)
+    _check_target(source, target, is_folder, force)
+    try:
+        _check_space(target, sum(map(model.nbytes, model.shapes)))
+        sweep(target.parent, ".convert")
+        with own_temporary(target.parent, ".convert") as work:
+            place = work / target.name
+            if is_folder:
+                place.mkdir()
+            hashes: dict[str, str] = {}
+            warnings = list(load_writer()(place, _counted(model, hashes, progress), shards))
+            sha256 = prove(place, model, hashes, progress)
+            _sync(place)
+            _put(place, target, force, work)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or target}: {error.strerror or error}; nothing was changed") from error
+    except ConfigError as error:
+        raise ConfigError(f"{source} can't become {to}: {error}") from error
+    return Proof(target, len(hashes), sha256, warnings)
+
+
+def describe(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Model:
+    """What the writers are given of a checkpoint.
+
+    Matrices keep their dtype unless another is asked for. Vectors follow the matrices where that loses nothing.
+    """
+    config = checkpoint.config
+
+    def stored(name: str) -> Tensor:
+        tensor = checkpoint.tensor(name)
+        return to_layout(name, tensor, config.head_dim, checkpoint.layout, "interleaved")
+
+    matrices = {stored_dtype(checkpoint, name) for name, shape in checkpoint.shapes.items() if len(shape) > 1}
+    if dtype is None and (quantized := sorted(kind for kind in matrices if isinstance(kind, str))):
+        raise UsageError(
+            f"{checkpoint.path}: the weights are quantized ({', '.join(quantized)}); say in which dtype they are to be"
+            f" written: --dtype float32 is exact, bfloat16 takes half the space"
+        )
+    common = dtype or max((kind for kind in matrices if isinstance(kind, torch.dtype)), key=lambda kind: kind.itemsize)
+    dtypes: dict[str, torch.dtype] = {}
+    for name, shape in checkpoint.shapes.items():
+        kind = stored_dtype(checkpoint, name)
+        if len(shape) > 1 or dtype is not None:
+            dtypes[name] = dtype or (kind if isinstance(kind, torch.dtype) else common)
+        else:
+            vector = checkpoint.tensor(name)
+            dtypes[name] = common if torch.equal(vector.to(common).float(), vector.float()) else vector.dtype
+
+    def read(name: str) -> Tensor:
+        tensor = stored(name)
+        cast = tensor.to(dtypes[name])
+        if not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{name} holds values beyond what {dtypes[name]} can hold; choose another --dtype")
+        return cast
+
+    tokenizer: Tokenizer | None
+    try:
+        tokenizer = checkpoint.tokenizer()
+    except LlamaError:
+        tokenizer = None
+    return Model(
+        config=config,
+        shapes=checkpoint.shapes,
+        dtypes=dtypes,
+        read=read,
+        tokenizer=tokenizer,
+        chat_template=checkpoint.chat_template,
+        sampling=checkpoint.sampling,
+        name=checkpoint.about.get("name", checkpoint.path.stem),
+    )
+
+
+def stored_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype | str:
+    """The dtype of a weight, or the name of the blocks it is stored in."""
+    kind = checkpoint.stored(name)
+    return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind, kind)
+
+
+def prove(place: Path, model: Model, hashes: dict[str, str], progress: Progress) -> str:
+    """Read the new files and hold each weight against the hash of the source's; one hash over all.
+
+    Raises CheckpointError when one differs.
+    """
+    written = open_checkpoint(place)
+    check_tensors(written.config, written.shapes, str(place))
+    if written.shapes.keys() != model.shapes.keys():
+        raise CheckpointError(
+            f"the new files hold other tensors: {sorted(written.shapes.keys() ^ model.shapes.keys())[:3]}"
+        )
+    whole = hashlib.sha256()
+    for done, name in enumerate(sorted(model.shapes)):
+        progress("checking", done, len(model.shapes))
+        read = to_layout(name, written.tensor(name), model.config.head_dim, written.layout, "interleaved")
+        exact = read.to(model.dtypes[name])
+        if tensor_hash(exact) != hashes[name] or not torch.equal(exact.to(read.dtype), read):
+            raise CheckpointError(f"{name} does not read back as it was written; the disk or this program is at fault")
+        whole.update(f"{name} {tuple(exact.shape)} {exact.dtype} {hashes[name]}\n".encode())
+        written.release(name)
+    progress("checking", len(model.shapes), len(model.shapes))
+    return whole.hexdigest()
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """sha256 of a tensor's bytes."""
+    return hashlib.sha256(raw_bytes(tensor).data).hexdigest()
+
+
+def _counted(model: Model, hashes: dict[str, str], progress: Progress) -> Model:
+    """The model, its reader noting the hash of what it reads and telling how far it is."""
+
+    def read(name: str) -> Tensor:
+        tensor = model.read(name)
+        hashes[name] = tensor_hash(tensor)
+        progress("writing", len(hashes), len(model.shapes))
+        return tensor
+
+    return Model(**{**model.__dict__, "read": read})
+
+
+def _check_target(source: Path, target: Path, is_folder: bool, force: bool) -> None:
+    if target.exists() or target.is_symlink():
+        if source.resolve() == target.resolve() or target.resolve() in source.resolve().parents:
+            raise UsageError(f"{target} is the source, or the source lies in it; name another target")
+        if not force:
+            raise UsageError(f"{target} exists already; name another target, or replace it with --force")
+        if target.is_dir() != is_folder:
+            kind = ("a folder", "a file") if target.is_dir() else ("a file", "a folder")
+            raise UsageError(
+                f"{target} is {kind[0]} and this format is {kind[1]}; remove it first or name another target"
+            )
+    if not target.name or target.name in (".", ".."):
+        raise UsageError(f"{target} is no name for a new file or folder")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target.parent} is not a folder; make it first")
+
+
+def _check_space(target: Path, needed: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < needed * 1.01 + 2**20:
+        raise CheckpointError(
+            f"{target.parent} has {free // 10**6} MB free and the new files need {needed // 10**6} MB;"
+            f" nothing was written"
+        )
+
+
+def _sync(place: Path) -> None:
+    """Let the disk have everything before the name appears."""
+    for path in [*place.iterdir()] if place.is_dir() else [place]:
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+    with contextlib.suppress(OSError):  # not every system opens folders
+        handle = os.open(place if place.is_dir() else place.parent, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def _put(place: Path, target: Path, force: bool, work: Path) -> None:
+    """Give the finished files their name. An old target goes only when the new one is there."""
+    if not target.is_dir():
+        if target.exists() and not force:
+            raise CheckpointError(f"{target} appeared in the meantime; nothing was changed")
+        os.replace(place, target)
+        return
+    if not force:
+        raise CheckpointError(f"{target} appeared in the meantime; nothing was changed")
+    old = work / "replaced"
+    os.rename(target, old)
+    try:
+        os.rename(place, target)
+    except OSError:
+        os.rename(old, target)
+        raise
