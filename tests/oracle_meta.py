@@ -1,8 +1,8 @@
-"""Meta's own code as an oracle, in a process of its own: reads jobs as JSON on stdin, writes logits beside each folder.
+"""Meta's own code as an oracle, in a process of its own: reads jobs as JSON on stdin, writes logits to files.
 
-Each job: {"folder": ..., "code": "llama3" | "llama-models", "factor": 8, "tokens": file, "out": file}. The code comes from the
-wheels meta-llama3 and llama-models and the source of fairscale, unpacked and imported by path: nothing of it is
-installed. RANK and WORLD_SIZE choose the shard, as torchrun does.
+Each job: {"folder": ..., "code": "llama3" | "llama-models", "factor": 8, "tokens": file, "out": file}. The code comes
+from the wheels meta-llama3 and llama-models and the source of fairscale, unpacked and imported by path: nothing of
+it is installed. RANK and WORLD_SIZE choose the shard, as torchrun does.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ from llama import loader
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.gguf import TENSOR_TYPES, Part, read_header
 from llama.errors import CheckpointError, LlamaError
+from llama.rope_scaling import inverse_frequencies
 
 from . import tiny
 
@@ -138,6 +142,107 @@ def test_linear_scaling_is_honoured(tmp_path: Path) -> None:
     more = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     config = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata=more)).config
     assert config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+
+
+def scaling(tmp_path: Path, metadata: dict[str, Any], extra: dict[str, torch.Tensor] | None = None) -> Any:
+    entries = {f"llama.rope.scaling.{key}": value for key, value in metadata.items()}
+    return open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata=entries, extra=extra)).config.rope_scaling
+
+
+def test_yarn_keys_are_honoured(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert scaling(tmp_path, yarn) == expected
+    betas = {"yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}
+    assert scaling(tmp_path, {**yarn, **betas}) == {**expected, "beta_fast": 16.0, "beta_slow": 2.0}
+    # llama.cpp multiplies its own 0.1 ln(factor) + 1 by attn_factor
+    sharper = scaling(tmp_path, {**yarn, "attn_factor": 2.0})["attention_factor"]
+    assert sharper == pytest.approx(2 * (0.1 * math.log(4) + 1))
+
+
+def test_longrope_tables_are_honoured(tmp_path: Path) -> None:
+    short, long = torch.linspace(1, 2, 8), torch.linspace(1, 16, 8)
+    tables = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    longrope = {"type": "longrope", "original_context_length": 64, "attn_factor": 1.25}
+    assert scaling(tmp_path, longrope, tables) == {
+        "rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist(),
+        "original_max_position_embeddings": 64, "attention_factor": 1.25,
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"longrope needs the tensors"):
+        scaling(tmp_path, longrope)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0, 4.0])
+@pytest.mark.parametrize("length", [64, 8192])
+def test_divisors_made_by_llama3_are_known_again(tmp_path: Path, factor: float, length: int) -> None:
+    made = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": length}  # fmt: skip
+    plain, scaled = (inverse_frequencies(16, 10000.0, kind)[0] for kind in (None, made))
+    path = tiny.write_gguf(tmp_path / "x.gguf", extra={"rope_freqs.weight": plain / scaled})
+    read = open_checkpoint(path).config.rope_scaling
+    assert read is not None
+    assert torch.equal(inverse_frequencies(16, 10000.0, read)[0], scaled)  # the same bits, not almost
+
+
+def split(tmp_path: Path, tensors: int = 5) -> list[Path]:
+    """The tiny model in several files, by the reference writer."""
+    whole = gguf.GGUFReader(tiny.write_gguf(tmp_path / "whole.gguf"))
+    writer = gguf.GGUFWriter(str(tmp_path / "part.gguf"), "llama", split_max_tensors=tensors)
+    for key, value in {**tiny.architecture(), **tiny.byte_vocabulary()}.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif key in tiny.FLOATS:
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for tensor in whole.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(tmp_path.glob("part-*.gguf"))
+
+
+def test_a_split_model_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
+    parts = split(tmp_path)
+    assert len(parts) > 2
+    tokens = tiny.random_tokens(30)
+    expected = loader.load_model(tmp_path / "whole.gguf", dtype="float32", device="cpu")(tokens)
+    (tmp_path / "whole.gguf").unlink()
+    for path in (parts[0], parts[-1], tmp_path):
+        checkpoint = open_checkpoint(path)
+        assert list(checkpoint.parts) == [part.name for part in parts]
+        assert torch.equal(loader.build(checkpoint, "cpu", "float32")(tokens), expected)
+
+
+def test_split_models_with_faults(tmp_path: Path) -> None:
+    parts = split(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds 2 GGUF models .*; name one of them"):
+        open_checkpoint(tmp_path)
+    kept = parts[1].read_bytes()
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=rf"1 are missing: {parts[1].name}"):
+        open_checkpoint(parts[0])
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(CheckpointError, match="says that it is part 2 of"):
+        open_checkpoint(parts[0])
+    parts[1].write_bytes(kept)
+    stray = tmp_path / "renamed.gguf"
+    shutil.copy(parts[1], stray)
+    with pytest.raises(CheckpointError, match="give it its own name back"):
+        open_checkpoint(stray)
+
+
+def test_biases_are_read(tmp_path: Path) -> None:
+    config = dataclasses.replace(tiny.CONFIG, attention_bias=True, mlp_bias=True)
+    state = tiny.weights(config)
+    model = loader.load_model(tiny.write_gguf(tmp_path / "x.gguf", config, state), dtype="float32", device="cpu")
+    tokens = tiny.random_tokens(30)
+    torch.testing.assert_close(model(tokens), tiny.model(config)(tokens), rtol=0, atol=1e-6)
+    assert model.layers[0].attention.wq.bias is not None
 
 
 def test_tied_and_untied(tmp_path: Path) -> None:

@@ -292,16 +292,25 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "kv heads": (lambda d: edit(d, num_key_value_heads=3), "multiple of n_kv_heads"),
     "vocab": (lambda d: edit(d, vocab_size=300), r"tok_embeddings\.weight has shape \(320, 64\).*\(300, 64\)"),
     "odd head": (lambda d: edit(d, head_dim=15), "head_dim must be even"),
-    "theta": (lambda d: edit(d, rope_parameters={"rope_type": "default", "rope_theta": -1.0}), "rope_theta must be a finite"),
+    "theta": (
+        lambda d: edit(d, rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
+        "rope_theta must be a finite",
+    ),
     "theta twice": (lambda d: edit(d, rope_theta=5.0), "rope_theta is 5.0 and in rope_parameters 10000.0"),
     "rope kind": (lambda d: edit(d, rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral'; known: default"),
-    "rope factor": (lambda d: edit(d, rope_parameters={"rope_type": "linear", "factor": 0}), "'factor' must be a finite"),
+    "rope factor": (
+        lambda d: edit(d, rope_parameters={"rope_type": "linear", "factor": 0}),
+        "'factor' must be a finite",
+    ),
     "rope both": (lambda d: edit(d, rope_scaling={"rope_type": "linear", "factor": 2.0}), "contradict each other"),
     "rope order": (
-        lambda d: edit(d, rope_parameters={**LLAMA3, "low_freq_factor": 4.0}), "low_freq_factor must be below"),
+        lambda d: edit(d, rope_parameters={**LLAMA3, "low_freq_factor": 4.0}),
+        "low_freq_factor must be below",
+    ),
     "rope list": (
         lambda d: edit(d, rope_parameters={"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
-        "expected 8 numbers, one for each pair, got 1"),
+        "expected 8 numbers, one for each pair, got 1",
+    ),
     "json": (lambda d: (d / "config.json").write_text("{"), r"config\.json:1:2"),
     "path up": (place("../x.safetensors"), r"'\.\./x\.safetensors', which is no plain file name"),
     "path root": (place("/etc/passwd"), "no plain file name"),
@@ -311,7 +320,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "file gone": (lambda d: first(d).unlink(), "1 are missing: model-00001-of-"),
     "wrong file": (lambda d: place(first(d).name)(d), r"'model.norm.weight' should be in model-00001"),
     "not in index": (
-        lambda d: change_index(d, lambda places: places.pop("model.norm.weight")), "places elsewhere or not at all"),
+        lambda d: change_index(d, lambda places: places.pop("model.norm.weight")),
+        "places elsewhere or not at all",
+    ),
     "map": (lambda d: (d / INDEX).write_text('{"weight_map": []}'), "weight_map must map"),
     "cut": (lambda d: first(d).write_bytes(first(d).read_bytes()[:-9]), "is damaged or no safetensors file"),
     "empty": (lambda d: first(d).write_bytes(b""), "is empty"),
@@ -324,11 +335,17 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "strange": (lambda d: edit(d, file=INDEX) or resave(lambda s: s.update(extra=torch.ones(1)))(d), "'extra'"),
     "no weights": (lambda d: [f.unlink() for f in d.glob("*.safetensors*")], "has a config.json but no weights"),
     "half fetched": (
-        lambda d: [f.unlink() for f in d.glob("*.safetensors*")] and (d / "x.incomplete").touch(), "not fetched completely"),
+        lambda d: [f.unlink() for f in d.glob("*.safetensors*")] and (d / "x.incomplete").touch(),
+        "not fetched completely",
+    ),
     "adapter": (
-        lambda d: [f.unlink() for f in d.glob("*.safetensors*")] and save_file({"a": torch.ones(1)}, d / "adapter_model.safetensors"),
-        "holds an adapter"),
-}  # fmt: skip
+        lambda d: (
+            [f.unlink() for f in d.glob("*.safetensors*")]
+            and save_file({"a": torch.ones(1)}, d / "adapter_model.safetensors")
+        ),
+        "holds an adapter",
+    ),
+}
 
 
 @pytest.fixture(scope="module")

@@ -253,17 +253,32 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda d: (d / "consolidated.00.pth").write_bytes(b""), r"consolidated\.00\.pth is empty"),
     "cut": (lambda d: cut(d / "consolidated.00.pth"), r"consolidated\.00\.pth \(\d+ bytes\) is cut off"),
     "html": (lambda d: (d / "consolidated.01.pth").write_text("<!DOCTYPE html>"), "web page"),
-    "lfs": (lambda d: (d / "consolidated.00.pth").write_text("version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+    "lfs": (
+        lambda d: (d / "consolidated.00.pth").write_text("version https://git-lfs.github.com/spec/v1"),
+        "git lfs pull",
+    ),
     "noise": (lambda d: (d / "consolidated.00.pth").write_bytes(b"nothing here"), "not a torch file"),
     "gap": (lambda d: (d / "consolidated.00.pth").unlink(), r"missing: consolidated\.00\.pth"),
-    "last missing": (lambda d: (d / "consolidated.01.pth").unlink(), r"the model has 2 shards, up to consolidated\.01\.pth"),
+    "last missing": (
+        lambda d: (d / "consolidated.01.pth").unlink(),
+        r"the model has 2 shards, up to consolidated\.01\.pth",
+    ),
     "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "is a copy of"),
     "stranger": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), "not shards of one model"),
     "only in shard 1": (lambda d: save(d, put("layers.1.extra.weight", torch.zeros(1)), 1), "layers.1.extra.weight"),
     "missing tensor": (lambda d: [save(d, without(WQ), r) for r in (0, 1)], "1 tensors are missing: " + WQ),
-    "extra tensor": (lambda d: [save(d, put("layers.1.bonus.weight", torch.ones(2)), r) for r in (0, 1)], "not part of a LLaMA"),
-    "shape": (lambda d: [save(d, put(WQ, torch.zeros(64, 100)), r) for r in (0, 1)], r"\(128, 100\).*\(128, 128\)|asks for"),
-    "int8": (lambda d: [save(d, put(WQ, torch.zeros(128, 256, dtype=torch.int8)), r) for r in (0, 1)], "stored as int8"),
+    "extra tensor": (
+        lambda d: [save(d, put("layers.1.bonus.weight", torch.ones(2)), r) for r in (0, 1)],
+        "not part of a LLaMA",
+    ),
+    "shape": (
+        lambda d: [save(d, put(WQ, torch.zeros(64, 100)), r) for r in (0, 1)],
+        r"\(128, 100\).*\(128, 128\)|asks for",
+    ),
+    "int8": (
+        lambda d: [save(d, put(WQ, torch.zeros(128, 256, dtype=torch.int8)), r) for r in (0, 1)],
+        "stored as int8",
+    ),
     "float64": (lambda d: [save(d, put(WQ, torch.zeros(128, 256).double()), r) for r in (0, 1)], "stored as float64"),
     "not a tensor": (lambda d: save(d, put(WQ, 5)), f"{WQ} is a int and no tensor"),
     "sparse": (lambda d: save(d, put(WQ, torch.zeros(2, 2).to_sparse())), "dense tensor"),
@@ -288,7 +303,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "json digits": (lambda d: (d / "params.json").write_text('{"dim": ' + "9" * 5000 + "}"), r"params\.json: "),
     "json bom": (lambda d: (d / "params.json").write_bytes(b'\xef\xbb\xbf{"dim": 1}'), r"params\.json"),
     "json list": (lambda d: (d / "params.json").write_text("[1]"), "holds list where an object"),
-}  # fmt: skip
+}
 
 
 def cut(path: Path, keep: float = 0.5) -> None:

@@ -138,7 +138,7 @@ def test_help_states_the_order_that_runs() -> None:
     import argparse
 
     parser = argparse.ArgumentParser()
-    common.add_sampling_options(parser, 1, 0.0, 1.0)
+    common.add_sampling_options(parser, 1, "greedy")
     assert sampling.ORDER in " ".join(parser.format_help().split())
 
 

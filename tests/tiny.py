@@ -38,7 +38,10 @@ def weights(config: ModelConfig = CONFIG, seed: int = 0, scale: float = 1.0) -> 
     state = {}
     for name, shape in expected_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
-        state[name] = 1 + 0.2 * noise if len(shape) == 1 else scale * noise / shape[-1] ** 0.5
+        if name.endswith(".bias"):
+            state[name] = 0.3 * noise
+        else:
+            state[name] = 1 + 0.2 * noise if len(shape) == 1 else scale * noise / shape[-1] ** 0.5
     return state
 
 
@@ -85,7 +88,14 @@ def architecture(config: ModelConfig = CONFIG) -> dict[str, Any]:
     }
 
 
-FLOATS = ("llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base", "llama.rope.scaling.factor")
+FLOATS = (
+    "llama.attention.layer_norm_rms_epsilon",
+    "llama.rope.freq_base",
+    "llama.rope.scaling.factor",
+    "llama.rope.scaling.attn_factor",
+    "llama.rope.scaling.yarn_beta_fast",
+    "llama.rope.scaling.yarn_beta_slow",
+)
 
 
 def write_gguf(
@@ -120,9 +130,10 @@ def write_gguf(
     theirs = {ours: file for file, ours in NAMES.items()}
     tensors = {}
     for name, tensor in state.items():
-        parts = name.removesuffix(".weight").split(".")
+        stem, kind = name.rsplit(".", 1)
+        parts = stem.split(".")
         block = f"blk.{parts[1]}." if parts[0] == "layers" else ""
-        tensors[f"{block}{theirs['.'.join(parts[2:] if block else parts)]}.weight"] = tensor
+        tensors[f"{block}{theirs['.'.join(parts[2:] if block else parts)]}.{kind}"] = tensor
     for name, tensor in {**tensors, **(extra or {})}.items():
         if name in without:
             continue

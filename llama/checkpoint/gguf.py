@@ -530,7 +530,7 @@ def _as_llama3(divisors: list[float], head_dim: int, theta: float) -> dict[str, 
     if len(divisors) != head_dim // 2:
         return None
     plain, _ = inverse_frequencies(head_dim, theta)
-    for power in range(5, 21):
+    for power in range(1, 25):
         scaling = {
             "rope_type": "llama3",
             "factor": float(round(max(divisors), 3)),

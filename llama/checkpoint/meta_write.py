@@ -132,11 +132,11 @@ def _usual_context(config: ModelConfig) -> int:
 
 def feed_forward_keys(dim: int, hidden_dim: int) -> dict[str, Any]:
     """multiple_of and ffn_dim_multiplier that make this width by Meta's formula; an official pair where one does."""
-    for multiplier in MULTIPLIERS:
-        for multiple in (*MULTIPLES, hidden_dim):
-            base = int(8 * dim / 3) if multiplier is None else int(multiplier * int(8 * dim / 3))
-            if multiple * -(-base // multiple) == hidden_dim:
-                return {"multiple_of": multiple} | ({} if multiplier is None else {"ffn_dim_multiplier": multiplier})
+    pairs = [(multiple, multiplier) for multiplier in MULTIPLIERS for multiple in MULTIPLES]
+    for multiple, multiplier in [*pairs, (hidden_dim, None)]:
+        base = int(8 * dim / 3) if multiplier is None else int(multiplier * int(8 * dim / 3))
+        if multiple * -(-base // multiple) == hidden_dim:
+            return {"multiple_of": multiple} | ({} if multiplier is None else {"ffn_dim_multiplier": multiplier})
     return {"multiple_of": hidden_dim, "ffn_dim_multiplier": hidden_dim / int(8 * dim / 3)}
 
 

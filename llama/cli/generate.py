@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
         ids = llm.tokenizer.encode_infill(prompt, args.suffix)
         pieces = llm.stream_ids(ids, logprobs=args.logprobs, **options)
     elif raw:
-        why = "--raw" if args.raw else "the checkpoint does not say that it was made to chat"
+        why = "--raw" if args.raw else "the model has no chat template"
         if not args.raw and llm.chat_format is not None:
-            why += f"; if it was: --chat-format {llm.chat_format}"
+            why += f"; if it was made to chat: --chat-format {llm.chat_format}"
         common.say(args, f"the prompt is continued as it is ({why})")
         pieces = llm.stream(prompt, logprobs=args.logprobs, **options)
     else:

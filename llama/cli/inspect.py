@@ -73,7 +73,8 @@ def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]
         **architecture,
         "rope_bands": rope_bands(config),
         **vocabulary,
-        "chat": _chat(checkpoint),
+        "chat_template": checkpoint.chat_template is not None,
+        "chat_format": _chat_format(checkpoint),
         "sampling": dict(checkpoint.sampling),
         "files": dict(checkpoint.parts),
         "stored_bytes": stored,
@@ -104,14 +105,12 @@ def rope_bands(config: ModelConfig) -> dict[str, int]:
     return {"unchanged": kept, "in_between": len(slower) - kept - full, "slowed_most": full}
 
 
-def _chat(checkpoint: Checkpoint) -> str:
-    if checkpoint.chat_template is not None:
-        return "the checkpoint's own template"
+def _chat_format(checkpoint: Checkpoint) -> str | None:
+    """The built-in format that stands in for a template the checkpoint can't carry."""
     try:
-        built_in = checkpoint.chat_format(checkpoint.tokenizer())
+        return checkpoint.chat_format(checkpoint.tokenizer())
     except LlamaError:
-        built_in = None
-    return f"no template; the vocabulary fits the built-in format {built_in}" if built_in else "no template"
+        return None
 
 
 def _vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,6 +66,26 @@ def byte_level_bytes(token: str) -> bytes:
         return bytes(BYTE_OF[character] for character in token)
     except KeyError:
         return token.encode()
+
+
+def missing_bytes(tokens: Container[str]) -> bytes:
+    """The bytes that have no token of their own; the `tokenizers` library drops them from a text in silence."""
+    return bytes(byte for character, byte in BYTE_OF.items() if character not in tokens)
+
+
+def check_kept(text: str, written: Callable[[], bytes], missing: bytes, where: str) -> None:
+    """Raise TokenizerError if the text has bytes that are missing and what was written does not hold as many."""
+    raw = text.encode()
+    if not missing or len(raw.translate(None, missing)) == len(raw):
+        return
+    kept = written()  # a token that is matched whole may hold such a byte
+    lost = {byte for byte in missing if raw.count(byte) > kept.count(byte)}
+    for at, character in enumerate(text):
+        if found := lost.intersection(character.encode()):
+            raise TokenizerError(
+                f"{where}: character {at} of the text, {character!a}, has the byte 0x{min(found):02X}, for which this"
+                f" vocabulary has no token; the model can't be told of it, so remove it from the text"
+            )
 
 
 def piece_bytes(piece: str) -> bytes:

@@ -21,8 +21,10 @@ from .common import (
     LLAMA3_WORDS,
     byte_level_bytes,
     byte_piece,
+    check_kept,
     library_errors,
     looks_control,
+    missing_bytes,
     piece_bytes,
     stop_ids,
 )
@@ -79,6 +81,7 @@ class GGUFTokenizer(Tokenizer):
 
     def __init__(self, metadata: Mapping[str, Any], where: str):
         self.where = where
+        self.metadata = metadata
         self._backend: Backend
         self.tokens = _strings(metadata, "tokenizer.ggml.tokens", where)
         self.n_vocab = len(self.tokens)
@@ -131,16 +134,23 @@ class ByteLevelTokenizer(GGUFTokenizer):
         if pre not in PRE:
             raise TokenizerError(f"{where}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE)}")
         words, ignore_merges, add_bos = PRE[pre]
+        self.pre: str = pre
         self.kind = f"byte-level BPE ({pre})"
         self.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
         plain = self._plain()
-        merges = [_pair(m, i, where) for i, m in enumerate(_strings(metadata, "tokenizer.ggml.merges", where))]
-        for left, right in merges:
+        self._missing = missing_bytes(plain)
+        self.merges = [_pair(m, i, where) for i, m in enumerate(_strings(metadata, "tokenizer.ggml.merges", where))]
+        for left, right in self.merges:
             if left not in plain or right not in plain or left + right not in plain:
                 raise TokenizerError(f"{where}: merge {left!r} + {right!r} is not made of tokens of the vocabulary")
-        self._backend = Backend(models.BPE(vocab=plain, merges=merges, ignore_merges=ignore_merges))
+        self._backend = Backend(models.BPE(vocab=plain, merges=self.merges, ignore_merges=ignore_merges))
         self._backend.pre_tokenizer = words()
         self._match_user_defined()
+
+    def _encode(self, text: str) -> list[int]:
+        ids = super()._encode(text)
+        check_kept(text, lambda: b"".join(map(self.token_bytes, ids)), self._missing, self.where)
+        return ids
 
     def token_bytes(self, id: int) -> bytes:
         self._check(id)

@@ -20,8 +20,10 @@ from .common import (
     PRE,
     byte_level_bytes,
     byte_piece,
+    check_kept,
     library_errors,
     looks_control,
+    missing_bytes,
     piece_bytes,
     read_file,
     stop_ids,
@@ -200,9 +202,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, data: bytes, where: str, settings: Mapping[str, Any] | None = None):
         self._where = where
+        self.data, self.settings = data, settings or {}
         source = parse(data, where)
         with library_errors(where, "not a tokenizer.json that can be run"):
-            self._build(source, settings or {})
+            self._build(source, self.settings)
 
     @classmethod
     def from_file(cls, path: Path, settings: Mapping[str, Any] | None = None) -> HuggingFaceTokenizer:
@@ -240,12 +243,12 @@ class HuggingFaceTokenizer(Tokenizer):
             absent = min(control - ids.keys())
             raise TokenizerError(f"{where}: the post-processor adds {absent!r}, which is no token of the vocabulary")
 
-        self._unknown = model.get("unk_token")
+        self.unknown: str | None = model.get("unk_token")
         if isinstance(model["vocab"], list) and model.get("unk_id") is not None:
-            self._unknown = model["vocab"][model["unk_id"]][0]
-        if self._unknown in (bos, eos, *before, *behind) or looks_control(self._unknown or ""):
-            self._unknown = None  # GPT-2's family writes an unknown character as the end of the text
-        control -= {self._unknown}
+            self.unknown = model["vocab"][model["unk_id"]][0]
+        if self.unknown in (bos, eos, *before, *behind) or looks_control(self.unknown or ""):
+            self.unknown = None  # GPT-2's family writes an unknown character as the end of the text
+        control -= {self.unknown}
         self.kind = f"{'byte-level' if self._byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
         self.control = {token: ids[token] for token in sorted(control, key=ids.__getitem__)}
         self.bos_id = None if bos is None else ids[bos]
@@ -254,9 +257,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self.stop_ids = stop_ids(self.control, [self.eos_id])
         self.strips_leading_space = not self._byte_level and strips_space(decoder)
         self._byte_fallback = has(decoder, "ByteFallback")
-        self._token_of = {id: token for token, id in ids.items()}
+        self.token_of = {id: token for token, id in ids.items()}
+        lossy = self._byte_level and self.unknown is None
+        self._missing = missing_bytes(ids.keys() - control) if lossy else b""
 
-        readable = without_control(source, ids, control, self._unknown, where)
+        readable = without_control(source, ids, control, self.unknown, where)
         self._backend = self._load(readable)
         self._joining = self._load(without_prefix(readable)) if PRE in self.control else self._backend
         # A Unigram model keeps its control tokens, under hidden names; should a text find one all the same, that shows.
@@ -289,6 +294,9 @@ class HuggingFaceTokenizer(Tokenizer):
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         if not self._unreachable.isdisjoint(ids):
             raise TokenizerError(f"{self._where}: the text would become a control token, so it is not encoded")
+        if self._missing:
+            plain = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+            check_kept(plain, lambda: b"".join(map(self.token_bytes, ids)), self._missing, self._where)
         return ids
 
     def _encode(self, text: str) -> list[int]:
@@ -299,8 +307,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def token_bytes(self, id: int) -> bytes:
         self._check(id)
-        token = self._token_of.get(id)
-        if token is None or token in self.control or token == self._unknown:
+        token = self.token_of.get(id)
+        if token is None or token in self.control or token == self.unknown:
             return b""
         if self._byte_level:
             return token.encode() if token in self._added else byte_level_bytes(token)

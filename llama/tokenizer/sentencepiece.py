@@ -102,6 +102,7 @@ class SentencePieceModelTokenizer(Tokenizer):
     def __init__(self, data: bytes, where: str):
         self.kind = "SentencePiece model"
         self._where = where
+        self.data = data
         library = self._load(data)
         top = [(number, value) for number, value, _ in read_fields(data) if isinstance(value, bytes)]
         pieces = [value for number, value in top if number == PIECE]

@@ -116,6 +116,7 @@ class TiktokenTokenizer(Tokenizer):
 
         self.kind = "tiktoken BPE (Llama 3)"
         self._where = where
+        self.data = data
         self._tokens = parse(data, where)
         self.control = {name: len(self._tokens) + i for i, name in enumerate(control_strings())}
         self.n_vocab = len(self._tokens) + N_CONTROL

@@ -1,0 +1,355 @@
+"""Conversions: the same weights in every format, whole or not at all, and readable by the others' own programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+import llama
+from llama import convert as convert_module
+from llama.checkpoint import open_checkpoint
+from llama.checkpoint.meta_write import feed_forward_keys
+from llama.config import ModelConfig
+from llama.convert import convert
+from llama.errors import CheckpointError, LlamaError, UsageError
+
+from . import meta_code, test_huggingface, tiny
+from .scripts import make_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS = torch.randint(500, (1, 100), generator=torch.Generator().manual_seed(1))
+
+
+def logits(path: Path) -> torch.Tensor:
+    return llama.load_model(path, dtype="float32", device="cpu")(TOKENS)
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Every file below a folder and its hash."""
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted(folder.rglob("*")) if file.is_file()}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "like", ["llama-1-7b", "llama-2-70b", "codellama-7b", "llama-3-8b", "llama-3.1-405b", "llama-3.2-1b"]
+)
+def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) -> None:
+    source = make_tiny.make(tmp_path / "meta", like, shards=2 if "405b" in like else 1)
+    hf = convert(source, tmp_path / "hf", "hf")
+    file = convert(hf.path, tmp_path / "model.gguf", "gguf")
+    back = convert(file.path, tmp_path / "back", "meta")
+    assert len({proof.sha256 for proof in (hf, file, back)}) == 1
+    assert hf.warnings == file.warnings == []
+    original, final = torch.load(source / "consolidated.00.pth"), torch.load(tmp_path / "back" / "consolidated.00.pth")
+    if "405b" not in like:
+        for name, tensor in final.items():
+            assert torch.equal(tensor, original[name])
+            assert tensor.dtype == original[name].dtype
+    configs = [open_checkpoint(path).config for path in (source, hf.path, file.path, back.path)]
+    assert all(config == configs[0] for config in configs[1:])
+    outputs = [logits(path) for path in (source, hf.path, file.path, back.path)]
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    tokenizers = [llama.load_tokenizer(path) for path in (source, hf.path, file.path, back.path)]
+    text = " The dog bites the man.\n\n 12345 😀 <|eot_id|> </s>  x"
+    assert len({tuple(tokenizer.encode(text, bos=True)) for tokenizer in tokenizers}) == 1
+    assert len({tokenizer.stop_ids for tokenizer in tokenizers}) == 1
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8, 16])
+def test_shards_that_are_written_merge_to_the_same(tmp_path: Path, shards: int) -> None:
+    config = make_tiny.tiny_config("llama-3.1-405b", 16)
+    state = make_tiny.weights(config)
+    source = make_tiny.write_meta(tmp_path / "a", "llama-3.1-405b", config, state, 1, None)
+    convert(source, tmp_path / "b", "meta", shards=shards)
+    expected = make_tiny.write_meta(tmp_path / "c", "llama-3.1-405b", config, state, shards, None)
+    for rank in range(shards):
+        ours, theirs = (torch.load(tmp_path / name / f"consolidated.{rank:02d}.pth") for name in ("b", "c"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(logits(tmp_path / "b"), logits(expected))
+
+
+def test_files_that_are_written_pass_torchs_and_zips_own_checks(tmp_path: Path) -> None:
+    import zipfile
+
+    source = make_tiny.make(tmp_path / "a", "llama-2-13b", shards=2)
+    convert(source, tmp_path / "b", "meta", shards=2)
+    for rank in range(2):
+        file = tmp_path / "b" / f"consolidated.{rank:02d}.pth"
+        assert zipfile.ZipFile(file).testzip() is None
+        mapped, read = torch.load(file, mmap=True), torch.load(file, mmap=False)
+        assert all(torch.equal(mapped[name], read[name]) for name in read)
+    done = subprocess.run(["md5sum", "-c", "checklist.chk"], cwd=tmp_path / "b", capture_output=True, check=False)
+    assert done.returncode == 0
+
+
+def test_metas_code_reads_what_is_written(tmp_path: Path) -> None:
+    model = test_huggingface.write(tmp_path / "hf", num_key_value_heads=2, max_position_embeddings=4096)
+    proof = convert(tmp_path / "hf", tmp_path / "meta", "meta")
+    tokens = TOKENS % 320
+    [expected] = meta_code.run([meta_code.job(proof.path, tokens, "llama3", 320)])
+    assert float((model(tokens).logits - expected).abs().max()) < 5e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_metas_code_reads_shards_that_are_written(tmp_path: Path, ranks: int) -> None:
+    source = make_tiny.make(tmp_path / "a", "llama-3.1-70b", shards=8)
+    convert(source, tmp_path / "b", "meta", shards=ranks)
+    [expected] = meta_code.run([meta_code.job(tmp_path / "b", TOKENS, "llama-models", 768)], ranks)
+    assert float((logits(source) - expected).abs().max()) < 2e-4
+
+
+@pytest.mark.parametrize("like", ["llama-2-7b", "codellama-34b", "llama-3.1-8b", "llama-3.2-3b"])
+def test_transformers_reads_what_is_written(tmp_path: Path, like: str) -> None:
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    source = make_tiny.make(tmp_path / "meta", like)
+    convert(source, tmp_path / "hf", "hf", shards=3)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) >= 3
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    assert float((logits(source) - model(TOKENS).logits).abs().max()) < 5e-4
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), llama.load_tokenizer(source)
+    text = "The dog bites the man: 12345 über 😀\n\n  x"
+    assert theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids == ours.encode(text)
+
+
+def test_the_gguf_package_reads_what_is_written(tmp_path: Path) -> None:
+    source = make_tiny.make(tmp_path / "meta", "llama-3.1-8b")
+    proof = convert(source, tmp_path / "x.gguf", "gguf")
+    reader = gguf.GGUFReader(proof.path)
+    state = torch.load(source / "consolidated.00.pth")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    raw = tensors["blk.1.attn_q.weight"]
+    assert raw.tensor_type == gguf.GGMLQuantizationType.BF16
+    numbers = gguf.quants.dequantize(raw.data, raw.tensor_type)
+    assert torch.equal(torch.from_numpy(numbers), state["layers.1.attention.wq.weight"].float())
+    divisors = tensors["rope_freqs.weight"].data
+    assert divisors.shape == (8,)
+    assert divisors[0] == 1
+    assert divisors[-1] == 8
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [rope for rope in test_huggingface.ROPES if rope["rope_type"] not in ("dynamic",) and rope.get("truncate", True)],
+    ids=test_huggingface.label,
+)
+def test_rope_scalings_survive_gguf(tmp_path: Path, rope: dict[str, Any]) -> None:
+    test_huggingface.write(tmp_path / "hf", rope_parameters={**rope, "rope_theta": 10000.0})
+    proof = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf")
+    back = convert(proof.path, tmp_path / "back", "hf")
+    tokens = test_huggingface.tokens(60)
+    models = [
+        llama.load_model(path, dtype="float32", device="cpu") for path in (tmp_path / "hf", proof.path, back.path)
+    ]
+    for model in models[1:]:
+        assert float((model(tokens) - models[0](tokens)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "to", "says"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "gguf", "can't express .*dynamic"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "meta", "can't express .*yarn"),
+        ({"attention_bias": True}, "meta", "can't express attention_bias"),
+        ({"head_dim": 32}, "meta", "can't express head_dim = 32"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_format_cannot_say_is_refused(tmp_path: Path, changes: dict[str, Any], to: str, says: str) -> None:
+    test_huggingface.write(tmp_path / "hf", **changes)
+    before = files(tmp_path)
+    with pytest.raises(LlamaError, match=says):
+        convert(tmp_path / "hf", tmp_path / "out", to)
+    assert files(tmp_path) == before
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_biases_survive_gguf(tmp_path: Path) -> None:
+    test_huggingface.write(tmp_path / "hf", attention_bias=True, mlp_bias=True, head_dim=24)
+    proof = convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf")
+    tokens = test_huggingface.tokens(60)
+    one, other = (llama.load_model(path, dtype="float32", device="cpu") for path in (tmp_path / "hf", proof.path))
+    assert torch.equal(one(tokens), other(tokens))
+
+
+def test_quantized_sources_want_a_dtype(tmp_path: Path) -> None:
+    source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
+    with pytest.raises(UsageError, match=r"quantized .Q4_0.*--dtype float32 is exact"):
+        convert(source, tmp_path / "hf", "hf")
+    proof = convert(source, tmp_path / "hf", "hf", dtype=torch.float32)
+    tokens = tiny.random_tokens(40)
+    one, other = (llama.load_model(path, dtype="float32", device="cpu") for path in (source, proof.path))
+    assert torch.equal(one(tokens), other(tokens))
+
+
+def test_a_dtype_too_small_for_a_weight_is_refused(tmp_path: Path) -> None:
+    state = tiny.weights()
+    state["norm.weight"][3] = 1e6
+    source = tiny.write_gguf(tmp_path / "x.gguf", state=state)
+    with pytest.raises(CheckpointError, match=r"beyond what torch\.float16 can hold"):
+        convert(source, tmp_path / "hf", "hf", dtype=torch.float16)
+    assert os.listdir(tmp_path) == ["x.gguf"]
+
+
+@pytest.mark.parametrize("name", make_tiny.names())
+def test_the_width_is_said_by_metas_formula(name: str) -> None:
+    config = make_tiny.real_config(name)
+    keys = feed_forward_keys(config.dim, config.hidden_dim)
+    base = int(8 * config.dim / 3)
+    base = int(keys["ffn_dim_multiplier"] * base) if "ffn_dim_multiplier" in keys else base
+    assert keys["multiple_of"] * -(-base // keys["multiple_of"]) == config.hidden_dim
+    assert keys["multiple_of"] in (256, 1024, 4096)  # an official pair
+
+
+@pytest.mark.parametrize("hidden", [96, 97, 170, 1000])
+def test_any_width_can_be_said(hidden: int) -> None:
+    keys = feed_forward_keys(64, hidden)
+    base = int(keys.get("ffn_dim_multiplier", 1.0) * int(8 * 64 / 3))
+    assert keys["multiple_of"] * -(-base // keys["multiple_of"]) == hidden
+
+
+# ------------------------------------------------------------------------------------------- whole or not at all
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_tiny.make(tmp_path / "source", "llama-3-8b")
+
+
+def test_targets_that_exist(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "hf", "hf")
+    before = files(tmp_path / "hf")
+    with pytest.raises(UsageError, match="exists already"):
+        convert(source, tmp_path / "hf", "hf")
+    assert files(tmp_path / "hf") == before
+    (tmp_path / "hf" / "mine.txt").write_text("x")
+    convert(source, tmp_path / "hf", "hf", force=True)
+    assert files(tmp_path / "hf") == before
+    for target in (source, source.parent):
+        with pytest.raises(UsageError, match="is the source, or the source lies in it"):
+            convert(source, target, "hf", force=True)
+    with pytest.raises(UsageError, match="is not a folder; make it first"):
+        convert(source, tmp_path / "no" / "hf", "hf")
+    with pytest.raises(UsageError, match="is a folder and this format is a file"):
+        convert(source, tmp_path / "hf", "gguf", force=True)
+    with pytest.raises(UsageError, match="unknown format"):
+        convert(source, tmp_path / "x", "onnx")
+    with pytest.raises(LlamaError, match=r"3 shards can't share evenly; 1, 2, 4"):
+        convert(source, tmp_path / "x", "meta", shards=3)
+    assert sorted(os.listdir(tmp_path)) == ["hf", "source"]
+
+
+def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=r"0 MB free and the new files need"):
+        convert(source, tmp_path / "hf", "hf")
+    monkeypatch.undo()
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device; nothing was changed"):
+        convert(source, tmp_path / "hf", "hf")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_wrong_byte_is_found_by_the_proof(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llama.checkpoint import huggingface_write
+
+    honest = huggingface_write.raw_bytes
+
+    def slip(tensor: torch.Tensor) -> Any:
+        raw = honest(tensor).copy()
+        raw[7] ^= 1
+        return raw
+
+    monkeypatch.setattr(huggingface_write, "raw_bytes", slip)
+    with pytest.raises(CheckpointError, match="does not read back as it was written"):
+        convert(source, tmp_path / "hf", "hf")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_forgotten_permutation_is_found_by_the_proof(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llama.checkpoint import huggingface_write
+
+    monkeypatch.setattr(huggingface_write, "ROTATED", ())
+    with pytest.raises(CheckpointError, match=r"attention\.w[qk]\.weight does not read back"):
+        convert(source, tmp_path / "hf", "hf")
+
+
+def test_killed_at_any_moment_the_target_is_absent_or_whole(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "model"
+    target.parent.mkdir()
+    command = [sys.executable, "-c", "import sys, torch; from llama.convert import convert; print('go', flush=True);"
+               "convert(sys.argv[1], sys.argv[2], 'meta', shards=2)", str(source), str(target)]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    whole = files(target)
+    shutil.rmtree(target)
+    rng = random.Random(0)
+    outcomes = []
+    for _ in range(8):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        process.stdout.readline()  # type: ignore[union-attr]
+        time.sleep(rng.uniform(0, 0.25))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if target.exists():
+            assert files(target) == whole
+            shutil.rmtree(target)
+            outcomes.append("whole")
+        else:
+            outcomes.append("absent")
+    subprocess.run(command, check=True, capture_output=True)
+    assert files(target) == whole
+    assert os.listdir(target.parent) == ["model"]  # what the killed ones left was swept
+    assert "absent" in outcomes
+
+
+def test_memory_holds_one_weight(tmp_path: Path) -> None:
+    config = ModelConfig(512, 24, 8, 8, 64, 2048, 512, tie_embeddings=True)
+    like = dataclasses.replace(config)
+    source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", like, make_tiny.weights(config), 1, None)
+    size = (source / "consolidated.00.pth").stat().st_size
+    script = (
+        "import sys, resource, torch; from llama.convert import convert; from llama import loader;"
+        "convert(sys.argv[1], sys.argv[2], 'hf');"
+        "now = [int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')][0];"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, now)"
+    )
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc")
+    base = subprocess.run(
+        [sys.executable, "-c", script, str(make_tiny.make(tmp_path / "tiny", "llama-3-8b")), str(tmp_path / "t")],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    out = subprocess.run([sys.executable, "-c", script, str(source), str(tmp_path / "b")], check=True,
+                         capture_output=True, text=True).stdout  # fmt: skip
+    grown = (int(out.split()[0]) - int(base.split()[0])) * 1024
+    assert size > 150e6
+    assert grown < 0.35 * size, (grown, size)
+
+
+def test_progress_is_told(source: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    proof = convert(source, tmp_path / "hf", "hf", progress=lambda *step: told.append(step))
+    assert told[-1] == ("checking", proof.tensors, proof.tensors)
+    assert ("writing", proof.tensors, proof.tensors) in told
+    assert convert_module.WRITERS.keys() == {"meta", "hf", "gguf"}

@@ -1,0 +1,496 @@
+"""Models of the Hugging Face hub by their id. The library itself runs, against a server that speaks enough of the hub.
+
+What only the choice of files, the cache and the words of errors decide is tested with stand-ins.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import tokenizers
+from huggingface_hub import constants
+from tokenizers import decoders, models, pre_tokenizers
+
+from llama import hub
+from llama.errors import CheckpointError, LlamaError, UsageError
+from llama.tokenizer.common import BYTE_OF
+
+from . import test_huggingface, tiny
+from .conftest import Run
+from .scripts import make_tiny
+
+SHA = "1234567890abcdef1234567890abcdef12345678"
+Files = dict[str, bytes]
+
+
+# ------------------------------------------------------------------------------------------------------- a tiny hub
+class Hub(ThreadingHTTPServer):
+    """repos: name -> files. gated: answered as the hub answers who has not accepted a licence. served: paths that were
+    sent whole. held: a path of which the server sends half and then nothing."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos: dict[str, Files] = {}
+        self.gated: set[str] = set()
+        self.served: list[str] = []
+        self.held = ""
+        self.halfway = threading.Event()
+        self.tokens: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(key.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.tokens.add(self.headers.get("Authorization", ""))
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path)
+        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        match = api or file
+        repo, revision = (match[1], match[3] if api else match[2]) if match else ("", "")
+        if repo not in self.server.repos:
+            return self.answer(401, X_Error_Code="RepoNotFound")
+        if revision not in ("main", SHA):
+            return self.answer(404, X_Error_Code="RevisionNotFound")
+        files = self.server.repos[repo]
+        if api:
+            return self.answer(200, json.dumps(listing(files, api[2])).encode(), Content_Type="application/json")
+        if repo in self.server.gated and "Bearer right" not in self.headers.get("Authorization", ""):
+            return self.answer(403, X_Error_Code="GatedRepo")
+        name = file[3] if file else ""
+        if name not in files:
+            return self.answer(404, X_Error_Code="EntryNotFound")
+        return self.send_file(name, files[name])
+
+    def send_file(self, name: str, body: bytes) -> None:
+        headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X_Repo_Commit": SHA}
+        if self.command == "GET" and name == self.server.held:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            self.server.halfway.set()
+            time.sleep(30)
+            return
+        self.answer(200, body, **headers)
+        if self.command == "GET":
+            self.server.served.append(name)
+
+
+def listing(files: Files, kind: str) -> Any:
+    """The hub's answer about the files of a repository, as `revision` and `tree` have it."""
+    entries = [(name, len(body), hashlib.sha256(body).hexdigest()) for name, body in files.items()]
+    if kind == "revision":
+        return {"id": "x", "sha": SHA, "siblings": [{"rfilename": name, "size": size} for name, size, _ in entries]}
+    return [{"type": "file", "path": name, "size": size, "oid": sum[:40]} for name, size, sum in entries]
+
+
+def write_folder(folder: Path, **options: Any) -> Path:
+    """A random model in Hugging Face's layout by transformers, and a byte-level vocabulary by tokenizers."""
+    model = test_huggingface.write(folder)
+    shutil.rmtree(folder)
+    model.save_pretrained(folder, **options)
+    vocabulary = tokenizers.Tokenizer(models.BPE(vocab={text: id for id, text in enumerate(BYTE_OF)}, merges=[]))
+    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary.decoder = decoders.ByteLevel()
+    vocabulary.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    vocabulary.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def files_of(folder: Path, prefix: str = "") -> Files:
+    return {prefix + path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
+    """Repositories as they are on the hub, with more in them than is needed."""
+    root = tmp_path_factory.mktemp("repos")
+    write_folder(root / "hf")
+    make_tiny.make(root / "meta", "llama-3.2-1b")
+    write_folder(root / "sharded", max_shard_size="60KB")
+    gguf = tiny.write_gguf(root / "a.gguf").read_bytes()
+    more = {"README.md": b"# words", "training_args.bin": b"x", "pytorch_model.bin": b"x", "LICENSE": b"x"}
+    return {
+        "meta-llama/Tiny": {**files_of(root / "hf"), **files_of(root / "meta", "original/"), **more},
+        "org/sharded": {**files_of(root / "sharded"), "consolidated.safetensors": b"x", **more},
+        "org/gguf": {"tiny-Q4_0.gguf": gguf, "tiny-Q8_0.gguf": gguf, "config.json": b"{}", "README.md": b"x"},
+        "org/one-gguf": {"tiny.gguf": gguf, "README.md": b"x"},
+        "org/nothing": {"README.md": b"x", "tokenizer.json": b"{}"},
+    }
+
+
+@pytest.fixture
+def server(repos: dict[str, Files]) -> Iterator[Hub]:
+    hub = Hub()
+    hub.repos = {name: dict(files) for name, files in repos.items()}
+    thread = threading.Thread(target=hub.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+
+
+@pytest.fixture
+def env(server: Hub, tmp_path: Path) -> dict[str, str]:
+    """The environment of a user whose hub this is, with nothing in the cache."""
+    return {
+        "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_CACHE": str(tmp_path / "hf" / "hub"), "HF_HUB_OFFLINE": "",
+        "HF_TOKEN": "", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+        "HF_HUB_DISABLE_TELEMETRY": "1", "HOME": str(tmp_path),
+    }  # fmt: skip
+
+
+def path_of(result: subprocess.CompletedProcess[bytes]) -> Path:
+    """What a pull printed: one existing path and nothing else."""
+    assert result.returncode == 0, result.stderr
+    [line] = result.stdout.decode().splitlines()
+    assert Path(line).exists()
+    return Path(line)
+
+
+def error_of(result: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
+    """The one line of error; the line about what is fetched may stand before it."""
+    assert result.returncode == code, result.stderr
+    assert result.stdout == b""
+    *before, last = result.stderr.decode().splitlines()
+    assert all(line.startswith("fetching ") for line in before), before
+    assert last.startswith("clearllama: error: ")
+    return last
+
+
+# ----------------------------------------------------------------------------------------------------- end to end
+def test_a_pull_fetches_what_is_read_and_the_id_then_names_it(
+    clearllama: Run, server: Hub, env: dict[str, str]
+) -> None:
+    result = clearllama("pull", "meta-llama/Tiny", env=env)
+    folder = path_of(result)
+    wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert wanted - {"generation_config.json"} <= {file.name for file in folder.iterdir()}
+    assert set(server.served) == {file.name for file in folder.iterdir()} <= wanted | {"special_tokens_map.json"}
+    assert all((folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name] for name in server.served)
+    assert re.fullmatch(rb"fetching meta-llama/Tiny \(\d files, \d+ MB of them not here yet\)\n", result.stderr)
+
+    offline = {**env, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+    facts = json.loads(clearllama("inspect", "meta-llama/Tiny", "--json", env=offline).stdout)
+    assert facts["path"] == str(folder)
+    assert facts["format"] == "Hugging Face"
+    again = clearllama("pull", "meta-llama/Tiny", env={**offline, "HF_HUB_OFFLINE": ""})  # the network is down
+    assert path_of(again) == folder
+    assert b"the copy that is here is whole" in again.stderr
+    count = len(server.served)
+    assert path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env)) == folder
+    assert len(server.served) == count
+
+
+def test_meta_takes_the_original_files(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+    folder = path_of(clearllama("pull", "-q", "meta-llama/Tiny", "--meta", env=env))
+    assert folder.name == "original"
+    assert sorted(server.served) == [
+        f"original/{n}" for n in ("checklist.chk", "consolidated.00.pth", "params.json", "tokenizer.model")
+    ]
+    assert path_of(clearllama("pull", "-q", "meta-llama/Tiny/original", env=env)) == folder
+    result = clearllama("inspect", "meta-llama/Tiny", "--json", env=env)
+    assert json.loads(result.stdout)["path"] == str(folder)
+
+
+def test_an_interrupted_pull_ends_at_once_and_the_next_goes_on(
+    clearllama: Run, server: Hub, env: dict[str, str], tmp_path: Path
+) -> None:
+    shards = sorted(name for name in server.repos["org/sharded"] if name.startswith("model-"))
+    assert len(shards) > 2
+    server.held = shards[-1]
+    command = [sys.executable, "-m", "llama", "pull", "org/sharded"]
+    process = subprocess.Popen(
+        command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert server.halfway.wait(10)
+    while not set(shards[:-1]) <= set(server.served):
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=5)
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr.splitlines()[-1].startswith("clearllama: interrupted; clearllama pull org/sharded goes on")
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+    line = error_of(clearllama("inspect", "org/sharded", env=env))
+    assert "no complete model of that name" in line
+    assert line.endswith("clearllama pull org/sharded")
+    before = set(server.served)
+    server.held = ""
+    server.served.clear()
+    folder = path_of(clearllama("pull", "-q", "org/sharded", env=env))
+    assert shards[-1] in server.served
+    assert not before & set(server.served), "nothing is fetched twice"
+    assert {file.name for file in folder.glob("*.safetensors")} == set(shards)
+
+
+def test_gguf_repositories(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+    assert path_of(clearllama("pull", "-q", "org/one-gguf", env=env)).name == "tiny.gguf"
+    line = error_of(clearllama("pull", "org/gguf", env=env))
+    assert "org/gguf holds 2 GGUF models (tiny-Q4_0.gguf, tiny-Q8_0.gguf); name one, as in org/gguf/FILE.gguf" in line
+    path = path_of(clearllama("pull", "-q", "org/gguf/tiny-Q8_0.gguf@main", env=env))
+    assert path.read_bytes() == server.repos["org/gguf"]["tiny-Q8_0.gguf"]
+    assert server.served == ["tiny.gguf", "tiny-Q8_0.gguf"]
+
+
+def test_gated_and_tokens(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+    server.gated = {"org/sharded"}
+    line = error_of(clearllama("pull", "org/sharded", env=env))
+    assert f"accept its licence on {server.url}/org/sharded, then log in with 'hf auth login' or set HF_TOKEN" in line
+    path_of(clearllama("pull", "-q", "org/sharded", env={**env, "HF_TOKEN": "right"}))
+    assert "Bearer right" in server.tokens
+
+
+def test_what_is_not_there(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+    assert "shows no repository org/none: it does not exist, or it is private" in error_of(
+        clearllama("pull", "org/none", env=env)
+    )
+    assert "org/sharded has no revision 'v9'" in error_of(clearllama("pull", "org/sharded@v9", env=env))
+    assert "holds no model that can be run" in error_of(clearllama("pull", "org/nothing", env=env))
+    assert server.served == []
+
+
+def test_offline_and_unreachable(clearllama: Run, env: dict[str, str]) -> None:
+    line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_HUB_OFFLINE": "1"}))
+    assert "HF_HUB_OFFLINE is set and the Hugging Face cache holds no complete copy of org/sharded" in line
+    line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}))
+    assert "did not deliver org/sharded (ConnectError" in line
+    assert "check the network" in line
+
+
+# ----------------------------------------------------------------------------------------------------------- names
+@pytest.mark.parametrize(
+    ("name", "repo", "path", "revision"),
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B", "", "main"),
+        ("a/b@v1.0", "a/b", "", "v1.0"),
+        ("a/b@refs/pr/3", "a/b", "", "refs/pr/3"),
+        ("a/b/original/mp16", "a/b", "original/mp16", "main"),
+        ("a/b/Q4/x-00001-of-00002.gguf@main", "a/b", "Q4/x-00001-of-00002.gguf", "main"),
+    ],
+)
+def test_ids_are_taken_apart(name: str, repo: str, path: str, revision: str) -> None:
+    wanted = hub.hub_id(name)
+    assert wanted == hub.HubId(repo, path, revision)
+    assert hub.hub_id(str(wanted)) == wanted
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "./a/b", "../a/b", "/a/b", "a/", "a/b/", "a//b", "a/../b", "a/b/../c", "a/b@", "~/a", "a\\b", "", "a/b\n",
+     "models/x.gguf", "models/7B/consolidated.00.pth", "a/b/model.safetensors", "a/b/tokenizer.model", "ä/b"],
+)  # fmt: skip
+def test_paths_are_no_ids(name: str) -> None:
+    assert hub.hub_id(name) is None
+
+
+def test_a_path_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "cached", lambda wanted: pytest.fail("the cache was asked"))
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve("org/name") == Path("org/name")
+
+
+# --------------------------------------------------------------------------------------------- which files are meant
+HF = {"config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "special_tokens_map.json"}
+SMALL = sorted(HF - {"README.md"})
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        ({*HF, "model.safetensors", "pytorch_model.bin"}, [*SMALL, "model.safetensors"]),
+        ({*HF, "model.safetensors", "consolidated.safetensors"}, [*SMALL, "model.safetensors"]),
+        ({*HF, "model.safetensors.index.json", "x.safetensors", "y.safetensors"},
+         [*SMALL, "model.safetensors.index.json", "indexed.safetensors"]),
+        ({*HF, "model-00001-of-00002.safetensors"},
+         [*SMALL, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]),
+        ({*HF, "pytorch_model.bin", "training_args.bin", "optimizer.bin"}, [*SMALL, "pytorch_model.bin"]),
+        ({*HF, "pytorch_model.bin.index.json"}, [*SMALL, "pytorch_model.bin.index.json", "indexed.safetensors"]),
+        ({*HF, "adapter_model.safetensors"}, []),
+        ({*HF, "x.gguf"}, ["x.gguf"]),
+        ({"x-00002-of-00002.gguf"}, ["x-00002-of-00002.gguf", "x-00001-of-00002.gguf"]),
+        ({"params.json", "consolidated.00.pth", "consolidated.01.pth", "tokenizer.model", "tokenizer_checklist.chk",
+          "checklist.chk", "LICENSE.pth"},
+         ["checklist.chk", "params.json", "tokenizer.model", "tokenizer_checklist.chk", "consolidated.00.pth",
+          "consolidated.01.pth"]),
+        ({"params.json", "tokenizer.model"}, []),
+        ({"model.safetensors"}, []),
+        (set(), []),
+    ],
+)  # fmt: skip
+def test_the_choice_of_files(names: set[str], chosen: list[str]) -> None:
+    assert hub.choose(names, lambda index: {"indexed.safetensors"}, "org/name") == chosen
+
+
+# ------------------------------------------------------------------------------- the cache, as the library lays it out
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The snapshot of org/name in an empty cache; the library has no list of what should be in it."""
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / SHA
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text(SHA)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    return snapshot
+
+
+def test_only_what_is_complete_is_found(cache: Path) -> None:
+    assert hub.find("org/name") is None
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (cache / "model.safetensors.index.json").write_text(json.dumps(index))
+    (cache / "config.json").write_text("{}")
+    (cache / "model-1.safetensors").touch()
+    assert hub.find("org/name") is None
+    assert hub.cached(hub.HubId("org/name", "", "main")) == cache
+    (cache / "model-2.safetensors").symlink_to(cache / "gone")
+    assert hub.find("org/name") is None
+    (cache / "gone").touch()
+    assert hub.find("org/name") == hub.find(f"org/name@{SHA}") == hub.resolve("org/name") == cache
+    assert hub.find("org/name@other") is None
+    assert hub.find("org/name/original") is None
+
+
+def test_gguf_in_the_cache(cache: Path) -> None:
+    (cache / "x-00001-of-00002.gguf").touch()
+    assert hub.find("org/name") is None
+    assert hub.find("org/name/x-00001-of-00002.gguf") is None
+    (cache / "x-00002-of-00002.gguf").touch()
+    assert hub.find("org/name") == hub.find("org/name/x-00002-of-00002.gguf") == cache / "x-00001-of-00002.gguf"
+    (cache / "y.gguf").touch()
+    assert hub.find("org/name/y.gguf") == cache / "y.gguf"
+    with pytest.raises(CheckpointError, match="name one"):
+        hub.find("org/name")
+
+
+def test_a_broken_index_in_the_cache(cache: Path) -> None:
+    (cache / "config.json").write_text("{}")
+    (cache / "model.safetensors.index.json").write_text("<html>")
+    with pytest.raises(CheckpointError, match="--force"):
+        hub.find("org/name")
+
+
+def test_loading_fetches_nothing_and_says_how(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_pull_from_hub", lambda *_: pytest.fail("the hub was asked"))
+    with pytest.raises(CheckpointError, match=r"fetch it with: clearllama pull other/name$"):
+        hub.resolve("other/name")
+    with pytest.raises(CheckpointError, match="no model of that name; known names"):
+        hub.resolve("models/x.gguf")
+
+
+def test_without_the_library(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'clearllama\[hub\]'$"):
+        hub.pull("org/name")
+    with pytest.raises(CheckpointError, match=r"pip install 'clearllama\[hub\]' and then clearllama pull org/name$"):
+        hub.resolve("org/name")
+
+
+# ------------------------------------------------------------------------------------------------- failures, on stand-ins
+@pytest.fixture
+def standins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A hub whose listing is fine; what the download does is set by the test."""
+    files = [type("File", (), {"rfilename": name, "size": 1000})() for name in ("config.json", "model.safetensors")]
+    told: dict[str, Any] = {"info": type("Info", (), {"sha": SHA, "siblings": files})(), "download": OSError("?")}
+    local = huggingface_hub.snapshot_download
+
+    def download(*args: Any, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            return local(*args, local_files_only=True, **options)
+        told["options"] = options
+        raise told["download"]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: told["info"])
+    return told
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "is full; free some space or set HF_HOME"),
+        (PermissionError(errno.EACCES, "Permission denied"), "can't write to the Hugging Face cache"),
+        (RuntimeError("odd\nthings"), r"RuntimeError: odd things\); check the network and pull again"),
+    ],
+)
+def test_failures_in_the_middle(standins: dict[str, Any], error: Exception, says: str) -> None:
+    standins["download"] = error
+    with pytest.raises(CheckpointError, match=says) as caught:
+        hub.pull("org/name")
+    assert "\n" not in str(caught.value)
+
+
+def test_too_little_space_is_said_before_anything_is_fetched(
+    standins: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 1999})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match="needs 0 MB; free some or set HF_HOME"):
+        hub.pull("org/name")
+    assert "options" not in standins
+    usage.free = 2000
+    with pytest.raises(CheckpointError, match="check the network"):
+        hub.pull("org/name")
+    assert standins["options"]["allow_patterns"] == ["config.json", "model.safetensors"]
+
+
+def test_force_does_not_fall_back_to_the_cache(standins: dict[str, Any], cache: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (cache / name).touch()
+    assert hub.pull("org/name", quiet=True) == cache
+    with pytest.raises(LlamaError, match="check the network"):
+        hub.pull("org/name", force=True)
+    assert standins["options"]["force_download"] is True
+
+
+def test_odd_names_and_options() -> None:
+    with pytest.raises(UsageError, match="ORG/NAME of the Hugging Face hub"):
+        hub.pull("no-such-model")
+    with pytest.raises(UsageError, match="--meta"):
+        hub.pull(hub.DEFAULT, meta=True)
+    with pytest.raises(UsageError, match="is no name of the Hugging Face hub"):
+        hub.pull("a--b/c..d")
