@@ -145,7 +145,12 @@ def describe(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Model:
             vector = checkpoint.tensor(name)
             dtypes[name] = common if torch.equal(vector.to(common).float(), vector.float()) else vector.dtype
 
+    last: list[str] = []
+
     def read(name: str) -> Tensor:
+        while last:  # the writer is through with it
+            checkpoint.release(last.pop())
+        last.append(name)
         tensor = stored(name)
         cast = tensor.to(dtypes[name])
         if not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):

@@ -418,38 +418,44 @@ def _pull_from_hub(wanted: HubId, force: bool, meta: bool, quiet: bool) -> Path:
             f"fetching {wanted} from the Hugging Face hub needs a package that is not installed:"
             f" pip install 'clearllama[hub]'"
         )
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-
     try:
-        info = HfApi().model_info(wanted.repo, revision=wanted.revision, files_metadata=True, timeout=30)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-
-        def indexed(path: str) -> Collection[str]:
-            file = Path(hf_hub_download(wanted.repo, path, revision=info.sha, force_download=force))
-            return _indexed(file.parent, file.name)
-
-        prefix, chosen = _choose_remote(wanted, sizes, meta, indexed)
-        paths = [prefix + name for name in chosen]
-        total = _check_space(wanted, {path: sizes[path] for path in paths}, info.sha, force)
-        if not quiet:
-            count = f"{len(paths)} file{'s' * (len(paths) > 1)}"
-            print(f"fetching {wanted} ({count}, {total / 10**6:,.0f} MB of them not here yet)", file=sys.stderr)
-        with _without_bars(quiet):
-            folder = snapshot_download(
-                wanted.repo,
-                revision=wanted.revision,
-                allow_patterns=[glob.escape(path) for path in paths],
-                force_download=force,
-            )
+        with _muted(quiet):
+            return _download(wanted, force, meta, quiet)
     except CheckpointError:
         raise
     except Exception as error:
-        here = None if force or meta or not _is_unreachable(error) else _find_cached(wanted)
+        place = HubId(wanted.repo, wanted.path or "original" * meta, wanted.revision)
+        here = _find_cached(place) if _is_unreachable(error) and not force else None
         if here is None:
             raise _explained(error, wanted) from error
         if not quiet:
             print(f"the hub can't be reached ({_short(error)}); the copy that is here is whole", file=sys.stderr)
         return here
+
+
+def _download(wanted: HubId, force: bool, meta: bool, quiet: bool) -> Path:
+    """Fetch what is wanted; errors are the library's, and CheckpointError where there is nothing to fetch."""
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    info = HfApi().model_info(wanted.repo, revision=wanted.revision, files_metadata=True, timeout=30)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+
+    def indexed(path: str) -> Collection[str]:
+        file = Path(hf_hub_download(wanted.repo, path, revision=info.sha, force_download=force))
+        return _indexed(file.parent, file.name)
+
+    prefix, chosen = _choose_remote(wanted, sizes, meta, indexed)
+    paths = [prefix + name for name in chosen]
+    total = _check_space(wanted, {path: sizes[path] for path in paths}, info.sha, force)
+    if not quiet:
+        count = f"{len(paths)} file{'s' * (len(paths) > 1)}"
+        print(f"fetching {wanted} ({count}, {total / 10**6:,.0f} MB of them not here yet)", file=sys.stderr)
+    folder = snapshot_download(
+        wanted.repo,
+        revision=wanted.revision,
+        allow_patterns=[glob.escape(path) for path in paths],
+        force_download=force,
+    )
     return _place(Path(folder, prefix), chosen)
 
 
@@ -579,15 +585,14 @@ def _short(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _without_bars(quiet: bool) -> Iterator[None]:
-    """Keep the library from showing its progress and its remarks."""
+def _muted(quiet: bool) -> Iterator[None]:
+    """Keep the library's bars off what is no terminal, and its remarks off too where nothing is to be shown."""
     utils = importlib.import_module("huggingface_hub.utils")
-    if not quiet:
-        yield
-        return
     level, disabled = utils.logging.get_verbosity(), utils.are_progress_bars_disabled()
-    utils.logging.set_verbosity_error()
-    utils.disable_progress_bars()
+    if quiet:
+        utils.logging.set_verbosity_error()
+    if quiet or not sys.stderr.isatty():
+        utils.disable_progress_bars()
     try:
         yield
     finally:

@@ -30,6 +30,7 @@ from .attention import ATTENTION, causal_mask
 from .cache import KVCache
 from .config import ModelConfig
 from .rope import Rope
+from .rope_scaling import reach
 
 
 class RMSNorm(nn.Module):
@@ -108,7 +109,7 @@ class Transformer(nn.Module):
     rope        "complex", "real" or "half": which form of the rotation runs; "half" wants wq and wk in the half
                 layout (rope.to_half_layout). All three give the same logits.
     attention   "sdpa" or "reference"
-    max_seq_len positions the RoPE table has; the config's context unless given
+    max_seq_len positions it may be used for; the config's context, stretched by its scaling, unless given
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
+        self.max_seq_len = reach(config.max_seq_len, config.rope_scaling) if max_seq_len is None else max_seq_len
         self.rope = Rope(
             rope, config.head_dim, self.max_seq_len, config.rope_theta, config.rope_scaling, config.max_seq_len
         )

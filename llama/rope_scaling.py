@@ -154,6 +154,17 @@ def kind_of(scaling: Mapping[str, Any] | None) -> str:
     return kind
 
 
+def reach(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
+    """Positions a model can be used for: its context, or what these scalings stretch the trained length to.
+
+    Files differ in whether max_position_embeddings is the length before or after stretching, so the larger holds.
+    """
+    if scaling is None or kind_of(scaling) not in ("linear", "ntk", "dynamic", "yarn") or scaling.get("factor") is None:
+        return max_seq_len
+    trained = _trained_length(Base(2, 1.0, max_seq_len=max_seq_len), scaling)
+    return max(max_seq_len, int(trained * _number(scaling, "factor")))
+
+
 def inverse_frequencies(
     dim: int,
     theta: float = 10000.0,

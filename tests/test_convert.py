@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
 import os
@@ -324,9 +323,8 @@ def test_killed_at_any_moment_the_target_is_absent_or_whole(source: Path, tmp_pa
 
 
 def test_memory_holds_one_weight(tmp_path: Path) -> None:
-    config = ModelConfig(512, 24, 8, 8, 64, 2048, 512, tie_embeddings=True)
-    like = dataclasses.replace(config)
-    source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", like, make_tiny.weights(config), 1, None)
+    config = ModelConfig(512, 24, 8, 8, 64, 1776, 768, rope_theta=500000.0, max_seq_len=8192)
+    source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", config, make_tiny.weights(config), 1, None)
     size = (source / "consolidated.00.pth").stat().st_size
     script = (
         "import sys, resource, torch; from llama.convert import convert; from llama import loader;"

@@ -231,6 +231,8 @@ def test_meta_takes_the_original_files(clearllama: Run, server: Hub, env: dict[s
         f"original/{n}" for n in ("checklist.chk", "consolidated.00.pth", "params.json", "tokenizer.model")
     ]
     assert path_of(clearllama("pull", "-q", "meta-llama/Tiny/original", env=env)) == folder
+    down = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert path_of(clearllama("pull", "-q", "meta-llama/Tiny", "--meta", env=down)) == folder
     result = clearllama("inspect", "meta-llama/Tiny", "--json", env=env)
     assert json.loads(result.stdout)["path"] == str(folder)
 

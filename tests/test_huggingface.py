@@ -120,6 +120,16 @@ def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, An
     compare(tmp_path, model, lengths=(20, 33, 64, 65, 200))
 
 
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_a_stretched_model_reaches_as_far_as_its_factor_says(tmp_path: Path, kind: str) -> None:
+    model = write(tmp_path, rope_parameters={"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0})
+    ours = llama.load_model(tmp_path, dtype="float32", device="cpu")
+    assert ours.config.max_seq_len == 64
+    assert float((ours(tokens(256)) - model(tokens(256)).logits).abs().max()) < 5e-4
+    with pytest.raises(LlamaError, match="position 256 lies outside the 256 positions"):
+        ours(tokens(257))
+
+
 def test_a_length_seen_before_leaves_no_trace(tmp_path: Path) -> None:
     write(tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
     ours = llama.load_model(tmp_path, dtype="float32", device="cpu", max_seq_len=256)

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "llama"
 # Layers, top first: a module may import from layers below its own and, within a layer, never in a circle.
 LAYERS = [
     {"cli", "__main__"},
-    {"study", "text", "loader", "convert", "evaluate"},
+    {"study", "text", "loader", "convert", "verify", "evaluate"},
     {
         "generate",
         "speculative",

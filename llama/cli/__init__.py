@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
-from . import bench, chat, convert, generate, inspect, pull
+from . import bench, chat, convert, generate, inspect, pull, verify
 from .common import describe, one_line, tell
 
-COMMANDS = (generate, chat, inspect, convert, pull, bench)
+COMMANDS = (generate, chat, inspect, convert, pull, verify, bench)
 
 
 class Parser(argparse.ArgumentParser):

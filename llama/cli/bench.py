@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from ..generate import prefill
 
     started = time.perf_counter()
-    model = common.load(args).model
+    model = common.load_model(args)
     load_s = time.perf_counter() - started
     if args.prompt_tokens + args.new_tokens > model.max_seq_len:
         raise UsageError(

@@ -14,6 +14,9 @@ from ..errors import LlamaError, UsageError
 from ..hub import DEFAULT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..model import Transformer
     from ..text import Llama, Stats
 
 Subparsers = Any  # argparse's own class for this is private
@@ -123,30 +126,49 @@ def one_line(text: str) -> str:
 
 
 def load(args: argparse.Namespace) -> Llama:
-    """The model that the options name; says on stderr what was loaded, and when the context is stretched."""
-    from .. import loader, quant, runtime
+    """The model that the options name, with its tokenizer; says on stderr what was loaded and what is unusual."""
+    from .. import loader, runtime
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
     llm = loader.load(args.model, device=args.device, dtype=args.dtype, rope=args.rope, max_seq_len=args.max_seq_len)
-    weight = llm.model.tok_embeddings.weight
-    dtype = str(weight.dtype).removeprefix("torch.")
-    kept = sum(isinstance(module, quant.Int4Linear) for module in llm.model.modules())
-    millions = llm.model.config.n_params / 1e6
-    say(
-        args,
-        f"{args.model}: {millions:,.0f}M parameters, {dtype}{' with 4-bit decoding' * bool(kept)} on {weight.device},"
-        f" loaded in {time.perf_counter() - started:.1f} s",
-    )
-    for warning in llm.warnings:
-        say(args, f"warning: {warning}")
+    _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
         wishes = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
         say(args, f"the checkpoint asks for {wishes}; options override it")
-    trained = llm.model.config.max_seq_len
+    return llm
+
+
+def load_model(args: argparse.Namespace) -> Transformer:
+    """The model that the options name as `load` has it; no tokenizer is needed."""
+    from .. import loader, runtime
+    from ..checkpoint import open_checkpoint
+    from ..hub import resolve
+
+    runtime.set_threads(args.threads)
+    started = time.perf_counter()
+    checkpoint = open_checkpoint(resolve(args.model))
+    model = loader.build(checkpoint, args.device, args.dtype, args.rope, args.max_seq_len, pack=True)
+    _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
+    return model
+
+
+def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
+    from .. import quant
+
+    weight = model.tok_embeddings.weight
+    dtype = str(weight.dtype).removeprefix("torch.")
+    kept = sum(isinstance(module, quant.Int4Linear) for module in model.modules())
+    say(
+        args,
+        f"{args.model}: {model.config.n_params / 1e6:,.0f}M parameters,"
+        f" {dtype}{' with 4-bit decoding' * bool(kept)} on {weight.device}, loaded in {seconds:.1f} s",
+    )
+    for warning in warnings:
+        say(args, f"warning: {warning}")
+    trained = model.config.max_seq_len
     if args.max_seq_len and args.max_seq_len > trained:
         say(args, f"warning: --max-seq-len {args.max_seq_len} is beyond the {trained} the model was trained for")
-    return llm
 
 
 def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> None:

@@ -216,8 +216,8 @@ class HuggingFaceTokenizer(Tokenizer):
         where, model, decoder = self._where, source["model"], source.get("decoder")
         ids = vocabulary(source, where)
         self.n_vocab = max(ids.values()) + 1
-        self._byte_level = has(decoder, "ByteLevel") or has(source.get("pre_tokenizer"), "ByteLevel")
-        if not self._byte_level and not has(decoder, "Metaspace", "ByteFallback", "Replace"):
+        self.byte_level = has(decoder, "ByteLevel") or has(source.get("pre_tokenizer"), "ByteLevel")
+        if not self.byte_level and not has(decoder, "Metaspace", "ByteFallback", "Replace"):
             types = ", ".join(str(part.get("type")) for part in parts(decoder)) or "none"
             raise TokenizerError(
                 f"{where}: its decoder is {types}; supported are ByteLevel and those of SentencePiece (Metaspace,"
@@ -230,7 +230,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         self._added = {added["content"]: bool(added.get("special")) for added in source.get("added_tokens") or []}
         control = {token for token, special in self._added.items() if special or looks_control(token)}
-        control |= CODE_LLAMA_CONTROL & (self._added.keys() if self._byte_level else ids.keys())
+        control |= CODE_LLAMA_CONTROL & (self._added.keys() if self.byte_level else ids.keys())
         before, behind = around_text(source.get("post_processor"))
         bos, eos = named(settings, "bos_token", ids, where), named(settings, "eos_token", ids, where)
         if bos is None:
@@ -249,16 +249,16 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.unknown in (bos, eos, *before, *behind) or looks_control(self.unknown or ""):
             self.unknown = None  # GPT-2's family writes an unknown character as the end of the text
         control -= {self.unknown}
-        self.kind = f"{'byte-level' if self._byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
+        self.kind = f"{'byte-level' if self.byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
         self.control = {token: ids[token] for token in sorted(control, key=ids.__getitem__)}
         self.bos_id = None if bos is None else ids[bos]
         self.eos_id = None if eos is None else ids[eos]
         self.add_bos = self._adds_bos(settings.get("add_bos_token"), before, bos)
         self.stop_ids = stop_ids(self.control, [self.eos_id])
-        self.strips_leading_space = not self._byte_level and strips_space(decoder)
+        self.strips_leading_space = not self.byte_level and strips_space(decoder)
         self._byte_fallback = has(decoder, "ByteFallback")
         self.token_of = {id: token for token, id in ids.items()}
-        lossy = self._byte_level and self.unknown is None
+        lossy = self.byte_level and self.unknown is None
         self._missing = missing_bytes(ids.keys() - control) if lossy else b""
 
         readable = without_control(source, ids, control, self.unknown, where)
@@ -310,7 +310,7 @@ class HuggingFaceTokenizer(Tokenizer):
         token = self.token_of.get(id)
         if token is None or token in self.control or token == self.unknown:
             return b""
-        if self._byte_level:
+        if self.byte_level:
             return token.encode() if token in self._added else byte_level_bytes(token)
         byte = byte_piece(token) if self._byte_fallback else None
         return piece_bytes(token) if byte is None else bytes([byte])

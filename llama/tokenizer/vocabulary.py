@@ -6,16 +6,17 @@ Merges from ranks: all the ways to cut a token into two, as in Llama 3's publish
 
 from __future__ import annotations
 
-import base64
 import json
+import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import BYTE_OF, byte_piece, library_errors
+from .common import BYTE_OF, byte_piece
 from .gguf import (
     BYTE,
     CONTROL,
@@ -26,7 +27,6 @@ from .gguf import (
     USER_DEFINED,
     ByteLevelTokenizer,
     GGUFTokenizer,
-    SentencePieceTokenizer,
 )
 from .huggingface import HuggingFaceTokenizer, merges_without, parse, parts
 from .sentencepiece import (
@@ -44,8 +44,9 @@ SPACE = "\u2581"
 CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 LLAMA3 = "llama-bpe"
 
-# Fields of SentencePiece, TrainerSpec and NormalizerSpec in google/sentencepiece src/sentencepiece_model.proto
+# Fields of SentencePiece, ModelProto, TrainerSpec and NormalizerSpec (google/sentencepiece, sentencepiece_model.proto)
 TEXT, SCORE = 1, 2
+DENORMALIZER_SPEC = 5
 MODEL_TYPE, WHITESPACE_AS_SUFFIX, BYTE_FALLBACK = 3, 24, 35
 CHARSMAP, REMOVE_EXTRA_WHITESPACES, ESCAPE_WHITESPACES = 2, 4, 5
 BPE = 2  # a value of MODEL_TYPE
@@ -96,9 +97,12 @@ class Vocabulary:
 
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """What a tokenizer of any kind is made of. Raises TokenizerError for what no other format could say."""
-    for kind, reader in READERS.items():
+    for kind, reader in READERS:
         if isinstance(tokenizer, kind):
-            return without_padding(reader(tokenizer))
+            found = without_padding(reader(tokenizer))
+            if twice := [token for token, times in Counter(found.tokens).items() if times > 1]:
+                raise TokenizerError(f"{twice[0]!r} is the token of more than one id; other formats tell ids by tokens")
+            return found
     raise TokenizerError(f"a tokenizer of the kind {tokenizer.kind!r} can't be written in another format")
 
 
@@ -238,8 +242,6 @@ def from_huggingface(tokenizer: HuggingFaceTokenizer) -> Vocabulary:
         if flags and content not in tokenizer.control:
             raise TokenizerError(f"tokenizer.json matches {content!r} with {flags[0]}, which no other format can say")
     tokens = [tokenizer.token_of.get(id, padding(id)) for id in range(tokenizer.n_vocab)]
-    if len(set(tokens)) != len(tokens):
-        raise TokenizerError("tokenizer.json has a token named as padding is in GGUF, [PADn]; it can't be told from it")
     types = [
         UNUSED if id not in tokenizer.token_of
         else CONTROL if token in tokenizer.control
@@ -272,7 +274,9 @@ def plain_steps(steps: Any) -> list[dict[str, Any]]:
 def pre_of(source: Mapping[str, Any]) -> str:
     """The name of how a byte-level tokenizer.json cuts words. Raises TokenizerError where it has none."""
     if list(parts(source.get("normalizer"))):
-        raise TokenizerError("tokenizer.json normalizes text before it is cut into words, which no other format can say")
+        raise TokenizerError(
+            "tokenizer.json normalizes text before it is cut into words, which no other format can say"
+        )
     ignore_merges = bool(source["model"].get("ignore_merges"))
     steps = plain_steps(source.get("pre_tokenizer"))
     for name, (words, ignores, _) in PRE.items():
@@ -291,8 +295,6 @@ def piece_normalizer(prefix: bool, user_defined: Collection[str]) -> dict[str, A
     Those are matched in the normalized text, and the library normalizes their own text too. So the space that it got in
     front is taken off again: the price is that a text which is one of these pieces and nothing else gets none.
     """
-    import re
-
     steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     if prefix and user_defined:
         whole = "|".join(re.escape(piece) for piece in user_defined)
@@ -332,6 +334,8 @@ def scores_of_merges(found: Vocabulary, merges: Sequence[Pair]) -> list[float]:
     pieces = set(found.of_type(NORMAL))
     listed = [pair for pair in merges if {*pair, "".join(pair)} <= pieces]
     known = set(listed)
+    if typed := {"".join(pair) for pair in merges} & set(found.of_type(BYTE)):
+        raise TokenizerError(f"tokenizer.json makes {min(typed)!r} of plain text, which is a byte in other formats")
     for piece in found.of_type(NORMAL):
         for left, right in splits(piece, pieces):
             if (left, right) not in known:
@@ -351,7 +355,7 @@ def scores_of_merges(found: Vocabulary, merges: Sequence[Pair]) -> list[float]:
             groups.append([])
         groups[-1].append(union)
         end = max(end, last[union])
-    score = {}
+    score: dict[str, float] = {}
     for i, group in enumerate(groups):
         pairs = listed[first[group[0]] : max(last[union] for union in group) + 1]
         if len(group) > 1 and {left for left, _ in pairs} & {right for _, right in pairs}:
@@ -368,9 +372,10 @@ def scores_of_merges(found: Vocabulary, merges: Sequence[Pair]) -> list[float]:
     ]
 
 
-READERS: dict[type[Tokenizer], Callable[[Any], Vocabulary]] = {
-    TiktokenTokenizer: from_tiktoken,
-    SentencePieceModelTokenizer: from_model,
-    GGUFTokenizer: from_gguf,
-    HuggingFaceTokenizer: from_huggingface,
-}
+# (a class, what gives its vocabulary): a new kind adds one line
+READERS: list[tuple[Any, Callable[[Any], Vocabulary]]] = [
+    (TiktokenTokenizer, from_tiktoken),
+    (SentencePieceModelTokenizer, from_model),
+    (GGUFTokenizer, from_gguf),
+    (HuggingFaceTokenizer, from_huggingface),
+]

@@ -1,0 +1,104 @@
+"""clearllama verify: whether a checkpoint that was downloaded is whole and right."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError
+from . import common
+
+if TYPE_CHECKING:
+    from ..verify import Finding, Progress
+
+
+def add_parser(commands: common.Subparsers) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="check that a checkpoint is whole and undamaged",
+        description="Check sizes, checksums (checklist.chk, the CRC-32 of every record in .pth and .bin files, those of"
+        " the Hugging Face hub), JSON files, tensors against the configuration, and the tokenizer. It works on what"
+        " can't be opened, too. Exit code 1 if anything failed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="a folder of Meta's or Hugging Face's, or a .gguf file")
+    parser.add_argument(
+        "--tensors", action="store_true", help="also read every weight, for NaN, infinity and matrices of zeros"
+    )
+    parser.add_argument("--json", action="store_true", help="one object: path, format, ok, findings")
+    common.add_debug(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..verify import format_of, verify
+
+    path = locate(args.path)
+    findings = []
+    with _bar(args.quiet) as (progress, clear):
+        for finding in verify(path, args.tensors, progress):
+            findings.append(finding)
+            if not args.json:
+                clear()
+                common.write(common.one_line(_line(finding)) + "\n")
+    counts: Counter[str] = Counter(finding.status for finding in findings)
+    if args.json:
+        report = {"path": str(path), "format": format_of(path), "ok": not counts["fail"]}
+        common.write_json({**report, "findings": [dataclasses.asdict(finding) for finding in findings]})
+    else:
+        common.write(_summary(counts) + "\n")
+    return 1 if counts["fail"] else 0
+
+
+def locate(name: str) -> Path:
+    """A path, or the place of a model that was pulled, also where it is not whole."""
+    from .. import hub
+
+    path = Path(name)
+    if path.exists() or path.is_symlink():
+        return path
+    if name in hub.MODELS:
+        here = hub.find(name)
+    else:
+        wanted = hub.hub_id(name)
+        here = hub.cached(wanted) if wanted else None
+    if here is None:
+        raise CheckpointError(f"there is no file or folder {name!r}, and no model of that name was pulled")
+    return here
+
+
+def _line(finding: Finding) -> str:
+    status = "FAIL" if finding.status == "fail" else finding.status
+    return f"{status:<5} {finding.check:<9} {finding.item}: {finding.message}"
+
+
+def _summary(counts: Counter[str]) -> str:
+    warnings = f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"
+    if counts["fail"]:
+        return f"{counts['fail']} FAILED, {counts['ok']} ok, {warnings}"
+    return f"nothing failed: {counts['ok']} ok, {warnings}"
+
+
+@contextlib.contextmanager
+def _bar(quiet: bool) -> Iterator[tuple[Progress, Callable[[], None]]]:
+    """A progress bar on stderr, where that is a terminal, and how to take it off the line for a moment."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda what, done, total: None, lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit_scale=True, leave=False) as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            if bar.desc != f"{what}: ":
+                bar.reset(total)
+                bar.set_description(what, refresh=False)
+            bar.update(done - bar.n)
+
+        yield show, bar.clear

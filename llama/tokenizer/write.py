@@ -1,0 +1,370 @@
+"""Any tokenizer, written as the files of another format: tokenizer.json, tokenizer.model, GGUF's metadata.
+
+A file that is there already is given as it was read. What a format can't say is an error, never left out.
+Forms: the published files of Llama 2 and 3; google/sentencepiece src/sentencepiece_model.proto; ggml-org/llama.cpp
+convert_hf_to_gguf.py and llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import TokenizerError
+from .base import Tokenizer
+from .common import BYTE_OF, EOT, byte_level_bytes, byte_piece, missing_bytes, stop_ids
+from .gguf import BYTE, CONTROL, NORMAL, PRE, UNKNOWN, UNUSED, USER_DEFINED, GGUFTokenizer
+from .huggingface import HuggingFaceTokenizer
+from .sentencepiece import (
+    ADD_DUMMY_PREFIX,
+    NORMALIZER_SPEC,
+    PIECE,
+    TRAINER_SPEC,
+    TYPE,
+    SentencePieceModelTokenizer,
+    write_field,
+)
+from .tiktoken import N_CONTROL, TiktokenTokenizer, control_strings
+from .vocabulary import (
+    BPE,
+    BYTE_FALLBACK,
+    LLAMA3,
+    MODEL_TYPE,
+    REMOVE_EXTRA_WHITESPACES,
+    SCORE,
+    SPACE,
+    TEXT,
+    Pair,
+    Vocabulary,
+    merges_of_ranks,
+    padding,
+    piece_normalizer,
+    splits,
+    vocabulary,
+)
+
+# Control strings that end one answer of many; the first that a vocabulary has is its eot in GGUF.
+EOT_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", EOT)
+EOM_NAME = "<|eom_id|>"
+LOWEST_SCORE = -10000.0  # llama.cpp's, of padding
+
+# What a user sets beside the tokens; all else in a tokenizer_config.json follows from the vocabulary.
+KEPT_SETTINGS = ("unk_token", "pad_token", "padding_side")
+
+TYPES = "tokenizer.ggml.token_type"
+
+# Fields of TrainerSpec and NormalizerSpec that only a writer needs
+VOCAB_SIZE, UNK_ID, BOS_ID, EOS_ID, PAD_ID = 4, 40, 41, 42, 43
+UNK_PIECE, BOS_PIECE, EOS_PIECE = 45, 46, 47
+NAME = 1
+NO_ID = 2**64 - 1  # -1 as protobuf writes it
+
+
+# ------------------------------------------------------------------------------------------------------ Hugging Face
+def tokenizer_json(tokenizer: Tokenizer) -> str:
+    """The text of a tokenizer.json. Raises TokenizerError where it can't be said."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.data.decode(json.detect_encoding(tokenizer.data))
+    found = vocabulary(tokenizer)
+    for id in (found.bos, found.eos):
+        if id is not None and found.types[id] != CONTROL:
+            raise TokenizerError(
+                f"id {id}, {found.tokens[id]!r}, begins or ends a text and is plain text too; in a tokenizer.json it"
+                f" would be control alone"
+            )
+    source = _pieces_json(found) if found.pieces else _bytes_json(found)
+    return json.dumps(source, ensure_ascii=False) + "\n"
+
+
+def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer_config.json without the chat template, for transformers 4 and 5.
+
+    The class is the one that takes tokenizer.json as it is; LlamaTokenizer builds its own steps around the vocabulary.
+    """
+    kept: dict[str, Any] = {}
+    token_of: dict[Any, str]
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        token_of = dict(tokenizer.token_of)
+        kept = {key: tokenizer.settings[key] for key in KEPT_SETTINGS if key in tokenizer.settings}
+    else:
+        found = vocabulary(tokenizer)
+        token_of = dict(enumerate(found.tokens))
+        kept = {} if found.unknown is None else {"unk_token": token_of[found.unknown]}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": token_of.get(tokenizer.bos_id),
+        "eos_token": token_of.get(tokenizer.eos_id),
+        "add_bos_token": tokenizer.add_bos,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        **kept,
+    }
+
+
+def _bytes_json(found: Vocabulary) -> dict[str, Any]:
+    words, ignore_merges, _ = PRE[found.pre]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    model = {"fuse_unk": False, "byte_fallback": False, "ignore_merges": ignore_merges}
+    return _source(
+        found,
+        found.merges,
+        model,
+        normalizer=None,
+        pre_tokenizer=json.loads(words().__getstate__()),
+        post_processor={"type": "Sequence", "processors": [byte_level, *_template(found)]},
+        decoder=byte_level,
+    )
+
+
+def _pieces_json(found: Vocabulary) -> dict[str, Any]:
+    user_defined = found.of_type(USER_DEFINED)
+    if spaced := [piece for piece in user_defined if " " in piece]:
+        raise TokenizerError(f"the piece {spaced[0]!r} holds a plain space, expected U+2581; no text matches it")
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if found.prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return _source(
+        found,
+        merges_of_scores(found),
+        {"fuse_unk": True, "byte_fallback": True, "ignore_merges": False},
+        normalizer=piece_normalizer(found.prefix, user_defined),
+        pre_tokenizer=None,
+        post_processor=next(iter(_template(found)), None),
+        decoder={"type": "Sequence", "decoders": decoders},
+    )
+
+
+def merges_of_scores(found: Vocabulary) -> list[Pair]:
+    """The list of merges that does what SentencePiece does with scores: the best union first."""
+    pieces = {token: id for id, token in enumerate(found.tokens) if found.types[id] == NORMAL}
+    by_score = sorted(pieces.items(), key=lambda item: (-found.scores[item[1]], item[1]))
+    return [pair for piece, _ in by_score for pair in splits(piece, pieces)]
+
+
+def _source(found: Vocabulary, merges: Sequence[Pair], model: dict[str, Any], **steps: Any) -> dict[str, Any]:
+    added_types = (CONTROL, USER_DEFINED, UNKNOWN)
+    absent = (UNUSED,) if found.pieces else (UNUSED, BYTE)  # no text becomes these
+    end = 1 + max(id for id, type in enumerate(found.types) if type not in (CONTROL, USER_DEFINED))
+    if set(absent) & set(found.types):
+        end = len(found.tokens)  # the library numbers added tokens behind the others as if no id were left out
+    vocab = {token: id for id, token in enumerate(found.tokens[:end]) if found.types[id] not in absent}
+    added = [
+        {
+            "id": id,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": found.pieces and found.types[id] == USER_DEFINED,
+            "special": found.types[id] != USER_DEFINED,
+        }
+        for id, token in enumerate(found.tokens)
+        if found.types[id] in added_types
+    ]
+    unknown = None if found.unknown is None else found.tokens[found.unknown]
+    affixes = {"continuing_subword_prefix": None, "end_of_word_suffix": None}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        **steps,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": unknown,
+            **affixes,
+            **model,
+            "vocab": vocab,
+            "merges": [list(pair) for pair in merges],
+        },
+    }
+
+
+def _template(found: Vocabulary) -> list[dict[str, Any]]:
+    """The step that puts bos in front of every text, where there is one."""
+    if not found.add_bos or found.bos is None:
+        return []
+    bos = found.tokens[found.bos]
+
+    def text(name: str, type: int) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": bos, "type_id": type}}, {"Sequence": {"id": name, "type_id": type}}]
+
+    special = {bos: {"id": bos, "ids": [found.bos], "tokens": [bos]}}
+    return [
+        {
+            "type": "TemplateProcessing",
+            "single": text("A", 0),
+            "pair": [*text("A", 0), *text("B", 1)],
+            "special_tokens": special,
+        }
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- Meta
+def tokenizer_model(tokenizer: Tokenizer) -> bytes:
+    """Meta's tokenizer.model: tiktoken's lines for Llama 3's kind, a SentencePiece model for Llama 2's.
+
+    Raises TokenizerError where the vocabulary is of neither kind.
+    """
+    if isinstance(tokenizer, TiktokenTokenizer | SentencePieceModelTokenizer):
+        _check_stops(tokenizer.stop_ids, tokenizer.control, tokenizer.eos_id)
+        return tokenizer.data
+    found = vocabulary(tokenizer)
+    if found.add_bos != (found.bos is not None):
+        raise TokenizerError(
+            f"Meta's tokenizer.model always puts the begin-of-text id in front of a text, and this vocabulary"
+            f" {'has none' if found.bos is None else 'does not'}"
+        )
+    return _sentencepiece_model(found) if found.pieces else _tiktoken_lines(found)
+
+
+def _check_stops(stops: frozenset[int], control: Mapping[str, int], *named: int | None) -> None:
+    if lost := stops - stop_ids(control, named):
+        name = next((token for token, id in control.items() if id == min(lost)), "no name")
+        raise TokenizerError(f"id {min(lost)} ({name}) ends an answer, which Meta's tokenizer.model has no way to say")
+
+
+def _tiktoken_lines(found: Vocabulary) -> bytes:
+    n = len(found.tokens) - N_CONTROL
+    tokens, behind = found.tokens[: max(n, 0)], set(found.types[max(n, 0) :])
+    rules = [
+        (f"cuts words as {found.pre!r} does", PRE[found.pre][:2] == PRE[LLAMA3][:2]),
+        ("does not end with 256 control tokens", n > 0 and behind == {CONTROL}),
+        ("has other than plain tokens in front of the last 256", set(found.types[: max(n, 0)]) <= {NORMAL}),
+        ("has tokens outside of the byte alphabet", all(set(token) <= BYTE_OF.keys() for token in tokens)),
+        ("has no token for some bytes", not missing_bytes(tokens)),
+        ("begins a text with another id than the first control token", found.bos == n),
+    ]
+    for what, holds in rules:
+        if not holds:
+            raise TokenizerError(f"this vocabulary {what}, which Meta's tokenizer.model of Llama 3 can't express")
+    if sorted(found.merges) != sorted(derived := merges_of_ranks(tokens)) or not _in_order(found.merges, tokens):
+        raise TokenizerError(
+            f"the {len(found.merges):,} merges of this vocabulary are not the {len(derived):,} that follow from the"
+            f" order of its tokens, which is all that Meta's tokenizer.model of Llama 3 can express"
+        )
+    _check_stops(found.stops, {name: n + i for i, name in enumerate(control_strings())}, n + 1)
+    return b"".join(base64.b64encode(byte_level_bytes(token)) + b" %d\n" % rank for rank, token in enumerate(tokens))
+
+
+def _in_order(merges: Sequence[Pair], tokens: Sequence[str]) -> bool:
+    """True if the merges make the tokens one after the other."""
+    rank = {token: i for i, token in enumerate(tokens)}
+    made = [rank.get(left + right, -1) for left, right in merges]
+    return made == sorted(made)
+
+
+def _sentencepiece_model(found: Vocabulary) -> bytes:
+    pieces = set(found.of_type(NORMAL))
+    reachable = [piece for piece in found.of_type(UNUSED) if len(piece) == 1 or any(splits(piece, pieces))]
+    rules = [
+        ("has not exactly one token for unknown characters", found.types.count(UNKNOWN) == 1),
+        ("has no token for some bytes", {byte_piece(token) for token in found.of_type(BYTE)} == set(range(256))),
+        ("has a token without text", all(found.tokens)),
+        (f"has the unused token {reachable[:1]}, which text would become", not reachable),
+        ("begins a text with a plain token", found.bos is None or found.types[found.bos] == CONTROL),
+        ("ends a text with a plain token", found.eos is None or found.types[found.eos] == CONTROL),
+    ]
+    for what, holds in rules:
+        if not holds:
+            raise TokenizerError(f"this vocabulary {what}, which a SentencePiece model can't express")
+    _check_stops(found.stops, found.control, found.eos)
+    messages = [
+        write_field(TEXT, token.encode()) + _float_field(SCORE, score) + write_field(TYPE, type)
+        for token, score, type in zip(found.tokens, found.scores, found.types, strict=True)
+    ]
+    trainer: list[tuple[int, int | bytes]] = [
+        (MODEL_TYPE, BPE),
+        (VOCAB_SIZE, len(found.tokens)),
+        (BYTE_FALLBACK, 1),
+        (PAD_ID, NO_ID),
+    ]
+    named: list[tuple[int, int | bytes]] = []
+    for id, number, piece in (
+        (found.unknown, UNK_ID, UNK_PIECE),
+        (found.bos, BOS_ID, BOS_PIECE),
+        (found.eos, EOS_ID, EOS_PIECE),
+    ):
+        named += [(number, NO_ID if id is None else id), (piece, b"" if id is None else found.tokens[id].encode())]
+    normalizer: list[tuple[int, int | bytes]] = [
+        (NAME, b"identity"),
+        (ADD_DUMMY_PREFIX, int(found.prefix)),
+        (REMOVE_EXTRA_WHITESPACES, 0),
+    ]
+    return b"".join(
+        [
+            *(write_field(PIECE, message) for message in messages),
+            write_field(TRAINER_SPEC, b"".join([write_field(*field) for field in sorted([*trainer, *named])])),
+            write_field(NORMALIZER_SPEC, b"".join([write_field(*field) for field in normalizer])),
+        ]
+    )
+
+
+def _float_field(number: int, value: float) -> bytes:
+    return bytes([number << 3 | 5]) + struct.pack("<f", value)
+
+
+# -------------------------------------------------------------------------------------------------------------- GGUF
+def gguf_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+    """The keys under tokenizer.ggml, padded to the rows of the embedding. Raises TokenizerError."""
+    if isinstance(tokenizer, GGUFTokenizer):
+        entries = {key: value for key, value in tokenizer.metadata.items() if key.startswith("tokenizer.")}
+        return (
+            entries
+            if tokenizer.n_vocab == vocab_size
+            else _padded(entries, entries.get(TYPES, tokenizer.types), vocab_size)
+        )
+    found = vocabulary(tokenizer)
+    entries = {
+        "tokenizer.ggml.model": "llama" if found.pieces else "gpt2",
+        "tokenizer.ggml.pre": "default" if found.pieces else found.pre,
+        "tokenizer.ggml.tokens": list(found.tokens),
+    }
+    if found.pieces:
+        entries["tokenizer.ggml.scores"] = list(found.scores)
+    entries[TYPES] = list(found.types)
+    if not found.pieces:
+        if spaced := [pair for pair in found.merges if " " in "".join(pair)]:
+            raise TokenizerError(f"GGUF can't express the merge {spaced[0]!r}: it parts the two tokens by a space")
+        entries["tokenizer.ggml.merges"] = [" ".join(pair) for pair in found.merges]
+    named = {"bos": found.bos, "eos": found.eos, **_end_ids(found), "unknown": found.unknown}
+    entries |= {f"tokenizer.ggml.{name}_token_id": id for name, id in named.items() if id is not None}
+    entries["tokenizer.ggml.add_bos_token"] = found.add_bos
+    if found.pieces:
+        entries["tokenizer.ggml.add_space_prefix"] = found.prefix
+    return _padded(entries, found.types, vocab_size)
+
+
+def _padded(entries: dict[str, Any], types: Sequence[int], vocab_size: int) -> dict[str, Any]:
+    n = len(types)
+    if n > vocab_size:
+        raise TokenizerError(f"the vocabulary has {n} tokens and the embedding {vocab_size} rows, expected as many")
+    pad = vocab_size - n
+    out = {**entries, "tokenizer.ggml.tokens": [*entries["tokenizer.ggml.tokens"], *map(padding, range(n, vocab_size))]}
+    out[TYPES] = [*types, *[UNUSED] * pad]
+    if "tokenizer.ggml.scores" in out:
+        out["tokenizer.ggml.scores"] = [*out["tokenizer.ggml.scores"], *[LOWEST_SCORE] * pad]
+    return out
+
+
+def _end_ids(found: Vocabulary) -> dict[str, int | None]:
+    """eot and eom: by their names, else the ids that end an answer and have no name known for it."""
+    control = found.control
+    eot = next((control[name] for name in EOT_NAMES if name in control and control[name] != found.eos), None)
+    ids = {"eot": eot, "eom": control.get(EOM_NAME)}
+    for id in sorted(found.stops - stop_ids(control, [found.eos])):
+        free = next((name for name, taken in ids.items() if taken is None), None)
+        if free is None:
+            raise TokenizerError(
+                f"{len(found.stops)} ids end an answer, {id} ({found.tokens[id]!r}) among them; GGUF has keys for three"
+            )
+        ids[free] = id
+    return ids

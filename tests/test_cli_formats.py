@@ -1,0 +1,171 @@
+"""The command line on checkpoints of every format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import llama
+import llama.convert
+from llama import families
+
+from .conftest import Run
+from .scripts import make_tiny
+
+FAST = ("-n", "4", "--seed", "1", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny.make(tmp_path_factory.mktemp("cli") / "llama3", "llama-3.1-8b", shards=2)
+
+
+# --------------------------------------------------------------------------------------------------------- families
+@pytest.mark.parametrize("name", make_tiny.names())
+def test_every_official_architecture_is_named(name: str) -> None:
+    config = make_tiny.real_config(name)
+    assert name in families.named(config)
+    tweaked = dataclasses.replace(config, max_seq_len=999, norm_eps=3e-6)  # a file that does not say them
+    assert name in families.named(tweaked)
+    assert families.named(dataclasses.replace(config, hidden_dim=config.hidden_dim + 1)) == []
+
+
+def test_families_are_told_apart_where_they_can_be() -> None:
+    assert families.named(make_tiny.real_config("llama-2-7b")) == ["llama-2-7b"]
+    assert families.named(make_tiny.real_config("llama-1-7b")) == ["llama-1-7b"]
+    assert families.named(make_tiny.real_config("llama-3.1-70b")) == ["llama-3.1-70b", "llama-3.3-70b"]
+    assert families.named(make_tiny.real_config("llama-3-8b")) == ["llama-3-8b"]
+
+
+# ---------------------------------------------------------------------------------------------------------- inspect
+def test_inspect_a_folder_of_metas(clearllama: Run, meta: Path) -> None:
+    result = clearllama("inspect", str(meta), "--json", "--context", "100", "--batch", "3")
+    assert result.returncode == 0
+    facts = json.loads(result.stdout)
+    assert facts["format"] == "Meta"
+    assert list(facts["files"]) == ["consolidated.00.pth", "consolidated.01.pth"]
+    assert facts["rope_scaling"]["factor"] == 8.0
+    assert facts["rope_bands"] == {"unchanged": 4, "in_between": 1, "slowed_most": 3}
+    assert facts["chat_template"] is False
+    assert facts["chat_format"] == "llama3"
+    assert facts["stop_ids"] == {"513": "<|end_of_text|>", "520": "<|eom_id|>", "521": "<|eot_id|>"}
+    assert facts["kv_cache_bytes"]["bfloat16, 100 tokens x 3"] == 3 * 100 * 2 * 2 * 2 * 8 * 16
+    assert facts["mismatches"] == []
+    assert any("factor" in line for line in facts["decided_here"])
+
+
+def test_inspect_lists_every_mismatch(clearllama: Run, meta: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    llama.convert.convert(meta, tmp_path / "hf", "hf")
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    state["model.norm.weight"] = state["model.norm.weight"][:5].clone()
+    state["model.layers.1.mlp.up_proj.weight"] = state["model.layers.1.mlp.up_proj.weight"][:7].clone()
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    result = clearllama("inspect", str(tmp_path / "hf"), "--json")
+    assert result.returncode == 1
+    found = " ".join(json.loads(result.stdout)["mismatches"])
+    assert "output.weight" in found
+    assert "norm.weight has shape (5,)" in found
+    assert "w_up.weight has shape (7," in found
+    result = clearllama("generate", "-m", str(tmp_path / "hf"), "x", *FAST)
+    assert result.returncode == 1
+    assert result.stderr.count(b"\n") == 1
+
+
+def test_a_tokenizer_of_another_model_is_a_mismatch(clearllama: Run, tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path / "llama2", "llama-2-7b")
+    (folder / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
+    result = clearllama("inspect", str(folder), "--json")
+    assert result.returncode == 1
+    assert "856 tokens and the embedding 512 rows" in json.loads(result.stdout)["mismatches"][0]
+    result = clearllama("generate", "-m", str(folder), "x", *FAST)
+    assert result.returncode == 1
+    assert b"do not belong together" in result.stderr
+
+
+# ------------------------------------------------------------------------------------------------- generate and chat
+def test_generate_from_a_folder_of_metas(clearllama: Run, meta: Path) -> None:
+    raw = clearllama("generate", "-m", str(meta), "The dog bites", "--json", *FAST)
+    assert raw.returncode == 0, raw.stderr
+    assert b"the model has no chat template; if it was made to chat: --chat-format llama3" in raw.stderr
+    chat = clearllama("generate", "-m", str(meta), "The dog bites", "--json", "--chat-format", "llama3", *FAST)
+    assert chat.returncode == 0, chat.stderr
+    assert b"one user message in the format llama3" in chat.stderr
+    assert json.loads(chat.stdout)["prompt_tokens"] > json.loads(raw.stdout)["prompt_tokens"]
+    wrong = clearllama("generate", "-m", str(meta), "x", "--chat-format", "llama2", *FAST)
+    assert wrong.returncode == 1
+    assert wrong.stderr.splitlines()[-1].startswith(b"clearllama: error:")
+
+
+def test_chat_with_a_folder_of_metas(clearllama: Run, meta: Path) -> None:
+    result = clearllama("chat", "-m", str(meta), *FAST, stdin=b"hello\n")
+    assert result.returncode == 0, result.stderr
+    assert b"messages are written in the format llama3" in result.stderr
+
+
+def test_fill_in_the_middle(clearllama: Run, tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path / "code", "codellama-7b")
+    result = clearllama("generate", "-m", str(folder), "def f(x):", "--suffix", "return y", "--json", *FAST)
+    assert result.returncode == 0, result.stderr
+    ids = llama.load_tokenizer(folder).encode_infill("def f(x):", "return y")
+    assert json.loads(result.stdout)["prompt_tokens"] == len(ids)
+    plain = make_tiny.make(tmp_path / "plain", "llama-2-7b")
+    result = clearllama("generate", "-m", str(plain), "def f(x):", "--suffix", "return y", *FAST)
+    assert result.returncode == 1
+    assert b"infill" in result.stderr
+    result = clearllama("generate", "-m", str(plain), "a", "--suffix", "b", "--system", "c", *FAST)
+    assert result.returncode == 2
+
+
+def test_bench_needs_no_tokenizer(clearllama: Run, meta: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(meta, folder)
+    (folder / "tokenizer.model").unlink()
+    result = clearllama(
+        "bench", "-m", str(folder), "--prompt-tokens", "8", "--new-tokens", "2", "--reps", "1", "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    result = clearllama("generate", "-m", str(folder), "x", *FAST)
+    assert result.returncode == 1
+    assert b"there is no tokenizer.model in it or in the folder above" in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------- convert
+def test_convert_and_run_what_was_written(clearllama: Run, meta: Path, tmp_path: Path) -> None:
+    answers, hashes = [], set()
+    for to, name in (("hf", "hf"), ("gguf", "model.gguf"), ("meta", "again")):
+        source = {"hf": meta, "gguf": tmp_path / "hf", "meta": tmp_path / "model.gguf"}[to]
+        result = clearllama("convert", str(source), str(tmp_path / name), "--to", to, "--json")
+        assert result.returncode == 0, result.stderr
+        proof = json.loads(result.stdout)
+        hashes.add(proof["sha256"])
+        out = clearllama(
+            "generate", "-m", proof["path"], "--raw", "The dog bites", "--dtype", "float32", "--json", *FAST
+        )
+        answers.append(json.loads(out.stdout)["tokens"])
+    assert len(hashes) == 1
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_convert_says_what_is_wrong(clearllama: Run, meta: Path, tmp_path: Path) -> None:
+    for arguments, code, says in (
+        ((str(meta), str(tmp_path / "x"), "--to", "meta", "--shards", "3"), 1, b"3 shards can't share evenly"),
+        ((str(meta), str(meta), "--to", "hf"), 2, b"is the source"),
+        ((str(tmp_path / "none"), str(tmp_path / "x"), "--to", "hf"), 1, b"there is no file or folder"),
+        ((str(meta), str(tmp_path / "x"), "--to", "hf", "--dtype", "int3"), 2, b"unknown dtype"),
+        ((str(meta), str(tmp_path / "x"), "--to", "onnx"), 2, b"invalid choice"),
+        ((str(meta), str(tmp_path / "x"), "--to", "hf", "--shards", "-1"), 2, b"must not be negative"),
+    ):
+        result = clearllama("convert", *arguments)
+        assert result.returncode == code
+        assert says in result.stderr
+        assert result.stderr.count(b"\n") == 1
+        assert result.stdout == b""
+    assert os.listdir(tmp_path) == []
