@@ -477,7 +477,7 @@ def check_tokenizer(path: Path, checkpoint: Checkpoint | None) -> Finding:
         return f"{tokenizer.kind}, {tokenizer.n_vocab:,} tokens" + f" for {rows:,} rows of the embedding" * bool(rows)
 
     finding = _outcome("tokenizer", place or path, root, look)
-    if counts and counts[0] < 0.9 * rows:  # models pad to round numbers, by less than this
+    if counts and counts[0] < 0.75 * rows:  # models pad to round numbers, by less than this
         message = f"has {counts[0]:,} tokens and the embedding {rows:,} rows; it may belong to another model"
         return Finding("tokenizer", "warn", finding.item, message)
     return finding

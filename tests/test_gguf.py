@@ -24,6 +24,8 @@ from llama.rope_scaling import inverse_frequencies
 
 from . import tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_header_equals_the_gguf_packages_reading(tiny_gguf: Path) -> None:
     ours = read_header(tiny_gguf.read_bytes(), "tiny")

@@ -18,6 +18,8 @@ from llama.model import RMSNorm, Transformer
 
 from . import tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
 

@@ -24,6 +24,8 @@ from llama.sampling import SamplingParams, probs, sample
 
 from . import tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 logits_lists = st.lists(st.floats(-8, 8, width=16), min_size=1, max_size=30)
 
 

@@ -14,6 +14,8 @@ from llama.tokenizer import Decoder
 
 from . import tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPTIONS = {"temperature": 3.0, "seed": 5, "max_new_tokens": 60}
 
 

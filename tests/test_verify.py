@@ -44,7 +44,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     shutil.move(root / "meta2" / "7B" / "tokenizer.model", root / "meta2" / "tokenizer.model")
     write_md5(root / "meta2" / "tokenizer_checklist.chk", root / "meta2" / "tokenizer.model")
     write_folder(root / "hf")
-    write_folder(root / "sharded", max_shard_size="60KB")
+    write_folder(root / "sharded", max_shard_size="100KB")
     shutil.copytree(root / "hf", root / "bin")
     torch.save(load_file(root / "bin" / "model.safetensors"), root / "bin" / "pytorch_model.bin")
     (root / "bin" / "model.safetensors").unlink()
@@ -68,7 +68,7 @@ def split_gguf(folder: Path) -> None:
     for i, left_out in enumerate((names[5:], names[:5])):
         metadata: dict[str, Any] = {"split.no": i, "split.count": 2, "split.tensors.count": len(names)}
         if i:  # the vocabulary and the rest are in the first part
-            metadata |= {key: None for key in (*tiny.architecture(), *tiny.byte_vocabulary())}
+            metadata |= dict.fromkeys((*tiny.architecture(), *tiny.byte_vocabulary()))
         tiny.write_gguf(folder / f"x-0000{i + 1}-of-00002.gguf", metadata=metadata, without=tuple(left_out))
 
 
@@ -182,7 +182,8 @@ def test_every_file_that_is_missing_is_named(copy: Copy, form: str) -> None:
         whole = file.read_bytes()
         file.unlink()
         found = failures(path)
-        assert any(file.name in f.item or file.name in f.message for f in found), file.name
+        said = {"pytorch_model.bin": "no weights"}.get(file.name, file.name)
+        assert any(said in f.item or said in f.message for f in found), file.name
         if form in ("sharded", "split", "meta") and file in weight_files(path):
             assert named(found, file.name, "files")
         file.write_bytes(whole)
@@ -412,10 +413,10 @@ def test_a_tokenizer_of_another_model(copy: Copy) -> None:
     path = copy("meta")
     (path / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
     assert [f.check for f in failures(path)] == ["tokenizer"]
-    (path / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(400))
+    (path / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(300))
     [found] = named(list(verify(path)), "tokenizer.model", "tokenizer")
     assert found.status == "warn"
-    assert "656 tokens and the embedding 768 rows" in found.message
+    assert "556 tokens and the embedding 768 rows" in found.message
 
 
 def test_the_tokenizer_is_looked_at_though_the_checkpoint_cannot_be_opened(copy: Copy) -> None:

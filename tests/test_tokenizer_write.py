@@ -1,0 +1,551 @@
+"""Tokenizers written in other formats: the same ids by this package, and by the libraries that others read them with."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import sentencepiece
+import tiktoken
+
+import llama
+from llama.config import ModelConfig
+from llama.errors import TokenizerError
+from llama.tokenizer import Tokenizer, open_tokenizer
+from llama.tokenizer.gguf import BYTE_OF, from_metadata
+from llama.tokenizer.huggingface import HuggingFaceTokenizer
+from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
+from llama.tokenizer.tiktoken import LLAMA3_WORDS, TiktokenTokenizer, recognizes
+from llama.tokenizer.write import gguf_metadata, tokenizer_config, tokenizer_json, tokenizer_model
+
+from . import tiny
+from .scripts import make_tiny
+from .test_tokenizer import CORPUS, TEXTS
+from .wheels import wheel_member
+
+LLAMA3_FILE = ("llama-models==0.3.0", "llama_models/llama3/tokenizer.model")
+MISTRAL_FILE = ("mistral-common==1.13.1", "mistral_common/data/tokenizer.model.v1")
+INFILL = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
+
+SNIPPETS = [
+    " ", "  ", "   ", "\t", "\n", "\r\n\r\n", "\u3000", "\u00a0", "1", "2345678", "word", " word", "bites", " the man",
+    "WE'LL", "it's", "é", "e\u0301", "漢字と", "한국어", "שלום", "العربية", "👨‍👩‍👧‍👦", "😀", "½", "ﬀ", "▁", "\u0000",
+    "\u0004", "\ufffd", "\U000f0000", "<|eot_id|>", "<|begin_of_text|>", "<|im_end|>", "<|", "</s>", "<s>", "<unk>",
+    "<0x0A>", "[INST]", "[REF]", "the cat", "▁<PRE>", " <PRE>", "<SUF>", " <MID>", "<unused3>", " <unused3>",
+    "[PAD7]", "def f(x):\n    return x", "...", "==",
+]  # fmt: skip
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """Random strings: half of snippets, half of characters from anywhere."""
+    dice = random.Random(seed)
+    anywhere = [range(0x20, 0x7F), range(0xD800), range(0xE000, 0x110000)]
+    out = [*TEXTS]
+    for i in range(count):
+        if i % 2:
+            out.append("".join(dice.choices(SNIPPETS, k=dice.randint(1, 12))))
+        else:
+            out.append("".join(chr(dice.choice(dice.choice(anywhere))) for _ in range(dice.randint(1, 12))))
+    return out
+
+
+# -------------------------------------------------------------------------------------------- writing and reading back
+def as_json(tokenizer: Tokenizer) -> Tokenizer:
+    config = json.loads(json.dumps(tokenizer_config(tokenizer)))
+    return HuggingFaceTokenizer(tokenizer_json(tokenizer).encode(), "tokenizer.json", config)
+
+
+def as_model(tokenizer: Tokenizer) -> Tokenizer:
+    data = tokenizer_model(tokenizer)
+    kind = TiktokenTokenizer if recognizes(data) else SentencePieceModelTokenizer
+    return kind(data, "tokenizer.model")
+
+
+def as_gguf(tokenizer: Tokenizer) -> Tokenizer:
+    return from_metadata(gguf_metadata(tokenizer, tokenizer.n_vocab + 3), "model.gguf")
+
+
+FORMS: dict[str, Callable[[Tokenizer], Tokenizer]] = {"json": as_json, "model": as_model, "gguf": as_gguf}
+
+
+def same(ours: Tokenizer, other: Tokenizer, strings: Sequence[str]) -> None:
+    """Both are the same tokenizer, as far as anyone can see."""
+    for name in ("control", "bos_id", "eos_id", "stop_ids", "add_bos", "strips_leading_space"):
+        assert getattr(other, name) == getattr(ours, name), name
+    ids = [id for id in range(ours.n_vocab) if ours.token_bytes(id) != " \u2047 ".encode()]
+    assert [other.token_bytes(id) for id in ids] == [ours.token_bytes(id) for id in ids]
+    assert set(range(ours.n_vocab, other.n_vocab)) <= set(range(ours.n_vocab, ours.n_vocab + 6))  # padding
+    infill = set(INFILL) <= ours.control.keys()
+    for text in strings:
+        expected = ours.encode(text)
+        assert other.encode(text) == expected, text
+        assert other.decode(expected) == ours.decode(expected), text
+        assert other.encode_prompt(text) == ours.encode_prompt(text)
+        if infill and len(text) < 20:
+            assert other.encode_infill(text, text[::-1]) == ours.encode_infill(text, text[::-1]), text
+
+
+# --------------------------------------------------------------------------------------------------------- vocabularies
+def trained(folder: Path, **options: Any) -> SentencePieceModelTokenizer:
+    """A model trained as Llama 2's was."""
+    defaults = {
+        "model_type": "bpe", "vocab_size": 620, "byte_fallback": True, "split_digits": True, "minloglevel": 2,
+        "normalization_rule_name": "identity", "remove_extra_whitespaces": False, "character_coverage": 0.99,
+    }  # fmt: skip
+    lines = [line for text in CORPUS for line in text.split("\n")]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(folder / "m"), **{**defaults, **options}
+    )
+    return SentencePieceModelTokenizer.from_file(folder / "m.model")
+
+
+@pytest.fixture(scope="module")
+def tiktoken_512() -> TiktokenTokenizer:
+    return TiktokenTokenizer(make_tiny.tiktoken_model(512), "tiny")
+
+
+@pytest.fixture(
+    scope="module", params=["tiktoken", "pieces", "infill", "marks are control", "user-defined", "no prefix"]
+)
+def source(request: pytest.FixtureRequest, tiktoken_512: Tokenizer, tmp_path_factory: Any) -> Tokenizer:
+    """Small vocabularies from Meta's kinds of file."""
+    marks = [*INFILL, "<step>"]
+    made: dict[str, Callable[[Path], Tokenizer]] = {
+        "tiktoken": lambda folder: tiktoken_512,
+        "pieces": trained,
+        "infill": lambda folder: SentencePieceModelTokenizer(make_tiny.sentencepiece_model(528), "tiny"),
+        "marks are control": lambda folder: trained(folder, control_symbols=marks, vocab_size=640),
+        "user-defined": lambda folder: trained(folder, user_defined_symbols=["[REF]", "the cat", *marks], bos_id=-1),
+        "no prefix": lambda folder: trained(folder, add_dummy_prefix=False, user_defined_symbols=["[REF]", "the cat"]),
+    }
+    return made[request.param](tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def llama3() -> Tokenizer:
+    return open_tokenizer(wheel_member(*LLAMA3_FILE))
+
+
+@pytest.fixture(scope="module")
+def smollm(default_gguf: Path) -> Tokenizer:
+    return llama.load_tokenizer(default_gguf)
+
+
+# ------------------------------------------------------------------------------------------------- by our own readers
+@pytest.mark.parametrize("first", FORMS)
+@pytest.mark.parametrize("second", FORMS)
+def test_every_chain_of_formats_keeps_everything(source: Tokenizer, first: str, second: str) -> None:
+    if source.bos_id is None and "model" not in (first, second):
+        same(source, as_model(FORMS[second](FORMS[first](source))), texts(20))
+    same(source, FORMS[second](FORMS[first](source)), texts(300, seed=len(first + second)))
+
+
+def test_meta_to_hf_to_gguf_to_meta_is_the_same_file(source: Tokenizer) -> None:
+    back = tokenizer_model(as_gguf(as_json(source)))
+    if isinstance(source, TiktokenTokenizer):
+        assert back == source.data
+    again = tokenizer_model(as_gguf(as_json(as_model(as_gguf(as_json(source))))))
+    assert again == back  # scores of pieces become whole numbers once, and then stay
+
+
+def test_a_file_that_is_there_is_given_as_it_was_read(source: Tokenizer) -> None:
+    assert tokenizer_model(source) == source.data
+    ours = as_json(source)
+    text = "\ufeff" + json.dumps(json.loads(tokenizer_json(source)), indent=3)
+    ours = HuggingFaceTokenizer(text.encode(), "x", {"pad_token": "<pad>", "padding_side": "left", "legacy": True})
+    assert tokenizer_json(ours) == text[1:]
+    config = tokenizer_config(ours)
+    assert (config["pad_token"], config["padding_side"], "legacy" in config) == ("<pad>", "left", False)
+    metadata = {**gguf_metadata(source, source.n_vocab), "tokenizer.ggml.padding_token_id": 3, "llama.x": 1}
+    del metadata["tokenizer.ggml.add_bos_token"]
+    expected = {key: value for key, value in metadata.items() if key != "llama.x"}
+    assert gguf_metadata(from_metadata(metadata, "x"), source.n_vocab) == expected
+
+
+def test_llama3s_own_file_goes_round_by_all_formats(llama3: Tokenizer) -> None:
+    hf = as_json(llama3)
+    file = as_gguf(hf)
+    assert tokenizer_model(file) == wheel_member(*LLAMA3_FILE).read_bytes()
+    assert len(file.merges) == 280_147  # as many as the published tokenizer.json has
+    for other in (hf, file):
+        same(llama3, other, texts(2000))
+    metadata = file.metadata
+    assert {name: metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "eom", "eot")} == {
+        "bos": 128000, "eos": 128001, "eom": 128008, "eot": 128009,
+    }  # fmt: skip
+    assert metadata["tokenizer.ggml.pre"] == "llama-bpe"
+    assert metadata["tokenizer.ggml.tokens"][-1] == "[PAD128258]"
+    assert metadata["tokenizer.ggml.token_type"][-4:] == [3, 5, 5, 5]
+
+
+@pytest.mark.slow
+def test_a_real_vocabulary_of_32000_pieces_goes_round(tmp_path: Path) -> None:
+    source = open_tokenizer(wheel_member(*MISTRAL_FILE))
+    for other in (as_json(source), as_gguf(as_json(source)), as_model(as_gguf(source)), as_model(as_json(source))):
+        same(source, other, texts(3000))
+    theirs = auto(as_gguf(source), tmp_path)
+    for text in texts(3000, seed=1):
+        assert theirs(text, split_special_tokens=True).input_ids == source.encode(text, bos=True)
+
+
+def test_the_default_models_vocabulary_goes_to_hugging_face_and_back(smollm: Tokenizer, tmp_path: Path) -> None:
+    strings = [text for text in texts(1000) if not set(text.encode()) & set(smollm._missing)]
+    assert len(strings) > 500
+    for other in (as_json(smollm), as_gguf(smollm), as_gguf(as_json(smollm))):
+        same(smollm, other, strings)
+    assert gguf_metadata(as_json(smollm), smollm.n_vocab)["tokenizer.ggml.pre"] == "smollm"
+    theirs = auto(smollm, tmp_path)
+    assert [theirs(text, split_special_tokens=True).input_ids for text in strings] == [*map(smollm.encode, strings)]
+    with pytest.raises(TokenizerError, match="cuts words as 'smollm' does, which Meta's|does not$"):
+        tokenizer_model(smollm)
+
+
+# ------------------------------------------------------------------------------------------------- by other libraries
+def auto(tokenizer: Tokenizer, folder: Path, **config: Any) -> Any:
+    """What transformers makes of a folder with the two files, and with a config.json where one is given."""
+    from transformers import AutoTokenizer
+
+    (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(tokenizer)))
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "llama"}], ids=["tokenizer alone", "with a config.json"])
+def test_transformers_has_the_same_ids(source: Tokenizer, config: Any, tmp_path: Path) -> None:
+    theirs = auto(source, tmp_path, **config)
+    assert theirs.bos_token_id == source.bos_id
+    assert theirs.eos_token_id == source.eos_id
+    for text in texts(300):
+        encoded = theirs(text, split_special_tokens=True)
+        assert encoded.input_ids == source.encode(text, bos=source.add_bos), text
+        assert theirs(text, split_special_tokens=True, add_special_tokens=False).input_ids == source.encode(text)
+        if "▁" not in text:
+            assert theirs.decode(encoded.input_ids, skip_special_tokens=True) == text
+    assert "token_type_ids" not in encoded
+    for name, id in source.control.items():
+        assert theirs.convert_tokens_to_ids(name) == id
+        assert theirs(name, add_special_tokens=False).input_ids[-1] == id  # there typed control strings count
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_transformers_adds_bos_where_we_do(tiktoken_512: Tokenizer, add_bos: bool, tmp_path: Path) -> None:
+    metadata = {**gguf_metadata(tiktoken_512, 768), "tokenizer.ggml.add_bos_token": add_bos}
+    ours = from_metadata(metadata, "x")
+    assert auto(ours, tmp_path)("a").input_ids == ours.encode_prompt("a")
+    assert as_json(ours).add_bos is as_gguf(as_json(ours)).add_bos is add_bos
+
+
+def test_sentencepiece_has_the_same_ids(source: Tokenizer) -> None:
+    if isinstance(source, TiktokenTokenizer):
+        return
+    for other in (as_gguf(source), as_json(source)):
+        library = sentencepiece.SentencePieceProcessor(model_proto=tokenizer_model(other))
+        assert library.get_piece_size() == source.n_vocab
+        assert library.bos_id() == (-1 if source.bos_id is None else source.bos_id)
+        assert (library.eos_id(), library.unk_id(), library.pad_id()) == (source.eos_id, 0, -1)
+        assert {library.id_to_piece(id): id for id in range(source.n_vocab) if library.is_control(id)} == source.control
+        for text in texts(500):
+            ids = source.encode(text)
+            assert library.encode(text) == ids, text
+            assert library.decode(ids) == source.decode(ids)
+
+
+def test_tiktoken_has_the_same_ids(tiktoken_512: Tokenizer) -> None:
+    lines = [line.split() for line in tokenizer_model(as_gguf(as_json(tiktoken_512))).splitlines()]
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    theirs = tiktoken.Encoding("tiny", pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens={})
+    for text in texts(500):
+        assert theirs.encode_ordinary(text) == tiktoken_512.encode(text)
+
+
+def test_the_gguf_package_reads_the_metadata(source: Tokenizer, tmp_path: Path) -> None:
+    rows = source.n_vocab + 2
+    config = ModelConfig(64, 1, 4, 4, 16, 96, rows)
+    metadata = {"tokenizer.chat_template": None, "tokenizer.ggml.merges": None, **gguf_metadata(source, rows)}
+    if source.bos_id is None:
+        metadata["tokenizer.ggml.bos_token_id"] = None
+    path = tiny.write_gguf(tmp_path / "x.gguf", config, metadata=metadata)
+    fields = gguf.GGUFReader(path).fields
+    for key, value in metadata.items():
+        if value is not None:
+            assert fields[key].contents() == value, key
+    read = llama.load_tokenizer(path)
+    same(source, read, texts(50))
+    assert gguf_metadata(read, rows) == {key: value for key, value in metadata.items() if value is not None}
+
+
+# --------------------------------------------------------------------------------------------- what the formats differ in
+def changed(tokenizer: Tokenizer, change: Callable[[dict[str, Any]], None], **config: Any) -> HuggingFaceTokenizer:
+    """The tokenizer as tokenizer.json, after a change."""
+    document = json.loads(tokenizer_json(tokenizer))
+    change(document)
+    return HuggingFaceTokenizer(
+        json.dumps(document).encode(), "tokenizer.json", {**tokenizer_config(tokenizer), **config}
+    )
+
+
+def renamed(document: dict[str, Any]) -> None:
+    """Hugging Face's names of Llama 3's reserved ids are other ones than Meta's."""
+    for token in document["added_tokens"]:
+        token["content"] = token["content"].replace("step_id", "reserved_special_token_900")
+
+
+def test_an_instruct_models_end_is_kept_where_it_can_be_said(tiktoken_512: Tokenizer) -> None:
+    ours = changed(tiktoken_512, renamed, eos_token="<|eot_id|>")
+    eot = tiktoken_512.control["<|eot_id|>"]
+    assert as_gguf(ours).eos_id == as_json(as_gguf(ours)).eos_id == ours.eos_id == eot
+    assert as_gguf(ours).control == ours.control
+    meta = as_model(ours)
+    assert tokenizer_model(ours) == tiktoken_512.data
+    assert (meta.stop_ids, ours.stop_ids) == (tiktoken_512.stop_ids, tiktoken_512.stop_ids)
+
+
+def test_ends_without_a_known_name_take_ggufs_keys(tiktoken_512: Tokenizer) -> None:
+    def without_names(document: dict[str, Any]) -> None:
+        for token in document["added_tokens"]:
+            token["content"] = token["content"].replace("eot_id", "enough").replace("eom_id", "wait")
+
+    ours = changed(tiktoken_512, without_names)
+    ids = [ours.control[f"<|{name}|>"] for name in ("enough", "wait", "image")]
+    ours.stop_ids |= set(ids[:2])
+    assert as_gguf(ours).stop_ids == ours.stop_ids
+    assert tokenizer_model(ours) == tiktoken_512.data  # there they end an answer by their place
+    ours.stop_ids |= {ids[2]}
+    with pytest.raises(TokenizerError, match="4 ids end an answer"):
+        gguf_metadata(ours, ours.n_vocab)
+    with pytest.raises(TokenizerError, match=r"\(<\|image\|>\) ends an answer, which Meta's"):
+        tokenizer_model(ours)
+
+
+def test_plain_added_tokens_and_gaps_survive(tiktoken_512: Tokenizer, tmp_path: Path) -> None:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    extra = [{"id": 770, "content": "[REF]", **flags}, {"id": 771, "content": "é x", **flags}]
+    ours = changed(tiktoken_512, lambda document: document["added_tokens"].extend(extra))
+    strings = [*texts(300), "a[REF] é x", "[REF][REF]"]
+    assert ours.encode("a[REF]")[-1] == 770
+    file = as_gguf(ours)
+    assert file.metadata["tokenizer.ggml.tokens"][768:772] == ["[PAD768]", "[PAD769]", "[REF]", "é x"]
+    for other in (file, as_json(file), as_gguf(as_json(file))):
+        assert other.control == ours.control
+        assert [other.encode(text) for text in strings] == [ours.encode(text) for text in strings]
+    theirs = auto(file, tmp_path)
+    assert [theirs(text, split_special_tokens=True).input_ids[1:] for text in strings] == [*map(ours.encode, strings)]
+
+
+def test_the_one_text_that_tokenizer_json_spells_otherwise(tmp_path: Path) -> None:
+    ours = trained(tmp_path, user_defined_symbols=["[REF]"])
+    assert as_json(ours).encode("[REF]") == ours.encode("[REF]")[1:]
+    for text in (" [REF]", "[REF] ", "[REF][REF]", "a[REF]"):
+        assert as_json(ours).encode(text) == ours.encode(text)
+
+
+def test_pairs_in_turns_become_one_score_where_that_is_the_same(tmp_path: Path) -> None:
+    """An older converter lists pairs whose unions score the same by the ids of their parts."""
+    source = trained(tmp_path)
+    merges = json.loads(tokenizer_json(source))["model"]["merges"]
+    by_union: dict[str, list[Any]] = {}
+    for pair in merges:
+        by_union.setdefault("".join(pair), []).append(pair)
+    double = [pairs for pairs in by_union.values() if len(pairs) > 1 and all(pair[0][0] == "▁" for pair in pairs)][:2]
+    rest = [pair for pair in merges if pair not in double[0] + double[1]]
+
+    def mix(document: dict[str, Any]) -> None:
+        document["model"]["merges"] = [*rest, double[0][0], double[1][0], double[0][1], double[1][1]]
+        document["model"]["merges"] += double[0][2:] + double[1][2:]
+
+    ours = changed(source, mix)
+    scores = dict(
+        zip(*(gguf_metadata(ours, 620)[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores")), strict=True)
+    )
+    assert scores["".join(double[0][0])] == scores["".join(double[1][0])] < scores["".join(rest[-1])]
+    for text in texts(300):
+        assert as_gguf(ours).encode(text) == ours.encode(text)
+
+
+# -------------------------------------------------------------------------------------------------- what can't be said
+def edit(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of one value in a document."""
+
+    def change(document: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            document = document[key]
+        document[path[-1]] = value
+
+    return change
+
+
+def no_merge(document: dict[str, Any]) -> None:
+    del document["model"]["merges"][40]
+
+
+def in_turns(document: dict[str, Any]) -> None:
+    merges = document["model"]["merges"]
+    i = next(i for i in range(len(merges)) if "".join(merges[i]) == "".join(merges[i + 1]))
+    other = next(pair for pair in merges[i + 2 :] if pair[0] == merges[i][1] or pair[1] == merges[i][0])
+    merges.remove(other)
+    merges.insert(i + 1, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (edit("pre_tokenizer", "pretokenizers", 0, "pattern", "Regex", value=r"\w+"), "cuts words by Split and Byte"),
+        (edit("model", "ignore_merges", value=False), "without ignore_merges in a way that has no name"),
+        (edit("pre_tokenizer", "pretokenizers", 1, "add_prefix_space", value=True), "no name in GGUF"),
+        (edit("normalizer", value={"type": "NFC"}), "normalizes text"),
+        (edit("model", "end_of_word_suffix", value="</w>"), "end_of_word_suffix; expected BPE"),
+    ],
+)
+def test_a_tokenizer_json_that_works_otherwise_stays_one(tiktoken_512: Tokenizer, change: Any, says: str) -> None:
+    ours = changed(tiktoken_512, change)
+    assert as_json(ours).encode("a b 12") == ours.encode("a b 12")
+    for write in (tokenizer_model, lambda tokenizer: gguf_metadata(tokenizer, tokenizer.n_vocab)):
+        with pytest.raises(TokenizerError, match=says):
+            write(ours)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (edit("pre_tokenizer", value={"type": "Metaspace", "replacement": "▁"}), "put the published tokenizer.json"),
+        (edit("normalizer", "normalizers", 0, "prepend", value="▁▁"), "handles spaces"),
+        (edit("decoder", "decoders", 3, "content", value="x"), "handles spaces"),
+        (no_merge, "never merges"),
+        (in_turns, "in turns"),
+    ],
+)
+def test_a_tokenizer_json_of_pieces_that_works_otherwise_stays_one(tmp_path: Path, change: Any, says: str) -> None:
+    ours = changed(trained(tmp_path), change)
+    for write in (tokenizer_model, lambda tokenizer: gguf_metadata(tokenizer, tokenizer.n_vocab)):
+        with pytest.raises(TokenizerError, match=says):
+            write(ours)
+
+
+def test_a_plain_added_token_that_eats_spaces_stays_in_its_file(tiktoken_512: Tokenizer) -> None:
+    token = {"id": 768, "content": "<tool>", "single_word": False, "lstrip": True, "rstrip": False, "special": False}
+    ours = changed(tiktoken_512, lambda document: document["added_tokens"].append({**token, "normalized": False}))
+    with pytest.raises(TokenizerError, match="matches '<tool>' with lstrip"):
+        gguf_metadata(ours, 800)
+
+
+def llama3_like(tokenizer: Tokenizer, **changes: Any) -> dict[str, Any]:
+    return {**gguf_metadata(tokenizer, 768), **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
+
+
+def test_what_metas_llama3_file_can_not_say(tiktoken_512: Tokenizer) -> None:
+    plain = gguf_metadata(tiktoken_512, 768)
+    tokens, types, merges = (plain[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type", "merges"))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"pre": "smollm"}, "cuts words as 'smollm' does"),
+        ({"tokens": [*tokens, "<|x|>"], "token_type": [*types, 3]}, "plain tokens in front of the last 256|not end"),
+        ({"token_type": [*types[:-1], 4]}, "does not end with 256"),
+        ({"token_type": [*types[:400], 3, *types[401:]], "merges": merges[:100]}, "other than plain tokens"),
+        ({"bos_token_id": 513}, "another id than the first control"),
+        ({"add_bos_token": False}, "this vocabulary does not$"),
+        ({"merges": merges[:-1]}, r"the 2\d\d merges of this vocabulary are not the 2\d\d that follow"),
+        ({"merges": merges[::-1]}, "that follow from the order"),
+        ({"tokens": [*tokens[:65], "中", *tokens[66:]], "merges": []}, "outside of the byte alphabet"),
+        ({"tokens": [*tokens[:65], "zzzz", *tokens[66:]], "merges": []}, "has no token for some bytes"),
+        ({"bos_token_id": None}, "this vocabulary has none"),
+    ]
+    for changes, says in cases:
+        metadata = {key: value for key, value in llama3_like(tiktoken_512, **changes).items() if value is not None}
+        if "bos_token_id" in changes and changes["bos_token_id"] is None:
+            del metadata["tokenizer.ggml.add_bos_token"]
+        with pytest.raises(TokenizerError, match=says):
+            tokenizer_model(from_metadata(metadata, "x"))
+
+
+def test_what_a_sentencepiece_model_can_not_say(tmp_path: Path) -> None:
+    source = trained(tmp_path)
+    plain = gguf_metadata(source, source.n_vocab)
+    types = plain["tokenizer.ggml.token_type"]
+    longest = max(range(source.n_vocab), key=lambda id: len(plain["tokenizer.ggml.tokens"][id]))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"token_type": [1, *types[1:]]}, "exactly one token for unknown"),
+        ({"token_type": [*types[:9], 1, *types[10:]]}, "no token for some bytes"),
+        ({"token_type": [5 if id == longest else type for id, type in enumerate(types)]}, "unused token"),
+        ({"token_type": [*types[:2], 1, *types[3:]]}, "ends a text with a plain token"),
+        ({"token_type": [types[0], 1, *types[2:]]}, "begins a text with a plain token"),
+        ({"eot_token_id": 300}, "ends an answer, which Meta's"),
+    ]
+    for changes, says in cases:
+        metadata = {**plain, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
+        with pytest.raises(TokenizerError, match=says):
+            tokenizer_model(from_metadata(metadata, "x"))
+    with pytest.raises(TokenizerError, match="it would be control alone|would be control alone"):
+        tokenizer_json(from_metadata({**plain, "tokenizer.ggml.token_type": [*types[:2], 1, *types[3:]]}, "x"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model_type": "unigram"}, "is not BPE"),
+        ({"byte_fallback": False, "vocab_size": 300}, "no bytes to fall back to"),
+        ({"treat_whitespace_as_suffix": True}, "puts its space behind"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "replaces characters"),
+        ({"remove_extra_whitespaces": True}, "removes spaces"),
+    ],
+)
+def test_a_sentencepiece_model_that_works_otherwise_stays_one(tmp_path: Path, options: Any, says: str) -> None:
+    source = trained(tmp_path, **options)
+    assert tokenizer_model(source) == source.data
+    for write in (tokenizer_json, tokenizer_config, lambda tokenizer: gguf_metadata(tokenizer, tokenizer.n_vocab)):
+        with pytest.raises(TokenizerError, match=says):
+            write(source)
+
+
+def test_an_embedding_with_fewer_rows_is_refused(tiktoken_512: Tokenizer) -> None:
+    for tokenizer in (tiktoken_512, as_gguf(tiktoken_512)):
+        with pytest.raises(TokenizerError, match="tokens and the embedding 700 rows"):
+            gguf_metadata(tokenizer, 700)
+
+
+def test_a_token_of_two_ids_is_refused(tiktoken_512: Tokenizer) -> None:
+    metadata = copy.deepcopy(gguf_metadata(tiktoken_512, 768))
+    metadata["tokenizer.ggml.tokens"][700] = metadata["tokenizer.ggml.tokens"][701]
+    with pytest.raises(TokenizerError, match="is the token of more than one id"):
+        tokenizer_json(from_metadata(metadata, "x"))
+
+
+def test_a_tokenizer_of_someone_elses_is_refused() -> None:
+    class Other(TiktokenTokenizer.__base__):
+        kind = "home-made"
+        _encode = token_bytes = None
+
+    with pytest.raises(TokenizerError, match="kind 'home-made' can't be written"):
+        tokenizer_json(Other())
+
+
+# -------------------------------------------------------------------------------------------------- nothing is dropped
+@pytest.mark.parametrize("form", ["gguf", "json"])
+def test_a_byte_without_a_token_is_an_error(smollm: Tokenizer, form: str) -> None:
+    tokenizer = FORMS[form](smollm)
+    assert set(smollm._missing) >= {0x04, 0x06, 0xF1, 0xF2}
+    with pytest.raises(TokenizerError, match=r"character 3 of the text, '\\x04', has the byte 0x04.* so remove it"):
+        tokenizer.encode("abc\u0004def")
+    with pytest.raises(TokenizerError, match=r"character 1 of the text, '\\U00040000', has the byte 0xF1"):
+        tokenizer.encode("é\U00040000")
+    assert tokenizer.decode(tokenizer.encode("é 漢 😀")) == "é 漢 😀"
+
+
+def test_a_missing_byte_within_a_token_is_no_loss(tiktoken_512: Tokenizer) -> None:
+    metadata = gguf_metadata(tiktoken_512, 768)
+    at = next(id for id, token in enumerate(metadata["tokenizer.ggml.tokens"]) if BYTE_OF.get(token) == 4)
+    metadata["tokenizer.ggml.tokens"][at] = "\u0004\u0004"
+    metadata["tokenizer.ggml.token_type"][at] = 4
+    file = from_metadata(metadata, "x")
+    for tokenizer in (file, as_json(file)):
+        assert tokenizer.encode("\u0004\u0004") == [at]
+        assert tokenizer.decode(tokenizer.encode("a\u0004\u0004b")) == "a\u0004\u0004b"
+        with pytest.raises(TokenizerError, match="has the byte 0x04"):
+            tokenizer.encode("a\u0004\u0004\u0004b")
