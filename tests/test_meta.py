@@ -213,6 +213,14 @@ def test_the_tokenizer_may_lie_one_folder_above(tmp_path: Path) -> None:
     assert llama.load_tokenizer(folder).n_vocab == 512
 
 
+def test_a_vocabulary_cut_at_the_end_of_a_line_is_found(tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path, "llama-3-8b")
+    lines = (folder / "tokenizer.model").read_bytes().splitlines(keepends=True)
+    (folder / "tokenizer.model").write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(LlamaError, match="767 tokens and the embedding 768 rows; the file is cut off"):
+        llama.load(folder)
+
+
 def test_generate_from_a_folder(tmp_path: Path) -> None:
     llm = llama.load(make_tiny.make(tmp_path, "llama-3-8b"), device="cpu")
     completion = llm.generate("two words meet", max_new_tokens=5)

@@ -134,6 +134,11 @@ class MetaCheckpoint(Checkpoint):
             if place.exists():
                 tokenizer = open_tokenizer(place)
                 check_vocabulary(tokenizer, self.config, str(place))
+                if tokenizer.n_vocab < self.config.vocab_size and tokenizer.kind.startswith("tiktoken"):
+                    raise CheckpointError(  # the control ids follow the last line, so all of them would be wrong
+                        f"{place}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding"
+                        f" {self.config.vocab_size} rows; the file is cut off or another model's"
+                    )
                 return tokenizer
         raise TokenizerError(
             f"{self.path}: there is no tokenizer.model in it or in the folder above;"
