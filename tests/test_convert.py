@@ -294,20 +294,30 @@ def test_a_forgotten_permutation_is_found_by_the_proof(
         convert(source, tmp_path / "hf", "hf")
 
 
+KILLS = 6
+
+
 def test_killed_at_any_moment_the_target_is_absent_or_whole(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "model"
     target.parent.mkdir()
     command = [sys.executable, "-c", "import sys, torch; from llama.convert import convert; print('go', flush=True);"
                "convert(sys.argv[1], sys.argv[2], 'meta', shards=2)", str(source), str(target)]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
+
+    def start() -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        process.stdout.readline()  # type: ignore[union-attr]  (it has imported everything and begins)
+        return process
+
+    process, began = start(), time.perf_counter()
+    assert process.wait() == 0
+    takes = time.perf_counter() - began
     whole = files(target)
     shutil.rmtree(target)
     rng = random.Random(0)
     outcomes = []
-    for _ in range(8):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        process.stdout.readline()  # type: ignore[union-attr]
-        time.sleep(rng.uniform(0, 0.25))
+    for step in range(KILLS):
+        process = start()
+        time.sleep(takes * (step + rng.random()) / KILLS)  # spread over all of it
         process.send_signal(signal.SIGKILL)
         process.wait()
         if target.exists():

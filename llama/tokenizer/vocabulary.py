@@ -28,7 +28,7 @@ from .gguf import (
     ByteLevelTokenizer,
     GGUFTokenizer,
 )
-from .huggingface import HuggingFaceTokenizer, merges_without, parse, parts
+from .huggingface import HuggingFaceTokenizer, parse, parts
 from .sentencepiece import (
     NORMALIZER_SPEC,
     PIECE,
@@ -247,22 +247,18 @@ def from_huggingface(tokenizer: HuggingFaceTokenizer) -> Vocabulary:
         else CONTROL if token in tokenizer.control
         else UNKNOWN if token == tokenizer.unknown
         else USER_DEFINED if token in added
-        else BYTE if model.get("byte_fallback") and byte_piece(token) is not None
+        else BYTE if not tokenizer.byte_level and byte_piece(token) is not None
         else NORMAL
         for id, token in enumerate(tokens)
     ]  # fmt: skip
-    merges = merges_without(
-        {token for token, type in zip(tokens, types, strict=True) if type not in (NORMAL, USER_DEFINED)},
-        {**model, "merges": model.get("merges") or []},
-        {token: id for id, token in tokenizer.token_of.items()},
-        "tokenizer.json",
-    )
-    pairs: list[Pair] = [(left, right) for left, right in merges]
     found = Vocabulary(pieces=not tokenizer.byte_level, tokens=tokens, types=types, **common(tokenizer))
+    listed = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or []]
+    plain = set(found.of_type(NORMAL, USER_DEFINED, BYTE))  # no text is merged with or to a control token
+    merges = [(left, right) for left, right in listed if left in plain and right in plain and left + right in plain]
     if tokenizer.byte_level:
-        return replace(found, merges=pairs, pre=pre_of(source))
+        return replace(found, merges=merges, pre=pre_of(source))
     prefix = check_piece_steps(source, tokenizer, found)
-    return replace(found, scores=scores_of_merges(found, pairs), prefix=prefix)
+    return replace(found, scores=scores_of_merges(found, merges), prefix=prefix)
 
 
 def plain_steps(steps: Any) -> list[dict[str, Any]]:

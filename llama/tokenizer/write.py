@@ -13,6 +13,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..errors import TokenizerError
 from .base import Tokenizer
 from .common import BYTE_OF, EOT, byte_level_bytes, byte_piece, missing_bytes, stop_ids
@@ -90,9 +92,10 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
         token_of = dict(tokenizer.token_of)
         kept = {key: tokenizer.settings[key] for key in KEPT_SETTINGS if key in tokenizer.settings}
     else:
-        found = vocabulary(tokenizer)
-        token_of = dict(enumerate(found.tokens))
-        kept = {} if found.unknown is None else {"unk_token": token_of[found.unknown]}
+        token_of = {id: token for token, id in tokenizer.control.items()}
+        if not isinstance(tokenizer, TiktokenTokenizer):
+            found = vocabulary(tokenizer)
+            kept = {} if found.unknown is None else {"unk_token": found.tokens[found.unknown]}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": token_of.get(tokenizer.bos_id),
@@ -183,7 +186,7 @@ def _source(found: Vocabulary, merges: Sequence[Pair], model: dict[str, Any], **
             **affixes,
             **model,
             "vocab": vocab,
-            "merges": [list(pair) for pair in merges],
+            "merges": list(merges),
         },
     }
 
@@ -218,11 +221,6 @@ def tokenizer_model(tokenizer: Tokenizer) -> bytes:
         _check_stops(tokenizer.stop_ids, tokenizer.control, tokenizer.eos_id)
         return tokenizer.data
     found = vocabulary(tokenizer)
-    if found.add_bos != (found.bos is not None):
-        raise TokenizerError(
-            f"Meta's tokenizer.model always puts the begin-of-text id in front of a text, and this vocabulary"
-            f" {'has none' if found.bos is None else 'does not'}"
-        )
     return _sentencepiece_model(found) if found.pieces else _tiktoken_lines(found)
 
 
@@ -241,12 +239,14 @@ def _tiktoken_lines(found: Vocabulary) -> bytes:
         ("has other than plain tokens in front of the last 256", set(found.types[: max(n, 0)]) <= {NORMAL}),
         ("has tokens outside of the byte alphabet", all(set(token) <= BYTE_OF.keys() for token in tokens)),
         ("has no token for some bytes", not missing_bytes(tokens)),
-        ("begins a text with another id than the first control token", found.bos == n),
+        ("has another begin-of-text id than the first control token", found.bos == n),
+        ("does not begin every text with its begin-of-text id", found.add_bos),
     ]
     for what, holds in rules:
         if not holds:
             raise TokenizerError(f"this vocabulary {what}, which Meta's tokenizer.model of Llama 3 can't express")
-    if sorted(found.merges) != sorted(derived := merges_of_ranks(tokens)) or not _in_order(found.merges, tokens):
+    derived = merges_of_ranks(tokens)
+    if list(found.merges) != derived and not _only_reordered(found.merges, derived):
         raise TokenizerError(
             f"the {len(found.merges):,} merges of this vocabulary are not the {len(derived):,} that follow from the"
             f" order of its tokens, which is all that Meta's tokenizer.model of Llama 3 can express"
@@ -255,11 +255,10 @@ def _tiktoken_lines(found: Vocabulary) -> bytes:
     return b"".join(base64.b64encode(byte_level_bytes(token)) + b" %d\n" % rank for rank, token in enumerate(tokens))
 
 
-def _in_order(merges: Sequence[Pair], tokens: Sequence[str]) -> bool:
-    """True if the merges make the tokens one after the other."""
-    rank = {token: i for i, token in enumerate(tokens)}
-    made = [rank.get(left + right, -1) for left, right in merges]
-    return made == sorted(made)
+def _only_reordered(merges: Sequence[Pair], derived: Sequence[Pair]) -> bool:
+    """True if the merges make the same tokens one after the other, only the pairs of one token in another order."""
+    made, wanted = ([left + right for left, right in pairs] for pairs in (merges, derived))
+    return made == wanted and set(merges) == set(derived)
 
 
 def _sentencepiece_model(found: Vocabulary) -> bytes:
@@ -270,6 +269,7 @@ def _sentencepiece_model(found: Vocabulary) -> bytes:
         ("has no token for some bytes", {byte_piece(token) for token in found.of_type(BYTE)} == set(range(256))),
         ("has a token without text", all(found.tokens)),
         (f"has the unused token {reachable[:1]}, which text would become", not reachable),
+        ("does not begin every text with its begin-of-text id", found.add_bos == (found.bos is not None)),
         ("begins a text with a plain token", found.bos is None or found.types[found.bos] == CONTROL),
         ("ends a text with a plain token", found.eos is None or found.types[found.eos] == CONTROL),
     ]
@@ -316,7 +316,11 @@ def _float_field(number: int, value: float) -> bytes:
 def gguf_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """The keys under tokenizer.ggml, padded to the rows of the embedding. Raises TokenizerError."""
     if isinstance(tokenizer, GGUFTokenizer):
-        entries = {key: value for key, value in tokenizer.metadata.items() if key.startswith("tokenizer.")}
+        entries = {
+            key: value.tolist() if isinstance(value, np.ndarray) else value
+            for key, value in tokenizer.metadata.items()
+            if key.startswith("tokenizer.")
+        }
         return (
             entries
             if tokenizer.n_vocab == vocab_size
