@@ -46,7 +46,8 @@ def load(
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
-    path_or_name  a folder of Meta's or Hugging Face's, a .gguf file, or the name of a model that can be fetched
+    path_or_name  a folder of Meta's or Hugging Face's, a .gguf file, the name of a model that can be fetched
+                  (hub.MODELS), or ORG/NAME in the Hugging Face cache
     device        "cpu", "cuda", "cuda:1", ...; None takes the best there is
     dtype         "float32", "bfloat16", "float16"; None takes the fastest the device computes in
     rope          "complex", "real" or "half": three forms of one rotation (rope.py)

@@ -488,7 +488,6 @@ def check_weights(checkpoint: Checkpoint, progress: Progress = _silent) -> Itera
     sound = 0
     for done, name in enumerate(checkpoint.shapes, 1):
         finding = _outcome("tensors", Path(name), Path(), partial(describe_weight, checkpoint, name))
-        checkpoint.release(name)
         progress("weights", done, len(checkpoint.shapes))
         if finding.message == ZEROS:
             yield Finding("tensors", "warn", name, ZEROS)
@@ -505,7 +504,7 @@ ZEROS = "holds nothing but zeros; a part of the file may never have been written
 def describe_weight(checkpoint: Checkpoint, name: str) -> str:
     """ZEROS or "finite". Raises CheckpointError with the count and the place of numbers that are neither."""
     numbers = checkpoint.tensor(name)
-    shape, flat = numbers.shape, numbers.reshape(-1)
+    shape, flat = tuple(numbers.shape), numbers.reshape(-1)
     nans = infinities = 0
     first, zeros = None, True
     for start in range(0, len(flat), ELEMENTS):
@@ -516,6 +515,7 @@ def describe_weight(checkpoint: Checkpoint, name: str) -> str:
             count = int(torch.isnan(part).sum())
             nans, infinities = nans + count, infinities + int(bad.sum()) - count
             first = first if first is not None else start + int(bad.nonzero()[0])
+    checkpoint.release(name)
     if first is not None:
         place = [first // math.prod(shape[axis + 1 :]) % size for axis, size in enumerate(shape)]
         raise CheckpointError(

@@ -301,7 +301,7 @@ def test_killed_at_any_moment_the_target_is_absent_or_whole(source: Path, tmp_pa
     target = tmp_path / "out" / "model"
     target.parent.mkdir()
     command = [sys.executable, "-c", "import sys, torch; from llama.convert import convert; print('go', flush=True);"
-               "convert(sys.argv[1], sys.argv[2], 'meta', shards=2)", str(source), str(target)]  # fmt: skip
+               "convert(sys.argv[1], sys.argv[2], 'meta', shards=2); print('done', flush=True)", str(source), str(target)]  # fmt: skip
 
     def start() -> subprocess.Popen[bytes]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -309,8 +309,9 @@ def test_killed_at_any_moment_the_target_is_absent_or_whole(source: Path, tmp_pa
         return process
 
     process, began = start(), time.perf_counter()
-    assert process.wait() == 0
+    process.stdout.readline()  # type: ignore[union-attr]
     takes = time.perf_counter() - began
+    assert process.wait() == 0
     whole = files(target)
     shutil.rmtree(target)
     rng = random.Random(0)

@@ -161,6 +161,18 @@ def test_many_files_one_file_and_bin_give_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(logits[0], other) for other in logits[1:])
 
 
+@pytest.mark.parametrize("sign", [0x0280, 0x04034B50 % 2**20])
+def test_a_length_that_looks_like_another_formats_sign(tmp_path: Path, sign: int) -> None:
+    model = write(tmp_path)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    wanted = length - length % 0x10000 + sign
+    wanted += 0x10000 if wanted < length else 0
+    header = data[8 : 8 + length] + b" " * (wanted - length)
+    (tmp_path / "model.safetensors").write_bytes(wanted.to_bytes(8, "little") + header + data[8 + length :])
+    compare(tmp_path, model)
+
+
 def test_tied_and_written_twice_is_fine_if_the_same(tmp_path: Path) -> None:
     model = write(tmp_path, tie_word_embeddings=True)
     state = load_file(tmp_path / "model.safetensors")

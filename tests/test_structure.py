@@ -30,6 +30,7 @@ LAYERS = [
         "sampling",
         "runtime",
         "hub",
+        "repository",
         "families",
     },
     {"model"},

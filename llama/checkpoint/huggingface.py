@@ -350,7 +350,8 @@ class _Safetensors(_WeightFile):
             with open(path, "rb") as file:
                 start = file.read(64)
                 torchfile.refuse_mistakes(path, start)
-                if start.startswith((torchfile.ZIP, torchfile.PICKLE)):
+                # A length may begin with the same bytes as a torch file; a header behind it tells.
+                if start.startswith((torchfile.ZIP, torchfile.PICKLE)) and start[8:9] != b"{":
                     raise CheckpointError(f"{path} is a torch file and no safetensors file; its ending is wrong")
                 self._file = safe_open(path, framework="pt")  # checks that the parts cover the file, once each
                 file.seek(0)

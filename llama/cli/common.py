@@ -30,7 +30,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "-m",
         default=DEFAULT,
         metavar="PATH_OR_NAME",
-        help=f"a folder of Meta's or Hugging Face's, a .gguf file, or a known name (default: {DEFAULT})",
+        help="a folder of Meta's or Hugging Face's, a .gguf file, a known name, or ORG/NAME that was pulled"
+        f" (default: {DEFAULT})",
     )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
     group.add_argument(

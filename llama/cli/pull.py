@@ -15,7 +15,7 @@ from ..hub import DEFAULT
 from . import common
 
 if TYPE_CHECKING:
-    from ..hub import HubId
+    from ..repository import HubId
 
 
 def add_parser(commands: common.Subparsers) -> None:
@@ -42,9 +42,9 @@ def add_parser(commands: common.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import hub
+    from .. import hub, repository
 
-    wanted = None if args.name in hub.MODELS else hub.hub_id(args.name)
+    wanted = None if args.name in hub.MODELS else repository.hub_id(args.name)
     with contextlib.nullcontext() if wanted is None else _leaving_at_once(wanted):
         path = hub.pull(args.name, force=args.force, check=True, meta=args.meta, quiet=args.quiet)
     sys.stdout.write(f"{path}\n")
@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _leaving_at_once(wanted: HubId) -> Iterator[None]:
     """The library waits for the files it is at before it lets an interrupt through, which can be hours: just end."""
-    from .. import hub
+    from .. import repository
 
-    before = hub.unfinished(wanted)
+    before = repository.unfinished(wanted)
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
-        for path in hub.unfinished(wanted) - before:
+        for path in repository.unfinished(wanted) - before:
             with contextlib.suppress(OSError):
                 path.unlink()
         common.tell(f"\nclearllama: interrupted; clearllama pull {wanted} goes on: files that are complete are kept")

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def locate(name: str) -> Path:
     """A path, or the place of a model that was pulled, also where it is not whole."""
-    from .. import hub
+    from .. import hub, repository
 
     path = Path(name)
     if path.exists() or path.is_symlink():
@@ -66,8 +66,8 @@ def locate(name: str) -> Path:
     if name in hub.MODELS:
         here = hub.find(name)
     else:
-        wanted = hub.hub_id(name)
-        here = hub.cached(wanted) if wanted else None
+        wanted = repository.hub_id(name)
+        here = repository.cached(wanted) if wanted else None
     if here is None:
         raise CheckpointError(f"there is no file or folder {name!r}, and no model of that name was pulled")
     return here
