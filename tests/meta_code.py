@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -40,7 +41,8 @@ def unpacked(requirement: str) -> Path:
             with tarfile.open(archive) as source:
                 source.extractall(out, filter="data")
         target.parent.mkdir(parents=True, exist_ok=True)
-        out.rename(target)
+        with contextlib.suppress(OSError):  # another worker may have been quicker
+            out.rename(target)
     return unpacked(requirement)
 
 
