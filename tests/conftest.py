@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # several workers share the cores: threads of their own would only get in the way
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; threads of their own would only get in the way
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import subprocess
