@@ -268,6 +268,32 @@ def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: p
     assert os.listdir(tmp_path) == ["source"]
 
 
+def test_an_old_target_comes_back_if_the_new_one_cannot_take_its_place(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(source, tmp_path / "hf", "hf")
+    before, rename = files(tmp_path / "hf"), os.rename
+
+    def fail_once(old: Path, new: Path) -> None:
+        if Path(new) == tmp_path / "hf" and Path(old).name == "hf":
+            raise OSError(errno.EIO, "Input/output error")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", fail_once)
+    with pytest.raises(CheckpointError, match="Input/output error; nothing was changed"):
+        convert(source, tmp_path / "hf", "hf", force=True)
+    assert files(tmp_path / "hf") == before
+
+
+def test_the_embedding_is_cut_as_the_familys_code_expects(tmp_path: Path) -> None:
+    for like, axis in (("llama-2-13b", 1), ("codellama-13b", 1), ("llama-3-70b", 0)):
+        source = make_tiny.make(tmp_path / like, like)
+        convert(source, tmp_path / f"{like}-2", "meta", shards=2)
+        whole, part = (torch.load(folder / "consolidated.00.pth")["tok_embeddings.weight"]
+                       for folder in (source, tmp_path / f"{like}-2"))  # fmt: skip
+        assert torch.equal(part, whole.chunk(2, axis)[0])
+
+
 def test_a_wrong_byte_is_found_by_the_proof(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llama.checkpoint import huggingface_write
 

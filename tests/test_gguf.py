@@ -238,6 +238,16 @@ def test_split_models_with_faults(tmp_path: Path) -> None:
         open_checkpoint(stray)
 
 
+def test_a_split_model_with_another_count_of_tensors(tmp_path: Path) -> None:
+    parts = split(tmp_path)
+    data = bytearray(parts[0].read_bytes())
+    at = data.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
+    data[at] += 1
+    parts[0].write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"hold \d+ tensors and should hold \d+"):
+        open_checkpoint(parts[1])
+
+
 def test_biases_are_read(tmp_path: Path) -> None:
     config = dataclasses.replace(tiny.CONFIG, attention_bias=True, mlp_bias=True)
     state = tiny.weights(config)

@@ -117,7 +117,17 @@ def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, An
         if spelling == "type":
             old["type"] = old.pop("rope_type")
         edit(tmp_path, remove=("rope_parameters",), rope_scaling=old, rope_theta=10000.0)
-    compare(tmp_path, model, lengths=(20, 33, 64, 65, 200))
+    compare(tmp_path, model, lengths=(20, 32, 33, 64, 65, 200))
+
+
+def test_the_trained_length_may_stand_outside_the_scaling(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    write(tmp_path, rope_parameters=rope)
+    edit(tmp_path, original_max_position_embeddings=32)
+    compare(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path), lengths=(20, 64))
+    scaling = open_checkpoint(tmp_path).config.rope_scaling
+    assert scaling is not None
+    assert scaling["original_max_position_embeddings"] == 32
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
@@ -213,6 +223,26 @@ def test_bfloat16_with_biases_is_packed_and_near(tmp_path: Path) -> None:
     assert Tokenizer.__abstractmethods__
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention_bias": True}, {"mlp_bias": True, "tie_word_embeddings": True}], ids=str
+)
+def test_parameters_are_counted_with_biases(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = write(tmp_path, **changes)
+    assert open_checkpoint(tmp_path).config.n_params == sum(p.numel() for p in model.parameters())
+
+
+def test_what_was_copied_is_released_from_the_mapped_file(tmp_path: Path) -> None:
+    write(tmp_path, dtype=torch.bfloat16)
+    for dtype, pack in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
+        checkpoint = open_checkpoint(tmp_path)
+        released: set[str] = set()
+        checkpoint.release = released.add  # type: ignore[method-assign]
+        model = loader.build(checkpoint, "cpu", dtype, pack=pack)
+        rotated = {name for name in checkpoint.shapes if name.endswith((".wq.weight", ".wk.weight"))}
+        packed = type(model.output).__name__ == "PackedLinear"
+        assert released == (set(checkpoint.shapes) if dtype == "float32" or packed else rotated)
+
+
 # ------------------------------------------------------------------------------------- tokens, sampling, templates
 @pytest.fixture
 def with_tokenizer(tmp_path: Path) -> Path:
@@ -230,11 +260,11 @@ def with_tokenizer(tmp_path: Path) -> Path:
 
 
 def test_generation_config_is_honoured(with_tokenizer: Path) -> None:
-    edit(with_tokenizer, file="generation_config.json", eos_token_id=[259, 260, 999], do_sample=True, temperature=0.6,
+    edit(with_tokenizer, file="generation_config.json", eos_token_id=[256, 260, 999], do_sample=True, temperature=0.6,
          top_p=0.9, top_k=7)  # fmt: skip
     edit(with_tokenizer, eos_token_id=257)
     llm = llama.load(with_tokenizer, device="cpu", dtype="float32")
-    assert llm.tokenizer.stop_ids >= {257, 259}
+    assert llm.tokenizer.stop_ids >= {256, 257, 259}
     assert 999 not in llm.tokenizer.stop_ids
     assert llm.sampling == {"temperature": 0.6, "top_p": 0.9, "top_k": 7}
     drawn = {llm.generate("ab", max_new_tokens=3, seed=seed).tokens[0] for seed in range(30)}

@@ -127,7 +127,35 @@ def test_the_reader_gives_the_very_weights(tmp_path: Path) -> None:
     assert len(checkpoint.parts) == 16
 
 
+def test_copies_of_heads_that_differ_are_damage(tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path, "llama-3.1-405b", shards=16)
+    save(folder, lambda state: state["layers.1.attention.wk.weight"][0, 0].add_(1), 3)
+    with pytest.raises(LlamaError, match=r"copies of the key/value heads in layers\.1\.attention\.wk\.weight differ"):
+        loader.load_model(folder)
+
+
+@pytest.mark.parametrize("like", ["llama-2-7b", "llama-3-8b"])  # the embedding cut along columns, and along rows
+@pytest.mark.parametrize("equal", [1, 100, 512])
+def test_an_output_matrix_is_the_embedding_only_if_all_of_it_is(tmp_path: Path, like: str, equal: int) -> None:
+    config = make_tiny.tiny_config(like, 2)
+    state = make_tiny.weights(config)
+    count = config.vocab_size if equal == 512 else equal
+    state["output.weight"][:count] = state["tok_embeddings.weight"][:count]
+    checkpoint = open_checkpoint(make_tiny.write_meta(tmp_path, like, config, state, 2, None))
+    assert checkpoint.config.tie_embeddings == (equal == 512)
+
+
 # ----------------------------------------------------------------------------------------------------- quantized
+def test_zeros_of_a_group_are_taken_off(tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization="spinquant")
+    name = "layers.0.attention.wq"
+    before = open_checkpoint(folder).tensor(f"{name}.weight")
+    file = torch.load(folder / "consolidated.00.pth")
+    save(folder, put(f"{name}.zeros", torch.full_like(file[f"{name}.scales"], 2)))
+    after = open_checkpoint(folder).tensor(f"{name}.weight")
+    torch.testing.assert_close(before - after, 2 * file[f"{name}.scales"].repeat_interleave(32, 1))
+
+
 def test_float8_shards_are_rows_times_scales(tmp_path: Path) -> None:
     like, config = "llama-3.1-405b", make_tiny.tiny_config("llama-3.1-405b", 8, n_layers=4)
     state = make_tiny.weights(config)

@@ -221,3 +221,47 @@ def test_older_spelling_of_the_kind_is_read() -> None:
     old, _ = inverse_frequencies(8, scaling={"type": "linear", "factor": 2.0})
     assert torch.equal(new, old)
     assert set(SCALINGS) >= {"default", "linear", "llama3", "divisors"}
+
+
+def test_ntk_stretches_the_slowest_pair_by_the_factor_and_the_fastest_not_at_all() -> None:
+    plain, _ = inverse_frequencies(64, 10000.0)
+    ntk, attention_factor = inverse_frequencies(64, 10000.0, {"rope_type": "ntk", "factor": 4.0})
+    assert attention_factor == 1
+    assert float(ntk[0]) == float(plain[0])
+    assert float(plain[-1] / ntk[-1]) == pytest.approx(4.0, rel=1e-5)
+    assert bool((ntk[1:] < plain[1:]).all())
+
+
+@pytest.mark.parametrize("part", [0.25, 0.5, 0.9, 1.0])
+def test_proportional_equals_transformers(part: float) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"rope_type": "proportional", "partial_rotary_factor": part, "factor": 2.0}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters={**scaling, "rope_theta": 10000.0})
+    expected, factor = ROPE_INIT_FUNCTIONS["proportional"](config, "cpu")
+    ours, our_factor = inverse_frequencies(64, 10000.0, scaling)
+    torch.testing.assert_close(ours, expected)
+    assert factor == our_factor
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])
+def test_tables_equal_transformers_at_real_sizes(kind: str, dim: int) -> None:
+    """Independent of a model: the frequencies themselves, at a context of 131,072."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    lists = {
+        key: [1 + step * i for i in range(dim // 2)] for key, step in (("short_factor", 0.1), ("long_factor", 2.0))
+    }
+    scaling = {"rope_type": kind, "factor": 16.0} | (lists if kind == "longrope" else {})
+    scaling |= {} if kind == "dynamic" else {"original_max_position_embeddings": 8192}
+    context = 8192 if kind == "dynamic" else 131072
+    config = LlamaConfig(hidden_size=4 * dim, num_attention_heads=4, max_position_embeddings=context,
+                         rope_parameters={**scaling, "rope_theta": 500000.0})  # fmt: skip
+    for length in (100, 8192, 8193, 131072):
+        expected, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
+        ours, our_factor = inverse_frequencies(dim, 500000.0, scaling, seq_len=length, max_seq_len=context)
+        torch.testing.assert_close(ours, expected, rtol=2e-6, atol=0)
+        assert our_factor == pytest.approx(factor)

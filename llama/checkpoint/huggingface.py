@@ -192,7 +192,7 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"{where}: hidden_size {dim} is no multiple of num_attention_heads {n_heads}, and no head_dim is given"
             )
         context = fields.whole("max_position_embeddings", 2048)
-        theta, scaling = self._rope(fields, context)
+        theta, scaling = self._rope(fields)
         config = ModelConfig(
             dim=dim,
             n_layers=fields.whole("num_hidden_layers"),
@@ -217,7 +217,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         return config
 
-    def _rope(self, fields: Fields, context: int) -> tuple[float, dict[str, Any] | None]:
+    def _rope(self, fields: Fields) -> tuple[float, dict[str, Any] | None]:
         """theta and scaling from either spelling: rope_theta and rope_scaling, or rope_parameters (transformers 5)."""
         where, old, new = fields.where, fields.mapping("rope_scaling"), fields.mapping("rope_parameters")
         if old and new:
@@ -240,7 +240,6 @@ class HuggingFaceCheckpoint(Checkpoint):
             length = fields.get("original_max_position_embeddings")  # Phi-3's place for it, which transformers prefers
             if length is not None:
                 scaling["original_max_position_embeddings"] = length
-            scaling.setdefault("original_max_position_embeddings", context)
         known = ROPE_KEYS.get(kind, ())
         if odd := [key for key in scaling if key not in ("rope_type", *known)]:
             self.warnings.append(f"{CONFIG}: rope scaling {kind} has keys that have no effect: {', '.join(odd)}")
