@@ -273,6 +273,19 @@ def test_generation_config_is_honoured(with_tokenizer: Path) -> None:
     assert greedy[0] == greedy[1] == greedy[2]
 
 
+@pytest.mark.parametrize("wish", [{"temperature": "hot"}, {"top_p": 7}, {"top_k": 2.5}, {"temperature": -1}], ids=str)
+def test_wishes_that_make_no_sense_are_a_warning(with_tokenizer: Path, wish: dict[str, Any]) -> None:
+    edit(with_tokenizer, file="generation_config.json", do_sample=True, **wish)
+    checkpoint = open_checkpoint(with_tokenizer)
+    assert checkpoint.sampling == {}
+    assert any("generation_config.json" in warning and next(iter(wish)) in warning for warning in checkpoint.warnings)
+
+
+def test_without_do_sample_answers_are_greedy(with_tokenizer: Path) -> None:
+    edit(with_tokenizer, file="generation_config.json", temperature=0.7, top_p=0.9, repetition_penalty=1.1)
+    assert open_checkpoint(with_tokenizer).sampling == {"repetition_penalty": 1.1}
+
+
 def test_a_broken_generation_config_is_a_warning(with_tokenizer: Path) -> None:
     (with_tokenizer / "generation_config.json").write_text('{"eos_token_id": 1,')
     checkpoint = open_checkpoint(with_tokenizer)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..errors import CheckpointError, ConfigError, TokenizerError
+from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..rope_scaling import SCALINGS
+from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes
@@ -82,10 +83,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.settings = read_json(folder / CONFIG)
         try:
             self.config = checked(self._config(Fields(self.settings, CONFIG)))
-            self.generation = self._read_optional("generation_config.json")
-            self.sampling = self._sampling()
         except ConfigError as error:
             raise CheckpointError(f"{folder}: {error}") from error
+        self.generation = self._read_optional("generation_config.json")
+        self.sampling = self._sampling()
         self._files = _open_weights(folder, self.warnings)
         self.parts = {file.path.name: file.path.stat().st_size for file in self._files}
         self._places: dict[str, tuple[_WeightFile, str]] = {}
@@ -276,17 +277,18 @@ class HuggingFaceCheckpoint(Checkpoint):
         return stops
 
     def _sampling(self) -> dict[str, Any]:
-        """What generation_config.json asks for; nothing unless it says do_sample."""
-        fields = Fields(self.generation, "generation_config.json")
-        penalty = (
-            {}
-            if fields.get("repetition_penalty") is None
-            else {"repetition_penalty": fields.number("repetition_penalty")}
-        )
-        if not fields.flag("do_sample", False):
-            return penalty
-        wanted = {key: fields.get(key) for key in SAMPLING if fields.get(key) is not None}
-        return {"temperature": 1.0, **wanted}
+        """What generation_config.json asks for: temperature and filters only if it says do_sample."""
+        wanted = {key: self.generation[key] for key in SAMPLING if self.generation.get(key) is not None}
+        if self.generation.get("do_sample") is True:
+            wanted = {"temperature": 1.0, **wanted}
+        else:
+            wanted = {key: value for key, value in wanted.items() if key == "repetition_penalty"}
+        try:
+            SamplingParams(**wanted)
+        except UsageError as error:
+            self.warnings.append(f"generation_config.json: {error}; its wishes for sampling are left out")
+            return {}
+        return wanted
 
     def _chat_template(self) -> str | None:
         file = self.path / "chat_template.jinja"

@@ -180,9 +180,8 @@ class MetaCheckpoint(Checkpoint):
         """Two shards with the same bytes: one file under two names, by a slip of the hand."""
         seen: dict[tuple[int, ...], Path] = {}
         for file in self.files:
-            with zipfile.ZipFile(file) if zipfile.is_zipfile(file) else _Nothing() as archive:
-                sums = tuple(item.CRC for item in archive.infolist() if "/data/" in item.filename and item.file_size)
-            if len(self.files) > 1 and sums and sums in seen and any(sums):
+            sums = torchfile.checksums(file)
+            if any(sums) and sums in seen:
                 raise CheckpointError(f"{file} is a copy of {seen[sums].name}: same checksums; fetch the right shard")
             seen[sums] = file
 
@@ -219,15 +218,14 @@ class MetaCheckpoint(Checkpoint):
             names[f"{match[1] or ''}{ours}.weight"] = (f"{match[1] or ''}{match[2]}", axis)
         if "tok_embeddings.weight" not in names:
             raise CheckpointError(f"{self.files[0]}: tok_embeddings.weight is missing; the file is incomplete")
-        if self._stored("tok_embeddings.weight").shape[-1] < Fields(self.params, PARAMS).whole("dim"):
+        columns = self.shards[0]["tok_embeddings.weight"].shape[-1]
+        if columns < Fields(self.params, PARAMS).whole("dim"):
             names["tok_embeddings.weight"] = ("tok_embeddings", 1)
         return names
 
     def _stored(self, name: str) -> Tensor:
-        return self.shards[0][f"{self._source(name)}.weight"]
-
-    def _source(self, name: str) -> str:
-        return self._names[name][0] if hasattr(self, "_names") else name.removesuffix(".weight")
+        """The first shard's part of a weight, as it is stored."""
+        return self.shards[0][f"{self._names[name][0]}.weight"]
 
     def _merged_shape(self, name: str) -> tuple[int, ...]:
         shape = list(self._stored(name).shape)
@@ -390,19 +388,6 @@ class MetaCheckpoint(Checkpoint):
         if self.params.get("max_seq_len") is None:
             self.notes.append(f"{PARAMS} does not say the context: {context} tokens, by its family ({family})")
         return context
-
-
-class _Nothing:
-    """An archive with nothing in it, for files that are none."""
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def infolist(self) -> list[zipfile.ZipInfo]:
-        return []
 
 
 def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
