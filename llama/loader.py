@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.blocks import Blocks4
+from .checkpoint.documents import read_json
 from .config import ModelConfig
 from .errors import CheckpointError, UsageError
 from .hub import DEFAULT, resolve
@@ -24,7 +25,7 @@ from .model import Transformer
 from .quant import Int4Linear, runs_int4
 from .rope import FORMS, Layout, to_half_layout, to_interleaved_layout
 from .runtime import PackedLinear, packs_linears, pick_device, pick_dtype
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from .text import Llama
@@ -86,8 +87,18 @@ def load_model(
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] = DEFAULT) -> Tokenizer:
-    """The tokenizer of a checkpoint; no weight is read."""
-    return open_checkpoint(resolve(path_or_name)).tokenizer()
+    """The tokenizer of a checkpoint, or of a tokenizer.model or tokenizer.json by itself; no weight is read."""
+    path = resolve(path_or_name)
+    alone = [path / name for name in ("tokenizer.json", "tokenizer.model")] if path.is_dir() else [path]
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointError:
+        for file in alone:
+            if file.is_file() and is_tokenizer(file):
+                settings = file.with_name("tokenizer_config.json")
+                return open_tokenizer(file, read_json(settings) if settings.is_file() else None)
+        raise
+    return checkpoint.tokenizer()
 
 
 def build(

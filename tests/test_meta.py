@@ -241,6 +241,20 @@ def test_the_tokenizer_may_lie_one_folder_above(tmp_path: Path) -> None:
     assert llama.load_tokenizer(folder).n_vocab == 512
 
 
+def test_a_tokenizer_needs_no_weights_beside_it(tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path / "model", "llama-3-8b")
+    expected = llama.load_tokenizer(folder).encode("two words meet", bos=True)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(folder / "tokenizer.model", alone)
+    assert llama.load_tokenizer(alone).encode("two words meet", bos=True) == expected
+    assert llama.load_tokenizer(alone / "tokenizer.model").encode("two words meet", bos=True) == expected
+    with pytest.raises(LlamaError, match="holds a tokenizer and no model"):
+        llama.load(alone)
+    with pytest.raises(LlamaError, match="neither config"):
+        llama.load_tokenizer(tmp_path)
+
+
 def test_a_vocabulary_cut_at_the_end_of_a_line_is_found(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path, "llama-3-8b")
     lines = (folder / "tokenizer.model").read_bytes().splitlines(keepends=True)

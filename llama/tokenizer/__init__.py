@@ -1,6 +1,6 @@
 """Tokenizers: one small interface (base.py), one file for each kind of vocabulary."""
 
 from .base import Decoder, Tokenizer
-from .open import open_tokenizer
+from .open import is_tokenizer, open_tokenizer
 
-__all__ = ["Decoder", "Tokenizer", "open_tokenizer"]
+__all__ = ["Decoder", "Tokenizer", "is_tokenizer", "open_tokenizer"]

@@ -31,6 +31,13 @@ MISTAKES = [
 ]
 
 
+def is_tokenizer(path: Path) -> bool:
+    """Whether a file begins like one of the kinds."""
+    with open(path, "rb") as file:
+        start = file.read(256)
+    return any(recognizes(start) for recognizes, _ in KINDS)
+
+
 def open_tokenizer(path: Path, settings: Settings = None) -> Tokenizer:
     """The tokenizer in one file: tokenizer.json, or tokenizer.model of any LLaMA. Raises TokenizerError.
 
