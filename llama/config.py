@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +58,8 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} must be a finite number above 0, got {value}")
+            if not 0 < value < 1e300:  # false for NaN too
+                raise ConfigError(f"{name} must be a finite number above 0, got {str(value)[:40]}")
         for name in ("tie_embeddings", "attention_bias", "mlp_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -69,6 +68,8 @@ class ModelConfig:
                 f"n_heads must be a multiple of n_kv_heads, so that each key/value head serves equally many"
                 f" query heads; got {self.n_heads} and {self.n_kv_heads}"
             )
+        if self.head_dim > 2**16:
+            raise ConfigError(f"head_dim must be at most {2**16}, got {self.head_dim}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even, since RoPE rotates pairs of entries; got {self.head_dim}")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.write import Model, Writer, raw_bytes
-from .errors import CheckpointError, ConfigError, LlamaError, UsageError
+from .errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from .loader import check_tensors, to_layout
 from .temporary import own_temporary, sweep
 from .tokenizer import Tokenizer
@@ -96,7 +96,7 @@ def convert(
     source, target = Path(source), Path(target)
     load_writer, is_folder = WRITERS[to]
     checkpoint = open_checkpoint(source)
-    check_tensors(checkpoint.config, checkpoint.shapes, str(source))
+    check_tensors(checkpoint)
     model = describe(checkpoint, dtype)
     _check_target(source, target, is_folder, force)
     try:
@@ -108,6 +108,10 @@ def convert(
                 place.mkdir()
             hashes: dict[str, str] = {}
             warnings = list(load_writer()(place, _counted(model, hashes, progress), shards))
+            if model.tokenizer is None:
+                warnings.append(f"why there is no tokenizer: {model.no_tokenizer}")
+            elif checkpoint.format == "Meta" and to != "meta":
+                warnings.append("Meta's files hold no chat template, so the new ones have none either")
             sha256 = prove(place, model, hashes, progress)
             _sync(place)
             _put(place, target, force, work)
@@ -153,21 +157,24 @@ def describe(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Model:
         last.append(name)
         tensor = stored(name)
         cast = tensor.to(dtypes[name])
-        if not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
+        narrows = cast.dtype == torch.float16 != tensor.dtype  # the only cast that overflows in practice
+        if narrows and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{name} holds values beyond what {dtypes[name]} can hold; choose another --dtype")
         return cast
 
     tokenizer: Tokenizer | None
+    why = ""
     try:
         tokenizer = checkpoint.tokenizer()
-    except LlamaError:
-        tokenizer = None
+    except TokenizerError as error:  # none, or one that can't be read; one of another model is an error
+        tokenizer, why = None, str(error)
     return Model(
         config=config,
         shapes=checkpoint.shapes,
         dtypes=dtypes,
         read=read,
         tokenizer=tokenizer,
+        no_tokenizer=why,
         chat_template=checkpoint.chat_template,
         sampling=checkpoint.sampling,
         name=checkpoint.about.get("name", checkpoint.path.stem),
@@ -186,7 +193,7 @@ def prove(place: Path, model: Model, hashes: dict[str, str], progress: Progress)
     Raises CheckpointError when one differs.
     """
     written = open_checkpoint(place)
-    check_tensors(written.config, written.shapes, str(place))
+    check_tensors(written)
     if written.shapes.keys() != model.shapes.keys():
         raise CheckpointError(
             f"the new files hold other tensors: {sorted(written.shapes.keys() ^ model.shapes.keys())[:3]}"
@@ -196,7 +203,8 @@ def prove(place: Path, model: Model, hashes: dict[str, str], progress: Progress)
         progress("checking", done, len(model.shapes))
         read = to_layout(name, written.tensor(name), model.config.head_dim, written.layout, "interleaved")
         exact = read.to(model.dtypes[name])
-        if tensor_hash(exact) != hashes[name] or not torch.equal(exact.to(read.dtype), read):
+        lossy = exact.dtype != read.dtype and not torch.equal(exact.to(read.dtype), read)
+        if tensor_hash(exact) != hashes[name] or lossy:
             raise CheckpointError(f"{name} does not read back as it was written; the disk or this program is at fault")
         whole.update(f"{name} {tuple(exact.shape)} {exact.dtype} {hashes[name]}\n".encode())
         written.release(name)
@@ -267,10 +275,11 @@ def _put(place: Path, target: Path, force: bool, work: Path) -> None:
         return
     if not force:
         raise CheckpointError(f"{target} appeared in the meantime; nothing was changed")
-    old = work / "replaced"
+    old = target.with_name(f".{target.name}.{work.name}")  # beside the work, which is swept if we are killed here
     os.rename(target, old)
     try:
         os.rename(place, target)
     except OSError:
         os.rename(old, target)
         raise
+    shutil.rmtree(old)

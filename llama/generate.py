@@ -38,6 +38,8 @@ def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: in
     if not tokens:
         raise UsageError("prefill needs at least one token")
     device = cache.k.device
+    if model.rope.by_length:  # the whole prompt at once, since its length decides how its first token is turned
+        chunk = len(tokens)
     for start in range(0, len(tokens), chunk):
         part = torch.tensor([tokens[start : start + chunk]], device=device)  # (1, T)
         h = model.hidden(part, cache=cache)  # (1, T, C)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +125,7 @@ def build(
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
     pack = pack and packs_linears(torch_device, torch_dtype)
-    check_tensors(config, checkpoint.shapes, str(checkpoint.path))
+    check_tensors(checkpoint)
     with torch.device("meta"), SkipInit():
         model = Transformer(config, rope=rope, max_seq_len=max_seq_len).requires_grad_(False).eval()
     layers = {
@@ -183,21 +182,22 @@ def _with_blocks(linear: PackedLinear, checkpoint: Checkpoint, name: str, head_d
     return Int4Linear(blocks, wide=linear)
 
 
-def check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+def check_tensors(checkpoint: Checkpoint) -> None:
     """Hold the tensors that are there against those the architecture needs, before any weight is read.
 
     Raises CheckpointError naming what does not fit.
     """
-    found = mismatches(config, shapes)
+    found = mismatches(checkpoint)
     if found:
         more = f"; and {len(found) - 1} more such" if len(found) > 1 else ""
         raise CheckpointError(
-            f"{where}: {found[0]}{more}; file and configuration do not belong together or one is damaged"
+            f"{checkpoint.path}: {found[0]}{more}; file and configuration do not belong together or one is damaged"
         )
 
 
-def mismatches(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Everything in which tensors and configuration differ, in words."""
+def mismatches(checkpoint: Checkpoint) -> list[str]:
+    """Everything in which tensors and configuration differ, in words and with the names that the files use."""
+    config, shapes, told = checkpoint.config, checkpoint.shapes, checkpoint.file_name
     layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
     if len(layers) != config.n_layers or max(layers, default=-1) != config.n_layers - 1:
         last = f", the last is {max(layers)}" if layers else ""
@@ -208,9 +208,10 @@ def mismatches(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> li
     for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            found.append(f"{len(names)} tensors are {problem}: {', '.join(names[:3])}{more}")
+            count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
+            found.append(f"{count} {problem}: {', '.join(map(told, names[:3]))}{more}")
     return found + [
-        f"{name} has shape {shapes[name]} and the configuration asks for {shape}"
+        f"{told(name)} has shape {shapes[name]} and the configuration asks for {shape}"
         for name, shape in expected.items()
         if name in shapes and shapes[name] != shape
     ]

@@ -172,7 +172,7 @@ class Rope:
         self._make_table, self.apply, self.layout = FORMS[form]
         self._arguments = (dim, theta, scaling)
         self._trained_len = max_seq_len if trained_len is None else trained_len
-        self._by_length = kind_of(scaling) in BY_LENGTH
+        self.by_length = kind_of(scaling) in BY_LENGTH
         self.form, self.max_seq_len = form, max_seq_len
         self.end = 0  # positions the table has
         self.table: tuple[Tensor, ...] = ()
@@ -189,7 +189,7 @@ class Rope:
                 f"position {end - 1} lies outside the {self.max_seq_len} positions the model was made for;"
                 f" shorten the input or raise max_seq_len"
             )
-        if self._by_length:
+        if self.by_length:
             inv_freq, factor = self._frequencies(end)
             return self._make_table(freqs_cis_at(positions, inv_freq.to(positions.device), factor))
         if end > self.end:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .config import LARGEST_SIZE
 from .errors import ConfigError
 
 
@@ -56,7 +57,7 @@ def ntk(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 def dynamic(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """NTK by length (emozilla, 2023): no change up to the trained length, a base that grows with the length after."""
-    trained = _trained_length(base, scaling)
+    trained = float(base.max_seq_len) if base.max_seq_len else _trained_length(base, scaling)  # as transformers has it
     factor, length = _number(scaling, "factor"), max(base.seq_len or 0, trained)
     return base.inv_freq(stretch=(factor * length / trained - (factor - 1)) ** (base.dim / (base.dim - 2))), 1.0
 
@@ -98,6 +99,8 @@ def _yarn_attention_factor(factor: float, scaling: Mapping[str, Any]) -> float:
 def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     """LongRoPE (arXiv:2402.13753): one searched divisor a pair, a short list up to the trained length, a long after."""
     trained = _trained_length(base, scaling)
+    if trained <= 1:
+        raise ConfigError(f"rope scaling longrope: the trained length must be above 1, got {trained:g}")
     factor = (base.max_seq_len or trained) / trained if scaling.get("factor") is None else _number(scaling, "factor")
     divide = _divisors(base, scaling, "long_factor" if (base.seq_len or 0) > trained else "short_factor")
     if scaling.get("attention_factor") is not None:
@@ -143,6 +146,7 @@ SCALINGS: dict[str, Scaling] = {
     "proportional": proportional,
     "divisors": divisors,
 }
+LARGEST_HEAD = 2**16  # entries; a larger number in a file is damage and must not size anything
 BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on seq_len
 
 
@@ -161,8 +165,9 @@ def reach(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
     """
     if scaling is None or kind_of(scaling) not in ("linear", "ntk", "dynamic", "yarn") or scaling.get("factor") is None:
         return max_seq_len
-    trained = _trained_length(Base(2, 1.0, max_seq_len=max_seq_len), scaling)
-    return max(max_seq_len, int(trained * _number(scaling, "factor")))
+    own = kind_of(scaling) == "yarn"
+    trained = _trained_length(Base(2, 1.0, max_seq_len=max_seq_len), scaling) if own else float(max_seq_len)
+    return max(max_seq_len, int(min(trained * _number(scaling, "factor"), LARGEST_SIZE)))
 
 
 def inverse_frequencies(
@@ -184,26 +189,33 @@ def inverse_frequencies(
 
     Returns (inv_freq (dim/2,) float32, attention_factor). Raises ConfigError on an unknown kind or a bad parameter.
     """
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise ConfigError(f"rope theta must be a number, got {theta!r} ({type(theta).__name__})")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or abs(theta) > 1e300:
+        raise ConfigError(f"rope theta must be a finite number above 0, got {str(theta)[:40]} ({type(theta).__name__})")
     if dim < 2 or dim % 2:
         raise ConfigError(f"RoPE rotates pairs, so dim must be even and at least 2; got {dim}")
     if not (math.isfinite(theta) and theta > 0):
         raise ConfigError(f"rope theta must be a finite number above 0, got {theta}")
     kind = kind_of(scaling)
+    if not isinstance(dim, int) or dim > LARGEST_HEAD:
+        raise ConfigError(f"RoPE: a head of {dim} entries is beyond anything known; at most {LARGEST_HEAD}")
     if dim == 2 and kind in ("ntk", "dynamic"):
         raise ConfigError(f"rope scaling {kind} stretches the base by factor^(D / (D - 2)), so D must be above 2")
     if theta == 1 and kind == "yarn":
         raise ConfigError("rope scaling yarn divides by log(theta), so theta must not be 1")
-    inv_freq, attention_factor = SCALINGS[kind](Base(dim, theta, seq_len, max_seq_len), scaling or {})
+    try:
+        inv_freq, attention_factor = SCALINGS[kind](Base(dim, theta, seq_len, max_seq_len), scaling or {})
+    except (OverflowError, ZeroDivisionError) as error:
+        raise ConfigError(f"rope scaling {_short(scaling or {})}: numbers out of range ({error})") from None
+    if not bool(torch.isfinite(inv_freq).all()):
+        raise ConfigError(f"rope scaling {_short(scaling or {})} gives frequencies that are not finite")
     return inv_freq.float(), attention_factor
 
 
 def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """The finite number above 0 under `key`, or the default where there is none."""
     value = default if scaling.get(key) is None else scaling[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a finite number above 0, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:  # false for NaN too
+        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a finite number above 0, got {value!r:.40}")
     return float(value)
 
 
@@ -231,4 +243,4 @@ def _divisors(base: Base, scaling: Mapping[str, Any], key: str) -> Tensor:
 
 
 def _short(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: "[...]" if isinstance(value, list | tuple) else value for key, value in scaling.items()}
+    return {key: "[...]" if isinstance(value, list | tuple) else str(value)[:40] for key, value in scaling.items()}

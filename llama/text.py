@@ -92,7 +92,8 @@ class Session:
         if self.cache is None:
             self.cache = model.new_cache()
         shared = 0
-        for ours, theirs in zip(self.tokens, prompt[:-1], strict=False):
+        kept = [] if model.rope.by_length else self.tokens  # a longer prompt turns even its first token otherwise
+        for ours, theirs in zip(kept, prompt[:-1], strict=False):
             if ours != theirs:
                 break
             shared += 1

@@ -451,7 +451,7 @@ def check_opening(path: Path) -> tuple[Checkpoint | None, list[Finding]]:
         return None, [finding]
     checkpoint = opened[0]
     remedy = "files and configuration do not belong together, or one is damaged"
-    wrong = [f"{fault}; {remedy}" for fault in mismatches(checkpoint.config, checkpoint.shapes)]
+    wrong = [f"{fault}; {remedy}" for fault in mismatches(checkpoint)]
     findings = [Finding("open", "fail", item, fault) for fault in wrong] or [finding]
     return checkpoint, findings + [Finding("open", "warn", item, _told(text, path)) for text in checkpoint.warnings]
 

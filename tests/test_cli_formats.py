@@ -71,9 +71,9 @@ def test_inspect_lists_every_mismatch(clearllama: Run, meta: Path, tmp_path: Pat
     result = clearllama("inspect", str(tmp_path / "hf"), "--json")
     assert result.returncode == 1
     found = " ".join(json.loads(result.stdout)["mismatches"])
-    assert "output.weight" in found
-    assert "norm.weight has shape (5,)" in found
-    assert "w_up.weight has shape (7," in found
+    assert "lm_head.weight" in found
+    assert "model.norm.weight has shape (5,)" in found
+    assert "mlp.up_proj.weight has shape (7," in found
     result = clearllama("generate", "-m", str(tmp_path / "hf"), "x", *FAST)
     assert result.returncode == 1
     assert result.stderr.count(b"\n") == 1
@@ -156,7 +156,7 @@ def test_convert_and_run_what_was_written(clearllama: Run, meta: Path, tmp_path:
 
 def test_convert_says_what_is_wrong(clearllama: Run, meta: Path, tmp_path: Path) -> None:
     for arguments, code, says in (
-        ((str(meta), str(tmp_path / "x"), "--to", "meta", "--shards", "3"), 1, b"3 shards can't share evenly"),
+        ((str(meta), str(tmp_path / "x"), "--to", "meta", "--shards", "3"), 1, b"can't be shared by 3 shards evenly"),
         ((str(meta), str(meta), "--to", "hf"), 2, b"is the source"),
         ((str(tmp_path / "none"), str(tmp_path / "x"), "--to", "hf"), 1, b"there is no file or folder"),
         ((str(meta), str(tmp_path / "x"), "--to", "hf", "--dtype", "int3"), 2, b"unknown dtype"),

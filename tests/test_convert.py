@@ -53,7 +53,8 @@ def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) 
     file = convert(hf.path, tmp_path / "model.gguf", "gguf")
     back = convert(file.path, tmp_path / "back", "meta")
     assert len({proof.sha256 for proof in (hf, file, back)}) == 1
-    assert hf.warnings == file.warnings == []
+    assert hf.warnings == ["Meta's files hold no chat template, so the new ones have none either"]
+    assert file.warnings == []
     original, final = torch.load(source / "consolidated.00.pth"), torch.load(tmp_path / "back" / "consolidated.00.pth")
     if "405b" not in like:
         for name, tensor in final.items():
@@ -188,6 +189,31 @@ def test_biases_survive_gguf(tmp_path: Path) -> None:
     assert torch.equal(one(tokens), other(tokens))
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv", "shards", "fit"), [(6, 3, 2, "1, 3, 6"), (4, 2, 8, "1, 2, 4"), (12, 3, 2, "1, 3, 6, 12")]
+)
+def test_no_shard_splits_a_head(tmp_path: Path, heads: int, kv: int, shards: int, fit: str) -> None:
+    test_huggingface.write(tmp_path / "hf", hidden_size=16 * heads, num_attention_heads=heads, num_key_value_heads=kv)
+    with pytest.raises(LlamaError, match=rf"can't be shared by {shards} shards evenly; {fit} would do"):
+        convert(tmp_path / "hf", tmp_path / "meta", "meta", shards=shards)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 21])
+def test_hugging_face_gets_as_many_files_as_asked(source: Path, tmp_path: Path, count: int) -> None:
+    convert(source, tmp_path / "hf", "hf", shards=count)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == count
+    assert torch.equal(logits(tmp_path / "hf"), logits(source))
+
+
+def test_a_tokenizer_of_another_model_is_not_left_behind_in_silence(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
+    with pytest.raises(CheckpointError, match="do not belong together"):
+        convert(source, tmp_path / "hf", "hf")
+    (source / "tokenizer.model").write_bytes(b"nonsense")
+    proof = convert(source, tmp_path / "hf", "hf")
+    assert any("is no tokenizer file" in warning for warning in proof.warnings)
+
+
 def test_quantized_sources_want_a_dtype(tmp_path: Path) -> None:
     source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
     with pytest.raises(UsageError, match=r"quantized .Q4_0.*--dtype float32 is exact"):
@@ -248,7 +274,7 @@ def test_targets_that_exist(source: Path, tmp_path: Path) -> None:
         convert(source, tmp_path / "hf", "gguf", force=True)
     with pytest.raises(UsageError, match="unknown format"):
         convert(source, tmp_path / "x", "onnx")
-    with pytest.raises(LlamaError, match=r"3 shards can't share evenly; 1, 2, 4"):
+    with pytest.raises(LlamaError, match=r"can't be shared by 3 shards evenly; 1, 2, 4 would do"):
         convert(source, tmp_path / "x", "meta", shards=3)
     assert sorted(os.listdir(tmp_path)) == ["hf", "source"]
 

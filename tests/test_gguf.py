@@ -151,6 +151,26 @@ def scaling(tmp_path: Path, metadata: dict[str, Any], extra: dict[str, torch.Ten
     return open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata=entries, extra=extra)).config.rope_scaling
 
 
+def test_a_factor_alone_is_linear_as_for_llama_cpp(tmp_path: Path) -> None:
+    assert scaling(tmp_path, {"factor": 4.0}) == {"rope_type": "linear", "factor": 4.0}
+    assert scaling(tmp_path, {"factor": 0.0}) is None
+    with pytest.raises(CheckpointError, match="'factor' must be a finite number above 0"):
+        scaling(tmp_path, {"factor": -1.0})
+    with pytest.raises(CheckpointError, match=r"attn_factor is 2\.0 and .*type linear, which knows none"):
+        scaling(tmp_path, {"factor": 4.0, "attn_factor": 2.0})
+    with pytest.raises(CheckpointError, match=r"is yarn and .*factor is missing"):
+        scaling(tmp_path, {"type": "yarn"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("attention.sliding_window", 128), ("attention.causal", False), ("vocab_size", 5)]
+)
+def test_keys_that_change_the_result_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+    path = tiny.write_gguf(tmp_path / "x.gguf", metadata={f"llama.{key}": value})
+    with pytest.raises(CheckpointError, match=rf"llama\.{key} is {value}"):
+        open_checkpoint(path)
+
+
 def test_yarn_keys_are_honoured(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
     expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -461,10 +481,10 @@ def test_a_flipped_bit_in_the_header_is_an_error_or_another_valid_header(tiny_gg
         ({"llama.attention.head_count": [4, 4]}, "must be one number"),
         ({"llama.attention.head_count": 0}, "above 0"),
         ({"llama.attention.head_count_kv": 3}, "multiple of n_kv_heads"),
-        ({"llama.attention.head_count": 8}, "wq.weight has shape"),
+        ({"llama.attention.head_count": 8}, "attn_q.weight has shape"),
         ({"llama.block_count": 3}, "says 3 layers"),
         ({"llama.block_count": 2**31}, "says 2147483648 layers"),
-        ({"llama.feed_forward_length": 97}, "w_gate.weight has shape"),
+        ({"llama.feed_forward_length": 97}, "ffn_gate.weight has shape"),
         ({"llama.embedding_length": 2**31}, "have shape|has shape"),
         ({"llama.rope.dimension_count": 8}, "must be equal"),
         ({"llama.rope.freq_base": 0.0}, "rope_theta"),
@@ -487,10 +507,10 @@ def test_a_huge_context_sizes_nothing(tmp_path: Path) -> None:
 
 def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", without=("blk.1.ffn_up.weight",))
-    with pytest.raises(CheckpointError, match=re.escape("1 tensors are missing: layers.1.feed_forward.w_up.weight")):
+    with pytest.raises(CheckpointError, match=re.escape("1 tensor is missing: blk.1.ffn_up.weight")):
         loader.load_model(path)
     path = tiny.write_gguf(tmp_path / "y.gguf", extra={"blk.0.attn_norm.bias": torch.zeros(64)})
-    with pytest.raises(CheckpointError, match=re.escape("1 tensors are unexpected: layers.0.attention_norm.bias")):
+    with pytest.raises(CheckpointError, match=re.escape("1 tensor is unexpected: blk.0.attn_norm.bias")):
         loader.load_model(path)
 
 

@@ -17,6 +17,8 @@ import llama
 from llama import loader
 from llama.checkpoint import open_checkpoint
 from llama.errors import LlamaError
+from llama.generate import generate
+from llama.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -128,6 +130,41 @@ def test_the_trained_length_may_stand_outside_the_scaling(tmp_path: Path) -> Non
     scaling = open_checkpoint(tmp_path).config.rope_scaling
     assert scaling is not None
     assert scaling["original_max_position_embeddings"] == 32
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_dynamic_counts_from_the_models_own_context(tmp_path: Path, spelling: str) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0}
+    write(tmp_path, rope_parameters={**rope, "rope_theta": 10000.0})
+    odd = {**rope, "original_max_position_embeddings": 32}
+    edit(tmp_path, remove=() if spelling == "rope_parameters" else ("rope_parameters",), **{spelling: odd})
+    compare(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path), lengths=(20, 33, 64, 65, 200))
+    assert any("original_max_position_embeddings" in warning for warning in open_checkpoint(tmp_path).warnings)
+
+
+@pytest.mark.parametrize("length", [30, 63, 64, 65, 300])
+@pytest.mark.parametrize("rope", [ROPES[2], ROPES[9]], ids=label)
+def test_greedy_text_of_scalings_by_length(tmp_path: Path, rope: dict[str, Any], length: int) -> None:
+    """Longer than a chunk of prefill, and over the boundary while decoding."""
+    context = {"max_position_embeddings": 64} if rope["rope_type"] == "dynamic" else {"max_position_embeddings": 512}
+    model = write(tmp_path, rope_parameters={**rope, "rope_theta": 10000.0}, **context)
+    prompt = tokens(length)
+    expected = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, length:].tolist()
+    ours = llama.load_model(tmp_path, dtype="float32", device="cpu", max_seq_len=512)
+    params = SamplingParams(max_new_tokens=8, temperature=0.0)
+    assert [token.id for token in generate(ours, prompt[0].tolist(), params, chunk=16)] == expected
+
+
+def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
+    model = write(tmp_path, tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path / "bare")
+    compare(tmp_path / "bare", model)
+
+
+def test_a_family_by_its_architecture_alone(tmp_path: Path) -> None:
+    model = write(tmp_path)
+    edit(tmp_path, remove=("model_type",))
+    compare(tmp_path, model)
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
@@ -342,7 +379,37 @@ def twice(folder: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other family": (lambda d: edit(d, model_type="qwen2"), "model_type is 'qwen2'; only 'llama'"),
-    "no family": (lambda d: edit(d, remove=("model_type",)), "model_type is None"),
+    "layer types": (lambda d: edit(d, layer_types=["sliding_attention"] * 2), "has full_attention in every layer"),
+    "multiplier": (lambda d: edit(d, residual_multiplier=0.22), "residual_multiplier is 0.22"),
+    "typo": (lambda d: edit(d, num_key_value_head=2), "'num_key_value_head'; was 'num_key_value_heads' meant"),
+    "head huge": (lambda d: edit(d, head_dim=2_000_000_000), "head_dim must be at most 65536"),
+    "rope kind list": (lambda d: edit(d, rope_parameters={"rope_type": ["a"]}), "rope_type is .'a'."),
+    "rope factor huge": (
+        lambda d: edit(d, rope_parameters={"rope_type": "dynamic", "factor": 1e308}),
+        "'factor' must be a finite",
+    ),
+    "rope factor digits": (
+        lambda d: edit(d, rope_parameters={"rope_type": "linear", "factor": 10**400}),
+        "'factor' must be a finite",
+    ),
+    "theta digits": (
+        lambda d: edit(d, rope_parameters={"rope_type": "default", "rope_theta": 10**400}),
+        "rope_theta must be a finite",
+    ),
+    "longrope of one": (
+        lambda d: edit(
+            d,
+            rope_parameters={
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0] * 8,
+                "original_max_position_embeddings": 1,
+            },
+        ),
+        "trained length must be above 1",
+    ),
+    "single beside index": (lambda d: shutil.copy(first(d), d / "model.safetensors"), "which of them holds is unclear"),
+    "no family": (lambda d: edit(d, remove=("model_type", "architectures")), "model_type is None"),
     "quantized": (lambda d: edit(d, quantization_config={"quant_method": "gptq"}), "quantized .'gptq'."),
     "window": (lambda d: edit(d, sliding_window=4096), "sliding_window is 4096"),
     "activation": (lambda d: edit(d, hidden_act="gelu"), "hidden_act is 'gelu'"),
@@ -355,7 +422,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "layers": (lambda d: edit(d, num_hidden_layers=5), "5 layers and the file holds tensors of 2"),
     "heads": (lambda d: edit(d, num_attention_heads=7, remove=("head_dim",)), "no multiple of num_attention_heads 7"),
     "kv heads": (lambda d: edit(d, num_key_value_heads=3), "multiple of n_kv_heads"),
-    "vocab": (lambda d: edit(d, vocab_size=300), r"tok_embeddings\.weight has shape \(320, 64\).*\(300, 64\)"),
+    "vocab": (lambda d: edit(d, vocab_size=300), r"model\.embed_tokens\.weight has shape \(320, 64\).*\(300, 64\)"),
     "odd head": (lambda d: edit(d, head_dim=15), "head_dim must be even"),
     "theta": (
         lambda d: edit(d, rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
@@ -438,11 +505,11 @@ def test_a_missing_and_an_extra_tensor_are_named(tmp_path: Path) -> None:
     state = load_file(tmp_path / "model.safetensors")
     kept = state.pop("lm_head.weight")
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(LlamaError, match=r"1 tensors are missing: output\.weight"):
+    with pytest.raises(LlamaError, match=r"1 tensor is missing: lm_head\.weight"):
         loader.load_model(tmp_path)
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
     save_file({**state, **bias, "lm_head.weight": kept}, tmp_path / "model.safetensors")
-    with pytest.raises(LlamaError, match=r"1 tensors are unexpected: layers\.0\.attention\.wq\.bias"):
+    with pytest.raises(LlamaError, match=r"1 tensor is unexpected: model\.layers\.0\.self_attn\.q_proj\.bias"):
         loader.load_model(tmp_path)
 
 

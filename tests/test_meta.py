@@ -146,6 +146,20 @@ def test_an_output_matrix_is_the_embedding_only_if_all_of_it_is(tmp_path: Path, 
 
 
 # ----------------------------------------------------------------------------------------------------- quantized
+def test_half_of_a_low_rank_part_is_an_error(tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization="qlora")
+    save(folder, without("layers.0.attention.wq.adaptor.A.weight"))
+    with pytest.raises(LlamaError, match=r"adaptor\.A\.weight is missing"):
+        open_checkpoint(folder)
+
+
+def test_parts_that_do_not_fit_are_told(tmp_path: Path) -> None:
+    folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization="qlora")
+    save(folder, put("layers.0.attention.wq.adaptor.A.weight", torch.ones(3, 5)))
+    with pytest.raises(LlamaError, match=r"the parts of layers\.0\.attention\.wq do not fit together"):
+        loader.load_model(folder)
+
+
 def test_zeros_of_a_group_are_taken_off(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization="spinquant")
     name = "layers.0.attention.wq"
@@ -167,6 +181,10 @@ def test_float8_shards_are_rows_times_scales(tmp_path: Path) -> None:
             true = state[f"layers.{layer}.feed_forward.{meta}.weight"].float()
             error = float((read - true).norm() / true.norm())
             assert error == 0 if layer in (0, 3) else 0 < error < 0.04  # 3 bits of mantissa
+    rank0 = torch.load(tmp_path / "consolidated.00.pth")["layers.1.feed_forward.w1.weight"].float()
+    scales = torch.load(tmp_path / "fp8_scales_0.pt")["1_feed_forward.w1_0"]
+    read = checkpoint.tensor("layers.1.feed_forward.w_gate.weight")[: len(rank0)]
+    assert torch.equal(read, rank0 * scales[:, None])  # in float32, nothing rounded away
     assert torch.equal(checkpoint.tensor("layers.1.attention.wq.weight"), state["layers.1.attention.wq.weight"])
 
 
@@ -316,7 +334,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "is a copy of"),
     "stranger": (lambda d: save(d, put(WQ, torch.zeros(3, 3)), 1), "not shards of one model"),
     "only in shard 1": (lambda d: save(d, put("layers.1.extra.weight", torch.zeros(1)), 1), "layers.1.extra.weight"),
-    "missing tensor": (lambda d: [save(d, without(WQ), r) for r in (0, 1)], "1 tensors are missing: " + WQ),
+    "missing tensor": (lambda d: [save(d, without(WQ), r) for r in (0, 1)], "1 tensor is missing: " + WQ),
     "extra tensor": (
         lambda d: [save(d, put("layers.1.bonus.weight", torch.ones(2)), r) for r in (0, 1)],
         "not part of a LLaMA",
@@ -345,6 +363,31 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "typo": (lambda d: edit_params(d, rope_thetta=1e6), "'rope_thetta'; was 'rope_theta' meant"),
     "theta": (lambda d: edit_params(d, rope_theta=-1), "rope_theta must be a finite number above 0"),
     "vision": (lambda d: edit_params(d, vision_chunk_size=448), "vision model"),
+    "dim gone": (lambda d: edit_params(d, dim="remove"), "the key dim is missing"),
+    "other seed": (
+        lambda d: save(d, lambda state: state["norm.weight"].mul_(2), 1),
+        "norm.weight differs from that of consolidated.00",
+    ),
+    "other dtype": (
+        lambda d: save(d, lambda state: state.update({n: t.float() for n, t in state.items()}), 1),
+        "torch.float32 and in",
+    ),
+    "no dimension": (
+        lambda d: [save(d, put("tok_embeddings.weight", torch.ones(())), r) for r in (0, 1)],
+        r"has shape \(\)",
+    ),
+    "adaptor": (
+        lambda d: [save(d, put("layers.0.attention.wq.adaptor.A.weight", torch.ones(2, 2)), r) for r in (0, 1)],
+        "belongs to a quantized weight",
+    ),
+    "scales": (
+        lambda d: [save(d, put("norm.scales", torch.ones(2)), r) for r in (0, 1)],
+        "belongs to a quantized weight",
+    ),
+    "sentencepiece": (
+        lambda d: (d / "tokenizer.model").write_bytes(make_tiny.sentencepiece_model(512)) and grow(d),
+        "512 tokens and the embedding 4096 rows",
+    ),
     "json": (lambda d: (d / "params.json").write_text('{"dim": 1,}'), r"params\.json:1:\d+"),
     "json empty": (lambda d: (d / "params.json").write_text(""), r"params\.json is empty"),
     "json twice": (lambda d: (d / "params.json").write_text('{"dim": 1, "dim": 2}'), "'dim' occurs twice"),
@@ -354,6 +397,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "json bom": (lambda d: (d / "params.json").write_bytes(b'\xef\xbb\xbf{"dim": 1}'), r"params\.json"),
     "json list": (lambda d: (d / "params.json").write_text("[1]"), "holds list where an object"),
 }
+
+
+def grow(folder: Path) -> None:
+    """Give the model eight times the vocabulary."""
+    for rank in (0, 1):
+        for name in ("tok_embeddings.weight", "output.weight"):
+            save(folder, lambda state, name=name: state.update({name: torch.randn(2048, 256).bfloat16()}), rank)
+    edit_params(folder, vocab_size=4096)
 
 
 def cut(path: Path, keep: float = 0.5) -> None:

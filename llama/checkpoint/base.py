@@ -55,6 +55,10 @@ class Checkpoint(ABC):
     def tensor(self, name: str) -> Tensor:
         """One weight by the model's name for it, on the CPU, in floating point; it must not be written to."""
 
+    def file_name(self, name: str) -> str:
+        """What the files call the tensor that the model calls `name`."""
+        return name
+
     @abstractmethod
     def stored(self, name: str) -> str:
         """How the weight is stored: F32, BF16, F16, or the name of a quantization."""

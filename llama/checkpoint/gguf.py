@@ -83,6 +83,19 @@ NAMES = {
     "ffn_up": "feed_forward.w_up",
     "ffn_down": "feed_forward.w_down",
 }
+# Keys that would change what is computed, and the values under which they don't
+PLAIN_VALUES = {
+    "attention.sliding_window": 0,
+    "attention.causal": True,
+    "attention.scale": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 0.0,
+    "embedding_scale": 0.0,
+    "residual_scale": 0.0,
+    "use_parallel_residual": False,
+}
 ROPE_FREQS = "rope_freqs.weight"  # known extras: divisors of the frequencies
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)")  # llama.cpp's name for a part of a split model
@@ -346,6 +359,9 @@ class GGUFCheckpoint(Checkpoint):
         part, file_name = self._places[name]
         return part.tensor(file_name)
 
+    def file_name(self, name: str) -> str:
+        return gguf_name(name)
+
     def stored(self, name: str) -> str:
         part, file_name = self._places[name]
         return TENSOR_TYPES[part.header.tensors[file_name].type][0]
@@ -440,8 +456,14 @@ def _config(
 
     if number("expert_count", 0):
         raise ConfigError(f"it is a mixture of {number('expert_count')} experts, which is not a LLaMA decoder")
+    for key, plain in PLAIN_VALUES.items():
+        if metadata.get("llama." + key, plain) != plain:
+            raise ConfigError(f"llama.{key} is {metadata['llama.' + key]!r:.40}, which is no LLaMA; expected {plain!r}")
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
+    if number("vocab_size", shapes["tok_embeddings.weight"][0]) != shapes["tok_embeddings.weight"][0]:
+        rows = shapes["tok_embeddings.weight"][0]
+        raise ConfigError(f"llama.vocab_size is {number('vocab_size')} and the embedding has {rows} rows")
     dim, n_heads = number("embedding_length"), number("attention.head_count")
     if not n_heads:
         raise ConfigError("llama.attention.head_count must be above 0")
@@ -483,12 +505,12 @@ def _rope_scaling(
         if key not in ("type", "finetuned") and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ConfigError(f"{prefix}{key} must be one number, got {value!r:.60}")
     numbers = {key: _decimal(value) for key, value in given.items() if isinstance(value, int | float)}
-    kind = given.get("type", "none")
     factor = numbers.get("factor", metadata.get("llama.rope.scale_linear"))
-    if kind == "none" and "llama.rope.scale_linear" in metadata:
-        kind = "linear"
-    if kind == "linear" and factor in (1, 1.0):
+    kind = given.get("type", "linear")  # llama.cpp's default where only a factor is given; a factor of 0 is none
+    if kind == "linear" and factor in (None, 0, 0.0, 1, 1.0):
         kind = "none"
+    if kind in ("none", "linear") and numbers.get("attn_factor", 1) != 1:
+        raise ConfigError(f"{prefix}attn_factor is {numbers['attn_factor']} and {prefix}type {kind}, which knows none")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise ConfigError(f"{prefix}type {kind!r:.40} is not supported; supported: none, linear, yarn, longrope")
     if kind != "none" and ROPE_FREQS in tables:
@@ -497,12 +519,14 @@ def _rope_scaling(
         "original_context_length" in numbers) else {}  # fmt: skip
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn" and factor is None:
+        raise ConfigError(f"{prefix}type is yarn and {prefix}factor is missing")
     if kind == "yarn":
         return {"rope_type": "yarn", "factor": factor, **original, **_yarn_keys(numbers, factor)}
     if kind == "longrope" or ROPE_LONG in tables:
         if not (ROPE_LONG in tables and ROPE_SHORT in tables):
             raise ConfigError(f"longrope needs the tensors {ROPE_LONG} and {ROPE_SHORT}")
-        sharper = {"attention_factor": numbers["attn_factor"]} if "attn_factor" in numbers else {}
+        sharper = {"attention_factor": numbers.get("attn_factor", 1.0)}  # llama.cpp computes none by itself
         lists = {"short_factor": tables[ROPE_SHORT], "long_factor": tables[ROPE_LONG]}
         return {"rope_type": "longrope", **lists, **original, **sharper}
     if ROPE_FREQS not in tables:
@@ -544,3 +568,13 @@ def _as_llama3(divisors: list[float], head_dim: int, theta: float) -> dict[str, 
         if torch.allclose(plain / scaled, torch.tensor(divisors), rtol=2e-6, atol=0):
             return scaling
     return None
+
+
+def gguf_name(name: str) -> str:
+    """The model's name of a tensor -> GGUF's."""
+    theirs = {ours: source for source, ours in NAMES.items()}
+    stem, kind = name.rsplit(".", 1)
+    if not stem.startswith("layers."):
+        return f"{theirs[stem]}.{kind}"
+    _, layer, inner = stem.split(".", 2)
+    return f"blk.{layer}.{theirs[inner]}.{kind}"

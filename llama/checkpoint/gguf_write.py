@@ -13,7 +13,7 @@ import torch
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
 from ..rope_scaling import inverse_frequencies, kind_of
-from .gguf import NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from .gguf import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, gguf_name
 from .write import Model, dtype_name, raw_bytes
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
@@ -30,6 +30,8 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
     for key, value in {**metadata(model), **rope_metadata(model.config)}.items():
         add(writer, key, value)
     warnings = _add_tokenizer(writer, model)
+    if any((model.config.rope_scaling or {}).get(key) is not None for key in ("beta_fast", "beta_slow")):
+        warnings.append("the scaling's beta_fast and beta_slow are written, but llama.cpp 0.3.36 does not read them")
     for name, values in tables.items():
         writer.add_tensor_info(name, [len(values)], np.dtype(np.float32), 4 * len(values))
     types = {name: "F32" if len(model.shapes[name]) == 1 else dtype_name(model.dtypes[name]) for name in model.shapes}
@@ -47,16 +49,6 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
         writer.write_tensor_data(raw_bytes(tensor.float() if type == "F32" else tensor))
     writer.close()
     return warnings
-
-
-def gguf_name(name: str) -> str:
-    """The model's name of a tensor -> GGUF's."""
-    theirs = {ours: source for source, ours in NAMES.items()}
-    stem, kind = name.rsplit(".", 1)
-    if not stem.startswith("layers."):
-        return f"{theirs[stem]}.{kind}"
-    _, layer, inner = stem.split(".", 2)
-    return f"blk.{layer}.{theirs[inner]}.{kind}"
 
 
 def metadata(model: Model) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Sources: transformers' configuration_llama.py, modeling_rope_utils.py; https://g
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +53,7 @@ NO_EFFECT = {
     "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
 }  # fmt: skip
 # Keys that would change what is computed, and the values under which they don't.
-MUST_BE = {
+MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "sliding_window": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -61,6 +62,13 @@ MUST_BE = {
     "num_local_experts": (None, 0),
     "num_experts": (None, 0),
     "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "no_rope_layers": (None, []),
     "rope_interleaved": (None, False),
 }
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -106,6 +114,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         file, source = self._places[name]
         return file.tensor(source)
 
+    def file_name(self, name: str) -> str:
+        return hf_name(name)
+
     def stored(self, name: str) -> str:
         file, source = self._places[name]
         return file.dtypes[source]
@@ -138,7 +149,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         for source in file.shapes:
             if TABLES.fullmatch(source):
                 continue
-            match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", source)
+            # Saved without its head, a model has the same names without "model." in front.
+            full = source if source.startswith(("model.", "lm_head.")) else f"model.{source}"
+            match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", full)
             if not match or match[2] not in NAMES:
                 raise CheckpointError(
                     f"{file.path}: {source!r:.80} is not part of a LLaMA decoder; this model can't be run"
@@ -172,6 +185,8 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _config(self, fields: Fields) -> ModelConfig:
         where = fields.where
         kind = fields.get("model_type")
+        if kind is None and fields.get("architectures") == ["LlamaForCausalLM"]:
+            kind = "llama"
         if kind != "llama":
             raise ConfigError(f"{where}: model_type is {kind!r:.60}; only 'llama' can be run")
         scheme = fields.mapping("quantization_config")
@@ -185,6 +200,9 @@ class HuggingFaceCheckpoint(Checkpoint):
                 raise ConfigError(
                     f"{where}: {key} is {fields.get(key)!r:.60}, which is no LLaMA; expected {allowed[0]!r}"
                 )
+        kinds = fields.get("layer_types")
+        if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention"}):
+            raise ConfigError(f"{where}: layer_types is {kinds!r:.80}; a LLaMA has full_attention in every layer")
         dim, n_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
         if n_heads < 1:
             raise ConfigError(f"{where}: num_attention_heads must be above 0, got {n_heads}")
@@ -212,6 +230,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         )
         for key in ("bos_token_id", "eos_token_id"):
             fields.get(key)
+        for key in fields.unknown():
+            if key not in NO_EFFECT and (near := difflib.get_close_matches(key, fields.asked, 1, 0.9)):
+                raise ConfigError(f"{where}: unknown key {key!r:.60}; was {near[0]!r} meant?")
         if unknown := [key for key in fields.unknown() if key not in NO_EFFECT]:
             self.warnings.append(
                 f"{CONFIG} holds keys that are not known and have no effect here: {', '.join(unknown)}"
@@ -233,7 +254,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         theta = Fields({"rope_theta": outer if inner is None else inner}, where).number("rope_theta", 10000.0)
         scaling = _spelled_out(scaling)
         kind = scaling.get("rope_type", "default")
-        if kind not in SCALINGS:
+        if not isinstance(kind, str) or kind not in SCALINGS:
             raise ConfigError(f"{where}: rope_type is {kind!r:.40}; known: {', '.join(SCALINGS)}")
         if scaling.get("partial_rotary_factor") in (1, 1.0) and kind != "proportional":
             del scaling["partial_rotary_factor"]
@@ -305,7 +326,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 ROPE_KEYS = {
     "linear": ("factor",),
     "ntk": ("factor",),
-    "dynamic": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor",),  # transformers counts from max_position_embeddings
     "yarn": (
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "truncate",
@@ -395,19 +416,24 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[_WeightFile]:
         (BIN_INDEX, "pytorch_model.bin", ".bin", _TorchFile),
     ):
         if (folder / index).is_file():
-            return _open_indexed(folder, index, reader)
-        files = sorted(file for file in folder.iterdir() if file.suffix == ending and "training_args" not in file.name)
+            files = _open_indexed(folder, index, reader)
+            if (folder / single).is_file() and single not in {file.path.name for file in files}:
+                raise CheckpointError(
+                    f"{folder} holds both {index} and {single}; which of them holds is unclear: remove one"
+                )
+            return files
+        found = sorted(file for file in folder.iterdir() if file.suffix == ending and "training_args" not in file.name)
         if (folder / single).is_file():
-            if aside := [file.name for file in files if file.name != single]:
+            if aside := [file.name for file in found if file.name != single]:
                 warnings.append(f"besides {single} there are files left aside: {', '.join(aside[:4])}")
             return [reader(folder / single)]
-        adapters = [file for file in files if file.name.startswith("adapter_")]
-        if files and len(adapters) == len(files):
+        adapters = [file for file in found if file.name.startswith("adapter_")]
+        if found and len(adapters) == len(found):
             raise CheckpointError(
-                f"{folder} holds an adapter ({files[0].name}), not a model; merge it into its base model"
+                f"{folder} holds an adapter ({found[0].name}), not a model; merge it into its base model"
             )
-        if files:
-            return [reader(file) for file in files if file not in adapters]
+        if found:
+            return [reader(file) for file in found if file not in adapters]
     if half := [file.name for file in folder.iterdir() if file.name.endswith((".incomplete", ".part"))]:
         raise CheckpointError(f"{folder} is not fetched completely ({half[0]}); resume the download")
     if (folder / "original").is_dir():
@@ -445,3 +471,13 @@ def _open_indexed(folder: Path, index: str, reader: type[Any]) -> list[_WeightFi
             f"{folder / extra[0][1]} holds {extra[0][0]!r:.80}, which {index} places elsewhere or not at all"
         )
     return files
+
+
+def hf_name(name: str) -> str:
+    """The model's name of a tensor -> Hugging Face's."""
+    theirs = {ours: source for source, ours in NAMES.items()}
+    stem, kind = name.rsplit(".", 1)
+    if not stem.startswith("layers."):
+        return f"{theirs[stem]}.{kind}"
+    _, layer, inner = stem.split(".", 2)
+    return f"model.layers.{layer}.{theirs[inner]}.{kind}"

@@ -10,7 +10,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
 from ..rope import to_half_layout
-from .huggingface import INDEX, NAMES
+from .huggingface import INDEX, hf_name
 from .write import Model, dtype_name, raw_bytes
 
 LARGEST_FILE = 5 * 10**9  # bytes of weights; transformers splits at the same size
@@ -31,16 +31,6 @@ def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
     _write_json(folder / "config.json", config_json(model))
     return _write_tokenizer(folder, model)
-
-
-def hf_name(name: str) -> str:
-    """The model's name of a tensor -> Hugging Face's."""
-    theirs = {ours: source for source, ours in NAMES.items()}
-    stem, kind = name.rsplit(".", 1)
-    if not stem.startswith("layers."):
-        return f"{theirs[stem]}.{kind}"
-    _, layer, inner = stem.split(".", 2)
-    return f"model.layers.{layer}.{theirs[inner]}.{kind}"
 
 
 def write_safetensors(path: Path, model: Model, names: dict[str, str]) -> None:
@@ -70,14 +60,19 @@ def write_safetensors(path: Path, model: Model, names: dict[str, str]) -> None:
 
 def _parts(model: Model, shards: int) -> list[list[str]]:
     """The tensors of each file, in the model's order."""
+    if shards > len(model.shapes):
+        raise ConfigError(f"{len(model.shapes)} weights can't be spread over {shards} files")
     total = sum(model.nbytes(name) for name in model.shapes)
-    limit = LARGEST_FILE if shards < 1 else -(-total // shards)
     parts: list[list[str]] = [[]]
-    size = 0
-    for name in model.shapes:
-        if parts[-1] and size + model.nbytes(name) > limit:
+    size = 0  # of the file being filled, or of all so far where their number is given
+    for left, name in zip(range(len(model.shapes), 0, -1), model.shapes, strict=True):
+        if shards < 1:
+            full = size + model.nbytes(name) > LARGEST_FILE
+        else:  # the share of this file is reached, or each file still to come needs a weight of its own
+            full = len(parts) < shards and (size * shards >= total * len(parts) or left == shards - len(parts))
+        if parts[-1] and full:
             parts.append([])
-            size = 0
+            size = size if shards else 0
         parts[-1].append(name)
         size += model.nbytes(name)
     return parts

@@ -84,8 +84,9 @@ class MetaCheckpoint(Checkpoint):
         self.parts = {file.name: file.stat().st_size for file in self.files}
         self._refuse_copies()
         self._scales = self._read_fp8_scales()
-        self._names = self._match_names()  # the model's name -> (Meta's name without ".weight", axis)
         try:
+            self._names = self._match_names()  # the model's name -> (Meta's name without ".weight", axis)
+            self._check_replicas()
             self.config = checked(self._config())
         except ConfigError as error:
             raise CheckpointError(f"{folder}: {error}") from error
@@ -115,6 +116,9 @@ class MetaCheckpoint(Checkpoint):
             whole = self._without_copies(whole, name)
         return self._spin(whole, name)
 
+    def file_name(self, name: str) -> str:
+        return meta_name(name)
+
     def stored(self, name: str) -> str:
         dtype = self._stored(name).dtype
         return FLOATS.get(dtype) or QUANTIZED.get(dtype) or str(dtype).removeprefix("torch.")
@@ -134,8 +138,10 @@ class MetaCheckpoint(Checkpoint):
             if place.exists():
                 tokenizer = open_tokenizer(place)
                 check_vocabulary(tokenizer, self.config, str(place))
-                if tokenizer.n_vocab < self.config.vocab_size and tokenizer.kind.startswith("tiktoken"):
-                    raise CheckpointError(  # the control ids follow the last line, so all of them would be wrong
+                rows, exact = self.config.vocab_size, tokenizer.kind.startswith("tiktoken")
+                # Llama 3's control ids follow the last line, so with one line less all of them would be wrong.
+                if tokenizer.n_vocab < rows and (exact or rows > tokenizer.n_vocab + max(1024, tokenizer.n_vocab // 4)):
+                    raise CheckpointError(
                         f"{place}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding"
                         f" {self.config.vocab_size} rows; the file is cut off or another model's"
                     )
@@ -198,6 +204,11 @@ class MetaCheckpoint(Checkpoint):
                     f"{file} has {here} {odd[0]}, unlike {self.files[0].name}; they are not shards of one model"
                 )
             for name, tensor in shard.items():
+                if tensor.dtype != self.shards[0][name].dtype:
+                    raise CheckpointError(
+                        f"{file}: {name} is {tensor.dtype} and in {self.files[0].name} {self.shards[0][name].dtype};"
+                        f" they are not shards of one model"
+                    )
                 if tensor.shape != self.shards[0][name].shape:
                     raise CheckpointError(
                         f"{file}: {name} has shape {tuple(tensor.shape)} and in {self.files[0].name}"
@@ -213,8 +224,11 @@ class MetaCheckpoint(Checkpoint):
                     f"{self.files[0]}: {name} is not part of a LLaMA decoder; this model can't be run"
                 )
             if match[3] != ".weight":
+                self._check_part(name, name.removesuffix(match[3]), match[3])
                 continue
             ours, axis = NAMES[match[2]]
+            if self.shards[0][name].dim() != (1 if axis is None else 2):
+                raise CheckpointError(f"{self.files[0]}: {name} has shape {tuple(self.shards[0][name].shape)}; damaged")
             names[f"{match[1] or ''}{ours}.weight"] = (f"{match[1] or ''}{match[2]}", axis)
         if "tok_embeddings.weight" not in names:
             raise CheckpointError(f"{self.files[0]}: tok_embeddings.weight is missing; the file is incomplete")
@@ -222,6 +236,28 @@ class MetaCheckpoint(Checkpoint):
         if columns < Fields(self.params, PARAMS).whole("dim"):
             names["tok_embeddings.weight"] = ("tok_embeddings", 1)
         return names
+
+    def _check_part(self, name: str, base: str, suffix: str) -> None:
+        """Scales and low-rank parts belong to a weight of integers, and A to B."""
+        shard = self.shards[0]
+        weight = shard.get(f"{base}.weight")
+        twin = {".adaptor.A.weight": ".adaptor.B.weight", ".adaptor.B.weight": ".adaptor.A.weight"}.get(suffix)
+        if weight is None or weight.dtype != torch.int8:
+            raise CheckpointError(f"{self.files[0]}: {name} belongs to a quantized weight and {base}.weight is none")
+        if twin is not None and base + twin not in shard:
+            raise CheckpointError(
+                f"{self.files[0]}: {name} is here and {base + twin} is missing; the file is incomplete"
+            )
+
+    def _check_replicas(self) -> None:
+        """Vectors are whole in every shard, so they tell a shard of another model."""
+        for name in ("norm.weight", "layers.0.attention_norm.weight"):
+            first = self.shards[0].get(name)
+            for file, shard in zip(self.files[1:], self.shards[1:], strict=True):
+                if first is not None and not torch.allclose(first.float(), shard[name].float(), rtol=0.02, atol=0.02):
+                    raise CheckpointError(
+                        f"{file}: {name} differs from that of {self.files[0].name}; they are not shards of one model"
+                    )
 
     def _stored(self, name: str) -> Tensor:
         """The first shard's part of a weight, as it is stored."""
@@ -249,7 +285,7 @@ class MetaCheckpoint(Checkpoint):
                 raise CheckpointError(
                     f"{self.path}: fp8_scales_{rank}.pt has no scales for the {len(weight)} rows of {source}"
                 )
-            return (weight.float() * scale.float().reshape(-1, 1)).bfloat16()  # one scale a row
+            return weight.float() * scale.float().reshape(-1, 1)  # one scale a row
         if weight.dtype == torch.int8 and f"{source}.scales" in shard:
             return dequantize(shard, source, self.params, str(file))
         raise CheckpointError(
@@ -330,9 +366,11 @@ class MetaCheckpoint(Checkpoint):
 
     def _find_copies(self, stored: int, said: int, head_dim: int) -> int:
         """How often each key/value head is stored: a model cut into more shards than it has such heads repeats them."""
+        if len(self.shards) == 1:
+            return 1
         if said and stored > said and stored % said == 0:
             return stored // said
-        if len(self.shards) == 1:
+        if stored != len(self.shards):  # heads are repeated so that every shard has one
             return 1
         heads = self.tensor("layers.0.attention.wk.weight").unflatten(0, (-1, head_dim))  # (stored, D, C)
         copies = 1
@@ -427,3 +465,13 @@ def _hidden_dim(params: Fields, dim: int) -> int | None:
     if multiplier is not None:
         hidden = int(params.number("ffn_dim_multiplier") * hidden)
     return multiple * -(-hidden // multiple)
+
+
+def meta_name(name: str) -> str:
+    """The model's name of a tensor -> Meta's."""
+    theirs = {ours: source for source, (ours, _) in NAMES.items()}
+    stem = name.removesuffix(".weight")
+    if not stem.startswith("layers."):
+        return f"{theirs[stem]}.weight"
+    _, layer, inner = stem.split(".", 2)
+    return f"layers.{layer}.{theirs[inner]}.weight"

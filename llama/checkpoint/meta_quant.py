@@ -33,6 +33,19 @@ def dequantize(shard: Mapping[str, Tensor], name: str, params: Mapping[str, Any]
             f"{where}: {name} has {scales.numel()} scales for {out} rows of {width}; the file is damaged"
         )
     groups = quants.reshape(out, scales.numel() // out, -1)  # (out, groups, width / groups)
+    try:
+        return _combine(groups, scales, shard, name, params, where)
+    except RuntimeError as error:
+        text = " ".join(str(error).split())[:120]
+        raise CheckpointError(
+            f"{where}: the parts of {name} do not fit together ({text}); the file is damaged"
+        ) from None
+
+
+def _combine(
+    groups: Tensor, scales: Tensor, shard: Mapping[str, Tensor], name: str, params: Mapping[str, Any], where: str
+) -> Tensor:
+    out, width = len(groups), groups.shape[1] * groups.shape[2]
     zeros = shard.get(f"{name}.zeros")
     if zeros is not None:
         groups = groups - zeros.float().reshape(out, -1, 1)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
-from .meta import NAMES, PARAMS, SCALED_ROPE, SMALL_32
-from .write import Model, raw_bytes, refuse
+from .meta import NAMES, PARAMS, SCALED_ROPE, SMALL_32, meta_name
+from .write import Model, refuse
 
 STORAGES = {torch.float32: torch.FloatStorage, torch.bfloat16: torch.BFloat16Storage, torch.float16: torch.HalfStorage}
 MULTIPLES = (256, 1024, 4096)  # multiple_of and ffn_dim_multiplier of official models
@@ -29,6 +29,13 @@ def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
     config, shards = model.config, shards or 1
     refuse(config, "Meta's format", attention_bias=False, mlp_bias=False, head_dim=config.dim // config.n_heads)
     copies = _kv_copies(config, shards)
+    if config.n_heads % shards or config.n_kv_heads * copies % shards:
+        fit = [n for n in range(1, config.n_heads + 1) if not config.n_heads % n and not (
+            config.n_kv_heads * _kv_copies(config, n) % n)]  # fmt: skip
+        raise ConfigError(
+            f"{config.n_heads} heads and {config.n_kv_heads} key/value heads can't be shared by {shards} shards evenly;"
+            f" {', '.join(map(str, fit))} would do"
+        )
     old = _splits_columns(model)
     plan = {meta_name(name): (name, axis(name, old)) for name in model.shapes}
     if config.tie_embeddings:  # Meta's files hold an output matrix in any case
@@ -55,16 +62,6 @@ def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
             with open(path, "rb") as content:
                 file.write(f"{hashlib.file_digest(content, 'md5').hexdigest()}  {path.name}\n")
     return _write_tokenizer(folder, model)
-
-
-def meta_name(name: str) -> str:
-    """The model's name of a tensor -> Meta's."""
-    theirs = {ours: source for source, (ours, _) in NAMES.items()}
-    stem = name.removesuffix(".weight")
-    if not stem.startswith("layers."):
-        return f"{theirs[stem]}.weight"
-    _, layer, inner = stem.split(".", 2)
-    return f"layers.{layer}.{theirs[inner]}.weight"
 
 
 def axis(name: str, old: bool) -> int | None:
@@ -154,7 +151,10 @@ class TorchWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the values of one of the tensors; each has its turn once."""
-        self._record(f"data/{self._keys.pop(name)}", raw_bytes(tensor).tobytes())
+        part = tensor.contiguous()
+        if part.untyped_storage().nbytes() != part.nbytes:  # the writer takes whole storages
+            part = part.clone()
+        self._writer.write_record(f"data/{self._keys.pop(name)}", part.untyped_storage(), part.nbytes)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Write the archive's table of contents."""

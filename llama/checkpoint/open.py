@@ -6,7 +6,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LlamaError
 from . import gguf, huggingface, meta, torchfile
 from .base import Checkpoint
 
@@ -34,6 +34,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         else:
             with open(path, "rb") as file:
                 start = file.read(64)
+    except LlamaError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from None
     except ValueError as error:  # a NUL byte in the path

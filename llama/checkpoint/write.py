@@ -26,7 +26,7 @@ class Model:
     shapes     the model's tensor names -> shapes; no output.weight if it is tied
     dtypes     the model's tensor names -> the dtype to write
     read       one weight by name, in that dtype
-    tokenizer  or None where the source has none
+    tokenizer  or None where the source has none; no_tokenizer says why
     """
 
     config: ModelConfig
@@ -34,6 +34,7 @@ class Model:
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor]
     tokenizer: Tokenizer | None = None
+    no_tokenizer: str = ""
     chat_template: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     name: str = "model"

@@ -86,7 +86,7 @@ def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]
         },
         "decided_here": list(checkpoint.notes),
         "warnings": list(checkpoint.warnings),
-        "mismatches": [*mismatches(config, checkpoint.shapes), *problems],
+        "mismatches": [*mismatches(checkpoint), *problems],
     }
 
 
