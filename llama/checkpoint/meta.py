@@ -349,6 +349,9 @@ class MetaCheckpoint(Checkpoint):
         theta = params.number("rope_theta", 10000.0)
         scaled = params.flag("use_scaled_rope", False)
         tied = self._tied()
+        for name in ("tok_embeddings.weight", "output.weight"):  # what was compared need not stay in memory
+            if name in self._names:
+                self.release(name)
         return ModelConfig(
             dim=dim,
             n_layers=n_layers,
@@ -395,10 +398,14 @@ class MetaCheckpoint(Checkpoint):
                 if not same_place and not (torch.equal(ours[:1], other[:1]) and torch.equal(ours, other)):
                     return False
             return True
-        row = torch.cat([self._slice("tok_embeddings", rank)[:1] for rank in range(len(self.shards))], 1)
-        if not torch.equal(row, self._slice("output", 0)[:1]):
-            return False
-        return torch.equal(self.tensor("tok_embeddings.weight"), self.tensor("output.weight"))
+        columns = [self._slice("tok_embeddings", rank) for rank in range(len(self.shards))]
+        for rank in range(len(self.shards)):
+            other = self._slice("output", rank)  # (rows of this shard, C)
+            rows = [part[rank * len(other) : (rank + 1) * len(other)] for part in columns]
+            same_start = torch.equal(torch.cat([part[:1] for part in rows], 1), other[:1])
+            if not same_start or not torch.equal(torch.cat(rows, 1), other):
+                return False
+        return True
 
     def _rope_scaling(self, params: Fields, scaled: bool, tied: bool, size: tuple[int, int]) -> dict[str, Any] | None:
         if not scaled:
