@@ -318,6 +318,13 @@ def test_wishes_that_make_no_sense_are_a_warning(with_tokenizer: Path, wish: dic
     assert any("generation_config.json" in warning and next(iter(wish)) in warning for warning in checkpoint.warnings)
 
 
+def test_wishes_that_are_not_granted_are_named(with_tokenizer: Path) -> None:
+    edit(with_tokenizer, file="generation_config.json", no_repeat_ngram_size=3, num_beams=4, typical_p=1.0)
+    [warning] = open_checkpoint(with_tokenizer).warnings
+    assert "no_repeat_ngram_size, num_beams" in warning
+    assert "typical_p" not in warning
+
+
 def test_without_do_sample_answers_are_greedy(with_tokenizer: Path) -> None:
     edit(with_tokenizer, file="generation_config.json", temperature=0.7, top_p=0.9, repetition_penalty=1.1)
     assert open_checkpoint(with_tokenizer).sampling == {"repetition_penalty": 1.1}

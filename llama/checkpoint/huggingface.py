@@ -71,6 +71,12 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": (None, []),
     "rope_interleaved": (None, False),
 }
+# Wishes of generation_config.json that would change the text and are not granted, with the values that ask for nothing
+NOT_GRANTED = {
+    "typical_p": (1, 1.0), "no_repeat_ngram_size": (0,), "bad_words_ids": ([],), "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],), "num_beams": (1,), "penalty_alpha": (0, 0.0), "min_new_tokens": (0,),
+    "forced_bos_token_id": (), "forced_eos_token_id": (), "encoder_repetition_penalty": (1, 1.0),
+}  # fmt: skip
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -299,6 +305,9 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def _sampling(self) -> dict[str, Any]:
         """What generation_config.json asks for: temperature and filters only if it says do_sample."""
+        denied = [key for key, none in NOT_GRANTED.items() if self.generation.get(key) not in (None, *none)]
+        if denied:
+            self.warnings.append(f"generation_config.json asks for what is not done here: {', '.join(denied)}")
         wanted = {key: self.generation[key] for key in SAMPLING if self.generation.get(key) is not None}
         if self.generation.get("do_sample") is True:
             wanted = {"temperature": 1.0, **wanted}
