@@ -72,7 +72,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (None, False),
 }
 # Wishes of generation_config.json that would change the text and are not granted, with the values that ask for nothing
-NOT_GRANTED = {
+NOT_GRANTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0), "no_repeat_ngram_size": (0,), "bad_words_ids": ([],), "suppress_tokens": ([],),
     "begin_suppress_tokens": ([],), "num_beams": (1,), "penalty_alpha": (0, 0.0), "min_new_tokens": (0,),
     "forced_bos_token_id": (), "forced_eos_token_id": (), "encoder_repetition_penalty": (1, 1.0),
