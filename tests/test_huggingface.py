@@ -19,6 +19,7 @@ from llama.checkpoint import open_checkpoint
 from llama.errors import LlamaError
 from llama.generate import generate
 from llama.sampling import SamplingParams
+from llama.text import Session
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -153,6 +154,20 @@ def test_greedy_text_of_scalings_by_length(tmp_path: Path, rope: dict[str, Any],
     ours = llama.load_model(tmp_path, dtype="float32", device="cpu", max_seq_len=512)
     params = SamplingParams(max_new_tokens=8, temperature=0.0)
     assert [token.id for token in generate(ours, prompt[0].tolist(), params, chunk=16)] == expected
+
+
+def test_a_conversation_over_the_boundary_equals_a_fresh_one(with_tokenizer: Path) -> None:
+    edit(with_tokenizer, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
+    llm = llama.load(with_tokenizer, device="cpu", dtype="float32")
+    session = Session()
+    for text in ("ab" * 15, "ab" * 15 + "c" * 60, "ab" * 15 + "c" * 60 + "d"):  # 30, 90 and 91 tokens; 64 are trained
+        options = {"max_new_tokens": 4, "logprobs": True}
+        ours = list(llm.stream_ids(llm.tokenizer.encode(text), session=session, **options))[-1].completion
+        fresh = list(llm.stream_ids(llm.tokenizer.encode(text), **options))[-1].completion
+        assert ours is not None
+        assert fresh is not None
+        assert ours.tokens == fresh.tokens
+        assert ours.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 
 def test_a_model_saved_without_its_head(tmp_path: Path) -> None:

@@ -89,6 +89,16 @@ def checked(config: ModelConfig) -> ModelConfig:
     return config
 
 
+def their_name(name: str, names: Mapping[str, str], layers: str = "layers") -> str:
+    """The model's name of a tensor -> a file's. names maps the file's stems to the model's, as readers have them."""
+    theirs = {ours: source for source, ours in names.items()}
+    stem, kind = name.rsplit(".", 1)  # kind is weight or bias
+    if not stem.startswith("layers."):
+        return f"{theirs[stem]}.{kind}"
+    _, layer, inner = stem.split(".", 2)
+    return f"{layers}.{layer}.{theirs[inner]}.{kind}"
+
+
 def stored_bytes(tensors: Mapping[str, tuple[str, int]]) -> dict[str, int]:
     """{tensor: (dtype, bytes)} -> {dtype: bytes}, the largest first."""
     total: dict[str, int] = {}

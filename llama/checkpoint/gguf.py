@@ -25,7 +25,7 @@ from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
-from .base import Checkpoint, checked, drop_pages, stored_bytes
+from .base import Checkpoint, checked, drop_pages, stored_bytes, their_name
 from .blocks import READERS, Blocks4
 from .meta import check_vocabulary
 
@@ -360,7 +360,7 @@ class GGUFCheckpoint(Checkpoint):
         return part.tensor(file_name)
 
     def file_name(self, name: str) -> str:
-        return gguf_name(name)
+        return their_name(name, NAMES, "blk")
 
     def stored(self, name: str) -> str:
         part, file_name = self._places[name]
@@ -568,13 +568,3 @@ def _as_llama3(divisors: list[float], head_dim: int, theta: float) -> dict[str, 
         if torch.allclose(plain / scaled, torch.tensor(divisors), rtol=2e-6, atol=0):
             return scaling
     return None
-
-
-def gguf_name(name: str) -> str:
-    """The model's name of a tensor -> GGUF's."""
-    theirs = {ours: source for source, ours in NAMES.items()}
-    stem, kind = name.rsplit(".", 1)
-    if not stem.startswith("layers."):
-        return f"{theirs[stem]}.{kind}"
-    _, layer, inner = stem.split(".", 2)
-    return f"blk.{layer}.{theirs[inner]}.{kind}"

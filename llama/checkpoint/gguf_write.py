@@ -13,7 +13,8 @@ import torch
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
 from ..rope_scaling import inverse_frequencies, kind_of
-from .gguf import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, gguf_name
+from .base import their_name
+from .gguf import NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from .write import Model, dtype_name, raw_bytes
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
@@ -38,7 +39,9 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
     for name, shape in model.shapes.items():
         nbytes = math.prod(shape) * (4 if types[name] == "F32" else 2)
         kind = gguf.GGMLQuantizationType[types[name]]
-        writer.add_tensor_info(gguf_name(name), list(shape), np.dtype(np.float32), nbytes, raw_dtype=kind)
+        writer.add_tensor_info(
+            their_name(name, NAMES, "blk"), list(shape), np.dtype(np.float32), nbytes, raw_dtype=kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

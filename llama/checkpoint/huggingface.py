@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ..rope_scaling import SCALINGS
 from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
-from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes
+from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, their_name
 from .documents import Fields, parse_json, read_json
 from .meta import check_vocabulary
 
@@ -42,6 +43,7 @@ NAMES = {
     "mlp.up_proj": "feed_forward.w_up",
     "mlp.down_proj": "feed_forward.w_down",
 }
+LAYERS = "model.layers"
 TABLES = re.compile(r".*rotary_emb\.inv_freq")  # computed from the configuration
 
 # Keys of config.json that say nothing about what the model computes at inference.
@@ -121,7 +123,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return file.tensor(source)
 
     def file_name(self, name: str) -> str:
-        return hf_name(name)
+        return their_name(name, NAMES, LAYERS)
 
     def stored(self, name: str) -> str:
         file, source = self._places[name]
@@ -354,7 +356,7 @@ def _spelled_out(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return out if kind is None else {**out, "rope_type": kind}
 
 
-class _WeightFile:
+class _WeightFile(ABC):
     """One file of weights: names, shapes and dtypes known, values mapped."""
 
     path: Path
@@ -362,8 +364,9 @@ class _WeightFile:
     dtypes: dict[str, str]
     mapped = True
 
+    @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        raise NotImplementedError
+        """A tensor by the file's name for it, its values mapped."""
 
     def nbytes(self, name: str) -> int:
         count = 1
@@ -480,13 +483,3 @@ def _open_indexed(folder: Path, index: str, reader: type[Any]) -> list[_WeightFi
             f"{folder / extra[0][1]} holds {extra[0][0]!r:.80}, which {index} places elsewhere or not at all"
         )
     return files
-
-
-def hf_name(name: str) -> str:
-    """The model's name of a tensor -> Hugging Face's."""
-    theirs = {ours: source for source, ours in NAMES.items()}
-    stem, kind = name.rsplit(".", 1)
-    if not stem.startswith("layers."):
-        return f"{theirs[stem]}.{kind}"
-    _, layer, inner = stem.split(".", 2)
-    return f"model.layers.{layer}.{theirs[inner]}.{kind}"

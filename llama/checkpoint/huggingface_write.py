@@ -10,7 +10,8 @@ from typing import Any
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
 from ..rope import to_half_layout
-from .huggingface import INDEX, hf_name
+from .base import their_name
+from .huggingface import INDEX, LAYERS, NAMES
 from .write import Model, dtype_name, raw_bytes
 
 LARGEST_FILE = 5 * 10**9  # bytes of weights; transformers splits at the same size
@@ -19,7 +20,7 @@ ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias")
 
 def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
     """Fill an empty folder; as many files as shards says, or as are needed for at most 5 GB each. Returns warnings."""
-    names = {name: hf_name(name) for name in model.shapes}
+    names = {name: their_name(name, NAMES, LAYERS) for name in model.shapes}
     parts = _parts(model, shards)
     weight_map: dict[str, str] = {}
     for i, part in enumerate(parts):

@@ -22,7 +22,7 @@ from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..tokenizer import Tokenizer
 from . import torchfile
-from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes
+from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, their_name
 from .documents import Fields, read_json
 from .meta_quant import SUFFIXES, dequantize
 
@@ -44,6 +44,7 @@ NAMES: dict[str, tuple[str, int | None]] = {
     "feed_forward.w3": ("feed_forward.w_up", 0),
     "feed_forward.w2": ("feed_forward.w_down", 1),
 }
+STEMS = {source: ours for source, (ours, _) in NAMES.items()}
 # Tables that LLaMA 1, Llama 2 and Code Llama files carry along; they are computed from the configuration.
 TABLES = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")
 
@@ -117,7 +118,7 @@ class MetaCheckpoint(Checkpoint):
         return self._spin(whole, name)
 
     def file_name(self, name: str) -> str:
-        return meta_name(name)
+        return their_name(name, STEMS)
 
     def stored(self, name: str) -> str:
         dtype = self._stored(name).dtype
@@ -472,13 +473,3 @@ def _hidden_dim(params: Fields, dim: int) -> int | None:
     if multiplier is not None:
         hidden = int(params.number("ffn_dim_multiplier") * hidden)
     return multiple * -(-hidden // multiple)
-
-
-def meta_name(name: str) -> str:
-    """The model's name of a tensor -> Meta's."""
-    theirs = {ours: source for source, (ours, _) in NAMES.items()}
-    stem = name.removesuffix(".weight")
-    if not stem.startswith("layers."):
-        return f"{theirs[stem]}.weight"
-    _, layer, inner = stem.split(".", 2)
-    return f"layers.{layer}.{theirs[inner]}.weight"

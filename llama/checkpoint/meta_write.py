@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
-from .meta import NAMES, PARAMS, SCALED_ROPE, SMALL_32, meta_name
+from .base import their_name
+from .meta import NAMES, PARAMS, SCALED_ROPE, SMALL_32, STEMS
 from .write import Model, refuse
 
 STORAGES = {torch.float32: torch.FloatStorage, torch.bfloat16: torch.BFloat16Storage, torch.float16: torch.HalfStorage}
@@ -37,7 +38,7 @@ def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
             f" {', '.join(map(str, fit))} would do"
         )
     old = _splits_columns(model)
-    plan = {meta_name(name): (name, axis(name, old)) for name in model.shapes}
+    plan = {their_name(name, STEMS): (name, axis(name, old)) for name in model.shapes}
     if config.tie_embeddings:  # Meta's files hold an output matrix in any case
         plan["output.weight"] = ("tok_embeddings.weight", 0)
     shapes = {theirs: _shard_shape(model.shapes[ours], where, shards, copies if _is_kv(ours) else 1, ours)
