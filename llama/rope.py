@@ -1,13 +1,15 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864) in the three forms in which the field writes it.
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) in the five forms in which the field writes it.
 
 A head of D numbers is read as D/2 points in the plane. Pair i of a token at position m is turned by the angle
 m * inv_freq[i]. Turning q at m and k at n makes their product depend on m - n alone, which is the point of it.
 
-    complex   a pair is one complex number, turning is one multiplication by  cis(angle) = cos + i sin.
-              Meta's form and the definition here: the two others are tested against it.
-    real      the same arithmetic on the two real parts; torch.compile generates better code for it.
-    half      Hugging Face's rotate_half: pair i is (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1]). It needs the
-              rows of wq and wk in another order (`to_half_layout`) and then gives the same scores.
+    complex      a pair is one complex number, turning is one multiplication by  cis(angle) = cos + i sin.
+                 Meta's form and the definition here: the others are tested against it.
+    real         the same arithmetic on the two real parts; torch.compile generates better code for it.
+    half         Hugging Face's rotate_half: pair i is (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1]). It needs the
+                 rows of wq and wk in another order (`to_half_layout`) and then gives the same scores.
+    elementwise  x * cos + quarter_turn(x) * sin: half's formula with Meta's pairs, as the paper's equation 34.
+    matrix       R_m x with the block-diagonal rotation matrix: the formula of the proofs, D/2 times the work.
 
 Angles and rotation are float32 whatever the model's dtype: in bfloat16 position 131,071 would be off by 256.
 Letters: B batch, T tokens, H heads, KV key/value heads, D head_dim.
@@ -78,6 +80,46 @@ def apply_rotary_emb_real(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> t
     return turn(xq), turn(xk)
 
 
+# -------------------------------------------------------------------- elementwise and matrix: the paper's notation
+def quarter_turn(x: Tensor) -> Tensor:
+    """(.., D) -> (.., D): every pair (x[2i], x[2i + 1]) = (a, b) becomes (-b, a)."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)  # two of (.., D/2)
+    return torch.stack((-b, a), dim=-1).flatten(-2)  # (.., D)
+
+
+def apply_rotary_emb_elementwise(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_emb` as RoFormer's equation 34:  x * cos + quarter_turn(x) * sin.
+
+    cos and sin are (T, D) or (B, T, D), each of the D/2 angles twice running.
+    """
+    _check(xq, xk, cos, xq.shape[-1])
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (.., T, 1, D)
+    turned_q = xq.float() * cos + quarter_turn(xq.float()) * sin
+    turned_k = xk.float() * cos + quarter_turn(xk.float()) * sin
+    return turned_q.type_as(xq), turned_k.type_as(xk)
+
+
+def rotation_matrix(cos: Tensor, sin: Tensor) -> Tensor:
+    """R_m of RoFormer's equation 15 from the cos and sin (.., D/2) of one position's angles: (.., D, D).
+
+    Block-diagonal: pair i of a head is turned by the block [[cos, -sin], [sin, cos]] in rows and columns 2i, 2i + 1.
+    """
+    blocks = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), -2)  # (.., D/2, 2, 2)
+    same_pair = torch.eye(cos.shape[-1], dtype=cos.dtype, device=cos.device)  # (D/2, D/2)
+    return torch.einsum("...iab,ij->...iajb", blocks, same_pair).flatten(-2).flatten(-3, -2)  # (.., D, D)
+
+
+def apply_rotary_emb_matrix(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_emb` as R_m x, with one matrix a token; cos and sin are (T, D/2) or (B, T, D/2)."""
+    _check(xq, xk, cos, xq.shape[-1] // 2)
+    turn = rotation_matrix(cos, sin).unsqueeze(-3)  # (.., T, 1, D, D)
+
+    def turned(x: Tensor) -> Tensor:
+        return (turn @ x.float().unsqueeze(-1)).squeeze(-1).type_as(x)  # (B, T, H, D)
+
+    return turned(xq), turned(xk)
+
+
 # ---------------------------------------------------------------------------------- half: Hugging Face's pairing
 def rotate_half(x: Tensor) -> Tensor:
     """(.., D) -> (.., D): (a, b) becomes (-b, a), a quarter turn of every pair (x[i], x[i + D/2])."""
@@ -103,6 +145,16 @@ def apply_rotary_pos_emb(
     return turned_q.type_as(q), turned_k.type_as(k)
 
 
+def interleaved_to_half(x: Tensor) -> Tensor:
+    """Reorder the entries of a head (.., D) from Meta's pairs to Hugging Face's: entry 2i + j goes to j * D/2 + i."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)  # (.., D/2, 2) -> (.., 2, D/2) -> (.., D)
+
+
+def half_to_interleaved(x: Tensor) -> Tensor:
+    """The inverse of `interleaved_to_half`."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)  # (.., 2, D/2) -> (.., D/2, 2) -> (.., D)
+
+
 def to_half_layout(weight: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of wq or wk (or the last axis of a bias) from Meta's pairs to Hugging Face's.
 
@@ -125,6 +177,10 @@ def _real_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
     return freqs_cis.real.contiguous(), freqs_cis.imag.contiguous()
 
 
+def _elementwise_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
+    return freqs_cis.real.repeat_interleave(2, -1), freqs_cis.imag.repeat_interleave(2, -1)  # (S, D) each
+
+
 def _half_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
     return torch.cat((freqs_cis.real,) * 2, -1), torch.cat((freqs_cis.imag,) * 2, -1)  # (S, D) each
 
@@ -136,8 +192,7 @@ def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
     in the same order, and keys in the cache are the same, bit for bit, as in the other forms.
     """
     q, k = apply_rotary_pos_emb(xq, xk, cos, sin, unsqueeze_dim=2)
-    q, k = (x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in (q, k))  # (.., 2, D/2) -> (.., D)
-    return q, k
+    return half_to_interleaved(q), half_to_interleaved(k)
 
 
 # form -> (tables made from freqs_cis, the function that turns q and k by rows of them, layout of wq and wk)
@@ -145,6 +200,8 @@ FORMS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], Callable[..., tup
     "complex": (_complex_table, apply_rotary_emb, "interleaved"),
     "real": (_real_table, apply_rotary_emb_real, "interleaved"),
     "half": (_half_table, _apply_half, "half"),
+    "elementwise": (_elementwise_table, apply_rotary_emb_elementwise, "interleaved"),
+    "matrix": (_real_table, apply_rotary_emb_matrix, "interleaved"),
 }
 
 

@@ -38,7 +38,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: the fastest the device computes in)"
     )
     group.add_argument(
-        "--rope", default="complex", choices=["complex", "real", "half"], help="form of the rotation; all give the same"
+        "--rope",
+        default="complex",
+        choices=["complex", "real", "half", "elementwise", "matrix"],
+        help="form of the rotation; all give the same",
     )
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context in tokens (default: the model's)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one for each core)")

@@ -1,0 +1,111 @@
+"""A figure of the study: data as a table, and a function that draws it. matplotlib is imported only to draw.
+
+Data is tidy: columns of one length, so that the same table is drawn, written as CSV, and recomputed by a test.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+Data = Mapping[str, np.ndarray]  # column -> (rows,) numbers or words
+
+# Lines that can be told apart without colour: each has its own dash pattern, marker and shade of grey-safe colour.
+LINES: list[dict[str, Any]] = [
+    {"color": "#000000", "linestyle": "-"},
+    {"color": "#b2182b", "linestyle": "--"},
+    {"color": "#2166ac", "linestyle": "-."},
+    {"color": "#e08214", "linestyle": ":"},
+    {"color": "#1b7837", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
+    {"color": "#762a83", "linestyle": (0, (1, 3))},
+    {"color": "#666666", "linestyle": (0, (8, 3))},
+    {"color": "#8c510a", "linestyle": (0, (3, 1, 1, 1))},
+]
+MARKERS = ["o", "s", "^", "D", "v", "x", "+", "*"]
+
+STYLE: Any = {
+    "figure.dpi": 100,
+    "savefig.dpi": 150,
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "svg.hashsalt": "clearllama",  # the same data gives the same bytes
+    "svg.fonttype": "none",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture and where its numbers come from.
+
+    name     one word; also the name of its file
+    caption  the claim that the picture shows, with what to look at; printed below it
+    data     makes the table, from the library
+    draw     draws the table on an empty matplotlib figure; names every axis with its unit
+    size     inches
+    """
+
+    name: str
+    caption: str
+    data: Callable[..., Data]
+    draw: Callable[[Data, Canvas], None]
+    size: tuple[float, float] = (7.0, 4.0)
+
+
+def save(figure: Figure, file: Path, **options: Any) -> None:
+    """Write a figure as .png or .svg, or its data as .csv or .json."""
+    kinds = {".png": _draw, ".svg": _draw, ".csv": _csv, ".json": _json}
+    if file.suffix not in kinds:
+        raise UsageError(f"{file}: a figure is written as {', '.join(kinds)}; give a file with one of these endings")
+    data = figure.data(**options)
+    if len({len(column) for column in data.values()}) != 1:
+        raise ValueError(f"figure {figure.name}: columns of different length")
+    kinds[file.suffix](figure, data, file)
+
+
+def _draw(figure: Figure, data: Data, file: Path) -> None:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure as Canvas
+    except ImportError:
+        raise UsageError(
+            "drawing needs matplotlib, which is not installed: pip install 'clearllama[study]'; --figure FILE.csv"
+            " writes the numbers without it"
+        ) from None
+    with matplotlib.rc_context(STYLE):
+        canvas = Canvas(figsize=figure.size, layout="constrained")
+        figure.draw(data, canvas)
+        canvas.supxlabel(_wrapped(figure.caption, figure.size[0]), fontsize=8, x=0.02, ha="left")
+        metadata = {"Date": None} if file.suffix == ".svg" else {"Software": None}
+        canvas.savefig(file, metadata=metadata)
+
+
+def _wrapped(text: str, inches: float) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(text, int(inches * 15.5)))
+
+
+def _csv(figure: Figure, data: Data, file: Path) -> None:
+    with file.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(data)
+        writer.writerows(zip(*(column.tolist() for column in data.values()), strict=True))
+
+
+def _json(figure: Figure, data: Data, file: Path) -> None:
+    columns = {name: column.tolist() for name, column in data.items()}
+    file.write_text(json.dumps({"name": figure.name, "caption": figure.caption, "data": columns}) + "\n")

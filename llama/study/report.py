@@ -1,0 +1,164 @@
+"""What a topic of the study says: statements, each with what was computed beside what was expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Value = bool | int | float | complex | str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statement and whether it holds. Made by `equal`, `below`, `above` and `holds`.
+
+    claim      ids of docs/study/claims.md or of the errata, such as "000-48" or "000-48 E08"
+    what       the statement, in a few words
+    computed   what came out
+    expected   what had to come out: a number that was derived in another way, or a bound
+    relation   "=" within the tolerance, "<" or ">"
+    """
+
+    claim: str
+    what: str
+    computed: Value
+    expected: Value
+    relation: Literal["=", "<", ">"] = "="
+    tolerance: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """False for NaN on either side, whatever the relation."""
+        a, b = self.computed, self.expected
+        if isinstance(a, str) or isinstance(b, str) or isinstance(a, bool) or isinstance(b, bool):
+            return type(a) is type(b) and a == b
+        if self.relation == "=":
+            return abs(a - b) <= self.tolerance
+        if isinstance(a, complex) or isinstance(b, complex):
+            raise TypeError("complex numbers have no order")
+        return a < b if self.relation == "<" else a > b
+
+
+def equal(claim: str, what: str, computed: Value, expected: Value, tolerance: float = 0.0) -> Check:
+    """computed = expected, to within an absolute tolerance."""
+    return Check(claim, what, computed, expected, "=", tolerance)
+
+
+def below(claim: str, what: str, computed: float, bound: float) -> Check:
+    """computed < bound."""
+    return Check(claim, what, computed, bound, "<")
+
+
+def above(claim: str, what: str, computed: float, bound: float) -> Check:
+    """computed > bound."""
+    return Check(claim, what, computed, bound, ">")
+
+
+def holds(claim: str, what: str, computed: bool) -> Check:
+    """A statement that is true or false."""
+    return Check(claim, what, bool(computed), True)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A small table: a title, the names of the columns (with units), and rows of numbers or words."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Value]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a topic says. `says` is prose: the claim in words, and at the end what to take from it."""
+
+    topic: str
+    question: str
+    checks: Sequence[Check]
+    tables: Sequence[Table] = ()
+    says: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """True when every check holds; a report without checks proves nothing and does not pass."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+
+def text(report: Report) -> str:
+    """A report for a terminal."""
+    lines = [f"{report.topic}: {report.question}"]
+    if report.settings:
+        lines.append("  " + ", ".join(f"{key} {value}" for key, value in report.settings.items()))
+    lines += [f"  {line}" for line in report.says]
+    for table in report.tables:
+        cells = [list(table.columns), *([show(value) for value in row] for row in table.rows)]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(table.columns))]
+        lines += ["", f"  {table.title}"]
+        lines += [
+            "    " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+    lines.append("")
+    relations = {"=": "expected", "<": "below", ">": "above"}
+    for check in report.checks:
+        word = "PASS" if check.passed else "FAIL"
+        beside = "" if isinstance(check.computed, bool) and check.passed else f": {show(check.computed)}"
+        if beside:
+            within = f" (within {check.tolerance:.0e})" if check.tolerance else ""
+            beside += f", {relations[check.relation]} {show(check.expected)}{within}"
+        lines.append(f"  {word}  {check.claim:<8} {check.what}{beside}")
+    count = sum(check.passed for check in report.checks)
+    lines.append(f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)}")
+    return "\n".join(lines) + "\n"
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """A report as JSON has it; complex numbers become [real, imaginary], numbers that are not finite become text."""
+    return {
+        "topic": report.topic,
+        "question": report.question,
+        "settings": {key: plain(value) for key, value in report.settings.items()},
+        "says": list(report.says),
+        "tables": [
+            {
+                "title": table.title,
+                "columns": list(table.columns),
+                "rows": [[plain(value) for value in row] for row in table.rows],
+            }
+            for table in report.tables
+        ],
+        "checks": [
+            {
+                "claim": check.claim,
+                "what": check.what,
+                "computed": plain(check.computed),
+                "relation": check.relation,
+                "expected": plain(check.expected),
+                "tolerance": check.tolerance,
+                "passed": check.passed,
+            }
+            for check in report.checks
+        ],
+        "passed": report.passed,
+    }
+
+
+def show(value: Value) -> str:
+    """A number for people: six figures, no more."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, complex):
+        return f"{value.real:.6g}{value.imag:+.6g}j"
+    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+
+
+def plain(value: Any) -> Any:
+    """A value that JSON can hold."""
+    if isinstance(value, complex):
+        return [value.real, value.imag]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,28 @@
+"""What a topic is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..figure import Figure
+from ..report import Report
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A question and its answer.
+
+    report    computes the answer; its keyword arguments, all with defaults, are the options the topic takes
+    figures   pictures of it, the main one first; each figure's `data` takes a subset of the same options
+    """
+
+    report: Callable[..., Report]
+    figures: tuple[Figure, ...] = ()
+
+
+def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the keyword arguments that a report or a figure's data takes."""
+    return tuple(inspect.signature(function).parameters)
