@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from .hub import DEFAULT, resolve
 from .model import Transformer
 from .quant import Int4Linear, runs_int4
 from .rope import FORMS, Layout, to_half_layout, to_interleaved_layout
+from .rope_scaling import with_rope
 from .runtime import PackedLinear, packs_linears, pick_device, pick_dtype
 from .tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 
@@ -43,6 +45,9 @@ def load(
     compile: bool = False,
     rope: str = "complex",
     max_seq_len: int | None = None,
+    *,
+    rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
@@ -50,8 +55,11 @@ def load(
                   (hub.MODELS), or ORG/NAME in the Hugging Face cache
     device        "cpu", "cuda", "cuda:1", ...; None takes the best there is
     dtype         "float32", "bfloat16", "float16"; None takes the fastest the device computes in
-    rope          "complex", "real" or "half": three forms of one rotation (rope.py)
+    rope          "complex", "real", "half", "elementwise" or "matrix": five forms of one rotation (rope.py)
     max_seq_len   context in tokens, if another than the checkpoint's is wanted
+    rope_scaling  another scaling than the checkpoint's, to stretch its context: {"rope_type": "yarn", "factor": 4.0};
+                  {"rope_type": "default"} takes the checkpoint's off
+    rope_theta    another base of the frequencies
 
     Raises CheckpointError when the file can't be run, UsageError on a bad argument.
     """
@@ -60,7 +68,9 @@ def load(
     _not_yet(quantize, compile)
     checkpoint = open_checkpoint(resolve(path_or_name))
     tokenizer = checkpoint.tokenizer()
-    model = build(checkpoint, device, dtype, rope, max_seq_len, pack=True)
+    model = build(
+        checkpoint, device, dtype, rope, max_seq_len, pack=True, rope_scaling=rope_scaling, rope_theta=rope_theta
+    )
     chat_format = checkpoint.chat_format(tokenizer) if checkpoint.chat_template is None else None
     return Llama(
         model,
@@ -79,10 +89,14 @@ def load_model(
     quantize: str | None = None,
     rope: str = "complex",
     max_seq_len: int | None = None,
+    *,
+    rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
 ) -> Transformer:
     """The model alone, with plain nn.Linear weights to look at; no tokenizer is needed. Arguments as in `load`."""
     _not_yet(quantize, False)
-    return build(open_checkpoint(resolve(path_or_name)), device, dtype, rope, max_seq_len)
+    checkpoint = open_checkpoint(resolve(path_or_name))
+    return build(checkpoint, device, dtype, rope, max_seq_len, rope_scaling=rope_scaling, rope_theta=rope_theta)
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] = DEFAULT) -> Tokenizer:
@@ -107,10 +121,13 @@ def build(
     rope: str = "complex",
     max_seq_len: int | None = None,
     pack: bool = False,
+    rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
 ) -> Transformer:
     """A model filled with a checkpoint's weights: each is read, reordered if need be, cast, and handed over.
 
-    pack  lay the linear layers out as the CPU's kernels like them, where they do (runtime.py, quant.py)
+    pack          lay the linear layers out as the CPU's kernels like them, where they do (runtime.py, quant.py)
+    rope_scaling  and rope_theta as in `load`
 
     A weight that needs no change stays in the mapped file. Strict both ways: CheckpointError lists tensors that are
     missing, unexpected or of another shape.
@@ -121,7 +138,7 @@ def build(
         isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1
     ):
         raise UsageError(f"max_seq_len must be a whole number of at least 1, got {max_seq_len!r}")
-    config = checkpoint.config
+    config = with_rope(checkpoint.config, rope_scaling, rope_theta)
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
     pack = pack and packs_linears(torch_device, torch_dtype)

@@ -106,8 +106,8 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The whole decoder.
 
-    rope        "complex", "real" or "half": which form of the rotation runs; "half" wants wq and wk in the half
-                layout (rope.to_half_layout). All three give the same logits.
+    rope        which form of the rotation runs, one of rope.FORMS; "half" wants wq and wk in the half layout
+                (rope.to_half_layout). All give the same logits.
     attention   "sdpa" or "reference"
     max_seq_len positions it may be used for; the config's context, stretched by its scaling, unless given
     """

@@ -247,7 +247,7 @@ class Rope:
                 f" shorten the input or raise max_seq_len"
             )
         if self.by_length:
-            inv_freq, factor = self._frequencies(end)
+            inv_freq, factor = self.frequencies(end)
             return self._make_table(freqs_cis_at(positions, inv_freq.to(positions.device), factor))
         if end > self.end:
             self._grow(min(max(end, 2 * self.end), self.max_seq_len))
@@ -257,10 +257,11 @@ class Rope:
 
     def _grow(self, end: int) -> None:
         with torch.device("cpu"):  # the model around it may be under construction on the meta device
-            self.table = self._make_table(freqs_cis_at(torch.arange(end), *self._frequencies(end)))
+            self.table = self._make_table(freqs_cis_at(torch.arange(end), *self.frequencies(end)))
         self.end = end
 
-    def _frequencies(self, seq_len: int) -> tuple[Tensor, float]:
+    def frequencies(self, seq_len: int) -> tuple[Tensor, float]:
+        """inv_freq (D/2,) and the factor for cos and sin that a sequence of this length is turned by."""
         return inverse_frequencies(*self._arguments, seq_len=seq_len, max_seq_len=self._trained_len)
 
 

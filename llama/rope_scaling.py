@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .config import LARGEST_SIZE
-from .errors import ConfigError
+from .config import LARGEST_SIZE, ModelConfig
+from .errors import ConfigError, UsageError
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,38 @@ def kind_of(scaling: Mapping[str, Any] | None) -> str:
     return kind
 
 
+def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> ModelConfig:
+    """The same model under another scaling and base; None leaves that part as it is, rope_type "default" takes any off.
+
+    A new scaling starts from the plain frequencies, so the context becomes the length those were trained for: that
+    of the replaced scaling's original_max_position_embeddings, where it has one. Raises UsageError on bad values.
+    """
+    changes: dict[str, Any] = {} if theta is None else {"rope_theta": theta}
+    try:
+        if scaling is not None:
+            trained = (config.rope_scaling or {}).get("original_max_position_embeddings") or config.max_seq_len
+            changes["rope_scaling"] = None if kind_of(scaling) == "default" else dict(scaling)
+            changes["max_seq_len"] = min(int(trained), config.max_seq_len)
+        changed = replace(config, **changes)
+        length = changed.max_seq_len
+        inverse_frequencies(
+            changed.head_dim, changed.rope_theta, changed.rope_scaling, seq_len=length, max_seq_len=length
+        )
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+    return changed
+
+
 def reach(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
     """Positions a model can be used for: its context, or what these scalings stretch the trained length to.
 
     Files differ in whether max_position_embeddings is the length before or after stretching, so the larger holds.
     """
-    if scaling is None or kind_of(scaling) not in ("linear", "ntk", "dynamic", "yarn") or scaling.get("factor") is None:
+    stretching = ("linear", "ntk", "dynamic", "yarn", "llama3")
+    if scaling is None or kind_of(scaling) not in stretching or scaling.get("factor") is None:
         return max_seq_len
+    if kind_of(scaling) == "llama3" and scaling.get("original_max_position_embeddings") is not None:
+        return max_seq_len  # the official files: theirs is the stretched length, and not factor times the old one
     own = kind_of(scaling) == "yarn"
     trained = _trained_length(Base(2, 1.0, max_seq_len=max_seq_len), scaling) if own else float(max_seq_len)
     return max(max_seq_len, int(min(trained * _number(scaling, "factor"), LARGEST_SIZE)))

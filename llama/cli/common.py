@@ -44,6 +44,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="form of the rotation; all give the same",
     )
     group.add_argument("--max-seq-len", type=int, metavar="N", help="context in tokens (default: the model's)")
+    group.add_argument(
+        "--rope-scaling",
+        metavar="KIND",
+        help="stretch the context: linear, ntk, dynamic, yarn, llama3 with --rope-factor; 'none' takes the checkpoint's"
+        ' scaling off; or all of it as JSON: {"rope_type": "yarn", "factor": 4, "beta_fast": 16}',
+    )
+    group.add_argument("--rope-factor", type=float, metavar="S", help="how much longer the context is to become")
+    group.add_argument("--rope-theta", type=float, metavar="T", help="another base of the rotary frequencies")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one for each core)")
 
 
@@ -129,13 +137,45 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c in "\r\n\t" else repr(c)[1:-1] for c in text)
 
 
+def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The scaling that --rope-scaling and --rope-factor ask for; None leaves the checkpoint's in place."""
+    if args.rope_scaling is None:
+        if args.rope_factor is not None:
+            raise UsageError("--rope-factor says how far, not how: add --rope-scaling, yarn for example")
+        return None
+    scaling: Any = {"rope_type": "default" if args.rope_scaling == "none" else args.rope_scaling}
+    if args.rope_scaling.lstrip().startswith("{"):
+        try:
+            scaling = json.loads(args.rope_scaling)
+        except ValueError as error:
+            raise UsageError(f"--rope-scaling is not JSON: {error}") from None
+    if args.rope_factor is not None:
+        if scaling.get("factor", args.rope_factor) != args.rope_factor:
+            raise UsageError(f"the factor was given twice, as {scaling['factor']} and {args.rope_factor}; give it once")
+        scaling["factor"] = args.rope_factor
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in ("linear", "ntk", "dynamic", "yarn", "llama3") and "factor" not in scaling:
+        raise UsageError(f"--rope-scaling {kind} needs --rope-factor S, how much longer the context is to become")
+    if kind == "llama3":  # Meta's own constants, in apply_scaling
+        scaling = scaling | {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | scaling
+    return dict(scaling)
+
+
 def load(args: argparse.Namespace) -> Llama:
     """The model that the options name, with its tokenizer; says on stderr what was loaded and what is unusual."""
     from .. import loader, runtime
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
-    llm = loader.load(args.model, device=args.device, dtype=args.dtype, rope=args.rope, max_seq_len=args.max_seq_len)
+    llm = loader.load(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        rope=args.rope,
+        max_seq_len=args.max_seq_len,
+        rope_scaling=rope_scaling(args),
+        rope_theta=args.rope_theta,
+    )
     _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
         wishes = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
@@ -152,13 +192,23 @@ def load_model(args: argparse.Namespace) -> Transformer:
     runtime.set_threads(args.threads)
     started = time.perf_counter()
     checkpoint = open_checkpoint(resolve(args.model))
-    model = loader.build(checkpoint, args.device, args.dtype, args.rope, args.max_seq_len, pack=True)
+    model = loader.build(
+        checkpoint,
+        args.device,
+        args.dtype,
+        args.rope,
+        args.max_seq_len,
+        pack=True,
+        rope_scaling=rope_scaling(args),
+        rope_theta=args.rope_theta,
+    )
     _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
     return model
 
 
 def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
     from .. import quant
+    from ..rope_scaling import reach
 
     weight = model.tok_embeddings.weight
     dtype = str(weight.dtype).removeprefix("torch.")
@@ -171,7 +221,15 @@ def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence
     for warning in warnings:
         say(args, f"warning: {warning}")
     trained = model.config.max_seq_len
-    if args.max_seq_len and args.max_seq_len > trained:
+    if args.rope_scaling is not None or args.rope_theta is not None:
+        scaling = model.config.rope_scaling or {"rope_type": "default"}
+        told = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
+        say(
+            args,
+            f"rope: {told}, theta {model.config.rope_theta:g}, in place of the checkpoint's;"
+            f" context {model.max_seq_len}, {trained} of it without stretching",
+        )
+    if args.max_seq_len and args.max_seq_len > max(trained, reach(trained, model.config.rope_scaling)):
         say(args, f"warning: --max-seq-len {args.max_seq_len} is beyond the {trained} the model was trained for")
 
 

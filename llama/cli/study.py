@@ -10,7 +10,9 @@ from ..errors import UsageError
 from . import common
 
 # option -> keyword of a topic's report
-OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", "rope_factor": "factor"}
+OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", "rope_factor": "factor"} | {
+    name: name for name in ("model", "text", "length", "windows", "methods", "output", "dtype")
+}
 
 
 def add_parser(commands: common.Subparsers) -> None:
@@ -30,6 +32,20 @@ def add_parser(commands: common.Subparsers) -> None:
     group.add_argument("--rope-theta", type=float, metavar="T", help="base of the frequencies")
     group.add_argument("--context", type=int, metavar="N", help="tokens of the trained context")
     group.add_argument("--rope-factor", type=float, metavar="S", help="how much longer the context is to become")
+    group = parser.add_argument_group("perplexity against context length (TOPIC ppl)")
+    group.add_argument("--model", "-m", metavar="PATH_OR_NAME", help="default: tiny-kjv, which comes with the package")
+    group.add_argument("--text", type=Path, metavar="FILE", help="a long text (default: what tiny-kjv never saw)")
+    group.add_argument("--length", type=int, metavar="N", help="tokens of a window (default: 8 trained lengths)")
+    group.add_argument("--windows", type=int, metavar="N", help="how many windows of the text (default: 6)")
+    group.add_argument(
+        "--methods",
+        type=lambda text: tuple(text.split(",")),
+        metavar="LIST",
+        help="none and KIND:FACTOR with commas between (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
+        " dynamic-whole reads each bucket afresh, all of it under its end's frequencies",
+    )
+    group.add_argument("--output", type=Path, metavar="FILE.csv", help="keep each window done; the next run goes on")
+    group.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16")
     common.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -45,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
     from ..study import report as reports
 
     given = {OPTIONS[name]: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    report = topic.report(**_taken(args.topic, given, topic.report))
+    given = _taken(args.topic, given, topic.report)
+    if args.topic == "ppl" and not args.quiet:
+        given["progress"] = _progress()
+    report = topic.report(**given)
     if args.figure is not None:
         _draw(args, topic, given)
     if args.json:
@@ -69,6 +88,22 @@ def _draw(args: argparse.Namespace, topic: Any, given: dict[str, Any]) -> None:
     taken = {key: value for key, value in given.items() if key in options_of(figure.data)}
     figures.save(figure, args.figure, **taken)
     common.say(args, f"{args.figure}: figure {name}")
+
+
+def _progress() -> Any:
+    """A bar on stderr for a run of minutes or hours."""
+    from tqdm import tqdm
+
+    bar = tqdm(unit="tok", unit_scale=True, leave=False, mininterval=0.5)
+
+    def show(method: str, done: int, total: int) -> None:
+        bar.total = total
+        bar.set_description(method)
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return show
 
 
 def _taken(topic: str, given: dict[str, Any], report: Any) -> dict[str, Any]:

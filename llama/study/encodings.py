@@ -111,20 +111,20 @@ def additive_terms(x: Tensor, p: Tensor, wq: Tensor, wk: Tensor) -> dict[str, Te
     }
 
 
-# name -> makes it, for embeddings of width `dim` and heads of width `head_dim`
-ENCODINGS: dict[str, Callable[[int, int], Encoding]] = {
-    "none": lambda dim, head_dim: Encoding(),
-    "sinusoidal": lambda dim, head_dim: Sinusoidal(),
-    "learned": lambda dim, head_dim: Learned(
+# name -> makes it, for embeddings of width `dim`, heads of width `head_dim` and frequencies of base `theta`
+ENCODINGS: dict[str, Callable[[int, int, float], Encoding]] = {
+    "none": lambda dim, head_dim, theta: Encoding(),
+    "sinusoidal": lambda dim, head_dim, theta: Sinusoidal(theta),
+    "learned": lambda dim, head_dim, theta: Learned(
         torch.randn(512, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ),
-    "rope": lambda dim, head_dim: Rotary(head_dim),
-    "alibi": lambda dim, head_dim: Alibi(),
+    "rope": lambda dim, head_dim, theta: Rotary(head_dim, theta),
+    "alibi": lambda dim, head_dim, theta: Alibi(),
 }
 
 
-def make(name: str, dim: int, head_dim: int) -> Encoding:
+def make(name: str, dim: int, head_dim: int, theta: float = 10000.0) -> Encoding:
     """The encoding of that name."""
     if name not in ENCODINGS:
         raise UsageError(f"unknown position encoding {name!r}; known: {', '.join(ENCODINGS)}")
-    return ENCODINGS[name](dim, head_dim)
+    return ENCODINGS[name](dim, head_dim, theta)

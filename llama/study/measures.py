@@ -78,6 +78,11 @@ def diagonal_spread(scores: Tensor) -> float:
 
 
 def softmax_jacobian(scores: Tensor) -> Tensor:
-    """dp_i / dx_j = p_i (i == j) - p_i p_j of p = softmax(x), x (N,): (N, N)."""
-    p = scores.double().softmax(-1)
-    return torch.diag(p) - torch.outer(p, p)
+    """dp_i / dx_j = p_i (i == j) - p_i p_j of p = softmax(x), x (.., N): (.., N, N).
+
+    The diagonal p_i (1 - p_i) is summed as p_i times all other weights: near p_i = 1 the difference would round to 0.
+    """
+    p = scores.double().softmax(-1)  # (.., N)
+    apart = 1 - torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)  # (N, N): 1 where i != j
+    moved = p.unsqueeze(-1) * p.unsqueeze(-2) * apart  # (.., N, N): what i loses when j is raised
+    return torch.diag_embed(moved.sum(-1)) - moved

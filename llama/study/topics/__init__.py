@@ -25,6 +25,7 @@ TOPICS = {
     "decay": "do far tokens count less?",
     "clock": "what do the ways to stretch a context do to the hands of a clock?",
     "scale": "what does every scaling do to every pair?",
+    "ppl": "how far does each way to stretch a context reach, on a real model?",
     "precision": "how exact are the angles, by position and by dtype?",
 }
 

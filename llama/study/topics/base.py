@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...errors import UsageError
 from ..figure import Figure
 from ..report import Report
 
@@ -26,3 +27,10 @@ class Topic:
 def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the keyword arguments that a report or a figure's data takes."""
     return tuple(inspect.signature(function).parameters)
+
+
+def check_range(option: str, value: float, least: float, most: float) -> None:
+    """Raise UsageError unless least <= value <= most; where `least` is an int, value must be one too."""
+    kind = int if isinstance(least, int) else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:  # NaN fails too
+        raise UsageError(f"this topic takes a {option} from {least:,} to {most:,}, got {value!r:.40}")

@@ -1,0 +1,157 @@
+"""Train the tiny model of the study: bytes in, bytes out, at a context of 128, in minutes on one core.
+
+usage: python scripts/train_tiny.py --text kjv.txt --out checkpoints/tiny-kjv [--steps 1500]
+
+The text is the King James Bible, in the public domain, as Debian's packages bible-kjv and bible-kjv-text print it:
+
+    apt-get install bible-kjv && bible -l100000 gen1:1-rev22:21 > kjv.txt
+
+Everything before the last book is trained on; the last book, Revelation, is held out and written beside the model, so
+that perplexity is measured on words the model never saw. The model is llama.Transformer itself. One thread, one seed
+and one version of torch give the same weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from llama.config import ModelConfig
+from llama.model import Transformer
+from llama.rope import to_half_layout
+from llama.tokenizer.gguf import BYTE_OF
+
+CONFIG = ModelConfig(
+    dim=128,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=4,
+    head_dim=32,
+    hidden_dim=344,
+    vocab_size=256,
+    max_seq_len=128,
+)
+HELD_OUT = b"\nRevelation 1\n"
+
+
+def train(data: Tensor, steps: int, batch: int, seed: int = 0, peak: float = 3e-3) -> Transformer:
+    """A model trained on bytes (N,) uint8, each step on `batch` random windows of the context's length."""
+    torch.manual_seed(seed)
+    model = Transformer(CONFIG)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    gains = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    offsets = torch.arange(CONFIG.max_seq_len + 1)
+    started = time.perf_counter()
+    for step in range(steps):
+        rate = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        starts = torch.randint(len(data) - len(offsets), (batch, 1))
+        window = data[starts + offsets].long()  # (B, T + 1)
+        logits = model(window[:, :-1])  # (B, T, V)
+        loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 0 or step + 1 == steps:
+            seconds = time.perf_counter() - started
+            print(
+                f"step {step:5d}  loss {loss.item():.3f}  lr {rate:.1e}  {seconds:.0f} s", file=sys.stderr, flush=True
+            )
+    return model.requires_grad_(False).eval()
+
+
+def save(model: Transformer, folder: Path) -> None:
+    """A folder as Hugging Face has it, so that every reader of such folders reads it: wq and wk in the half layout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    theirs = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+    theirs |= {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
+    theirs |= {"attention": "self_attn", "feed_forward": "mlp"}
+    theirs |= {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith((".wq.weight", ".wk.weight")):
+            tensor = to_half_layout(tensor, CONFIG.head_dim)
+        inside = ".".join(theirs.get(part, part) for part in name.split("."))
+        inside = inside.replace("tok_embeddings", "embed_tokens")
+        tensors["lm_head.weight" if name == "output.weight" else f"model.{inside}"] = tensor.contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": CONFIG.dim,
+        "num_hidden_layers": CONFIG.n_layers,
+        "num_attention_heads": CONFIG.n_heads,
+        "num_key_value_heads": CONFIG.n_kv_heads,
+        "head_dim": CONFIG.head_dim,
+        "intermediate_size": CONFIG.hidden_dim,
+        "vocab_size": CONFIG.vocab_size,
+        "rms_norm_eps": CONFIG.norm_eps,
+        "rope_theta": CONFIG.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": CONFIG.max_seq_len,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def byte_symbols() -> list[str]:
+    """The printable character that stands for each byte 0 .. 255 in a byte-level vocabulary."""
+    symbols = {byte: symbol for symbol, byte in BYTE_OF.items()}
+    return [symbols[byte] for byte in range(256)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train the tiny model of the study.")
+    parser.add_argument("--text", type=Path, required=True, help="the whole text; see the head of this file")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    text = args.text.read_bytes()
+    if text.count(HELD_OUT) != 1:
+        print(f"{args.text}: expected the heading 'Revelation 1' once, found {text.count(HELD_OUT)}", file=sys.stderr)
+        return 1
+    split = text.index(HELD_OUT) + 1
+    torch.set_num_threads(1)  # sums in another order give other last bits, and training makes them other weights
+    torch.use_deterministic_algorithms(True)
+    model = train(torch.frombuffer(bytearray(text[:split]), dtype=torch.uint8), args.steps, args.batch, args.seed)
+    save(model, args.out)
+    (args.out / "held-out.txt").write_bytes(text[split:])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""Another scaling or base than the checkpoint's: in Python, on the command line, and with keys already in the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from llama.cli import main
+from llama.errors import UsageError
+from llama.evaluate import perplexity, token_logprobs
+from llama.loader import load, load_model
+from llama.model import Transformer
+from llama.rope import FORMS, Rope
+from llama.rope_scaling import inverse_frequencies, reach, with_rope
+
+from . import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TRAINED = 32
+PAIRS = tiny.CONFIG.head_dim // 2
+STRETCHES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "ntk", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+]
+BY_LENGTH: list[dict[str, Any]] = [
+    {"rope_type": "dynamic", "factor": 4.0},
+    {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": TRAINED,
+        "short_factor": [1.0] * PAIRS,
+        "long_factor": [1.0 + i for i in range(PAIRS)],
+        "factor": 8.0,
+    },
+]
+
+
+def model_with(scaling: dict[str, Any], **changes: Any) -> Transformer:
+    config = dataclasses.replace(tiny.CONFIG, max_seq_len=TRAINED, rope_scaling=scaling, **changes)
+    return tiny.model(config, max_seq_len=256)
+
+
+# ------------------------------------------------------------------------- frequencies that change with the length
+class EachAtItsOwnLength(Rope):
+    """The choice written out: token m is turned by the frequencies of the length at which it entered, and stays so."""
+
+    def __init__(self, scaling: dict[str, Any], prompt: int):
+        super().__init__("complex", tiny.CONFIG.head_dim, 256, 10000.0, scaling, TRAINED)
+        self.scaling, self.prompt = scaling, prompt
+
+    def rows(self, positions: Tensor, end: int) -> tuple[Tensor, ...]:
+        found = []
+        for position in positions.tolist():
+            length = max(self.prompt, position + 1)
+            inv_freq, factor = inverse_frequencies(
+                tiny.CONFIG.head_dim, 10000.0, self.scaling, seq_len=length, max_seq_len=TRAINED
+            )
+            angles = position * inv_freq.double().numpy()
+            found.append(factor * (np.cos(angles) + 1j * np.sin(angles)))
+        return (torch.tensor(np.stack(found)).to(torch.complex64),)
+
+
+@pytest.mark.parametrize("scaling", BY_LENGTH, ids=lambda scaling: scaling["rope_type"])
+@pytest.mark.parametrize("prompt", [5, 31, 40])
+def test_keys_in_the_cache_keep_the_turn_they_entered_with(scaling: dict[str, Any], prompt: int) -> None:
+    model, length = model_with(scaling), 60
+    tokens = tiny.random_tokens(length)
+    cache = model.new_cache(length)
+    one_by_one = [model(tokens[:, :prompt], cache=cache)[0, -1]]
+    one_by_one += [model(tokens[:, t : t + 1], cache=cache)[0, -1] for t in range(prompt, length)]
+
+    whole = model_with(scaling)
+    for block in whole.layers:
+        block.attention.rope = EachAtItsOwnLength(scaling, prompt)
+    whole.rope = whole.layers[0].attention.rope
+    expected = whole(tokens)[0, prompt - 1 :]  # one full pass, no cache
+    torch.testing.assert_close(torch.stack(one_by_one), expected, rtol=0, atol=2e-5)
+
+    afresh = model(tokens)[0, prompt - 1 :]  # the other choice: everything under the frequencies of the end
+    same = scaling["rope_type"] == "longrope" and prompt > TRAINED  # the long list from the start
+    assert ((afresh - expected).abs().max() < 1e-4) == same
+
+
+def test_a_length_seen_before_leaves_no_trace() -> None:
+    model = model_with({"rope_type": "dynamic", "factor": 4.0})
+    short = tiny.random_tokens(TRAINED)
+    before = model(short)
+    model(tiny.random_tokens(200))
+    assert torch.equal(model(short), before)
+
+
+# --------------------------------------------------------------------------------------------------- with_rope, reach
+@pytest.mark.parametrize("scaling", STRETCHES, ids=lambda scaling: scaling["rope_type"])
+def test_a_stretched_context_is_factor_times_the_trained_one(scaling: dict[str, Any]) -> None:
+    config = with_rope(tiny.CONFIG, scaling)
+    assert config.max_seq_len == tiny.CONFIG.max_seq_len
+    assert reach(config.max_seq_len, config.rope_scaling) == scaling["factor"] * tiny.CONFIG.max_seq_len
+    assert tiny.model(config).max_seq_len == scaling["factor"] * tiny.CONFIG.max_seq_len
+
+
+def test_a_new_scaling_starts_from_the_length_the_plain_frequencies_were_trained_for() -> None:
+    llama31 = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = dataclasses.replace(tiny.CONFIG, rope_scaling=llama31, max_seq_len=131072)
+    assert reach(config.max_seq_len, config.rope_scaling) == 131072
+    assert with_rope(config, {"rope_type": "yarn", "factor": 4.0}).max_seq_len == 8192
+    plain = with_rope(config, {"rope_type": "default"})
+    assert (plain.rope_scaling, plain.max_seq_len) == (None, 8192)
+    assert with_rope(config, theta=5e5) == dataclasses.replace(config, rope_theta=5e5)
+    assert with_rope(config) == config
+
+
+@pytest.mark.parametrize(
+    ("scaling", "theta"),
+    [
+        ({"rope_type": "yarn", "factor": -4.0}, None),
+        ({"rope_type": "yarn", "factor": float("nan")}, None),
+        ({"rope_type": "spiral"}, None),
+        ({"rope_type": "longrope", "factor": 4.0}, None),
+        (None, 0.0),
+        (None, float("inf")),
+    ],
+)
+def test_bad_wishes_are_usage_errors(scaling: dict[str, Any] | None, theta: float | None) -> None:
+    with pytest.raises(UsageError):
+        with_rope(tiny.CONFIG, scaling, theta)
+
+
+# ----------------------------------------------------------------------------------------------- load, command line
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_gguf(tmp_path_factory.mktemp("rope") / "tiny.gguf")
+
+
+@pytest.mark.parametrize("scaling", STRETCHES, ids=lambda scaling: scaling["rope_type"])
+def test_load_takes_another_scaling(file: Path, scaling: dict[str, Any]) -> None:
+    model = load_model(file, dtype="float32", rope_scaling=scaling, rope_theta=5e4)
+    asked = tiny.model(dataclasses.replace(tiny.CONFIG, rope_scaling=scaling, rope_theta=5e4))
+    asked.load_state_dict(model.state_dict())
+    tokens = tiny.random_tokens(300)
+    assert torch.equal(model(tokens), asked(tokens))
+    assert (model(tokens) - load_model(file, dtype="float32", max_seq_len=300)(tokens)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_runs_the_whole_model_alike(file: Path, form: str) -> None:
+    tokens = tiny.random_tokens(40)
+    logits = load_model(file, dtype="float32", rope=form)(tokens)
+    torch.testing.assert_close(logits, load_model(file, dtype="float32")(tokens), rtol=0, atol=1e-4)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(args)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_line_stretches_a_context(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "hello " * 200  # beyond the 256 tokens of the file's context
+    base = ("generate", "-m", str(file), "--raw", "--dtype", "float32", "-n", "8", "--json", prompt)
+    code, _, err = run(capsys, *base)
+    assert code == 1
+    assert "the context holds 256" in err
+    code, out, err = run(capsys, *base, "--rope-scaling", "yarn", "--rope-factor", "4", "--rope-theta", "20000")
+    assert code == 0
+    assert "rope: rope_type yarn, factor 4.0, theta 20000, in place of the checkpoint's; context 1024, 256 of it" in err
+    asked = load(file, dtype="float32", rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_theta=20000.0)
+    assert json.loads(out)["tokens"] == asked.generate(prompt, max_new_tokens=8).tokens
+    as_json = json.dumps({"rope_type": "yarn", "factor": 4})
+    assert (
+        run(capsys, *base, "--rope-scaling", as_json, "--rope-theta", "20000")[1].split("stats")[0]
+        == out.split("stats")[0]
+    )
+
+
+def test_llama3_takes_metas_constants(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("generate", "-m", str(file), "--raw", "hello", "-n", "1", "--rope-scaling", "llama3", "--rope-factor", "8")
+    code, _, err = run(capsys, *args)
+    assert code == 0
+    assert "low_freq_factor 1.0, high_freq_factor 4.0" in err
+    assert "context 2048" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rope-factor", "4"], "add --rope-scaling"),
+        (["--rope-scaling", "yarn"], "needs --rope-factor"),
+        (["--rope-scaling", "spiral", "--rope-factor", "4"], "unknown rope scaling 'spiral'"),
+        (["--rope-scaling", "yarn", "--rope-factor", "0"], "'factor' must be a finite number above 0"),
+        (["--rope-scaling", '{"rope_type": "yarn"', "--rope-factor", "4"], "not JSON"),
+        (["--rope-scaling", '{"rope_type": "yarn", "factor": 2}', "--rope-factor", "4"], "given twice"),
+        (["--rope-theta", "-1"], "rope_theta must be a finite number above 0"),
+    ],
+)
+def test_bad_options_are_one_line(
+    file: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, "generate", "-m", str(file), "--raw", "hello", *options)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluate
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+def test_logprobs_of_a_text_are_those_of_one_full_pass(chunk: int) -> None:
+    model, tokens = tiny.model(), tiny.random_tokens(65, batch=3)
+    expected = model(tokens[:, :-1]).log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)  # (B, T - 1)
+    found = token_logprobs(model, tokens, chunk=chunk)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert perplexity(found) == pytest.approx(float((-expected.double().mean()).exp()), rel=1e-5)
+
+
+def test_a_text_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(Exception, match="the text has 300 tokens and the model's context 256"):
+        token_logprobs(tiny.model(), tiny.random_tokens(300))
+    with pytest.raises(UsageError, match="at least 2 tokens"):
+        token_logprobs(tiny.model(), tiny.random_tokens(1))
