@@ -212,7 +212,9 @@ class Rope:
     use, so that a context length read from a file never sizes an allocation.
 
     max_seq_len is how far this model may go, trained_len how far it was trained: most scalings don't care, but those
-    in BY_LENGTH change all frequencies with the length, so for them the rows are computed afresh each time.
+    in BY_LENGTH change all frequencies with the length, so for them the rows are computed afresh each time. Keys in a
+    cache keep the turn they entered with. Turning them again would not give the logits of a full pass at the new
+    length either: what deeper layers hold of the earlier tokens was computed under the old frequencies.
     """
 
     def __init__(

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
-from . import bench, chat, convert, generate, inspect, pull, study, verify
+from . import bench, chat, convert, generate, inspect, perplexity, pull, study, verify
 from .common import describe, one_line, tell
 
-COMMANDS = (generate, chat, inspect, convert, pull, verify, bench, study)
+COMMANDS = (generate, chat, inspect, convert, pull, verify, bench, perplexity, study)
 
 
 class Parser(argparse.ArgumentParser):

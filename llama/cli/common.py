@@ -8,6 +8,7 @@ import json
 import sys
 import time
 import unicodedata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LlamaError, UsageError
@@ -260,6 +261,18 @@ def write_json(value: Any) -> None:
         text = "".join(c if unicodedata.category(c) != "Cc" else f"\\u{ord(c):04x}" for c in text)
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def read_text(path: Path) -> str:
+    """All of a text file, which must be UTF-8."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}; expected a text file") from None
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it") from None
 
 
 def read_stdin() -> str:

@@ -117,7 +117,11 @@ def measure(
     checkpoint = open_checkpoint(folder)
     trained = _trained(checkpoint)
     length = 8 * trained if length is None else length
-    raw = text.read_bytes()
+    try:
+        raw = text.read_bytes()
+        raw.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{text}: expected a text file in UTF-8 ({error})") from None
     tokens = _windows(checkpoint, raw, length, windows)  # (windows, length + 1)
     scalings = {method: scaling_of(method) for method in methods}
     setting = {
@@ -147,32 +151,49 @@ def measure(
         )
         for start in range(0, len(mine), at_once):
             part = mine[start : start + at_once]
-            logprobs = _read_through(net, tokens[part], method, trained)  # (windows of this batch, length)
+
+            def tell(tokens: int, method: str = method, rows: int = len(part), before: int = finished) -> None:
+                if progress is not None:
+                    progress(method, before + tokens * rows, total)
+
+            logprobs = _read_through(net, tokens[part], method, trained, tell)  # (windows of this batch, length)
             rows += _rows(method, part, logprobs, trained)
             finished += len(part) * length
             if output is not None:
                 _write(output, setting, rows)
-            if progress is not None:
-                progress(method, finished, total)
     order = {method: index for index, method in enumerate(methods)}
     return Measurement(setting, tuple(sorted((r for r in rows if r.method in order), key=lambda r: order[r.method])))
 
 
-def _read_through(net: Transformer, tokens: Tensor, method: str, trained: int) -> Tensor:
+def _read_through(net: Transformer, tokens: Tensor, method: str, trained: int, tell: Callable[[int], object]) -> Tensor:
     """log p of every token but the first, each from all before it: (B, length + 1) -> (B, length).
 
     The text enters in chunks of an eighth of the trained length, so that frequencies that depend on the length grow
     as they do in decoding: keys keep those they entered with. A "-whole" method reads each bucket afresh instead,
-    from the start to the bucket's end in one piece, all under the frequencies of that end.
+    from the start to the bucket's end in one piece, all under the frequencies of that end. `tell` hears how many of a
+    window's tokens are done.
     """
     tokens = tokens.to(net.tok_embeddings.weight.device)
     if not method.partition(":")[0].endswith("-whole"):
-        return token_logprobs(net, tokens, chunk=max(1, trained // 8))
+        return token_logprobs(net, tokens, chunk=max(1, trained // 8), progress=_summing(tell))
     parts, first = [], 0
     for last in _ends(trained, tokens.shape[1] - 1):
         parts.append(token_logprobs(net, tokens[:, : last + 1], chunk=last)[:, first:])
         first = last
+        tell(last)
     return torch.cat(parts, dim=1)
+
+
+def _summing(tell: Callable[[int], object]) -> Callable[[int], object]:
+    """Hears the tokens of each chunk, tells how many it is so far."""
+    total = 0
+
+    def add(tokens: int) -> None:
+        nonlocal total
+        total += tokens
+        tell(total)
+
+    return add
 
 
 def _ends(trained: int, length: int) -> list[int]:
@@ -191,19 +212,17 @@ def _rows(method: str, windows: Sequence[int], logprobs: Tensor, trained: int) -
 
 
 def _windows(checkpoint: Checkpoint, raw: bytes, length: int, windows: int) -> Tensor:
-    """Evenly spread windows of the text's tokens: (windows, length + 1) int64."""
+    """Windows in the middle of `windows` equal parts of the text: (windows, length + 1) int64, bos included."""
     if length < 2 or windows < 1:
         raise UsageError(f"--length must be at least 2 and --windows at least 1, got {length} and {windows}")
     tokenizer = checkpoint.tokenizer()
-    ids = torch.tensor(tokenizer.encode(raw.decode(errors="strict")))  # (N,)
+    ids = torch.tensor(tokenizer.encode(raw.decode()))  # (N,)
     start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     need = length + 1 - len(start)
     if len(ids) < need + windows - 1:
         raise UsageError(f"the text has {len(ids)} tokens; {windows} windows of {length} need more: a longer text")
-    step = (len(ids) - need) // max(1, windows - 1)
-    return torch.stack(
-        [torch.cat((torch.tensor(start, dtype=torch.int64), ids[i * step : i * step + need])) for i in range(windows)]
-    )
+    places = [(2 * i + 1) * (len(ids) - need) // (2 * windows) for i in range(windows)]
+    return torch.stack([torch.cat((torch.tensor(start, dtype=torch.int64), ids[at : at + need])) for at in places])
 
 
 def _trained(checkpoint: Checkpoint) -> int:

@@ -1,0 +1,74 @@
+"""clearllama perplexity: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from ..errors import UsageError
+from . import common
+
+
+def add_parser(commands: common.Subparsers) -> None:
+    parser = commands.add_parser(
+        "perplexity",
+        help="how well a model predicts a text",
+        description="Perplexity of a text, read in windows that follow each other without overlap; every token but the"
+        " first of a window is predicted from all before it in the window. For perplexity by position: study ppl.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("text", type=Path, metavar="FILE", help="a text file, UTF-8")
+    parser.add_argument("--window", type=int, metavar="N", help="tokens of a window (default: the model's context)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    common.add_model_options(parser)
+    common.add_debug(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.window is not None and args.window < 2:
+        raise UsageError(f"--window must be at least 2 tokens, got {args.window}")
+    text = common.read_text(args.text)
+    import torch
+    from tqdm import tqdm
+
+    from ..evaluate import token_logprobs
+
+    llm = common.load(args)
+    model, tokenizer = llm.model, llm.tokenizer
+    window = min(args.window or model.max_seq_len, model.max_seq_len)
+    if args.window is not None and args.window > window:
+        raise UsageError(f"--window {args.window} is longer than the context of {window}; stretch it: --rope-scaling")
+    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    ids = tokenizer.encode(text)
+    step = window - len(bos)
+    parts = [bos + ids[start : start + step] for start in range(0, len(ids), step)]
+    parts = [part for part in parts if len(part) > 1]
+    if not parts:
+        raise UsageError(f"{args.text} has {len(ids)} tokens; perplexity needs at least 2")
+    device = model.tok_embeddings.weight.device
+    nats = 0.0
+    with tqdm(total=sum(map(len, parts)), unit="tok", unit_scale=True, leave=False, disable=args.quiet) as bar:
+        for part in parts:
+            logprobs = token_logprobs(model, torch.tensor([part], device=device), progress=bar.update)
+            nats -= float(logprobs.double().sum())
+    predicted = sum(len(part) - 1 for part in parts)
+    facts = {
+        "model": args.model,
+        "text": str(args.text),
+        "tokens": len(ids),
+        "predicted": predicted,
+        "window": window,
+        "nats_per_token": nats / predicted,
+        "bits_per_byte": nats / math.log(2) / len(text.encode()),
+        "perplexity": math.exp(nats / predicted),
+    }
+    if args.json:
+        common.write_json(facts)
+    else:
+        common.write(
+            f"perplexity {facts['perplexity']:.4f} over {predicted:,} tokens in {len(parts)} windows of {window:,};"
+            f" {facts['bits_per_byte']:.4f} bits a byte\n"
+        )
+    return 0

@@ -1,0 +1,201 @@
+"""Perplexity against context length: the sums, the file they are kept in, and the claims on the tiny trained model."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llama.cli import main
+from llama.errors import UsageError
+from llama.loader import load_model
+from llama.study import perplexity
+from llama.study.perplexity import METHODS, TINY, Measurement, Row, measure, scaling_of, tiny_folder
+from llama.study.topics import find, ppl
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    ppl._measured.cache_clear()
+
+
+def test_sums_are_those_of_full_passes() -> None:
+    """Each bucket against the whole text in one pass: logits, softmax, and the mean written out in numpy."""
+    found = measure(windows=2, length=300, methods=("yarn:4",))
+    text = (tiny_folder() / "held-out.txt").read_bytes()
+    model = load_model(
+        tiny_folder(), dtype="float32", rope_scaling={"rope_type": "yarn", "factor": 4.0}, max_seq_len=301
+    )
+    for window in range(2):
+        start = (2 * window + 1) * (len(text) - 301) // 4  # the middle of each half
+        tokens = torch.tensor([list(text[start : start + 301])])
+        logits = model(tokens[:, :-1])[0].double().numpy()  # (300, V)
+        shifted = logits - logits.max(-1, keepdims=True)
+        logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        nats = -logprobs[np.arange(300), tokens[0, 1:].numpy()]
+        mine = [row for row in found.rows if row.window == window]
+        assert [(row.first, row.last) for row in mine] == [
+            (0, 63),
+            (64, 127),
+            (128, 159),
+            (160, 191),
+            (192, 255),
+            (256, 299),
+        ]
+        for row in mine:
+            assert row.nats == pytest.approx(nats[row.first : row.last + 1].sum(), rel=1e-4)
+
+
+def test_perplexity_is_exp_of_the_mean_over_windows() -> None:
+    rows = (Row("none", 0, 0, 63, 64 * 1.0), Row("none", 1, 0, 63, 64 * 2.0), Row("none", 0, 64, 127, 64 * 3.0))
+    found = Measurement({"trained": "128"}, rows).perplexity("none")
+    assert found == pytest.approx({0.5: math.exp(1.5), 1.0: math.exp(3.0)})
+
+
+def test_a_scaling_by_length_grows_with_the_text_and_whole_reads_each_bucket_afresh() -> None:
+    grown = measure(windows=1, length=256, methods=("dynamic:1", "dynamic-whole:1", "none"))
+    curves = {method: grown.perplexity(method) for method in grown.methods}
+    for end in (0.5, 1.0):  # up to the trained length nothing is changed
+        assert curves["dynamic:1"][end] == pytest.approx(curves["none"][end], rel=1e-5)
+        assert curves["dynamic-whole:1"][end] == pytest.approx(curves["none"][end], rel=1e-5)
+    text = (tiny_folder() / "held-out.txt").read_bytes()
+    tokens = torch.tensor([list(text[(len(text) - 257) // 2 :][:257])])
+    at_end = load_model(
+        tiny_folder(), dtype="float32", rope_scaling={"rope_type": "dynamic", "factor": 1.0}, max_seq_len=256
+    )
+    expected = -at_end(tokens[:, :-1]).log_softmax(-1)[0, range(192, 256), tokens[0, 193:]].double().mean()
+    assert curves["dynamic-whole:1"][2.0] == pytest.approx(math.exp(expected), rel=1e-4)
+    assert abs(curves["dynamic:1"][2.0] / curves["dynamic-whole:1"][2.0] - 1) > 1e-3
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, options = tmp_path / "out.csv", {"windows": 3, "length": 140, "methods": ("none", "yarn:4")}
+    whole = measure(**options)
+    real, calls = perplexity._read_through, []
+
+    def fragile(*args: Any) -> torch.Tensor:
+        calls.append(args[1].shape[0])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(perplexity, "_read_through", fragile)
+    with pytest.raises(KeyboardInterrupt):
+        measure(output=file, **options)
+    assert {row["method"] for row in csv.DictReader(file.open())} == {"none"}
+    resumed = measure(output=file, **options)
+    assert calls == [3, 3, 3]  # none, the interrupted yarn, yarn again: none was not read twice
+    assert [(r.method, r.window, r.first) for r in resumed.rows] == [(r.method, r.window, r.first) for r in whole.rows]
+    for a, b in zip(resumed.rows, whole.rows, strict=True):
+        assert a.nats == pytest.approx(b.nats, abs=1e-5)
+    assert measure(output=file, **options).rows == resumed.rows
+    assert calls == [3, 3, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.csv"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"length": 130}, "holds results with length 140, this run has length 130"), ({"windows": 1}, "windows 2")],
+)
+def test_results_of_another_setting_are_not_mixed_in(tmp_path: Path, changes: dict[str, int], message: str) -> None:
+    file, options = tmp_path / "out.csv", {"windows": 2, "length": 140, "methods": ("none",)}
+    measure(output=file, **options)
+    before = file.read_bytes()
+    with pytest.raises(UsageError, match=message):
+        measure(output=file, **{**options, **changes})
+    assert file.read_bytes() == before
+
+
+def test_a_file_that_is_no_table_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "out.csv"
+    file.write_text("a,b\n1,2\n")
+    with pytest.raises(UsageError, match="line 2: not a table of perplexities"):
+        measure(output=file, windows=1, length=140, methods=("none",))
+    assert file.read_text() == "a,b\n1,2\n"
+
+
+@pytest.mark.parametrize("method", ["yarn", "none:4", "yarn:", "yarn:x", ""])
+def test_a_method_that_is_none_is_refused(method: str) -> None:
+    with pytest.raises(UsageError, match="KIND:FACTOR"):
+        scaling_of(method)
+
+
+def test_the_claims_hold_on_the_tiny_model_and_fail_on_one_that_learned_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = find("ppl").report()
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert len(report.checks) == 8
+    ppl._measured.cache_clear()
+    real = perplexity.build
+
+    def unlearned(*args: Any, **options: Any) -> Any:
+        net = real(*args, **options)
+        for block in net.layers:
+            block.attention.wo.weight.data = torch.zeros_like(block.attention.wo.weight)
+        return net
+
+    monkeypatch.setattr(perplexity, "build", unlearned)
+    assert not find("ppl").report(windows=1).passed
+
+
+def test_the_shipped_model_is_what_the_study_says() -> None:
+    model = load_model(tiny_folder(), dtype="float32")
+    assert model.config.max_seq_len == 128
+    assert model.config.n_params == sum(p.numel() for p in model.parameters()) == 856192
+    assert (tiny_folder() / "model.safetensors").stat().st_size < 3.6e6
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(args)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_prints_draws_and_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / name for name in ("ppl.csv", "ppl.png", "data.csv")]
+    common = ("study", "ppl", "--windows", "1", "--length", "512", "--output", str(files[0]))
+    code, out, _ = run(capsys, *common, "--json", "--figure", str(files[1]))
+    report = json.loads(out)
+    assert code == (0 if report["passed"] else 1)
+    assert [row[0] for row in report["tables"][0]["rows"]] == list(METHODS)
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    run(capsys, *common, "--json", "--figure", str(files[2]))
+    curve = {(r["method"], float(r["end"])): float(r["perplexity"]) for r in csv.DictReader(files[2].open())}
+    sums: dict[tuple[str, float], float] = {}
+    for row in csv.DictReader(files[0].open()):
+        tokens = int(row["last"]) - int(row["first"]) + 1
+        sums[row["method"], (int(row["last"]) + 1) / 128] = math.exp(float(row["nats"]) / tokens)
+    assert curve == pytest.approx(sums, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["ppl", "--methods", "spiral:4"], "unknown rope scaling 'spiral'"),
+        (["ppl", "--length", "1000000"], "need more: a longer text"),
+        (["ppl", "--text", "no-such-file"], "expected a text file in UTF-8"),
+        (["ppl", "--windows", "0"], "--windows at least 1"),
+        (["ppl", "-m", "smollm2-135m-instruct"], "give a long text with --text"),
+        (["order", "--windows", "3"], "study order does not take --windows"),
+        (["ppl", "--head-dim", "64"], "study ppl does not take --head-dim"),
+    ],
+)
+def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
+    code, out, err = run(capsys, "study", "--quiet", *args)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_tiny_is_found_by_name() -> None:
+    assert tiny_folder().name == TINY
