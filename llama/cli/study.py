@@ -94,11 +94,11 @@ def _progress() -> Any:
     """A bar on stderr for a run of minutes or hours."""
     from tqdm import tqdm
 
-    bar = tqdm(unit="tok", unit_scale=True, leave=False, mininterval=0.5)
+    bar = tqdm(unit="tok", unit_scale=True, leave=False, disable=None)
 
     def show(method: str, done: int, total: int) -> None:
         bar.total = total
-        bar.set_description(method)
+        bar.set_description(method, refresh=False)
         bar.update(done - bar.n)
         if done == total:
             bar.close()

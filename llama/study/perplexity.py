@@ -28,6 +28,8 @@ from ..temporary import own_temporary
 
 TINY = "tiny-kjv"  # trained by scripts/train_tiny.py, shipped with the package
 EDGES = (0.5, 1, 1.25, 1.5, 2, 3, 4, 6, 8)  # ends of the buckets, in trained lengths
+STRETCHING = ("linear", "ntk", "dynamic", "yarn", "llama3")
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # Meta's constants
 METHODS = ("none", "linear:4", "ntk:4", "ntk:16", "dynamic:1", "yarn:4")
 COLUMNS = ("model", "text", "dtype", "trained", "length", "windows", "method", "window", "first", "last", "nats")
 
@@ -77,9 +79,13 @@ def scaling_of(method: str) -> dict[str, Any]:
     if kind == "none" and not factor:
         return {"rope_type": "default"}
     try:
-        return {"rope_type": kind, "factor": float(factor)}
+        if kind in STRETCHING:
+            return {"rope_type": kind, "factor": float(factor), **(LLAMA3 if kind == "llama3" else {})}
     except ValueError:
-        raise UsageError(f"method {method!r}: expected none or KIND:FACTOR, as in yarn:4") from None
+        pass
+    raise UsageError(
+        f"method {method!r}: expected none or KIND:FACTOR, as in yarn:4; kinds: {', '.join(STRETCHING)}, dynamic-whole"
+    )
 
 
 def tiny_folder() -> Path:
@@ -260,5 +266,5 @@ def _write(path: Path, setting: dict[str, str], rows: Sequence[Row]) -> None:
             writer = csv.writer(stream)
             writer.writerow(COLUMNS)
             for row in rows:
-                writer.writerow([*setting.values(), row.method, row.window, row.first, row.last, f"{row.nats:.6f}"])
+                writer.writerow([*setting.values(), row.method, row.window, row.first, row.last, row.nats])
         os.replace(new, path)

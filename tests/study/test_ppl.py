@@ -122,7 +122,7 @@ def test_a_file_that_is_no_table_is_left_alone(tmp_path: Path) -> None:
     assert file.read_text() == "a,b\n1,2\n"
 
 
-@pytest.mark.parametrize("method", ["yarn", "none:4", "yarn:", "yarn:x", ""])
+@pytest.mark.parametrize("method", ["yarn", "none:4", "yarn:", "yarn:x", "", "spiral:4", "longrope:4"])
 def test_a_method_that_is_none_is_refused(method: str) -> None:
     with pytest.raises(UsageError, match="KIND:FACTOR"):
         scaling_of(method)
@@ -150,7 +150,7 @@ def test_the_claims_hold_on_the_tiny_model_and_fail_on_one_that_learned_nothing(
 def test_the_shipped_model_is_what_the_study_says() -> None:
     model = load_model(tiny_folder(), dtype="float32")
     assert model.config.max_seq_len == 128
-    assert model.config.n_params == sum(p.numel() for p in model.parameters()) == 856192
+    assert model.config.n_params == sum(p.numel() for p in model.parameters()) == 857216
     assert (tiny_folder() / "model.safetensors").stat().st_size < 3.6e6
 
 
@@ -181,7 +181,7 @@ def test_the_command_prints_draws_and_keeps(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["ppl", "--methods", "spiral:4"], "unknown rope scaling 'spiral'"),
+        (["ppl", "--methods", "spiral:4"], "kinds: linear, ntk, dynamic, yarn, llama3"),
         (["ppl", "--length", "1000000"], "need more: a longer text"),
         (["ppl", "--text", "no-such-file"], "expected a text file in UTF-8"),
         (["ppl", "--windows", "0"], "--windows at least 1"),

@@ -118,6 +118,13 @@ def data(
     }
 
 
+def _spoken(method: str) -> str:
+    """A method as people call it: "PI x4" for "linear:4"."""
+    kind, _, factor = method.partition(":")
+    names = {"none": "unchanged", "linear": "PI", "ntk": "NTK-aware", "dynamic": "dynamic NTK", "yarn": "YaRN"}
+    return f"{names.get(kind, kind)}{f' x{factor}' if factor else ''}"
+
+
 def draw(table: Data, canvas: Canvas) -> None:
     axes = canvas.subplots()
     for index, method in enumerate(dict.fromkeys(table["method"].tolist())):
@@ -128,18 +135,23 @@ def draw(table: Data, canvas: Canvas) -> None:
             table["perplexity"][rows],
             marker=MARKERS[index % len(MARKERS)],
             markersize=4,
-            label=method,
+            label=_spoken(method),
             **style,
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    low, high = table["perplexity"].min(), table["perplexity"].max()
+    ticks = [
+        tick for power in range(6) for tick in (10**power, 2 * 10**power, 5 * 10**power) if low / 1.5 < tick < high
+    ]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     ends = sorted(set(table["end"].tolist()))
     axes.set_xticks(ends, [f"{end:g}" for end in ends])
     axes.minorticks_off()
     axes.axvline(1, color="#999999", linewidth=0.8)
     axes.set_xlabel("end of the bucket of positions (trained lengths)")
     axes.set_ylabel("perplexity per token")
-    axes.legend(title="method:factor", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 TOPIC = Topic(

@@ -1,0 +1,54 @@
+"""The script that made the tiny model: deterministic, and what it writes is what every reader reads."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llama.evaluate import perplexity, token_logprobs
+from llama.loader import load_model, load_tokenizer
+from llama.study.perplexity import tiny_folder
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_tiny.py"
+TEXT = "Genesis 1\n" + "the morning and the evening were the first day. " * 40 + "\nRevelation 1\nheld out words\n"
+
+
+def run(tmp_path: Path, name: str, text: str = TEXT, steps: int = 2) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "text.txt").write_text(text)
+    command = [sys.executable, str(SCRIPT), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / name)]
+    return subprocess.run([*command, "--steps", str(steps), "--batch", "4"], capture_output=True, text=True)
+
+
+def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert run(tmp_path, name).returncode == 0
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == ["config.json", "held-out.txt", "model.safetensors", "tokenizer.json"]
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert (tmp_path / "a" / "held-out.txt").read_text() == "Revelation 1\nheld out words\n"
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_text_that_cannot_be_split_is_refused(tmp_path: Path, count: int) -> None:
+    done = run(tmp_path, "a", "Genesis 1\n" + "\nRevelation 1\n" * count)
+    assert done.returncode == 1
+    assert f"found {count}" in done.stderr
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_shipped_folder_reads_alike_in_transformers() -> None:
+    text = (tiny_folder() / "held-out.txt").read_bytes()[5000:5128]
+    tokens = torch.tensor([list(text)])
+    assert load_tokenizer(tiny_folder()).encode(text.decode()) == list(text)
+    ours = load_model(tiny_folder(), dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_folder(), dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    assert 1 < perplexity(token_logprobs(ours, tokens)) < 6 < math.sqrt(256)  # it has learned; 256 is no idea at all
