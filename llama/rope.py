@@ -115,7 +115,8 @@ def apply_rotary_emb_matrix(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) ->
     turn = rotation_matrix(cos, sin).unsqueeze(-3)  # (.., T, 1, D, D)
 
     def turned(x: Tensor) -> Tensor:
-        return (turn @ x.float().unsqueeze(-1)).squeeze(-1).type_as(x)  # (B, T, H, D)
+        with torch.autocast(x.device.type, enabled=False):  # it would make a matrix product bfloat16
+            return (turn @ x.float().unsqueeze(-1)).squeeze(-1).type_as(x)  # (B, T, H, D)
 
     return turned(xq), turned(xk)
 

@@ -23,20 +23,22 @@ if TYPE_CHECKING:
 Subparsers = Any  # argparse's own class for this is private
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which model, where and how."""
+def add_model_options(parser: argparse.ArgumentParser, default: str | None = DEFAULT, dtype: str | None = None) -> None:
+    """Which model, where and how; default None is a model of the command's own, dtype None the device's fastest."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
         "-m",
-        default=DEFAULT,
+        default=default,
         metavar="PATH_OR_NAME",
         help="a folder of Meta's or Hugging Face's, a .gguf file, a known name, or ORG/NAME that was pulled"
-        f" (default: {DEFAULT})",
+        + (f" (default: {default})" if default else ""),
     )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
     group.add_argument(
-        "--dtype", default="auto", help="auto, float32, bfloat16, float16 (default: the fastest the device computes in)"
+        "--dtype",
+        default=dtype or "auto",
+        help=f"auto, float32, bfloat16, float16 (default: {dtype or 'the fastest the device computes in'})",
     )
     group.add_argument(
         "--rope",
@@ -281,7 +283,7 @@ def read_stdin() -> str:
         raise UsageError("no prompt was given and standard input is closed")
     data = sys.stdin.buffer.read()
     if not data:
-        raise UsageError('no prompt: standard input is empty; clearllama generate "your text"')
+        raise UsageError("no prompt: standard input is empty; give the text as an argument")
     try:
         return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from . import common
+from . import common, errata
 
 # option -> keyword of a topic's report
 OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", "rope_factor": "factor"} | {
@@ -27,6 +27,9 @@ def add_parser(commands: common.Subparsers) -> None:
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw it: .png or .svg; .csv or .json for the data")
     parser.add_argument("--which", metavar="NAME", help="which of the topic's figures (default: the first)")
     parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page to explore RoPE in a browser: one file, no network"
+    )
     group = parser.add_argument_group("numbers to try, on topics that take them")
     group.add_argument("--head-dim", type=int, metavar="D", help="entries of a head")
     group.add_argument("--rope-theta", type=float, metavar="T", help="base of the frequencies")
@@ -46,6 +49,7 @@ def add_parser(commands: common.Subparsers) -> None:
     )
     group.add_argument("--output", type=Path, metavar="FILE.csv", help="keep each window done; the next run goes on")
     group.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16")
+    errata.add_arguments(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -53,6 +57,11 @@ def add_parser(commands: common.Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..study import topics
 
+    errata.refuse_elsewhere(args)
+    if args.topic == "errata":
+        return errata.run(args)
+    if args.html is not None:
+        return _write_page(args)
     if args.topic is None:
         for name, question in topics.TOPICS.items():
             common.write(f"{name:<12} {question}\n")
@@ -74,6 +83,16 @@ def run(args: argparse.Namespace) -> int:
         if topic.figures:
             common.say(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FILE)")
     return 0 if report.passed else 1
+
+
+def _write_page(args: argparse.Namespace) -> int:
+    from ..study import page
+
+    if args.json or any(getattr(args, name) is not None for name in ("topic", "figure", "which", *OPTIONS)):
+        raise UsageError("--html writes one page with controls of its own; it takes no TOPIC and no other option")
+    size = page.write(args.html)
+    common.say(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
+    return 0
 
 
 def _draw(args: argparse.Namespace, topic: Any, given: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ Data is tidy: columns of one length, so that the same table is drawn, written as
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -64,6 +65,12 @@ class Figure:
     draw: Callable[[Data, Canvas], None]
     size: tuple[float, float] = (7.0, 4.0)
 
+    def _repr_png_(self) -> bytes:
+        """The picture of the default settings: what a notebook shows for a figure that ends a cell."""
+        file = io.BytesIO()
+        _draw(self, self.data(), file)
+        return file.getvalue()
+
 
 def save(figure: Figure, file: Path, **options: Any) -> None:
     """Write a figure as .png or .svg, or its data as .csv or .json."""
@@ -76,7 +83,8 @@ def save(figure: Figure, file: Path, **options: Any) -> None:
     kinds[file.suffix](figure, data, file)
 
 
-def _draw(figure: Figure, data: Data, file: Path) -> None:
+def _draw(figure: Figure, data: Data, file: Path | io.BytesIO) -> None:
+    """As the file's ending says; into memory as PNG."""
     try:
         import matplotlib
         from matplotlib.figure import Figure as Canvas
@@ -89,8 +97,8 @@ def _draw(figure: Figure, data: Data, file: Path) -> None:
         canvas = Canvas(figsize=figure.size, layout="constrained")
         figure.draw(data, canvas)
         canvas.supxlabel(_wrapped(figure.caption, figure.size[0]), fontsize=8, x=0.02, ha="left")
-        metadata = {"Date": None} if file.suffix == ".svg" else {"Software": None}
-        canvas.savefig(file, metadata=metadata)
+        kind = file.suffix[1:] if isinstance(file, Path) else "png"
+        canvas.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None})
 
 
 def _wrapped(text: str, inches: float) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UsageError
 from ..rope_scaling import inverse_frequencies
 
 
@@ -65,7 +66,12 @@ def decay_bound(inv_freq: Tensor, distances: Tensor) -> Tensor:
 
 
 def sinusoids(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
-    """The sinusoidal table of arXiv:1706.03762: entry 2i is sin(t * base^(-2i/d)), entry 2i + 1 its cosine: (N, d)."""
+    """The sinusoidal table of arXiv:1706.03762: entry 2i is sin(t * base^(-2i/d)), entry 2i + 1 its cosine: (N, d).
+
+    Raises UsageError on an odd width, whose last sine would have no cosine.
+    """
+    if dim < 2 or dim % 2:
+        raise UsageError(f"sines and cosines come in pairs, so the width must be even and at least 2; got {dim}")
     angles = positions.double()[:, None] * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (N, d/2)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (N, d)
 

@@ -103,13 +103,14 @@ def text(report: Report) -> str:
         ]
     lines.append("")
     relations = {"=": "expected", "<": "below", ">": "above"}
+    width = max((len(check.claim) for check in report.checks), default=0)
     for check in report.checks:
         word = "PASS" if check.passed else "FAIL"
         beside = "" if isinstance(check.computed, bool) and check.passed else f": {show(check.computed)}"
         if beside:
             within = f" (within {check.tolerance:.0e})" if check.tolerance else ""
             beside += f", {relations[check.relation]} {show(check.expected)}{within}"
-        lines.append(f"  {word}  {check.claim:<8} {check.what}{beside}")
+        lines.append(f"  {word}  {check.claim:<{width}}  {check.what}{beside}")
     count = sum(check.passed for check in report.checks)
     lines.append(f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)}")
     return "\n".join(lines) + "\n"

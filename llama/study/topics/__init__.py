@@ -26,7 +26,9 @@ TOPICS = {
     "clock": "what do the ways to stretch a context do to the hands of a clock?",
     "scale": "what does every scaling do to every pair?",
     "ppl": "how far does each way to stretch a context reach, on a real model?",
+    "heads": "which frequencies does a trained model use, and how far does it look?",
     "precision": "how exact are the angles, by position and by dtype?",
+    "errata": "which sentences of the notes are wrong, and how does one see it?",
 }
 
 

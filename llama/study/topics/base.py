@@ -23,6 +23,13 @@ class Topic:
     report: Callable[..., Report]
     figures: tuple[Figure, ...] = ()
 
+    def figure(self, name: str | None = None) -> Figure:
+        """The figure of that name, or the main one."""
+        found = [figure for figure in self.figures if name in (None, figure.name)]
+        if not found:
+            raise UsageError(f"no figure {name!r} here; there is: {', '.join(f.name for f in self.figures) or 'none'}")
+        return found[0]
+
 
 def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the keyword arguments that a report or a figure's data takes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ def report() -> Report:
         checks=(
             equal("000-41", "angle of pair 2 per position", float(inv_freq[2]), 0.01, 1e-9),
             equal("000-46", "the element as a complex number", element, 28 + 29j),
-            equal("000-48", "its turn cos 0.01 + i sin 0.01", factor, 0.9999500004 + 0.0099998333j, 1e-7),
+            equal("000-48", "its turn, cis 0.01", factor, 0.9999500004 + 0.0099998333j, 1e-7),
             equal("000-48", "the product", element * factor, 27.708604844975795 + 29.27854543534996j, 1e-5),
             equal("000-51", "all 240 numbers against float64, largest error", _error(xq_out, xk_out), 0.0, 2e-5),
             holds("000-52", "position 0 is unchanged, bit for bit", torch.equal(xq_out[:, 0], XQ[:, 0])),
@@ -108,12 +108,161 @@ def change_draw(data: Data, canvas: Canvas) -> None:
         axes.plot(data["position"][rows], data["change"][rows], label=f"pair {pair}", **LINES[pair])
     axes.set_xlabel("position (tokens)")
     axes.set_ylabel("change of a pair of length 1")
-    axes.legend(ncols=4, loc="upper right")
+    canvas.legend(loc="outside upper center", ncols=4)
+
+
+STEPS = ("xq", "pairs", "complex numbers", "freqs_cis", "product", "pairs again", "xq_out")
+
+
+def example_data() -> Data:
+    """Sample 0, token 1, head 1 at each step, one row a number; `shape` is that of the whole batch at that step."""
+    freqs_cis = rope.precompute_freqs_cis(8, 5).view(1, 5, 1, 4)  # (1, T, 1, D/2) complex
+    pairs = XQ.unflatten(-1, (-1, 2))  # (B, T, H, D/2, 2)
+    paired = torch.view_as_complex(pairs)  # (B, T, H, D/2) complex
+    product = paired * freqs_cis  # (B, T, H, D/2) complex
+    xq_out, _ = rope.apply_rotary_emb(XQ, XK, freqs_cis[0, :, 0])  # (B, T, H, D)
+    rows = []
+    for step, tensor in enumerate((XQ, pairs, paired, freqs_cis, product, torch.view_as_real(product), xq_out)):
+        head = tensor[0, 1, min(1, tensor.shape[2] - 1)].flatten()  # (D,), or (D/2,) complex
+        for cell, value in enumerate(head.tolist()):
+            marked = cell == 2 if head.is_complex() else cell in (4, 5)
+            rows.append((step, str(tuple(tensor.shape)), cell, int(head.is_complex()), *_parts(value), int(marked)))
+    names = ("step", "shape", "cell", "complex", "real", "imaginary", "marked")
+    return {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def _parts(value: complex) -> tuple[float, float]:
+    return complex(value).real, complex(value).imag
+
+
+def example_draw(data: Data, canvas: Canvas) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes = canvas.subplots()
+    between = (
+        "in pairs",
+        "a, b as a + bi",
+        "times, the same for every sample and head",
+        "gives",
+        "a + bi as a, b",
+        "in a row",
+    )
+    for step, name in enumerate(STEPS):
+        chosen = np.flatnonzero(data["step"] == step)
+        top = -1.35 * step
+        axes.text(-0.25, top + 0.12, name, ha="right", va="bottom", weight="bold")
+        axes.text(-0.25, top - 0.02, data["shape"][chosen[0]], ha="right", va="top")
+        if step:
+            axes.text(4, top + 0.86, between[step - 1], ha="center", va="center", style="italic", fontsize=8)
+        for at in chosen:
+            whole = bool(data["complex"][at])
+            width, real, imaginary = 2 if whole else 1, data["real"][at], data["imaginary"][at]
+            left = width * data["cell"][at]
+            marked = bool(data["marked"][at])
+            gap = 0.06 if name.startswith("pairs") and data["cell"][at] % 2 else 0.0  # a pair's entries stand close
+            axes.add_patch(
+                Rectangle(
+                    (left + (0.06 if name.startswith("pairs") and not gap else 0.0), top - 0.3),
+                    width - (0.06 if name.startswith("pairs") else 0.0),
+                    0.75,
+                    facecolor="#c8c8c8" if marked else "white",
+                    edgecolor="black",
+                    linewidth=2.0 if marked else 0.8,
+                    zorder=2 if marked else 1,
+                )
+            )
+            digits = 0 if step < 3 else 5 if name == "freqs_cis" else 4
+            words = f"{real:.{digits}f}" + (f"{imaginary:+.{digits}f}i" if whole else "")
+            axes.text(left + width / 2, top + 0.07, words, ha="center", va="center", fontsize=8, zorder=3)
+    axes.set_xlim(-3.2, 8.1)
+    axes.set_ylim(-1.35 * 6 - 0.5, 0.7)
+    axes.axis("off")
+
+
+def rotation2d_data() -> Data:
+    """Head 1 of sample 0: pair 0 of its five tokens, and the four pairs of its token 1; before and after the turn."""
+    xq_out, _ = rope.apply_rotary_emb(XQ, XK, rope.precompute_freqs_cis(8, 5))  # (B, T, H, D)
+    before, after = (x[0, :, 1].unflatten(-1, (-1, 2)).double().numpy() for x in (XQ, xq_out))  # (T, D/2, 2) each
+    token, pair = np.array([*range(5), 1, 1, 1, 1]), np.array([0] * 5 + [0, 1, 2, 3])
+    return {
+        "panel": np.array(["tokens"] * 5 + ["pairs"] * 4),
+        "token": token,
+        "pair": pair,
+        "angle": token * inverse_frequencies(8)[0].double().numpy()[pair],
+        "x1": before[token, pair, 0],
+        "x2": before[token, pair, 1],
+        "turned x1": after[token, pair, 0],
+        "turned x2": after[token, pair, 1],
+    }
+
+
+def rotation2d_draw(data: Data, canvas: Canvas) -> None:
+    panels = canvas.subplots(1, 2)
+    for axes, panel in zip(panels, ("tokens", "pairs"), strict=True):
+        rows = np.flatnonzero(data["panel"] == panel)
+        for i, row in enumerate(rows.tolist()):
+            a, b, angle = (data[key][row] for key in ("x1", "x2", "angle"))
+            way = np.exp(1j * np.linspace(0, angle, 60)) * (a + 1j * b)  # from the pair to the turned pair
+            axes.plot(way.real, way.imag, linewidth=1.0, **LINES[i])
+            axes.plot(a, b, "o", color="black", markerfacecolor="white", markersize=5)
+            axes.plot(data["turned x1"][row], data["turned x2"][row], "o", color="black", markersize=5)
+            if panel == "tokens":
+                axes.plot([0, data["turned x1"][row]], [0, data["turned x2"][row]], color="#999999", linewidth=0.8)
+            _label(axes, data, row)
+        axes.set_aspect("equal")
+        axes.set_xlabel("$x_1$")
+        axes.set_ylabel("$x_2$")
+    panels[0].axhline(0, color="#cccccc", linewidth=0.6, zorder=0)
+    panels[0].axvline(0, color="#cccccc", linewidth=0.6, zorder=0)
+    panels[0].set_xlim(-125, 125)
+    panels[0].set_ylim(-125, 125)
+    panels[0].set_title("pair 0 of tokens 0 .. 4: by 0 .. 4 radians")
+    panels[1].set_xlim(20.5, 34)
+    panels[1].set_ylim(22.5, 36)
+    panels[1].set_title("four pairs of token 1: each by its own angle")
+
+
+# where a pair's words stand: on the turned pair or on the pair as it was, how far from it in points, aligned how
+LABELS = (("x", 8, -4, "left"), ("turned x", -4, 8, "left"), ("x", 8, -4, "left"), ("turned x", 4, 8, "center"))
+
+
+def _label(axes: Any, data: Data, row: int) -> None:
+    x, y = data["turned x1"][row], data["turned x2"][row]
+    if data["panel"][row] == "tokens":
+        length = np.hypot(x, y)
+        away = 1 + 11 / length  # outside its own arc
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        axes.text(away * x, away * y, str(data["token"][row]), ha="center", va="center", weight="bold", bbox=white)
+        return
+    pair = data["pair"][row]
+    at, right, up, side = LABELS[pair]
+    words = f"pair {pair}: {data['angle'][row]:.3g} rad\nto {x:.2f}, {y:.2f}"
+    place = data[f"{at}1"][row], data[f"{at}2"][row]
+    low = "top" if up < 0 else "bottom"
+    axes.annotate(words, place, (right, up), textcoords="offset points", ha=side, va=low, fontsize=8)
 
 
 TOPIC = Topic(
     report,
     figures=(
+        Figure(
+            "example",
+            "One head of one token, step by step, with the shape of the whole batch beside it: sample 0, token 1,"
+            " head 1. The marked pair 28, 29 becomes 28 + 29i, is turned by 0.01 radians and comes back as 27.7086,"
+            " 29.2785 (000-46 to 000-50).",
+            example_data,
+            example_draw,
+            size=(7.5, 5.4),
+        ),
+        Figure(
+            "rotation2d",
+            "RoFormer's first figure from the example's own numbers, head 1 of sample 0. Hollow: the pair as it was;"
+            " filled: turned. A pair keeps its length; the angle grows with the position, and falls from pair to pair"
+            " (000-37, 000-25).",
+            rotation2d_data,
+            rotation2d_draw,
+            size=(7.5, 4.5),
+        ),
         Figure(
             "change",
             "The angle of a pair falls with its index; the change of its entries does not. Pair 0 is back where it"

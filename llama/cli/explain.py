@@ -1,0 +1,49 @@
+"""clearllama explain: one token through one block, each step with its equation, its numbers and its line of code."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import common
+
+
+def add_parser(commands: common.Subparsers) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="follow one token through one block, step by step",
+        description="Follow one token through one block: for every step the equation, the shapes, some of the numbers,"
+        " the line of code that does it, and whether it equals the same step written out in numpy. Without --model: a"
+        " tiny random model whose tokens are bytes. Exit code 1 if a step differs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--text", default="The cat sat on the mat", metavar="TEXT", help="what the model reads (default: %(default)s)"
+    )
+    parser.add_argument("--token", type=int, metavar="N", help="which token to follow, from 0 (default: the last)")
+    parser.add_argument("--layer", type=int, default=0, metavar="N", help="which block (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    common.add_model_options(parser, default=None, dtype="float32")
+    common.add_debug(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..study import explain
+
+    if args.model is None:
+        net = explain.tiny_model()
+        ids = list(args.text.encode(errors="surrogateescape"))
+        name, texts = "tiny, random", [bytes([id]).decode("latin-1") for id in ids]
+    else:
+        from ..study.trace import spelled
+
+        llm = common.load(args)
+        net, ids = llm.model, llm.tokenizer.encode_prompt(args.text)
+        name, texts = Path(args.model).name, [spelled(llm.tokenizer, id) for id in ids]
+    explanation = explain.explain(net, ids, args.token, args.layer, texts, {"model": name})
+    if args.json:
+        common.write_json(explain.as_dict(explanation))
+    else:
+        common.write(explain.text(explanation))
+    return 0 if explanation.report.passed else 1

@@ -1,0 +1,243 @@
+"""What an erratum is, and the numpy side of the proofs.
+
+A proof is a function of two forms, the wrong one and the right one, so that it can be tried with the roles exchanged:
+a proof that passes then, too, proves nothing. The right form is the library's own code; what both are measured
+against is written here once more in numpy and float64, from the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...config import ModelConfig
+from ...model import Transformer
+from ..report import Check
+
+Array = NDArray[Any]
+Kind = Literal["A", "B", "C", "OK"]
+
+# what the classes mean, in the order of the list
+KINDS: dict[Kind, str] = {
+    "A": "false, or does not run",
+    "B": "misleading",
+    "C": "true, but half of it is missing",
+    "OK": "looks wrong and is right",
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a quiz draws: low to high, in steps or, with step 0, anywhere between."""
+
+    meaning: str
+    low: float
+    high: float
+    step: float = 0.0
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """One value."""
+        if not self.step:
+            return float(rng.uniform(self.low, self.high))
+        return self.low + self.step * int(rng.integers(round((self.high - self.low) / self.step) + 1))
+
+
+@dataclass(frozen=True)
+class Quiz:
+    """A broken line to mend.
+
+    line     the line as the note has it
+    ask      the quantity whose right expression is asked for
+    names    what may stand in the expression, besides pi and the functions of quiz.py
+    truth    the quantity itself, computed in another way, from the drawn numbers as keyword arguments
+    printed  the note's expression, which `truth` refutes
+    answer   an expression that is right
+    """
+
+    line: str
+    ask: str
+    names: Mapping[str, Number]
+    truth: Callable[..., float]
+    printed: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Erratum:
+    """One sentence, formula or line of the notes, and the computation that judges it.
+
+    id          "E33", or "OK1" for one that looks wrong and is right
+    kind        one of KINDS
+    where       note and line, in words
+    matter      what is wrong, in one line
+    printed     what the note says
+    right       the right form
+    why         how the mistake is seen, and what it does to whoever builds on it
+    wrong_form  what is printed, as something that runs; for C the sentence read as if it were whole, and for OK the
+                correction that suggests itself
+    right_form  the same for what is right, by the library; for OK what is printed
+    prove       (wrong form, right form) -> checks
+    quiz        the line as an exercise, if it can be answered with an expression
+    """
+
+    id: str
+    kind: Kind
+    where: str
+    matter: str
+    printed: str
+    right: str
+    why: str
+    wrong_form: Any
+    right_form: Any
+    prove: Callable[[Any, Any], Sequence[Check]]
+    quiz: Quiz | None = None
+
+    def proof(self, wrong_form: Any = None, right_form: Any = None) -> Sequence[Check]:
+        """Run both forms; other forms than the erratum's own may take either place, to test the proof itself."""
+        wrong = self.wrong_form if wrong_form is None else wrong_form
+        right = self.right_form if right_form is None else right_form
+        return self.prove(wrong, right)
+
+
+def passes(checks: Sequence[Check]) -> bool:
+    """Whether every check holds; none at all prove nothing."""
+    return bool(checks) and all(check.passed for check in checks)
+
+
+# ----------------------------------------------------------------------------------------- measuring what came out
+def worst(a: Any, b: Any) -> float:
+    """Largest absolute difference of two arrays; infinite where their shapes differ or a number is missing."""
+    if a is None or b is None or isinstance(a, Exception) or isinstance(b, Exception):
+        return float("inf")
+    left, right = (x.detach().resolve_conj().numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (a, b))
+    if left.shape != right.shape or not left.size:
+        return float("inf")
+    difference = float(np.abs(left - right).max())
+    return difference if np.isfinite(difference) else float("inf")
+
+
+def outcome(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What a call returns, or the exception that it raises."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        return error
+
+
+def name_of(result: Any) -> str:
+    """The type of an `outcome`: of the exception, or of what was returned."""
+    return type(result).__name__
+
+
+def fit_residual(table: Array, shift: int) -> float:
+    """How far the best linear map leaves row t + shift from what it makes of row t: table (N, d)."""
+    before, after = table[:-shift], table[shift:]
+    best = np.linalg.lstsq(before, after, rcond=None)[0]  # (d, d)
+    return worst(before @ best, after)
+
+
+# ------------------------------------------------------------------------------------- the formulas, in numpy float64
+def frequencies(dim: int, base: float = 10000.0) -> Array:
+    """base^(-2i/d) for i = 0 .. d/2 - 1: (d/2,)."""
+    return np.array([base ** (-2 * i / dim) for i in range(dim // 2)])
+
+
+def sinusoid_table(count: int, dim: int, base: float = 10000.0) -> Array:
+    """Row t: sin and cos of t * base^(-2i/d), in turn: (count, d)."""
+    angles = np.arange(count)[:, None] * frequencies(dim, base)  # (count, d/2)
+    table = np.empty((count, dim))
+    table[:, 0::2], table[:, 1::2] = np.sin(angles), np.cos(angles)
+    return table
+
+
+def turned(x: Array, positions: Sequence[float] | Array, base: float = 10000.0) -> Array:
+    """Vectors x (N, D) with pair i of row m multiplied by e^(i position_m w_i): (N, D)."""
+    z = (x[:, 0::2] + 1j * x[:, 1::2]) * np.exp(1j * np.outer(positions, frequencies(x.shape[-1], base)))  # (N, D/2)
+    return np.stack((z.real, z.imag), -1).reshape(x.shape)
+
+
+def rotation(angle: float) -> Array:
+    """[[cos, -sin], [sin, cos]]: a turn against the clock."""
+    return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+
+
+def softmax(scores: Array) -> Array:
+    """Over the last axis."""
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(powers / powers.sum(-1, keepdims=True))
+
+
+# ---------------------------------------------------------------------------------------------------- a small model
+CONFIG = ModelConfig(
+    dim=16,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=8,
+    hidden_dim=24,
+    vocab_size=32,
+    norm_eps=1e-5,
+    max_seq_len=64,
+)
+
+
+def small_model(config: ModelConfig = CONFIG, seed: int = 0) -> Transformer:
+    """A model of the library with random weights; torch's own random numbers are left as they were."""
+    with torch.random.fork_rng(devices=[]):
+        model = Transformer(config)
+    rng = np.random.default_rng(seed)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        noise = rng.standard_normal(tuple(tensor.shape))
+        state[name] = torch.from_numpy(1 + 0.2 * noise if noise.ndim == 1 else noise / noise.shape[-1] ** 0.5).float()
+    model.load_state_dict(state)
+    return model.requires_grad_(False).eval()
+
+
+def block_by_hand(model: Transformer, layer: int, h: Array) -> Array:
+    """Layer `layer` of a model on h (T, C), positions 0 .. T - 1, in numpy: (T, C)."""
+    config = model.config
+    prefix = f"layers.{layer}."
+    weight = {
+        name.removeprefix(prefix).removesuffix(".weight"): tensor.double().numpy()
+        for name, tensor in model.state_dict().items()
+        if name.startswith(prefix)
+    }
+    steps = np.arange(len(h))
+
+    def norm(x: Array, name: str) -> Array:
+        return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * weight[name])
+
+    x = norm(h, "attention_norm")
+    heads = []
+    for head in range(config.n_heads):
+        group = head * config.n_kv_heads // config.n_heads  # the key head that this query head reads
+        own = slice(head * config.head_dim, (head + 1) * config.head_dim)
+        shared = slice(group * config.head_dim, (group + 1) * config.head_dim)
+        q = turned(x @ weight["attention.wq"][own].T, steps, config.rope_theta)  # (T, D)
+        k = turned(x @ weight["attention.wk"][shared].T, steps, config.rope_theta)  # (T, D)
+        scores = q @ k.T / config.head_dim**0.5  # (T, T)
+        scores[steps[:, None] < steps] = -np.inf
+        heads.append(softmax(scores) @ (x @ weight["attention.wv"][shared].T))  # (T, D)
+    h = h + np.concatenate(heads, -1) @ weight["attention.wo"].T
+    x = norm(h, "ffn_norm")
+    gate = x @ weight["feed_forward.w_gate"].T
+    up = x @ weight["feed_forward.w_up"].T
+    return np.asarray(h + (gate / (1 + np.exp(-gate)) * up) @ weight["feed_forward.w_down"].T)
+
+
+def hidden_by_hand(model: Transformer, tokens: Sequence[int]) -> Array:
+    """`Transformer.hidden` of one row of tokens, in numpy: (T, C)."""
+    state = model.state_dict()
+    h = state["tok_embeddings.weight"].double().numpy()[list(tokens)]
+    for layer in range(model.config.n_layers):
+        h = block_by_hand(model, layer, h)
+    return np.asarray(
+        h / np.sqrt((h**2).mean(-1, keepdims=True) + model.config.norm_eps) * state["norm.weight"].double().numpy()
+    )

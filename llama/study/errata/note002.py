@@ -1,0 +1,728 @@
+"""Note 002: formulas as pictures, a class for sinusoids, and the code of a LLaMA from its rotary table on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ... import rope
+from ...attention import causal_mask, reference_weights
+from ...config import ModelConfig
+from ...model import Transformer, TransformerBlock
+from ...rope_scaling import inverse_frequencies
+from .. import measures
+from ..encodings import Learned
+from ..report import Check, above, below, equal, holds
+from .base import (
+    CONFIG,
+    Array,
+    Erratum,
+    Number,
+    Quiz,
+    block_by_hand,
+    fit_residual,
+    frequencies,
+    hidden_by_hand,
+    name_of,
+    outcome,
+    sinusoid_table,
+    small_model,
+    turned,
+    worst,
+)
+
+Table = Callable[[int, int], Array]  # (positions, width) -> (positions, width)
+
+
+def _library_table(count: int, dim: int) -> Array:
+    return measures.sinusoids(torch.arange(count), dim).numpy()
+
+
+# ------------------------------------------------------------------------------------------------------------- E24
+def _e24_printed(count: int, dim: int) -> Array:
+    table = sinusoid_table(count, dim)  # the cosines are right here: E25 is about them
+    for pos in range(count):
+        for i in range(0, dim, 2):
+            table[pos, i] = math.sin(pos / (10000 ** ((2 * i) / dim)))
+    return table
+
+
+def _e24(wrong: Table, right: Table) -> Sequence[Check]:
+    truth = sinusoid_table(16, 8)
+    error = np.abs(wrong(16, 8) - truth)[:, 0::2].max(0)  # (d/2,)
+    return (
+        below("E24", "errors of the four sine columns, as printed, from 0, 0.848, 0.148, 0.015", _e24_off(error), 1e-3),
+        above("E24", "largest error of the table, as printed", worst(wrong(16, 8), truth), 0.8),
+        below("002-04 E24", "largest error of the table, right", worst(right(16, 8), truth), 1e-12),
+    )
+
+
+def _e24_off(error: Array) -> float:
+    return worst(error, [0, 0.848, 0.148, 0.015])
+
+
+E24 = Erratum(
+    id="E24",
+    kind="A",
+    where="note 002, line 38, the sine of PositionalEmbedding",
+    matter="i already steps by 2, so 2*i doubles the exponent",
+    printed="for i in range(0, d, 2): pe[pos, i] = sin(pos / 10000**((2*i) / d))",
+    right="sin(pos / 10000**(i / d)): the loop's i is the formula's 2i",
+    why="Nothing fails; every pair but the first turns too slowly, and the slower half hardly at all. The first column"
+    " is right, which is why a glance at the table does not show it.",
+    wrong_form=_e24_printed,
+    right_form=_library_table,
+    prove=_e24,
+    quiz=Quiz(
+        line="for i in range(0, d, 2): pe[pos, i] = sin(pos / 10000**((2*i)/d))",
+        ask="pe[pos, i]",
+        names={
+            "pos": Number("position", 1, 40, 1),
+            "i": Number("loop variable, 2, 4, 6", 2, 6, 2),
+            "d": Number("width of the table", 8, 64, 8),
+        },
+        truth=lambda pos, i, d: sinusoid_table(int(pos) + 1, int(d))[int(pos), int(i)],
+        printed="sin(pos / 10000**((2*i)/d))",
+        answer="sin(pos / 10000**(i/d))",
+    ),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- E25
+def _e25_printed(count: int, dim: int) -> Array:
+    pos, i = np.arange(count)[:, None], np.arange(0, dim, 2)
+    table = np.empty((count, dim))
+    table[:, 0::2] = np.sin(pos / (10000 ** ((2 * i) / dim)))
+    table[:, 1::2] = np.cos(pos / (10000 ** ((2 * (i + 1)) / dim)))
+    return table
+
+
+def _e25(wrong: Table, right: Table) -> Sequence[Check]:
+    table = wrong(2000, 8)
+    squares = (table.reshape(2000, 4, 2) ** 2).sum(-1)  # sin^2 + cos^2 of each pair
+    length = (right(2000, 8).reshape(2000, 4, 2) ** 2).sum(-1)
+    return (
+        equal("E25", "sin^2 + cos^2 of a pair, as printed: least", float(squares.min()), 0.0, 0.005),
+        equal("E25", "sin^2 + cos^2 of a pair, as printed: most", float(squares.max()), 1.98, 0.005),
+        equal("E25", "best linear map t to t + 3, as printed: residual", fit_residual(table, 3), 0.326, 0.002),
+        below("E25", "sin^2 + cos^2 of a pair, right, less 1", worst(length, np.ones((2000, 4))), 1e-12),
+        below("002-03 E25", "best linear map t to t + 3, right: residual", fit_residual(right(2000, 8), 3), 1e-10),
+        below("E25", "right form against numpy", worst(right(2000, 8), sinusoid_table(2000, 8)), 1e-12),
+    )
+
+
+E25 = Erratum(
+    id="E25",
+    kind="A",
+    where="note 002, line 39, the cosine of PositionalEmbedding",
+    matter="the cosine has another frequency than the sine it is paired with",
+    printed="pe[pos, i+1] = cos(pos / 10000**((2*(i+1)) / d))",
+    right="cos(pos / 10000**(i / d)), with the i of the sine before it",
+    why="A sine and a cosine of one angle are a hand of a clock: length 1, and moved on by a fixed turn. With two"
+    " frequencies the length runs from 0 to 1.98 and code t + 3 is no linear map of code t any more.",
+    wrong_form=_e25_printed,
+    right_form=_library_table,
+    prove=_e25,
+    quiz=Quiz(
+        line="for i in range(0, d, 2): pe[pos, i+1] = cos(pos / 10000**((2*(i+1))/d))",
+        ask="pe[pos, i+1]",
+        names={
+            "pos": Number("position", 1, 40, 1),
+            "i": Number("loop variable, 0, 2, 4, 6", 0, 6, 2),
+            "d": Number("width of the table", 8, 64, 8),
+        },
+        truth=lambda pos, i, d: sinusoid_table(int(pos) + 1, int(d))[int(pos), int(i) + 1],
+        printed="cos(pos / 10000**((2*(i+1))/d))",
+        answer="cos(pos / 10000**(i/d))",
+    ),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- E26
+Adding = Callable[[int, int, Tensor], Tensor]  # (longest, width, x (B, T, d)) -> x with positions added
+
+
+def _e26_printed(longest: int, dim: int, x: Tensor) -> Tensor:
+    table = torch.zeros(longest, dim, dtype=torch.float64)
+    for pos in range(longest):
+        for i in range(0, dim, 2):
+            table[pos, i] = math.sin(pos / 10000 ** (i / dim))
+            table[pos, i + 1] = math.cos(pos / 10000 ** (i / dim))
+    table = table.unsqueeze(0)  # (batch_size, seq_len, embed_dim), says the note's comment
+    return x + table[:, : x.shape[1]]
+
+
+def _e26_right(longest: int, dim: int, x: Tensor) -> Tensor:
+    table = Learned(measures.sinusoids(torch.arange(longest), dim))
+    return torch.stack([table.embed(row, torch.arange(len(row))) for row in x])
+
+
+def _e26(wrong: Adding, right: Adding) -> Sequence[Check]:
+    x = torch.zeros(2, 12, 8, dtype=torch.float64)
+    odd, long = (outcome(right, 16, 7, x[..., :7]), outcome(right, 9, 8, x))
+    fits = sinusoid_table(12, 8)[None].repeat(2, 0)  # (B, T, d)
+    return (
+        equal("E26", "width 7, as printed", name_of(outcome(wrong, 16, 7, x[..., :7])), "IndexError"),
+        equal("E26", "12 tokens for a table of 9, as printed", name_of(outcome(wrong, 9, 8, x)), "RuntimeError"),
+        holds("E26", "width 7, right: a ValueError that names the 7", _e26_names(odd, "7")),
+        holds(
+            "E26", "12 tokens, right: a ValueError that names position 11 and the end, 8", _e26_names(long, "11", "8")
+        ),
+        below("E26", "width 8, 12 tokens for 16: error", worst(outcome(right, 16, 8, x), fits), 1e-12),
+    )
+
+
+def _e26_names(result: Any, *numbers: str) -> bool:
+    return isinstance(result, ValueError) and all(number in str(result) for number in numbers)
+
+
+E26 = Erratum(
+    id="E26",
+    kind="B",
+    where="note 002, lines 36 to 47, the buffer and the forward of PositionalEmbedding",
+    matter="an odd width or a long text fails with a message about something else",
+    printed="pe[pos, i+1] = ..., then x + pe[:, :seq_len]; the buffer (1, max_len, d) is said to be (batch_size, ..)",
+    right="refuse an odd width and a position beyond the table, with the number in the message",
+    why="Width 7 is an IndexError from inside a loop. Twelve tokens against nine rows is a RuntimeError about shapes,"
+    " as slicing past the end gives what there is and no error. The buffer has one row for every batch, not a batch.",
+    wrong_form=_e26_printed,
+    right_form=_e26_right,
+    prove=_e26,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- E27
+# The same mistakes on a class of three lines: a method that is indented by one space too many, a loop that feeds every
+# layer the same undefined thing, no norm, nothing returned.
+_E27_PRINTED = """\
+class Decoder:
+    def __init__(self, model):
+        self.model = model
+
+     def forward(self, tokens, positions, mask):
+        embedded = self.model.tok_embeddings(tokens)
+        turns = self.model.rope.rows(positions, len(positions))
+        for layer in self.model.layers:
+            output = layer(hidden, turns, causal, positions, None)
+"""
+_E27_RIGHT = """\
+class Decoder:
+    def __init__(self, model):
+        self.model = model
+
+    def forward(self, tokens, positions, mask):
+        hidden = self.model.tok_embeddings(tokens)  # (B, T, C)
+        turns = self.model.rope.rows(positions, len(positions))
+        for layer in self.model.layers:
+            hidden = layer(hidden, turns, mask, positions, None)
+        return self.model.norm(hidden)
+"""
+
+
+def _e27(wrong: str, right: str) -> Sequence[Check]:
+    model, tokens = small_model(), torch.tensor([[1, 5, 7, 9, 3]])
+    straight = wrong.replace("\n     def", "\n    def")
+    given = {"hidden": model.tok_embeddings(tokens), "causal": causal_mask(torch.arange(5), torch.arange(5))}
+    heard: list[Tensor] = []
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0])) for layer in model.layers]
+    supplied = _e27_run(straight, model, tokens, given)
+    for hook in hooks:
+        hook.remove()
+    truth = hidden_by_hand(model, [1, 5, 7, 9, 3])[None]  # (B, T, C)
+    return (
+        equal("E27", "the class as printed", name_of(_e27_run(wrong, model, tokens, {})), "IndentationError"),
+        equal("E27", "with the indentation mended", name_of(_e27_run(straight, model, tokens, {})), "NameError"),
+        equal("E27", "with the missing names supplied", name_of(supplied), "NoneType"),
+        equal("E27", "and then the second layer hears what the first heard: difference", worst(*heard[:2]), 0.0),
+        below("002-29 E27", "right form against numpy", worst(_e27_run(right, model, tokens, {}), truth), 1e-5),
+        below("E27", "the library against numpy", worst(model.hidden(tokens), truth), 1e-5),
+    )
+
+
+def _e27_run(source: str, model: Transformer, tokens: Tensor, given: dict[str, Tensor]) -> Any:
+    def run() -> Any:
+        names: dict[str, Any] = dict(given)
+        exec(compile(source, "the note", "exec"), names)
+        positions = torch.arange(tokens.shape[1])
+        return names["Decoder"](model).forward(tokens, positions, causal_mask(positions, positions))
+
+    return outcome(run)
+
+
+E27 = Erratum(
+    id="E27",
+    kind="A",
+    where="note 002, lines 171 to 219, the class LlamaModel",
+    matter="the model's forward does not run, and mended it would use no layer's output",
+    printed="forward is indented one space too deep; the loop calls layer(hidden_states, attention_mask=causal_mask), "
+    " two names that nothing sets, keeps nothing of what comes back, and the method ends there",
+    right="h = embed(tokens); for each layer h = layer(h, ..); return norm(h)",
+    why="Four mistakes behind one another: Python meets the indentation, then a NameError, then every layer hears the"
+    " embeddings, and in the end there is no norm and nothing is returned.",
+    wrong_form=_E27_PRINTED,
+    right_form=_E27_RIGHT,
+    prove=_e27,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- E28
+Step = Callable[[TransformerBlock, Tensor, tuple[Tensor, ...], Tensor, Tensor], Any]
+
+
+def _e28_printed(layer: TransformerBlock, h: Tensor, turns: tuple[Tensor, ...], mask: Tensor, at: Tensor) -> None:
+    residual = h  # noqa: F841  (kept, and never used: that is the mistake)
+    h = layer.attention_norm(h)
+    h = layer.attention(h, turns, mask, at, None)
+
+
+def _e28(wrong: Step, right: Step) -> Sequence[Check]:
+    model = small_model()
+    layer, at = cast(TransformerBlock, model.layers[0]), torch.arange(5)
+    h = torch.from_numpy(np.random.default_rng(28).standard_normal((1, 5, CONFIG.dim))).float()  # (B, T, C)
+    rest = model.rope.rows(at, 5), causal_mask(at, at), at
+    used = {form: _e28_used(layer, partial(form, layer, h, *rest)) for form in (wrong, right)}
+    truth = block_by_hand(model, 0, h[0].double().numpy())[None]
+    return (
+        equal("E28", "what comes back, as printed", name_of(wrong(layer, h, *rest)), "NoneType"),
+        equal("E28", "parts of the layer that run, as printed", used[wrong], "attention, attention_norm"),
+        equal(
+            "002-31 E28",
+            "parts of the layer that run, right",
+            used[right],
+            "attention, attention_norm, feed_forward, ffn_norm",
+        ),
+        below("E28", "right form against numpy", worst(right(layer, h, *rest), truth), 1e-5),
+    )
+
+
+def _e28_used(layer: TransformerBlock, call: Callable[[], Any]) -> str:
+    found: set[str] = set()
+    hooks = [
+        part.register_forward_pre_hook(lambda *_, name=name: found.add(name)) for name, part in layer.named_children()
+    ]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return ", ".join(sorted(found))
+
+
+E28 = Erratum(
+    id="E28",
+    kind="A",
+    where="note 002, lines 250 to 265, the class LlamaDecoderLayer",
+    matter="the layer saves its residual and never adds it, has no MLP and returns nothing",
+    printed="residual = h; h = input_layernorm(h); h, _ = self_attn(h, ..); and the method ends",
+    right="h = h + attention(norm1(h)); return h + mlp(norm2(h))",
+    why="Two of the four parts that __init__ makes are never called. Without the sum there is no residual stream, and"
+    " without the return the caller gets None.",
+    wrong_form=_e28_printed,
+    right_form=lambda layer, h, turns, mask, at: layer(h, turns, mask, at, None),
+    prove=_e28,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- E29
+Calls = Callable[[], Callable[[int], Array]]  # makes a new table: tokens of a call -> its frequencies
+_DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+
+
+def _e29_frequencies(tokens: int) -> Array:
+    return inverse_frequencies(8, 10000.0, _DYNAMIC, seq_len=tokens, max_seq_len=16)[0].double().numpy()
+
+
+class _Remembering:
+    """The rule of the printed class: grow when longer than ever before, go back when shorter than the original."""
+
+    def __init__(self) -> None:
+        self.original = self.cached = 16
+        self.now = self.first = _e29_frequencies(16)
+
+    def __call__(self, tokens: int) -> Array:
+        if tokens > self.cached:
+            self.now, self.cached = _e29_frequencies(tokens), tokens
+        if tokens < self.original and self.cached > self.original:
+            self.now, self.cached = self.first, self.original
+        return self.now
+
+
+def _e29(wrong: Calls, right: Calls) -> Sequence[Check]:
+    after = {form: _e29_after_forty(form) for form in (wrong, right)}
+    twenty_four = {form: worst(after[form][1], form()(24)) for form in (wrong, right)}
+    by_hand = frequencies(8, 10000 * (2 * 24 / 16 - 1) ** (8 / 6))
+    return (
+        equal("E29", "16 tokens after 40, as printed: slowest pair", float(after[wrong][0][-1]), 2.50e-4, 1e-6),
+        equal("E29", "24 tokens after 40, as printed: what the past changes", twenty_four[wrong], 0.0164, 1e-4),
+        equal("E29", "16 tokens after 40, right: slowest pair", float(after[right][0][-1]), 1.00e-3, 1e-6),
+        equal("002-18 E29", "24 tokens after 40, right: what the past changes", twenty_four[right], 0.0),
+        below("E29", "24 tokens, right, against numpy", worst(after[right][1], by_hand), 1e-7),
+    )
+
+
+def _e29_after_forty(form: Calls) -> tuple[Array, Array]:
+    """Frequencies for 16 tokens and for 24, each asked for after a text of 40."""
+    short, middle = form(), form()
+    short(40)
+    middle(40)
+    return short(16), middle(24)
+
+
+E29 = Erratum(
+    id="E29",
+    kind="A",
+    where="note 002, line 141, the reset of dynamic frequencies (Hugging Face's own code)",
+    matter="frequencies depend on the texts before, and exactly the original length is not reset",
+    printed="reset if seq_len < original and cached > original; else keep the largest length met so far",
+    right="no state: the frequencies are a function of the length of this text alone",
+    why="After a text of 40 a text of 16, the original length, keeps frequencies stretched 4 times; one of 24 gets"
+    " those of 40. The same prompt then gives other logits, depending on what ran before it.",
+    wrong_form=_Remembering,
+    right_form=lambda: _e29_frequencies,
+    prove=_e29,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- E30
+Cast = Callable[[int, torch.dtype], Array]  # (width of a head, dtype of the model) -> the frequencies it then uses
+
+
+class _AsBuffer(nn.Module):
+    """Frequencies as the printed class keeps them: a buffer, and a plain attribute beside it for the reset."""
+
+    inv_freq: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.from_numpy(frequencies(dim)).float(), persistent=False)
+        self.original_inv_freq = self.inv_freq
+
+
+def _e30_right(dim: int, dtype: torch.dtype) -> Array:
+    """Read off the turns by which a model of the library, cast to dtype, moves position 1."""
+    config = ModelConfig(
+        dim=8,
+        n_layers=1,
+        n_heads=1,
+        n_kv_heads=1,
+        head_dim=dim,
+        hidden_dim=8,
+        vocab_size=8,
+        norm_eps=1e-5,
+        max_seq_len=16,
+    )
+    model = small_model(config).to(dtype)
+    return torch.angle(model.rope.rows(torch.tensor([1]), 2)[0][0]).double().numpy()  # (D/2,)
+
+
+def _e30(wrong: Cast, right: Cast) -> Sequence[Check]:
+    w = frequencies(128)
+    cast, kept = wrong(128, torch.bfloat16), right(128, torch.bfloat16)
+    moved = _AsBuffer(8).to("meta")
+    return (
+        equal(
+            "E30",
+            "buffer after .to(bfloat16): largest relative error",
+            float(np.abs(cast / w - 1).max()),
+            0.00365,
+            1e-4,
+        ),
+        equal("E30", "the angle is then off at position 8191 by, rad", 8191 * worst(cast, w), 10.0, 0.1),
+        below("002-17 E30", "the library after .to(bfloat16): off at 8191 by, rad", 8191 * worst(kept, w), 0.01),
+        equal("E30", "after .to(another device) the buffer is on", moved.inv_freq.device.type, "meta"),
+        equal("E30", "and the copy that the reset puts back is on", moved.original_inv_freq.device.type, "cpu"),
+    )
+
+
+E30 = Erratum(
+    id="E30",
+    kind="B",
+    where="note 002, lines 124 and 125, how the frequencies are kept",
+    matter="a buffer is cast with the model, and its plain copy stays on the old device",
+    printed='register_buffer("inv_freq", inv_freq, persistent=False); self.original_inv_freq = self.inv_freq',
+    right="keep the frequencies in float32 whatever the model's dtype, and make what moves move together",
+    why="model.to(bfloat16) rounds the buffer by up to 0.4%, which at position 8191 is 10 radians. After a move the"
+    " reset would put a table of the old device into the module.",
+    wrong_form=lambda dim, dtype: _AsBuffer(dim).to(dtype).inv_freq.double().numpy(),
+    right_form=_e30_right,
+    prove=_e30,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- E31
+Placed = Callable[[Array, float], Array]  # (vector (D,), position) -> (D,)
+
+
+def _e31_right(x: Array, position: float) -> Array:
+    at = torch.tensor([position])
+    return measures.turn(torch.from_numpy(x)[None], at, measures.frequencies(x.shape[-1]))[0].numpy()
+
+
+def _e31(wrong: Placed, right: Placed) -> Sequence[Check]:
+    x = np.random.default_rng(31).standard_normal(8)
+    tripled = {form: float(np.linalg.norm(form(3 * x, 7) - 3 * form(x, 7))) for form in (wrong, right)}
+    longer = {form: abs(float(np.linalg.norm(form(x, 7)) - np.linalg.norm(x))) for form in (wrong, right)}
+    return (
+        equal("E31", "f(3q) - 3 f(q), added: its length, 2 sqrt(d/2)", tripled[wrong], 4.0, 1e-9),
+        above("E31", "length of q, added: change", longer[wrong], 0.1),
+        below("E31", "f(3q) - 3 f(q), turned", tripled[right], 1e-12),
+        below("000-25 E31", "length of q, turned: change", longer[right], 1e-12),
+        below("E31", "right form against numpy", worst(right(x, 7), turned(x[None], [7])[0]), 1e-6),
+    )
+
+
+E31 = Erratum(
+    id="E31",
+    kind="B",
+    where="note 002, line 270, on apply_rotary_pos_emb",
+    matter="RoPE is not added to q and k, it turns them",
+    printed="apply_rotary_pos_emb adds the position to q and k",
+    right="it multiplies them by a rotation: linear in q, and the length is kept",
+    why="Three times the query gives three times the turned query. With something added it does not, and the length"
+    " of the result then depends on the position.",
+    wrong_form=lambda x, position: x + sinusoid_table(int(position) + 1, len(x))[-1],
+    right_form=_e31_right,
+    prove=_e31,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- E32
+def _e32(wrong: Callable[[float], float], right: Callable[[float], float]) -> Sequence[Check]:
+    factor = 0.1 * math.log(4) + 1  # YaRN's, for s = 4
+    measured = _e32_measured()
+    return (
+        equal(
+            "E32", "attention_scaling of YaRN for factor 4", inverse_frequencies(16, scaling=_E32_YARN)[1], 1.1386, 1e-4
+        ),
+        above("E32", "logits 'scaled by it': error of the factor", abs(wrong(factor) - measured), 0.1),
+        equal("002-25 E32", "factor of the logits, measured", measured, 1.2965, 1e-4),
+        below("E32", "its square: error", abs(right(factor) - measured), 1e-5),
+    )
+
+
+_E32_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def _e32_measured() -> float:
+    """Logits with the attention factor of YaRN over logits without it, by the library."""
+    rng = np.random.default_rng(32)
+    q, k = (torch.from_numpy(rng.standard_normal((1, 6, 1, 16))).float() for _ in range(2))  # (B, T, H, D)
+    logits = []
+    for scaling in (_E32_YARN, {**_E32_YARN, "attention_factor": 1.0}):
+        turned_q, turned_k = rope.apply_rotary_emb(q, k, rope.precompute_freqs_cis(16, 6, 10000.0, scaling))
+        logits.append((turned_q[0, :, 0] @ turned_k[0, :, 0].T).double())  # (T, T)
+    return float((logits[0] * logits[1]).sum() / (logits[1] ** 2).sum())  # least squares
+
+
+E32 = Erratum(
+    id="E32",
+    kind="C",
+    where="note 002, line 162, on attention_scaling",
+    matter="multiplying cos and sin by a multiplies the logits by a squared",
+    printed="cos and sin are multiplied by attention_scaling, which is the same as scaling attention",
+    right="true, and the factor of the logits is its square, as it stands in q and in k",
+    why="YaRN's 1.1386 for factor 4 sharpens the logits by 1.2965. Who moves the factor to the softmax must square it.",
+    wrong_form=lambda scaling: scaling,
+    right_form=lambda scaling: scaling**2,
+    prove=_e32,
+    quiz=Quiz(
+        line="cos = cos * a; sin = sin * a scales the logits by a",
+        ask="by what the logits q . k are multiplied",
+        names={"a": Number("attention_scaling", 1.05, 2)},
+        truth=lambda a: float(np.dot(a * turned(np.ones((1, 4)), [5])[0], a * turned(np.ones((1, 4)), [5])[0]) / 4),
+        printed="a",
+        answer="a ** 2",
+    ),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- E52
+Mask = Callable[[Tensor], Tensor]  # positions (T,) -> who may look where (T, T)
+
+
+def _e52(wrong: Mask, right: Mask) -> Sequence[Check]:
+    rng = np.random.default_rng(52)
+    q, k = (torch.from_numpy(rng.standard_normal((1, 1, 5, 8))) for _ in range(2))  # (B, H, T, D)
+    rows = {form: reference_weights(q, k, form(torch.arange(5)))[0, 0] for form in (wrong, right)}
+    seen = [int((rows[right][m] > 0).sum()) for m in range(5)]
+    return (
+        equal(
+            "E52",
+            "first row over the 'other' keys: weights that are not a number",
+            int(rows[wrong][0].isnan().sum()),
+            5,
+        ),
+        equal("002-02 E52", "first row with its own key: weight on itself", float(rows[right][0, 0]), 1.0),
+        equal("E52", "keys that tokens 0 to 4 hear, right", ", ".join(map(str, seen)), "1, 2, 3, 4, 5"),
+        below("E52", "sums of the rows, right, less 1", worst(rows[right].sum(-1), torch.ones(5)), 1e-6),
+    )
+
+
+E52 = Erratum(
+    id="E52",
+    kind="B",
+    where="note 002, line 15, on the output o_m",
+    matter="q_m is also held against its own k_m, not only against the others",
+    printed="q_m and the other k_n each give an attention score",
+    right="q_m and all k_n up to n = m, its own among them",
+    why="Without its own key the first token of a decoder has no key at all: the softmax of nothing, which is NaN.",
+    wrong_form=lambda positions: positions[None, :] < positions[:, None],
+    right_form=lambda positions: causal_mask(positions, positions),
+    prove=_e52,
+    quiz=Quiz(
+        line="token m (from 0) of a decoder gets m scores, one of each token before it",
+        ask="the number of scores of token m",
+        names={"m": Number("token, counted from 0", 0, 30, 1)},
+        truth=lambda m: float(np.tril(np.ones((32, 32)))[int(m)].sum()),
+        printed="m",
+        answer="m + 1",
+    ),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- E54
+Update = Callable[[dict[str, Any], int], Array]  # (scaling, tokens) -> frequencies
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.0, 1.0, 1.0],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 16,
+}
+
+
+def _e54_printed(scaling: dict[str, Any], tokens: int) -> Array:
+    length = tokens if "dynamic" in scaling["rope_type"] else 16  # else the table of the beginning stays
+    return inverse_frequencies(8, 10000.0, scaling, seq_len=length, max_seq_len=16)[0].double().numpy()
+
+
+def _e54_right(scaling: dict[str, Any], tokens: int) -> Array:
+    """Read off the rows that the library's table gives for a text of that length."""
+    table = rope.Rope("complex", 8, 64, 10000.0, scaling, trained_len=16)
+    return torch.angle(table.rows(torch.tensor([1]), tokens)[0][0]).double().numpy()
+
+
+def _e54(wrong: Update, right: Update) -> Sequence[Check]:
+    short, long = frequencies(8), frequencies(8) / np.array([1, 2, 3, 4])
+    return (
+        below(
+            "E54",
+            "longrope, 40 tokens, as printed: distance to the short table",
+            worst(wrong(_LONGROPE, 40), short),
+            1e-7,
+        ),
+        above("E54", "and to the long table, which holds beyond 16", worst(wrong(_LONGROPE, 40), long), 0.04),
+        below(
+            "002-21 E54",
+            "longrope, 40 tokens, right: distance to the long table",
+            worst(right(_LONGROPE, 40), long),
+            1e-6,
+        ),
+        below(
+            "E54", "longrope, 16 tokens, right: distance to the short table", worst(right(_LONGROPE, 16), short), 1e-6
+        ),
+    )
+
+
+E54 = Erratum(
+    id="E54",
+    kind="B",
+    where="note 002, line 147, when frequencies are updated",
+    matter="longrope must switch its table by length too, not only dynamic",
+    printed='if "dynamic" in self.rope_type: update the frequencies',
+    right="update for every kind whose frequencies depend on the length: dynamic and longrope",
+    why="longrope has one list of divisors up to the trained length and another beyond it. By this line a text of 40"
+    " with an original length of 16 runs on the short list, without a word.",
+    wrong_form=_e54_printed,
+    right_form=_e54_right,
+    prove=_e54,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- OK8
+Rotated = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, freqs_cis) -> both, for the scores
+
+
+def _ok8_halves(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = torch.cat((freqs_cis.real,) * 2, -1), torch.cat((freqs_cis.imag,) * 2, -1)  # (T, D) each
+    return rope.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+
+
+def _ok8(tempting: Rotated, printed: Rotated) -> Sequence[Check]:
+    rng = np.random.default_rng(8)
+    q, k = rng.standard_normal((6, 8)), rng.standard_normal((6, 8))
+    truth = turned(q, np.arange(6)) @ turned(k, np.arange(6)).T  # adjacent pairs
+    xq, xk = (torch.from_numpy(x).float()[None, :, None] for x in (q, k))  # (B, T, H, D)
+    off = {}
+    for form in (tempting, printed):
+        out_q, out_k = form(xq, xk, rope.precompute_freqs_cis(8, 6))
+        off[form] = worst(out_q[0, :, 0] @ out_k[0, :, 0].T, truth)
+    return (
+        below("001-10 OK8", "cat and rotate_half on reordered entries against adjacent pairs", off[printed], 1e-5),
+        above("OK8", "the same without the reordering", off[tempting], 1.0),
+    )
+
+
+OK8 = Erratum(
+    id="OK8",
+    kind="OK",
+    where="note 002, lines 158 and 342, cat(freqs, freqs) and rotate_half",
+    matter="cat(freqs, freqs) with rotate_half is RoPE, on entries in another order",
+    printed="emb = cat((freqs, freqs), -1) and rotate_half(x) = cat((-x2, x1), -1), where the theory pairs neighbours",
+    right="as printed, for weights whose rows are in the half order (pair i is entries i and i + d/2)",
+    why="The scores are those of neighbouring pairs after one permutation. Without it they are not: the classic bug of"
+    " loading Meta's weights into Hugging Face's code, or the other way.",
+    wrong_form=_ok8_halves,
+    right_form=lambda q, k, freqs_cis: _ok8_halves(rope.interleaved_to_half(q), rope.interleaved_to_half(k), freqs_cis),
+    prove=_ok8,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ OK10
+Turn = Callable[[Tensor, Tensor], Tensor]  # (x (1, T, 1, D), angles (T, D/2)) -> turned x
+
+
+def _ok10_tempting(x: Tensor, angles: Tensor) -> Tensor:
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # (b, a): a swap is all one sees at first
+    cos, sin = angles.cos().repeat_interleave(2, -1), angles.sin().repeat_interleave(2, -1)  # (T, D) each
+    return x * cos[:, None] + swapped * sin[:, None]
+
+
+def _ok10_printed(x: Tensor, angles: Tensor) -> Tensor:
+    cos, sin = angles.cos().repeat_interleave(2, -1), angles.sin().repeat_interleave(2, -1)  # (T, D) each
+    return rope.apply_rotary_emb_elementwise(x, x, cos, sin)[0]
+
+
+def _ok10(tempting: Turn, printed: Turn) -> Sequence[Check]:
+    x = np.random.default_rng(10).standard_normal((6, 64))
+    angles = torch.outer(torch.arange(6.0), inverse_frequencies(64)[0])  # (T, D/2)
+    matrices = rope.rotation_matrix(angles.cos(), angles.sin()).double().numpy()  # (T, D, D)
+    by_matrix = np.einsum("tij,tj->ti", matrices, x)  # (T, D)
+    batch = torch.from_numpy(x).float()[None, :, None]  # (B, T, H, D)
+    return (
+        below("002-11 OK10", "element-wise form against R x", worst(printed(batch, angles)[0, :, 0], by_matrix), 1e-5),
+        above("OK10", "a swap without the sign against R x", worst(tempting(batch, angles)[0, :, 0], by_matrix), 1.0),
+        below("OK10", "R x against numpy", worst(by_matrix, turned(x, np.arange(6))), 1e-5),
+        equal("OK10", "share of R that is zero, d = 64", float((matrices[5] == 0).mean()), 0.969, 5e-4),
+    )
+
+
+OK10 = Erratum(
+    id="OK10",
+    kind="OK",
+    where="note 002, lines 92 and 97, the block-diagonal matrix and the element-wise form",
+    matter="the element-wise form is the block-diagonal matrix, with the zeros left out",
+    printed="R x = x * cos + (-x2, x1, -x4, x3, ..) * sin",
+    right="as printed: every row of R has two entries that are not zero",
+    why="At d = 64 the matrix is 96.9% zeros: 2d products do the work of d^2. The signs are the part that a plain swap"
+    " of neighbours would lose.",
+    wrong_form=_ok10_tempting,
+    right_form=_ok10_printed,
+    prove=_ok10,
+)
+
+
+ERRATA = (E24, E25, E26, E27, E28, E29, E30, E31, E32, E52, E54, OK8, OK10)

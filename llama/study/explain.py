@@ -1,0 +1,508 @@
+"""One token through one block, step by step: the equation, the numbers, the line of code, and a check of each.
+
+`reference` below is the whole block written out in numpy's float64. It shares nothing with the model but the weights,
+and goes its own way from the embedding to the end of the block; so the first step that fails is the one that is wrong.
+What the model computes is overheard while its own code runs, and the lines of that code are looked up by parsing the
+functions that ran: no number and no line is written down here.
+
+Letters: T tokens, H query heads, KV key/value heads, D head_dim, C model dim, F hidden_dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .. import attention, model, rope
+from ..config import ModelConfig
+from ..errors import UsageError
+from ..model import Transformer
+from .report import Check, Report, below
+
+Array = np.ndarray[Any, Any]
+
+# Small enough that its numbers fit on a screen; every size is another, so that no two shapes look alike by chance.
+TINY = ModelConfig(
+    dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, hidden_dim=12, vocab_size=256, max_seq_len=256
+)
+LONGEST = 256  # tokens; every step is kept, scores of all heads among them
+TOLERANCE = 1e-5  # of the largest number of a step: float32 loses about 1e-6 over a block
+
+
+def tiny_model(seed: int = 0) -> Transformer:
+    """A random model in float32 whose tokens are the 256 bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    net = Transformer(TINY).requires_grad_(False).eval()
+    for name, weight in net.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5)
+    return net
+
+
+# ------------------------------------------------------------------------------------ the block, in plain numpy
+def reference(h: Array, w: Mapping[str, Array], angles: Array, factor: float, config: ModelConfig) -> dict[str, Array]:
+    """Every step of a block from its input h (T, C) float64, by the papers' formulas; angles (T, D/2) radians."""
+    T, H, D, group = len(h), config.n_heads, config.head_dim, config.n_heads // config.n_kv_heads
+    cos, sin = factor * np.cos(angles), factor * np.sin(angles)  # (T, D/2)
+
+    def norm(x: Array, weight: Array) -> Array:  # RMSNorm, arXiv:1910.07467
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * weight
+
+    def project(x: Array, name: str) -> Array:
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def split(x: Array) -> Array:  # (T, heads * D) -> (heads, T, D)
+        return x.reshape(T, -1, D).swapaxes(0, 1)
+
+    def turn(x: Array) -> Array:  # RoPE, arXiv:2104.09864: entries 2i and 2i + 1 are a point in the plane
+        a, b = x[..., 0::2], x[..., 1::2]
+        return np.stack((a * cos - b * sin, a * sin + b * cos), -1).reshape(x.shape)
+
+    x = norm(h, w["attention_norm.weight"])  # (T, C)
+    q, k, v = (split(project(x, f"attention.{name}")) for name in ("wq", "wk", "wv"))  # (H, T, D), (KV, T, D) twice
+    turned_q, turned_k = turn(q), turn(k)
+    scores = turned_q @ np.repeat(turned_k, group, 0).swapaxes(1, 2) / np.sqrt(D)  # (H, T, T)
+    scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = weights / weights.sum(-1, keepdims=True)  # (H, T, T)
+    y = weights @ np.repeat(v, group, 0)  # (H, T, D)
+    o = project(y.swapaxes(0, 1).reshape(T, H * D), "attention.wo")  # (T, C)
+    a = h + o  # (T, C)
+    z = norm(a, w["ffn_norm.weight"])  # (T, C)
+    gate, up = project(z, "feed_forward.w_gate"), project(z, "feed_forward.w_up")  # (T, F)
+    f = project(gate / (1 + np.exp(-gate)) * up, "feed_forward.w_down")  # SwiGLU, arXiv:2002.05202: (T, C)
+    return {"x": x, "q": q, "k": k, "v": v, "q'": turned_q, "k'": turned_k, "s": scores, "p": weights, "y": y,
+            "o": o, "a": a, "z": z, "f": f, "h'": a + f}  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------- what the model computes
+class _Witness(TorchFunctionMode):
+    """Keeps what goes into softmax and what comes out."""
+
+    def __init__(self, seen: dict[str, Tensor]):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "softmax":
+            self.seen["s"], self.seen["p"] = args[0], out
+        return out
+
+
+@contextlib.contextmanager
+def _overheard(net: Transformer, layer: int) -> Iterator[dict[str, Tensor]]:
+    """What the modules of one block give in the next forward pass, by the letters of `reference`, with a batch axis.
+
+    Attention runs in its reference form, since the fused kernels keep scores and weights to themselves.
+    """
+    seen: dict[str, Tensor] = {}
+    block: Any = net.layers[layer]
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, inputs, output: seen.update({name: output})
+
+    def keep_input(name: str) -> Callable[..., None]:
+        return lambda module, inputs: seen.update({name: inputs[0]})
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        seen["q'"], seen["k'"] = q, k
+        with _Witness(seen):
+            y = attention.reference(q, k, v, mask)
+        seen["y"] = y
+        return y
+
+    outputs = {
+        "e": net.tok_embeddings,
+        "x": block.attention_norm,
+        "q": block.attention.wq,
+        "k": block.attention.wk,
+        "v": block.attention.wv,
+        "o": block.attention.wo,
+        "z": block.ffn_norm,
+        "f": block.feed_forward,
+        "h'": block,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, module in outputs.items():
+            stack.callback(module.register_forward_hook(keep(name)).remove)
+        stack.callback(block.register_forward_pre_hook(keep_input("h")).remove)
+        stack.callback(block.ffn_norm.register_forward_pre_hook(keep_input("a")).remove)
+        stack.callback(setattr, block.attention, "attend", block.attention.attend)
+        block.attention.attend = attend
+        yield seen
+
+
+def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Array]:
+    """What the model computes on a text, in the shapes of `reference`; heads in Meta's order of entries."""
+    with torch.inference_mode(), _overheard(net, layer) as seen:
+        net(torch.tensor([ids], device=net.tok_embeddings.weight.device))
+    for name in "qkv":
+        by_head = seen[name].unflatten(-1, (-1, net.config.head_dim)).transpose(1, 2)  # (1, heads, T, D)
+        half = net.rope.layout == "half" and name != "v"
+        seen[name] = rope.half_to_interleaved(by_head) if half else by_head
+    return {name: tensor[0].double().cpu().numpy() for name, tensor in seen.items()}
+
+
+def _weights_of(net: Transformer, layer: int) -> dict[str, Array]:
+    """The block's weights in float64; wq and wk in Meta's order of rows, which `reference` reads."""
+    found = {}
+    for name, weight in net.layers[layer].named_parameters():
+        rotated = name.startswith(("attention.wq", "attention.wk")) and net.rope.layout == "half"
+        plain = rope.to_interleaved_layout(weight, net.config.head_dim) if rotated else weight
+        found[name] = plain.double().cpu().numpy()
+    return found
+
+
+# --------------------------------------------------------------------------------------------- where it is written
+@dataclass(frozen=True)
+class Source:
+    """A line of the code that ran: the file as seen from the package's parent, the line's number, the line."""
+
+    file: str
+    line: int
+    text: str
+
+
+def find_source(function: Callable[..., Any], expression: str) -> Source | None:
+    """The line on which an expression begins in a function, found by parsing the function's source as it now is.
+
+    None where the function has no such expression any more, or no source.
+    """
+    wanted = ast.dump(ast.parse(expression, mode="eval").body)
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.expr) and ast.dump(node) == wanted:
+            path = Path(inspect.getsourcefile(function) or "")
+            package = Path(model.__file__).parent.parent
+            file = path.relative_to(package).as_posix() if path.is_relative_to(package) else path.name
+            return Source(file, first + node.lineno - 1, lines[node.lineno - 1].strip())
+    return None
+
+
+# form of the rotation -> the expression that turns
+TURNS = {
+    "complex": "q * turn",
+    "real": "(a * cos - b * sin, a * sin + b * cos)",
+    "half": "q.float() * cos + rotate_half(q.float()) * sin",
+    "elementwise": "xq.float() * cos + quarter_turn(xq.float()) * sin",
+    "matrix": "turn @ x.float().unsqueeze(-1)",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A step before it is run.
+
+    values   the letters of what it computes, as in `reference`, each with its shape in letters
+    given    letters that are shown before them and not compared
+    code     (function, expression in it) pairs: where the model does it
+    claim    id in docs/study/claims.md
+    """
+
+    name: str
+    equation: str
+    values: tuple[tuple[str, str], ...]
+    code: tuple[tuple[Callable[..., Any], str], ...]
+    claim: str
+    given: tuple[tuple[str, str], ...] = ()
+
+
+def recipes(form: str, apply: Callable[..., Any]) -> tuple[Recipe, ...]:
+    """The steps in order, for a rotation of rope.FORMS that `apply` does.
+
+    Functions are looked up now and not at import, so that what runs is what is quoted.
+    """
+    forward = model.Attention.forward
+    normed = "y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)"
+    return (
+        Recipe(
+            "embedding",
+            "e = the token's row of the embedding matrix, the input h of block 0",
+            (("e", "(T, C)"),),
+            ((model.Transformer.hidden, "self.tok_embeddings(tokens)"),),
+            "000-01",
+        ),
+        Recipe(
+            "RMSNorm",
+            "x = h / sqrt(mean(h²) + eps) · w_norm",
+            (("x", "(T, C)"),),
+            ((model.RMSNorm.forward, normed), (model.RMSNorm.forward, "y.type_as(x) * self.weight")),
+            "002-31",
+            given=(("h", "(T, C)"),),
+        ),
+        Recipe(
+            "projections",
+            "q = W_q x,  k = W_k x,  v = W_v x, cut into heads of D",
+            (("q", "(H, T, D)"), ("k", "(KV, T, D)"), ("v", "(KV, T, D)")),
+            tuple((forward, f"self.w{name}(x).unflatten(-1, (-1, self.head_dim))") for name in "qkv"),
+            "000-06",
+        ),
+        Recipe(
+            "RoPE",
+            "q'_j = q_j e^(i m w_j),  k'_j = k_j e^(i m w_j),  w_j = theta^(-2j/D): pair j at position m; v stays",
+            (("q'", "(H, T, D)"), ("k'", "(KV, T, D)")),
+            (
+                (rope.freqs_cis_at, "positions.unsqueeze(-1).float() * inv_freq"),
+                (forward, "self.rope.apply(q, k, *turns)"),
+                (apply if form != "half" else rope.apply_rotary_pos_emb, TURNS[form]),
+            ),
+            "000-31",
+        ),
+        Recipe(
+            "scores",
+            "s_mn = q'_m · k'_n / sqrt(D) for n <= m, else -inf; query head h reads key head h // (H / KV)",
+            (("s", "(H, T, T)"),),
+            (
+                (attention.reference_weights, "(q.float() @ k.float().transpose(-2, -1)) / q.shape[-1] ** 0.5"),
+                (attention.reference_weights, "scores.masked_fill(~mask, -torch.inf)"),
+            ),
+            "000-07",
+        ),
+        Recipe(
+            "softmax",
+            "p_mn = e^(s_mn) / sum over n of e^(s_mn)",
+            (("p", "(H, T, T)"),),
+            ((attention.reference_weights, "scores.softmax(dim=-1)"),),
+            "000-07",
+        ),
+        Recipe(
+            "weighted sum",
+            "y_m = sum over n of p_mn v_n",
+            (("y", "(H, T, D)"),),
+            ((attention.reference, "reference_weights(q, k, mask) @ v.float()"),),
+            "000-08",
+        ),
+        Recipe(
+            "output projection",
+            "o = W_o (y of all heads, side by side)",
+            (("o", "(T, C)"),),
+            ((forward, "self.wo(y.transpose(1, 2).flatten(-2))"),),
+            "002-40",
+        ),
+        Recipe(
+            "residual",
+            "a = h + o",
+            (("a", "(T, C)"),),
+            (
+                (
+                    model.TransformerBlock.forward,
+                    "h + self.attention(self.attention_norm(h), turns, mask, positions, cache)",
+                ),
+            ),
+            "002-31",
+        ),
+        Recipe(
+            "second RMSNorm",
+            "z = a / sqrt(mean(a²) + eps) · w_norm, with weights of its own",
+            (("z", "(T, C)"),),
+            ((model.TransformerBlock.forward, "self.ffn_norm(h)"), (model.RMSNorm.forward, normed)),
+            "002-31",
+        ),
+        Recipe(
+            "SwiGLU",
+            "f = W_down (silu(W_gate z) * W_up z),  silu(t) = t / (1 + e^(-t))",
+            (("f", "(T, C)"),),
+            ((model.FeedForward.forward, "self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))"),),
+            "003-04",
+        ),
+        Recipe(
+            "second residual",
+            "h' = a + f, the input of the next block",
+            (("h'", "(T, C)"),),
+            ((model.TransformerBlock.forward, "h + self.feed_forward(self.ffn_norm(h))"),),
+            "002-31",
+        ),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- all of it
+@dataclass(frozen=True)
+class Value:
+    """What a step computes: its letter, shape in letters and numbers, and what the chosen token has of it.
+
+    numbers  the token's own, of head 0 where there are heads; at most `SHOWN`
+    """
+
+    letter: str
+    letters: str
+    shape: tuple[int, ...]
+    numbers: list[float]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that ran; sources has None where the quoted expression is not in the code any more."""
+
+    recipe: Recipe
+    values: list[Value]
+    sources: list[Source | None]
+    check: Check
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All steps, and the report of their checks."""
+
+    steps: list[Step]
+    report: Report
+
+
+SHOWN = 8  # numbers of a row
+
+
+def explain(
+    net: Transformer,
+    ids: Sequence[int],
+    token: int | None = None,
+    layer: int = 0,
+    texts: Sequence[str] | None = None,
+    told: Mapping[str, Any] | None = None,
+) -> Explanation:
+    """Follow one token (the last, unless said) through one block of a float32 model.
+
+    texts are the tokens' texts; with `told` they go into the report's settings. Raises UsageError on a token or layer
+    that is not there, an empty or long text, or a model in another dtype.
+    """
+    config = net.config
+    if net.tok_embeddings.weight.dtype != torch.float32:
+        raise UsageError(f"explain compares in float32, this model is {net.tok_embeddings.weight.dtype}; load it so")
+    if not 1 <= len(ids) <= LONGEST:
+        raise UsageError(f"explain takes a text of 1 to {LONGEST} tokens, got {len(ids)}")
+    token = len(ids) - 1 if token is None else token
+    if not 0 <= token < len(ids):
+        raise UsageError(f"the text has tokens 0 to {len(ids) - 1}, got {token}")
+    if not 0 <= layer < config.n_layers:
+        raise UsageError(f"the model has layers 0 to {config.n_layers - 1}, got {layer}")
+    ours = _computed(net, ids, layer)
+    embedded = net.tok_embeddings.weight.double().cpu().numpy()[list(ids)]  # (T, C)
+    start = embedded if layer == 0 else ours["h"]
+    angles, factor = _angles(net, len(ids))
+    right = {"e": embedded, **reference(start, _weights_of(net, layer), angles, factor, config)}
+
+    steps = []
+    for recipe in recipes(net.rope.form, net.rope.apply):
+        apart = max(_apart(ours.get(letter), right[letter]) for letter, _ in recipe.values)
+        steps.append(
+            Step(
+                recipe,
+                [_value(letter, letters, ours.get(letter), token) for letter, letters in recipe.given + recipe.values],
+                [find_source(function, expression) for function, expression in recipe.code],
+                below(recipe.claim, f"{recipe.name}: largest difference, of the largest number", apart, TOLERANCE),
+            )
+        )
+    read = {} if texts is None else {"text": texts[token]}
+    sizes = {"T": len(ids), "C": config.dim, "H": config.n_heads, "KV": config.n_kv_heads, "D": config.head_dim}
+    sizes |= {"F": config.hidden_dim, "V": config.vocab_size}
+    settings = {**(told or {}), "layer": layer, "token": token, **read, **sizes}
+    says = ["each step is held against the same step in numpy's float64, which goes its own way from the start"]
+    if layer:
+        says.append(f"blocks 0 to {layer - 1} ran before; the comparison starts from what they gave")
+    if config.rope_scaling is not None:
+        says.append("the model's frequencies are scaled; the comparison takes w_j from the library")
+    checks = [step.check for step in steps]
+    return Explanation(steps, Report("explain", "what happens to one token in one block?", checks, (), says, settings))
+
+
+def _angles(net: Transformer, length: int) -> tuple[Array, float]:
+    """position * theta^(-2i/D), written out; under a scaling the frequencies are the library's: (T, D/2)."""
+    config, factor = net.config, 1.0
+    inv_freq: Array = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+    if config.rope_scaling is not None:
+        scaled, factor = net.rope.frequencies(length)
+        inv_freq = scaled.double().numpy()
+    return np.outer(np.arange(length), inv_freq), factor
+
+
+def _apart(ours: Array | None, right: Array) -> float:
+    """The largest difference in units of the largest number; infinite where ours was not seen or has another shape."""
+    if ours is None or ours.shape != right.shape:
+        return float("inf")
+    with np.errstate(invalid="ignore"):
+        difference = np.where(ours == right, 0.0, np.abs(ours - right))  # -inf on both sides is no difference
+    return float(difference.max() / (np.abs(right[np.isfinite(right)]).max() or 1.0))
+
+
+def _value(letter: str, letters: str, ours: Array | None, token: int) -> Value:
+    if ours is None:
+        return Value(letter, letters, (), [])
+    row = ours[0] if ours.ndim == 3 else ours  # head 0: (T, ..)
+    numbers = row[token][: token + 1] if letters.endswith("T)") else row[token]
+    return Value(letter, letters, ours.shape, numbers[:SHOWN].tolist())
+
+
+def text(explanation: Explanation) -> str:
+    """An explanation for a terminal."""
+    report = explanation.report
+    lines = [f"{report.topic}: {report.question}"]
+    lines.append("  " + ", ".join(f"{key} {show(value)}" for key, value in report.settings.items()))
+    lines += [f"  {line}" for line in report.says]
+    lines.append(f"  numbers are this token's, of head 0 where there are heads, at most {SHOWN} of a row")
+    for number, step in enumerate(explanation.steps, 1):
+        lines += ["", f"{number:>2} {step.recipe.name}: {step.recipe.equation}"]
+        for value in step.values:
+            numbers = " ".join(f"{x:.4f}" if abs(x) < 1e3 else f"{x:.4g}" for x in value.numbers)
+            more = " .." if _longer(value, report.settings["token"]) else ""
+            shape = "(" + ", ".join(map(str, value.shape)) + ")" if value.shape else "not seen"
+            lines.append(f"   {value.letter:<2} {value.letters} = {shape}: {numbers}{more}")
+        for source in step.sources:
+            lines.append(f"   {source.file}:{source.line}  {source.text}" if source else "   (the line was not found)")
+        word = "PASS" if step.check.passed else "FAIL"
+        lines.append(f"   {word}  {step.check.computed:.1e} apart, at most {step.check.expected:.0e} allowed")
+    count = sum(check.passed for check in report.checks)
+    lines += ["", f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)}"]
+    return "\n".join(lines) + "\n"
+
+
+def show(value: Any) -> str:
+    """A setting on one line; texts in quotes."""
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _longer(value: Value, token: int) -> bool:
+    return bool(value.shape) and (token + 1 if value.letters.endswith("T)") else value.shape[-1]) > len(value.numbers)
+
+
+def as_dict(explanation: Explanation) -> dict[str, Any]:
+    """An explanation as JSON has it: the report, and the steps with their numbers and lines."""
+    from .report import as_dict as report_as_dict
+    from .report import plain
+
+    steps = [
+        {
+            "name": step.recipe.name,
+            "equation": step.recipe.equation,
+            "values": [
+                {
+                    "letter": value.letter,
+                    "letters": value.letters,
+                    "shape": list(value.shape),
+                    "numbers": [plain(x) for x in value.numbers],
+                }
+                for value in step.values
+            ],
+            "sources": [
+                None if source is None else {"file": source.file, "line": source.line, "text": source.text}
+                for source in step.sources
+            ],
+            "difference": plain(step.check.computed),
+            "passed": step.check.passed,
+        }
+        for step in explanation.steps
+    ]
+    return {**report_as_dict(explanation.report), "steps": steps}

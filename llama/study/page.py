@@ -1,0 +1,178 @@
+"""The page about RoPE: one HTML file with controls and five pictures, which needs no network and no installation.
+
+Its parts lie in page/: rope.js for the numbers, view.js for the drawing, page.css, page.html. The numbers are
+computed in the browser, so the file carries what the library computes at some settings, and the page holds the two
+against each other each time it opens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..errors import UsageError
+from ..rope_scaling import inverse_frequencies
+from ..temporary import own_temporary, sweep
+
+METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
+# head_dim, base, trained length, stretch of the settings that the page checks itself at; the first are Llama 1 to 3.1
+CHECKED = (
+    (128, 10000.0, 2048, 4.0),
+    (128, 10000.0, 4096, 8.0),
+    (128, 500000.0, 8192, 8.0),
+    (64, 500000.0, 8192, 32.0),
+    (64, 10000.0, 1024, 1.0),
+    (8, 1000.0, 128, 1.5),
+    (80, 31415.9, 3000, 2.7),
+    (16, 10000000.0, 131072, 32.0),
+)
+WIDEST = 256  # entries of the page's fixed query and key; a narrower head takes the first of them
+
+
+def write(path: Path) -> int:
+    """Write the page to `path`; an existing file is replaced in one step. Returns its size in bytes.
+
+    Raises UsageError if the folder is missing or `path` is no file, OSError if it can't be written.
+    """
+    target = path.resolve()  # a link stays a link
+    if target.exists() and not target.is_file():
+        raise UsageError(f"{path} is no file; name one, rope.html for example")
+    if not target.parent.is_dir():
+        raise UsageError(f"{path}: {target.parent} is not a folder; make it first")
+    page = html().encode()
+    try:
+        sweep(target.parent, ".page")
+        with own_temporary(target.parent, ".page") as work:
+            place = work / target.name
+            place.write_bytes(page)
+            os.replace(place, target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return len(page)
+
+
+def html() -> str:
+    """The whole page. The same library gives the same bytes."""
+    data = json.dumps({"reference": reference(), **vectors()}, separators=(",", ":"), allow_nan=False)
+    parts = {
+        "page.css": part("page.css"),
+        "rope.js": part("rope.js"),
+        "view.js": part("view.js"),
+        "data": data.replace("<", "\\u003c"),  # nothing inside may end the script element
+        "version": __version__,
+        "waves.svg": _waves(),
+        "divisors.svg": _divisors(),
+    }
+    return re.sub(r"\{\{([\w.]+)\}\}", lambda match: parts[match[1]], part("page.html"))
+
+
+def part(name: str) -> str:
+    """A file of page/."""
+    return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")
+
+
+def scaling_of(method: str, stretch: float, trained: int) -> dict[str, Any] | None:
+    """The scaling behind a method of the page. dynamic has factor 1: it stretches by length / trained, no more."""
+    scaling: dict[str, dict[str, Any]] = {
+        "linear": {"factor": stretch},
+        "ntk": {"factor": stretch},
+        "dynamic": {"factor": 1.0},
+        "yarn": {"factor": stretch, "original_max_position_embeddings": trained},
+        "llama3": {
+            "factor": stretch,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": trained,
+        },
+    }
+    return {"rope_type": method, **scaling[method]} if method in scaling else None
+
+
+def reference() -> list[dict[str, Any]]:
+    """What the library computes for every method at CHECKED: one row a setting, invFreq (D/2) as float32 has it."""
+    rows = []
+    for dim, theta, trained, stretch in CHECKED:
+        for method in METHODS:
+            scaling, seq_len = scaling_of(method, stretch, trained), round(trained * stretch)
+            inv_freq, factor = inverse_frequencies(dim, theta, scaling, seq_len=seq_len, max_seq_len=trained)
+            rows.append(
+                {
+                    "dim": dim,
+                    "theta": theta,
+                    "scaling": scaling,
+                    "seqLen": seq_len,
+                    "maxSeqLen": trained,
+                    "factor": factor,
+                    "invFreq": [float(str(w)) for w in inv_freq.numpy()],  # the shortest digits that name the float32
+                }
+            )
+    return rows
+
+
+def vectors() -> dict[str, list[float]]:
+    """One query and one key (256,) of normal random numbers, the same each time, to three decimals."""
+    q, k = np.random.default_rng(0).standard_normal((2, WIDEST)).round(3).tolist()
+    return {"q": q, "k": k}
+
+
+# ---------------------------------------------------------------------- two pictures for a browser without JavaScript
+def _frequencies() -> dict[str, torch.Tensor]:
+    dim, theta, trained, stretch = CHECKED[0]
+    lengths = {"seq_len": round(trained * stretch), "max_seq_len": trained}
+    return {
+        method: inverse_frequencies(dim, theta, scaling_of(method, stretch, trained), **lengths)[0].double()
+        for method in METHODS
+    }
+
+
+def _waves() -> str:
+    curves = {name: (2 * math.pi / inv_freq).tolist() for name, inv_freq in _frequencies().items()}
+    shown = {"unscaled": curves["default"], "NTK-aware x4": curves["ntk"]}
+    return _picture("wavelength (tokens)", (4, 400000), (10, 100, 1000, 10000, 100000), shown)
+
+
+def _divisors() -> str:
+    inv_freq = _frequencies()
+    names = {"default": "none", "linear": "linear", "ntk": "ntk, dynamic", "yarn": "yarn", "llama3": "llama3"}
+    curves = {name: (inv_freq["default"] / inv_freq[method]).tolist() for method, name in names.items()}
+    return _picture("divisor", (0.93, 4.6), (1, 2, 4), curves)
+
+
+def _picture(
+    title: str, limits: tuple[float, float], ticks: Sequence[float], curves: Mapping[str, Sequence[float]]
+) -> str:
+    """Curves over the pair index on a logarithmic axis, each with its own dashes: an inline SVG, 640 x 300."""
+    left, right, top, bottom = 56, 500, 24, 260
+
+    def y(value: float) -> float:
+        return bottom - (bottom - top) * math.log(value / limits[0]) / math.log(limits[1] / limits[0])
+
+    parts = []
+    for tick in ticks:
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"></line>')
+        parts.append(f'<text x="{left - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:,}</text>')
+    for number, (name, values) in enumerate(curves.items()):
+        points = [(left + (right - left) * i / (len(values) - 1), y(value)) for i, value in enumerate(values)]
+        dashes = ("", "12 4", "6 4", "8 3 2 3", "3 3")[number]
+        coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline class="other" stroke-dasharray="{dashes}" points="{coordinates}"></polyline>')
+        row = top + 20 * number  # a key beside the picture: the curves end in one point
+        parts.append(f'<line class="other" stroke-dasharray="{dashes}" x1="512" x2="540" y1="{row}" y2="{row}"></line>')
+        parts.append(f'<text x="546" y="{row + 4}">{name}</text>')
+    parts.append(
+        f'<text x="8" y="12">{title}</text><text x="{right}" y="{bottom + 34}" text-anchor="end">pair i</text>'
+    )
+    parts += [
+        f'<text x="{left + (right - left) * i / 63:.1f}" y="{bottom + 18}" text-anchor="middle">{i}</text>'
+        for i in (0, 16, 32, 48, 63)
+    ]
+    return f'<svg viewBox="0 0 640 300" role="img" aria-label="{title} by pair">{"".join(parts)}</svg>'

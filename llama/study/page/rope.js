@@ -1,0 +1,341 @@
+/* The page's numbers: the formulas of llama/rope_scaling.py and llama/study/measures.py once more, in float64.
+
+   Pure functions without a browser, so that a test can run this file in V8 and hold it against the library. Names
+   follow Python's. A head of D numbers is D/2 pairs; pair i of a token at position m stands at  m * invFreq[i]  rad. */
+"use strict";
+
+const Rope = (() => {
+  const TURN = 2 * Math.PI;
+  const METHODS = ["default", "linear", "ntk", "dynamic", "yarn", "llama3"];
+
+  // ------------------------------------------------------------------------------------------ inverse frequencies
+  /** The finite number above 0 under `key`, or `otherwise` where there is none. */
+  function positive(scaling, key, otherwise) {
+    const value = scaling[key] ?? otherwise;
+    if (typeof value !== "number" || !(value > 0 && value < 1e300)) {
+      throw new RangeError(`rope scaling: ${key} must be a finite number above 0, got ${value}`);
+    }
+    return value;
+  }
+
+  function clamp(x, low, high) {
+    return Math.min(Math.max(x, low), high);
+  }
+
+  /** (theta * stretch)^(-2i/D) for each pair i. */
+  function plain(dim, theta, stretch = 1) {
+    if (!Number.isFinite(theta * stretch)) throw new RangeError("rope scaling: numbers out of range");
+    return Array.from({ length: dim / 2 }, (_, i) => Math.pow(theta * stretch, (-2 * i) / dim));
+  }
+
+  function trainedLength(scaling, at) {
+    return positive(scaling, "original_max_position_embeddings", at.maxSeqLen);
+  }
+
+  // One function a kind: (scaling, {dim, theta, seqLen, maxSeqLen}) -> {invFreq, attentionFactor}
+  const SCALINGS = {
+    default: (scaling, at) => ({ invFreq: plain(at.dim, at.theta), attentionFactor: 1 }),
+
+    linear(scaling, at) {
+      const factor = positive(scaling, "factor");
+      return { invFreq: plain(at.dim, at.theta).map((w) => w / factor), attentionFactor: 1 };
+    },
+
+    ntk(scaling, at) {
+      const stretch = Math.pow(positive(scaling, "factor"), at.dim / (at.dim - 2));
+      return { invFreq: plain(at.dim, at.theta, stretch), attentionFactor: 1 };
+    },
+
+    dynamic(scaling, at) {
+      const trained = at.maxSeqLen ? at.maxSeqLen : trainedLength(scaling, at);
+      const factor = positive(scaling, "factor");
+      const length = Math.max(at.seqLen ?? 0, trained);
+      const stretch = Math.pow((factor * length) / trained - (factor - 1), at.dim / (at.dim - 2));
+      return { invFreq: plain(at.dim, at.theta, stretch), attentionFactor: 1 };
+    },
+
+    yarn(scaling, at) {
+      const trained = trainedLength(scaling, at);
+      const factor = positive(scaling, "factor", at.maxSeqLen === undefined ? undefined : at.maxSeqLen / trained);
+      const pairThatTurns = (times) => (at.dim * Math.log(trained / (times * TURN))) / (2 * Math.log(at.theta));
+      let low = pairThatTurns(positive(scaling, "beta_fast", 32));
+      let high = pairThatTurns(positive(scaling, "beta_slow", 1));
+      if (scaling.truncate ?? true) {
+        [low, high] = [Math.floor(low), Math.ceil(high)];
+      }
+      [low, high] = [Math.max(low, 0), Math.min(high, at.dim - 1)];
+      const invFreq = plain(at.dim, at.theta).map((w, i) => {
+        const slow = clamp((i - low) / (high - low || 0.001), 0, 1); // 0 keep, 1 interpolate
+        return (1 - slow) * w + (slow * w) / factor;
+      });
+      const sharpness = (weight) => (factor <= 1 ? 1 : 0.1 * weight * Math.log(factor) + 1);
+      let attentionFactor = sharpness(1);
+      if (scaling.mscale && scaling.mscale_all_dim) {
+        attentionFactor = sharpness(positive(scaling, "mscale")) / sharpness(positive(scaling, "mscale_all_dim"));
+      }
+      return { invFreq, attentionFactor: positive(scaling, "attention_factor", attentionFactor) };
+    },
+
+    llama3(scaling, at) {
+      const factor = positive(scaling, "factor");
+      const trained = trainedLength(scaling, at);
+      const low = positive(scaling, "low_freq_factor");
+      const high = positive(scaling, "high_freq_factor");
+      if (low >= high) {
+        throw new RangeError(`rope scaling llama3: low_freq_factor ${low} must be below high_freq_factor ${high}`);
+      }
+      const invFreq = plain(at.dim, at.theta).map((w) => {
+        const keep = clamp(((trained * w) / TURN - low) / (high - low), 0, 1); // full turns in the old context
+        return keep * w + ((1 - keep) * w) / factor;
+      });
+      return { invFreq, attentionFactor: 1 };
+    },
+  };
+
+  /** Angle in radians that each pair turns per position, and the factor for cos and sin; as llama's function.
+
+      scaling is null or {rope_type, ...}; seqLen the length the frequencies are for, maxSeqLen the trained one.
+      Throws RangeError on what the library refuses. */
+  function inverseFrequencies(dim, theta, scaling = null, { seqLen, maxSeqLen } = {}) {
+    const kind = scaling ? scaling.rope_type : "default";
+    if (!Number.isInteger(dim) || dim < 2 || dim % 2 || dim > 65536) {
+      throw new RangeError(`RoPE rotates pairs, so dim must be even and from 2 to 65536; got ${dim}`);
+    }
+    if (typeof theta !== "number" || !(theta > 0 && theta <= 1e300)) {
+      throw new RangeError(`rope theta must be a finite number above 0, got ${theta}`);
+    }
+    if (!Object.hasOwn(SCALINGS, kind)) {
+      throw new RangeError(`unknown rope scaling ${kind}; known: ${Object.keys(SCALINGS).join(", ")}`);
+    }
+    if (dim === 2 && (kind === "ntk" || kind === "dynamic")) {
+      throw new RangeError(`rope scaling ${kind} stretches the base by factor^(D / (D - 2)), so D must be above 2`);
+    }
+    if (theta === 1 && kind === "yarn") {
+      throw new RangeError("rope scaling yarn divides by log(theta), so theta must not be 1");
+    }
+    const result = SCALINGS[kind](scaling || {}, { dim, theta, seqLen, maxSeqLen });
+    if (!result.invFreq.every(Number.isFinite)) {
+      throw new RangeError(`rope scaling ${kind} gives frequencies that are not finite`);
+    }
+    return result;
+  }
+
+  // ---------------------------------------------------------------------------------------------- what is measured
+  /** Positions after which each pair has made one full turn. */
+  const wavelengths = (invFreq) => invFreq.map((w) => TURN / w);
+
+  /** Full turns of each pair over positions 0 .. length - 1. */
+  const turnsPassed = (invFreq, length) => invFreq.map((w) => ((length - 1) * w) / TURN);
+
+  /** Radians of the circle that each pair passes over positions 0 .. length - 1, at most 2 pi. */
+  const seenArc = (invFreq, length) => invFreq.map((w) => Math.min((length - 1) * w, TURN));
+
+  /** What each frequency was divided by. */
+  const divisors = (before, after) => before.map((w, i) => w / after[i]);
+
+  /** Mean over pairs of cos(distance * invFreq): the score of q = k with equal parts in each pair. */
+  function meanCosine(invFreq, distance) {
+    return invFreq.reduce((sum, w) => sum + Math.cos(distance * w), 0) / invFreq.length;
+  }
+
+  /** x (D), entries 2i and 2i + 1 forming pair i, turned to `position` and multiplied by `factor`. */
+  function rotate(x, position, invFreq, factor = 1) {
+    return invFreq.flatMap((w, i) => {
+      const [a, b, cos, sin] = [x[2 * i], x[2 * i + 1], Math.cos(position * w), Math.sin(position * w)];
+      return [factor * (a * cos - b * sin), factor * (a * sin + b * cos)];
+    });
+  }
+
+  /** q . k / sqrt(D) with q turned to position m and k to position n: what attention takes the softmax of. */
+  function score(q, k, m, n, invFreq, factor = 1) {
+    const [turnedQ, turnedK] = [rotate(q, m, invFreq, factor), rotate(k, n, invFreq, factor)];
+    return turnedQ.reduce((sum, x, i) => sum + x * turnedK[i], 0) / Math.sqrt(2 * invFreq.length);
+  }
+
+  /** The score's parts by distance: score = sum over i of  along[i] cos(distance w_i) + across[i] sin(distance w_i). */
+  function scoreParts(q, k, pairs, factor = 1) {
+    const scale = (factor * factor) / Math.sqrt(2 * pairs);
+    const indices = Array.from({ length: pairs }, (_, i) => 2 * i);
+    return {
+      along: indices.map((i) => scale * (q[i] * k[i] + q[i + 1] * k[i + 1])),
+      across: indices.map((i) => scale * (q[i] * k[i + 1] - q[i + 1] * k[i])),
+    };
+  }
+
+  /** Both scores at one distance from one set of cosines; `out` is [mean cosine, score]. */
+  function scoresAt(distance, invFreq, parts, out) {
+    let [mean, dot] = [0, 0];
+    for (let i = 0; i < invFreq.length; i++) {
+      const cos = Math.cos(distance * invFreq[i]);
+      mean += cos;
+      dot += parts.along[i] * cos + parts.across[i] * Math.sin(distance * invFreq[i]);
+    }
+    out[0] = mean / invFreq.length;
+    out[1] = dot;
+    return out;
+  }
+
+  // --------------------------------------------------------------------------------------------- the page's settings
+  const START = { base: 10000, dim: 128, trained: 2048, stretch: 4, method: "ntk", m: 100, n: 88, pair: 41, shift: 1000, length: 8192 };
+  const NAMES = {
+    base: "base b",
+    dim: "head_dim d",
+    trained: "trained length L",
+    stretch: "stretch s",
+    length: "text so far t",
+    m: "query position m",
+    n: "key position n",
+    pair: "pair i",
+    shift: "shift both by",
+  };
+
+  /** Tokens that are wanted: s times the trained length. */
+  const wanted = (state) => Math.max(state.trained, Math.round(state.stretch * state.trained));
+
+  /** [smallest, largest, step] of a setting; step 0 stands for any number. */
+  function limits(name, state) {
+    return {
+      base: [1e3, 1e7, 0],
+      dim: [8, 256, 2],
+      trained: [128, 131072, 1],
+      stretch: [1, 32, 0],
+      length: [1, wanted(state), 1],
+      m: [0, wanted(state) - 1, 1],
+      n: [0, wanted(state) - 1, 1],
+      pair: [0, state.dim / 2 - 1, 1],
+      shift: [0, wanted(state) - 1, 1],
+    }[name];
+  }
+
+  /** What a field holds: {value}, or {error} in one sentence. */
+  function read(name, text, state) {
+    const [low, high, step] = limits(name, state);
+    const kind = step === 2 ? "an even whole number" : step === 1 ? "a whole number" : "a number";
+    const expected = `${NAMES[name]} must be ${kind} from ${low} to ${high}`;
+    const trimmed = String(text).trim();
+    if (trimmed === "") {
+      return { error: `${expected}; the field is empty` };
+    }
+    const value = Number(trimmed);
+    if (!/^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(trimmed) || !(value >= low && value <= high) || (step && value % step)) {
+      return { error: `${expected}; got ${trimmed.slice(0, 20)}` };
+    }
+    return { value };
+  }
+
+  /** The state after one change, with what depends on it brought back into range: n <= m < wanted, pair < D/2. */
+  function change(state, changes) {
+    const full = state.length === wanted(state) && !("length" in changes);
+    const next = { ...state, ...changes };
+    const end = wanted(next);
+    next.pair = Math.min(next.pair, next.dim / 2 - 1);
+    next.shift = Math.min(next.shift, end - 1);
+    next.length = full ? end : Math.min(next.length, end); // a full text stays full
+    const last = next.method === "dynamic" && "length" in changes ? next.length - 1 : end - 1;
+    [next.m, next.n] = [Math.min(next.m, last), Math.min(next.n, last)];
+    if (next.n > next.m) {
+      // a token sees itself and earlier ones; the one that was moved pushes the other
+      if ("n" in changes && !("m" in changes)) next.m = next.n;
+      else next.n = next.m;
+    }
+    if (next.method === "dynamic") next.length = Math.max(next.length, next.m + 1); // a text holds its tokens
+    return next;
+  }
+
+  /** The scaling as a config holds it. dynamic with factor 1 stretches by exactly length / trained. */
+  function scalingOf(method, stretch, trained) {
+    return {
+      default: null,
+      linear: { rope_type: "linear", factor: stretch },
+      ntk: { rope_type: "ntk", factor: stretch },
+      dynamic: { rope_type: "dynamic", factor: 1 },
+      yarn: { rope_type: "yarn", factor: stretch, original_max_position_embeddings: trained },
+      llama3: {
+        rope_type: "llama3",
+        factor: stretch,
+        low_freq_factor: 1,
+        high_freq_factor: 4,
+        original_max_position_embeddings: trained,
+      },
+    }[method];
+  }
+
+  /** Everything per pair that the pictures draw, for one method; lengths in tokens, angles in radians. */
+  function pairs(state, method = state.method) {
+    const lengths = { seqLen: state.length, maxSeqLen: state.trained };
+    const before = inverseFrequencies(state.dim, state.base).invFreq;
+    const scaling = scalingOf(method, state.stretch, state.trained);
+    const { invFreq, attentionFactor } = inverseFrequencies(state.dim, state.base, scaling, lengths);
+    // dynamic's frequencies are those of a text of state.length tokens: no position beyond it is met with them
+    const end = method === "dynamic" ? Math.max(state.length, state.trained) : wanted(state);
+    const waves = wavelengths(before);
+    return {
+      before,
+      invFreq,
+      attentionFactor,
+      end,
+      divisors: divisors(before, invFreq),
+      waves,
+      wavesAfter: wavelengths(invFreq),
+      seen: seenArc(before, state.trained),
+      met: seenArc(invFreq, end),
+      turnsSeen: turnsPassed(before, state.trained),
+      turnsMet: turnsPassed(invFreq, end),
+      // no full turn in training, and the end of the text lies further than one token beyond what was seen
+      unfinished: waves.map((wave) => wave > state.trained),
+      beyond: before.map((w, i) => waves[i] > state.trained && (end - 1) * invFreq[i] > state.trained * w * (1 + 1e-12)),
+    };
+  }
+
+  /** A setting as the part of an address behind #. */
+  const toHash = (state) =>
+    Object.keys(START)
+      .filter((key) => key !== "length" || state.length !== wanted(state)) // a full text goes without saying
+      .map((key) => `${key}=${state[key]}`)
+      .join("&");
+
+  /** The setting that an address asks for, from `start`; what can't be read is left as it was and listed. */
+  function fromHash(hash, start = START) {
+    const asked = Object.fromEntries(
+      hash
+        .replace(/^#/, "")
+        .split("&")
+        .filter(Boolean)
+        .map((part) => [part.split("=")[0], part.split("=").slice(1).join("=")]),
+    );
+    const ignored = Object.keys(asked).filter((key) => !Object.hasOwn(START, key));
+    let state = { ...start };
+    if (METHODS.includes(asked.method)) state.method = asked.method;
+    else if ("method" in asked) ignored.push("method");
+    for (const key of Object.keys(NAMES)) {
+      // in the order of NAMES: the range of a later one hangs on earlier ones
+      const { value, error } = key in asked ? read(key, asked[key], state) : {};
+      if (error) ignored.push(key);
+      if (value !== undefined) state = change(state, key === "n" && asked.m ? { m: state.m, n: value } : { [key]: value });
+    }
+    return { state, ignored };
+  }
+
+  // ------------------------------------------------------------------------------------------------- the self-check
+  /** Hold the formulas above against the library's numbers: rows {dim, theta, scaling, seqLen, maxSeqLen, factor, invFreq}.
+
+      Returns {settings, worst, agrees}: the largest relative difference. The library rounds to float32: about 6e-8. */
+  function selfCheck(rows, tolerance = 1e-6) {
+    let worst = 0;
+    for (const row of rows) {
+      const lengths = { seqLen: row.seqLen ?? undefined, maxSeqLen: row.maxSeqLen ?? undefined };
+      const { invFreq, attentionFactor } = inverseFrequencies(row.dim, row.theta, row.scaling, lengths);
+      const off = (ours, theirs) => Math.abs(ours - theirs) / Math.abs(theirs);
+      const differences = [off(attentionFactor, row.factor), ...row.invFreq.map((w, i) => off(invFreq[i], Math.fround(w)))];
+      worst = row.invFreq.length === invFreq.length ? Math.max(worst, ...differences) : Infinity; // NaN stays NaN
+      if (!(worst <= tolerance)) break;
+    }
+    return { settings: rows.length, worst, agrees: rows.length > 0 && worst <= tolerance };
+  }
+
+  return {
+    TURN, METHODS, START, NAMES,
+    inverseFrequencies, scalingOf, wavelengths, turnsPassed, seenArc, divisors, meanCosine, rotate, score, scoreParts,
+    scoresAt, pairs, wanted, limits, read, change, toHash, fromHash, selfCheck,
+  };
+})();

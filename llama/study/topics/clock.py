@@ -1,0 +1,184 @@
+"""The clock: a 12-hour clock as RoPE of three pairs, and what three ways to make it last longer do to its hands."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..figure import Data, Figure
+from ..measures import frequencies, wavelengths
+from ..report import Report, Table, equal
+from ..stretch import number
+from .base import Topic
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+HANDS = ("second", "minute", "hour")
+BASE = 60.0**3  # of three pairs whose periods are 60 apart: 1, 60, 3600 times the first
+CLOCK = [
+    1.0,
+    1.0,
+    0.2,
+]  # divisors that make a clock of it: its hour hand is 12 times slower than its minute hand, not 60
+NOTE = (1.0, 1.5, 2.0)  # by how much the notes slow a hand against the one before it
+NOW = 10 * 3600 + 8 * 60 + 42  # the time that the figure shows, seconds
+
+
+def report(factor: float = 3.0) -> Report:
+    """Periods of the hands now, under PI, under NTK-aware, and as the notes have it for a factor of 3."""
+    number("factor", factor, 1, 1024)
+    now, stretched = _now(), _stretched(factor)
+    pi, ntk = stretched["PI"], stretched["NTK-aware"]
+    note = _notes()
+    table = Table(
+        "seconds until a hand is back, and how many times as long as now",
+        ("hand", "now", "PI", "", "NTK-aware", "", "the notes, s = 3", ""),
+        [
+            (hand, now[i], *(cell for way in (pi, ntk, note) for cell in (way[i], f"x {way[i] / now[i]:.4g}")))
+            for i, hand in enumerate(HANDS)
+        ],
+    )
+    pinned = factor == 3
+    last, step = 43200 * factor, 360 / pi[0]
+    base60, base216000 = (", ".join(f"{x:.0f}" for x in _seconds(frequencies(6, base))) for base in (60.0, BASE))
+    return Report(
+        "clock",
+        "what do the ways to stretch a context do to the hands of a clock?",
+        settings={"factor": factor},
+        says=(
+            "three hands are three pairs, D = 6; a position is a second, the trained context has 43,200. To tell s",
+            "times as many apart, PI slows all hands s times, so that the second hand hardly moves. NTK-aware keeps it",
+            "and slows only the last hand s times. A clock is no RoPE: its periods grow by 60 and then by 12 (E17).",
+        ),
+        tables=(table,),
+        checks=(
+            equal("001-26 OK11", "seconds that the clock tells apart", now[2], float(60 * 60 * 12), 0.01),
+            equal("001-28 OK11", "the same on the notes' slower clock", note[2], 60.0 * (60 * 1.5) * (2 * 12), 0.03),
+            equal("001-27", "PI: degrees a second of the second hand", step, 2.0 if pinned else 6 / factor, 1e-5),
+            equal("001-27", "NTK-aware: the same", 360 / ntk[0], 6.0, 1e-5),
+            equal("001-27", "PI: the minute hand's period, times", pi[1] / now[1], factor, 1e-6 * factor),
+            # s^(2i/(D-2)) with i = 1, D = 6
+            equal("E18", "NTK-aware: the same", ntk[1] / now[1], 1.732 if pinned else math.sqrt(factor), 1e-4 * factor),
+            equal("E18", "the notes: the hour hand's period, times (not 2)", note[2] / now[2], 3.0, 1e-5),
+            equal("001-30", "NTK-aware: the hour hand's period", ntk[2], last, 1e-6 * last),
+            equal("001-18", "PI: the hour hand's period", pi[2], last, 1e-6 * last),
+            equal("E17", "RoPE of base 60, D = 6: periods", base60, "60, 235, 920"),
+            equal("E17", "of base 60^3 = 216,000", base216000, "60, 3600, 216000"),
+        ),
+    )  # fmt: skip
+
+
+def _seconds(inv_freq: torch.Tensor) -> list[float]:
+    """Periods of three pairs in seconds: (3,), where pair 0 takes 60 for a turn."""
+    return [float(x) for x in wavelengths(inv_freq) * 60 / (2 * math.pi)]
+
+
+def _now() -> list[float]:
+    return _seconds(frequencies(6, BASE, {"rope_type": "divisors", "divisors": CLOCK}))
+
+
+def _notes() -> list[float]:
+    """The notes' slower clock, in seconds: each hand is slowed against the one before it, so the factors multiply."""
+    slower = [float(divisor) for divisor in np.array(CLOCK) * np.cumprod(NOTE)]
+    return _seconds(frequencies(6, BASE, {"rope_type": "divisors", "divisors": slower}))
+
+
+def _stretched(factor: float) -> dict[str, list[float]]:
+    """Periods of the clock in seconds, by method: what the library divides RoPE's pairs by, the hands are slowed by."""
+    plain = frequencies(6, BASE)
+    ways = {"PI": "linear", "NTK-aware": "ntk"}
+    return {
+        name: [
+            period * float(divisor)
+            for period, divisor in zip(
+                _now(), plain / frequencies(6, BASE, {"rope_type": kind, "factor": factor}), strict=True
+            )
+        ]
+        for name, kind in ways.items()
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ figure: clock
+PANELS = ("now", "PI", "NTK-aware")
+
+
+def clock_data(factor: float = 3.0) -> Data:
+    """clock, hand; period (seconds); times as long as now; angle at the time shown and step a second, in degrees."""
+    number("factor", factor, 1, 1024)
+    now = np.array(_now())  # (3,) seconds
+    periods = {"now": now} | {name: np.array(period) for name, period in _stretched(factor).items()}
+    if factor == 3:
+        periods["the notes"] = np.array(_notes())
+    stacked = np.concatenate(list(periods.values()))
+    return {
+        "clock": np.repeat(list(periods), len(HANDS)),
+        "hand": np.tile(HANDS, len(periods)),
+        "period": stacked,
+        "times": stacked / np.tile(now, len(periods)),
+        "angle": 360 * (NOW / stacked % 1),
+        "step": 360 / stacked,
+    }
+
+
+def clock_draw(data: Data, canvas: Canvas) -> None:
+    """Three clocks at the same second, and the periods of their hands below."""
+    grid = canvas.add_gridspec(2, 3, height_ratios=(3, 1.25))
+    for column, name in enumerate(PANELS):
+        _face(canvas.add_subplot(grid[0, column]), data, name)
+    axes = canvas.add_subplot(grid[1, :])
+    axes.set_axis_off()
+    clocks = list(dict.fromkeys(data["clock"]))
+    cells = []
+    for name in clocks:
+        rows = data["clock"] == name
+        periods = zip(data["period"][rows], data["times"][rows], strict=True)
+        cells.append([name, *(f"{period:,.0f} s  (x {times:.4g})" for period, times in periods)])
+    table = axes.table(cells, colLabels=["periods", *HANDS], loc="center", cellLoc="center", edges="horizontal")
+    table.auto_set_font_size(False)
+    table.set_fontsize(9)
+
+
+def _face(axes: Axes, data: Data, name: str) -> None:
+    widths = {"hour": (0.5, 4.0), "minute": (0.8, 2.2), "second": (0.92, 0.9)}  # length, points
+    for hour in range(12):
+        x, y = _point(hour * 30)
+        axes.plot([0.94 * x, x], [0.94 * y, y], color="#666666", linewidth=1)
+    axes.plot(*np.array([_point(a) for a in range(361)]).T, color="#666666", linewidth=0.8)
+    for hand, (length, width) in widths.items():
+        row = (data["clock"] == name) & (data["hand"] == hand)
+        x, y = _point(float(data["angle"][row][0]))
+        axes.plot([0, length * x], [0, length * y], color="#000000", linewidth=width, solid_capstyle="round")
+    second = (data["clock"] == name) & (data["hand"] == "second")
+    angle, step = float(data["angle"][second][0]), float(data["step"][second][0])
+    for later in range(1, 6):  # where the second hand stands in the next five seconds
+        x, y = _point(angle + later * step)
+        axes.plot([0.92 * x], [0.92 * y], marker="o", markersize=2.5, color="#b2182b")
+    axes.set(xlim=(-1.08, 1.08), ylim=(-1.08, 1.08), aspect="equal")
+    axes.set_axis_off()
+    axes.set_title(f"{name}\nsecond hand: {step:.3g} degrees a second")
+
+
+def _point(degrees: float) -> tuple[float, float]:
+    """On the circle of radius 1, clockwise from the top."""
+    return math.sin(math.radians(degrees)), math.cos(math.radians(degrees))
+
+
+TOPIC = Topic(
+    report,
+    figures=(
+        Figure(
+            "clock",
+            "The same second on three clocks; dots: the second hand in the next five seconds. PI slows every hand and"
+            " crowds the dots; NTK-aware keeps the second hand and gives the whole factor to the hour hand only. The"
+            " notes' clock is slowed by 1, 1.5 and 3, not by 1, 1.5 and 2 (001-26, 001-27, 001-28, E18).",
+            clock_data,
+            clock_draw,
+            size=(7.0, 4.6),
+        ),
+    ),
+)

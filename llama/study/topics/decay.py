@@ -1,0 +1,200 @@
+"""Decay: what distance does to a score, and what it does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ... import rope
+from ...errors import UsageError
+from .. import formulas
+from ..figure import LINES, Data, Figure
+from ..measures import decay_bound, frequencies, mean_cosine
+from ..report import Report, Table, below, equal
+from ..stretch import number, whole
+from .base import Topic
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+SPREAD = (1, 50, 100)  # the base, and two larger ones: 1e4, 5e5 (Llama 3), 1e6
+ENTRIES = 2**21  # head_dim times distances: the bound is computed at every distance
+
+
+def _bases(head_dim: int, theta: float, context: int) -> list[float]:
+    """The bases compared. Raises UsageError on settings that the topic cannot take."""
+    whole("head_dim", head_dim, 4, 1024)
+    if head_dim % 2:
+        raise UsageError(f"head_dim must be even, since RoPE turns pairs of entries; got {head_dim}")
+    number("theta", theta, 100, 1e10)
+    whole("context", context, 16, ENTRIES // head_dim)
+    return [theta * times for times in SPREAD]
+
+
+def _built_for(context: int) -> int:
+    """The distance for which the key of the example is built."""
+    return min(500, context // 2)
+
+
+def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> Report:
+    """RoFormer's bound by distance for three bases, and a key that scores best far away."""
+    bases = _bases(head_dim, theta, context)
+    pinned = (head_dim, theta, context) == (128, 10000.0, 4096)
+    distances = torch.arange(context + 1)
+    bounds = [decay_bound(frequencies(head_dim, base), distances) for base in bases]  # (context + 1,) each
+    right = [_bound(head_dim, base, context) for base in bases]
+    built = _built_for(context)
+    key = mean_cosine(frequencies(head_dim, theta), distances - built)  # (context + 1,)
+
+    shown = sorted({0, 1, context, *(4**k for k in range(1, 9) if 4**k < context), built, 2 * built})
+    table = Table(
+        f"mean of the {head_dim // 2} partial sums, and the score of a key built for distance {built}",
+        ("distance", *(f"base {base:g}" for base in bases), "built key"),
+        [(d, *(float(bound[d]) for bound in bounds), float(key[d])) for d in shown if d <= context],
+    )
+    means = [float(bound[1:].mean()) for bound in bounds]
+    halves = [int(torch.nonzero(bound < bound[0] / 2).flatten()[:1].sum()) for bound in bounds]  # 0: never
+    rises = int((bounds[0][1:] > bounds[0][:-1]).sum())
+    # a float32 frequency is right to 2^-24 of itself, so an angle is too; a sum of turns is off by all of them at most
+    rounding = context * 2.0**-24 * float(formulas.frequencies(head_dim, bases[2]).sum()) + 1e-9
+    slowest = [float(frequencies(head_dim, base)[-1]) for base in bases]
+    right_slowest = (1.15e-4, 0, 1.24e-6) if pinned else [base ** (-(head_dim - 2) / head_dim) for base in bases]
+    apart, over = _random_scores(head_dim, theta, context)
+    return Report(
+        "decay",
+        "do far tokens count less?",
+        settings={"head_dim": head_dim, "theta": theta, "context": context},
+        says=(
+            "RoFormer bounds a score by the mean of |S_j|; S_j sums e^(i distance w) over the first j pairs. The bound",
+            "falls with distance, more slowly for a larger base, and rises at about every second step. No score need",
+            "follow it: a key turned back by n scores best at distance n. What decays is a bound, not attention.",
+        ),
+        tables=(table,),
+        checks=(
+            *(
+                equal("001-14", f"mean bound over 1 .. {context:,}, base {base:g}", mean, expected, tolerance)
+                for base, mean, expected, tolerance in zip(
+                    bases,
+                    means,
+                    (5.59, 8.56, 9.17) if pinned else [float(bound[1:].mean()) for bound in right],
+                    [0.005 if pinned else rounding] * 3,
+                    strict=True,
+                )
+            ),
+            equal(
+                "001-14",
+                "first distance below half, by base",
+                ", ".join(map(str, halves)),
+                "16, 34, 35" if pinned else ", ".join(str(int((bound < bound[0] / 2).argmax())) for bound in right),
+            ),
+            *(
+                equal("E15", f"slowest frequency, base {bases[i]:g}", slowest[i], right_slowest[i], 0.005 * slowest[i])
+                for i in (0, 2)
+            ),
+            equal(
+                "E15b",
+                f"rises of the bound in {context:,} steps, base {theta:g}",
+                rises,
+                2020 if pinned else int((np.diff(right[0]) > 0).sum()),
+                0 if pinned else 2 + context // 500,
+            ),
+            below("001-14", "all bounds against float64, largest error", _apart(bounds, right), rounding),
+            equal("E15b", "the built key scores best at distance", int(key.argmax()), built),
+            equal(
+                "E15b",
+                f"its score at 0, over that at {built}",
+                float(key[0] / key[built]),
+                float(np.cos(built * formulas.frequencies(head_dim, theta)).mean()),
+                1e-4,
+            ),
+            below("001-15", "rotated q . k less Re sum q conj(k) e^(i(m-n)w)", apart, 1e-3 * head_dim**0.5),
+            below("001-12", "random q, k: largest score over its bound", over, 1.0),
+        ),
+    )  # fmt: skip
+
+
+def _bound(head_dim: int, base: float, context: int) -> formulas.Array:
+    """RoFormer's section 3.4.3 in numpy: the mean over j of |S_j| at distances 0 .. context."""
+    total = np.zeros(context + 1, dtype=np.complex128)
+    sizes = np.zeros(context + 1)
+    for frequency in formulas.frequencies(head_dim, base):
+        total += np.exp(1j * frequency * np.arange(context + 1))
+        sizes += np.abs(total)
+    return sizes / (head_dim // 2)
+
+
+def _random_scores(head_dim: int, theta: float, context: int) -> tuple[float, float]:
+    """Scores of one random query and key at 64 distances: the library's less the formula's; and over their bound.
+
+    Summation by parts gives |score| <= max |h_(i+1) - h_i| * sum |S_j| with h_i = q_i conj(k_i), h_(D/2) = 0.
+    """
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, head_dim))
+    at = np.unique(np.geomspace(1, min(context, 4096), 64).round()).astype(int)  # (n,) distances
+    rows = rope.precompute_freqs_cis(head_dim, int(at.max()) + 1, theta)[torch.as_tensor(at)]  # (n, D/2)
+    queries = torch.as_tensor(q, dtype=torch.float32).expand(1, len(at), 1, head_dim)  # (1, n, 1, D) at m = distance
+    turned, _ = rope.apply_rotary_emb(queries, queries, rows)
+    scores = (turned[0, :, 0].double() * torch.as_tensor(k, dtype=torch.float32)).sum(-1)  # (n,): the key at n = 0
+    h = (q[0::2] + 1j * q[1::2]) * (k[0::2] - 1j * k[1::2])  # (D/2,)
+    by_formula = (h * np.exp(1j * np.outer(at, formulas.frequencies(head_dim, theta)))).sum(-1).real  # (n,)
+    step = np.abs(np.diff(np.append(h, 0))).max()
+    bound = step * _bound(head_dim, theta, int(at.max()))[at] * (head_dim // 2)
+    return _apart([scores], [by_formula]), float((np.abs(scores.numpy()) / bound).max())
+
+
+def _apart(ours: list[torch.Tensor], right: list[formulas.Array]) -> float:
+    return max(float(np.abs(a.numpy() - b).max()) for a, b in zip(ours, right, strict=True))
+
+
+def decay_data(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> Data:
+    """line, distance (tokens), value: the bound over its value at 0; the key's score over its best.
+
+    A point of a bound is its mean over a bin of distances, 60 bins on the log axis: its small rises would hide it.
+    """
+    bases = _bases(head_dim, theta, context)
+    built = _built_for(context)
+    edges = np.unique(np.geomspace(1, context + 1, 61).round().astype(int))  # (bins + 1,)
+    middle = np.sqrt(edges[:-1] * (edges[1:] - 1))  # (bins,) tokens
+    near = np.arange(max(built - 50, 1), min(built + 50, context))  # the peak is a few tokens wide
+    at = np.unique(np.concatenate((np.geomspace(1, context, 300).round().astype(int), near)))
+    names, distances, values = [], [], []
+    for base in bases:
+        bound = decay_bound(frequencies(head_dim, base), torch.arange(context + 1)).numpy()
+        names += [f"bound, base {base:g}"] * len(middle)
+        distances.append(middle)
+        values.append(np.add.reduceat(bound, edges[:-1]) / np.diff(edges) / bound[0])
+    names += [f"a key built for {built}"] * len(at)
+    distances.append(at)
+    values.append(mean_cosine(frequencies(head_dim, theta), torch.as_tensor(at) - built).numpy())
+    return {"line": np.array(names), "distance": np.concatenate(distances), "value": np.concatenate(values)}
+
+
+def decay_draw(data: Data, canvas: Canvas) -> None:
+    """Value over distance (log): three bounds, and thin the key."""
+    axes = canvas.subplots()
+    names = list(dict.fromkeys(data["line"]))
+    for number_, name in enumerate(names):
+        rows = data["line"] == name
+        style = {"color": "#555555", "linewidth": 0.7} if name == names[-1] else LINES[number_]
+        axes.semilogx(data["distance"][rows], data["value"][rows], label=name, **style)
+    axes.set_xlim(1, int(data["distance"].max()))
+    axes.set_xlabel("distance (tokens, log scale)")
+    axes.set_ylabel("bound over its value at 0; score over its best")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=2)
+
+
+TOPIC = Topic(
+    report,
+    figures=(
+        Figure(
+            "decay",
+            "RoFormer's bound on a score, averaged over bins of distances, falls more slowly for a larger base (001-12,"
+            " 001-14, E15). It is a bound, drawn without its factor of q and k: the thin line is the score of one key"
+            " that was built for a distance, and is highest there (E15b).",
+            decay_data,
+            decay_draw,
+        ),
+    ),
+)

@@ -1,0 +1,187 @@
+"""A trained model's heads: how far each looks, and which of its frequencies it uses to do so."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...checkpoint import open_checkpoint
+from ...errors import UsageError
+from ...hub import resolve
+from ...loader import build
+from ...model import Transformer
+from ..figure import LINES, Data, Figure
+from ..measures import wavelengths
+from ..perplexity import TINY, tiny_folder
+from ..report import Report, Table, above, below, equal
+from ..trace import distance_profile, recording
+from .base import Topic
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+LONGEST = 1024  # tokens; the weights of all heads are T x T numbers each
+
+
+@lru_cache(maxsize=1)
+@torch.inference_mode()
+def _recorded(model: str, text: Path | None, length: int | None) -> tuple[Transformer, Tensor, Tensor, Tensor]:
+    """The model, the text's ids (T,), all attention weights (L, H, T, T), and |q_i| |k_i| (L, H, D/2)."""
+    folder = tiny_folder() if model == TINY else resolve(model)
+    if text is None:
+        if model != TINY:
+            raise UsageError("give a text with --text FILE; only the tiny model comes with one")
+        text = folder / "held-out.txt"
+    checkpoint = open_checkpoint(folder)
+    length = min(checkpoint.config.max_seq_len, 256) if length is None else length
+    if not 2 <= length <= LONGEST:
+        raise UsageError(f"--length must lie between 2 and {LONGEST} tokens, got {length}")
+    try:
+        ids = checkpoint.tokenizer().encode(text.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{text}: expected a text file in UTF-8 ({error})") from None
+    if len(ids) < length:
+        raise UsageError(f"{text} has {len(ids)} tokens; --length asks for {length}")
+    start = (len(ids) - length) // 2
+    tokens = torch.tensor(ids[start : start + length])
+    net = build(checkpoint, dtype="float32", max_seq_len=length)
+    with recording(net) as seen:
+        net(tokens[None].to(net.tok_embeddings.weight.device))
+    return net, tokens, torch.stack(seen.weights), torch.stack(seen.pair_norms)
+
+
+def report(model: str = TINY, text: Path | None = None, length: int | None = None) -> Report:
+    """Where the weights go by distance, and what each pair of entries can add to a score."""
+    net, tokens, weights, norms = _recorded(model, text, length)
+    L, H, T, _ = weights.shape
+    inv_freq, _ = net.rope.frequencies(T)
+    slow = wavelengths(inv_freq) > net.config.max_seq_len  # (D/2,): no full turn within the context
+    share = norms / norms.sum(-1, keepdim=True)  # (L, H, D/2)
+    profile = distance_profile(weights)  # (L, H, T)
+    distance = torch.arange(T)
+    mean_distance = (weights * (distance[:, None] - distance[None, :])).sum(-1).mean(-1)  # (L, H)
+    rows = [
+        (
+            layer,
+            round(float(profile[layer, :, :2].sum(-1).mean()), 3),
+            round(float(mean_distance[layer].min()), 1),
+            round(float(mean_distance[layer].max()), 1),
+            round(float(share[layer, :, slow].sum(-1).mean()), 3),
+        )
+        for layer in range(L)
+    ]
+    near, far = float(mean_distance.min()), float(mean_distance.max())
+    by_pair = share.mean((0, 1))  # (D/2,)
+    least, most = float(by_pair.min()), float(by_pair.max())
+    shown = rows if len(rows) <= 8 else [rows[i * (len(rows) - 1) // 7] for i in range(8)]
+    return Report(
+        "heads",
+        "which frequencies does a trained model use, and how far does it look?",
+        says=(
+            "|q_i||k_i| / sqrt(D) is the most that pair i can add to a score, whatever the positions. Pairs that make",
+            "no full turn within the context are slow; the last column is their share of the sum over all pairs.",
+        ),
+        tables=(
+            Table(
+                f"{L} layers of {H} heads on {T} tokens",
+                ("layer", "weight within 1 token", "nearest head (tokens)", "furthest", "slow pairs"),
+                shown,
+            ),
+        ),
+        checks=(
+            equal("000-07", "weights of a query sum to 1, largest error", _sum_error(weights), 0.0, 1e-5),
+            equal(
+                "001-15",
+                "layer 0's weights from Re sum q k* e^(i(m-n)w), largest error",
+                _by_distance(net, tokens, weights),
+                0.0,
+                1e-4,
+            ),
+            above("001-16", "pairs are not used evenly: most used against least used", most / least, 1.5),
+            below("000-10", "heads differ: mean distance, nearest against furthest", near / far, 0.5),
+        ),
+        settings={"model": model, "tokens": T, "slow pairs": f"{int(slow.sum())} of {len(slow)}"},
+    )
+
+
+def _sum_error(weights: Tensor) -> float:
+    return float((weights.double().sum(-1) - 1).abs().max())
+
+
+def _by_distance(net: Transformer, tokens: Tensor, weights: Tensor) -> float:
+    """Layer 0's weights a second time: no token is turned, each score is read off the distance alone, in numpy."""
+    block = net.layers[0].attention
+    x = net.layers[0].attention_norm(net.tok_embeddings(tokens[None].to(net.tok_embeddings.weight.device)))
+    q, k = (linear(x)[0].double().cpu().numpy() for linear in (block.wq, block.wk))  # (T, H * D), (T, KV * D)
+    T, D = len(q), block.head_dim
+    q, k = (np.ascontiguousarray(y.reshape(T, -1, D)).view(np.complex128) for y in (q, k))  # (T, H, D/2) complex
+    k = k.repeat(q.shape[1] // k.shape[1], axis=1)
+    inv_freq, factor = net.rope.frequencies(T)
+    apart = np.arange(T)[:, None] - np.arange(T)[None, :]  # (T, T) m - n
+    turn = factor**2 * np.exp(1j * apart[..., None] * inv_freq.double().numpy())  # (T, T, D/2)
+    scores = np.einsum("mhi,nhi,mni->hmn", q, k.conj(), turn).real / np.sqrt(D)  # (H, T, T)
+    scores[:, apart < 0] = -np.inf
+    expected = np.exp(scores - scores.max(-1, keepdims=True))
+    expected /= expected.sum(-1, keepdims=True)
+    return float(np.abs(expected - weights[0].double().cpu().numpy()).max())
+
+
+def data(model: str = TINY, text: Path | None = None, length: int | None = None) -> Data:
+    """One row a head and a distance ("attention") or a head and a pair ("share"); x is the distance or the pair."""
+    _, _, weights, norms = _recorded(model, text, length)
+    profile = distance_profile(weights, skip_first=True)  # (L, H, T - 1)
+    share = norms / norms.sum(-1, keepdim=True)  # (L, H, D/2)
+    columns: dict[str, list[np.ndarray]] = {"panel": [], "layer": [], "head": [], "x": [], "y": []}
+    for panel, values in (("attention", profile), ("share", share)):
+        layer, head, x = np.meshgrid(*(np.arange(n) for n in values.shape), indexing="ij")
+        columns["panel"].append(np.full(values.numel(), panel))
+        for name, column in (("layer", layer), ("head", head), ("x", x), ("y", values.double().cpu().numpy())):
+            columns[name].append(column.ravel())
+    return {name: np.concatenate(parts) for name, parts in columns.items()}
+
+
+def draw(table: Data, canvas: Canvas) -> None:
+    left, right = canvas.subplots(1, 2)
+    layers = int(table["layer"].max()) + 1
+    chosen = sorted({round(i * (layers - 1) / 3) for i in range(4)})
+    for axes, panel, shift in ((left, "attention", 1), (right, "share", 0)):
+        rows = table["panel"] == panel
+        for layer in range(layers):
+            for head in range(int(table["head"].max()) + 1):
+                one = rows & (table["layer"] == layer) & (table["head"] == head)
+                axes.plot(table["x"][one] + shift, table["y"][one], color="#cccccc", linewidth=0.6, zorder=1)
+        for index, layer in enumerate(chosen):
+            of_layer = rows & (table["layer"] == layer)
+            x = np.unique(table["x"][of_layer])
+            mean = [table["y"][of_layer & (table["x"] == value)].mean() for value in x]
+            axes.plot(x + shift, mean, label=f"layer {layer}", zorder=2, **LINES[index])
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.set_ylim(bottom=max(1e-5, float(table["y"][table["panel"] == "attention"].min())))
+    left.set_xlabel("distance + 1 (tokens)")
+    left.set_ylabel("mean attention weight")
+    right.set_xlabel("pair i (0 turns fastest)")
+    right.set_ylabel("share of |q_i||k_i| over all pairs")
+    right.set_ylim(bottom=0)
+    right.legend(title="mean over heads")
+
+
+TOPIC = Topic(
+    report,
+    figures=(
+        Figure(
+            "attention_by_distance",
+            "Grey: single heads. Left: most weight lies on near tokens, yet heads differ by orders of magnitude at a"
+            " distance; token 0, where many heads park their weight, is left out. Right: what each pair can add to a"
+            " score; a trained model does not use its frequencies evenly (001-15, 001-16).",
+            data,
+            draw,
+            size=(8.0, 3.8),
+        ),
+    ),
+)

@@ -1,0 +1,271 @@
+"""The sinusoidal table: as a picture, as hands of a clock, and as note 002 prints it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ... import rope
+from .. import measures
+from ..figure import LINES, MARKERS, Data, Figure
+from ..report import Report, Table, above, equal
+from .base import Topic, check_range
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+
+def printed_table(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
+    """The table that note 002 prints, two mistakes and all: (N, d).
+
+    Its loop variable i counts columns 0, 2, 4, ... and its exponent doubles it again (E24); the cosine beside it
+    has an exponent of its own (E25). So sine i has base^(-2i/d) and its cosine base^(-2(i + 1)/d).
+    """
+    columns = torch.arange(dim, dtype=torch.float64)
+    angles = positions.double()[:, None] * base ** (-2 * columns / dim)  # (N, d)
+    return torch.where(columns % 2 == 0, angles.sin(), angles.cos())
+
+
+def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Report:
+    """The table's rows, columns and speeds, each from a formula of its own; and what is wrong in note 002's."""
+    check_range("--head-dim", head_dim, 4, 512)
+    check_range("--rope-theta", theta, 2.0, 1e12)
+    check_range("--context", context, 2, 1024)
+    inv_freq = measures.frequencies(head_dim, theta)  # (d/2,)
+    positions = torch.arange(context)
+    table, printed = (make(positions, head_dim, theta) for make in (measures.sinusoids, printed_table))  # (N, d) each
+    truth = _by_numpy(head_dim, theta, context)
+    lengths = table.square().sum(-1) / (head_dim / 2)  # (N,)
+    hand = torch.complex(table[:2, 0], table[:2, 1])  # (2,): sin + i cos at positions 0 and 1
+    sines, cosines = truth[:, 0::4], truth[:, 3::4]  # (N, d/4) each: columns of pairs 0, 2, 4, ..; of 1, 3, 5, ..
+    wrong_sines, wrong_cosines = printed[:, 0::2][:, : sines.shape[1]], printed[:, 1::2][:, : cosines.shape[1]]
+    squares = printed.square().unflatten(-1, (-1, 2)).sum(-1)  # (N, d/2): sin^2 + cos^2
+    low, high = _printed_squares(head_dim, theta, context)
+    falls, fall = (inv_freq[1:] / inv_freq[:-1]).log(), -2 * math.log(theta) / head_dim
+    waves = measures.wavelengths(inv_freq)  # (d/2,)
+    longest = float(waves[-1]) / (2 * math.pi * theta)
+    nearest = _nearest_by_sines(head_dim, theta, context)
+    pairs = sorted({0, 1, head_dim // 4, head_dim // 2 - 1})
+    return Report(
+        "heatmap",
+        "what does the sinusoidal table look like?",
+        settings={"width d": head_dim, "theta": f"{theta:g}", "positions": context},
+        says=(
+            "One row a position, two columns a pair: sine and cosine of position times the pair's speed. Left the",
+            "columns change from row to row, right they hardly do: each pair is a hand that turns at its own speed.",
+        ),
+        tables=(
+            Table(
+                "speeds in radians a position",
+                ("pair", "columns", "speed", "wavelength", "note 002: of the sine", "of the cosine"),
+                [
+                    (
+                        i,
+                        f"{2 * i}, {2 * i + 1}",
+                        float(inv_freq[i]),
+                        float(waves[i]),
+                        theta ** (-4 * i / head_dim),
+                        theta ** (-(4 * i + 2) / head_dim),
+                    )
+                    for i in pairs
+                ],
+            ),
+        ),
+        checks=(
+            equal("000-15", "from the formula in numpy, largest difference", _gap(table, truth), 0.0, 1e-9),
+            equal("004-01", "its speeds over RoPE's, furthest from 1", _speeds(table, inv_freq), 1.0, 1e-6),
+            equal("004-05", "squared length of a row over d/2, furthest from 1", _gap(lengths, 1.0), 0.0, 1e-12),
+            equal(
+                "E49", "pair 0 as sin + i cos: its turn in one step", float((hand[1] / hand[0]).angle()), -1.0, 1e-12
+            ),
+            equal("E44", "log of speed i + 1 over speed i, largest", float(falls.max()), fall, 1e-5),
+            equal("E44", "and smallest", float(falls.min()), fall, 1e-5),
+            above("E45", "slowest speed times theta", float(inv_freq[-1]) * theta, 1.0),
+            equal("003-12", "longest wavelength over 2 pi theta", longest, theta ** (-2 / head_dim), 1e-5),
+            equal("000-09", "distance of the two nearest rows", _nearest(table), nearest, 1e-6),
+            equal("E24", "note 002: sine j from the right sine 2j", _gap(wrong_sines, sines), 0.0, 1e-9),
+            equal("E25", "note 002: cosine j from the right cosine 2j + 1", _gap(wrong_cosines, cosines), 0.0, 1e-9),
+            equal("E25", "note 002: sin^2 + cos^2 of a pair, smallest", float(squares.min()), low, 1e-9),
+            equal("E25", "and largest", float(squares.max()), high, 1e-9),
+        ),
+    )
+
+
+def _by_numpy(dim: int, theta: float, context: int) -> Tensor:
+    """Position over theta^(2i/d), as arXiv:1706.03762 writes it: sine as imaginary part, cosine as real part."""
+    turned = np.exp(1j * np.arange(context)[:, None] / theta ** (np.arange(0, dim, 2) / dim))  # (N, d/2)
+    return torch.from_numpy(np.stack((turned.imag, turned.real), -1).reshape(context, dim))
+
+
+def _gap(a: Tensor, b: Tensor | float) -> float:
+    return float((a - b).abs().max())
+
+
+def _speeds(table: Tensor, inv_freq: Tensor) -> float:
+    """Angle from row 0 to row 1 over RoPE's angle, the ratio furthest from 1."""
+    angle = torch.atan2(table[1, 0::2], table[1, 1::2])  # (d/2,): row 0 points at (0, 1)
+    ratio = angle / inv_freq
+    return float(ratio[(ratio - 1).abs().argmax()])
+
+
+def _nearest(table: Tensor) -> float:
+    """Distance of the two rows nearest to each other."""
+    between = torch.cdist(table, table, compute_mode="donot_use_mm_for_euclid_dist")  # (N, N)
+    return float(between.fill_diagonal_(torch.inf).min())
+
+
+def _nearest_by_sines(dim: int, theta: float, context: int) -> float:
+    """The same from chords: rows k apart differ by 2 sin(k w_i / 2) in pair i."""
+    k = np.arange(1, context)[:, None]
+    return float(2 * np.sqrt((np.sin(k * theta ** (-np.arange(0, dim, 2) / dim) / 2) ** 2).sum(1)).min())
+
+
+def _printed_squares(dim: int, theta: float, context: int) -> tuple[float, float]:
+    """Smallest and largest sin^2 a + cos^2 b = 1 + (cos 2b - cos 2a) / 2 for the two angles of note 002's pairs."""
+    a, b = (np.outer(np.arange(context), theta ** (-np.arange(first, 2 * dim, 4) / dim)) for first in (0, 2))
+    squares = 1 + (np.cos(2 * b) - np.cos(2 * a)) / 2
+    return float(squares.min()), float(squares.max())
+
+
+def heatmap_data(head_dim: int = 64, theta: float = 10000.0, context: int = 64) -> Data:
+    """Both tables, one row a cell."""
+    position, column = np.meshgrid(np.arange(context), np.arange(head_dim), indexing="ij")
+    tables = [make(torch.arange(context), head_dim, theta) for make in (measures.sinusoids, printed_table)]
+    return {
+        "table": np.repeat(["right", "note 002"], position.size),
+        "position": np.tile(position.ravel(), 2),
+        "column": np.tile(column.ravel(), 2),
+        "value": np.concatenate([table.numpy().ravel() for table in tables]),
+    }
+
+
+def heatmap_draw(data: Data, canvas: Canvas) -> None:
+    panels = canvas.subplots(1, 2, sharey=True)
+    shape = int(data["position"].max()) + 1, int(data["column"].max()) + 1
+    titles = {"right": "the table", "note 002": "as note 002 prints it: broken"}
+    images = []
+    for axes, (table, title) in zip(panels, titles.items(), strict=True):
+        values = data["value"][data["table"] == table].reshape(shape)  # (N, d)
+        images.append(axes.imshow(values, cmap="gray", vmin=-1, vmax=1, aspect="auto", interpolation="nearest"))
+        axes.set_title(title)
+        axes.set_xlabel("column of the table (entry of the vector)")
+    panels[0].set_ylabel("position (tokens)")
+    canvas.colorbar(images[0], ax=panels, label="entry")
+
+
+def hands_data(theta: float = 10000.0) -> Data:
+    """Tips of three hands (d = 6) at positions 0 .. 12: sine across, cosine up."""
+    position, pair = np.meshgrid(np.arange(13), np.arange(3), indexing="ij")
+    table = measures.sinusoids(torch.arange(13), 6, theta).numpy()  # (N, d)
+    return {
+        "pair": pair.ravel(),
+        "position": position.ravel(),
+        "sine": table[:, 0::2].ravel(),
+        "cosine": table[:, 1::2].ravel(),
+        "speed": measures.frequencies(6, theta).numpy()[pair].ravel(),
+    }
+
+
+def hands_draw(data: Data, canvas: Canvas) -> None:
+    circle = np.linspace(0, 2 * np.pi, 200)
+    for pair, axes in enumerate(canvas.subplots(1, 3, sharey=True)):
+        chosen = data["pair"] == pair
+        x, y, position = (data[key][chosen] for key in ("sine", "cosine", "position"))
+        axes.plot(np.sin(circle), np.cos(circle), color="#999999", linewidth=0.8)
+        axes.plot(x, y, marker=MARKERS[pair], markersize=3.5, color=LINES[pair]["color"], linestyle="none")
+        axes.plot([0, x[-1]], [0, y[-1]], **LINES[pair])
+        # Words only where they don't lie on each other: at every position, or at the first and the last.
+        apart = np.hypot(x[1] - x[0], y[1] - y[0]) > 0.2
+        if apart:
+            for at, across, up in zip(position, x, y, strict=True):
+                axes.text(1.17 * across, 1.17 * up, str(at), ha="center", va="center")
+        else:
+            axes.text(1.1 * x[0] - 0.06, 1.1 * y[0], "0", ha="right", va="center")
+            axes.text(1.1 * x[-1] + 0.06, 1.1 * y[-1], str(position[-1]), ha="left", va="center")
+        axes.set_aspect("equal")
+        axes.set_xlim(-1.4, 1.4)
+        axes.set_ylim(-1.4, 1.4)
+        axes.set_title(f"pair {pair}: {data['speed'][chosen][0]:.4f} rad a position")
+        axes.set_xlabel("sine entry")
+        if pair == 0:
+            axes.set_ylabel("cosine entry")
+
+
+def euler_data() -> Data:
+    """e^(it) for t from 0 to 4 pi by the library's own cis."""
+    t = torch.linspace(0, 4 * math.pi, 241)
+    cis = rope.freqs_cis_at(t, torch.ones(1))[:, 0]  # (N,) complex64
+    return {"t": t.double().numpy(), "real": cis.real.double().numpy(), "imaginary": cis.imag.double().numpy()}
+
+
+def euler_draw(data: Data, canvas: Canvas) -> None:
+    t, real, imaginary = data["t"], data["real"], data["imaginary"]
+    turn = t <= 2 * np.pi + 1e-6
+    in_space: dict[Any, dict[str, Any]] = {"helix": {"projection": "3d"}}
+    panels: Any = canvas.subplot_mosaic([["circle", "helix"]], width_ratios=(1, 1.5), per_subplot_kw=in_space)
+    axes, space = panels["circle"], panels["helix"]
+    axes.plot(real[turn], imaginary[turn], **LINES[0])
+    at = int(np.abs(t - np.pi / 3).argmin())
+    axes.annotate("", (real[at], imaginary[at]), (0, 0), arrowprops={"arrowstyle": "->", "linewidth": 1.5})
+    axes.plot([real[at], real[at]], [0, imaginary[at]], **LINES[1])
+    axes.plot([0, real[at]], [0, 0], **LINES[2])
+    axes.text(real[at] + 0.05, imaginary[at] / 2, "sin t", va="center")
+    axes.text(real[at] / 2, -0.12, "cos t", ha="center", va="center")
+    axes.text(1.08 * real[at], 1.1 * imaginary[at], "$e^{it}$, t = π/3", va="center")
+    axes.set_aspect("equal")
+    axes.set_xlim(-1.25, 1.6)
+    axes.set_ylim(-1.25, 1.4)
+    axes.set_xlabel("real part")
+    axes.set_ylabel("imaginary part")
+    axes.set_title("seen along t: a circle")
+    space.plot(t, real, imaginary, **LINES[0])
+    space.plot(t, real, np.full_like(t, -1.5), **LINES[2])
+    space.plot(t, np.full_like(t, 1.5), imaginary, **LINES[1])
+    space.set_ylim(-1.5, 1.5)
+    space.set_zlim(-1.5, 1.5)
+    space.set_xticks(np.pi * np.arange(5), ["0", "π", "2π", "3π", "4π"])
+    space.set_yticks([-1, 0, 1])
+    space.set_zticks([-1, 0, 1])
+    space.set_xlabel("t (radians)", labelpad=10)
+    space.set_ylabel("real part")
+    space.set_zlabel("imaginary part")
+    space.set_box_aspect((2.2, 1, 1), zoom=0.86)
+    space.view_init(elev=20, azim=-55)
+    space.set_title("along t: a helix", y=0.88)
+
+
+TOPIC = Topic(
+    report,
+    figures=(
+        Figure(
+            "heatmap",
+            "One row a position. Left, the right table: fast stripes in the left columns, constant ones in the right"
+            " (003-14). Right, note 002's: the speeds fall twice as fast, so that most columns stand still, and sine"
+            " and cosine of a pair turn at different ones (E24, E25).",
+            heatmap_data,
+            heatmap_draw,
+            size=(7.5, 4.2),
+        ),
+        Figure(
+            "hands",
+            "Six entries are three hands. Sine across and cosine up, a hand starts at twelve o'clock and goes"
+            " clockwise; tips at positions 0 to 12. The first goes round almost twice, the second half a radian, the"
+            " third hardly moves (004-05, 004-06, E49).",
+            hands_data,
+            hands_draw,
+            size=(7.5, 3.5),
+        ),
+        Figure(
+            "euler",
+            "Euler's formula, e^(it) = cos t + i sin t. Seen along t it is a point on the circle; along t a helix,"
+            " whose shadow on the floor is the cosine and on the wall the sine (000-22, 004-09).",
+            euler_data,
+            euler_draw,
+            size=(7.5, 3.9),
+        ),
+    ),
+)

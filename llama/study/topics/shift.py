@@ -1,0 +1,150 @@
+"""The shift: why the code of a later position is a fixed linear function of the code of this one."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ... import rope
+from .. import measures
+from ..figure import LINES, MARKERS, Data, Figure
+from ..report import Report, Table, above, equal
+from .base import Topic, check_range
+from .heatmap import printed_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+OFFSETS = (1, 3, 10, 30)
+
+
+def triangle_table(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
+    """The sinusoidal table with triangle waves of the same periods for sine and cosine: (N, d)."""
+    angles = positions.double()[:, None] * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (N, d/2)
+    waves = torch.stack((angles.sin().asin(), (angles + math.pi / 2).sin().asin()), dim=-1)  # (N, d/2, 2)
+    return waves.flatten(-2) * 2 / math.pi  # (N, d): from -1 to 1
+
+
+def tables(positions: Tensor, dim: int, base: float) -> dict[str, Tensor]:
+    """The three tables to compare, each (N, d)."""
+    return {
+        "sinusoid": measures.sinusoids(positions, dim, base),
+        "triangle wave": triangle_table(positions, dim, base),
+        "note 002's": printed_table(positions, dim, base),
+    }
+
+
+def shift_matrix(dim: int, base: float, k: int) -> Tensor:
+    """M_k with code(t + k) = M_k code(t) for every t: (d, d).
+
+    The pair is (sin, cos), so it turns clockwise: the blocks are RoPE's with the angle negated,
+    [[cos, sin], [-sin, cos]] of k w_i.
+    """
+    angles = k * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (d/2,)
+    return rope.rotation_matrix(angles.cos(), -angles.sin())
+
+
+def residual(table: Tensor, k: int) -> float:
+    """The largest entry that the best linear map from rows t to rows t + k, by least squares, leaves unexplained.
+
+    Directions in which the rows t hardly differ, by less than 1e-10 of the largest, are left out: in float64 what
+    lies there is rounding.
+    """
+    now, later = table[:-k], table[k:]  # (N - k, d) each
+    best = torch.linalg.lstsq(now, later, rcond=1e-10, driver="gelsd").solution  # (d, d)
+    return float((later - now @ best).abs().max())
+
+
+def report(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Report:
+    """Residuals of the best linear map for three tables, and the map itself for the sinusoid."""
+    check_range("--head-dim", head_dim, 2, 32)
+    check_range("--rope-theta", theta, 2.0, 1e12)
+    check_range("--context", context, max(64, 4 * head_dim), 2048)
+    rows = tables(torch.arange(context), head_dim, theta)  # (N, d) each
+    left = {name: {k: residual(table, k) for k in OFFSETS} for name, table in rows.items()}
+    maps = {k: shift_matrix(head_dim, theta, k) for k in (*OFFSETS, 13)}
+    sine = rows["sinusoid"]
+    exact = max(float((sine[k:] - sine[:-k] @ maps[k].T).abs().max()) for k in OFFSETS)
+    later = np.exp(-1j * 3 * theta ** (-np.arange(0, head_dim, 2) / head_dim))  # (d/2,): clockwise by 3 w_i
+    turned = torch.view_as_complex(sine.unflatten(-1, (-1, 2))).numpy() * later  # (N, d/2): sin + i cos, turned
+    code = torch.view_as_real(torch.from_numpy(turned)).flatten(-2)  # (N, d)
+    return Report(
+        "shift",
+        "is the code of position t + k a linear function of the code of position t?",
+        settings={"width d": head_dim, "theta": f"{theta:g}", "positions": context},
+        says=(
+            "Yes, by the sum-angle formulas: one matrix M_k, a turn of every pair by k w_i, serves every t. Being",
+            "periodic is not enough: a triangle wave of the same periods has no such matrix, nor has note 002's table.",
+        ),
+        tables=(
+            Table(
+                "largest entry that the best linear map from t to t + k leaves over (entries lie between -1 and 1)",
+                ("table", *(f"k = {k}" for k in OFFSETS)),
+                [(name, *(f"{left[name][k]:.2g}" for k in OFFSETS)) for name in rows],
+            ),
+        ),
+        checks=(
+            equal("000-16", "sinusoid: what M_k leaves, any k", exact, 0.0, 1e-10),
+            equal("001-02", "sinusoid: what the best map leaves, k = 3", left["sinusoid"][3], 0.0, 1e-8),
+            above("E14", "triangle wave: the same", left["triangle wave"][3], 0.01),
+            above("E25", "note 002's table: the same", left["note 002's"][3], 0.01),
+            *(
+                equal(claim, f"{name}: by projection in numpy", left[name][3], _projected(rows[name].numpy(), 3), 1e-5)
+                for claim, name in (("E14", "triangle wave"), ("E25", "note 002's"))
+            ),
+            equal("OK1", "M_3 turns clockwise: from e^(-3i w) (sin + i cos)", _gap(code[:-3], sine[3:]), 0.0, 1e-10),
+            equal("003-17", "M_10 M_3 - M_13", _gap(maps[10] @ maps[3], maps[13]), 0.0, 1e-12),
+            equal("003-17", "M_3 M_3^T - 1: a rotation", _gap(maps[3] @ maps[3].T, torch.eye(head_dim)), 0.0, 1e-12),
+        ),
+    )
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def _projected(table: np.ndarray, k: int) -> float:
+    """The residual without fitting: what is left of rows t + k beside the space that the columns of rows t span."""
+    now, later = table[:-k], table[k:]  # (N - k, d) each
+    u, sizes, _ = np.linalg.svd(now, full_matrices=False)
+    u = u[:, sizes > 1e-10 * sizes[0]]
+    return float(np.abs(later - u @ (u.T @ later)).max())
+
+
+def shift_data(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Data:
+    """The residual for offsets 1 .. 40, one row an offset."""
+    offsets = np.arange(1, 41)
+    rows = tables(torch.arange(context), head_dim, theta)  # (N, d) each
+    return {"k": offsets, **{name: np.array([residual(t, k) for k in offsets.tolist()]) for name, t in rows.items()}}
+
+
+def shift_draw(data: Data, canvas: Canvas) -> None:
+    axes = canvas.subplots()
+    for i, name in enumerate(name for name in data if name != "k"):
+        axes.plot(
+            data["k"], data[name], marker=MARKERS[i], markersize=3.5, label=name.replace("'s", "'s table"), **LINES[i]
+        )
+    axes.set_yscale("log")
+    axes.set_ylim(1e-16, 10)
+    axes.set_xlabel("offset k (tokens)")
+    axes.set_ylabel("largest residual (entries of -1 to 1)")
+    canvas.legend(loc="outside upper center", ncols=3)
+
+
+TOPIC = Topic(
+    report,
+    figures=(
+        Figure(
+            "shift",
+            "What the best linear map from the code of t to the code of t + k leaves over. For sinusoids nothing but"
+            " rounding, at every offset; for triangle waves of the same periods, and for note 002's table, a tenth"
+            " and more of the entries' size (000-16, E14, E25).",
+            shift_data,
+            shift_draw,
+        ),
+    ),
+)

@@ -1,0 +1,241 @@
+"""Wavelengths: after how many tokens each pair is back where it started, and which pairs never get there."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .. import formulas
+from ..figure import LINES, MARKERS, Data, Figure
+from ..measures import frequencies, seen_arc, turns, wavelengths
+from ..report import Report, Table, below, equal
+from ..stretch import Stretch
+from .base import Topic
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+# model -> base, trained context; all three have heads of 128 entries
+MODELS = {"LLaMA": (1e4, 2048), "Llama 2": (1e4, 4096), "Llama 3": (5e5, 8192)}
+METHODS = {"default": "unscaled", "linear": "PI", "ntk": "NTK-aware", "yarn": "YaRN", "llama3": "llama3"}
+
+
+def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Report:
+    """Wavelength, turns and seen arc of a few pairs, unscaled and under four scalings."""
+    stretch = Stretch(head_dim, theta, context, factor)
+    pinned = stretch == Stretch()
+    inv_freq = stretch.frequencies()  # (D/2,)
+    waves, turned = wavelengths(inv_freq), turns(inv_freq, context)  # (D/2,) each
+    arc = seen_arc(inv_freq, context)  # (D/2,)
+    by_method = {kind: wavelengths(stretch.frequencies(kind)) for kind in METHODS}
+
+    pairs = Table(
+        f"wavelength in tokens; turns and seen arc (radians) in {context:,} tokens",
+        ("pair", "unscaled", "turns", "seen arc", *(METHODS[kind] for kind in list(METHODS)[1:])),
+        [
+            (i, float(waves[i]), float(turned[i]), float(arc[i]), *(float(by_method[k][i]) for k in list(METHODS)[1:]))
+            for i in stretch.some_pairs()
+        ],
+    )
+    models = Table(
+        "three models, 64 pairs each",
+        ("model", "base", "context", "short of a turn", "longest wave"),
+        [
+            (name, base, length, _short(base, length), float(wavelengths(frequencies(128, base)).max()))
+            for name, (base, length) in MODELS.items()
+        ],
+    )
+    ratios = inv_freq[1:] / inv_freq[:-1]  # (D/2 - 1,)
+    spread = float(ratios.max() - ratios.min())
+    last = 2 * math.pi * theta ** ((head_dim - 2) / head_dim)
+    ratio = theta ** (-2 / head_dim)
+    # a pair is short of a turn when 2 pi theta^(2i/D) > L, that is i > D ln(L / 2 pi) / (2 ln theta)
+    finish = min(head_dim // 2, 1 + math.floor(head_dim * math.log(context / (2 * math.pi)) / (2 * math.log(theta))))
+    unseen = {kind: formulas.unseen(kind, head_dim, theta, context, factor) for kind in METHODS}
+    worst = max(
+        float(
+            np.abs(stretch.divisors(kind).numpy() / formulas.divisors(kind, head_dim, theta, context, factor) - 1).max()
+        )
+        for kind in METHODS
+    )
+    return Report(
+        "wavelengths",
+        "how far does each pair turn within a context?",
+        settings=stretch.settings,
+        says=(
+            "pair i is back where it started after 2 pi theta^(2i/D) tokens: the waves grow by one ratio from pair to",
+            "pair. A pair that finishes a turn within the trained context has met every angle. The slower ones meet",
+            "new angles in a longer text, and only those need a scaling. A low frequency is a LARGE i (E16).",
+        ),
+        tables=(pairs, models),
+        checks=(
+            equal("003-12", "pair 0: one turn is 2 pi tokens", float(waves[0]), 2 * math.pi, 1e-6),
+            equal("001-25 E16", "the last pair's", float(waves[-1]), 54410.0 if pinned else last, 1e-5 * last),
+            equal("OK3", "the same at D = 512, base 1e4", float(wavelengths(frequencies(512))[-1]), 60611.5, 0.1),
+            equal("E44", "a frequency over the one before", float(ratios[0]), 0.866 if pinned else ratio, 5e-5),
+            below("E44", "largest less smallest such ratio: an exponential fall", spread, 1e-6),
+            equal("E45", "lowest frequency at D = 2, 8, 512", _lowest(2, 8, 512), "1, 0.001, 0.000104"),
+            equal("001-16", "pairs short of a turn in the three models", _column(models, 3), "23, 18, 29"),
+            equal("E55", "pairs that finish a turn", int((turned >= 1).sum()), 41 if pinned else finish),
+            equal("E55", "turns of pair 0", float(turned[0]), 326.0 if pinned else context / (2 * math.pi), 0.1),
+            equal(
+                "001-19 E55",
+                f"pairs that meet new angles at {stretch.wanted:,} tokens, unscaled",
+                stretch.unseen("default"),
+                23 if pinned else unseen["default"],
+            ),
+            equal(
+                "E21",
+                "the same under PI, NTK-aware, YaRN, llama3",
+                ", ".join(str(stretch.unseen(kind)) for kind in list(METHODS)[1:]),
+                "0, 22, 0, 0" if pinned else ", ".join(str(unseen[kind]) for kind in list(METHODS)[1:]),
+            ),
+            below("002-15", "all wavelengths, relative error against numpy", worst, 1e-6),
+        ),
+    )  # fmt: skip
+
+
+def _short(base: float, length: int) -> int:
+    return int((turns(frequencies(128, base), length) < 1).sum())
+
+
+def _column(table: Table, number: int) -> str:
+    return ", ".join(str(row[number]) for row in table.rows)
+
+
+def _lowest(*dims: int) -> str:
+    return ", ".join(f"{float(frequencies(dim).min()):.3g}" for dim in dims)
+
+
+# ------------------------------------------------------------------------------------------------ figure: wavelengths
+def wavelengths_data(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Data:
+    """method, pair, wavelength (tokens); trained and wanted (tokens) are the same in every row."""
+    stretch = Stretch(head_dim, theta, context, factor)
+    count = head_dim // 2
+    return {
+        "method": np.repeat(list(METHODS.values()), count),
+        "pair": np.tile(np.arange(count), len(METHODS)),
+        "wavelength": torch.cat([wavelengths(stretch.frequencies(kind)) for kind in METHODS]).numpy(),
+        "trained": np.full(count * len(METHODS), context),
+        "wanted": np.full(count * len(METHODS), stretch.wanted),
+    }
+
+
+def wavelengths_draw(data: Data, canvas: Canvas) -> None:
+    """Wavelength over pair, a line a method; the two lengths as horizontal lines."""
+    axes = canvas.subplots()
+    last = int(data["pair"].max())
+    for number, method in enumerate(METHODS.values()):
+        rows = data["method"] == method
+        axes.semilogy(
+            data["pair"][rows],
+            data["wavelength"][rows],
+            label=method,
+            marker=MARKERS[number],
+            markersize=4,
+            markevery=(number * (last + 1) // 40, max((last + 1) // 8, 1)),
+            **LINES[number],
+        )
+    for word in ("trained", "wanted"):
+        length = int(data[word][0])
+        axes.axhline(length, color="#000000", linewidth=0.6)
+        axes.annotate(
+            f"{word}: {length:,} tokens",
+            (0, length),
+            xytext=(2, 2),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set_xlim(0, last)
+    axes.set_xlabel("pair")
+    axes.set_ylabel("wavelength (tokens)")
+    axes.legend(loc="lower right")
+
+
+# --------------------------------------------------------------------------------------------------- figure: seen_arc
+ARCS = ("default", "linear", "ntk", "yarn")
+
+
+def seen_arc_data(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Data:
+    """method, pair; seen and met: radians of the circle passed in training and at the wanted length, up to 2 pi.
+
+    trained (tokens) is the same in every row.
+    """
+    stretch = Stretch(head_dim, theta, context, factor)
+    pairs = stretch.some_pairs()
+    seen = seen_arc(stretch.frequencies(), context)[pairs].numpy()  # training knew no scaling
+    met = [seen_arc(stretch.frequencies(kind), stretch.wanted)[pairs].numpy() for kind in ARCS]
+    return {
+        "method": np.repeat([METHODS[kind] for kind in ARCS], len(pairs)),
+        "pair": np.tile(pairs, len(ARCS)),
+        "seen": np.tile(seen, len(ARCS)),
+        "met": np.concatenate(met),
+        "trained": np.full(len(pairs) * len(ARCS), context),
+    }
+
+
+def seen_arc_draw(data: Data, canvas: Canvas) -> None:
+    """A row a method, a circle a pair: seen in training filled, met outlined, and hatched where it is new."""
+    methods, pairs = list(dict.fromkeys(data["method"])), list(dict.fromkeys(data["pair"]))
+    grid = canvas.subplots(len(methods), len(pairs), squeeze=False)
+    for row, method in enumerate(methods):
+        for column, pair in enumerate(pairs):
+            here = (data["method"] == method) & (data["pair"] == pair)
+            seen, met = float(data["seen"][here][0]), float(data["met"][here][0])
+            # PI ends at L - 1/s of the trained steps, a fraction of one past the last, L - 1: no news
+            new = met > seen * (1 + 1 / (int(data["trained"][0]) - 1)) * (1 + 1e-6)
+            _circle(grid[row][column], seen, met, new)
+        grid[row][0].text(-1.6, 0, method, ha="right", va="center", fontsize=9)
+    for column, pair in enumerate(pairs):
+        grid[0][column].set_title(f"pair {pair}")
+
+
+def _circle(axes: Axes, seen: float, met: float, new: bool) -> None:
+    from matplotlib.patches import Wedge
+
+    degrees = 180 / math.pi
+    axes.add_patch(Wedge((0, 0), 1, 0, 360, facecolor="none", edgecolor="#999999", linewidth=0.6))
+    axes.add_patch(Wedge((0, 0), 1, 0, seen * degrees, facecolor="#bbbbbb", edgecolor="none"))
+    if new:
+        axes.add_patch(
+            Wedge((0, 0), 1, seen * degrees, met * degrees, facecolor="none", edgecolor="#b2182b", hatch="////", lw=0)
+        )
+    axes.add_patch(Wedge((0, 0), 1.18, 0, met * degrees, width=0.01, facecolor="none", edgecolor="#000000", lw=1.2))
+    axes.text(0, -1.32, _arcs(seen, met), ha="center", va="top", fontsize=8, color="#b2182b" if new else "#000000")
+    axes.set(xlim=(-1.3, 1.3), ylim=(-1.3, 1.3), aspect="equal")
+    axes.set_axis_off()
+
+
+def _arcs(seen: float, met: float) -> str:
+    whole = 2 * math.pi - 1e-9
+    if seen >= whole:
+        return "all seen"
+    return f"{seen:.2g}, then " + ("all" if met >= whole else f"{met:.2g}")
+
+
+TOPIC = Topic(
+    report,
+    figures=(
+        Figure(
+            "wavelengths",
+            "Tokens after which a pair has made one turn. Unscaled, the pairs above the line of the trained length have"
+            " not met every angle (001-16, E55). PI lifts all pairs, NTK-aware each by its own power, YaRN and llama3"
+            " only the slow ones (003-12, 001-18, 001-23).",
+            wavelengths_data,
+            wavelengths_draw,
+        ),
+        Figure(
+            "seen_arc",
+            "Grey: angles that training showed a pair. Outline: angles met at the wanted length, hatched where they"
+            " are new; below, both arcs in radians. Fast pairs have seen all. Of the slow ones, PI and YaRN keep each"
+            " within the grey; NTK-aware lets all but the last run out of it (001-16, 001-19, E21, E55).",
+            seen_arc_data,
+            seen_arc_draw,
+            size=(7.0, 5.6),
+        ),
+    ),
+)

@@ -1,0 +1,409 @@
+"""What one forward pass computed, kept: surprisals, the logit lens, attention weights, and the angles of RoPE.
+
+The model that runs is the model that is asked; there is no second one. Hooks on the blocks keep the residual stream,
+and for the length of a `with` block each block's `attend` also writes down its weights. Neither changes a number: the
+logits are those of the untraced model, bit for bit.
+
+Letters: T tokens, L layers that ran, H query heads, D head_dim, C model dim, V vocabulary. Logarithms are natural, so
+surprisals and divergences are in nats, except where a name says bits.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import reference_weights
+from ..errors import NumericalError, UsageError
+from ..model import Transformer
+from ..tokenizer import Tokenizer
+from .intervene import Intervention
+from .measures import turns
+
+
+# ------------------------------------------------------------------------------------------------- one forward pass
+@dataclass
+class Recording:
+    """What a forward pass leaves behind, layer by layer; of a batch, the first row.
+
+    layers      numbers of the blocks that ran
+    hidden      (T, C) each: the embedding, then what each block gave
+    weights     (H, T, T) float32 each: row t holds the weights with which token t reads tokens 0 .. t
+    pair_norms  (H, D/2) float64 each, see `pair_norms`
+    """
+
+    layers: list[int] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    pair_norms: list[Tensor] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def recording(model: Transformer) -> Iterator[Recording]:
+    """Keep what the next forward pass computes, of a whole text without a cache."""
+    seen = Recording()
+
+    def embedded(module: Any, inputs: Any, output: Tensor) -> None:
+        seen.hidden.append(output[0])
+
+    def ran(block: Any, inputs: Any, output: Tensor) -> None:
+        seen.layers.append(block.attention.layer)
+        seen.hidden.append(output[0])
+
+    def listening(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attend_and_record(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            seen.weights.append(reference_weights(q, k, mask)[0])
+            seen.pair_norms.append(pair_norms(q[0], k[0]))
+            return attend(q, k, v, mask)
+
+        return attend_and_record
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(model.tok_embeddings.register_forward_hook(embedded).remove)
+        blocks: list[Any] = list(model.layers)
+        for block in blocks:
+            stack.callback(block.register_forward_hook(ran).remove)
+            stack.callback(setattr, block.attention, "attend", block.attention.attend)
+            block.attention.attend = listening(block.attention.attend)
+        yield seen
+
+
+def pair_norms(q: Tensor, k: Tensor) -> Tensor:
+    """Mean of |q_i| |k_i| over the T (T + 1) / 2 pairs of a query and a key it sees, for each pair of entries i.
+
+    q (H, T, D), k (KV, T, D), rotated or not: turning a pair leaves its length alone. Returns (H, D/2) float64.
+    |q_i| |k_i| / sqrt(D) is the most that pair i can add to a score, so this tells which frequencies a head uses.
+    """
+    k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)  # (H, T, D)
+    lengths_q, lengths_k = (x.double().unflatten(-1, (-1, 2)).norm(dim=-1) for x in (q, k))  # (H, T, D/2) each
+    products = (lengths_q * lengths_k.cumsum(dim=1)).sum(dim=1)  # (H, D/2): query t sees keys 0 .. t
+    return products / (q.shape[1] * (q.shape[1] + 1) / 2)
+
+
+# --------------------------------------------------------------------------------------------- what can be read off
+def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
+    """-ln p of each token but the first, given those before it: logits (T, V), ids (T,) -> (T - 1,) nats."""
+    return -logits[:-1].double().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+
+
+def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) of two distributions given by their logarithms (T, V): (T,) nats."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # rounding can leave -1e-7
+
+
+def rank_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """The place of ids (T,) in each row of logits (T, V), 1 for the likeliest: (T,)."""
+    return 1 + (logits > logits.gather(-1, ids[:, None])).sum(-1)
+
+
+@dataclass(frozen=True)
+class Lens:
+    """The logit lens: the next token as read off the residual stream after each layer. M = L + 1 rows.
+
+    Row 0 is the embedding before any block, row M - 1 the model's own answer.
+
+    top_ids, top_p  (M, T, K) the likeliest tokens and their probabilities
+    rank            (M, T) place of the final answer, the model's likeliest token
+    kl              (M, T) KL(final || this layer), nats
+    """
+
+    top_ids: Tensor
+    top_p: Tensor
+    rank: Tensor
+    kl: Tensor
+
+
+def logit_lens(model: Transformer, hidden: Sequence[Tensor], logits: Tensor, top: int = 3) -> Lens:
+    """Norm and output applied to what each block gave (nostalgebraist, 2020): hidden (T, C) each, logits (T, V)."""
+    answer, final = logits.argmax(-1), logits.log_softmax(-1)  # (T,), (T, V)
+    ids, p, rank, kl = [], [], [], []
+    for h in hidden:
+        seen = model.output(model.norm(h[None]))[0].float()  # (T, V)
+        log_p = seen.log_softmax(-1)  # (T, V)
+        best = log_p.topk(min(top, seen.shape[-1]))
+        ids.append(best.indices)
+        p.append(best.values.exp())
+        rank.append(rank_of(seen, answer))
+        kl.append(divergence(final, log_p))
+    return Lens(torch.stack(ids), torch.stack(p), torch.stack(rank), torch.stack(kl))
+
+
+def distance_profile(weights: Tensor, skip_first: bool = False) -> Tensor:
+    """Mean weight at each distance, over the queries that have a token there: (.., T, T) -> (.., T).
+
+    skip_first leaves token 0 out, on which many heads park what they don't need (arXiv:2309.17453): (.., T - 1).
+    """
+    first = int(skip_first)
+    distances = range(weights.shape[-1] - first)
+    if not distances:
+        return weights[..., 0, :0]
+    return torch.stack([weights.diagonal(-d, -2, -1)[..., first:].mean(-1) for d in distances], dim=-1)
+
+
+def sink(weights: Tensor) -> Tensor:
+    """Mean weight on token 0, over the queries that could look elsewhere: (.., T, T) -> (..)."""
+    return weights[..., min(1, weights.shape[-1] - 1) :, 0].mean(-1)
+
+
+def spread(weights: Tensor) -> Tensor:
+    """To how many tokens a query listens: e^entropy of its weights, mean over queries: (.., T, T) -> (..)."""
+    return torch.special.entr(weights.double()).sum(-1).exp().mean(-1)
+
+
+# --------------------------------------------------------------------------------------------------- all of it
+@dataclass(frozen=True)
+class Change:
+    """The untouched model's answers to the same tokens: logits (T, V) float32, and what was changed, in words."""
+
+    logits: Tensor
+    told: list[str]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A text, and what the model computed on it.
+
+    ids (T,), logits (T, V) float32, weights (L, H, T, T), pair_norms (L, H, D/2), inv_freq (D/2,)
+    """
+
+    ids: Tensor
+    logits: Tensor
+    layers: list[int]
+    lens: Lens
+    weights: Tensor
+    pair_norms: Tensor
+    inv_freq: Tensor
+    attention_factor: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None
+    change: Change | None = None
+
+
+def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | None = None) -> Trace:
+    """Run the model over a text and keep what it computes; under an intervention, also what it says untouched.
+
+    Raises UsageError on an empty text, NumericalError on logits that are not finite.
+    """
+    if not ids:
+        raise UsageError("the prompt has no tokens, so there is nothing to trace; give it a text")
+    tokens = torch.tensor([ids], device=model.tok_embeddings.weight.device)  # (1, T)
+    with torch.inference_mode():
+        untouched = model(tokens)[0] if intervention else None  # (T, V)
+        with (intervention or Intervention()).on(model):
+            with recording(model) as seen:
+                logits = model(tokens)[0]  # (T, V)
+            lens = logit_lens(model, seen.hidden, logits)
+            inv_freq, factor = model.rope.frequencies(len(ids))
+            rope_theta, rope_scaling = model.config.rope_theta, model.config.rope_scaling
+        for answer in (logits, untouched):
+            if answer is not None and not bool(torch.isfinite(answer).all()):
+                raise NumericalError(
+                    "the model gave logits that are not finite; if its weights are whole, try --dtype float32"
+                )
+    return Trace(
+        tokens[0],
+        logits,
+        seen.layers,
+        lens,
+        torch.stack(seen.weights),
+        torch.stack(seen.pair_norms),
+        inv_freq,
+        factor,
+        rope_theta,
+        rope_scaling,
+        Change(untouched, intervention.told()) if intervention and untouched is not None else None,
+    )
+
+
+TOP = 8  # likeliest next tokens that are kept of each position
+
+
+def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The trace as plain columns, for JSON; indices as in `Trace`. Everything but the attention maps themselves.
+
+    about      the model's name and sizes, taken over as they are
+    texts      id -> its text, for every id that occurs
+    tokens     ids (T,); surprisal (T,) nats and rank (T,), null for token 0, which nothing predicts;
+               next_ids, next_p (T, 8), what is expected after each token
+    lens       one row for the embedding and one a layer: top_ids, top_p (L+1, T, 3), rank and kl (L+1, T)
+    heads      (L, H) each: sink, the mean weight on token 0; previous, on the token before; itself; spread, the number
+               of tokens listened to; profile (L, H, T) and profile_without_first (L, H, T-1) by distance;
+               pair_norms (L, H, D/2)
+    rope       inv_freq, turns (D/2,) full turns between the first and the last token
+    change     null, or what was changed and, (T,) each: kl of next-token distributions, KL(before || after); before
+               and after, as `tokens`
+    """
+    weights = trace.weights
+    length = len(trace.ids)
+    tokens = _predictions(trace.logits, trace.ids)
+    lens = trace.lens
+    change = None
+    used = {*tokens["ids"], *_flat(tokens["next_ids"]), *_flat(lens.top_ids.tolist())}
+    if trace.change is not None:
+        before = _predictions(trace.change.logits, trace.ids)
+        used |= set(_flat(before["next_ids"]))
+        kl = divergence(*(x.double().log_softmax(-1) for x in (trace.change.logits, trace.logits)))
+        change = {"told": trace.change.told, "kl": _numbers(kl), "before": before, "after": tokens}
+    return {
+        **about,
+        "layers": trace.layers,
+        "texts": {str(id): spelled(tokenizer, id) for id in sorted(used)},
+        "tokens": tokens,
+        "lens": {
+            "top_ids": lens.top_ids.tolist(),
+            "top_p": _numbers(lens.top_p),
+            "rank": lens.rank.tolist(),
+            "kl": _numbers(lens.kl),
+        },
+        "heads": {
+            "sink": _numbers(sink(weights)),
+            "previous": _numbers(weights.diagonal(-1, -2, -1).mean(-1)) if length > 1 else None,
+            "itself": _numbers(weights.diagonal(0, -2, -1).mean(-1)),
+            "spread": _numbers(spread(weights)),
+            "profile": _numbers(distance_profile(weights)),
+            "profile_without_first": _numbers(distance_profile(weights, skip_first=True)),
+            "pair_norms": _numbers(trace.pair_norms),
+        },
+        "rope": {
+            "theta": trace.rope_theta,
+            "scaling": None if trace.rope_scaling is None else dict(trace.rope_scaling),
+            "attention_factor": trace.attention_factor,
+            "inv_freq": _numbers(trace.inv_freq, 9),
+            "turns": _numbers(turns(trace.inv_freq, length - 1)),
+        },
+        "change": change,
+    }
+
+
+def _predictions(logits: Tensor, ids: Tensor) -> dict[str, Any]:
+    best = logits.double().softmax(-1).topk(min(TOP, logits.shape[-1]))
+    return {
+        "ids": ids.tolist(),
+        "surprisal": [None, *_numbers(surprisal(logits, ids))],
+        "rank": [None, *rank_of(logits[:-1], ids[1:]).tolist()],
+        "next_ids": best.indices.tolist(),
+        "next_p": _numbers(best.values),
+    }
+
+
+def attention_rows(weights: Tensor) -> list[Any]:
+    """The maps as nested lists (L, H, T, t + 1): row t holds the weights on tokens 0 .. t; the rest is 0."""
+    return [[[_numbers(row[: t + 1], 5) for t, row in enumerate(head)] for head in layer] for layer in weights.float()]
+
+
+def packed_maps(weights: Tensor) -> str:
+    """The maps as base64 of one byte a weight, 255 sqrt(w), so that small weights keep their digits.
+
+    Only the lower triangles, row after row: L * H * T (T + 1) / 2 bytes.
+    """
+    t, s = torch.tril_indices(*weights.shape[-2:])
+    lower = weights.float().cpu()[..., t, s]  # (L, H, T (T + 1) / 2)
+    return base64.b64encode((255 * lower.sqrt()).round().clamp(0, 255).byte().numpy().tobytes()).decode()
+
+
+def spelled(tokenizer: Tokenizer, id: int) -> str:
+    """The text of one id by itself: a control id by its name, bytes that are no whole character as <0xE5>.
+
+    Rows of the embedding beyond the vocabulary, with which files pad it, are spelled <269>.
+    """
+    data = tokenizer.token_bytes(id) if id < tokenizer.n_vocab else b""
+    if not data:
+        names = {number: name for name, number in tokenizer.control.items()}
+        return names.get(id, f"<{id}>")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "".join(chr(byte) if 32 <= byte < 127 else f"<0x{byte:02X}>" for byte in data)
+
+
+def _numbers(tensor: Tensor, digits: int = 6) -> Any:
+    """Nested lists of numbers with so many significant digits; float32's noise behind them only takes room."""
+    values = tensor.double().cpu().numpy()
+    with np.errstate(divide="ignore"):
+        exponents = np.floor(np.log10(np.abs(values)))
+    scale = 10.0 ** (digits - 1 - np.where(np.isfinite(exponents), exponents, 0))
+    return (np.round(values * scale) / scale).tolist()
+
+
+def _flat(nested: Any) -> Iterator[int]:
+    for part in nested:
+        if isinstance(part, list):
+            yield from _flat(part)
+        else:
+            yield part
+
+
+# ------------------------------------------------------------------------------------------------------- in words
+def summary(facts: Mapping[str, Any]) -> str:
+    """A trace for a terminal: each token, the answer and where it appears, the heads, the angles, the change."""
+    tokens, lens, heads, rope = facts["tokens"], facts["lens"], facts["heads"], facts["rope"]
+    layers, length = facts["layers"], len(tokens["ids"])
+
+    def quoted(id: int) -> str:
+        return show(facts["texts"][str(id)])
+
+    def best(ids: Sequence[int], p: Sequence[float], count: int) -> str:
+        return ", ".join(f"{quoted(id)} {q:.2f}" for id, q in zip(ids[:count], p[:count], strict=True))
+
+    ran = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+    lines = [f"{length} tokens through {ran} of {facts['model']}"]
+    change = facts["change"]
+    if change is not None:
+        lines.append("changed: " + "; ".join(change["told"]))
+    lines.append("")
+    head = "token surprisal/bits  rank  text             expected instead"
+    lines.append(head if change is None else head.replace("surprisal/bits", "      bits   was"))
+    for t, id in enumerate(tokens["ids"]):
+        if t == 0:
+            lines.append(f"{t:>5} {'':>14}  {'':>4}  {quoted(id)}")
+            continue
+        expected = best(tokens["next_ids"][t - 1], tokens["next_p"][t - 1], 3)
+        bits = f"{tokens['surprisal'][t] / math.log(2):>8.2f}"
+        was = f"{change['before']['surprisal'][t] / math.log(2):>6.2f}" if change is not None else " " * 6
+        cells = bits + was if change is not None else was + bits
+        lines.append(f"{t:>5} {cells}  {tokens['rank'][t]:>4}  {quoted(id):<16} {expected}")
+    lines += ["", f"next: {best(tokens['next_ids'][-1], tokens['next_p'][-1], 5)}"]
+    if change is not None:
+        before = change["before"]
+        lines.append(f" was: {best(before['next_ids'][-1], before['next_p'][-1], 5)}")
+        mean = sum(change["kl"]) / length
+        lines.append(f"  KL(before || after) of the next token: {change['kl'][-1]:.3g} nats; mean {mean:.3g}")
+    last = [rank[-1] for rank in lens["rank"]]
+    settled = next(m for m in range(len(last)) if all(rank == 1 for rank in last[m:]))
+    where = "already in the embedding" if settled == 0 else f"from layer {layers[settled - 1]} on"
+    lines.append(f"logit lens: {quoted(tokens['next_ids'][-1][0])} is the likeliest {where}")
+    lines.append(_on_heads(layers, heads, length))
+    turning = sum(turn >= 1 for turn in rope["turns"])
+    lines.append(
+        f"rope: {turning} of {len(rope['turns'])} pairs turn at least once over these positions,"
+        f" pair 0 {rope['turns'][0]:.3g} times, the last {rope['turns'][-1]:.2g} times"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _on_heads(layers: Sequence[int], heads: Mapping[str, Any], length: int) -> str:
+    if length == 1:
+        return "attention: one token sees only itself"
+
+    def strongest(name: str) -> str:
+        grid = np.array(heads[name])
+        layer, head = divmod(int(grid.argmax()), grid.shape[1])
+        return f"{layers[layer]}.{head} ({grid[layer, head]:.2f})"
+
+    return (
+        f"attention: token 0 gets {np.mean(heads['sink']):.0%} of all weight of later tokens, most from head"
+        f" {strongest('sink')}; most on the token before: head {strongest('previous')}"
+    )
+
+
+def show(text: str) -> str:
+    """A token in quotes, on one line and without characters that a terminal obeys."""
+    return '"' + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) + '"'

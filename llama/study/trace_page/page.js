@@ -1,0 +1,678 @@
+"use strict";
+
+// ------------------------------------------------------------------ numbers: nothing below this line up to the next
+// ------------------------------------------------------------------ one needs a document
+
+/** Lower triangles of all maps, one byte a weight: 255 sqrt(w), layer by layer, head by head, row by row. */
+function unpack(base64) {
+  return Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
+}
+
+/** sqrt of the weight with which token t reads token s; 0 where s comes later. */
+function root(bytes, tokens, heads, layer, head, t, s) {
+  if (s > t) return 0;
+  const triangle = (tokens * (tokens + 1)) / 2;
+  return bytes[(layer * heads + head) * triangle + (t * (t + 1)) / 2 + s] / 255;
+}
+
+/** A probability or weight for people. */
+function share(p) {
+  if (p >= 0.0995) return p.toFixed(2);
+  if (p >= 0.00095) return p.toFixed(3);
+  return p === 0 ? "0" : p.toExponential(0).replace("-", "−");
+}
+
+/** A number for people: three figures. */
+function figures(x) {
+  if (x === 0) return "0";
+  const size = Math.abs(x);
+  if (size >= 1000) return Math.round(x).toLocaleString("en");
+  return size < 0.001 ? x.toExponential(1).replace("-", "−") : String(Number(x.toPrecision(3)));
+}
+
+/** Round numbers from 0 up to at least max, about `count` of them. */
+function ticks(max, count) {
+  if (!(max > 0)) return [0];
+  const rough = max / count;
+  const unit = 10 ** Math.floor(Math.log10(rough));
+  const step = unit * [1, 2, 5, 10].find((m) => m * unit >= rough);
+  return Array.from({ length: Math.ceil(max / step - 1e-9) + 1 }, (_, i) => Number((i * step).toPrecision(6)));
+}
+
+/** The parts of a token's text, those that would not be seen replaced by a sign: [[text, is a sign], ...]. */
+function parts(text) {
+  const signs = { " ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\u00a0": "⍽", "": "∅" };
+  const inner = text === "" ? [""] : text.match(/[ \n\t\r\u00a0]|[^ \n\t\r\u00a0]+/g);
+  return inner.map((part) => {
+    if (part in signs) return [signs[part], true];
+    // Control characters and those that change the direction of the page are written as numbers.
+    return [part.replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g,
+      (c) => `U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`), false];
+  });
+}
+
+/** The same as one string. */
+function visible(text) {
+  return parts(text).map(([part]) => part).join("");
+}
+
+// ---------------------------------------------------------------------------------------------------------- the page
+function start() {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const { tokens, lens, heads, rope, change } = data;
+  const T = tokens.ids.length, L = data.layers.length, H = data.n_heads, PAIRS = rope.inv_freq.length;
+  const bytes = unpack(data.maps);
+  const text = (id) => data.texts[id];
+  const at = (t) => text(tokens.ids[t]);
+  const id = (name) => document.getElementById(name);
+  const bits = (nats) => nats / Math.LN2;
+  const flat = (nested) => nested.flat(Infinity);
+
+  // layer is an index into data.layers, the layers that ran
+  const chosen = { token: T - 1, layer: 0, head: 0, lens: "p", heads: "maps" };
+  const sizes = { token: T, layer: L, head: H };
+
+  // ------------------------------------------------------------------------------------------------ small helpers
+  /** An element; every text goes in as text, so that no token can become markup. */
+  function make(tag, attributes = {}, ...children) {
+    const svg = ["svg", "g", "rect", "line", "circle", "path", "text", "title"].includes(tag);
+    const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.append(...children.map((child) => (typeof child === "number" ? String(child) : child)));
+    return node;
+  }
+
+  function token(content) {
+    const node = make("span", { class: "token", dir: "auto" });
+    for (const [part, sign] of parts(content)) node.append(sign ? make("span", { class: "mark" }, part) : part);
+    return node;
+  }
+
+  function put(name, ...children) {
+    id(name).replaceChildren(...children);
+  }
+
+  const colours = () => {
+    const style = getComputedStyle(document.documentElement);
+    const of = (name) => style.getPropertyValue(name).trim();
+    return { paper: of("--paper"), raised: of("--raised"), heat: of("--heat"), ink: of("--ink"), soft: of("--soft"),
+      line: of("--line"), accent: of("--accent"), second: of("--second") };
+  };
+  const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+
+  /** value 0..1 -> [r, g, b] between paper and heat; light and dark alone tell the order. */
+  function ramp() {
+    const { raised, heat } = colours();
+    const from = channels(raised), to = channels(heat);
+    return (value) => from.map((c, i) => Math.round(c + (to[i] - c) * Math.min(1, Math.max(0, value))));
+  }
+  const rgb = (colour) => `rgb(${colour.join(",")})`;
+
+  /** Ink or paper, whichever is easier to read on a colour (WCAG 2's contrast). */
+  function readable(colour) {
+    const light = (channels_) => channels_.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4))
+      .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0.05);
+    const { ink, raised } = colours();
+    const contrast = (hex) => Math.max(light(channels(hex)) / light(colour), light(colour) / light(channels(hex)));
+    return contrast(ink) > contrast(raised) ? ink : raised;
+  }
+
+  /** A canvas of that many CSS pixels, sharp on every screen. */
+  function prepared(name, height) {
+    const canvas = id(name), ratio = window.devicePixelRatio || 1;
+    const width = canvas.clientWidth;
+    canvas.style.height = `${height}px`;
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    const draw = canvas.getContext("2d");
+    draw.scale(ratio, ratio);
+    draw.font = "12px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
+    draw.textBaseline = "middle";
+    return draw;
+  }
+
+  /** As much of a text as fits. */
+  function fitted(draw, content, width) {
+    if (draw.measureText(content).width <= width) return content;
+    const letters = Array.from(content);
+    while (letters.length > 1 && draw.measureText(letters.join("") + "…").width > width) letters.pop();
+    return letters.join("") + "…";
+  }
+
+  function choose(changes) {
+    Object.assign(chosen, changes);
+    for (const key of ["token", "layer", "head"]) chosen[key] = Math.min(sizes[key] - 1, Math.max(0, chosen[key]));
+    drawAll();
+  }
+
+  function guesses(name, ids, p, came, cameP) {
+    const largest = Math.max(...p, cameP || 0);
+    const rows = ids.map((guess, i) => [guess, p[i]]);
+    if (came !== undefined && !ids.includes(came)) rows.push([came, cameP]);
+    put(name, ...rows.map(([guess, share_]) => {
+      const fill = make("div", { class: "fill" });
+      fill.style.width = `${(100 * share_) / largest}%`;
+      return make("div", { class: guess === came ? "guess came" : "guess" }, token(text(guess)),
+        make("div", { class: "track" }, fill), make("span", { class: "p" }, share(share_)));
+    }));
+  }
+
+  // ---------------------------------------------------------------------------------------------- the tokens' strip
+  function buildStrip() {
+    const largest = Math.max(1, ...tokens.surprisal.map((s) => (s === null ? 0 : bits(s))));
+    put("strip", ...tokens.ids.map((_, t) => {
+      const surprisal = tokens.surprisal[t];
+      const bar = make("span", { class: "bar" });
+      bar.style.height = surprisal === null ? "0" : `${Math.max(1, (72 * bits(surprisal)) / largest)}px`;
+      const button = make("button", { type: "button", role: "option", tabindex: "-1" },
+        make("span", { class: "bits" }, surprisal === null ? "–" : bits(surprisal).toFixed(1)), bar, token(at(t)));
+      button.addEventListener("click", () => choose({ token: t }));
+      return button;
+    }));
+  }
+
+  function drawStrip() {
+    const t = chosen.token;
+    [...id("strip").children].forEach((button, i) => button.setAttribute("aria-selected", i === t));
+    if (t === 0) {
+      put("before-title", "Before the first token");
+      put("before", make("p", { class: "note" }, "Nothing stands before it, so nothing is expected."));
+    } else {
+      const surprisal = tokens.surprisal[t];
+      put("before-title", "In the place of ", token(at(t)), " the model expected");
+      guesses("before", tokens.next_ids[t - 1], tokens.next_p[t - 1], tokens.ids[t], Math.exp(-surprisal));
+      id("before").append(make("p", { class: "note" }, `▸ is what came: rank ${tokens.rank[t].toLocaleString("en")}`
+        + ` of the vocabulary, ${bits(surprisal).toFixed(2)} bits (${surprisal.toFixed(2)} nats).`));
+    }
+    put("after-title", "After ", token(at(t)), " it expects");
+    guesses("after", tokens.next_ids[t], tokens.next_p[t], t + 1 < T ? tokens.ids[t + 1] : undefined,
+      t + 1 < T ? Math.exp(-tokens.surprisal[t + 1]) : undefined);
+  }
+
+  // ------------------------------------------------------------------------------------------------------- charts
+  /** An empty chart with its axes: returns the svg, x and y of a value, and the plot's box. */
+  function chart(name, { height, yMax, yTicks, yLabel, xLabel, left = 52, right = 10, top = 20, bottom = 34 }) {
+    const width = id(name).clientWidth;
+    const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${yLabel}; ${xLabel}` });
+    const y = (value) => height - bottom - (value / yMax) * (height - top - bottom);
+    for (const tick of yTicks) {
+      svg.append(make("line", { class: "axis", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
+        make("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, figures(tick)));
+    }
+    svg.append(make("text", { x: 0, y: 11 }, yLabel),
+      make("text", { x: width - right, y: height - 2, "text-anchor": "end" }, xLabel));
+    return { svg, y, left, width: width - left - right, bottom: height - bottom, height };
+  }
+
+  /** Numbers below an axis of `count` places, as many as fit. */
+  function places(plot, count, label = (i) => i) {
+    const step = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64].find((s) => (plot.width / count) * s >= 26) || 128;
+    for (let i = 0; i < count; i += step) {
+      plot.svg.append(make("text", { x: plot.left + (plot.width * (i + 0.5)) / count, y: plot.bottom + 15,
+        "text-anchor": "middle" }, label(i)));
+    }
+  }
+
+  function bars(plot, values, { cls = "bar", inset = 0.15, marked = -1, said = (i) => figures(values[i]) } = {}) {
+    const step = plot.width / values.length;
+    values.forEach((value, i) => {
+      const top = plot.y(value);
+      plot.svg.append(make("rect", { class: i === marked ? "chosen" : cls, x: plot.left + step * (i + inset),
+        width: Math.max(0.5, step * (1 - 2 * inset)), y: top, height: Math.max(0, plot.bottom - top) },
+      make("title", {}, said(i))));
+    });
+  }
+
+  function line(plot, values, cls = "line") {
+    const step = plot.width / values.length;
+    const points = values.map((value, i) => `${(plot.left + step * (i + 0.5)).toFixed(1)},${plot.y(value).toFixed(1)}`);
+    if (points.length) plot.svg.append(make("path", { class: cls, d: `M${points.join("L")}` }));
+  }
+
+  // --------------------------------------------------------------------------------------- before and after a change
+  function drawChange() {
+    if (!change) return;
+    const t = chosen.token;
+    const pairs = [change.before, change.after].map((side) => side.surprisal.map((s) => (s === null ? 0 : bits(s))));
+    const most = Math.max(1e-9, ...flat(pairs));
+    const yTicks = ticks(most, 4);
+    const above = chart("change-chart", { height: 170, yMax: yTicks.at(-1), yTicks, yLabel: "surprisal, bits", xLabel: "token" });
+    const step = above.width / T;
+    for (let i = 0; i < T; i++) {
+      const said = `${i} ${visible(at(i))}: ${pairs[0][i].toFixed(2)} → ${pairs[1][i].toFixed(2)} bits`;
+      [["hollow", 0.12, pairs[0][i]], [i === t ? "chosen" : "bar", 0.52, pairs[1][i]]].forEach(([cls, inset, value]) => {
+        above.svg.append(make("rect", { class: cls, x: above.left + step * (i + inset), width: Math.max(0.5, step * 0.36),
+          y: above.y(value), height: above.bottom - above.y(value) }, make("title", {}, said)));
+      });
+    }
+    places(above, T);
+    const klTicks = ticks(Math.max(1e-9, ...change.kl), 3);
+    const holder = make("div");
+    const below = chart("change-chart", { height: 130, yMax: klTicks.at(-1), yTicks: klTicks, yLabel: "KL, nats",
+      xLabel: "expectation after token" });
+    bars(below, change.kl, { marked: t, said: (i) => `after ${i} ${visible(at(i))}: ${figures(change.kl[i])} nats` });
+    places(below, T);
+    holder.append(above.svg, below.svg);
+    put("change-chart", holder);
+    put("untouched-title", "After ", token(at(t)), " the untouched model expects");
+    put("changed-title", "After ", token(at(t)), " the changed model expects");
+    guesses("untouched", change.before.next_ids[t], change.before.next_p[t]);
+    guesses("changed", change.after.next_ids[t], change.after.next_p[t]);
+  }
+
+  // --------------------------------------------------------------------------------------------------- logit lens
+  const LENS = {
+    p: { label: "its best guess", reads: "The word is the likeliest next token, bold where it is already the final answer; the stronger the shade, the more probable.",
+      value: (m, t) => lens.top_p[m][t][0] },
+    rank: { label: "rank of the answer", reads: "The stronger the shade, the nearer the final answer is to the top: full at rank 1, none at the worst rank in the picture.",
+      value: (m, t) => 1 - Math.log(lens.rank[m][t]) / Math.log(Math.max(2, ...flat(lens.rank))) },
+    kl: { label: "distance to the end", reads: "The stronger the shade, the nearer to the final expectation: it is e to the power of −KL(final ‖ this layer).",
+      value: (m, t) => Math.exp(-lens.kl[m][t]) },
+  };
+  const layerName = (m) => (m === 0 ? "embedding" : `layer ${data.layers[m - 1]}`);
+  let lensBox = null;
+
+  function drawLens() {
+    const view = LENS[chosen.lens], rows = L + 1, gutter = 34;
+    put("lens-reads", view.reads);
+    const width = id("lens").clientWidth, cell = (width - gutter) / T;
+    const words = cell >= 38, height = words ? 20 : Math.max(5, Math.min(16, 480 / rows));
+    const top = words ? 22 : 4;
+    const draw = prepared("lens", top + rows * height + 2), shade = ramp(), c = colours();
+    const gap = cell >= 8 && height >= 8 ? 1 : 0;
+    lensBox = { gutter, cell, height, top, rows };
+    for (let m = 0; m < rows; m++) {
+      for (let t = 0; t < T; t++) {
+        const value = view.value(m, t);
+        draw.fillStyle = rgb(shade(value));
+        draw.fillRect(gutter + t * cell, top + m * height, cell - gap, height - gap);
+        if (words) {
+          draw.fillStyle = readable(shade(value));
+          draw.font = draw.font.replace(/^(bold )?/, lens.rank[m][t] === 1 ? "bold " : "");
+          draw.fillText(fitted(draw, visible(text(lens.top_ids[m][t][0])), cell - 6), gutter + t * cell + 3, top + (m + 0.5) * height);
+        }
+      }
+    }
+    draw.font = draw.font.replace(/^bold /, "");
+    draw.fillStyle = c.soft;
+    const every = Math.ceil(14 / height);
+    for (let m = 0; m < rows; m += every) {
+      draw.fillText(m === 0 ? "emb" : String(data.layers[m - 1]), 4, top + (m + 0.5) * height);
+    }
+    if (words) for (let t = 0; t < T; t++) draw.fillText(fitted(draw, visible(at(t)), cell - 6), gutter + t * cell + 3, 10);
+    draw.lineWidth = 2;
+    draw.strokeStyle = c.second;
+    draw.strokeRect(gutter + chosen.token * cell, top, cell, rows * height);
+    draw.strokeRect(gutter + chosen.token * cell, top + (chosen.layer + 1) * height, cell, height);
+    sayLens(chosen.layer + 1, chosen.token);
+  }
+
+  function sayLens(m, t) {
+    put("lens-readout", make("b", {}, `after ${layerName(m)}`), ", at ", token(at(t)), ": ", token(text(lens.top_ids[m][t][0])),
+      ` with ${share(lens.top_p[m][t][0])}; the final answer `, token(text(tokens.next_ids[t][0])),
+      ` has rank ${lens.rank[m][t].toLocaleString("en")}; KL to the end ${figures(lens.kl[m][t])} nats`);
+  }
+
+  function drawLensTable() {
+    const t = chosen.token;
+    put("lens-title", "After ", token(at(t)));
+    const header = make("tr", {}, ...["layer", "best guess", "p", "rank of answer", "KL, nats"].map((h) => make("th", { scope: "col" }, h)));
+    const body = Array.from({ length: L + 1 }, (_, m) => {
+      const row = make("tr", { class: lens.rank[m][t] === 1 ? "final" : "", "aria-selected": m === chosen.layer + 1 },
+        make("td", {}, m === 0 ? "emb" : data.layers[m - 1]), make("td", {}, token(text(lens.top_ids[m][t][0]))),
+        make("td", {}, share(lens.top_p[m][t][0])), make("td", {}, lens.rank[m][t].toLocaleString("en")),
+        make("td", {}, figures(lens.kl[m][t])));
+      row.addEventListener("click", () => choose({ layer: m - 1 }));
+      return row;
+    });
+    put("lens-table", make("thead", {}, header), make("tbody", {}, ...body));
+  }
+
+  // ---------------------------------------------------------------------------------------------------- all heads
+  const HEADS = {
+    maps: { label: "maps", reads: "Each square is one head's attention map: a strong left edge looks at the first token, a strong diagonal at the token itself or the one before." },
+    sink: { label: "first token", reads: "The stronger the shade, the more weight goes to the first token, from none at 0 to full at 1.", of: heads.sink, most: 1, word: "weight on the first token" },
+    previous: { label: "token before", reads: "The stronger the shade, the more weight goes to the token just before, from none at 0 to full at 1.", of: heads.previous, most: 1, word: "weight on the token before" },
+    spread: { label: "spread", reads: "To how many tokens a head listens, as e to the power of the entropy of its weights: no shade is one token, full shade the widest of all heads.",
+      of: heads.spread, most: Math.max(...flat(heads.spread)), least: 1, word: "tokens listened to" },
+  };
+  let headsBox = null;
+  const picture = { key: "", image: null }; // the maps in small: drawn again only when size or colours change
+
+  function drawHeads() {
+    const view = HEADS[chosen.heads], width = id("heads").clientWidth, gutter = 24, top = 18;
+    put("heads-reads", view.reads);
+    const cell = Math.min(44, (width - gutter) / L), gap = cell >= 14 ? 2 : 1;
+    const draw = prepared("heads", top + H * cell + 2), c = colours(), shade = ramp();
+    headsBox = { gutter, cell, top };
+    draw.fillStyle = c.soft;
+    draw.textAlign = "center";
+    const every = Math.ceil(20 / cell);
+    for (let l = 0; l < L; l += every) draw.fillText(String(data.layers[l]), gutter + (l + 0.5) * cell, 8);
+    for (let h = 0; h < H; h += Math.ceil(12 / cell)) draw.fillText(String(h), 9, top + (h + 0.5) * cell);
+    if (view.of) {
+      for (let l = 0; l < L; l++) for (let h = 0; h < H; h++) {
+        const least = view.least || 0;
+        draw.fillStyle = rgb(shade((view.of[l][h] - least) / Math.max(1e-9, view.most - least)));
+        draw.fillRect(gutter + l * cell, top + h * cell, cell - gap, cell - gap);
+      }
+    } else {
+      const ratio = window.devicePixelRatio || 1, size = Math.max(1, Math.floor((cell - gap) * ratio));
+      const key = [size, cell, c.raised].join();
+      if (picture.key !== key) Object.assign(picture, { key, image: smallMaps(size, cell * ratio, shade) });
+      draw.drawImage(picture.image, gutter, top, L * cell, H * cell);
+    }
+    draw.lineWidth = 1;
+    draw.strokeStyle = c.line;
+    for (let l = 0; l < L; l++) for (let h = 0; h < H; h++) {
+      if (cell >= 10) draw.strokeRect(gutter + l * cell + 0.5, top + h * cell + 0.5, cell - gap - 1, cell - gap - 1);
+    }
+    draw.lineWidth = 3;
+    draw.strokeStyle = c.second;
+    draw.strokeRect(gutter + chosen.layer * cell, top + chosen.head * cell, cell - gap, cell - gap);
+    sayHead(chosen.layer, chosen.head);
+  }
+
+  /** All maps on one sheet; where a pixel covers several weights it takes the largest, so that thin lines stay. */
+  function smallMaps(size, pitch, shade) {
+    const sheet = make("canvas");
+    sheet.width = Math.round(L * pitch);
+    sheet.height = Math.round(H * pitch);
+    const draw = sheet.getContext("2d"), image = draw.createImageData(size, size);
+    const first = (p) => Math.floor((p * T) / size), last = (p) => Math.max(first(p) + 1, Math.ceil(((p + 1) * T) / size));
+    const colour = Array.from({ length: 256 }, (_, b) => shade(b / 255));
+    for (let l = 0; l < L; l++) for (let h = 0; h < H; h++) {
+      for (let y = 0; y < size; y++) for (let x = 0; x < size; x++) {
+        let most = 0;
+        for (let t = first(y); t < (T > size ? last(y) : first(y) + 1); t++) {
+          for (let s = first(x); s < (T > size ? last(x) : first(x) + 1); s++) most = Math.max(most, root(bytes, T, H, l, h, t, s));
+        }
+        image.data.set([...colour[Math.round(255 * most)], 255], 4 * (y * size + x));
+      }
+      draw.putImageData(image, Math.round(l * pitch), Math.round(h * pitch));
+    }
+    return sheet;
+  }
+
+  function sayHead(l, h) {
+    const said = [`first token ${share(heads.sink[l][h])}`];
+    if (heads.previous) said.push(`token before ${share(heads.previous[l][h])}`);
+    said.push(`itself ${share(heads.itself[l][h])}`, `listens to ${figures(heads.spread[l][h])} tokens`);
+    put("heads-readout", make("b", {}, `head ${data.layers[l]}.${h}`), `: mean weights: ${said.join(", ")}`);
+  }
+
+  // ----------------------------------------------------------------------------------------------------- one head
+  let mapBox = null;
+
+  function drawMap() {
+    put("map-title", `Head ${data.layers[chosen.layer]}.${chosen.head}: the map in full`);
+    const width = id("map").clientWidth;
+    const guess = Math.min(32, (width - 90) / T), labelled = guess >= 12;
+    const draw0 = prepared("map", 10);
+    const longest = labelled ? Math.min(90, Math.max(...tokens.ids.map((_, t) => draw0.measureText(visible(at(t))).width))) : 0;
+    const edge = labelled ? longest + 10 : 6;
+    const cell = Math.min(32, (width - edge - 2) / T);
+    const draw = prepared("map", edge + T * cell + 2), shade = ramp(), c = colours();
+    mapBox = { edge, cell };
+    for (let t = 0; t < T; t++) for (let s = 0; s <= t; s++) {
+      draw.fillStyle = rgb(shade(root(bytes, T, H, chosen.layer, chosen.head, t, s)));
+      draw.fillRect(edge + s * cell, edge + t * cell, cell + 0.4, cell + 0.4);
+    }
+    draw.strokeStyle = c.line;
+    draw.lineWidth = 1;
+    draw.beginPath(); // the staircase of the causal mask
+    draw.moveTo(edge, edge);
+    for (let t = 0; t < T; t++) {
+      draw.lineTo(edge + (t + 1) * cell, edge + t * cell);
+      draw.lineTo(edge + (t + 1) * cell, edge + (t + 1) * cell);
+    }
+    draw.lineTo(edge, edge + T * cell);
+    draw.closePath();
+    draw.stroke();
+    if (labelled) {
+      for (let t = 0; t < T; t++) {
+        const label = fitted(draw, visible(at(t)), longest);
+        draw.fillStyle = t === chosen.token ? c.second : c.soft;
+        draw.textAlign = "right";
+        draw.fillText(label, edge - 6, edge + (t + 0.5) * cell);
+        draw.fillStyle = c.soft;
+        draw.save();
+        draw.translate(edge + (t + 0.5) * cell, edge - 6);
+        draw.rotate(-Math.PI / 2);
+        draw.textAlign = "left";
+        draw.fillText(label, 0, 0);
+        draw.restore();
+      }
+    }
+    draw.strokeStyle = c.second;
+    draw.lineWidth = 2;
+    draw.strokeRect(edge, edge + chosen.token * cell, (chosen.token + 1) * cell, cell);
+    sayMap(chosen.token, bestKey(chosen.token));
+  }
+
+  function bestKey(t) {
+    let best = 0;
+    for (let s = 1; s <= t; s++) {
+      if (root(bytes, T, H, chosen.layer, chosen.head, t, s) > root(bytes, T, H, chosen.layer, chosen.head, t, best)) best = s;
+    }
+    return best;
+  }
+
+  function sayMap(t, s) {
+    if (s > t) {
+      put("map-readout", make("b", {}, `${t} `), token(at(t)), " does not see ", make("b", {}, `${s} `), token(at(s)), ", which comes later");
+      return;
+    }
+    const weight = root(bytes, T, H, chosen.layer, chosen.head, t, s) ** 2;
+    put("map-readout", make("b", {}, `${t} `), token(at(t)), " reads ", make("b", {}, `${s} `), token(at(s)), ` with weight ${share(weight)}`);
+  }
+
+  function drawRow() {
+    const t = chosen.token, shade = ramp();
+    put("row-title", "What ", token(at(t)), " reads in this head");
+    put("row", ...Array.from({ length: t + 1 }, (_, s) => {
+      const value = root(bytes, T, H, chosen.layer, chosen.head, t, s), node = token(at(s));
+      node.style.background = rgb(shade(value));
+      node.style.color = readable(shade(value));
+      if (s === t) node.classList.add("chosen");
+      node.title = `${s}: ${share(value ** 2)}`;
+      node.addEventListener("click", () => choose({ token: s }));
+      return node;
+    }));
+    const width = Math.min(320, id("scale").clientWidth), steps = 40;
+    const svg = make("svg", { viewBox: `0 0 ${width} 40`, height: 40, role: "img", "aria-label": "scale of the shades" });
+    svg.style.width = `${width}px`;
+    const x = (weight) => 8 + Math.sqrt(weight) * (width - 24);
+    for (let i = 0; i < steps; i++) {
+      const box = make("rect", { x: x((i / steps) ** 2), y: 8, width: (width - 24) / steps + 0.5, height: 12 });
+      box.style.fill = rgb(shade((i + 0.5) / steps));
+      svg.append(box);
+    }
+    svg.append(make("rect", { class: "axis", x: 8, y: 8, width: width - 24, height: 12 }));
+    for (const weight of [0, 0.01, 0.1, 0.3, 0.6, 1]) svg.append(make("text", { x: x(weight), y: 35, "text-anchor": "middle" }, weight));
+    put("scale", svg);
+  }
+
+  function drawProfile() {
+    const all = heads.profile[chosen.layer][chosen.head], rest = heads.profile_without_first[chosen.layer][chosen.head];
+    const yTicks = ticks(Math.max(...all, ...rest), 4);
+    const far = T > 48; // the near distances would be hairlines; let each doubling take the same room
+    const plot = chart("profile", { height: 180, yMax: yTicks.at(-1), yTicks, yLabel: "mean weight",
+      xLabel: far ? "tokens back (log scale)" : "tokens back" });
+    const x = (distance) => plot.left + plot.width * (far ? Math.log(1 + distance) / Math.log(1 + T) : distance / T);
+    const middle = (distance) => (x(distance) + x(distance + 1)) / 2;
+    all.forEach((value, i) => {
+      const gap = Math.min(3, 0.15 * (x(i + 1) - x(i)));
+      plot.svg.append(make("rect", { class: "bar", x: x(i) + gap, width: x(i + 1) - x(i) - 2 * gap, y: plot.y(value),
+        height: plot.bottom - plot.y(value) }, make("title", {}, `${i} back: ${share(value)}`
+          + (i < rest.length ? `, without the first token ${share(rest[i])}` : ""))));
+    });
+    if (rest.length) plot.svg.append(make("path", { class: "line", d: `M${rest.map((value, i) => `${middle(i)},${plot.y(value)}`).join("L")}` }));
+    if (far) {
+      for (let i = 1; i <= T; i *= 2) plot.svg.append(make("text", { x: middle(i - 1), y: plot.bottom + 15, "text-anchor": "middle" }, i - 1));
+    } else places(plot, T);
+    put("profile", plot.svg);
+  }
+
+  // -------------------------------------------------------------------------------------------------------- RoPE
+  function drawHands() {
+    const width = id("hands").clientWidth, columns = Math.max(4, Math.min(PAIRS, 32, Math.floor(width / 32)));
+    const pitch = width / columns, radius = Math.min(13, pitch / 2 - 2), rows = Math.ceil(PAIRS / columns), tall = 2 * radius + 20;
+    const svg = make("svg", { viewBox: `0 0 ${width} ${rows * tall}`, height: rows * tall, role: "img",
+      "aria-label": "hands of all pairs at the selected token" });
+    rope.inv_freq.forEach((frequency, i) => {
+      const angle = chosen.token * frequency, x = (i % columns + 0.5) * pitch, y = Math.floor(i / columns) * tall + radius + 1;
+      const group = make("g", {}, make("circle", { class: "dial", cx: x, cy: y, r: radius }),
+        make("line", { class: "start", x1: x, y1: y, x2: x + radius, y2: y }),
+        make("line", { class: "hand", x1: x, y1: y, x2: x + radius * Math.cos(angle), y2: y - radius * Math.sin(angle) }),
+        make("text", { x, y: y + radius + 13, "text-anchor": "middle" }, i),
+        make("title", {}, `pair ${i}: ${figures(angle)} radians, ${figures(angle / (2 * Math.PI))} turns`));
+      svg.append(group);
+    });
+    put("hands", svg);
+    const fast = rope.inv_freq[0] * chosen.token, slow = rope.inv_freq[PAIRS - 1] * chosen.token;
+    put("hands-readout", make("b", {}, `position ${chosen.token}`),
+      `: pair 0 has turned by ${figures(fast)} radians, pair ${PAIRS - 1} by ${figures(slow)}`);
+  }
+
+  function buildTurns() {
+    const factor = rope.attention_factor === 1 ? "" : ` Cosine and sine are multiplied by ${figures(rope.attention_factor)}.`;
+    const scaling = rope.scaling ? `, scaling ${rope.scaling.rope_type || rope.scaling.type}` : "";
+    const still = rope.inv_freq.every((frequency) => frequency === 0);
+    put("rope-reads", still ? "In this trace nothing is rotated." : `Here the base is ${figures(rope.theta)}${scaling}.${factor}`);
+  }
+
+  function drawTurns() {
+    const low = Math.floor(Math.log10(Math.max(1e-12, Math.min(1, ...rope.turns.filter((t) => t > 0)))));
+    const high = Math.max(1, Math.ceil(Math.log10(Math.max(1, ...rope.turns))));
+    const plot = chart("turns", { height: 150, yMax: high - low, yTicks: [], yLabel: "full turns (log scale)", xLabel: "pair", left: 64 });
+    const step = Math.ceil((high - low) / 5);
+    for (let e = low; e <= high; e += step) {
+      plot.svg.append(make("line", { class: "axis", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(e - low), y2: plot.y(e - low) }),
+        make("text", { x: plot.left - 6, y: plot.y(e - low) + 4, "text-anchor": "end" }, e >= -3 ? figures(10 ** e) : `1e${e}`.replace("-", "−")));
+    }
+    bars(plot, rope.turns.map((t) => (t > 0 ? Math.max(0, Math.log10(t) - low) : 0)),
+      { said: (i) => `pair ${i}: ${figures(rope.turns[i])} turns, frequency ${figures(rope.inv_freq[i])} radians a token` });
+    plot.svg.append(make("line", { class: "limit", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(-low), y2: plot.y(-low) }),
+      make("text", { class: "ink", x: plot.left + plot.width, y: plot.y(-low) - 4, "text-anchor": "end" }, "one turn"));
+    places(plot, PAIRS);
+    put("turns", plot.svg);
+  }
+
+  const meanNorms = rope.inv_freq.map((_, i) => flat(heads.pair_norms.map((layer) => layer.map((head) => head[i])))
+    .reduce((a, b) => a + b, 0) / (L * H));
+
+  function drawNorms() {
+    put("norms-title", `Frequencies used by head ${data.layers[chosen.layer]}.${chosen.head}`);
+    const own = heads.pair_norms[chosen.layer][chosen.head], yTicks = ticks(Math.max(...own, ...meanNorms), 4);
+    const plot = chart("norms", { height: 180, yMax: yTicks.at(-1), yTicks, yLabel: "mean |qᵢ| |kᵢ|", xLabel: "pair, fast to slow", left: 64 });
+    bars(plot, own, { said: (i) => `pair ${i}: ${figures(own[i])}, mean of all heads ${figures(meanNorms[i])}` });
+    line(plot, meanNorms);
+    places(plot, PAIRS);
+    put("norms", plot.svg);
+  }
+
+  // ------------------------------------------------------------------------------------------------ doing and drawing
+  function drawAll() {
+    for (const key of ["token", "layer", "head"]) id(key).value = chosen[key];
+    drawStrip();
+    drawChange();
+    drawLens();
+    drawLensTable();
+    drawHeads();
+    drawMap();
+    drawRow();
+    drawProfile();
+    drawHands();
+    drawTurns();
+    drawNorms();
+  }
+
+  function buildChoices(name, options, key) {
+    const buttons = Object.entries(options).filter(([, option]) => option.of !== null).map(([value, option]) => {
+      const button = make("button", { type: "button", "aria-pressed": chosen[key] === value }, option.label);
+      button.addEventListener("click", () => {
+        for (const other of buttons) other.setAttribute("aria-pressed", other === button);
+        choose({ [key]: value });
+      });
+      return button;
+    });
+    put(name, ...buttons);
+  }
+
+  /** Clicks and moves of the pointer on a canvas, as cells; null outside. */
+  function listen(name, cellAt, say, pick) {
+    const canvas = id(name);
+    const cell = (event) => cellAt(event.offsetX, event.offsetY);
+    canvas.addEventListener("pointermove", (event) => { const at = cell(event); if (at) say(...at); });
+    canvas.addEventListener("click", (event) => { const at = cell(event); if (at) pick(...at); });
+  }
+  const within = (value, size) => value >= 0 && value < size;
+
+  function arrows(name, moves) {
+    id(name).addEventListener("keydown", (event) => {
+      const move = moves[event.key];
+      if (!move || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      event.stopPropagation();
+      choose({ [move[0]]: chosen[move[0]] + move[1] });
+    });
+  }
+
+  const about = `${data.model}: ${data.n_layers} layers of ${H} heads (${data.n_kv_heads} for keys and values), ${data.head_dim} numbers a head; `
+    + `${T} ${T === 1 ? "token" : "tokens"}, computed in ${data.dtype}.`;
+  put("about", about);
+  put("prompt", data.prompt);
+  if (change) {
+    put("told", make("b", {}, "Changed: "), change.told.join("; "), ". The pictures show the changed model.");
+    id("told").hidden = id("change-section").hidden = false;
+  }
+  id("token").append(...tokens.ids.map((_, t) => make("option", { value: t }, `${t} ${visible(at(t))}`)));
+  id("layer").append(...data.layers.map((layer, l) => make("option", { value: l }, layer)));
+  id("head").append(...Array.from({ length: H }, (_, h) => make("option", { value: h }, h)));
+  for (const key of ["token", "layer", "head"]) id(key).addEventListener("change", () => choose({ [key]: Number(id(key).value) }));
+  for (const button of document.querySelectorAll("[data-step]")) {
+    button.addEventListener("click", () => choose({ [button.dataset.step]: chosen[button.dataset.step] + Number(button.dataset.by) }));
+  }
+  const KEYS = { ArrowLeft: ["token", -1], ArrowRight: ["token", 1], w: ["layer", -1], s: ["layer", 1], a: ["head", -1], d: ["head", 1] };
+  document.addEventListener("keydown", (event) => {
+    const key = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
+    if (!key || event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
+    event.preventDefault();
+    choose({ [key[0]]: chosen[key[0]] + key[1] });
+  });
+
+  buildStrip();
+  buildTurns();
+  buildChoices("lens-choices", LENS, "lens");
+  buildChoices("heads-choices", HEADS, "heads");
+  listen("lens", (x, y) => {
+    const t = Math.floor((x - lensBox.gutter) / lensBox.cell), m = Math.floor((y - lensBox.top) / lensBox.height);
+    return within(t, T) && within(m, L + 1) ? [m, t] : null;
+  }, sayLens, (m, t) => choose({ token: t, layer: m - 1 }));
+  listen("heads", (x, y) => {
+    const l = Math.floor((x - headsBox.gutter) / headsBox.cell), h = Math.floor((y - headsBox.top) / headsBox.cell);
+    return within(l, L) && within(h, H) ? [l, h] : null;
+  }, sayHead, (l, h) => choose({ layer: l, head: h }));
+  listen("map", (x, y) => {
+    const s = Math.floor((x - mapBox.edge) / mapBox.cell), t = Math.floor((y - mapBox.edge) / mapBox.cell);
+    return within(s, T) && within(t, T) ? [t, s] : null;
+  }, sayMap, (t) => choose({ token: t }));
+  arrows("lens", { ArrowUp: ["layer", -1], ArrowDown: ["layer", 1] });
+  arrows("heads", { ArrowLeft: ["layer", -1], ArrowRight: ["layer", 1], ArrowUp: ["head", -1], ArrowDown: ["head", 1] });
+  arrows("map", { ArrowUp: ["token", -1], ArrowDown: ["token", 1] });
+
+  // The head that is most worth a first look: not the sink, but the one that looks hardest at something else.
+  let best = -1;
+  for (let l = 0; l < L; l++) for (let h = 0; h < H; h++) {
+    const interest = (1 - heads.sink[l][h]) * (1 - heads.itself[l][h]) / heads.spread[l][h];
+    if (interest > best) [best, chosen.layer, chosen.head] = [interest, l, h];
+  }
+  drawAll();
+  let waiting = 0;
+  const again = () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(drawAll); };
+  window.addEventListener("resize", again);
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+}
+
+if (typeof document !== "undefined") start();

@@ -1,0 +1,131 @@
+"""The formulas of the notes and papers in numpy's float64, written apart from the library: what it is held against.
+
+Nothing here imports from `llama`; what does the same work there must come to the same numbers. Letters: N positions,
+D head_dim, d width of a table.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+
+# Laws are tried on the same examples on every machine and every run.
+LAW = settings(max_examples=40, derandomize=True, deadline=None)
+
+seeds = st.integers(0, 2**32 - 1)
+positions = st.integers(0, 8192)
+even_dims = st.sampled_from([2, 4, 6, 8, 16, 64, 128])
+bases = st.sampled_from([100.0, 1e4, 1e5, 5e5, 1e6])
+
+
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def gaussians(seed: int, *shape: int) -> Tensor:
+    """Independent numbers of mean 0 and variance 1 in float64."""
+    return torch.from_numpy(rng(seed).standard_normal(shape))
+
+
+def frequencies(dim: int, base: float = 1e4) -> Array:
+    """w_i = base^(-2i/D), i = 0 .. D/2 - 1."""
+    return np.array([base ** (-2 * i / dim) for i in range(dim // 2)])
+
+
+def rotation(position: float, w: Array) -> Array:
+    """The block-diagonal R_m, entry by entry: (D, D)."""
+    matrix = np.zeros((2 * len(w), 2 * len(w)))
+    for i, speed in enumerate(w):
+        c, s = math.cos(position * speed), math.sin(position * speed)
+        matrix[2 * i, 2 * i], matrix[2 * i, 2 * i + 1] = c, -s
+        matrix[2 * i + 1, 2 * i], matrix[2 * i + 1, 2 * i + 1] = s, c
+    return matrix
+
+
+def turned(x: Array, at: Sequence[float] | Array, w: Array) -> Array:
+    """Each x[n] (.., N, D) times R of at[n], by one matrix a position."""
+    return np.stack([x[..., n, :] @ rotation(m, w).T for n, m in enumerate(at)], -2)
+
+
+def sinusoid(t: float, d: int, base: float = 1e4) -> Array:
+    """One row of the table of sines and cosines: (d,)."""
+    row = np.empty(d)
+    for i in range(d // 2):
+        row[2 * i], row[2 * i + 1] = math.sin(t / base ** (2 * i / d)), math.cos(t / base ** (2 * i / d))
+    return row
+
+
+def table(length: int, d: int, base: float = 1e4) -> Array:
+    """The first rows of that table: (N, d)."""
+    return np.stack([sinusoid(t, d, base) for t in range(length)])
+
+
+def softmax(x: Array) -> Array:
+    """e^x over its sum, along the last axis."""
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def attention(q: Array, k: Array, v: Array, sees: Callable[[int, int], bool] = lambda m, n: True) -> Array:
+    """softmax(q k^T / sqrt(D)) v of one head, one number at a time: q (T, D), k and v (S, D)."""
+    out = np.zeros((len(q), v.shape[1]))
+    for m in range(len(q)):
+        seen = [n for n in range(len(k)) if sees(m, n)]
+        weights = softmax(np.array([q[m] @ k[n] / math.sqrt(len(q[m])) for n in seen]))
+        for weight, n in zip(weights, seen, strict=True):
+            out[m] += weight * v[n]
+    return out
+
+
+def linear_residual(points: Array, images: Array) -> float:
+    """The largest error of the best linear map from points (N, d) to images (N, e)."""
+    matrix, *_ = np.linalg.lstsq(points, images, rcond=None)
+    return float(np.abs(points @ matrix - images).max())
+
+
+def functions_of(path: Path, *names: str) -> dict[str, Callable[..., Any]]:
+    """Functions out of a file that needs no other line of it, so that the file's imports are not needed."""
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    scope: dict[str, Any] = {"torch": torch, "Tuple": tuple}
+    exec(compile(tree, str(path), "exec"), scope)
+    return {name: scope[name] for name in names}
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x over its root mean square, times a weight: (.., C)."""
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def llama(weights: dict[str, Tensor], config: Any, tokens: Sequence[int]) -> Array:
+    """The whole decoder for one text, head by head: logits (T, V)."""
+    w = {name: tensor.double().numpy() for name, tensor in weights.items()}
+    d, at, speeds = config.head_dim, range(len(tokens)), frequencies(config.head_dim, config.rope_theta)
+    h = w["tok_embeddings.weight"][list(tokens)]  # (T, C): not scaled by sqrt(C)
+    for layer in range(config.n_layers):
+        mine = {name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): value for name, value in w.items()}
+        x = rms_norm(h, mine["attention_norm"], config.norm_eps)
+        heads = []
+        for head in range(config.n_heads):
+            shared = head // (config.n_heads // config.n_kv_heads)
+            q = turned(x @ mine["attention.wq"][d * head : d * (head + 1)].T, at, speeds)  # (T, D)
+            k = turned(x @ mine["attention.wk"][d * shared : d * (shared + 1)].T, at, speeds)
+            v = x @ mine["attention.wv"][d * shared : d * (shared + 1)].T
+            heads.append(attention(q, k, v, lambda m, n: n <= m))
+        h = h + np.concatenate(heads, -1) @ mine["attention.wo"].T
+        x = rms_norm(h, mine["ffn_norm"], config.norm_eps)
+        gate = x @ mine["feed_forward.w_gate"].T
+        swish = gate / (1 + np.exp(-gate))
+        h = h + (swish * (x @ mine["feed_forward.w_up"].T)) @ mine["feed_forward.w_down"].T
+    return rms_norm(h, w["norm.weight"], config.norm_eps) @ w["output.weight"].T

@@ -1,0 +1,90 @@
+"""Which frequencies a trained model uses: the topic on the tiny model, against sums written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llama.cli import main
+from llama.loader import load_model
+from llama.rope import Rope
+from llama.study.figure import save
+from llama.study.perplexity import tiny_folder
+from llama.study.topics import find, heads
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    heads._recorded.cache_clear()
+
+
+def test_the_claims_hold_on_the_tiny_model() -> None:
+    report = find("heads").report()
+    assert report.passed, report.checks
+
+
+def test_the_second_way_to_the_weights_notices_another_angle(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Rope.frequencies
+
+    def shifted(rope: Rope, length: int) -> Any:
+        inv_freq, factor = real(rope, length)
+        return inv_freq * 1.01, factor
+
+    heads._recorded("tiny-kjv", None, None)  # the model itself turns by the right angles
+    monkeypatch.setattr(Rope, "frequencies", shifted)
+    failed = [check.claim for check in find("heads").report().checks if not check.passed]
+    assert failed == ["001-15"]
+
+
+def test_the_figures_numbers_are_sums_over_tokens() -> None:
+    table = heads.data(length=40)
+    text = (tiny_folder() / "held-out.txt").read_bytes()
+    tokens = torch.tensor([list(text[(len(text) - 40) // 2 :][:40])])
+    model = load_model(tiny_folder(), dtype="float32", max_seq_len=40)
+    layer, head = 0, 2  # layer 0 needs nothing but the embedding
+    x = model.layers[0].attention_norm(model.tok_embeddings(tokens))
+    q, k = (w(x).unflatten(-1, (-1, 32)) for w in (model.layers[0].attention.wq, model.layers[0].attention.wk))
+    q, k = model.rope.apply(q, k, *model.rope.rows(torch.arange(40), 40))
+    q, k = q[0, :, head].double().numpy(), k[0, :, head].double().numpy()  # (T, D)
+    weights = np.zeros((40, 40))
+    for m in range(40):
+        e = np.exp((k[: m + 1] @ q[m]) / np.sqrt(32))
+        weights[m, : m + 1] = e / e.sum()
+    norms = np.zeros(16)
+    for m in range(40):
+        for n in range(m + 1):
+            for i in range(16):
+                norms[i] += np.hypot(*q[m, 2 * i : 2 * i + 2]) * np.hypot(*k[n, 2 * i : 2 * i + 2])
+    mine = (table["layer"] == layer) & (table["head"] == head)
+    found = table["y"][mine & (table["panel"] == "attention")]
+    profile = [np.mean([weights[n + d, n] for n in range(1, 40 - d)]) for d in range(39)]
+    np.testing.assert_allclose(found, profile, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(table["y"][mine & (table["panel"] == "share")], norms / norms.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "csv", "json"])
+def test_the_figure_is_written(tmp_path: Path, ending: str) -> None:
+    save(find("heads").figures[0], tmp_path / f"heads.{ending}", length=32)
+    assert (tmp_path / f"heads.{ending}").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--length", "1"], "between 2 and 1024"),
+        (["--length", "5000"], "between 2 and 1024"),
+        (["--text", "no-such-file"], "expected a text file"),
+        (["-m", "smollm2-135m-instruct"], "give a text with --text"),
+    ],
+)
+def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert main(["study", "heads", "-q", *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err

@@ -1,0 +1,215 @@
+"""Interventions against models that are made so from the start, and the model as it was afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.errors import UsageError
+from llama.model import Transformer
+from llama.study import intervene
+from llama.study.intervene import Intervention
+
+from .. import tiny
+from .test_trace import fingerprint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS = tiny.random_tokens(13)
+DEEP = dataclasses.replace(tiny.CONFIG, n_layers=5)
+
+
+@pytest.fixture
+def model() -> Transformer:
+    return tiny.model(DEEP, attention="reference")
+
+
+def changed(model: Transformer, intervention: Intervention) -> Tensor:
+    with intervention.on(model):
+        return model(TOKENS)
+
+
+# ------------------------------------------------------------------------------------------------------------- heads
+@pytest.mark.parametrize("heads", [((0, 0),), ((4, 3),), ((1, 2), (1, 0), (3, 1))])
+def test_ablating_heads_equals_zero_columns_of_wo(model: Transformer, heads: tuple[tuple[int, int], ...]) -> None:
+    copy = tiny.model(DEEP, attention="reference")
+    for layer, head in heads:
+        copy.layers[layer].attention.wo.weight[:, 16 * head : 16 * (head + 1)] = 0
+    found = changed(model, Intervention(heads=heads))
+    torch.testing.assert_close(found, copy(TOKENS), rtol=0, atol=1e-6)
+    assert float((found - model(TOKENS)).abs().max()) > 1e-3
+
+
+def test_ablating_works_with_a_cache_and_a_bias_of_wo_stays() -> None:
+    config = dataclasses.replace(tiny.CONFIG, attention_bias=True)
+    model, copy = tiny.model(config), tiny.model(config)
+    copy.layers[1].attention.wo.weight[:, 16:32] = 0
+    cache = model.new_cache(20)
+    with intervene.ablated(model, [(1, 1)]):
+        model(TOKENS[:, :8], cache=cache)
+        found = model(TOKENS[:, 8:], cache=cache)
+    torch.testing.assert_close(found, copy(TOKENS)[:, 8:], rtol=0, atol=1e-5)
+
+
+def test_ablating_every_head_leaves_the_residual_stream_to_the_feed_forward_alone(model: Transformer) -> None:
+    copy = tiny.model(DEEP)
+    for block in copy.layers:
+        block.attention.wo.weight.zero_()
+    found = changed(model, Intervention(heads=tuple((layer, head) for layer in range(5) for head in range(4))))
+    torch.testing.assert_close(found, copy(TOKENS), rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------ layers
+def test_all_layers_are_the_model(model: Transformer) -> None:
+    assert torch.equal(changed(model, Intervention(layers=range(5))), model(TOKENS))
+
+
+@pytest.mark.parametrize("layers", [range(0, 3), range(2, 5), range(4, 5)])
+def test_only_some_layers_equal_a_model_made_of_them(model: Transformer, layers: range) -> None:
+    config = dataclasses.replace(DEEP, n_layers=len(layers))
+    short = Transformer(config, attention="reference").eval()
+    state = tiny.weights(DEEP)
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith("layers.")}
+    for new, old in enumerate(layers):
+        kept |= {
+            name.replace(f"layers.{old}.", f"layers.{new}."): t
+            for name, t in state.items()
+            if name.startswith(f"layers.{old}.")
+        }
+    short.load_state_dict(kept)
+    assert torch.equal(changed(model, Intervention(layers=layers)), short(TOKENS))
+
+
+def test_heads_keep_their_layers_number_among_fewer_layers(model: Transformer) -> None:
+    copy = tiny.model(DEEP, attention="reference")
+    copy.layers[3].attention.wo.weight[:, :16] = 0
+    copy.layers = copy.layers[2:]
+    found = changed(model, Intervention(heads=((3, 0),), layers=range(2, 5)))
+    torch.testing.assert_close(found, copy(TOKENS), rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------- rotation
+def test_without_rope_equals_a_table_of_zero_angles(model: Transformer) -> None:
+    copy = tiny.model(DEEP, attention="reference")
+    copy.rope.table = (torch.ones_like(copy.rope.table[0]),)  # e^(i 0)
+    assert torch.equal(changed(model, Intervention(no_rope=True)), copy(TOKENS))
+
+
+@pytest.mark.parametrize("rope", ["complex", "real", "half", "elementwise", "matrix"])
+def test_without_rope_scores_are_those_of_the_unturned_vectors_in_every_form(rope: str) -> None:
+    model = tiny.model(rope=rope, attention="reference")
+    copy = tiny.model(rope=rope, attention="reference")
+
+    def unturned(q: Tensor, k: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    copy.rope.apply = unturned
+    torch.testing.assert_close(changed(model, Intervention(no_rope=True)), copy(TOKENS), rtol=0, atol=1e-5)
+
+
+def test_without_rope_the_last_token_can_not_tell_the_order_of_those_before(model: Transformer) -> None:
+    one_layer = Intervention(layers=range(1), no_rope=True)  # beyond one layer the causal mask tells order
+    shuffled = TOKENS[:, [3, 1, 0, 2, 7, 5, 6, 4, 11, 9, 10, 8, 12]]
+    with one_layer.on(model):
+        a, b = model(TOKENS)[0, -1], model(shuffled)[0, -1]
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    with Intervention(layers=range(1)).on(model):
+        a, b = model(TOKENS)[0, -1], model(shuffled)[0, -1]
+    assert float((a - b).abs().max()) > 1e-2
+
+
+def test_without_rope_keeps_the_factor_of_a_scaling() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = dataclasses.replace(tiny.CONFIG, rope_scaling=scaling)
+    model, copy = tiny.model(config), tiny.model(config)
+    copy.rope.table = (copy.rope.table[0].abs() + 0j,)
+    torch.testing.assert_close(changed(model, Intervention(no_rope=True)), copy(TOKENS), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("theta", "scaling"),
+    [
+        (777.0, None),
+        (None, {"rope_type": "linear", "factor": 4.0}),
+        (5e5, {"rope_type": "yarn", "factor": 2.0}),
+        (None, {"rope_type": "dynamic", "factor": 2.0}),
+    ],
+)
+def test_another_rotation_equals_a_model_made_with_it(theta: float | None, scaling: dict[str, Any] | None) -> None:
+    model = tiny.model(attention="reference")
+    config = dataclasses.replace(tiny.CONFIG, rope_theta=theta or tiny.CONFIG.rope_theta, rope_scaling=scaling)
+    other = tiny.model(config, attention="reference")
+    assert torch.equal(changed(model, Intervention(theta=theta, scaling=scaling)), other(TOKENS))
+    assert float((other(TOKENS) - model(TOKENS)).abs().max()) > 1e-3 or (scaling or {}).get("rope_type") == "dynamic"
+
+
+# --------------------------------------------------------------------------------------------------------- afterwards
+EVERYTHING = Intervention(
+    heads=((1, 1), (2, 3)), layers=range(1, 4), theta=500.0, scaling={"rope_type": "linear", "factor": 2}
+)
+
+
+@pytest.mark.parametrize("intervention", [EVERYTHING, Intervention(no_rope=True, layers=range(2))])
+def test_everything_is_as_before_also_after_an_exception(model: Transformer, intervention: Intervention) -> None:
+    before, expected = fingerprint(model), model(TOKENS)
+    changed(model, intervention)
+    assert fingerprint(model) == before
+    with pytest.raises(KeyError), intervention.on(model):
+        assert fingerprint(model) != before
+        raise KeyError
+    assert fingerprint(model) == before
+    assert torch.equal(model(TOKENS), expected)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [Intervention(heads=((0, 1), (5, 0)), no_rope=True), Intervention(layers=range(5, 6)), Intervention(theta=-1.0)],
+)
+def test_an_intervention_that_fails_on_the_way_in_changes_nothing(model: Transformer, bad: Intervention) -> None:
+    before = fingerprint(model)
+    with pytest.raises(UsageError), bad.on(model):
+        raise AssertionError("must not be entered")
+    assert fingerprint(model) == before
+
+
+def test_nothing_asked_for_is_nothing() -> None:
+    assert not Intervention()
+    assert Intervention(layers=range(2))
+    with pytest.raises(UsageError, match="no-rope"):
+        Intervention(no_rope=True, theta=1e4)
+
+
+# ------------------------------------------------------------------------------------------------------------ parsing
+def test_what_is_written_is_what_is_meant() -> None:
+    assert intervene.parse_head("3.2", DEEP) == (3, 2)
+    assert intervene.parse_layers("1:3", DEEP) == range(1, 3)
+    assert intervene.parse_layers(":3", DEEP) == range(0, 3)
+    assert intervene.parse_layers("2:", DEEP) == range(2, 5)
+    assert intervene.parse_layers(":", DEEP) == range(0, 5)
+
+
+@pytest.mark.parametrize(
+    "text", ["3", "3.", ".3", "3.x", "-1.0", "3.2.1", "3,2", "", "١.٢", "5.0", "0.4", "9999999999.0"]
+)
+def test_heads_that_do_not_exist_or_are_not_written_so(text: str) -> None:
+    with pytest.raises(UsageError, match="layers are 0 to 4 and heads 0 to 3"):
+        intervene.parse_head(text, DEEP)
+
+
+@pytest.mark.parametrize("text", ["", "3", "0-2", "-1:2", "a:b", "0:6", "2:2", "3:1", "5:", "0:2:1", "99999999999:"])
+def test_layers_that_do_not_exist_or_are_not_written_so(text: str) -> None:
+    with pytest.raises(UsageError, match="between 0 and 5"):
+        intervene.parse_layers(text, DEEP)
+
+
+@pytest.mark.parametrize("call", [intervene.ablated, intervene.only_layers])
+def test_the_functions_check_for_themselves(model: Transformer, call: Callable[..., Any]) -> None:
+    for bad in ([(7, 0)], [(-1, 0)]) if call is intervene.ablated else ([], [9], [-1]):
+        with pytest.raises(UsageError, match="0 to 4"), contextlib.ExitStack() as stack:
+            stack.enter_context(call(model, bad))

@@ -1,0 +1,149 @@
+"""The lessons of docs/study: each is executed as a notebook, in a kernel of its own, and must keep its promises."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from llama.study.errata import ERRATA
+
+ROOT = Path(__file__).resolve().parents[2]
+STUDY = ROOT / "docs" / "study"
+LESSONS = sorted(STUDY.glob("0*.md"))
+PARTS = ["Predict", "Run", "Explain", "Exercise", "Read next"]
+
+every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+
+
+def execute(notebook: Any) -> Any:
+    """Run all cells in place, from the lesson's folder, on one core; a cell that fails raises CellExecutionError."""
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(STUDY)}})
+    return client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def printed(cell: Any) -> str:
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+def section(text: str, name: str) -> str:
+    return text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+
+
+@every_lesson
+def test_a_lesson_runs_and_shows_its_figures(lesson: Path) -> None:
+    notebook = execute(jupytext.read(lesson))
+    for cell in code_cells(notebook):
+        if re.search(r"\.figure\([^)]*\)$", cell.source):
+            assert [output.data.get("image/png", "")[:8] for output in cell.outputs] == ["iVBORw0K"], cell.source
+        assert "FAIL" not in printed(cell)
+    last_words = [printed(cell) for cell in code_cells(notebook) if "mine:" in printed(cell)]
+    assert last_words, "the lesson has no judge"
+    for words in last_words:  # what is committed is the printed line, and the judge sees it
+        assert "right" not in words
+
+
+def test_a_wrong_number_makes_a_lesson_fail() -> None:
+    notebook = jupytext.read(STUDY / "06-from-formula-to-code.md")
+    first = next(i for i, cell in enumerate(notebook.cells) if "27.7086" in cell.source or "27.708604" in cell.source)
+    notebook.cells = notebook.cells[: first + 1]
+    right, wrong = notebook.cells[first].source, notebook.cells[first].source.replace("27.708604", "27.718604")
+    assert right != wrong
+    execute(copy.deepcopy(notebook))
+    notebook.cells[first].source = wrong
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        execute(notebook)
+
+
+@every_lesson
+def test_a_solution_put_in_its_place_is_found_right(lesson: Path) -> None:
+    """The exercise alone can't be run, so the whole lesson is, with `mine` taken from the solution."""
+    if lesson.stem[:2] not in ("05", "08"):
+        pytest.skip("one function and one class will do")
+    notebook = jupytext.read(lesson)
+    solution = next(cell for cell in code_cells(notebook) if cell.metadata.get("tags") == ["solution"])
+    repaired = (
+        solution.source.split("\n\n\n")[0].replace("def solution", "def mine").replace("class Solution", "class Mine")
+    )
+    for cell in code_cells(notebook):
+        if "# your repair goes here" in cell.source:
+            cell.source = repaired
+    words = [printed(cell) for cell in code_cells(execute(notebook)) if "mine:" in printed(cell)]
+    assert words
+    assert all("right" in word for word in words)
+
+
+@every_lesson
+def test_a_lesson_has_its_parts_in_order(lesson: Path) -> None:
+    headings = re.findall(r"^## (.*)$", lesson.read_text(), re.MULTILINE)
+    assert headings[-len(PARTS) :] == PARTS
+
+
+@every_lesson
+def test_an_exercise_is_an_erratum_with_a_judge_and_a_solution(lesson: Path) -> None:
+    exercise = section(lesson.read_text(), "Exercise")
+    assert re.search(r"\(E\d\d", exercise)
+    assert "Predict" in exercise
+    for name in (r"as_printed|AsPrinted", r"(def|class) (mine|Mine)", r"def judge", r"(def|class) (solution|Solution)"):
+        assert re.search(name, exercise), name
+    assert re.search(r"assert judge\((as_printed|AsPrinted)|judge\(as_printed\)\)", exercise), (
+        "the judge must be able to fail"
+    )
+    folded = re.findall(r"<details>\n<summary>A solution</summary>\n(.*?)\n</details>", exercise, re.DOTALL)
+    assert folded and all('tags=["solution"]' in part for part in folded)
+
+
+@every_lesson
+def test_the_errata_that_a_lesson_names_exist(lesson: Path) -> None:
+    named = set(re.findall(r"\b(?:E\d\d|OK\d+)[a-z]?\b", lesson.read_text()))
+    assert named
+    assert named <= set(ERRATA)
+
+
+@every_lesson
+def test_what_is_to_be_read_next_exists(lesson: Path) -> None:
+    bullets = re.findall(
+        r"^- \[`(llama/[\w/]+)\.py`\]\((.*?)\)(.*?)(?=^- |\Z|^\w)",
+        section(lesson.read_text(), "Read next"),
+        re.M | re.S,
+    )
+    assert bullets
+    for module, link, text in bullets:
+        assert (STUDY / link).resolve() == ROOT / f"{module}.py"
+        names = [name for name in re.findall(r"`(\w+)`", text) if name not in ("rows", "inv_freq")]
+        assert names
+        for name in names:
+            assert hasattr(import_module(module.replace("/", ".")), name), f"{module}.py has no {name}"
+
+
+def test_lesson_7_quotes_the_model() -> None:
+    quoted = re.search(r"```text\n(q = self.*?)```", (STUDY / "07-inside-a-llama.md").read_text(), re.DOTALL)
+    model = (ROOT / "llama" / "model.py").read_text()
+    assert quoted
+    for line in quoted[1].splitlines():
+        assert line.split("  #")[0].strip() in model
+
+
+def test_the_way_through_names_every_lesson_and_its_minutes() -> None:
+    readme = (STUDY / "README.md").read_text()
+    rows = re.findall(r"^\| \[(\d\. .*?)\]\((.*?)\) \| (\d+) \|", readme, re.MULTILINE)
+    assert [file for _, file, _ in rows] == [lesson.name for lesson in LESSONS]
+    for title, file, minutes in rows:
+        text = (STUDY / file).read_text()
+        assert f"\n# {title}\n" in text
+        assert f"\n*{minutes} minutes." in text
+    for text in [readme, *(lesson.read_text() for lesson in LESSONS)]:
+        for link in re.findall(r"\]\((?!http)(.*?)\)", text):
+            assert (STUDY / link).exists(), link

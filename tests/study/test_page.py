@@ -1,0 +1,631 @@
+"""The page's numbers, run in V8 without a browser and held against the library and numpy; and the file itself."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from py_mini_racer import MiniRacer
+
+import llama
+from llama.errors import ConfigError, UsageError
+from llama.study import measures, page
+
+PAGE = page.html()
+METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
+
+
+class Engine:
+    """V8 with rope.js in it; arguments and results travel as JSON, and numbers JSON lacks as null."""
+
+    def __init__(self) -> None:
+        self.context = MiniRacer()
+        self.context.eval(page.part("rope.js"))
+
+    def __call__(self, expression: str, *arguments: Any) -> Any:
+        """`expression` over $0, $1, ...; a RangeError thrown inside becomes a ValueError here."""
+        for number, argument in enumerate(arguments):
+            expression = expression.replace(f"${number}", json.dumps(argument))
+        result = json.loads(
+            self.context.eval(
+                f"(() => {{ try {{ return JSON.stringify({{value: ({expression})}}); }}"
+                " catch (e) { if (e instanceof RangeError) return JSON.stringify({error: e.message}); throw e; } })()"
+            )
+        )
+        if "error" in result:
+            raise ValueError(result["error"])
+        return result.get("value")
+
+
+@pytest.fixture(scope="module")
+def js() -> Engine:
+    return Engine()
+
+
+@st.composite
+def setting(draw: st.DrawFn) -> dict[str, Any]:
+    """A state of the page."""
+    trained = draw(st.integers(128, 131072))
+    stretch = draw(st.one_of(st.sampled_from([1.0, 2.0, 4.0, 8.0, 32.0]), st.floats(1, 32)))
+    end = max(trained, math.floor(stretch * trained + 0.5))
+    dim = 2 * draw(st.integers(4, 128))
+    m = draw(st.integers(0, end - 1))
+    length = draw(st.integers(m + 1, end))
+    return {
+        "base": draw(st.one_of(st.sampled_from([1e3, 1e4, 5e5, 1e6, 1e7]), st.floats(1e3, 1e7))),
+        "dim": dim,
+        "trained": trained,
+        "stretch": stretch,
+        "method": draw(st.sampled_from(METHODS)),
+        "m": m,
+        "n": draw(st.integers(0, m)),
+        "pair": draw(st.integers(0, dim // 2 - 1)),
+        "shift": draw(st.integers(0, end - 1)),
+        "length": length,
+    }
+
+
+def by_numpy(state: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, float]:
+    """(unscaled, scaled inverse frequencies (D/2,), attention factor), from the papers' formulas, pair by pair."""
+    base, dim, trained, s = state["base"], state["dim"], state["trained"], state["stretch"]
+    pairs = np.arange(dim // 2)
+    plain = np.exp(-2 * pairs / dim * np.log(base))
+    match state["method"]:
+        case "default":
+            return plain, plain, 1.0
+        case "linear":
+            return plain, plain / s, 1.0
+        case "ntk":
+            return plain, plain * np.exp(-2 * pairs / (dim - 2) * np.log(s)), 1.0  # (s^(d/(d-2)))^(-2i/d)
+        case "dynamic":
+            grown = max(state["length"], trained) / trained
+            return plain, plain * np.exp(-2 * pairs / (dim - 2) * np.log(grown)), 1.0
+        case "yarn":
+            ends = [dim / 2 * np.log(trained / (2 * np.pi * beta)) / np.log(base) for beta in (32, 1)]
+            low, high = max(np.floor(ends[0]), 0), min(np.ceil(ends[1]), dim - 1)
+            scaled = []
+            for i in pairs:
+                if i <= low:
+                    part = 0.0
+                elif i >= high:
+                    part = 1.0
+                else:
+                    part = (i - low) / (high - low)
+                scaled.append(plain[i] * (1 - part) + plain[i] / s * part)
+            return plain, np.array(scaled), 0.1 * math.log(s) + 1
+        case _:
+            scaled = []
+            for w in plain:  # as Meta's apply_scaling has it: by wavelength
+                wave = 2 * np.pi / w
+                if wave < trained / 4:
+                    scaled.append(w)
+                elif wave > trained / 1:
+                    scaled.append(w / s)
+                else:
+                    smooth = (trained / wave - 1) / (4 - 1)
+                    scaled.append((1 - smooth) * w / s + smooth * w)
+            return plain, np.array(scaled), 1.0
+
+
+def by_library(state: dict[str, Any], method: str | None = None) -> tuple[torch.Tensor, float]:
+    scaling = page.scaling_of(method or state["method"], state["stretch"], state["trained"])
+    lengths = {"seq_len": state["length"], "max_seq_len": state["trained"]}
+    return llama.inverse_frequencies(state["dim"], state["base"], scaling, **lengths)
+
+
+def on_an_edge(state: dict[str, Any]) -> bool:
+    """Whether rounding decides where YaRN's ramp begins or ends, or which side of a limit a pair falls."""
+    dim, base, trained = state["dim"], state["base"], state["trained"]
+    ends = [dim / 2 * math.log(trained / (2 * math.pi * beta)) / math.log(base) for beta in (32, 1)]
+    return any(abs(x - round(x)) < 1e-9 for x in ends)
+
+
+START = {
+    "base": 1e4,
+    "dim": 128,
+    "trained": 2048,
+    "stretch": 4.0,
+    "method": "ntk",
+    "m": 100,
+    "n": 88,
+    "pair": 41,
+    "shift": 1000,
+    "length": 8192,
+}
+
+
+# ------------------------------------------------------------------------------------------------------- the numbers
+@settings(max_examples=150)
+@given(setting())
+@example(START)
+@example({**START, "method": "yarn"})
+@example({**START, "method": "llama3", "base": 5e5, "trained": 8192, "stretch": 8.0, "length": 65536})
+@example({**START, "method": "yarn", "dim": 8, "trained": 128, "stretch": 1.0, "length": 128})
+def test_every_number_of_every_method_is_the_librarys_and_numpys(js: Engine, state: dict[str, Any]) -> None:
+    assume(not on_an_edge(state))
+    ours = js("Rope.pairs($0)", state)
+    plain, scaled, factor = by_numpy(state)
+    inv_freq, library_factor = by_library(state)
+    trained, method = state["trained"], state["method"]
+    end = max(state["length"], trained) if method == "dynamic" else js("Rope.wanted($0)", state)
+
+    exact = {
+        "before": plain,
+        "invFreq": scaled,
+        "waves": 2 * np.pi / plain,
+        "wavesAfter": 2 * np.pi / scaled,
+        "divisors": plain / scaled,
+        "seen": np.minimum((trained - 1) * plain, 2 * np.pi),
+        "met": np.minimum((end - 1) * scaled, 2 * np.pi),
+        "turnsSeen": (trained - 1) * plain / (2 * np.pi),
+        "turnsMet": (end - 1) * scaled / (2 * np.pi),
+    }
+    for name, expected in exact.items():
+        np.testing.assert_allclose(ours[name], expected, rtol=1e-12, err_msg=name)
+    assert ours["attentionFactor"] == pytest.approx(factor, rel=1e-12)
+    assert ours["end"] == end
+
+    unscaled = by_library(state, "default")[0].double()
+    single = {
+        "before": unscaled,
+        "invFreq": inv_freq.double(),
+        "waves": measures.wavelengths(unscaled),
+        "wavesAfter": measures.wavelengths(inv_freq),
+        "divisors": unscaled / inv_freq.double(),
+        "seen": measures.seen_arc(unscaled, trained),
+        "met": measures.seen_arc(inv_freq, end),
+        "turnsMet": measures.turns(inv_freq, end - 1),
+    }
+    for name, expected in single.items():
+        np.testing.assert_allclose(ours[name], expected.numpy(), rtol=1e-6, err_msg=name)
+    assert ours["attentionFactor"] == pytest.approx(library_factor, rel=1e-12)
+
+
+@settings(max_examples=60)
+@given(setting(), st.integers(0, 400), st.integers(0, 400), st.integers(0, 400))
+def test_scores_are_numpys_and_know_the_distance_alone(
+    js: Engine, state: dict[str, Any], m: int, n: int, shift: int
+) -> None:
+    assume(not on_an_edge(state))
+    dim = state["dim"]
+    q, k = (np.array(page.vectors()[name][:dim]) for name in "qk")
+    _, inv_freq, factor = by_numpy(state)
+    a, b = q[0::2] + 1j * q[1::2], k[0::2] + 1j * k[1::2]  # (D/2,) complex
+    expected = factor**2 * float((a * b.conj() * np.exp(1j * (m - n) * inv_freq)).real.sum()) / math.sqrt(dim)
+    scale = factor**2 * float((np.abs(a) * np.abs(b)).sum()) / math.sqrt(dim)
+
+    frequencies = inv_freq.tolist()
+    direct = js("Rope.score($0, $1, $2, $3, $4, $5)", q.tolist(), k.tolist(), m, n, frequencies, factor)
+    assert abs(direct - expected) < 1e-12 * scale
+    shifted = js(
+        "Rope.score($0, $1, $2, $3, $4, $5)", q.tolist(), k.tolist(), m + shift, n + shift, frequencies, factor
+    )
+    assert abs(shifted - direct) < 1e-12 * scale
+    mean, by_distance = js(
+        "Rope.scoresAt($2, $3, Rope.scoreParts($0, $1, $3.length, $4), [0, 0])",
+        q.tolist(),
+        k.tolist(),
+        m - n,
+        frequencies,
+        factor,
+    )
+    assert abs(by_distance - expected) < 1e-12 * scale
+    assert mean == pytest.approx(np.cos((m - n) * inv_freq).mean(), abs=1e-12)
+    assert mean == js("Rope.meanCosine($0, $1)", frequencies, m - n)
+    theirs = measures.mean_cosine(torch.tensor(inv_freq), torch.tensor([m - n]))
+    assert mean == pytest.approx(float(theirs), abs=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("m", "n"), [(0, 0), (7, 0), (8, 5)])
+def test_scores_are_those_of_the_function_the_model_runs(js: Engine, method: str, m: int, n: int) -> None:
+    state = {**START, "method": method}
+    q, k = page.vectors()["q"][:128], page.vectors()["k"][:128]
+    scaling = page.scaling_of(method, 4.0, 2048)
+    inv_freq, factor = llama.inverse_frequencies(128, 10000.0, scaling, seq_len=8192, max_seq_len=2048)
+    angles = torch.arange(9.0)[:, None] * inv_freq  # (T, D/2)
+    table = torch.polar(torch.full_like(angles, factor), angles)
+    xq, xk = (torch.tensor(x).expand(1, 9, 1, 128) for x in (q, k))  # (B, T, H, D)
+    turned_q, turned_k = llama.apply_rotary_emb(xq, xk, table)
+    expected = float(turned_q[0, m, 0] @ turned_k[0, n, 0]) / math.sqrt(128)
+    scale = factor**2 * sum(abs(a * b) for a, b in zip(q, k, strict=True)) / math.sqrt(128)
+
+    ours = js("(({invFreq, attentionFactor}) => Rope.score($1, $2, $3, $4, invFreq, attentionFactor))(Rope.pairs($0))",
+              state, q, k, m, n)  # fmt: skip
+    assert abs(ours - expected) < 1e-6 * scale
+
+
+def test_turning_keeps_a_known_example(js: Engine) -> None:
+    """000-48: pair (28, 29) of position 1 at frequency 0.01."""
+    turned = js("Rope.rotate([28, 29], 1, [0.01])")
+    assert turned == pytest.approx([27.708604844975795, 29.27854534543996], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("changes", "unfinished", "beyond"),
+    [
+        ({"method": "default"}, range(41, 64), range(41, 64)),  # 001-16
+        ({"method": "default", "trained": 4096, "length": 16384}, range(46, 64), range(46, 64)),
+        ({"method": "default", "base": 5e5, "trained": 8192, "length": 32768}, range(35, 64), range(35, 64)),
+        ({"method": "linear"}, range(41, 64), ()),
+        ({"method": "ntk"}, range(41, 64), range(41, 63)),  # E21
+        ({"method": "dynamic"}, range(41, 64), range(41, 63)),
+        ({"method": "dynamic", "length": 2048}, range(41, 64), ()),
+        ({"method": "yarn"}, range(41, 64), ()),
+        ({"method": "llama3"}, range(41, 64), ()),
+    ],
+)
+def test_which_pairs_meet_angles_that_training_never_showed(
+    js: Engine, changes: dict[str, Any], unfinished: range, beyond: range
+) -> None:
+    state = {**START, **changes}
+    ours = js("Rope.pairs($0)", state)
+    assert [i for i, flag in enumerate(ours["unfinished"]) if flag] == list(unfinished)
+    assert [i for i, flag in enumerate(ours["beyond"]) if flag] == list(beyond)
+    waves = measures.wavelengths(by_library(state, "default")[0])
+    assert [i for i, wave in enumerate(waves.tolist()) if wave > state["trained"]] == list(unfinished)
+    end = state["length"] if state["method"] == "dynamic" else round(state["trained"] * state["stretch"])
+    reached = (end - 1) * by_library(state)[0].double() / by_library(state, "default")[0].double()  # trained tokens
+    outside = [i for i in unfinished if float(reached[i]) > state["trained"] * (1 + 1e-6)]
+    assert outside == list(beyond)
+
+
+def test_the_numbers_of_the_notes(js: Engine) -> None:
+    ntk, yarn = js("Rope.pairs($0)", START), js("Rope.pairs($0)", {**START, "method": "yarn"})
+    assert ntk["divisors"][41] == pytest.approx(2.46, abs=0.005)  # E21
+    assert ntk["divisors"][62] == pytest.approx(3.91, abs=0.005)
+    assert ntk["divisors"][63] == pytest.approx(4, rel=1e-12)  # 001-30
+    assert ntk["turnsMet"][41] * 2 * math.pi == pytest.approx(9.10, abs=0.005)  # E21
+    assert ntk["seen"][41] == pytest.approx(5.61, abs=0.005)
+    assert yarn["attentionFactor"] == pytest.approx(1.1386, abs=5e-5)  # E32
+    assert yarn["attentionFactor"] ** 2 == pytest.approx(1.2965, abs=5e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    ("arguments", "python"),
+    [
+        ("7, 10000", (7, 10000.0)),
+        ("0, 10000", (0, 10000.0)),
+        ("-2, 10000", (-2, 10000.0)),
+        ("131074, 10000", (131074, 10000.0)),
+        ("8, NaN", (8, math.nan)),
+        ("8, 0", (8, 0.0)),
+        ("8, -1", (8, -1.0)),
+        ("8, Infinity", (8, math.inf)),
+        ("8, '10000'", (8, "10000")),
+        ("8, 1e4, {rope_type: 'nonsense'}", (8, 1e4, {"rope_type": "nonsense"})),
+        ("8, 1e4, {rope_type: 'linear'}", (8, 1e4, {"rope_type": "linear"})),
+        ("8, 1e4, {rope_type: 'linear', factor: NaN}", (8, 1e4, {"rope_type": "linear", "factor": math.nan})),
+        ("8, 1e4, {rope_type: 'linear', factor: 0}", (8, 1e4, {"rope_type": "linear", "factor": 0})),
+        ("8, 1e4, {rope_type: 'linear', factor: '4'}", (8, 1e4, {"rope_type": "linear", "factor": "4"})),
+        ("8, 1e4, {rope_type: 'linear', factor: true}", (8, 1e4, {"rope_type": "linear", "factor": True})),
+        ("2, 1e4, {rope_type: 'ntk', factor: 4}", (2, 1e4, {"rope_type": "ntk", "factor": 4})),
+        ("8, 1e300, {rope_type: 'ntk', factor: 1e299}", (8, 1e300, {"rope_type": "ntk", "factor": 1e299})),
+        ("8, 1e4, {rope_type: 'dynamic', factor: 1}", (8, 1e4, {"rope_type": "dynamic", "factor": 1})),
+        ("8, 1, {rope_type: 'yarn', factor: 4, original_max_position_embeddings: 8}",
+         (8, 1.0, {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 8})),
+        ("8, 1e4, {rope_type: 'yarn', factor: 4}", (8, 1e4, {"rope_type": "yarn", "factor": 4})),
+        ("8, 1e4, {rope_type: 'llama3', factor: 4, low_freq_factor: 4, high_freq_factor: 1}, {maxSeqLen: 8}",
+         (8, 1e4, {"rope_type": "llama3", "factor": 4, "low_freq_factor": 4, "high_freq_factor": 1,
+                   "original_max_position_embeddings": 8})),
+    ],
+)  # fmt: skip
+def test_what_the_library_refuses_the_page_refuses(js: Engine, arguments: str, python: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError):
+        llama.inverse_frequencies(*python)
+    with pytest.raises(ValueError, match=r"rope|RoPE"):
+        js(f"Rope.inverseFrequencies({arguments})")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("dim", "7", "head_dim d must be an even whole number from 8 to 256; got 7"),
+        ("dim", "", "the field is empty"),
+        ("dim", "   ", "the field is empty"),
+        ("dim", "NaN", "got NaN"),
+        ("dim", "258", "from 8 to 256; got 258"),
+        ("dim", "64.5", "got 64.5"),
+        ("base", "Infinity", "base b must be a number from 1000 to 10000000; got Infinity"),
+        ("base", "999", "got 999"),
+        ("base", "0x2710", "got 0x2710"),
+        ("base", "1e400", "got 1e400"),
+        ("base", "-10000", "got -10000"),
+        ("trained", "2048.5", "whole number"),
+        ("stretch", "0", "stretch s must be a number from 1 to 32; got 0"),
+        ("stretch", "four", "got four"),
+        ("m", "8192", "query position m must be a whole number from 0 to 8191; got 8192"),
+        ("pair", "64", "from 0 to 63; got 64"),
+        ("n", "<script>alert(1)</script>", "got <script>alert(1)</sc"),
+    ],
+)
+def test_a_field_that_cannot_be_read_says_why(js: Engine, name: str, text: str, said: str) -> None:
+    answer = js("Rope.read($0, $1, $2)", name, text, START)
+    assert said in answer["error"]
+    assert "value" not in answer
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e6", 1e6), (" 20000 ", 2e4), ("1000.5", 1000.5), ("+1e3", 1000)])
+def test_a_field_reads_the_usual_spellings_of_a_number(js: Engine, text: str, value: float) -> None:
+    assert js("Rope.read('base', $0, $1)", text, START) == {"value": value}
+
+
+def valid(js: Engine, state: dict[str, Any]) -> None:
+    assert state["method"] in METHODS
+    assert 0 <= state["n"] <= state["m"]
+    for name in ("base", "dim", "trained", "stretch", "m", "n", "pair", "shift", "length"):
+        assert js("Rope.read($0, String($1), $2)", name, state[name], state) == {"value": state[name]}
+
+
+@settings(max_examples=60)
+@given(setting())
+def test_an_address_holds_a_setting(js: Engine, state: dict[str, Any]) -> None:
+    back = js("Rope.fromHash('#' + Rope.toHash($0))", state)
+    assert back == {"state": state, "ignored": []}
+    valid(js, back["state"])
+
+
+@settings(max_examples=80)
+@given(st.text(max_size=40))
+@example("#base=NaN&dim=7&trained=&stretch=1e99&method=none&m=-1&n=x&pair=999&nonsense=1")
+@example("#__proto__=1&constructor=2&method=constructor&base")
+@example("#m=5&n=9")
+@example("#dim=8&pair=4")
+def test_no_address_breaks_the_page(js: Engine, address: str) -> None:
+    answer = js("Rope.fromHash($0)", address)
+    valid(js, answer["state"])
+
+
+def test_what_an_address_gets_wrong_is_named(js: Engine) -> None:
+    answer = js("Rope.fromHash('#dim=7&method=best&stretch=8&colour=red')")
+    assert sorted(answer["ignored"]) == ["colour", "dim", "method"]
+    assert (answer["state"]["dim"], answer["state"]["stretch"], answer["state"]["method"]) == (128, 8, "ntk")
+
+
+@settings(max_examples=80)
+@given(setting(), setting(), st.sampled_from(sorted(START)))
+def test_after_any_change_the_setting_is_a_valid_one(
+    js: Engine, state: dict[str, Any], other: dict[str, Any], name: str
+) -> None:
+    if name != "method" and "error" in js("Rope.read($0, String($1), $2)", name, other[name], state):
+        return  # a control passes on what is in range only
+    valid(js, js("Rope.change($0, $1)", state, {name: other[name]}))
+
+
+def test_the_later_token_is_pushed_along(js: Engine) -> None:
+    assert js("Rope.change($0, {n: 500})", START)["m"] == 500
+    assert js("Rope.change($0, {m: 10})", START)["n"] == 10
+
+
+def test_a_full_text_stays_full_and_a_text_holds_its_tokens(js: Engine) -> None:
+    assert js("Rope.change($0, {stretch: 8})", START)["length"] == 16384
+    dynamic = {**START, "method": "dynamic", "length": 5000}
+    assert js("Rope.change($0, {stretch: 2})", dynamic)["length"] == 4096
+    assert js("Rope.change($0, {m: 6000})", dynamic)["length"] == 6001
+    assert js("Rope.change($0, {length: 50})", dynamic)["m"] == 49
+
+
+# ----------------------------------------------------------------------------------------------------- the self-check
+def data() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(PAGE.split('id="data">')[1].split("</script>")[0])
+    return found
+
+
+def test_the_self_check_agrees_with_the_library(js: Engine) -> None:
+    result = js("Rope.selfCheck($0)", data()["reference"])
+    assert result["agrees"] is True
+    assert result["settings"] == len(page.CHECKED) * len(METHODS)
+    assert 1e-9 < result["worst"] < 2**-24 * 1.01  # half a unit in the last place of float32
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "rows[7].invFreq[3] *= 1 + 1e-5",
+        "rows[47].factor = 1.01",
+        "rows[0].invFreq.pop()",
+        "rows[0].invFreq.push(1)",
+        "rows[20].invFreq[0] = NaN",
+        "rows[20].invFreq[0] = null",
+        "rows[1].scaling.factor = 5",
+        "rows[13].theta = 10001",
+        "rows.length = 0",
+    ],
+)
+def test_the_self_check_can_fail(js: Engine, spoil: str) -> None:
+    rows = data()["reference"]
+    assert js(f"((rows) => {{ {spoil}; return Rope.selfCheck(rows).agrees; }})($0)", rows) is False
+
+
+def test_the_table_on_the_page_is_the_librarys_float32() -> None:
+    for row in data()["reference"]:
+        lengths = {"seq_len": row["seqLen"], "max_seq_len": row["maxSeqLen"]}
+        inv_freq, factor = llama.inverse_frequencies(row["dim"], row["theta"], row["scaling"], **lengths)
+        assert torch.equal(torch.tensor(row["invFreq"], dtype=torch.float32), inv_freq)
+        assert row["factor"] == factor
+
+
+def test_python_and_the_page_mean_the_same_by_a_method(js: Engine) -> None:
+    assert tuple(js("Rope.METHODS")) == page.METHODS == METHODS
+    assert js("Rope.START") == START
+    for method in METHODS:
+        assert js("Rope.scalingOf($0, 3.5, 4096)", method) == page.scaling_of(method, 3.5, 4096)
+
+
+# ------------------------------------------------------------------------------------------------------------ the texts
+def claims(step: int) -> tuple[str, str]:
+    """(what step 1.. of the path says, what it sets)."""
+    item = re.findall(r'<li data-figure="\w+" data-set="([^"]+)">(.*?)</li>', PAGE, re.DOTALL)[step - 1]
+    return " ".join(re.sub("<[^>]+>", " ", item[1]).split()), item[0].replace("&amp;", "&")
+
+
+def path_state(js: Engine, step: int) -> dict[str, Any]:
+    answer = js("Rope.fromHash($0)", claims(step)[1])
+    assert answer["ignored"] == []
+    state: dict[str, Any] = answer["state"]
+    return state
+
+
+def test_what_the_guided_path_says_is_what_the_library_computes(js: Engine) -> None:
+    waves = measures.wavelengths(by_library(path_state(js, 1), "default")[0])
+    slow = [i for i, wave in enumerate(waves.tolist()) if wave > 2048]
+    assert f"pairs {slow[0]} to {slow[-1]} never finished a turn" in claims(1)[0]
+    assert f"The {64 - len(slow)} faster pairs" in claims(1)[0]
+
+    state = path_state(js, 2)
+    before, after = (math.degrees(float(by_library(state, method)[0][0])) for method in ("default", "linear"))
+    assert f"{after:.1f}° a token where it turned {before:.1f}°" in claims(2)[0]
+
+    state = path_state(js, 3)
+    divided = (by_library(state, "default")[0].double() / by_library(state)[0].double()).tolist()
+    short = [i for i in slow if divided[i] < 3.999]
+    assert (
+        f"pairs {short[0]} to {short[-1]} need 4 and get {divided[short[0]]:.2f} to {divided[short[-1]]:.2f}"
+        in (claims(3)[0])
+    )
+
+    for method in ("yarn", "llama3"):
+        state = {**path_state(js, 4), "method": method}
+        assert not any(js("Rope.pairs($0)", state)["beyond"])
+    assert path_state(js, 4)["method"] == "yarn"
+
+    state = path_state(js, 5)
+    waves = measures.wavelengths(by_library(state, "default")[0])
+    assert f"{int((waves > state['trained']).sum())} of 64 pairs do not finish a turn" in claims(5)[0]
+    assert (state["base"], state["trained"]) == (500000, 8192)
+
+
+def test_what_a_reader_without_javascript_is_told_is_what_the_library_computes() -> None:
+    text = " ".join(re.sub("<[^>]+>", "", PAGE).split())
+    degrees = {method: (by_library(START, method)[0].double() * 180 / math.pi).tolist() for method in METHODS}
+    first, last = (f"{degrees['default'][i]:.3g}" for i in (0, 63))
+    assert f"pair 0 moves {first}° a token and pair 63 moves {last}°" in text
+    assert f"leaves them {degrees['linear'][0]:.3g}° and {degrees['linear'][63]:.3g}°" in text
+    assert f"NTK-aware {degrees['ntk'][0]:.3g}° and {degrees['ntk'][63]:.3g}°" in text
+    assert "all 23 meet new angles unscaled, 22 under NTK-aware, none" in text  # the counts are tested above
+
+
+# --------------------------------------------------------------------------------------------------------- the file
+class Outline(html.parser.HTMLParser):
+    """Elements with their attributes, and a check that each that opens also closes, in order."""
+
+    VOID = ("meta", "link", "input", "br", "hr", "img")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        assert len(dict(attrs)) == len(attrs), f"{tag} has an attribute twice"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed() -> None:
+    elements = Outline(PAGE).elements
+    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for _, attributes in elements:
+        for key in ("aria-labelledby", "for"):
+            assert attributes.get(key, ids[0]) in ids
+    assert PAGE.startswith("<!DOCTYPE html>")
+    assert "{{" not in re.sub(r"<script>.*?</script>", "", PAGE, flags=re.DOTALL)
+    assert PAGE.count("</script") == PAGE.count("<script") == 4
+    tags = {tag for tag, _ in elements}
+    assert {"main", "header", "footer", "h1", "noscript", "title"} <= tags
+
+
+def test_the_page_fetches_nothing() -> None:
+    assert not re.search(
+        r"https?:|//[a-z]+\.|@import|\bfetch\s*\(|XMLHttpRequest|WebSocket|sendBeacon|import\s*\(", PAGE
+    )
+    assert set(re.findall(r"url\(([^)]*)\)", PAGE)) == {"#hatch"}
+    for tag, attributes in Outline(PAGE).elements:
+        assert "src" not in attributes, tag
+        assert attributes.get("href", "data:,") == "data:,", tag
+        assert tag not in ("iframe", "object", "embed", "base", "img")
+    policy = next(a["content"] for t, a in Outline(PAGE).elements if "http-equiv" in a)
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+
+
+def test_the_page_is_small_and_the_same_each_time() -> None:
+    assert len(PAGE.encode()) < 200_000
+    assert page.html() == PAGE
+
+
+def test_an_existing_page_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "rope.html"
+    target.write_text("before")
+    link = tmp_path / "link.html"
+    link.symlink_to(target)
+    assert page.write(link) == len(PAGE.encode())
+    assert link.is_symlink()
+    assert target.read_text(encoding="utf-8") == PAGE
+
+    target.write_text("before")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device", "other")))
+        with pytest.raises(OSError, match="No space left") as caught:
+            page.write(target)
+    assert caught.value.filename == str(target)
+    assert target.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.html", "rope.html"]
+
+
+def test_a_place_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a folder; make it first"):
+        page.write(tmp_path / "missing" / "rope.html")
+    with pytest.raises(UsageError, match="is no file"):
+        page.write(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_folder_without_permission_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(PermissionError) as caught:
+        page.write(tmp_path / "rope.html")
+    assert caught.value.filename == str(tmp_path / "rope.html")
+
+
+def test_the_command_writes_the_page_and_says_so_in_one_line(clearllama: Any, tmp_path: Path) -> None:
+    result = clearllama("study", "--html", str(tmp_path / "rope.html"))
+    assert (result.returncode, result.stdout) == (0, b"")
+    assert (
+        result.stderr.decode()
+        == f"clearllama: {tmp_path / 'rope.html'}: {len(PAGE.encode()) / 1000:.0f} kB; open it in a browser\n"
+    )
+    assert (tmp_path / "rope.html").read_text(encoding="utf-8") == PAGE
+    result = clearllama("study", "--html", str(tmp_path / "missing" / "rope.html"))
+    assert result.returncode == 2
+    assert result.stderr.decode().count("\n") == 1
+
+
+@pytest.mark.parametrize("extra", [["example"], ["--json"], ["--head-dim", "64"], ["--figure", "a.png"]])
+def test_the_command_refuses_what_it_would_ignore(extra: list[str], tmp_path: Path) -> None:
+    from llama.cli import build_parser
+
+    args = build_parser().parse_args(["study", "--html", str(tmp_path / "rope.html"), *extra])
+    with pytest.raises(UsageError, match="takes no TOPIC"):
+        args.run(args)
+    assert not (tmp_path / "rope.html").exists()

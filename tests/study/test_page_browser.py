@@ -1,0 +1,472 @@
+"""The page in a browser: what is drawn follows the controls, and the numbers are the library's at every setting.
+
+Needs Chromium, which pip does not bring: without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+import llama
+from llama.study import measures, page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt install chromium")
+
+PICTURES = ("clock", "waves", "divisors", "arcs", "scores")
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "rope.html"
+    page.write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    root = os.name == "posix" and os.geteuid() == 0  # Chromium's sandbox refuses to run for the superuser
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if root else [])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def show(browser: Browser, file: Path) -> Iterator[Open]:
+    """Open the page; at the end nothing may have gone wrong and nothing been fetched."""
+    faults: list[str] = []
+    contexts = []
+
+    def open_page(address: str = "", viewport: Any = WIDE, motion: str = "reduce", at: Path = file, **how: Any) -> Page:
+        context = browser.new_context(viewport=viewport, reduced_motion=motion, **how)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
+        tab.on("pageerror", lambda error: faults.append(str(error)))
+        tab.on("request", lambda request: faults.append(request.url) if request.url.startswith("http") else None)
+        tab.goto(at.as_uri() + address)
+        if how.get("java_script_enabled", True):
+            tab.wait_for_selector("html[data-ready]")
+        return tab
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+def settle(tab: Page) -> None:
+    """Wait until what was asked for is drawn."""
+    tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def drawn(tab: Page) -> dict[str, str]:
+    return {name: tab.inner_html(f"#{name} .plot") for name in PICTURES}
+
+
+def state_of(tab: Page) -> dict[str, Any]:
+    """What the controls say."""
+    state = {name: float(tab.input_value(f"#{name}")) for name in ("base", "stretch")}
+    state |= {
+        name: int(tab.input_value(f"#{name}")) for name in ("dim", "trained", "length", "m", "n", "pair", "shift")
+    }
+    return {**state, "method": tab.input_value("input[name=method]:checked")}
+
+
+def table(tab: Page) -> list[list[str]]:
+    """The page's own table, opened if it isn't."""
+    if not tab.evaluate("document.getElementById('numbers').open"):
+        tab.click("#numbers summary")
+    settle(tab)
+    settle(tab)
+    rows: list[list[str]] = tab.eval_on_selector_all(
+        "#numbers tbody tr", "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    return rows
+
+
+def assert_the_librarys_numbers(tab: Page) -> None:
+    state = state_of(tab)
+    scaling = page.scaling_of(state["method"], state["stretch"], state["trained"])
+    lengths = {"seq_len": state["length"], "max_seq_len": state["trained"]}
+    before = llama.inverse_frequencies(state["dim"], state["base"])[0].double()
+    after = llama.inverse_frequencies(state["dim"], state["base"], scaling, **lengths)[0].double()
+    wanted = max(state["trained"], int(state["trained"] * state["stretch"] + 0.5))
+    end = max(state["length"], state["trained"]) if state["method"] == "dynamic" else wanted
+    columns = [
+        range(state["dim"] // 2),
+        before,
+        after,
+        before / after,
+        measures.wavelengths(before),
+        measures.wavelengths(after),
+        measures.turns(before, state["trained"] - 1),
+        measures.turns(after, end - 1),
+    ]
+    rows = table(tab)
+    assert len(rows) == state["dim"] // 2
+    for number, column in enumerate(columns):
+        shown = [float(row[number]) for row in rows]
+        assert shown == pytest.approx([float(x) for x in column], rel=1e-6, abs=1e-12), (number, state)
+
+
+# --------------------------------------------------------------------------------------------------------- the numbers
+def test_the_page_opens_and_agrees_with_the_library(show: Open) -> None:
+    tab = show()
+    said = tab.inner_text("#check")
+    assert re.match(r"numbers agree with the library \(48 settings, largest relative difference [3-6]\.\de-8", said), (
+        said
+    )
+    assert tab.get_attribute("#check", "class") == "check"
+    assert_the_librarys_numbers(tab)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"theta":31415.9', '"theta":31415.8'),
+        ('"reference":[', '"reference":[],"was":['),
+        ('"linear","fac', '"x","fac'),
+    ],
+)
+def test_numbers_that_disagree_are_said_in_red(show: Open, file: Path, tmp_path: Path, old: str, new: str) -> None:
+    spoilt = tmp_path / "spoilt.html"
+    text = file.read_text(encoding="utf-8")
+    assert old in text
+    spoilt.write_text(text.replace(old, new, 1), encoding="utf-8")
+    tab = show(at=spoilt)
+    assert "DISAGREE" in tab.inner_text("#check")
+    assert tab.get_attribute("#check", "role") == "alert"
+    red, green, blue = map(int, re.findall(r"\d+", tab.eval_on_selector("#check", "(x) => getComputedStyle(x).color")))
+    assert red > 2 * max(green, blue)
+
+
+# slider -> pictures that must change with it under YaRN, where every setting has a part
+MOVES = {
+    "base": PICTURES,
+    "dim": PICTURES,
+    "trained": PICTURES,
+    "stretch": PICTURES,
+    "m": ("clock", "scores"),
+    "n": ("scores",),
+    "pair": ("clock", "waves", "divisors", "arcs"),
+    "length": PICTURES,  # under dynamic
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_every_slider_moves_by_keyboard_and_drives_its_pictures(show: Open, name: str) -> None:
+    tab = show("#method=dynamic&length=5000" if name == "length" else "#method=yarn")
+    before, state = drawn(tab), state_of(tab)
+    labels = {p: tab.get_attribute(f"#{p} svg", "aria-label") for p in PICTURES}
+    tab.focus(f"#{name}-slider")
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowRight"):
+        tab.keyboard.press(key)
+    settle(tab)
+    after = drawn(tab)
+    assert state_of(tab)[name] > state[name]
+    for picture in MOVES[name]:
+        assert after[picture] != before[picture], picture
+        if name != "pair":
+            assert tab.get_attribute(f"#{picture} svg", "aria-label") != labels[picture], picture
+    for picture in set(PICTURES) - set(MOVES[name]):
+        assert after[picture] == before[picture], picture
+    assert_the_librarys_numbers(tab)
+    for key in ("End", "Home"):
+        tab.keyboard.press(key)
+        settle(tab)
+        assert_the_librarys_numbers(tab)
+
+
+def test_every_method_is_reached_by_keyboard(show: Open) -> None:
+    tab = show("#method=default")
+    tab.focus("input[name=method]:checked")
+    seen = {"default": drawn(tab)["divisors"]}
+    for _ in range(5):
+        tab.keyboard.press("ArrowDown")
+        settle(tab)
+        seen[state_of(tab)["method"]] = drawn(tab)["divisors"]
+        assert_the_librarys_numbers(tab)
+        assert tab.is_visible('[data-field="length"]') == (state_of(tab)["method"] == "dynamic")
+    assert list(seen) == ["default", "linear", "ntk", "dynamic", "yarn", "llama3"]
+    assert len(set(seen.values())) == 6
+    said = tab.inner_text("#explanation")
+    assert said.startswith("Pairs that turn more than 4 times within L stay")
+
+
+def test_the_score_stays_when_both_are_shifted(show: Open) -> None:
+    tab = show("#method=yarn&m=300&n=100")
+    here = tab.inner_text("#score-here")
+    for shift in ("0", "1", "777", "8191"):
+        tab.fill("#shift", shift)
+        settle(tab)
+        assert tab.inner_text("#score-here") == tab.inner_text("#score-there") == here
+    clock = drawn(tab)["clock"]
+    tab.fill("#m", "1300")
+    tab.fill("#n", "1100")
+    settle(tab)
+    assert drawn(tab)["clock"] != clock
+    assert tab.inner_text("#score-here") == here
+    tab.fill("#n", "1101")
+    settle(tab)
+    assert tab.inner_text("#score-here") != here
+
+
+def test_a_field_that_cannot_be_read_is_explained_and_changes_nothing(show: Open) -> None:
+    tab = show()
+    before = drawn(tab)
+    for name, text, said in (
+        ("dim", "7", "must be an even whole number from 8 to 256; got 7; the pictures show 128"),
+        ("dim", "", "the field is empty"),
+        ("base", "-1", "got -1"),
+        ("m", "9999999", "from 0 to 8191; got 9999999"),
+    ):
+        tab.fill(f"#{name}", text)
+        settle(tab)
+        assert said in tab.inner_text(f"#{name}-error")
+        assert tab.get_attribute(f"#{name}", "aria-invalid") == "true"
+        assert drawn(tab) == before
+    tab.fill("#dim", "64")
+    settle(tab)
+    assert tab.inner_text("#dim-error") == ""
+    assert tab.get_attribute("#dim", "aria-invalid") == "false"
+    assert len(table(tab)) == 32
+
+
+# ------------------------------------------------------------------------------------------------ addresses, the path
+def test_an_address_brings_the_setting_back(show: Open) -> None:
+    tab = show("#base=500000&dim=64&trained=8192&stretch=8&method=llama3&m=40000&n=39000&pair=20&shift=5")
+    tab.focus("#stretch-slider")
+    tab.keyboard.press("ArrowRight")
+    tab.wait_for_function("location.hash.includes('stretch=8.72')")
+    again = show(tab.evaluate("location.hash"))
+    assert state_of(again) == state_of(tab)
+    assert drawn(again) == drawn(tab)
+    tab.evaluate("location.hash = '#method=linear&dim=16'")
+    tab.wait_for_function(
+        "document.querySelectorAll('#glossary dt').length && document.getElementById('dim').value === '16'"
+    )
+    assert state_of(tab)["method"] == "linear"
+
+
+def test_a_broken_address_is_said_and_survived(show: Open) -> None:
+    tab = show("#dim=7&method=best&%00")
+    assert "ignored in the address" in tab.inner_text("#status")
+    assert state_of(tab)["dim"] == 128
+
+
+def test_the_guided_path_sets_the_page_and_shows_where_to_look(show: Open) -> None:
+    tab = show()
+    steps = tab.query_selector_all(".path li")
+    assert len(steps) == 5
+    methods = []
+    for number, item in enumerate(steps, 1):
+        item.query_selector("button").press("Enter")  # type: ignore[union-attr]
+        settle(tab)
+        assert tab.inner_text(".note-head").startswith(f"{number} of 5: ")
+        assert tab.evaluate("document.activeElement.id") == "note"
+        figure = item.get_attribute("data-figure")
+        assert tab.evaluate("document.getElementById('note').nextElementSibling.id") == figure
+        methods.append(state_of(tab)["method"])
+    assert methods == ["default", "linear", "ntk", "yarn", "llama3"]
+    tab.click("#note [data-go='-1']")
+    settle(tab)
+    assert state_of(tab)["method"] == "yarn"
+    tab.click("#note [data-go='0']")
+    assert not tab.is_visible("#note")
+    assert tab.evaluate("document.activeElement.closest('li') === document.querySelectorAll('.path li')[3]")
+
+
+def test_a_click_in_a_picture_follows_a_pair_and_sets_a_distance(show: Open) -> None:
+    tab = show()
+    tab.locator("#divisors .pick").click(position={"x": 10, "y": 50})
+    settle(tab)
+    assert state_of(tab)["pair"] == 0
+    tab.locator("#scores .pick").first.click(position={"x": 1, "y": 50})
+    settle(tab)
+    assert state_of(tab)["m"] == state_of(tab)["n"]
+
+
+# -------------------------------------------------------------------------------------------------------- for everyone
+# Smallest contrast ratio of any text with what lies below it (WCAG 2), and the text.
+CONTRAST = """() => {
+  const rgba = (text) => { const x = text.match(/[\\d.]+/g).map(Number); return [x[0], x[1], x[2], x[3] ?? 1]; };
+  const over = (top, below, opacity = 1) => {
+    const a = top[3] * opacity; return [0, 1, 2].map((i) => top[i] * a + below[i] * (1 - a)).concat(1);
+  };
+  const luminance = (c) => {
+    const [r, g, b] = c.slice(0, 3).map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ratio = (a, b) => {
+    const [x, y] = [luminance(a), luminance(b)].sort((p, q) => q - p); return (x + 0.05) / (y + 0.05);
+  };
+  const background = (element) => {
+    const layers = [];
+    for (let e = element; e; e = e.parentElement) layers.push(rgba(getComputedStyle(e).backgroundColor));
+    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255, 1]);
+  };
+  let worst = { ratio: 99, count: 0 };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const element = node.parentElement;
+    if (!node.textContent.trim() || element.closest("script, style, noscript, button:disabled")) continue;
+    if (!element.checkVisibility({ visibilityProperty: true, opacityProperty: true })) continue;
+    const style = getComputedStyle(element);
+    let below = background(element);
+    const svg = element.closest("svg");
+    if (svg) { // shapes drawn before the text, where its middle lies
+      const box = element.getBoundingClientRect();
+      const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
+      for (const shape of svg.querySelectorAll("path.seen, rect.seen")) {
+        const place = new DOMPoint(x, y).matrixTransform(shape.getScreenCTM().inverse());
+        if (!element.classList.contains("halo") && shape.isPointInFill(place)) {
+          const paint = getComputedStyle(shape);
+          below = over(rgba(paint.fill), below, Number(paint.opacity));
+        }
+      }
+    }
+    const found = ratio(over(rgba(svg ? style.fill : style.color), below), below);
+    worst.count += 1;
+    if (found < worst.ratio) worst = { ...worst, ratio: found, text: node.textContent.trim().slice(0, 40) };
+  }
+  return worst;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+def test_every_text_has_contrast(show: Open, scheme: str, viewport: Any) -> None:
+    tab = show("#method=ntk&dim=12345", viewport, color_scheme=scheme)
+    tab.evaluate("document.getElementById('panel').open = true")
+    tab.fill("#dim", "7")  # errors are text too
+    tab.evaluate("document.querySelector('.path button').click()")
+    table(tab)
+    tab.fill("#dim", "7")
+    ground = tab.eval_on_selector("body", "(x) => getComputedStyle(x).backgroundColor")
+    assert (int(re.findall(r"\d+", ground)[0]) < 60) == (scheme == "dark")
+    worst = tab.evaluate(CONTRAST)
+    assert worst["count"] > 300
+    assert worst["ratio"] >= 4.5, worst
+
+
+def test_the_theme_can_be_switched_and_is_remembered(show: Open) -> None:
+    tab = show(color_scheme="light")
+    tab.click("#theme")
+    assert tab.get_attribute("html", "data-theme") == "dark"
+    tab.reload()
+    tab.wait_for_selector("html[data-ready]")
+    assert tab.get_attribute("html", "data-theme") == "dark"
+    assert tab.inner_text("#theme") == "Light page"
+
+
+@pytest.mark.parametrize("method", ["default", "ntk", "dynamic", "yarn", "llama3"])
+def test_a_phone_needs_no_sideways_scroll(show: Open, method: str) -> None:
+    tab = show(f"#method={method}&stretch=32&trained=131072&base=10000000&m=4000000&n=3", PHONE, has_touch=True)
+    for opened in (False, True):
+        assert tab.evaluate("document.getElementById('panel').open") == opened
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+        outside = tab.evaluate(
+            "[...document.querySelectorAll('body *')].filter((e) => !e.closest('.table, .defs') &&"
+            " e.getBoundingClientRect().right > 360.5 && e.checkVisibility()).map((e) => e.outerHTML.slice(0, 90))"
+        )
+        assert outside == []
+        tab.evaluate("scrollTo(0, document.body.scrollHeight / 2)")
+        box = tab.locator(".side summary").bounding_box()  # the controls are within reach wherever one reads
+        assert box is not None
+        assert box["y"] + box["height"] <= 740.5
+        tab.tap(".side summary")
+        settle(tab)
+    assert tab.locator(".side summary").inner_text()
+
+
+def test_what_has_the_focus_shows_it(show: Open) -> None:
+    tab = show()
+    names = []
+    for _ in range(60):
+        tab.keyboard.press("Tab")
+        name, outline = tab.evaluate(
+            """() => { const e = document.activeElement, shown = e.type === "radio" ? e.parentElement : e;
+            return [e.id || e.name || e.textContent.trim(), getComputedStyle(shown).outlineStyle]; }"""
+        )
+        if outline == "none" and name.startswith("clearllama"):
+            break  # past the last element the page itself
+        names.append(name)
+        assert outline == "solid", name
+    wanted = {"method", "reset", "theme", "copy", "play", "shift", *(n for n in MOVES if n != "length")}
+    assert wanted <= set(names)
+
+
+def test_pictures_have_names_and_no_meaning_in_colour_alone(show: Open) -> None:
+    tab = show()
+    for name in PICTURES:
+        svg = tab.locator(f"#{name} .plot svg")
+        assert svg.get_attribute("role") == "img"
+        assert len(svg.get_attribute("aria-label") or "") > 80
+        assert tab.inner_text(f"#{name} .try").startswith("Try:")
+    dashes = tab.eval_on_selector_all(
+        "#divisors path[data-method]", "(x) => x.map((e) => getComputedStyle(e).strokeDasharray)"
+    )
+    assert len(dashes) == len(set(dashes)) == 5  # dynamic lies on ntk
+    labels = tab.eval_on_selector_all("#divisors svg text.halo", "(x) => x.map((e) => e.textContent)")
+    assert sorted(labels) == ["NTK-aware = dynamic", "YaRN", "linear (PI)", "llama3", "none"]
+
+
+def test_nothing_moves_by_itself_where_motion_is_unwelcome(show: Open) -> None:
+    tab = show("#m=5&n=0")
+    tab.click(".path li:nth-child(5) button")
+    settle(tab)
+    assert state_of(tab)["base"] == 500000  # at once
+    tab.click("#note [data-go='0']")
+    start = state_of(tab)["m"]
+    tab.click("#play")
+    assert state_of(tab)["m"] == start + 1
+    tab.wait_for_timeout(400)
+    assert state_of(tab)["m"] == start + 1
+    assert tab.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
+
+
+def test_with_motion_the_tokens_run_and_stop_and_settings_glide(show: Open) -> None:
+    tab = show("#m=5&n=0", motion="no-preference")
+    tab.click("#play")
+    tab.wait_for_function("Number(document.getElementById('m').value) >= 7")
+    assert tab.inner_text("#play") == "Stop"
+    tab.click("#play")
+    stopped = state_of(tab)["m"]
+    tab.wait_for_timeout(300)
+    assert state_of(tab)["m"] == stopped
+    tab.click(".path li:nth-child(5) button")
+    tab.wait_for_function("document.getElementById('base').value !== '10000'")
+    assert 10000 < state_of(tab)["base"] < 500000
+    tab.wait_for_function("document.getElementById('base').value === '500000'")
+    tab.wait_for_function("location.hash.includes('base=500000')")
+
+
+def test_without_javascript_there_is_the_explanation(show: Open) -> None:
+    tab = show(java_script_enabled=False)
+    text = tab.inner_text("body")
+    assert "need JavaScript, which is off" in text
+    assert "The six methods" in text
+    assert tab.locator("#divisors svg polyline").count() == 5
+    assert tab.locator("#waves svg polyline").count() == 2
+    assert not tab.is_visible("#panel")
+
+
+def test_on_paper_there_are_the_pictures_and_the_setting(show: Open) -> None:
+    tab = show(color_scheme="dark")
+    tab.emulate_media(media="print")
+    assert not tab.is_visible(".side")
+    assert tab.inner_text("#print-setting").startswith("Setting: method NTK-aware, s = 4")
+    assert tab.eval_on_selector("body", "(x) => getComputedStyle(x).backgroundColor") == "rgb(255, 255, 255)"
+    assert all(tab.is_visible(f"#{name} svg") for name in PICTURES)

@@ -1,0 +1,538 @@
+"""What a trace says, against the untraced model, against transformers, and against sums written out in numpy."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import html.parser
+import io
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from py_mini_racer import MiniRacer
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama.cli import main
+from llama.errors import NumericalError, UsageError
+from llama.loader import to_layout
+from llama.model import Transformer
+from llama.study import trace as tracing
+from llama.study import trace_page
+from llama.study.intervene import Intervention
+from llama.text import Llama
+
+from .. import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IDS = tiny.random_tokens(11)[0].tolist()
+ABOUT = {
+    "model": "tiny",
+    "prompt": "x",
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "dtype": "float32",
+}
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{data}}&amp;<!--\u2028"
+
+
+def fingerprint(model: Transformer) -> list[Any]:
+    """All that recording and interventions touch."""
+    parts: list[Any] = [model.rope, model.config, model.layers, *model.layers]
+    for block in model.layers:
+        parts += [block.attention.attend, block.attention.rope]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    return [*map(id, parts), hooks]
+
+
+# ------------------------------------------------------------------------------------------------------- recording
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("rope", ["complex", "real", "half"])
+def test_tracing_changes_no_bit_of_the_logits_and_leaves_nothing_behind(attention: str, rope: str) -> None:
+    model = tiny.model(attention=attention, rope=rope)
+    before, expected = fingerprint(model), model(torch.tensor([IDS]))[0]
+    traced = tracing.trace(model, IDS)
+    assert torch.equal(traced.logits, expected)
+    assert fingerprint(model) == before
+    assert torch.equal(model(torch.tensor([IDS]))[0], expected)
+
+
+def test_an_exception_inside_restores_the_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model()
+    before = fingerprint(model)
+    with pytest.raises(ZeroDivisionError), tracing.recording(model):
+        raise ZeroDivisionError
+    assert fingerprint(model) == before
+    last = model.layers[-1].feed_forward
+    monkeypatch.setattr(last, "forward", lambda x: x / 0 if isinstance(x, int) else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tracing.trace(model, IDS)
+    monkeypatch.undo()
+    assert fingerprint(model) == before
+
+
+def test_weights_are_causal_distributions_and_the_forms_of_rope_agree_on_them() -> None:
+    traced = tracing.trace(tiny.model(), IDS)
+    assert traced.weights.shape == (2, 4, 11, 11)
+    torch.testing.assert_close(traced.weights.sum(-1), torch.ones(2, 4, 11), rtol=0, atol=1e-6)
+    assert bool((traced.weights.triu(1) == 0).all())
+    half = tiny.model(rope="half")
+    state = tiny.weights()
+    half.load_state_dict({name: to_layout(name, tensor, 16, "interleaved", "half") for name, tensor in state.items()})
+    other = tracing.trace(half, IDS)
+    torch.testing.assert_close(other.weights, traced.weights, rtol=0, atol=1e-6)
+    torch.testing.assert_close(other.pair_norms, traced.pair_norms, rtol=1e-5, atol=0)
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[Transformer, Any]:
+    """The tiny model, and transformers' with the same weights and eager attention."""
+    c = tiny.CONFIG
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=c.dim, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads, head_dim=c.head_dim,
+            num_key_value_heads=c.n_kv_heads, intermediate_size=c.hidden_dim, vocab_size=c.vocab_size,
+            rms_norm_eps=c.norm_eps, max_position_embeddings=c.max_seq_len, attn_implementation="eager",
+            rope_parameters={"rope_theta": c.rope_theta, "rope_type": "default"}, tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    names = {
+        "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj", "feed_forward.w_gate": "mlp.gate_proj", "feed_forward.w_up": "mlp.up_proj",
+        "feed_forward.w_down": "mlp.down_proj", "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm", "tok_embeddings": "model.embed_tokens", "output": "lm_head",
+        "norm.weight": "model.norm.weight",
+    }  # fmt: skip
+    state = {}
+    for ours, tensor in tiny.weights().items():
+        name = "model." + ours if ours.startswith("layers") else ours
+        for a, b in names.items():
+            if a != "norm.weight" or ours == a:
+                name = name.replace(a, b)
+        state[name] = to_layout(ours, tensor, c.head_dim, "interleaved", "half")
+    theirs.load_state_dict(state)
+    return tiny.model(), theirs
+
+
+def test_weights_and_hidden_states_equal_transformers(both: tuple[Transformer, Any]) -> None:
+    ours, theirs = both
+    tokens = torch.tensor([IDS])
+    out = theirs(tokens, output_attentions=True, output_hidden_states=True)
+    with tracing.recording(ours) as seen:
+        ours(tokens)
+    assert seen.layers == [0, 1]
+    torch.testing.assert_close(torch.stack(seen.weights), torch.cat(out.attentions), rtol=0, atol=1e-5)
+    for h, expected in zip(seen.hidden[:-1], out.hidden_states[:-1], strict=True):  # theirs norms the last one
+        torch.testing.assert_close(h, expected[0], rtol=0, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------- what is read off
+def test_the_lens_at_the_last_layer_is_the_model_and_before_it_a_shorter_model() -> None:
+    model = tiny.model(attention="reference")
+    tokens = torch.tensor([IDS])
+    with tracing.recording(model) as seen:
+        logits = model(tokens)[0]
+    assert torch.equal(model.output(model.norm(seen.hidden[-1][None]))[0], logits)
+    lens = tracing.logit_lens(model, seen.hidden, logits, top=5)
+    assert lens.top_ids.shape == (3, 11, 5)
+    shorter = tiny.model(attention="reference")
+    shorter.layers = shorter.layers[:1]
+    for row, expected in ((1, shorter(tokens)[0]), (2, logits)):
+        p = np.exp(tiny.as_numpy(expected))
+        p /= p.sum(-1, keepdims=True)
+        final = np.exp(tiny.as_numpy(logits))
+        final /= final.sum(-1, keepdims=True)
+        order = np.argsort(-p, axis=-1)[:, :5]
+        assert np.array_equal(lens.top_ids[row].numpy(), order)
+        assert np.abs(lens.top_p[row].numpy() - np.take_along_axis(p, order, -1)).max() < 1e-6
+        rank = [1 + int((p[t] > p[t, final[t].argmax()]).sum()) for t in range(11)]
+        assert lens.rank[row].tolist() == rank
+        kl = (final * np.log(final / p)).sum(-1)
+        assert np.abs(lens.kl[row].numpy() - kl).max() < 1e-5
+    assert lens.rank[2].tolist() == [1] * 11
+    assert float(lens.kl[2].max()) == 0
+
+
+def test_surprisal_is_the_cross_entropy_of_each_token() -> None:
+    model = tiny.model()
+    logits = model(torch.tensor([IDS]))[0]
+    expected = F.cross_entropy(logits[:-1].double(), torch.tensor(IDS[1:]), reduction="none")
+    torch.testing.assert_close(tracing.surprisal(logits, torch.tensor(IDS)), expected, rtol=0, atol=1e-12)
+
+
+def softmaxed(seed: int, *shape: int) -> Tensor:
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return scores.masked_fill(torch.ones(shape[-2:]).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_measures_of_heads_equal_loops(length: int) -> None:
+    weights = softmaxed(0, 2, 3, length, length)
+    profile, rest = tracing.distance_profile(weights), tracing.distance_profile(weights, skip_first=True)
+    assert profile.shape == (2, 3, length)
+    assert rest.shape == (2, 3, length - 1)
+    w = tiny.as_numpy(weights)
+    for l, h in np.ndindex(2, 3):
+        for d in range(length):
+            all_keys = [w[l, h, t, t - d] for t in range(length) if t - d >= 0]
+            assert float(profile[l, h, d]) == pytest.approx(sum(all_keys) / len(all_keys), abs=1e-6)
+            later = [w[l, h, t, t - d] for t in range(length) if t - d >= 1]
+            if later:
+                assert float(rest[l, h, d]) == pytest.approx(sum(later) / len(later), abs=1e-6)
+        able = [w[l, h, t, 0] for t in range(length) if t > 0] or [1.0]
+        assert float(tracing.sink(weights)[l, h]) == pytest.approx(sum(able) / len(able), abs=1e-6)
+        entropies = [-sum(p * math.log(p) for p in w[l, h, t] if p > 0) for t in range(length)]
+        assert float(tracing.spread(weights)[l, h]) == pytest.approx(np.exp(entropies).mean(), abs=1e-5)
+
+
+def test_a_head_that_only_looks_at_the_first_token_is_a_sink_and_no_liking_for_distance() -> None:
+    weights = torch.zeros(6, 6)
+    weights[:, 0] = 1
+    assert float(tracing.sink(weights)) == 1
+    assert tracing.distance_profile(weights).tolist() == pytest.approx([1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2, 1])
+    assert tracing.distance_profile(weights, skip_first=True).tolist() == [0] * 5
+
+
+def test_pair_norms_are_a_mean_over_all_that_see_each_other() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k = torch.randn(4, 5, 6, generator=generator), torch.randn(2, 5, 6, generator=generator)
+    expected = np.zeros((4, 3))
+    for head in range(4):
+        for pair in range(3):
+            products = [
+                math.hypot(*q[head, m, 2 * pair : 2 * pair + 2].tolist())
+                * math.hypot(*k[head // 2, n, 2 * pair : 2 * pair + 2].tolist())
+                for m in range(5)
+                for n in range(m + 1)
+            ]
+            expected[head, pair] = sum(products) / len(products)
+    assert np.abs(tracing.pair_norms(q, k).numpy() - expected).max() < 1e-12
+
+
+@pytest.mark.parametrize("rope", ["complex", "real", "half", "elementwise", "matrix"])
+def test_the_frequencies_told_are_the_angles_that_vectors_are_turned_by(rope: str) -> None:
+    model = tiny.model(rope=rope)
+    traced = tracing.trace(model, IDS)
+    ones = torch.zeros(1, 11, 1, 16)
+    ones[..., slice(0, 8) if rope == "half" else slice(0, 16, 2)] = 1  # every pair is (1, 0)
+    turned, _ = model.rope.apply(ones, ones, *model.rope.rows(torch.arange(11), 11))
+    points = torch.view_as_complex(turned[0, :, 0].unflatten(-1, (-1, 2)).contiguous())  # (T, D/2)
+    expected = torch.polar(torch.ones(11, 8), torch.arange(11.0)[:, None] * traced.inv_freq)
+    torch.testing.assert_close(points, expected, rtol=0, atol=1e-6)
+
+
+def facts(model: Transformer, llm: Llama, ids: list[int], intervention: Intervention | None = None) -> dict[str, Any]:
+    return tracing.facts(tracing.trace(model, ids, intervention), llm.tokenizer, ABOUT)
+
+
+def test_facts_are_json_with_the_promised_columns(tiny_llm: Llama) -> None:
+    found = json.loads(json.dumps(facts(tiny_llm.model, tiny_llm, IDS), allow_nan=False))
+    assert np.array(found["lens"]["kl"]).shape == (3, 11)
+    assert np.array(found["lens"]["top_p"]).shape == (3, 11, 3)
+    assert np.array(found["heads"]["profile"]).shape == (2, 4, 11)
+    assert np.array(found["heads"]["pair_norms"]).shape == (2, 4, 8)
+    assert np.array(found["tokens"]["next_p"]).shape == (11, 8)
+    assert found["tokens"]["surprisal"][0] is None
+    assert found["change"] is None
+    named = {str(id) for id in [*IDS, *np.array(found["lens"]["top_ids"]).flatten().tolist()]}
+    assert named <= found["texts"].keys()
+    turns = [10 * 10000 ** (-2 * i / 16) / (2 * math.pi) for i in range(8)]
+    assert found["rope"]["turns"] == pytest.approx(turns, rel=1e-5)
+    for t in range(10):  # rank and surprisal say the same as the list of what was expected
+        place = found["tokens"]["rank"][t + 1]
+        if place <= 8:
+            assert found["tokens"]["next_ids"][t][place - 1] == IDS[t + 1]
+            assert found["tokens"]["next_p"][t][place - 1] == pytest.approx(
+                math.exp(-found["tokens"]["surprisal"][t + 1]), rel=1e-4
+            )
+
+
+def test_a_change_holds_both_models_next_to_each_other(tiny_llm: Llama) -> None:
+    model = tiny_llm.model
+    untouched = facts(model, tiny_llm, IDS)
+    change = facts(model, tiny_llm, IDS, Intervention(heads=((1, 2),)))["change"]
+    assert change["told"] == ["head 1.2 ablated"]
+    assert change["before"] == untouched["tokens"]
+    assert change["after"] != change["before"]
+    p = model(torch.tensor([IDS]))[0].double().softmax(-1)
+    with Intervention(heads=((1, 2),)).on(model):
+        q = model(torch.tensor([IDS]))[0].double().softmax(-1)
+    assert change["kl"] == pytest.approx(F.kl_div(q.log(), p, reduction="none").sum(-1).tolist(), rel=1e-4)
+    assert min(change["kl"]) >= 0
+    assert max(change["kl"]) > 1e-3
+
+
+def test_numbers_keep_their_significant_digits() -> None:
+    assert tracing._numbers(torch.tensor([0.0, 1.23456789e-9, -98765.4321, 1.0]).double(), 4) == [
+        0,
+        1.235e-9,
+        -98770,
+        1,
+    ]
+
+
+def test_one_token_and_an_empty_text(tiny_llm: Llama) -> None:
+    found = facts(tiny_llm.model, tiny_llm, IDS[:1])
+    assert found["tokens"]["surprisal"] == [None]
+    assert found["heads"]["profile"] == [[[1.0]] * 4] * 2
+    assert found["heads"]["profile_without_first"] == [[[]] * 4] * 2
+    assert found["heads"]["previous"] is None
+    assert "one token sees only itself" in tracing.summary(found)
+    assert facts(tiny_llm.model, tiny_llm, tiny_llm.tokenizer.encode_prompt(""))["tokens"]["ids"] == [1]
+    with pytest.raises(UsageError, match="no tokens"):
+        tracing.trace(tiny_llm.model, [])
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    model = tiny.model()
+    model.norm.weight[3] = float("nan")
+    with pytest.raises(NumericalError, match="not finite"):
+        tracing.trace(model, IDS)
+
+
+def test_tokens_are_spelled_so_that_each_can_be_seen(tiny_llm: Llama) -> None:
+    tokenizer = tiny_llm.tokenizer
+    assert [tracing.spelled(tokenizer, id) for id in tokenizer.encode("hello é")] == ["hello", " ", "<0xC3>", "<0xA9>"]
+    assert tracing.spelled(tokenizer, 0) == "<|endoftext|>"
+    assert tokenizer.n_vocab < tiny.CONFIG.vocab_size
+    assert tracing.spelled(tokenizer, tokenizer.n_vocab) == f"<{tokenizer.n_vocab}>"
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+def unpacked(maps: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Read the packed maps by their description alone."""
+    layers, heads, T, _ = shape
+    data, at = base64.b64decode(maps), 0
+    out = np.zeros(shape)
+    for l in range(layers):
+        for h in range(heads):
+            for t in range(T):
+                row = np.frombuffer(data[at : at + t + 1], dtype=np.uint8)
+                out[l, h, t, : t + 1] = (row / 255.0) ** 2
+                at += t + 1
+    assert at == len(data)
+    return out
+
+
+def test_packed_maps_are_the_weights_to_one_byte() -> None:
+    weights = softmaxed(3, 2, 3, 7, 7)
+    found = unpacked(tracing.packed_maps(weights), (2, 3, 7, 7))
+    assert np.abs(np.sqrt(found) - np.sqrt(tiny.as_numpy(weights))).max() <= 0.5 / 255 + 1e-6
+    rows = tracing.attention_rows(weights)
+    assert rows[1][2][4] == pytest.approx(weights[1, 2, 4, :5].tolist(), rel=1e-4)
+
+
+class Elements(html.parser.HTMLParser):
+    """What a browser would see: every element, and the text of scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.inside: dict[str, list[str]] = {"script": [], "style": []}
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][0] in self.inside:
+            self.inside[self.tags[-1][0]].append(data)
+
+
+@pytest.fixture(scope="module")
+def nasty(tiny_llm: Llama) -> tuple[str, dict[str, Any]]:
+    ids = tiny_llm.tokenizer.encode_prompt(NASTY)
+    traced = tracing.trace(tiny_llm.model, ids)
+    found = tracing.facts(traced, tiny_llm.tokenizer, {**ABOUT, "prompt": NASTY, "model": "</title><script>alert(3)"})
+    return trace_page.render(found, tracing.packed_maps(traced.weights)), found
+
+
+def test_no_text_becomes_markup(nasty: tuple[str, dict[str, Any]]) -> None:
+    page, found = nasty
+    elements = Elements(page)
+    scripts = [attributes for tag, attributes in elements.tags if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "data"}, {}]
+    assert not any(tag == "img" for tag, _ in elements.tags)
+    held = json.loads("".join(elements.inside["script"][:1]))
+    assert held["prompt"] == NASTY
+    assert {key: value for key, value in held.items() if key != "maps"} == json.loads(json.dumps(found))
+    data = page[page.index('id="data">') + 10 :].split("</script>")[0]
+    assert not re.search("[<>&\u2028\u2029]", data)
+    assert page.count("alert(") == NASTY.count("alert(") + 1  # inside the JSON, nowhere else
+    assert data.count("alert(") == NASTY.count("alert(") + 1
+
+
+def test_only_the_pages_own_script_may_run_and_nothing_is_fetched(nasty: tuple[str, dict[str, Any]]) -> None:
+    page, _ = nasty
+    elements = Elements(page)
+    policy = next(a["content"] for tag, a in elements.tags if tag == "meta" and a.get("http-equiv"))
+    for kind, text in (("script", elements.inside["script"][1]), ("style", elements.inside["style"][0])):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+    for tag, attributes in elements.tags:
+        assert tag not in ("link", "iframe", "object", "base"), tag
+        assert not {"src", "href", "style"} & attributes.keys()
+        assert not any(name.startswith("on") for name in attributes)
+    for name in ("page.js", "style.css"):
+        source = (Path(trace_page.__file__).parent / name).read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|@import|url\(|fetch\(", source)
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", source)
+    assert "{{" not in re.sub(
+        r"\{\{data\}\}", "", page.replace(page[page.index('id="data">') :].split("</script>")[0], "")
+    )
+
+
+def test_every_element_that_the_script_asks_for_is_there() -> None:
+    folder = Path(trace_page.__file__).parent
+    ids = set(re.findall(r'\bid="([^"]+)"', (folder / "index.html").read_text()))
+    asked = set(re.findall(r'(?:\bid|put|chart|prepared|listen|arrows|guesses|buildChoices)\("([a-z-]+)"',
+                           (folder / "page.js").read_text()))  # fmt: skip
+    assert len(asked) > 25
+    assert asked <= ids
+
+
+@pytest.fixture(scope="module")
+def v8() -> Iterator[MiniRacer]:
+    """The page's script in an engine without a document, and atob, which belongs to browsers."""
+    context = MiniRacer()
+    context.eval("""function atob(text) {
+      const letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+      let bits = 0, count = 0, out = "";
+      for (const c of text.replace(/=/g, "")) {
+        bits = (bits << 6) | letters.indexOf(c); count += 6;
+        if (count >= 8) { count -= 8; out += String.fromCharCode((bits >> count) & 255); }
+      }
+      return out;
+    }""")
+    context.eval((Path(trace_page.__file__).parent / "page.js").read_text())
+    yield context
+    context.close()
+
+
+def test_the_script_reads_the_maps_as_they_were_packed(v8: MiniRacer) -> None:
+    weights = softmaxed(4, 2, 3, 5, 5)
+    v8.eval(f"const bytes = unpack({json.dumps(tracing.packed_maps(weights))})")
+    expected = unpacked(tracing.packed_maps(weights), (2, 3, 5, 5))
+    for l, h, t, s in np.ndindex(2, 3, 5, 5):
+        assert v8.eval(f"root(bytes, 5, 3, {l}, {h}, {t}, {s})") == pytest.approx(math.sqrt(expected[l, h, t, s]))
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("share(0.98)", "0.98"), ("share(0.0123)", "0.012"), ("share(0)", "0"), ("share(0.00004)", "4e−5"),
+        ("figures(12345.6)", "12,346"), ("figures(0.1234)", "0.123"), ("figures(0)", "0"), ("figures(0.00012)", "1.2e−4"),
+        ("JSON.stringify(ticks(0.83, 4))", "[0,0.5,1]"), ("JSON.stringify(ticks(20, 4))", "[0,5,10,15,20]"),
+        ("JSON.stringify(ticks(0, 4))", "[0]"),
+        ("visible(' a\\n')", "·a⏎"), ("visible('')", "∅"), ("visible('\\u202eab')", "U+202Eab"), ("visible('猫')", "猫"),
+    ],
+)  # fmt: skip
+def test_the_scripts_words_for_numbers_and_tokens(v8: MiniRacer, call: str, expected: str) -> None:
+    assert v8.eval(call) == expected
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+def run(*args: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["trace", *args])
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_the_command_writes_page_numbers_and_a_summary(tiny_gguf: Path, tiny_llm: Llama, tmp_path: Path) -> None:
+    page, numbers = tmp_path / "t.html", tmp_path / "t.json"
+    code, out, _ = run("hello the", "-m", str(tiny_gguf), "--html", str(page), "--json", str(numbers), "-q")
+    assert code == 0
+    ids = tiny_llm.tokenizer.encode_prompt("hello the")
+    assert out.startswith(f"{len(ids)} tokens through layers 0 to 1 of tiny.gguf")
+    found = json.loads(numbers.read_text())
+    assert found["dtype"] == "float32"
+    assert found["tokens"]["ids"] == ids
+    expected = tracing.trace(tiny_llm.model, ids)
+    bits = tracing.surprisal(expected.logits, expected.ids)[0].item() / math.log(2)
+    assert f"{bits:.2f}" in out
+    for t, row in enumerate(found["attention"][1][3]):
+        assert row == pytest.approx(expected.weights[1, 3, t, : t + 1].tolist(), rel=1e-4, abs=1e-9)
+    assert 'id="data"' in page.read_text()
+
+
+def test_the_command_tells_what_an_intervention_changes(tiny_gguf: Path, tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    args = ("--ablate-head", "0.1", "--ablate-head", "1.3", "--layers", "0:2", "--rope-theta", "500")
+    scaling = ("--rope-scaling", "linear", "--rope-factor", "2")
+    code, out, _ = run("hello", "-m", str(tiny_gguf), *args, *scaling, "--json", str(file), "-q")
+    assert code == 0
+    told = [
+        "head 0.1 ablated",
+        "head 1.3 ablated",
+        "only layers 0 to 1 run",
+        "rope theta 500",
+        "rope scaling linear, factor 2.0",
+    ]
+    assert "changed: " + "; ".join(told) in out
+    assert "KL(before || after)" in out
+    found = json.loads(file.read_text())
+    assert found["change"]["told"] == told
+    assert found["rope"]["theta"] == 500
+    assert found["rope"]["inv_freq"] == pytest.approx([500 ** (-2 * i / 16) / 2 for i in range(8)], rel=1e-6)
+    plain = tmp_path / "plain.json"
+    assert run("hello", "-m", str(tiny_gguf), "--json", str(plain), "-q")[0] == 0
+    assert json.loads(plain.read_text())["tokens"] == found["change"]["before"]  # the model was loaded untouched
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("hello h", "--max-tokens", "2"), "is 3 tokens and a trace takes at most 2"),
+        (("hello", "--max-tokens", "0"), "at least 1"),
+        (("hello", "--html", "/nowhere/at/all.html"), "folder that exists"),
+        (("hello", "--ablate-head", "2.0"), "layers are 0 to 1 and heads 0 to 3"),
+        (("hello", "--ablate-head", "0.4"), "heads 0 to 3"),
+        (("hello", "--ablate-head", "3.x"), "LAYER.HEAD"),
+        (("hello", "--ablate-head", "3"), "LAYER.HEAD"),
+        (("hello", "--layers", "1:1"), "select none"),
+        (("hello", "--layers", "0:3"), "between 0 and 2"),
+        (("hello", "--layers", "all"), "FIRST:END"),
+        (("hello", "--layers", "0:1", "--ablate-head", "1.0"), "layer 1 does not run"),
+        (("hello", "--no-rope", "--rope-theta", "5"), "--no-rope"),
+        (("hello", "--rope-factor", "2"), "add --rope-scaling"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(tiny_gguf: Path, args: tuple[str, ...], says: str) -> None:
+    code, out, err = run(*args, "-m", str(tiny_gguf), "-q")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert says in err
+
+
+# ------------------------------------------------------------------------------------------------- the default model
+def test_the_default_model_under_trace(default_llm: Llama) -> None:
+    prompt = "The capital of France is Paris, and the capital of Italy is"
+    ids = default_llm.tokenizer.encode_prompt(prompt)
+    expected = default_llm.model(torch.tensor([ids]))[0]
+    traced = tracing.trace(default_llm.model, ids)
+    assert torch.equal(traced.logits, expected)
+    found = tracing.facts(traced, default_llm.tokenizer, ABOUT)
+    assert found["texts"][str(found["lens"]["top_ids"][-1][-1][0])] == " Rome"
+    assert np.mean(found["heads"]["sink"]) > 0.4  # most of what heads do not need lies on token 0
+    assert "logit lens" in tracing.summary(found)
+
+
+def test_a_page_of_32_tokens_of_the_default_model_is_below_5_mb(default_llm: Llama) -> None:
+    traced = tracing.trace(default_llm.model, list(range(1000, 1032)))
+    found = tracing.facts(traced, default_llm.tokenizer, ABOUT)
+    page = trace_page.render(found, tracing.packed_maps(traced.weights))
+    assert len(page.encode()) < 5e6
