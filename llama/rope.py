@@ -11,7 +11,7 @@ m * inv_freq[i]. Turning q at m and k at n makes their product depend on m - n a
     elementwise  x * cos + quarter_turn(x) * sin: half's formula with Meta's pairs, as the paper's equation 34.
     matrix       R_m x with the block-diagonal rotation matrix: the formula of the proofs, D/2 times the work.
 
-Angles and rotation are float32 whatever the model's dtype: in bfloat16 position 131,071 would be off by 256.
+Angles and rotation are float32 whatever the model runs in: in bfloat16 positions near 131,072 are off by up to 256.
 Letters: B batch, T tokens, H heads, KV key/value heads, D head_dim.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import textwrap
 from typing import TYPE_CHECKING, Any
@@ -143,6 +144,10 @@ def _quiz(args: argparse.Namespace) -> int:
         raise UsageError("the quiz is a conversation; --json is for the list and for one erratum")
     if sys.stdin is None:
         raise UsageError("standard input is closed, and the quiz reads its answers from it")
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no expression either
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
     questions = _questions(args)
     common.write(f"Mend the line. An answer may hold {SPELLING}.\n")
     common.write("An empty line shows the answer, the end of the input ends the quiz.\n")
@@ -222,5 +227,3 @@ def _read() -> str | None:
     except EOFError:
         common.write("\n")
         return None
-    except UnicodeDecodeError:
-        return "\N{REPLACEMENT CHARACTER}"  # which is no expression

@@ -26,6 +26,9 @@ def add_parser(commands: common.Subparsers) -> None:
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help="see the list that 'clearllama study' prints")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw it: .png or .svg; .csv or .json for the data")
     parser.add_argument("--which", metavar="NAME", help="which of the topic's figures (default: the first)")
+    parser.add_argument(
+        "--figures", type=Path, metavar="FOLDER", help="all figures, of TOPIC or of all topics, as .png and .csv"
+    )
     parser.add_argument("--json", action="store_true", help="the report as one JSON object")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page to explore RoPE in a browser: one file, no network"
@@ -62,7 +65,14 @@ def run(args: argparse.Namespace) -> int:
         return errata.run(args)
     if args.html is not None:
         return _write_page(args)
+    if args.which is not None and args.figure is None:
+        raise UsageError("--which chooses among the figures that --figure FILE draws; add --figure FILE")
     if args.topic is None:
+        for option in ("figure", "json", *OPTIONS):
+            if getattr(args, option):
+                raise UsageError(f"--{option.replace('_', '-')} needs a TOPIC: one of {', '.join(topics.TOPICS)}")
+        if args.figures is not None:
+            return _draw_all(args, list(topics.TOPICS), {})
         for name, question in topics.TOPICS.items():
             common.write(f"{name:<12} {question}\n")
         return 0
@@ -73,9 +83,13 @@ def run(args: argparse.Namespace) -> int:
     given = _taken(args.topic, given, topic.report)
     if args.topic == "ppl" and not args.quiet:
         given["progress"] = _progress()
+    if args.figures is not None:
+        _draw_all(args, [args.topic], given)
+    if args.figure is not None:
+        figure = _figure(args, topic)
     report = topic.report(**given)
     if args.figure is not None:
-        _draw(args, topic, given)
+        _draw(args, figure, args.figure, given)
     if args.json:
         common.write_json(reports.as_dict(report))
     else:
@@ -95,18 +109,40 @@ def _write_page(args: argparse.Namespace) -> int:
     return 0
 
 
-def _draw(args: argparse.Namespace, topic: Any, given: dict[str, Any]) -> None:
+def _figure(args: argparse.Namespace, topic: Any) -> Any:
+    """The figure that --which names, or the topic's first; refused before anything is computed."""
     from ..study import figure as figures
-    from ..study.topics.base import options_of
 
     names = [figure.name for figure in topic.figures]
     name = args.which or (names[0] if names else None)
     if name not in names:
         raise UsageError(f"study {args.topic} has no figure {name!r}; it has: {', '.join(names) or 'none'}")
-    figure = topic.figures[names.index(name)]
+    figures.check(args.figure)
+    return topic.figures[names.index(name)]
+
+
+def _draw(args: argparse.Namespace, figure: Any, file: Path, given: dict[str, Any]) -> None:
+    from ..study import figure as figures
+    from ..study.topics.base import options_of
+
     taken = {key: value for key, value in given.items() if key in options_of(figure.data)}
-    figures.save(figure, args.figure, **taken)
-    common.say(args, f"{args.figure}: figure {name}")
+    figures.save(figure, file, **taken)
+    ignored = ", ".join(key for key in given if key not in taken and key != "progress")
+    common.say(args, f"{file}: figure {figure.name}{f' (it shows its own {ignored})' if ignored else ''}")
+
+
+def _draw_all(args: argparse.Namespace, names: list[str], given: dict[str, Any]) -> int:
+    from ..study import topics
+
+    try:
+        args.figures.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--figures {args.figures}: {error.strerror}") from None
+    for name in names:
+        for figure in topics.find(name).figures if name != "errata" else ():
+            for ending in ("png", "csv"):
+                _draw(args, figure, args.figures / f"{figure.name}.{ending}", given)
+    return 0
 
 
 def _progress() -> Any:

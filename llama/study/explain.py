@@ -390,14 +390,15 @@ def explain(
     if not 0 <= layer < config.n_layers:
         raise UsageError(f"the model has layers 0 to {config.n_layers - 1}, got {layer}")
     ours = _computed(net, ids, layer)
-    embedded = net.tok_embeddings.weight.double().cpu().numpy()[list(ids)]  # (T, C)
+    embedded = net.tok_embeddings.weight[list(ids)].double().cpu().numpy()  # (T, C)
     start = embedded if layer == 0 else ours["h"]
     angles, factor = _angles(net, len(ids))
     right = {"e": embedded, **reference(start, _weights_of(net, layer), angles, factor, config)}
 
     steps = []
     for recipe in recipes(net.rope.form, net.rope.apply):
-        apart = max(_apart(ours.get(letter), right[letter]) for letter, _ in recipe.values)
+        # numpy's maximum and not Python's: NaN must win
+        apart = float(np.max([_apart(ours.get(letter), right[letter]) for letter, _ in recipe.values]))
         steps.append(
             Step(
                 recipe,
@@ -435,7 +436,7 @@ def _apart(ours: Array | None, right: Array) -> float:
         return float("inf")
     with np.errstate(invalid="ignore"):
         difference = np.where(ours == right, 0.0, np.abs(ours - right))  # -inf on both sides is no difference
-    return float(difference.max() / (np.abs(right[np.isfinite(right)]).max() or 1.0))
+    return float(difference.max() / (np.abs(right[np.isfinite(right)]).max(initial=0.0) or 1.0))
 
 
 def _value(letter: str, letters: str, ours: Array | None, token: int) -> Value:

@@ -6,8 +6,11 @@ Data is tidy: columns of one length, so that the same table is drawn, written as
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import json
+import os
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import UsageError
+from ..temporary import own_temporary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -72,27 +76,35 @@ class Figure:
         return file.getvalue()
 
 
+def check(file: Path) -> None:
+    """Raise UsageError unless a figure can be written to this file."""
+    if file.suffix not in _KINDS:
+        raise UsageError(f"{file}: a figure is written as {', '.join(_KINDS)}; give a file with one of these endings")
+    if not file.parent.is_dir():
+        raise UsageError(f"{file}: there is no folder {file.parent}; make it first")
+    if file.suffix in (".png", ".svg") and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "drawing needs matplotlib, which is not installed: pip install 'clearllama[study]'; --figure FILE.csv"
+            " writes the numbers without it"
+        )
+
+
 def save(figure: Figure, file: Path, **options: Any) -> None:
-    """Write a figure as .png or .svg, or its data as .csv or .json."""
-    kinds = {".png": _draw, ".svg": _draw, ".csv": _csv, ".json": _json}
-    if file.suffix not in kinds:
-        raise UsageError(f"{file}: a figure is written as {', '.join(kinds)}; give a file with one of these endings")
+    """Write a figure as .png or .svg, or its data as .csv or .json; an existing file is replaced in one rename."""
+    check(file)
     data = figure.data(**options)
     if len({len(column) for column in data.values()}) != 1:
         raise ValueError(f"figure {figure.name}: columns of different length")
-    kinds[file.suffix](figure, data, file)
+    with own_temporary(file.parent, ".figure") as work:
+        _KINDS[file.suffix](figure, data, work / file.name)
+        os.replace(work / file.name, file)
 
 
 def _draw(figure: Figure, data: Data, file: Path | io.BytesIO) -> None:
     """As the file's ending says; into memory as PNG."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure as Canvas
-    except ImportError:
-        raise UsageError(
-            "drawing needs matplotlib, which is not installed: pip install 'clearllama[study]'; --figure FILE.csv"
-            " writes the numbers without it"
-        ) from None
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
     with matplotlib.rc_context(STYLE):
         canvas = Canvas(figsize=figure.size, layout="constrained")
         figure.draw(data, canvas)
@@ -102,8 +114,6 @@ def _draw(figure: Figure, data: Data, file: Path | io.BytesIO) -> None:
 
 
 def _wrapped(text: str, inches: float) -> str:
-    import textwrap
-
     return "\n".join(textwrap.wrap(text, int(inches * 15.5)))
 
 
@@ -117,3 +127,6 @@ def _csv(figure: Figure, data: Data, file: Path) -> None:
 def _json(figure: Figure, data: Data, file: Path) -> None:
     columns = {name: column.tolist() for name, column in data.items()}
     file.write_text(json.dumps({"name": figure.name, "caption": figure.caption, "data": columns}) + "\n")
+
+
+_KINDS = {".png": _draw, ".svg": _draw, ".csv": _csv, ".json": _json}

@@ -358,18 +358,17 @@ def summary(facts: Mapping[str, Any]) -> str:
     change = facts["change"]
     if change is not None:
         lines.append("changed: " + "; ".join(change["told"]))
-    lines.append("")
-    head = "token surprisal/bits  rank  text             expected instead"
-    lines.append(head if change is None else head.replace("surprisal/bits", "      bits   was"))
+    lines += [
+        "",
+        f"{'token':>5}  {'bits':>6}{'' if change is None else '     was'}  {'rank':>6}  {'text':<16} expected",
+    ]
     for t, id in enumerate(tokens["ids"]):
-        if t == 0:
-            lines.append(f"{t:>5} {'':>14}  {'':>4}  {quoted(id)}")
-            continue
-        expected = best(tokens["next_ids"][t - 1], tokens["next_p"][t - 1], 3)
-        bits = f"{tokens['surprisal'][t] / math.log(2):>8.2f}"
-        was = f"{change['before']['surprisal'][t] / math.log(2):>6.2f}" if change is not None else " " * 6
-        cells = bits + was if change is not None else was + bits
-        lines.append(f"{t:>5} {cells}  {tokens['rank'][t]:>4}  {quoted(id):<16} {expected}")
+        cells, expected = f"{'':>6}{'' if change is None else ' ' * 8}  {'':>6}", ""
+        if t > 0:
+            was = "" if change is None else f"  {change['before']['surprisal'][t] / math.log(2):>6.2f}"
+            cells = f"{tokens['surprisal'][t] / math.log(2):>6.2f}{was}  {tokens['rank'][t]:>6,}"
+            expected = best(tokens["next_ids"][t - 1], tokens["next_p"][t - 1], 3)
+        lines.append(f"{t:>5}  {cells}  {quoted(id):<16} {expected}".rstrip())
     lines += ["", f"next: {best(tokens['next_ids'][-1], tokens['next_p'][-1], 5)}"]
     if change is not None:
         before = change["before"]

@@ -67,6 +67,8 @@ def test_proof(id: str) -> None:
     assert len(checks) >= 2
     assert [check for check in checks if not check.passed] == []
     assert all(id in check.claim.split() for check in checks)
+    assert {type(value) for check in checks for value in (check.computed, check.expected)} <= {bool, int, float, str}
+    assert {type(check.passed) for check in checks} == {bool}
 
 
 @pytest.mark.parametrize("id", IDS)
@@ -99,7 +101,6 @@ MEASURED = {
     "E30": (10.0,),
     "E32": (1.1386, 1.2965),
     "E35": (1.1548, 64, 8660, 7.256, 110),
-    "E36": (0.125,),
     "E37": (0.222,),
     "E41": (0.84,),
     "E42": (0.031623, 13.401),
@@ -163,21 +164,20 @@ def quiz_of(id: str) -> Quiz:
 
 
 def test_enough_of_them_can_be_mended() -> None:
-    asked = "E01 E02 E03 E09 E10 E16 E19 E21 E24 E25 E33 E35 E36 E41 E42 E44 E45 E32 E18 E20".split()
     assert len(QUIZZED) >= 20
-    assert set(asked) - set(QUIZZED) == {"E10"}  # a line of matrices
+    assert {"E01", "E09", "E16", "E24", "E25", "E32", "E33", "E35", "E36", "E41", "E42", "E44", "E45"} <= set(QUIZZED)
 
 
 @pytest.mark.parametrize("id", QUIZZED)
 def test_the_quiz_takes_its_answer_and_refuses_the_printed_line(id: str) -> None:
     quiz = quiz_of(id)
-    for seed in range(25):
+    for seed in range(10):
         assert judge(quiz, quiz.answer, seed).right
         verdict = judge(quiz, quiz.printed, seed)
         assert not verdict.right
         assert verdict.given == evaluate(quiz.printed, verdict.values) != verdict.expected
     assert not judge(quiz, f"({quiz.answer}) * 1.0001").right
-    assert not judge(quiz, f"{judge(quiz, quiz.printed).expected!r}").right or "d" not in quiz.names
+    assert not judge(quiz, repr(judge(quiz, quiz.printed).expected)).right  # one number fits one draw
 
 
 # the same numbers by another road
@@ -299,7 +299,6 @@ def test_arithmetic(text: str, value: float) -> None:
         ("", "not an expression"),
         ("\0", "not an expression"),
         ("\ud800", "not an expression"),
-        ("�", "not an expression"),
         ("(" * 99 + "1" + ")" * 99, None),
         ("-" * 60 + "1", "nested 40 levels"),
         ("sin(" * 45 + "1" + ")" * 45, "200 characters|nested 40 levels"),
@@ -321,11 +320,11 @@ def test_the_calculator_refuses(text: str, reason: str | None) -> None:
 @given(st.text(max_size=60) | st.text("0123456789.+-*/%()e dsincoxplgrt_,'[]", max_size=60))
 def test_any_text_is_a_finite_number_or_one_line(text: str) -> None:
     try:
-        value = evaluate(text, {"d": 3.0})
+        said = repr(evaluate(text, {"d": 3.0}))
     except UsageError as error:
-        assert len(str(error).splitlines()) == 1
-    else:
-        assert abs(value) <= 1e100
+        said = f"1 {error}"
+    assert len(said.splitlines()) == 1
+    assert abs(float(said.split()[0])) <= 1e100
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -376,11 +375,10 @@ def failing(erratum: Erratum) -> Erratum:
 
 
 def test_a_proof_that_fails_is_exit_code_1(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ERRATA._entries, "E33", failing(ERRATA["E33"]))
+    monkeypatch.setattr(ERRATA, "_entries", {"E33": failing(ERRATA["E33"]), "E34": ERRATA["E34"]})
     code, out, _ = study()
     assert code == 1
-    assert "FAIL  E33" in out
-    assert out.splitlines()[-1] == "FAIL: 67 of 68"
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["FAIL", "PASS", "FAIL:"]
     assert study("E33")[0] == 1
     assert json.loads(study("--json")[1])["passed"] is False
     assert not find_topic("errata").report().passed
@@ -479,7 +477,7 @@ def test_quiz_refusals_are_one_line_and_cost_no_try(study: Study) -> None:
     code, out, _ = study("E42", "--quiz", stdin=hostile + b"1\n2\n10000**(-2*i/d)\n")
     assert code == 0
     refused = [line for line in out.splitlines() if line.startswith("  refused: ")]
-    assert 4 <= len(refused) <= 6
+    assert len(refused) == 5  # the long line is taken in two pieces
     assert out.count("  no (") == 2
     assert out.splitlines()[-1] == "score: 1 of 1"
 

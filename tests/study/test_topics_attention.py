@@ -79,7 +79,7 @@ def test_they_hold_for_other_numbers(name: str, numbers: dict[str, Any]) -> None
     shown = text(report)
     assert max(map(columns, shown.splitlines())) <= 110
     for key, value in numbers.items():
-        assert f"{value:g}" in shown.splitlines()[1], key
+        assert f" {value}" in shown.splitlines()[1], key
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,7 +98,7 @@ def test_numbers_out_of_range_are_refused_in_one_line(name: str, value: Any) -> 
 @pytest.mark.parametrize("name", ["order", "heatmap", "binary", "shift", "relative"])
 @pytest.mark.parametrize("theta", [0.0, 1.0, -5.0, math.nan, math.inf, 1e13, True, "10000"])
 def test_a_base_out_of_range_is_refused(name: str, theta: Any) -> None:
-    with pytest.raises(UsageError, match=r"takes a --rope-theta from 2\.0 to"):
+    with pytest.raises(UsageError, match=r"takes a --rope-theta from 2 to 1e"):
         topics.find(name).report(theta=theta)
 
 

@@ -255,7 +255,7 @@ E04 = Erratum(
     " (2, 5, 1, 8)",
     right="the 2 is the number of query heads that share a key head: n_kv_heads = 2 / 2 = 1, n_rep = 2",
     why="With 2 groups of one key head each xk would be (2, 5, 2, 8). The example divides the heads by the number;"
-    " read as the number of groups it gives wk twice its rows and no checkpoint of that shape loads.",
+    " read as the number of groups it gives wk twice its rows, and weights made for one key head don't fit.",
     wrong_form=lambda heads, query_group_num: query_group_num,
     right_form=lambda heads, query_group_num: heads // query_group_num,
     prove=_e04,
@@ -456,8 +456,8 @@ def _e09_right(q: Array, k: Array, m: float, n: float, theta: float) -> float:
 def _e09(wrong: Score, right: Score) -> Sequence[Check]:
     q, k = _random(9, (2,), (2,))
     m, n, theta = 7.0, 3.0, 0.3
-    true = _e09_true(q[0], q[1], k[0], k[1], m, n, theta)
-    twice = 2 * (q[1] * k[0] - q[0] * k[1]) * math.sin((m - n) * theta)  # both signs of the sine part
+    true = _e09_true(float(q[0]), float(q[1]), float(k[0]), float(k[1]), m, n, theta)
+    twice = 2 * float(q[1] * k[0] - q[0] * k[1]) * math.sin((m - n) * theta)  # both signs of the sine part
     off = wrong(q, k, m, n, theta) - true
     return (
         above("E09", "error of q^T R((m-n) theta) k", abs(off), 0.1),

@@ -251,16 +251,21 @@ E18 = Erratum(
     where="note 001, line 103, the clock of NTK-aware scaling",
     matter="1, 1.5 and 2 are factors of the radices; the periods grow by 1, 1.5 and 3",
     printed="seconds are left alone, minutes slowed 1.5 times, hours slowed 2 times",
-    right="a minute holds 60 seconds, an hour 90 minutes, a day 24 hours; so the hands turn 1, 1.5 and 3 times slower",
+    right="a minute holds 60 seconds, an hour 90 minutes, a round 24 hours; so the hands turn 1, 1.5 and 3 times"
+    " slower",
     why="If hours were slowed 2 times the clock would tell 86400 seconds, not the 129600 that the note works out. The"
     " factors multiply up, as they do in NTK-aware scaling: 1, 1.732, 3.",
     wrong_form=lambda periods: periods * np.array([1.0, 1.5, 2.0]),
     right_form=lambda periods: periods * np.cumprod([1.0, 1.5, 2.0]),
     prove=_e18,
     quiz=Quiz(
-        line="the hour hand turns b times slower (an hour holds a times as many minutes, a day b times as many hours)",
+        line="the hour hand turns b times slower (an hour holds a times as many minutes, a round b times as many"
+        " hours)",
         ask="how many times slower the hour hand turns",
-        names={"a": Number("factor of the minutes an hour", 1.2, 3), "b": Number("factor of the hours a day", 1.2, 3)},
+        names={
+            "a": Number("factor of the minutes an hour", 1.2, 3),
+            "b": Number("factor of the hours a round", 1.2, 3),
+        },
         truth=lambda a, b: (60 * (60 * a) * (12 * b)) / (60 * 60 * 12),
         printed="b",
         answer="a * b",
@@ -323,13 +328,17 @@ def _e20_right(factor: float, base: float, dim: int) -> float:
 
 
 def _e20(wrong: NewBase, right: NewBase) -> Sequence[Check]:
-    last, by_hand = float(measures.frequencies(128, wrong(4, 1e4, 128))[-1]), frequencies(128)[-1]
+    last, by_hand = float(measures.frequencies(128, wrong(4, 1e4, 128))[-1]), float(frequencies(128)[-1])
     return (
         equal("E20", "the base set by hand divides the last pair, for s = 4, by", by_hand / last, 47.0, 0.1),
         equal("001-30 E20", "base of the library for s = 4", right(4, 1e4, 128), 40889.94, 0.5),
         equal("E20", "10000 * 4^(128/126)", right(4, 1e4, 128), 10000 * 4 ** (128 / 126), 0.5),
         equal(
-            "001-30 E20", "it divides the last pair by", by_hand / frequencies(128, right(4, 1e4, 128))[-1], 4.0, 1e-4
+            "001-30 E20",
+            "it divides the last pair by",
+            by_hand / float(frequencies(128, right(4, 1e4, 128))[-1]),
+            4.0,
+            1e-4,
         ),
     )
 
@@ -365,10 +374,10 @@ E20 = Erratum(
 def _e20_solve(base: float, s: float, d: float) -> float:
     """The base found by halving an interval of its logarithm."""
     low, high = math.log(base), math.log(base) + 2 * math.log(s)
-    goal = frequencies(int(d), base)[-1] / s
-    for _ in range(200):
+    last = -(d - 2) / d  # exponent of the last frequency
+    for _ in range(60):
         middle = (low + high) / 2
-        if frequencies(int(d), math.exp(middle))[-1] > goal:
+        if math.exp(middle) ** last > base**last / s:
             low = middle
         else:
             high = middle
@@ -410,7 +419,7 @@ E21 = Erratum(
     where="note 001, lines 87 to 91 and 121, what NTK-aware scaling does and how far it reaches",
     matter="only pair 0 is unchanged, only the last divided by s; the middle gets too little",
     printed="high frequencies are kept as they were, low ones are interpolated; so it reaches 8k from 2k with s = 4",
-    right="pair i is divided by s^(2i/(d-2)): 1 at i = 0, s at the last, everything between in between",
+    right="pair i is divided by s^(2i/(d-2)): 1 at i = 0, s at the last, numbers between for the rest",
     why="Pairs 41 to 62 never finished a turn in training and are divided by less than 4. Pair 41 reaches 9.10 radians"
     " at 8192 where training saw 5.61, so a factor of 4 does not carry to 4 times the length.",
     wrong_form=_e21_printed,
@@ -628,7 +637,7 @@ OK9 = Erratum(
     where="note 001, line 83, the list of interpolated positions",
     matter="the list of interpolated positions is complete: 4L entries, and the last is L",
     printed="[1/4, 2/4, 3/4, 1, ..., L/4, (L+1)/4, ..., L]",
-    right="as printed: the 4L positions divided by 4; L/4 is the middle of the list and not its end",
+    right="as printed: the 4L positions divided by 4; L/4 stands a quarter of the way through it, not at its end",
     why="Counted from 0, as code does, the last is L - 1/4: a little past the trained L - 1.",
     wrong_form=lambda length, factor: np.arange(1, length + 1) / factor,
     right_form=lambda length, factor: np.arange(1, length * factor + 1) / factor,

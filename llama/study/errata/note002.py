@@ -125,7 +125,7 @@ E25 = Erratum(
     printed="pe[pos, i+1] = cos(pos / 10000**((2*(i+1)) / d))",
     right="cos(pos / 10000**(i / d)), with the i of the sine before it",
     why="A sine and a cosine of one angle are a hand of a clock: length 1, and moved on by a fixed turn. With two"
-    " frequencies the length runs from 0 to 1.98 and code t + 3 is no linear map of code t any more.",
+    " frequencies its square runs from 0 to 1.98 and code t + 3 is no linear map of code t any more.",
     wrong_form=_e25_printed,
     right_form=_library_table,
     prove=_e25,
@@ -260,7 +260,7 @@ E27 = Erratum(
     kind="A",
     where="note 002, lines 171 to 219, the class LlamaModel",
     matter="the model's forward does not run, and mended it would use no layer's output",
-    printed="forward is indented one space too deep; the loop calls layer(hidden_states, attention_mask=causal_mask), "
+    printed="forward is indented one space too deep; the loop calls layer(hidden_states, attention_mask=causal_mask),"
     " two names that nothing sets, keeps nothing of what comes back, and the method ends there",
     right="h = embed(tokens); for each layer h = layer(h, ..); return norm(h)",
     why="Four mistakes behind one another: Python meets the indentation, then a NameError, then every layer hears the"
@@ -290,18 +290,14 @@ def _e28(wrong: Step, right: Step) -> Sequence[Check]:
     truth = block_by_hand(model, 0, h[0].double().numpy())[None]
     return (
         equal("E28", "what comes back, as printed", name_of(wrong(layer, h, *rest)), "NoneType"),
-        equal("E28", "parts of the layer that run, as printed", used[wrong], "attention, attention_norm"),
-        equal(
-            "002-31 E28",
-            "parts of the layer that run, right",
-            used[right],
-            "attention, attention_norm, feed_forward, ffn_norm",
-        ),
+        equal("E28", "parts of the layer that run, as printed", len(used[wrong]), 2),
+        holds("E28", "they are the first norm and attention", used[wrong] == {"attention", "attention_norm"}),
+        equal("002-31 E28", "parts of the layer that run, right", len(used[right]), 4),
         below("E28", "right form against numpy", worst(right(layer, h, *rest), truth), 1e-5),
     )
 
 
-def _e28_used(layer: TransformerBlock, call: Callable[[], Any]) -> str:
+def _e28_used(layer: TransformerBlock, call: Callable[[], Any]) -> set[str]:
     found: set[str] = set()
     hooks = [
         part.register_forward_pre_hook(lambda *_, name=name: found.add(name)) for name, part in layer.named_children()
@@ -309,7 +305,7 @@ def _e28_used(layer: TransformerBlock, call: Callable[[], Any]) -> str:
     call()
     for hook in hooks:
         hook.remove()
-    return ", ".join(sorted(found))
+    return found
 
 
 E28 = Erratum(

@@ -46,7 +46,7 @@ def _e33_right(x: Array, position: float) -> Array:
 def _e33(wrong: Turn, right: Turn) -> Sequence[Check]:
     x = np.array([0.5, -1.0, 1.5, 2.0, -0.5, 1.0, 2.0, -1.0])
     error = {m: np.abs(wrong(x, m) - turned(x[None], [m])[0]) for m in (3, 300)}
-    law = {m: abs(x[-1] - x[-2]) * abs(math.sin(m * 1e-3)) for m in (3, 300)}  # the last pair turns by 1e-3
+    law = {m: float(abs(x[-1] - x[-2]) * abs(math.sin(m * 1e-3))) for m in (3, 300)}  # the last pair turns by 1e-3
     kept = {form: float(np.linalg.norm(form(x, 300)[-2:]) / np.linalg.norm(x[-2:])) for form in (wrong, right)}
     c, s = math.cos(0.3), math.sin(0.3)
     length = math.hypot(2.0 * (c - s), -1.0 * (c + s)) / math.hypot(2.0, -1.0)
@@ -381,7 +381,7 @@ def _ok2(tempting: Relative, printed: Relative) -> Sequence[Check]:
         below(
             "003-20 OK2",
             "q^T R_(n-m) k against the turned product",
-            abs(q @ _ok2_matrix(printed(7, 3)) @ k - true),
+            abs(float(q @ _ok2_matrix(printed(7, 3)) @ k) - true),
             1e-7,
         ),
         above("OK2", "R_m^T R_n against R_(m-n)", worst(product, _ok2_matrix(tempting(7, 3))), 0.1),

@@ -56,7 +56,7 @@ E39 = Erratum(
     matter="torch.arrange does not exist",
     printed="torch.arrange(0, seq_len)",
     right="torch.arange(0, seq_len): a range, not an arrangement",
-    why="AttributeError at the first call, so the function has never been run as it stands.",
+    why="AttributeError at the first call, so the function cannot have been run as it stands.",
     wrong_form=_e39_printed,
     right_form=lambda count: torch.arange(0, count),
     prove=_e39,
@@ -112,7 +112,7 @@ def _e41(wrong: Table, right: Table) -> Sequence[Check]:
     off = {shape: worst(outcome(wrong, *shape), sinusoid_table(*shape)) for shape in ((2, 16), (16, 16))}
     return (
         equal("E41", "10 positions of width 16, as printed", name_of(outcome(wrong, 10, 16)), "RuntimeError"),
-        equal("E41", "2 positions of width 16, as printed: no error raised, and off by", off[2, 16], 0.84, 0.005),
+        equal("E41", "2 positions of width 16, as printed: no error, and off by", off[2, 16], 0.84, 0.005),
         below("E41", "16 positions of width 16, as printed: off by", off[16, 16], 1e-6),
         below(
             "004-16 E41",
@@ -134,7 +134,7 @@ E41 = Erratum(
     printed="div_term = exp(-arange(0, seq_len, 2) * log(10000) / d_model)",
     right="arange(0, d_model, 2): one frequency for each sine column",
     why="Mostly the shapes don't fit and it fails. With two positions a single frequency is spread over all columns"
-    " without a word, off by 0.84; with seq_len = d_model it is right by luck, which is the case one tries.",
+    " without a word, off by 0.84; with seq_len = d_model it is right by luck.",
     wrong_form=_e41_printed,
     right_form=_library_table,
     prove=_e41,

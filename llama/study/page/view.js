@@ -56,40 +56,52 @@
     return ticks;
   }
 
-  /** Where the labels of curves go: beside their own curve, on no curve and no other label. */
-  function placeLabels(curves, box, taken = []) {
-    const width = (words) => words.length * 6.9 + 6;
-    const height = 15;
-    const samples = curves.flatMap(({ points }, owner) => {
-      const dense = [];
-      for (let i = 1; i < points.length; i++) {
-        const [[x0, y0], [x1, y1]] = [points[i - 1], points[i]];
-        const steps = Math.max(1, Math.ceil(Math.hypot(x1 - x0, y1 - y0) / 4));
-        for (let j = 0; j <= steps; j++) dense.push([x0 + ((x1 - x0) * j) / steps, y0 + ((y1 - y0) * j) / steps, owner]);
+  const COLUMN = 6;
+  /** The heights [top, bottom] that a curve takes up in each column of COLUMN pixels, null where it is not. */
+  function heights(points, box) {
+    const columns = Array.from({ length: Math.ceil((box.right - box.left) / COLUMN) + 1 }, () => null);
+    for (let i = 1; i < points.length; i++) {
+      const [[x0, y0], [x1, y1]] = [points[i - 1], points[i]];
+      const steps = Math.max(1, Math.ceil(Math.abs(x1 - x0) / COLUMN) * 2);
+      for (let j = 0; j <= steps; j++) {
+        const c = Math.floor((x0 + ((x1 - x0) * j) / steps - box.left) / COLUMN);
+        const y = y0 + ((y1 - y0) * j) / steps;
+        if (c >= 0 && c < columns.length) columns[c] = columns[c] ? [Math.min(columns[c][0], y), Math.max(columns[c][1], y)] : [y, y];
       }
-      return dense;
-    });
+    }
+    return columns;
+  }
+
+  /** Where the labels of curves go: beside their own curve, on no curve and on no other label. */
+  function placeLabels(curves, box, taken = []) {
+    const height = 15;
     const boxes = [...taken];
-    return curves.map(({ points, words }, owner) => {
-      const w = width(words);
+    const all = curves.map(({ points }) => heights(points, box));
+    return curves.map(({ words }, owner) => {
+      const w = words.length * 6.9 + 6;
       let best = null;
-      for (const [x, y] of samples.filter((p) => p[2] === owner)) {
-        for (const [dx, dy] of [[-w / 2, -height - 4], [-w / 2, 4], [6, 2], [-w - 6, -height - 2], [6, -height - 2], [-w - 6, 2]]) {
-          const [left, top] = [x + dx, y + dy];
+      all[owner].forEach((range, column) => {
+        if (!range) return;
+        const [x, up, down] = [box.left + (column + 0.5) * COLUMN, range[0] - height - 4, range[1] + 4];
+        for (const [left, top] of [[x - w / 2, up], [x - w / 2, down], [x + 6, down - 2], [x - w - 6, up + 2], [x + 6, up + 2], [x - w - 6, down - 2]]) {
           if (left < box.left || left + w > box.right || top < box.top - 12 || top + height > box.bottom) continue;
-          let cost = boxes.filter((b) => left < b[0] + b[2] && b[0] < left + w && top < b[1] + b[3] && b[1] < top + height).length * 400;
+          let cost = 400 * boxes.filter((b) => left < b[0] + b[2] && b[0] < left + w && top < b[1] + b[3] && b[1] < top + height).length;
           let nearest = 40; // to a curve that isn't its own: a label must not seem to belong to that one
-          for (const [px, py, other] of samples) {
-            const out = Math.hypot(Math.max(left - px, 0, px - left - w), Math.max(top - py, 0, py - top - height));
-            if (out < 2) cost += other === owner ? 10 : 14;
-            if (other !== owner) nearest = Math.min(nearest, out);
+          const [from, to] = [Math.max(0, Math.floor((left - box.left) / COLUMN) - 1), Math.floor((left + w - box.left) / COLUMN) + 1];
+          for (let other = 0; other < all.length; other++) {
+            for (let c = from; c <= to; c++) {
+              const at = all[other][c];
+              if (!at) continue;
+              const gap = Math.max(at[0] - top - height, top - at[1], 0);
+              if (gap < 2) cost += other === owner ? 10 : 14;
+              if (other !== owner) nearest = Math.min(nearest, gap);
+            }
           }
           cost -= nearest;
           if (!best || cost < best.cost) best = { cost, left, top };
         }
-      }
-      if (!best) return "";
-      boxes.push([best.left, best.top, w, height]);
+      });
+      if (best) boxes.push([best.left, best.top, w, height]);
       return best;
     });
   }
@@ -235,7 +247,7 @@
           ? `${slow} of ${pairs} pairs do not finish a turn within the trained ${whole(state.trained)} tokens`
           : `Every pair finishes a turn within the trained ${whole(state.trained)} tokens`,
         svg: picture(width, box.bottom + 44, inside),
-        label: `Wavelength by pair, logarithmic. Unscaled from ${figures(now.waves[0])} tokens at pair 0 to ${figures(now.waves[pairs - 1])} at pair ${pairs - 1}${under(state, `${figures(now.wavesAfter[0])} to ${figures(now.wavesAfter[pairs - 1])}`)}. Lines at the trained ${whole(state.trained)} and the wanted ${whole(end)} tokens. ${slow} of ${pairs} pairs lie above the trained length.`,
+        label: `Wavelength by pair, logarithmic. Unscaled from ${figures(now.waves[0])} tokens at pair 0 to ${figures(now.waves[pairs - 1])} at pair ${pairs - 1}${under(state, `${figures(now.wavesAfter[0])} to ${figures(now.wavesAfter[pairs - 1])}`)}. Pair ${i}: ${figures(now.waves[i], 4)} tokens unscaled${under(state, `${figures(now.wavesAfter[i], 4)} tokens`)}. Lines at the trained ${whole(state.trained)} and the wanted ${whole(end)} tokens. ${slow} of ${pairs} pairs lie above the trained length.`,
         readout: `Pair ${i} comes round every <b>${figures(now.waves[i], 4)} tokens</b> unscaled${under(state, `every <b>${figures(now.wavesAfter[i], 4)} tokens</b>`)}. Within the trained length it makes ${turns(state.trained / now.waves[i])}.`,
       };
     },
@@ -310,7 +322,7 @@
       return {
         claim: nothing && state.method !== "default" ? `${LABEL[state.method]} divides by 1 here: nothing changes` : claims[state.method](),
         svg: picture(width, box.bottom + 44, inside),
-        label: `Divisor by pair for six methods, logarithmic. Chosen: ${LABEL[state.method]}, from ${figures(now.divisors[0])} at pair 0 to ${figures(now.divisors[pairs - 1])} at pair ${pairs - 1}. ${count(now.beyond) ? `Too small in ${span(now.beyond)}.` : "Large enough in every pair."}`,
+        label: `Divisor by pair for six methods, logarithmic. Chosen: ${LABEL[state.method]}. ${dials(state).map((pair) => `Pair ${pair}: ${figures(now.divisors[pair], 4)}`).join(", ")}. ${count(now.beyond) ? `Too small in ${span(now.beyond)}.` : "Large enough in every pair."}`,
         readout: `Pair ${i} is divided by ${Rope.METHODS.map((m) => (m === state.method ? `<b>${figures(all[m][i])} (${LABEL[m]})</b>` : `${figures(all[m][i])} (${LABEL[m]})`)).join(", ")}. ${state.method === "yarn" ? `YaRN also multiplies cos and sin by a = <b>${figures(now.attentionFactor, 5)}</b>, so every score by a² = ${figures(now.attentionFactor ** 2, 5)}.` : ""}`,
       };
     },
@@ -547,7 +559,7 @@
       [range.min, range.max] = [slider.low ?? low, slider.high ?? high];
       range.value = slider.to(state[name]);
       range.setAttribute("aria-valuetext", `${figures(state[name], 6)} ${slider.hint}`.trim());
-      if (name !== typing && Number(field.value) !== state[name]) {
+      if (name !== typing && field.value !== String(state[name])) {
         field.value = state[name];
         complain(name);
       }
@@ -583,8 +595,8 @@
   function draw() {
     queued = 0;
     const now = Rope.pairs(state);
-    for (const [id, make] of Object.entries(pictures)) {
-      const { claim, svg, label, readout } = make(state, now);
+    const made = Object.entries(pictures).map(([id, make]) => [id, make(state, now)]); // all are measured before one is drawn
+    for (const [id, { claim, svg, label, readout }] of made) {
       const section = byId(id);
       const show = (place, html) => {
         if (place.shown !== html) place.innerHTML = place.shown = html;

@@ -40,4 +40,4 @@ def check_range(option: str, value: float, least: float, most: float) -> None:
     """Raise UsageError unless least <= value <= most; where `least` is an int, value must be one too."""
     kind = int if isinstance(least, int) else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:  # NaN fails too
-        raise UsageError(f"this topic takes a {option} from {least:,} to {most:,}, got {value!r:.40}")
+        raise UsageError(f"this topic takes a {option} from {least:g} to {most:g}, got {value!r:.40}")

@@ -40,7 +40,7 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
     return Report(
         "binary",
         "in what sense is a position written in digits?",
-        settings={"width d": head_dim, "theta": f"{theta:g}"},
+        settings={"width d": head_dim, "theta": theta},
         says=(
             "A binary digit repeats after 2, 4, 8, ... numbers, a pair after 2 pi, 2 pi beta, 2 pi beta^2, ...",
             "positions, beta = theta^(2/d). So a position is a number of d/2 digits of radix beta, each digit the",

@@ -157,13 +157,14 @@ def example_draw(data: Data, canvas: Canvas) -> None:
         for at in chosen:
             whole = bool(data["complex"][at])
             width, real, imaginary = 2 if whole else 1, data["real"][at], data["imaginary"][at]
-            left = width * data["cell"][at]
+            cell = int(data["cell"][at])
+            left = width * cell
             marked = bool(data["marked"][at])
-            gap = 0.06 if name.startswith("pairs") and data["cell"][at] % 2 else 0.0  # a pair's entries stand close
+            air = 0.06 if name.startswith("pairs") else 0.0  # between pairs, not within one
             axes.add_patch(
                 Rectangle(
-                    (left + (0.06 if name.startswith("pairs") and not gap else 0.0), top - 0.3),
-                    width - (0.06 if name.startswith("pairs") else 0.0),
+                    (left + (air if cell % 2 == 0 else 0.0), top - 0.3),
+                    width - air,
                     0.75,
                     facecolor="#c8c8c8" if marked else "white",
                     edgecolor="black",

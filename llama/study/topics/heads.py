@@ -77,6 +77,7 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
     ]
     near, far = float(mean_distance.min()), float(mean_distance.max())
     by_pair = share.mean((0, 1))  # (D/2,)
+    peak = float(wavelengths(inv_freq)[by_pair.argmax()]) / net.config.max_seq_len
     least, most = float(by_pair.min()), float(by_pair.max())
     shown = rows if len(rows) <= 8 else [rows[i * (len(rows) - 1) // 7] for i in range(8)]
     return Report(
@@ -103,6 +104,8 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
                 1e-4,
             ),
             above("001-16", "pairs are not used evenly: most used against least used", most / least, 1.5),
+            above("001-16", "wavelength of the most used pair, in contexts: just too slow for a turn", peak, 1.0),
+            below("001-16", "the same, not as slow as can be", peak, 6.0),
             below("000-10", "heads differ: mean distance, nearest against furthest", near / far, 0.5),
         ),
         settings={"model": model, "tokens": T, "slow pairs": f"{int(slow.sum())} of {len(slow)}"},
@@ -178,7 +181,7 @@ TOPIC = Topic(
             "attention_by_distance",
             "Grey: single heads. Left: most weight lies on near tokens, yet heads differ by orders of magnitude at a"
             " distance; token 0, where many heads park their weight, is left out. Right: what each pair can add to a"
-            " score; a trained model does not use its frequencies evenly (001-15, 001-16).",
+            " score; the pairs used most are the first that make no full turn within the context (001-15, 001-16).",
             data,
             draw,
             size=(8.0, 3.8),

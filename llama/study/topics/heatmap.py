@@ -53,7 +53,7 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Re
     return Report(
         "heatmap",
         "what does the sinusoidal table look like?",
-        settings={"width d": head_dim, "theta": f"{theta:g}", "positions": context},
+        settings={"width d": head_dim, "theta": theta, "positions": context},
         says=(
             "One row a position, two columns a pair: sine and cosine of position times the pair's speed. Left the",
             "columns change from row to row, right they hardly do: each pair is a hand that turns at its own speed.",

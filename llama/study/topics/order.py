@@ -58,7 +58,7 @@ def report(head_dim: int = 8, theta: float = 10000.0) -> Report:
     return Report(
         "order",
         "can attention tell two orders of the same words apart?",
-        settings={"head_dim": head_dim, "theta": f"{theta:g}"},
+        settings={"head_dim": head_dim, "theta": theta},
         says=(
             "狗在追猫 (the dog is chasing the cat) and 猫在追狗 (the cat is chasing the dog) are the same words.",
             "Without positions each word gets the same output in both: attention reads a bag of words.",

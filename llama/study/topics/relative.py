@@ -50,9 +50,8 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Rep
     terms = encodings.additive_terms(x.expand(context, -1), p, wq, wk)  # four of (N, N)
     plain = p @ p.T  # (N, N): p_m . p_n with no matrix between
     rotary = encodings.make("rope", head_dim, head_dim, theta)
-    here, there = (
-        encodings.attend(rotary, *_tokens(head_dim, context), wq, wk, wv, positions + shift) for shift in (0, 5)
-    )  # (N, D) each
+    tokens = _tokens(head_dim, context)  # (N, C)
+    here, there = (encodings.attend(rotary, tokens, wq, wk, wv, positions + by) for by in (0, 5))  # (N, D) each
     whole = sum(terms.values(), torch.zeros(()))  # (N, N)
     by_distance = _gap(scores["rope"], _by_distance(head_dim, theta, context))
     by_cosines = _gap(plain, _cosines(head_dim, theta, context))
@@ -61,7 +60,7 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Rep
     return Report(
         "relative",
         "does a score depend on the distance alone?",
-        settings={"head_dim": head_dim, "theta": f"{theta:g}", "positions": context},
+        settings={"head_dim": head_dim, "theta": theta, "positions": context},
         says=(
             "One token stands at every position, so only positions can move a score. With RoPE and ALiBi the score",
             "depends on m - n alone; with an added code it does not: W_q^T W_k stands between p_m and p_n. RoPE has a",
@@ -105,10 +104,10 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Rep
     )
 
 
-def _tokens(head_dim: int, context: int) -> tuple[Tensor]:
+def _tokens(head_dim: int, context: int) -> Tensor:
     """Different random tokens (N, C), for outputs that have something to mix."""
     draw = torch.Generator().manual_seed(1)
-    return (torch.randn(context, head_dim, generator=draw, dtype=torch.float64),)
+    return torch.randn(context, head_dim, generator=draw, dtype=torch.float64)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:

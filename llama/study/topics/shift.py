@@ -75,7 +75,7 @@ def report(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Rep
     return Report(
         "shift",
         "is the code of position t + k a linear function of the code of position t?",
-        settings={"width d": head_dim, "theta": f"{theta:g}", "positions": context},
+        settings={"width d": head_dim, "theta": theta, "positions": context},
         says=(
             "Yes, by the sum-angle formulas: one matrix M_k, a turn of every pair by k w_i, serves every t. Being",
             "periodic is not enough: a triangle wave of the same periods has no such matrix, nor has note 002's table.",

@@ -185,7 +185,7 @@ TOPIC = Topic(
         Figure(
             "sqrtd",
             f"Random queries over {KEYS} random keys. Undivided, the variance grows as D, the largest weight goes to 1,"
-            " and from D = 64 on softmax's derivative fades; divided by sqrt(D), all three stay (003-08, 003-09).",
+            " and from 64 on softmax's derivative fades; divided by sqrt(D), all three stay (003-08, 003-09).",
             sqrtd_data,
             sqrtd_draw,
             size=(7.5, 3.4),
