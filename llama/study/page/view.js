@@ -84,7 +84,7 @@
         if (!range) return;
         const [x, up, down] = [box.left + (column + 0.5) * COLUMN, range[0] - height - 4, range[1] + 4];
         for (const [left, top] of [[x - w / 2, up], [x - w / 2, down], [x + 6, down - 2], [x - w - 6, up + 2], [x + 6, up + 2], [x - w - 6, down - 2]]) {
-          if (left < box.left || left + w > box.right || top < box.top - 12 || top + height > box.bottom) continue;
+          if (left < box.left || left + w > box.right || top < box.top - 12 || top + height > box.bottom - 4) continue;
           let cost = 400 * boxes.filter((b) => left < b[0] + b[2] && b[0] < left + w && top < b[1] + b[3] && b[1] < top + height).length;
           let nearest = 40; // to a curve that isn't its own: a label must not seem to belong to that one
           const [from, to] = [Math.max(0, Math.floor((left - box.left) / COLUMN) - 1), Math.floor((left + w - box.left) / COLUMN) + 1];
@@ -123,28 +123,36 @@
 
   const svgWidth = (id) => Math.max(280, Math.floor(document.querySelector(`#${id} .plot`).clientWidth));
 
+  /** Where the first and the last pair stand: half a bar from the edges. */
+  function ends(box, pairs) {
+    const inset = Math.max(6, (box.right - box.left) / (2 * pairs));
+    return [box.left + inset, box.right - inset];
+  }
+
   function pairAxis(box, pairs) {
     const ticks = niceTicks(0, pairs - 1, box.right - box.left < 420 ? 4 : 8).filter((t) => Number.isInteger(t));
-    return { at: linear(0, pairs - 1, box.left + 6, box.right - 6), ticks, name: String, title: "pair i (0 is the fastest)" };
+    return { at: linear(0, pairs - 1, ...ends(box, pairs)), ticks, name: String, title: "pair i (0 is the fastest)" };
   }
 
   function pickArea(box, pairs) {
+    const [left, right] = ends(box, pairs);
     return tag("rect", {
       x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top,
-      class: "pick", "data-pick": pairs, "data-left": box.left + 6, "data-right": box.right - 6,
+      class: "pick", "data-pick": pairs, "data-left": left, "data-right": right,
     });
   }
 
   // ------------------------------------------------------------------------------------------- picture 1: the clock
-  /** Pairs with a dial of their own: evenly spread, and the one that is followed. */
+  /** Six pairs with a dial of their own, or all where there are fewer: evenly spread, and the one that is followed. */
   function dials(state) {
     const pairs = state.dim / 2;
-    const spread = [0, 0.25, 0.5, 0.75].map((part) => Math.floor(part * pairs));
-    return [...new Set([...spread, pairs - 1, state.pair])].sort((a, b) => a - b);
+    const shown = new Set([0, pairs - 1, state.pair]);
+    for (const part of [0.25, 0.5, 0.75, 0.64, 0.1, 0.9, 0.35]) if (shown.size < 6) shown.add(Math.floor(part * pairs));
+    return [...shown].sort((a, b) => a - b);
   }
 
   function dialGrid(width, count, caption) {
-    const columns = width < 560 ? 3 : 6;
+    const columns = Math.min(count, width < 560 ? 3 : 6);
     const cell = width / columns;
     const radius = Math.min(cell / 2 - (width < 560 ? 10 : 13), 62);
     const rowHeight = 2 * radius + caption;
@@ -192,8 +200,8 @@
         yarn: () => slowed(),
         llama3: () => slowed(),
       };
-      const slowed = () =>
-        `${name} leaves ${count(kept) ? `the ${count(kept)} fastest hands` : "no hand"} alone and slows ${count(divided) ? `the ${count(divided)} slowest` : "none by all of"} ${s} times`;
+      const hands = (many, kind) => (many > 1 ? `the ${many} ${kind} hands` : many ? `the ${kind} hand` : "no hand");
+      const slowed = () => `${name} leaves ${hands(count(kept), "fastest")} alone and slows ${hands(count(divided), "slowest")} ${s} times`;
       const claim = nothing && state.method !== "default" ? `${name} changes nothing here: every hand keeps its speed` : claims[state.method]();
       const [a, b] = [now.before[state.pair], now.invFreq[state.pair]];
       return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -118,8 +118,9 @@ def _sum_error(weights: Tensor) -> float:
 
 def _by_distance(net: Transformer, tokens: Tensor, weights: Tensor) -> float:
     """Layer 0's weights a second time: no token is turned, each score is read off the distance alone, in numpy."""
-    block = net.layers[0].attention
-    x = net.layers[0].attention_norm(net.tok_embeddings(tokens[None].to(net.tok_embeddings.weight.device)))
+    first: Any = net.layers[0]
+    block = first.attention
+    x = first.attention_norm(net.tok_embeddings(tokens[None].to(net.tok_embeddings.weight.device)))
     q, k = (linear(x)[0].double().cpu().numpy() for linear in (block.wq, block.wk))  # (T, H * D), (T, KV * D)
     T, D = len(q), block.head_dim
     q, k = (np.ascontiguousarray(y.reshape(T, -1, D)).view(np.complex128) for y in (q, k))  # (T, H, D/2) complex
