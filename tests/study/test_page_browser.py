@@ -5,6 +5,7 @@ Needs Chromium, which pip does not bring: without it these tests are skipped.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -215,6 +216,68 @@ def test_every_method_is_reached_by_keyboard(show: Open) -> None:
     assert said.startswith("Pairs that turn more than 4 times within L stay")
 
 
+@pytest.mark.parametrize("address", ["#method=ntk", "#method=yarn&dim=64&pair=20&m=777", "#method=llama3&stretch=8"])
+def test_what_is_drawn_is_where_the_numbers_say(show: Open, address: str) -> None:
+    tab = show(address)
+    state = state_of(tab)
+    scaling = page.scaling_of(state["method"], state["stretch"], state["trained"])
+    before = llama.inverse_frequencies(state["dim"], state["base"])[0].double()
+    after = llama.inverse_frequencies(state["dim"], state["base"], scaling)[0].double()
+
+    shown = [int(word.split()[1]) for word in texts(tab, "clock") if word.startswith("pair ")]
+    for kind, inv_freq in (("old", before), ("new", after)):
+        hands = tab.eval_on_selector_all(
+            f"#clock line.{kind}",
+            "(x) => x.map((e) => Math.atan2(e.y1.baseVal.value - e.y2.baseVal.value, e.x2.baseVal.value - e.x1.baseVal.value))",
+        )
+        for pair, angle in zip(shown, hands, strict=True):
+            assert math.cos(angle - state["m"] * float(inv_freq[pair])) > 0.9995, (kind, pair)
+
+    height = axis(tab, "divisors", "1", str(round(state["stretch"])), math.log)
+    points = curve(tab, "#divisors path.new")
+    assert len(points) == state["dim"] // 2
+    for (_, y), divisor in zip(points, (before / after).tolist(), strict=True):
+        assert y == pytest.approx(height(divisor), abs=0.2)
+
+    height = axis(tab, "waves", "10", "1k", math.log)
+    for kind, inv_freq in (("old", before), ("new", after)):
+        for (_, y), wave in zip(
+            curve(tab, f"#waves path.{kind}"), measures.wavelengths(inv_freq).tolist(), strict=True
+        ):
+            assert y == pytest.approx(height(wave), abs=0.2)
+
+    height = axis(tab, "arcs", "½", "1", float)
+    end = round(state["trained"] * state["stretch"])
+    outline = tab.locator("#arcs path.new").last.get_attribute("d")  # the stairs, two points a pair
+    stairs = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", outline or "")]
+    for y, met in zip(stairs[::2], measures.seen_arc(after, end).tolist(), strict=True):
+        assert y == pytest.approx(height(met / (2 * math.pi)), abs=0.2)
+
+
+def texts(tab: Page, picture: str) -> list[str]:
+    words: list[str] = tab.eval_on_selector_all(f"#{picture} svg text", "(x) => x.map((e) => e.textContent)")
+    return words
+
+
+def curve(tab: Page, selector: str) -> list[tuple[float, float]]:
+    drawn = tab.locator(selector).get_attribute("d") or ""
+    return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", drawn)]
+
+
+def axis(tab: Page, picture: str, low: str, high: str, scale: Callable[[float], float]) -> Callable[[float], float]:
+    """The picture's own axis, read off two of its tick labels: value -> height on the page."""
+    at = {
+        word: tab.eval_on_selector_all(
+            f"#{picture} svg text[text-anchor=end]",
+            f"(x) => x.filter((e) => e.textContent === '{word}').map((e) => e.y.baseVal[0].value - 4)[0]",
+        )
+        for word in (low, high)
+    }
+    value = {"1": 1.0, "½": 0.5, "1k": 1000.0}
+    a, b = (scale(value.get(word) or float(word)) for word in (low, high))
+    return lambda x: at[low] + (at[high] - at[low]) * (scale(x) - a) / (b - a)
+
+
 def test_the_score_stays_when_both_are_shifted(show: Open) -> None:
     tab = show("#method=yarn&m=300&n=100")
     here = tab.inner_text("#score-here")
@@ -380,24 +443,25 @@ def test_the_theme_can_be_switched_and_is_remembered(show: Open) -> None:
     assert tab.inner_text("#theme") == "Light page"
 
 
-@pytest.mark.parametrize("method", ["default", "ntk", "dynamic", "yarn", "llama3"])
-def test_a_phone_needs_no_sideways_scroll(show: Open, method: str) -> None:
-    tab = show(f"#method={method}&stretch=32&trained=131072&base=10000000&m=4000000&n=3", PHONE, has_touch=True)
-    for opened in (False, True):
-        assert tab.evaluate("document.getElementById('panel').open") == opened
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 360
-        outside = tab.evaluate(
-            "[...document.querySelectorAll('body *')].filter((e) => !e.closest('.table, .defs, #summary') &&"
-            " e.getBoundingClientRect().right > 360.5 && e.checkVisibility()).map((e) => e.outerHTML.slice(0, 90))"
-        )
-        assert outside == []
-        tab.evaluate("scrollTo(0, document.body.scrollHeight / 2)")
-        box = tab.locator(".side summary").bounding_box()  # the controls are within reach wherever one reads
-        assert box is not None
-        assert box["y"] + box["height"] <= 740.5
-        tab.tap(".side summary")
-        settle(tab)
-    assert tab.locator(".side summary").inner_text()
+def test_a_phone_needs_no_sideways_scroll(show: Open) -> None:
+    tab = show("", PHONE, has_touch=True)
+    for method in page.METHODS:
+        tab.evaluate(f"location.hash = '#method={method}&stretch=32&trained=131072&base=10000000&m=4000000&n=3'")
+        until(tab, f"document.querySelector('input[name=method]:checked').value === '{method}'")
+        for opened in (False, True):
+            assert tab.evaluate("document.getElementById('panel').open") == opened
+            assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+            outside = tab.evaluate(
+                "[...document.querySelectorAll('body *')].filter((e) => !e.closest('.table, .defs, #summary') &&"
+                " e.getBoundingClientRect().right > 360.5 && e.checkVisibility()).map((e) => e.outerHTML.slice(0, 90))"
+            )
+            assert outside == []
+            tab.evaluate("scrollTo(0, document.body.scrollHeight / 2)")
+            box = tab.locator(".side summary").bounding_box()  # the controls are within reach wherever one reads
+            assert box is not None
+            assert 0 <= box["y"] <= box["y"] + box["height"] <= 740.5
+            tab.tap(".side summary")
+            settle(tab)
 
 
 def test_what_has_the_focus_shows_it(show: Open) -> None:
