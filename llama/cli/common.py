@@ -218,7 +218,7 @@ def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence
     kept = sum(isinstance(module, quant.Int4Linear) for module in model.modules())
     say(
         args,
-        f"{args.model}: {model.config.n_params / 1e6:,.0f}M parameters,"
+        f"{args.model}: {_millions(model.config.n_params)} parameters,"
         f" {dtype}{' with 4-bit decoding' * bool(kept)} on {weight.device}, loaded in {seconds:.1f} s",
     )
     for warning in warnings:
@@ -234,6 +234,10 @@ def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence
         )
     if args.max_seq_len and args.max_seq_len > max(trained, reach(trained, model.config.rope_scaling)):
         say(args, f"warning: --max-seq-len {args.max_seq_len} is beyond the {trained} the model was trained for")
+
+
+def _millions(n: int) -> str:
+    return f"{n / 1e6:,.0f}M" if n >= 10**7 else f"{n / 1e6:.2f}M"
 
 
 def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> None:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.text} has {len(ids)} tokens; perplexity needs at least 2")
     device = model.tok_embeddings.weight.device
     nats = 0.0
-    with tqdm(total=sum(map(len, parts)), unit="tok", unit_scale=True, leave=False, disable=args.quiet) as bar:
+    with tqdm(total=sum(map(len, parts)), unit="tok", unit_scale=True, leave=False, disable=args.quiet or None) as bar:
         for part in parts:
             logprobs = token_logprobs(model, torch.tensor([part], device=device), progress=bar.update)
             nats -= float(logprobs.double().sum())

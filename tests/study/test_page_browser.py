@@ -228,7 +228,8 @@ def test_what_is_drawn_is_where_the_numbers_say(show: Open, address: str) -> Non
     for kind, inv_freq in (("old", before), ("new", after)):
         hands = tab.eval_on_selector_all(
             f"#clock line.{kind}",
-            "(x) => x.map((e) => Math.atan2(e.y1.baseVal.value - e.y2.baseVal.value, e.x2.baseVal.value - e.x1.baseVal.value))",
+            "(lines) => lines.map(({x1, y1, x2, y2}) =>"
+            " Math.atan2(y1.baseVal.value - y2.baseVal.value, x2.baseVal.value - x1.baseVal.value))",
         )
         for pair, angle in zip(shown, hands, strict=True):
             assert math.cos(angle - state["m"] * float(inv_freq[pair])) > 0.9995, (kind, pair)

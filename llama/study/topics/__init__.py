@@ -12,6 +12,7 @@ from .base import Topic
 
 # name -> the question it answers; in the order in which they are best read
 TOPICS = {
+    "example": "what happens to one query, number by number?",
     "order": "can attention tell two orders of the same words apart?",
     "sqrtd": "why is the score divided by the square root of the head's width?",
     "softmax": "how much does a weight move when a score moves?",
@@ -19,7 +20,6 @@ TOPICS = {
     "binary": "in what sense is a position written in digits?",
     "shift": "is the code of position t + k a linear function of the code of position t?",
     "relative": "does a score depend on the distance alone?",
-    "example": "what happens to one query, number by number?",
     "pairing": "which two entries make a pair, and what if the file means others?",
     "wavelengths": "how far does each pair turn within a context?",
     "decay": "do far tokens count less?",
