@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Data = Mapping[str, np.ndarray]  # column -> (rows,) numbers or words
 
-# Lines that can be told apart without colour: each has its own dash pattern, marker and shade of grey-safe colour.
+# Lines that can be told apart without colour: each has a dash pattern of its own, and MARKERS go with them.
 LINES: list[dict[str, Any]] = [
     {"color": "#000000", "linestyle": "-"},
     {"color": "#b2182b", "linestyle": "--"},
@@ -36,8 +36,10 @@ LINES: list[dict[str, Any]] = [
     {"color": "#762a83", "linestyle": (0, (1, 3))},
     {"color": "#666666", "linestyle": (0, (8, 3))},
     {"color": "#8c510a", "linestyle": (0, (3, 1, 1, 1))},
+    {"color": "#01665e", "linestyle": (0, (10, 2, 2, 2))},
+    {"color": "#c51b7d", "linestyle": (0, (2, 1))},
 ]
-MARKERS = ["o", "s", "^", "D", "v", "x", "+", "*"]
+MARKERS = ["o", "s", "^", "D", "v", "x", "+", "*", "P", "<"]
 
 STYLE: Any = {
     "figure.dpi": 100,
