@@ -33,7 +33,10 @@ class Base:
 
     def inv_freq(self, stretch: float = 1.0) -> Tensor:
         """(theta * stretch)^(-2i/D) for each pair i: (D/2,) float64."""
-        return (self.theta * stretch) ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+        theta = self.theta * stretch
+        if not math.isfinite(theta):
+            raise OverflowError(f"a base of {self.theta:g} times {stretch:g}")
+        return theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
 
 
 # (what it starts from, the scaling's parameters) -> (inv_freq (D/2,) float64, factor for cos and sin)

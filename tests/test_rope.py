@@ -210,6 +210,11 @@ def test_bad_scalings_are_errors(scaling: dict[str, object]) -> None:
         inverse_frequencies(8, 10000.0, scaling)
 
 
+def test_a_base_stretched_to_infinity_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="out of range"):
+        inverse_frequencies(4, 1e299, {"rope_type": "ntk", "factor": 1e60})
+
+
 @pytest.mark.parametrize(("dim", "theta"), [(7, 1e4), (0, 1e4), (8, 0.0), (8, float("nan")), (8, "1e4")])
 def test_bad_sizes_are_errors(dim: int, theta: float) -> None:
     with pytest.raises(ConfigError):

@@ -255,6 +255,10 @@ def test_what_is_drawn_is_where_the_numbers_say(show: Open, address: str) -> Non
         assert y == pytest.approx(height(met / (2 * math.pi)), abs=0.2)
 
 
+def number(text: str) -> float:
+    return float(text.replace("−", "-"))
+
+
 def texts(tab: Page, picture: str) -> list[str]:
     words: list[str] = tab.eval_on_selector_all(f"#{picture} svg text", "(x) => x.map((e) => e.textContent)")
     return words
@@ -282,6 +286,8 @@ def axis(tab: Page, picture: str, low: str, high: str, scale: Callable[[float], 
 def test_the_score_stays_when_both_are_shifted(show: Open) -> None:
     tab = show("#method=yarn&m=300&n=100")
     here = tab.inner_text("#score-here")
+    by_distance = tab.inner_text("#scores .readout tr:last-child td:last-child")  # from the distance; here: turned
+    assert number(by_distance) == pytest.approx(number(here), abs=6e-6)
     for shift in ("0", "1", "777", "8191"):
         tab.fill("#shift", shift)
         settle(tab)

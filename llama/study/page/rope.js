@@ -154,7 +154,7 @@ const Rope = (() => {
 
   /** The score's parts by distance: score = sum over i of  along[i] cos(distance w_i) + across[i] sin(distance w_i). */
   function scoreParts(q, k, pairs, factor = 1) {
-    const scale = (factor) / Math.sqrt(2 * pairs);
+    const scale = (factor * factor) / Math.sqrt(2 * pairs);
     const indices = Array.from({ length: pairs }, (_, i) => 2 * i);
     return {
       along: indices.map((i) => scale * (q[i] * k[i] + q[i + 1] * k[i + 1])),

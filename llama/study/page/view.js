@@ -601,6 +601,7 @@
   }
 
   function draw() {
+    cancelAnimationFrame(queued);
     queued = 0;
     const now = Rope.pairs(state);
     const made = Object.entries(pictures).map(([id, make]) => [id, make(state, now)]); // all are measured before one is drawn
@@ -776,7 +777,7 @@
   byId("numbers").addEventListener("toggle", () => set({}));
   for (const kind of ["pointerdown", "pointermove"]) document.querySelector("main").addEventListener(kind, pick);
   addEventListener("hashchange", load);
-  let lastWidth = 0;
+  let lastWidth = document.querySelector("#clock .plot").clientWidth;
   new ResizeObserver(() => {
     const width = document.querySelector("#clock .plot").clientWidth;
     if (width !== lastWidth) set({});
