@@ -80,47 +80,6 @@ def apply_rotary_emb_real(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> t
     return turn(xq), turn(xk)
 
 
-# -------------------------------------------------------------------- elementwise and matrix: the paper's notation
-def quarter_turn(x: Tensor) -> Tensor:
-    """(.., D) -> (.., D): every pair (x[2i], x[2i + 1]) = (a, b) becomes (-b, a)."""
-    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)  # two of (.., D/2)
-    return torch.stack((-b, a), dim=-1).flatten(-2)  # (.., D)
-
-
-def apply_rotary_emb_elementwise(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_emb` as RoFormer's equation 34:  x * cos + quarter_turn(x) * sin.
-
-    cos and sin are (T, D) or (B, T, D), each of the D/2 angles twice running.
-    """
-    _check(xq, xk, cos, xq.shape[-1])
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (.., T, 1, D)
-    turned_q = xq.float() * cos + quarter_turn(xq.float()) * sin
-    turned_k = xk.float() * cos + quarter_turn(xk.float()) * sin
-    return turned_q.type_as(xq), turned_k.type_as(xk)
-
-
-def rotation_matrix(cos: Tensor, sin: Tensor) -> Tensor:
-    """R_m of RoFormer's equation 15 from the cos and sin (.., D/2) of one position's angles: (.., D, D).
-
-    Block-diagonal: pair i of a head is turned by the block [[cos, -sin], [sin, cos]] in rows and columns 2i, 2i + 1.
-    """
-    blocks = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), -2)  # (.., D/2, 2, 2)
-    same_pair = torch.eye(cos.shape[-1], dtype=cos.dtype, device=cos.device)  # (D/2, D/2)
-    return torch.einsum("...iab,ij->...iajb", blocks, same_pair).flatten(-2).flatten(-3, -2)  # (.., D, D)
-
-
-def apply_rotary_emb_matrix(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_emb` as R_m x, with one matrix a token; cos and sin are (T, D/2) or (B, T, D/2)."""
-    _check(xq, xk, cos, xq.shape[-1] // 2)
-    turn = rotation_matrix(cos, sin).unsqueeze(-3)  # (.., T, 1, D, D)
-
-    def turned(x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):  # it would make a matrix product bfloat16
-            return (turn @ x.float().unsqueeze(-1)).squeeze(-1).type_as(x)  # (B, T, H, D)
-
-    return turned(xq), turned(xk)
-
-
 # ---------------------------------------------------------------------------------- half: Hugging Face's pairing
 def rotate_half(x: Tensor) -> Tensor:
     """(.., D) -> (.., D): (a, b) becomes (-b, a), a quarter turn of every pair (x[i], x[i + D/2])."""
@@ -167,6 +126,47 @@ def to_half_layout(weight: Tensor, head_dim: int) -> Tensor:
 def to_interleaved_layout(weight: Tensor, head_dim: int) -> Tensor:
     """The inverse of `to_half_layout`: from Hugging Face's pairs to Meta's."""
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+# -------------------------------------------------------------------- elementwise and matrix: the paper's notation
+def quarter_turn(x: Tensor) -> Tensor:
+    """(.., D) -> (.., D): every pair (x[2i], x[2i + 1]) = (a, b) becomes (-b, a)."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)  # two of (.., D/2)
+    return torch.stack((-b, a), dim=-1).flatten(-2)  # (.., D)
+
+
+def apply_rotary_emb_elementwise(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_emb` as RoFormer's equation 34:  x * cos + quarter_turn(x) * sin.
+
+    cos and sin are (T, D) or (B, T, D), each of the D/2 angles twice running.
+    """
+    _check(xq, xk, cos, xq.shape[-1])
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (.., T, 1, D)
+    turned_q = xq.float() * cos + quarter_turn(xq.float()) * sin
+    turned_k = xk.float() * cos + quarter_turn(xk.float()) * sin
+    return turned_q.type_as(xq), turned_k.type_as(xk)
+
+
+def rotation_matrix(cos: Tensor, sin: Tensor) -> Tensor:
+    """R_m of RoFormer's equation 15 from the cos and sin (.., D/2) of one position's angles: (.., D, D).
+
+    Block-diagonal: pair i of a head is turned by the block [[cos, -sin], [sin, cos]] in rows and columns 2i, 2i + 1.
+    """
+    blocks = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), -2)  # (.., D/2, 2, 2)
+    same_pair = torch.eye(cos.shape[-1], dtype=cos.dtype, device=cos.device)  # (D/2, D/2)
+    return torch.einsum("...iab,ij->...iajb", blocks, same_pair).flatten(-2).flatten(-3, -2)  # (.., D, D)
+
+
+def apply_rotary_emb_matrix(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_emb` as R_m x, with one matrix a token; cos and sin are (T, D/2) or (B, T, D/2)."""
+    _check(xq, xk, cos, xq.shape[-1] // 2)
+    turn = rotation_matrix(cos, sin).unsqueeze(-3)  # (.., T, 1, D, D)
+
+    def turned(x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):  # it would make a matrix product bfloat16
+            return (turn @ x.float().unsqueeze(-1)).squeeze(-1).type_as(x)  # (B, T, H, D)
+
+    return turned(xq), turned(xk)
 
 
 # ------------------------------------------------------------------------------------------ what the model holds
