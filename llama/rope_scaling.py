@@ -149,6 +149,21 @@ SCALINGS: dict[str, Scaling] = {
     "proportional": proportional,
     "divisors": divisors,
 }
+# kind -> the parameters it takes
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "dynamic": ("factor",),  # as transformers, it counts from the model's context
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "proportional": ("factor", "partial_rotary_factor"),
+    "divisors": ("divisors",),
+}  # fmt: skip
 LARGEST_HEAD = 2**16  # entries; a larger number in a file is damage and must not size anything
 BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on seq_len
 
@@ -157,7 +172,7 @@ def kind_of(scaling: Mapping[str, Any] | None) -> str:
     """The kind that a scaling names, "default" for none. Raises ConfigError on an unknown one."""
     kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
     if not isinstance(kind, str) or kind not in SCALINGS:
-        raise ConfigError(f"unknown rope scaling {kind!r}; known: {', '.join(SCALINGS)}")
+        raise ConfigError(f"unknown rope scaling {kind!r:.60}; known: {', '.join(SCALINGS)}")
     return kind
 
 
@@ -165,14 +180,17 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
     """The same model under another scaling and base; None leaves that part as it is, rope_type "default" takes any off.
 
     A new scaling starts from the plain frequencies, so the context becomes the length those were trained for: that
-    of the replaced scaling's original_max_position_embeddings, where it has one. Raises UsageError on bad values.
+    of the replaced scaling's original_max_position_embeddings, where it has one. scaling may carry a rope_theta, as
+    transformers 5 writes it. Raises UsageError on bad values, and on parameters that the kind does not take.
     """
-    changes: dict[str, Any] = {} if theta is None else {"rope_theta": theta}
+    changes: dict[str, Any] = {}
     try:
         if scaling is not None:
-            trained = (config.rope_scaling or {}).get("original_max_position_embeddings") or config.max_seq_len
-            changes["rope_scaling"] = None if kind_of(scaling) == "default" else dict(scaling)
-            changes["max_seq_len"] = min(int(trained), config.max_seq_len)
+            scaling, theta = _asked_for(scaling, theta)
+            changes["rope_scaling"] = None if kind_of(scaling) == "default" else scaling
+            changes["max_seq_len"] = min(int(trained_length(config)), config.max_seq_len)
+        if theta is not None:
+            changes["rope_theta"] = theta
         changed = replace(config, **changes)
         length = changed.max_seq_len
         inverse_frequencies(
@@ -181,6 +199,30 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
     except ConfigError as error:
         raise UsageError(str(error)) from None
     return changed
+
+
+def _asked_for(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
+    """A wish, checked more strictly than a file is: a slip in it must not pass for a setting."""
+    wish = {key: value for key, value in scaling.items() if value is not None}
+    if wish.get("type", wish.get("rope_type")) != wish.get("rope_type", wish.get("type")):
+        raise ConfigError(f"rope scaling {_short(wish)}: type and rope_type contradict each other; give one")
+    inner = wish.pop("rope_theta", theta)
+    if theta is not None and inner != theta:
+        raise ConfigError(f"rope theta was given twice, as {inner!r:.40} and {theta!r:.40}; give it once")
+    kind = kind_of(wish)
+    odd = [key for key in wish if key not in ("rope_type", "type", *PARAMETERS[kind])]
+    if odd:
+        takes = ", ".join(PARAMETERS[kind]) or "nothing"
+        raise ConfigError(f"rope scaling {kind} does not take {', '.join(odd)!r:.80}; it takes: {takes}")
+    if kind == "yarn" and _number(wish, "beta_fast", default=32) < _number(wish, "beta_slow", default=1):
+        raise ConfigError(f"rope scaling {_short(wish)}: beta_fast must not be below beta_slow")
+    return wish, inner
+
+
+def trained_length(config: ModelConfig) -> float:
+    """The length in tokens that a model's plain frequencies were trained for."""
+    scaling = config.rope_scaling or {}
+    return _trained_length(Base(config.head_dim, config.rope_theta, max_seq_len=config.max_seq_len), scaling)
 
 
 def reach(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:

@@ -21,6 +21,7 @@ from llama.rope import FORMS, Rope
 from llama.rope_scaling import inverse_frequencies, reach, with_rope
 
 from . import tiny
+from .scripts import make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TRAINED = 32
@@ -120,6 +121,9 @@ def test_a_new_scaling_starts_from_the_length_the_plain_frequencies_were_trained
     assert with_rope(config, {"rope_type": "yarn", "factor": 4.0}).max_seq_len == 8192
     plain = with_rope(config, {"rope_type": "default"})
     assert (plain.rope_scaling, plain.max_seq_len) == (None, 8192)
+    both = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}  # as transformers 5 writes it
+    assert with_rope(config, both) == with_rope(config, {"rope_type": "linear", "factor": 2.0}, 5e5)
+    assert with_rope(config, both).rope_theta == 5e5
     assert with_rope(config, theta=5e5) == dataclasses.replace(config, rope_theta=5e5)
     assert with_rope(config) == config
 
@@ -131,6 +135,11 @@ def test_a_new_scaling_starts_from_the_length_the_plain_frequencies_were_trained
         ({"rope_type": "yarn", "factor": float("nan")}, None),
         ({"rope_type": "spiral"}, None),
         ({"rope_type": "longrope", "factor": 4.0}, None),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_fats": 16}, None),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32}, None),
+        ({"rope_type": "yarn", "type": "linear", "factor": 4.0}, None),
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}, 1e4),
+        ({"rope_type": "linear", "factor": 4.0, "low_freq_factor": 1.0}, None),
         (None, 0.0),
         (None, float("inf")),
     ],
@@ -177,7 +186,7 @@ def test_the_command_line_stretches_a_context(file: Path, capsys: pytest.Capture
     assert "the context holds 256" in err
     code, out, err = run(capsys, *base, "--rope-scaling", "yarn", "--rope-factor", "4", "--rope-theta", "20000")
     assert code == 0
-    assert "rope: rope_type yarn, factor 4.0, theta 20000, in place of the checkpoint's; context 1024, 256 of it" in err
+    assert "rope: rope_type yarn, factor 4.0, theta 20000, as asked for; context 1024, 256 of it" in err
     asked = load(file, dtype="float32", rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_theta=20000.0)
     assert json.loads(out)["tokens"] == asked.generate(prompt, max_new_tokens=8).tokens
     as_json = json.dumps({"rope_type": "yarn", "factor": 4})
@@ -185,6 +194,14 @@ def test_the_command_line_stretches_a_context(file: Path, capsys: pytest.Capture
         run(capsys, *base, "--rope-scaling", as_json, "--rope-theta", "20000")[1].split("stats")[0]
         == out.split("stats")[0]
     )
+
+
+def test_what_is_said_of_a_stretched_llama31(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny.make(tmp_path / "m", "llama-3.1-8b", format="hf")
+    args = ("generate", "-m", str(tmp_path / "m"), "--raw", "hello", "-n", "1", "--rope-theta", "10000")
+    code, _, err = run(capsys, *args)
+    assert code == 0
+    assert "context 131072, 8192 of it without stretching" in err
 
 
 def test_llama3_takes_metas_constants(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +218,13 @@ def test_llama3_takes_metas_constants(file: Path, capsys: pytest.CaptureFixture[
         (["--rope-factor", "4"], "add --rope-scaling"),
         (["--rope-scaling", "yarn"], "needs --rope-factor"),
         (["--rope-scaling", "spiral", "--rope-factor", "4"], "unknown rope scaling 'spiral'"),
-        (["--rope-scaling", "yarn", "--rope-factor", "0"], "'factor' must be a finite number above 0"),
+        (["--rope-scaling", "yarn", "--rope-factor", "0"], "between 1 and 10,000, got 0"),
+        (["--rope-scaling", "yarn", "--rope-factor", "nan"], "between 1 and 10,000, got nan"),
+        (["--rope-scaling", "yarn", "--rope-factor", "1e200"], "between 1 and 10,000, got 1e+200"),
+        (["--rope-scaling", "none", "--rope-factor", "4"], "has no effect"),
+        (["--rope-scaling", '{"rope_type": "yarn", "factor": 4, "factor": 8}'], "'factor'"),
+        (["--rope-scaling", '{"rope_type": "yarn", "factor": 4, "beta_fats": 8}'], "does not take 'beta_fats'"),
+        (["--rope-scaling", "x" * 5000, "--rope-factor", "4"], "unknown rope scaling 'xxx"),
         (["--rope-scaling", '{"rope_type": "yarn"', "--rope-factor", "4"], "not JSON"),
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 2}', "--rope-factor", "4"], "given twice"),
         (["--rope-theta", "-1"], "rope_theta must be a finite number above 0"),

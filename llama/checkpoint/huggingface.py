@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
-from ..rope_scaling import SCALINGS
+from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
@@ -270,7 +270,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             length = fields.get("original_max_position_embeddings")  # Phi-3's place for it, which transformers prefers
             if length is not None:
                 scaling["original_max_position_embeddings"] = length
-        known = ROPE_KEYS.get(kind, ())
+        known = PARAMETERS.get(kind, ())
         if odd := [key for key in scaling if key not in ("rope_type", *known)]:
             self.warnings.append(f"{CONFIG}: rope scaling {kind} has keys that have no effect: {', '.join(odd)}")
             scaling = {key: value for key, value in scaling.items() if key not in odd}
@@ -331,22 +331,6 @@ class HuggingFaceCheckpoint(Checkpoint):
             named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
             template = named.get("default")
         return template if isinstance(template, str) else None
-
-
-# kind -> the keys that take part in it
-ROPE_KEYS = {
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "dynamic": ("factor",),  # transformers counts from max_position_embeddings
-    "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
-    ),
-    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "proportional": ("factor", "partial_rotary_factor"),
-    "divisors": ("divisors",),
-}  # fmt: skip
 
 
 def _spelled_out(scaling: Mapping[str, Any]) -> dict[str, Any]:

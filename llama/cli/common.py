@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..model import Transformer
     from ..text import Llama, Stats
 
+LARGEST_FACTOR = 10_000  # nobody stretches a context further
+
 Subparsers = Any  # argparse's own class for this is private
 
 
@@ -142,26 +144,36 @@ def one_line(text: str) -> str:
 
 def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     """The scaling that --rope-scaling and --rope-factor ask for; None leaves the checkpoint's in place."""
+    factor: float | None = args.rope_factor
+    if factor is not None and not 1 <= factor <= LARGEST_FACTOR:  # false for NaN too
+        raise UsageError(f"--rope-factor must lie between 1 and {LARGEST_FACTOR:,}, got {factor:g}")
     if args.rope_scaling is None:
-        if args.rope_factor is not None:
+        if factor is not None:
             raise UsageError("--rope-factor says how far, not how: add --rope-scaling, yarn for example")
         return None
-    scaling: Any = {"rope_type": "default" if args.rope_scaling == "none" else args.rope_scaling}
+    if args.rope_scaling == "none":
+        if factor is not None:
+            raise UsageError("--rope-scaling none takes any scaling off, so --rope-factor has no effect; leave it out")
+        return {"rope_type": "default"}
+    scaling: dict[str, Any] = {"rope_type": args.rope_scaling}
     if args.rope_scaling.lstrip().startswith("{"):
+        from ..checkpoint.documents import parse_json
+        from ..errors import CheckpointError
+
         try:
-            scaling = json.loads(args.rope_scaling)
-        except ValueError as error:
-            raise UsageError(f"--rope-scaling is not JSON: {error}") from None
-    if args.rope_factor is not None:
-        if scaling.get("factor", args.rope_factor) != args.rope_factor:
-            raise UsageError(f"the factor was given twice, as {scaling['factor']} and {args.rope_factor}; give it once")
-        scaling["factor"] = args.rope_factor
+            scaling = parse_json(args.rope_scaling.encode(errors="surrogateescape"), "--rope-scaling")
+        except CheckpointError as error:
+            raise UsageError(str(error).replace("it is damaged or not JSON", "it is not JSON")) from None
+    if factor is not None:
+        if scaling.get("factor", factor) != factor:
+            raise UsageError(f"the factor was given twice, as {scaling['factor']!r:.40} and {factor:g}; give it once")
+        scaling["factor"] = factor
     kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in ("linear", "ntk", "dynamic", "yarn", "llama3") and "factor" not in scaling:
+    if kind in ("linear", "ntk", "dynamic", "yarn", "llama3") and scaling.get("factor") is None:
         raise UsageError(f"--rope-scaling {kind} needs --rope-factor S, how much longer the context is to become")
     if kind == "llama3":  # Meta's own constants, in apply_scaling
         scaling = scaling | {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | scaling
-    return dict(scaling)
+    return scaling
 
 
 def load(args: argparse.Namespace) -> Llama:
@@ -211,7 +223,7 @@ def load_model(args: argparse.Namespace) -> Transformer:
 
 def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
     from .. import quant
-    from ..rope_scaling import reach
+    from ..rope_scaling import reach, trained_length
 
     weight = model.tok_embeddings.weight
     dtype = str(weight.dtype).removeprefix("torch.")
@@ -223,17 +235,21 @@ def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence
     )
     for warning in warnings:
         say(args, f"warning: {warning}")
-    trained = model.config.max_seq_len
+    config = model.config
+    trained = int(trained_length(config))
     if args.rope_scaling is not None or args.rope_theta is not None:
-        scaling = model.config.rope_scaling or {"rope_type": "default"}
+        scaling = config.rope_scaling or {"rope_type": "default"}
         told = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
         say(
             args,
-            f"rope: {told}, theta {model.config.rope_theta:g}, in place of the checkpoint's;"
-            f" context {model.max_seq_len}, {trained} of it without stretching",
+            f"rope: {told}, theta {config.rope_theta:g}, as asked for; context {model.max_seq_len},"
+            f" {trained} of it without stretching",
         )
-    if args.max_seq_len and args.max_seq_len > max(trained, reach(trained, model.config.rope_scaling)):
-        say(args, f"warning: --max-seq-len {args.max_seq_len} is beyond the {trained} the model was trained for")
+    if args.max_seq_len and args.max_seq_len > reach(config.max_seq_len, config.rope_scaling):
+        say(
+            args,
+            f"warning: --max-seq-len {args.max_seq_len} is beyond the {config.max_seq_len} the model was trained for",
+        )
 
 
 def _millions(n: int) -> str:
