@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import stat
 import sys
 import time
 import unicodedata
@@ -286,8 +287,10 @@ def write_json(value: Any) -> None:
 
 
 def read_text(path: Path) -> str:
-    """All of a text file, which must be UTF-8."""
+    """All of a text file or a pipe, which must be UTF-8."""
     try:
+        if stat.S_ISCHR(path.stat().st_mode):
+            raise UsageError(f"{path} is a device, which may have no end; expected a text file")
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}; expected a text file") from None

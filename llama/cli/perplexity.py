@@ -18,7 +18,7 @@ def add_parser(commands: common.Subparsers) -> None:
         " first of a window is predicted from all before it in the window. For perplexity by position: study ppl.",
         allow_abbrev=False,
     )
-    parser.add_argument("text", type=Path, metavar="FILE", help="a text file, UTF-8")
+    parser.add_argument("text", type=Path, metavar="FILE", help="a text file, UTF-8; '-' reads standard input")
     parser.add_argument("--window", type=int, metavar="N", help="tokens of a window (default: the model's context)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     common.add_model_options(parser)
@@ -29,7 +29,7 @@ def add_parser(commands: common.Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.window is not None and args.window < 2:
         raise UsageError(f"--window must be at least 2 tokens, got {args.window}")
-    text = common.read_text(args.text)
+    text = common.read_stdin() if str(args.text) == "-" else common.read_text(args.text)
     import torch
     from tqdm import tqdm
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         common.write_json(facts)
     else:
         common.write(
-            f"perplexity {facts['perplexity']:.4f} over {predicted:,} tokens in {len(parts)} windows of {window:,};"
+            f"perplexity {facts['perplexity']:.4f} over {predicted:,} tokens, windows: {len(parts)} of {window:,};"
             f" {facts['bits_per_byte']:.4f} bits a byte\n"
         )
     return 0

@@ -80,11 +80,15 @@ class Figure:
 
 def check(file: Path) -> None:
     """Raise UsageError unless a figure can be written to this file."""
-    if file.suffix not in _KINDS:
+    if file.suffix.lower() not in _KINDS:
         raise UsageError(f"{file}: a figure is written as {', '.join(_KINDS)}; give a file with one of these endings")
     if not file.parent.is_dir():
         raise UsageError(f"{file}: there is no folder {file.parent}; make it first")
-    if file.suffix in (".png", ".svg") and importlib.util.find_spec("matplotlib") is None:
+    if file.is_dir():
+        raise UsageError(f"{file}: that is a folder; name a file in it")
+    if not os.access(file.parent, os.W_OK):
+        raise UsageError(f"{file}: the folder {file.parent} may not be written to; name a file elsewhere")
+    if file.suffix.lower() in (".png", ".svg") and importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "drawing needs matplotlib, which is not installed: pip install 'clearllama[study]'; --figure FILE.csv"
             " writes the numbers without it"
@@ -97,9 +101,16 @@ def save(figure: Figure, file: Path, **options: Any) -> None:
     data = figure.data(**options)
     if len({len(column) for column in data.values()}) != 1:
         raise ValueError(f"figure {figure.name}: columns of different length")
-    with own_temporary(file.parent, ".figure") as work:
-        _KINDS[file.suffix](figure, data, work / file.name)
-        os.replace(work / file.name, file)
+    write, target = _KINDS[file.suffix.lower()], file.resolve()  # what a link points to, not the link
+    if target.exists() and not target.is_file():  # a pipe, say
+        write(figure, data, target)
+        return
+    try:
+        with own_temporary(target.parent, ".figure") as work:
+            write(figure, data, work / target.name)
+            os.replace(work / target.name, target)
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror or error}") from None
 
 
 def _draw(figure: Figure, data: Data, file: Path | io.BytesIO) -> None:
@@ -111,7 +122,7 @@ def _draw(figure: Figure, data: Data, file: Path | io.BytesIO) -> None:
         canvas = Canvas(figsize=figure.size, layout="constrained")
         figure.draw(data, canvas)
         canvas.supxlabel(_wrapped(figure.caption, figure.size[0]), fontsize=8, x=0.02, ha="left")
-        kind = file.suffix[1:] if isinstance(file, Path) else "png"
+        kind = file.suffix[1:].lower() if isinstance(file, Path) else "png"
         canvas.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None})
 
 

@@ -1,14 +1,15 @@
 """Perplexity against context length, for every way to stretch a context: measured by window, kept by window.
 
 A text is cut into windows; each window is read from position 0 to its end under each method; and the log-probabilities
-are summed in buckets of positions, whose edges are multiples of the trained length. Every window done is a few rows
-of a CSV file, so that a run of hours goes on where it was stopped.
+are summed in buckets of positions, whose edges are multiples of the trained length. Windows that are done are rows of
+a CSV file, so that a run of hours goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from ..evaluate import token_logprobs
 from ..hub import resolve
 from ..loader import build
 from ..model import Transformer
+from ..rope_scaling import trained_length
+from ..runtime import pick_device, pick_dtype
 from ..temporary import own_temporary
 
 TINY = "tiny-kjv"  # trained by scripts/train_tiny.py, shipped with the package
@@ -121,27 +124,32 @@ def measure(
             raise UsageError("give a long text with --text FILE; only the tiny model comes with one")
         text = folder / "held-out.txt"
     checkpoint = open_checkpoint(folder)
-    trained = _trained(checkpoint)
+    trained = int(trained_length(checkpoint.config))
     length = 8 * trained if length is None else length
     try:
         raw = text.read_bytes()
         raw.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{text}: expected a text file in UTF-8 ({error})") from None
+        why = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not"
+        raise UsageError(f"{text}: expected a text file in UTF-8: {why}") from None
     tokens = _windows(checkpoint, raw, length, windows)  # (windows, length + 1)
+    methods = [method.strip() for method in methods]
     scalings = {method: scaling_of(method) for method in methods}
+    torch_device = pick_device(device)
+    torch_dtype = pick_dtype(dtype or ("float32" if model == TINY else None), torch_device)
     setting = {
-        "model": model if model == TINY else folder.name,
+        "model": f"{TINY if model == TINY else folder.name}@{_fingerprint(checkpoint)}",
         "text": hashlib.sha256(raw).hexdigest()[:12],
-        "dtype": dtype or ("float32" if model == TINY else "auto"),
+        "dtype": str(torch_dtype).removeprefix("torch."),
         "trained": str(trained),
         "length": str(length),
         "windows": str(windows),
     }
-    rows = _read(output, setting) if output is not None and output.exists() else []
+    ends = _ends(trained, length)
+    rows = [] if output is None else _read(output, setting, ends)
     done = {(row.method, row.window) for row in rows}
     todo = [(method, window) for method in methods for window in range(windows) if (method, window) not in done]
-    at_once = max(1, 32768 // length)  # windows read as one batch
+    at_once = max(1, 8192 // length)  # windows read as one batch, and kept together
     finished, total = 0, len(todo) * length
     for method in methods:
         mine = [window for name, window in todo if name == method]
@@ -149,8 +157,8 @@ def measure(
             continue
         net = build(
             checkpoint,
-            device,
-            setting["dtype"],
+            torch_device,
+            torch_dtype,
             max_seq_len=length,
             pack=model != TINY,
             rope_scaling=scalings[method],
@@ -174,14 +182,15 @@ def measure(
 def _read_through(net: Transformer, tokens: Tensor, method: str, trained: int, tell: Callable[[int], object]) -> Tensor:
     """log p of every token but the first, each from all before it: (B, length + 1) -> (B, length).
 
-    The text enters in chunks of an eighth of the trained length, so that frequencies that depend on the length grow
-    as they do in decoding: keys keep those they entered with. A "-whole" method reads each bucket afresh instead,
+    Where frequencies depend on the length the text enters in chunks of an eighth of the trained length, so that they
+    grow as they do in decoding: keys keep those they entered with. A "-whole" method reads each bucket afresh instead,
     from the start to the bucket's end in one piece, all under the frequencies of that end. `tell` hears how many of a
     window's tokens are done.
     """
     tokens = tokens.to(net.tok_embeddings.weight.device)
     if not method.partition(":")[0].endswith("-whole"):
-        return token_logprobs(net, tokens, chunk=max(1, trained // 8), progress=_summing(tell))
+        chunk = max(1, trained // 8) if net.rope.by_length else max(256, trained // 8)
+        return token_logprobs(net, tokens, chunk=chunk, progress=_summing(tell))
     parts, first = [], 0
     for last in _ends(trained, tokens.shape[1] - 1):
         parts.append(token_logprobs(net, tokens[:, : last + 1], chunk=last)[:, first:])
@@ -208,13 +217,13 @@ def _ends(trained: int, length: int) -> list[int]:
 
 
 def _rows(method: str, windows: Sequence[int], logprobs: Tensor, trained: int) -> list[Row]:
-    """Sums in buckets of logprobs (B, length)."""
-    first, found = 0, []
-    for end in _ends(trained, logprobs.shape[1]):
-        sums = (-logprobs[:, first:end].double().sum(-1)).tolist()
-        found += [Row(method, window, first, end - 1, nats) for window, nats in zip(windows, sums, strict=True)]
-        first = end
-    return found
+    """Sums in buckets of logprobs (B, length), window after window."""
+    ends = _ends(trained, logprobs.shape[1])
+    return [
+        Row(method, window, first, last - 1, float(-of_window[first:last].double().sum()))
+        for window, of_window in zip(windows, logprobs, strict=True)
+        for first, last in zip([0, *ends[:-1]], ends, strict=True)
+    ]
 
 
 def _windows(checkpoint: Checkpoint, raw: bytes, length: int, windows: int) -> Tensor:
@@ -225,37 +234,61 @@ def _windows(checkpoint: Checkpoint, raw: bytes, length: int, windows: int) -> T
     ids = torch.tensor(tokenizer.encode(raw.decode()))  # (N,)
     start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     need = length + 1 - len(start)
-    if len(ids) < need + windows - 1:
-        raise UsageError(f"the text has {len(ids)} tokens; {windows} windows of {length} need more: a longer text")
+    if len(ids) < windows * length + 1:
+        fit = (len(ids) - 1) // length
+        raise UsageError(
+            f"the text has {len(ids)} tokens, and {fit} windows of {length} fit in it; {windows} are asked for"
+        )
     places = [(2 * i + 1) * (len(ids) - need) // (2 * windows) for i in range(windows)]
     return torch.stack([torch.cat((torch.tensor(start, dtype=torch.int64), ids[at : at + need])) for at in places])
 
 
-def _trained(checkpoint: Checkpoint) -> int:
-    """The length that the plain frequencies were trained for, in tokens."""
-    config = checkpoint.config
-    return int((config.rope_scaling or {}).get("original_max_position_embeddings") or config.max_seq_len)
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """Tells one model from another of the same name: its architecture, and the gains of its last norms."""
+    last = checkpoint.config.n_layers - 1
+    digest = hashlib.sha256(repr((checkpoint.config, sorted(checkpoint.shapes.items()))).encode())
+    for name in ("norm.weight", f"layers.{last}.ffn_norm.weight", f"layers.{last}.attention.wo.weight"):
+        digest.update(checkpoint.tensor(name).float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:8]
 
 
-def _read(path: Path, setting: dict[str, str]) -> list[Row]:
-    """Rows of an earlier run; UsageError if they belong to another setting."""
-    with path.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    found = []
-    for line, row in enumerate(rows, 2):
-        if set(row) != set(COLUMNS) or None in row.values():
-            raise UsageError(f"{path}, line {line}: not a table of perplexities; name another file, or delete this one")
+def _read(path: Path, setting: dict[str, str], ends: Sequence[int]) -> list[Row]:
+    """Rows of an earlier run, none where there is no file yet. UsageError if damaged or of another setting."""
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {path}: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise UsageError(f"--output {path}: that is a folder; name a file in it")
+    if not path.exists() or path.stat().st_size == 0:
+        return []
+    other = "name another file for --output, or delete this one"
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            header, *lines = list(csv.reader(stream))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{path} can't be read as a table ({error}); {other}") from None
+    if tuple(header) != COLUMNS:
+        raise UsageError(f"{path} is not a table of perplexities; {other}")
+    found: dict[tuple[str, int], list[Row]] = {}
+    for number, line in enumerate(lines, 2):
+        row = dict(zip(COLUMNS, line, strict=False))
+        if len(line) != len(COLUMNS):
+            raise UsageError(f"{path}, line {number}: {len(line)} of {len(COLUMNS)} values, so it is damaged; {other}")
         for key, value in setting.items():
             if row[key] != value:
-                raise UsageError(
-                    f"{path} holds results with {key} {row[key]}, this run has {key} {value}; name another file"
-                )
+                raise UsageError(f"{path} holds results with {key} {row[key]}, this run has {key} {value}; {other}")
         try:
             place = int(row["window"]), int(row["first"]), int(row["last"])
-            found.append(Row(row["method"], *place, float(row["nats"])))
+            nats = float(row["nats"])
         except ValueError:
-            raise UsageError(f"{path}, line {line}: not numbers; name another file, or delete this one") from None
-    return found
+            raise UsageError(f"{path}, line {number}: not numbers, so it is damaged; {other}") from None
+        if not 0 <= nats < math.inf or not 0 <= place[0] < int(setting["windows"]):
+            raise UsageError(f"{path}, line {number}: window {place[0]}, {nats} nats can't be; it is damaged; {other}")
+        found.setdefault((row["method"], place[0]), []).append(Row(row["method"], *place, nats))
+    whole = list(zip([0, *ends[:-1]], (end - 1 for end in ends), strict=True))
+    for (method, window), rows in found.items():
+        if [(row.first, row.last) for row in rows] != whole:
+            raise UsageError(f"{path}: window {window} of {method} has not its {len(ends)} buckets in order; {other}")
+    return [row for rows in found.values() for row in rows]
 
 
 def _write(path: Path, setting: dict[str, str], rows: Sequence[Row]) -> None:

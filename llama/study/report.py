@@ -112,7 +112,8 @@ def text(report: Report) -> str:
             beside += f", {relations[check.relation]} {show(check.expected)}{within}"
         lines.append(f"  {word}  {check.claim:<{width}}  {check.what}{beside}")
     count = sum(check.passed for check in report.checks)
-    lines.append(f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)}")
+    verdict = f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)}"
+    lines.append(verdict if report.checks else "no claim is about these settings: nothing to check")
     return "\n".join(lines) + "\n"
 
 

@@ -19,6 +19,8 @@ from llama.study import perplexity
 from llama.study.perplexity import METHODS, TINY, Measurement, Row, measure, scaling_of, tiny_folder
 from llama.study.topics import find, ppl
 
+from ..scripts import make_tiny
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -114,12 +116,73 @@ def test_results_of_another_setting_are_not_mixed_in(tmp_path: Path, changes: di
     assert file.read_bytes() == before
 
 
-def test_a_file_that_is_no_table_is_left_alone(tmp_path: Path) -> None:
+def test_results_of_another_model_of_the_same_name_are_not_mixed_in(tmp_path: Path) -> None:
+    folders = [tmp_path / name / "m" for name in "ab"]
+    for seed, folder in enumerate(folders):
+        make_tiny.make(folder, "llama-2-7b", format="hf", seed=seed)
+    options = {"text": tiny_folder() / "held-out.txt", "windows": 1, "length": 40, "methods": ("none",)}
     file = tmp_path / "out.csv"
-    file.write_text("a,b\n1,2\n")
-    with pytest.raises(UsageError, match="line 2: not a table of perplexities"):
+    measure(str(folders[0]), output=file, **options)
+    with pytest.raises(UsageError, match="holds results with model m@"):
+        measure(str(folders[1]), output=file, **options)
+
+
+def damaged(lines: list[str], how: str) -> str:
+    """A finished table with one thing wrong in it."""
+    row = lines[3].split(",")
+    if how == "no table":
+        return "a,b\r\n1,2\r\n"
+    if how == "one line of another file":
+        return "# notes I need\r\n"
+    if how == "a header of fewer columns":
+        return ",".join(lines[0].split(",")[:-1]) + "\r\n"
+    if how == "a row twice":
+        return "".join([*lines, lines[-1]])
+    if how == "a row missing":
+        return "".join([*lines[:3], *lines[4:]])
+    if how == "cut in a line":
+        return "".join(lines)[:-20]
+    column, value = {
+        "negative": (10, "-5"),
+        "nan": (10, "nan"),
+        "words": (10, "many"),
+        "bucket": (9, "10"),
+        "window": (7, "7"),
+    }[how]
+    row[column] = value
+    return "".join([*lines[:3], ",".join(row).rstrip() + "\r\n", *lines[4:]])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "no table", "one line of another file", "a header of fewer columns", "a row twice",
+        "a row missing", "cut in a line",
+        "negative", "nan", "words", "bucket", "window",
+    ],
+)  # fmt: skip
+def test_a_damaged_or_foreign_table_is_refused_and_left_alone(tmp_path: Path, how: str) -> None:
+    file, options = tmp_path / "out.csv", {"windows": 2, "length": 140, "methods": ("none", "yarn:4")}
+    measure(output=file, **options)
+    file.write_text(damaged(file.read_text().splitlines(keepends=True), how), newline="")
+    before = file.read_bytes()
+    with pytest.raises(UsageError, match="delete this one"):
+        measure(output=file, **options)
+    assert file.read_bytes() == before
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "out.csv"
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises(UsageError, match="can't be read as a table"):
         measure(output=file, windows=1, length=140, methods=("none",))
-    assert file.read_text() == "a,b\n1,2\n"
+
+
+def test_without_a_claim_about_the_methods_there_is_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "study", "ppl", "--methods", "none, ntk:8", "--windows", "1", "--length", "140")
+    assert code == 0
+    assert "nothing to check" in out
+    assert "FAIL" not in out
 
 
 @pytest.mark.parametrize("method", ["yarn", "none:4", "yarn:", "yarn:x", "", "spiral:4", "longrope:4"])
@@ -182,8 +245,11 @@ def test_the_command_prints_draws_and_keeps(tmp_path: Path, capsys: pytest.Captu
     ("args", "message"),
     [
         (["ppl", "--methods", "spiral:4"], "kinds: linear, ntk, dynamic, yarn, llama3"),
-        (["ppl", "--length", "1000000"], "need more: a longer text"),
-        (["ppl", "--text", "no-such-file"], "expected a text file in UTF-8"),
+        (["ppl", "--length", "1000000"], "0 windows of 1000000 fit in it"),
+        (["ppl", "--text", "no-such-file"], "expected a text file in UTF-8: No such file"),
+        (["ppl", "--windows", "100"], "62 windows of 1024 fit in it; 100 are asked for"),
+        (["ppl", "--output", "no-such-folder/x.csv"], "there is no folder no-such-folder"),
+        (["ppl", "--output", "."], "that is a folder"),
         (["ppl", "--windows", "0"], "--windows at least 1"),
         (["ppl", "-m", "smollm2-135m-instruct"], "give a long text with --text"),
         (["order", "--windows", "3"], "study order does not take --windows"),

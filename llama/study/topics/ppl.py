@@ -56,8 +56,8 @@ def report(
         ),
         tables=(
             Table(
-                f"{found.setting['windows']} windows of {found.setting['length']} tokens, trained for {found.trained}",
-                ("method", *(f"..{end:g}x" for end in ends)),
+                f"windows: {found.setting['windows']} of {found.setting['length']} tokens, trained for {found.trained}",
+                ("method", *(f"..{end:.3g}x" for end in ends)),
                 [(method, *(round(curve[end], 3) for end in ends)) for method, curve in curves.items()],
             ),
         ),
