@@ -227,7 +227,8 @@ def test_an_interrupt_while_loading_ends_it(default_gguf: Path, after: float) ->
     time.sleep(after)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=20)
-    assert process.returncode == 130
+    # -2: so early, on a busy machine, that Python was not up yet and the system ended it
+    assert process.returncode == 130 or (process.returncode == -2 and not stderr)
     assert b"Traceback" not in stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..errors import UsageError
 from . import common
 
 
@@ -29,10 +30,19 @@ def add_parser(commands: common.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from .. import runtime
+    from ..rope_scaling import with_rope
     from ..study import explain
 
+    runtime.set_threads(args.threads)
     if args.model is None:
-        net = explain.tiny_model()
+        for option, value, known in (("--device", args.device, "cpu"), ("--dtype", args.dtype, "float32")):
+            if value not in ("auto", known):
+                raise UsageError(
+                    f"{option} {value} is for a model of yours (-m); the tiny one runs in float32 on the CPU"
+                )
+        config = with_rope(explain.TINY, common.rope_scaling(args), args.rope_theta)
+        net = explain.tiny_model(config, args.rope, args.max_seq_len)
         ids = list(args.text.encode(errors="surrogateescape"))
         name, texts = "tiny, random", [bytes([id]).decode("latin-1") for id in ids]
     else:

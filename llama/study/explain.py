@@ -28,6 +28,7 @@ from .. import attention, model, rope
 from ..config import ModelConfig
 from ..errors import UsageError
 from ..model import Transformer
+from ..rope_scaling import kind_of
 from .report import Check, Report, below
 
 Array = np.ndarray[Any, Any]
@@ -40,13 +41,15 @@ LONGEST = 256  # tokens; every step is kept, scores of all heads among them
 TOLERANCE = 1e-5  # of the largest number of a step: float32 loses about 1e-6 over a block
 
 
-def tiny_model(seed: int = 0) -> Transformer:
-    """A random model in float32 whose tokens are the 256 bytes."""
-    generator = torch.Generator().manual_seed(seed)
-    net = Transformer(TINY).requires_grad_(False).eval()
+def tiny_model(config: ModelConfig = TINY, form: str = "complex", max_seq_len: int | None = None) -> Transformer:
+    """A random model in float32 whose tokens are the 256 bytes, the same in every form of the rotation."""
+    generator = torch.Generator().manual_seed(0)
+    net = Transformer(config, rope=form, max_seq_len=max_seq_len).requires_grad_(False).eval()
     for name, weight in net.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        weight.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5)
+        value = 1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5
+        rotated = name.endswith((".wq.weight", ".wk.weight")) and net.rope.layout == "half"
+        weight.copy_(rope.to_half_layout(value, config.head_dim) if rotated else value)
     return net
 
 
@@ -223,8 +226,8 @@ class Recipe:
     given: tuple[tuple[str, str], ...] = ()
 
 
-def recipes(form: str, apply: Callable[..., Any]) -> tuple[Recipe, ...]:
-    """The steps in order, for a rotation of rope.FORMS that `apply` does.
+def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tuple[Recipe, ...]:
+    """The steps in order, for a rotation of rope.FORMS that `apply` does, under a kind of rope_scaling.SCALINGS.
 
     Functions are looked up now and not at import, so that what runs is what is quoted.
     """
@@ -255,7 +258,9 @@ def recipes(form: str, apply: Callable[..., Any]) -> tuple[Recipe, ...]:
         ),
         Recipe(
             "RoPE",
-            "q'_j = q_j e^(i m w_j),  k'_j = k_j e^(i m w_j),  w_j = theta^(-2j/D): pair j at position m; v stays",
+            "q'_j = q_j e^(i m w_j),  k'_j = k_j e^(i m w_j),  w_j = theta^(-2j/D)"
+            + (f" as {kind} scales it" if kind != "default" else "")
+            + ": pair j at position m; v stays",
             (("q'", "(H, T, D)"), ("k'", "(KV, T, D)")),
             (
                 (rope.freqs_cis_at, "positions.unsqueeze(-1).float() * inv_freq"),
@@ -396,7 +401,7 @@ def explain(
     right = {"e": embedded, **reference(start, _weights_of(net, layer), angles, factor, config)}
 
     steps = []
-    for recipe in recipes(net.rope.form, net.rope.apply):
+    for recipe in recipes(net.rope.form, net.rope.apply, kind_of(config.rope_scaling)):
         # numpy's maximum and not Python's: NaN must win
         apart = float(np.max([_apart(ours.get(letter), right[letter]) for letter, _ in recipe.values]))
         steps.append(

@@ -102,19 +102,30 @@ def text(report: Report) -> str:
             for row in cells
         ]
     lines.append("")
+    if where := _sources(report):
+        lines.append(f"  {where}")
     relations = {"=": "expected", "<": "below", ">": "above"}
     width = max((len(check.claim) for check in report.checks), default=0)
     for check in report.checks:
         word = "PASS" if check.passed else "FAIL"
         beside = "" if isinstance(check.computed, bool) and check.passed else f": {show(check.computed)}"
         if beside:
-            within = f" (within {check.tolerance:.0e})" if check.tolerance else ""
-            beside += f", {relations[check.relation]} {show(check.expected)}{within}"
+            within = f"within {check.tolerance:.0e} of".replace("e-0", "e-")
+            beside += f", {within if check.tolerance else relations[check.relation]} {show(check.expected)}"
         lines.append(f"  {word}  {check.claim:<{width}}  {check.what}{beside}")
     count = sum(check.passed for check in report.checks)
     verdict = f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)}"
     lines.append(verdict if report.checks else "no claim is about these settings: nothing to check")
     return "\n".join(lines) + "\n"
+
+
+def _sources(report: Report) -> str:
+    """Where the ids beside the checks are explained, by the first of each sort; the report's own erratum needs none."""
+    ids = [id for check in report.checks for id in check.claim.split()]
+    claims = [f"{id}: docs/study/claims.md" for id in ids if id[0].isdigit()]
+    errata = [f"{id}: clearllama study errata {id}" for id in ids if not id[0].isdigit() and id != report.topic]
+    found = claims[:1] + (errata[:1] if report.topic != "errata" else [])
+    return f"what the ids mean: {'; '.join(found)}" if found else ""
 
 
 def as_dict(report: Report) -> dict[str, Any]:
@@ -149,11 +160,13 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 
 def show(value: Value) -> str:
-    """A number for people: six figures, no more."""
+    """A number for people: six figures, no more; from 1,000 on in groups of three digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, complex):
         return f"{value.real:.6g}{value.imag:+.6g}j"
+    if isinstance(value, float) and 1000 <= abs(value) < 1e9:
+        return f"{float(f'{value:.6g}'):,.2f}".rstrip("0").rstrip(".")
     return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
 

@@ -6,7 +6,6 @@ Letters: D head_dim, theta the base, L = context the trained length, s = factor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..rope_scaling import BY_LENGTH, inverse_frequencies, reach
 from .measures import turns
+from .topics.base import check_head_dim, check_range
 
 # Parameters that Llama 3.1's files give beside the factor.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -36,12 +36,10 @@ class Stretch:
     factor: float = 4.0
 
     def __post_init__(self) -> None:
-        whole("head_dim", self.head_dim, 4, 1024)
-        if self.head_dim % 2:
-            raise UsageError(f"head_dim must be even, since RoPE turns pairs of entries; got {self.head_dim}")
-        number("theta", self.theta, 100, 1e12)
-        whole("context", self.context, 16, 2**20)
-        number("factor", self.factor, 1, 1024)
+        check_head_dim(self.head_dim, 4, 1024)
+        check_range("--rope-theta", self.theta, 100.0, 1e12)
+        check_range("--context", self.context, 16, 2**20)
+        check_range("--rope-factor", self.factor, 1.0, 1024.0)
 
     @property
     def wanted(self) -> int:
@@ -124,16 +122,3 @@ class Stretch:
 def searched(pairs: int, factor: float) -> list[float]:
     """An invented list in the shape of LongRoPE's searched ones: 1 at the fast end, the factor from 5/8 on: (D/2,)."""
     return [factor ** min(1.0, (i / (0.625 * max(pairs - 1, 1))) ** 2) for i in range(pairs)]
-
-
-def whole(name: str, value: Any, low: int, high: int) -> None:
-    """Raises UsageError unless the value is a whole number from low to high."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise UsageError(f"{name} must be a whole number from {low:,} to {high:,} here, got {value!r:.40}")
-
-
-def number(name: str, value: Any, low: float, high: float) -> None:
-    """Raises UsageError unless the value is a finite number from low to high."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool)
-    if not fits or not math.isfinite(value) or not low <= value <= high:
-        raise UsageError(f"{name} must be a number from {low:,} to {high:,} here, got {value!r:.40}")

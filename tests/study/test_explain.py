@@ -411,3 +411,38 @@ def test_mistakes_are_one_line_and_exit_2(args: tuple[str, ...]) -> None:
     code, out, err = run(*args)
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------- options reach the tiny model too
+def turned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main(["explain", "-q", "--json", *options]) == 0
+    return next(step for step in json.loads(capsys.readouterr().out)["steps"] if step["name"] == "RoPE")
+
+
+def test_every_form_shows_the_same_numbers_and_a_scaling_others(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = turned(capsys)
+    for form in rope.FORMS:
+        for a, b in zip(turned(capsys, "--rope", form)["values"], plain["values"], strict=True):
+            assert a["numbers"] == pytest.approx(b["numbers"], abs=1e-5)
+    scaled = turned(capsys, "--rope-scaling", "yarn", "--rope-factor", "4", "--rope-theta", "500")
+    assert scaled["values"][0]["numbers"] != pytest.approx(plain["values"][0]["numbers"], abs=1e-2)
+    assert "as yarn scales it" in scaled["equation"]
+    assert "scales it" not in plain["equation"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--dtype", "bfloat16"], 2, "the tiny one runs in float32"),
+        (["--device", "cuda"], 2, "the tiny one runs in float32"),
+        (["--max-seq-len", "5"], 1, "outside the 5 positions"),
+        (["--rope-factor", "4"], 2, "add --rope-scaling"),
+    ],
+)
+def test_options_that_cannot_hold_are_refused(
+    capsys: pytest.CaptureFixture[str], options: list[str], code: int, message: str
+) -> None:
+    assert main(["explain", "-q", *options]) == code
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err

@@ -40,4 +40,16 @@ def check_range(option: str, value: float, least: float, most: float) -> None:
     """Raise UsageError unless least <= value <= most; where `least` is an int, value must be one too."""
     kind = int if isinstance(least, int) else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:  # NaN fails too
-        raise UsageError(f"this topic takes a {option} from {least:g} to {most:g}, got {value!r:.40}")
+        raise UsageError(f"this topic takes a {option} from {_limit(least)} to {_limit(most)}, got {value!r:.40}")
+
+
+def check_head_dim(value: int, least: int, most: int) -> None:
+    """`check_range` for --head-dim, and UsageError for an odd one."""
+    check_range("--head-dim", value, least, most)
+    if value % 2:
+        raise UsageError(f"this topic takes an even --head-dim, since RoPE turns pairs of entries; got {value}")
+
+
+def _limit(value: float) -> str:
+    """1024 as 1,024 and 1000000000000.0 as 1e12."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}".replace("e+", "e")

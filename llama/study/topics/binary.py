@@ -11,7 +11,7 @@ import torch
 from .. import measures
 from ..figure import Data, Figure
 from ..report import Report, Table, equal
-from .base import Topic, check_range
+from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -25,7 +25,7 @@ def bits(numbers: np.ndarray, count: int = 4) -> np.ndarray:
 
 def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
     """Periods of the digits, radix, number of digits; and positions read back from hands read by eye."""
-    check_range("--head-dim", head_dim, 4, 1024)
+    check_head_dim(head_dim, 4, 1024)
     check_range("--rope-theta", theta, 2.0, 1e12)
     waves = measures.wavelengths(measures.frequencies(head_dim, theta))  # (d/2,)
     radix = theta ** (2 / head_dim)

@@ -11,8 +11,7 @@ import torch
 from ..figure import Data, Figure
 from ..measures import frequencies, wavelengths
 from ..report import Report, Table, equal
-from ..stretch import number
-from .base import Topic
+from .base import Topic, check_range
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,13 +30,13 @@ NOW = 10 * 3600 + 8 * 60 + 42  # the time that the figure shows, seconds
 
 def report(factor: float = 3.0) -> Report:
     """Periods of the hands now, under PI, under NTK-aware, and as the notes have it for a factor of 3."""
-    number("factor", factor, 1, 1024)
+    check_range("--rope-factor", factor, 1.01, 1024.0)
     now, stretched = _now(), _stretched(factor)
     pi, ntk = stretched["PI"], stretched["NTK-aware"]
     note = _notes()
     table = Table(
         "seconds until a hand is back, and how many times as long as now",
-        ("hand", "now", "PI", "", "NTK-aware", "", "the notes, s = 3", ""),
+        ("hand", "now", "PI", "", "NTK-aware", "", "steps x 1, 1.5, 2", ""),
         [
             (hand, now[i], *(cell for way in (pi, ntk, note) for cell in (way[i], f"x {way[i] / now[i]:.4g}")))
             for i, hand in enumerate(HANDS)
@@ -51,20 +50,23 @@ def report(factor: float = 3.0) -> Report:
         "what do the ways to stretch a context do to the hands of a clock?",
         settings={"factor": factor},
         says=(
-            "three hands are three pairs, D = 6; a position is a second, the trained context has 43,200. To tell s",
-            "times as many apart, PI slows all hands s times, so that the second hand hardly moves. NTK-aware keeps it",
-            "and slows only the last hand s times. A clock is no RoPE: its periods grow by 60 and then by 12 (E17).",
+            "three hands are three pairs, D = 6; a position is a second, the trained context has 43,200. To",
+            f"tell {factor:g} times as many apart, PI slows all hands alike: the second hand then moves {step:.3g} degrees",
+            "a second, for 6. NTK-aware keeps it and slows only the last hand by all of the factor. The last",
+            "columns, for a factor of 3: a published clock that makes the steps from hand to hand 1, 1.5 and 2",
+            "times as long, so the periods 1, 1.5 and 3 times, not 1, 1.5 and 2 (E18). A clock is no RoPE: its",
+            "periods grow by 60 and then by 12 (E17).",
         ),
         tables=(table,),
         checks=(
             equal("001-26 OK11", "seconds that the clock tells apart", now[2], float(60 * 60 * 12), 0.01),
-            equal("001-28 OK11", "the same on the notes' slower clock", note[2], 60.0 * (60 * 1.5) * (2 * 12), 0.03),
+            equal("001-28 OK11", "the same, steps x 1, 1.5, 2", note[2], 60.0 * (60 * 1.5) * (2 * 12), 0.03),
             equal("001-27", "PI: degrees a second of the second hand", step, 2.0 if pinned else 6 / factor, 1e-5),
             equal("001-27", "NTK-aware: the same", 360 / ntk[0], 6.0, 1e-5),
             equal("001-27", "PI: the minute hand's period, times", pi[1] / now[1], factor, 1e-6 * factor),
             # s^(2i/(D-2)) with i = 1, D = 6
             equal("E18", "NTK-aware: the same", ntk[1] / now[1], 1.732 if pinned else math.sqrt(factor), 1e-4 * factor),
-            equal("E18", "the notes: the hour hand's period, times (not 2)", note[2] / now[2], 3.0, 1e-5),
+            equal("E18", "steps x 1, 1.5, 2: the hour hand's period, times (not 2)", note[2] / now[2], 3.0, 1e-5),
             equal("001-30", "NTK-aware: the hour hand's period", ntk[2], last, 1e-6 * last),
             equal("001-18", "PI: the hour hand's period", pi[2], last, 1e-6 * last),
             equal("E17", "RoPE of base 60, D = 6: periods", base60, "60, 235, 920"),
@@ -109,7 +111,7 @@ PANELS = ("now", "PI", "NTK-aware")
 
 def clock_data(factor: float = 3.0) -> Data:
     """clock, hand; period (seconds); times as long as now; angle at the time shown and step a second, in degrees."""
-    number("factor", factor, 1, 1024)
+    check_range("--rope-factor", factor, 1.01, 1024.0)
     now = np.array(_now())  # (3,) seconds
     periods = {"now": now} | {name: np.array(period) for name, period in _stretched(factor).items()}
     if factor == 3:

@@ -13,7 +13,7 @@ from ... import rope
 from .. import measures
 from ..figure import LINES, MARKERS, Data, Figure
 from ..report import Report, Table, above, equal
-from .base import Topic, check_range
+from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -32,7 +32,7 @@ def printed_table(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
 
 def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Report:
     """The table's rows, columns and speeds, each from a formula of its own; and what is wrong in note 002's."""
-    check_range("--head-dim", head_dim, 4, 512)
+    check_head_dim(head_dim, 4, 512)
     check_range("--rope-theta", theta, 2.0, 1e12)
     check_range("--context", context, 2, 1024)
     inv_freq = measures.frequencies(head_dim, theta)  # (d/2,)

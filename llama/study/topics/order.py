@@ -13,7 +13,7 @@ from ... import attention, rope
 from .. import encodings
 from ..figure import Data, Figure
 from ..report import Report, Table, above, equal, holds
-from .base import Topic, check_range
+from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -32,7 +32,7 @@ def drawn(head_dim: int) -> tuple[Tensor, ...]:
 
 def report(head_dim: int = 8, theta: float = 10000.0) -> Report:
     """Every word's output in two orders of the same words, under five encodings."""
-    check_range("--head-dim", head_dim, 2, 1024)
+    check_head_dim(head_dim, 2, 1024)
     check_range("--rope-theta", theta, 2.0, 1e12)
     x, wq, wk, wv = drawn(head_dim)
     positions, other = torch.arange(len(WORDS)), list(OTHER)

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from ... import rope
 from ...config import ModelConfig
-from ...errors import UsageError
 from ...model import Transformer
 from .. import formulas
 from ..figure import Data, Figure
 from ..report import Report, Table, equal, holds
-from ..stretch import number, whole
-from .base import Topic
+from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,10 +32,8 @@ TOKENS = (0, 1, 4, 16, 63)  # places in the text at which the damage is shown
 
 def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
     """The two pairings, the permutation between them, and the damage of a missing one on scores and on a model."""
-    whole("head_dim", head_dim, 4, 512)
-    if head_dim % 2:
-        raise UsageError(f"head_dim must be even, since RoPE turns pairs of entries; got {head_dim}")
-    number("theta", theta, 100, 1e12)
+    check_head_dim(head_dim, 4, 512)
+    check_range("--rope-theta", theta, 100.0, 1e12)
     places = torch.arange(8)
     names = Table(
         "a head of 8 entries",
@@ -52,14 +48,15 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
     changes = [_change(head_dim, theta, distance) for distance in DISTANCES]
     right = [_change_by_formula(head_dim, theta, distance) for distance in DISTANCES]
     damage = Table(
-        f"random q, k of {head_dim} entries, not permuted: change of the score, over its own size (both rms)",
+        f"random q, k of {head_dim} entries, not permuted: change of a score over its size (both rms)",
         ("distance", *(str(distance) for distance in DISTANCES)),
         [("change", *(f"{change:.3f}" for change in changes))],
     )
+    further = "the further apart, the more" if changes == sorted(changes) else "though not the more, the further apart"
     activations, weights, differ = _tensors(head_dim, theta)
     kl, agree, logits = _models()
     by_token = Table(
-        "a random model, wq and wk not permuted: KL to the right next-token distribution (nats, mean of 8 texts)",
+        "a random model, wq and wk not permuted: KL to the right next token (nats, mean of 8 texts)",
         ("token", *(str(t) for t in TOKENS)),
         [("KL", *(f"{float(kl[:, t].mean()):.3f}" for t in TOKENS))],
     )
@@ -68,9 +65,10 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
         "which two entries make a pair, and what if the file means others?",
         settings={"head_dim": head_dim, "theta": theta},
         says=(
-            "Meta's files pair neighbours (2i, 2i + 1), Hugging Face's pair halves (i, i + D/2). Either is RoPE; what",
-            "counts is that wq and wk were trained for it. Permuting their rows turns one into the other. Without that",
-            "nothing crashes: the first token is right, and the further apart two tokens, the more noise is a score.",
+            "Meta's files pair neighbours (2i, 2i + 1), Hugging Face's pair halves (i, i + D/2). Either is",
+            "RoPE; what counts is that wq and wk were trained for it. Permuting their rows turns one into the",
+            "other. Without that nothing crashes: the first token is right, and the score of two tokens is",
+            f"noise in part, {further}.",
         ),
         tables=(names, damage, by_token),
         checks=(
@@ -86,7 +84,7 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
             ),
             holds("OK8", "not permuted, distance 0: the score does not change", changes[0] < 1e-6),
             equal("001-10", "model permuted: largest change of a logit", logits, 0.0, 1e-4),
-            equal("OK8", "model not permuted, first token: KL (nats)", float(kl[:, 0].max()), 0.0, 1e-9),
+            equal("OK8", "model not permuted, first token: KL", float(kl[:, 0].max()), 0.0, 1e-9),
             equal("OK8", f"model not permuted, {LENGTH} tokens: mean KL (nats)", float(kl.mean()), KL, 1e-4),
             equal("OK8", "model not permuted: share of same top tokens", agree, AGREE, 0.01),
         ),

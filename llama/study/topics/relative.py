@@ -12,7 +12,7 @@ from ... import rope
 from .. import encodings, measures
 from ..figure import Data, Figure
 from ..report import Report, Table, above, below, equal
-from .base import Topic, check_range
+from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -39,7 +39,7 @@ def scores_of(name: str, head_dim: int, theta: float, context: int) -> Tensor:
 
 def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Report:
     """Spread of the scores of equal distance under five encodings; why adding is not enough; what RoPE keeps."""
-    check_range("--head-dim", head_dim, 2, 256)
+    check_head_dim(head_dim, 2, 256)
     check_range("--rope-theta", theta, 2.0, 1e12)
     check_range("--context", context, 12, 256)
     x, wq, wk, wv = drawn(head_dim)

@@ -13,7 +13,7 @@ from ... import rope
 from .. import measures
 from ..figure import LINES, MARKERS, Data, Figure
 from ..report import Report, Table, above, equal
-from .base import Topic, check_range
+from .base import Topic, check_head_dim, check_range
 from .heatmap import printed_table
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def residual(table: Tensor, k: int) -> float:
 
 def report(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Report:
     """Residuals of the best linear map for three tables, and the map itself for the sinusoid."""
-    check_range("--head-dim", head_dim, 2, 32)
+    check_head_dim(head_dim, 2, 32)
     check_range("--rope-theta", theta, 2.0, 1e12)
     check_range("--context", context, max(64, 4 * head_dim), 2048)
     rows = tables(torch.arange(context), head_dim, theta)  # (N, d) each
