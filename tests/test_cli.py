@@ -34,7 +34,10 @@ def test_help_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "inspect", "verify", "convert", "pull", "bench"])
+@pytest.mark.parametrize(
+    "command",
+    ["generate", "chat", "inspect", "convert", "pull", "verify", "bench", "perplexity", "study", "trace", "explain"],
+)
 def test_every_command_has_help(clearllama: Run, command: str) -> None:
     result = clearllama(command, "--help")
     assert result.returncode == 0

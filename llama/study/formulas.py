@@ -33,13 +33,20 @@ def by_parts(turn: Array, alpha: float, beta: float, factor: float) -> Array:
     return 1 / (keep + (1 - keep) / factor)
 
 
-def yarn_ramp(head_dim: int, theta: float, context: int, factor: float) -> Array:
-    """YaRN as its authors' code has it: a ramp over the pair's index, not over its turns as in the paper: (D/2,)."""
+def yarn_ramp(head_dim: int, theta: float, context: int, factor: float, truncate: bool = True) -> Array:
+    """YaRN as its authors' code has it: a ramp over the pair's index, not over its turns as in the paper: (D/2,).
+
+    Without `truncate` the ramp may begin and end between two pairs.
+    """
     # As many places as the head has entries, not pairs: the code clamps there.
     turn = context / (2 * np.pi * theta ** (2 * np.arange(head_dim) / head_dim))  # (D,)
-    low = max(int((turn >= 32).sum()) - 1, 0)  # the last pair of 32 turns or more
-    high = min(int((turn > 1).sum()), head_dim - 1)  # the first pair of at most one
-    slow = np.clip((np.arange(head_dim // 2) - low) / (high - low if high > low else 0.001), 0, 1)
+    low = max(float((turn >= 32).sum()) - 1, 0)  # the last pair of 32 turns or more
+    high = min(float((turn > 1).sum()), head_dim - 1)  # the first pair of at most one
+    if not truncate:  # the turns fall by one ratio a pair, so a place is a logarithm to that base
+        per_pair = np.log(turn[0] / turn[1])
+        low = max(np.log(turn[0] / 32) / per_pair, 0)
+        high = min(np.log(turn[0]) / per_pair, head_dim - 1)
+    slow = np.clip((np.arange(head_dim // 2) - low) / ((high - low) or 0.001), 0, 1)
     return 1 / (1 - slow + slow / factor)
 
 
@@ -79,6 +86,12 @@ def attention_factor(kind: str, context: int, factor: float) -> float:
     if kind == "yarn":
         return float(1 + np.log(factor) / 10)
     return float(np.sqrt(np.log(context * stretched) / np.log(context))) if kind == "longrope" else 1.0
+
+
+def yarn_sharpness(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """YaRN's factor of cos and sin where a file gives both weights of it (as DeepSeek-V2's does)."""
+    grown = np.log(factor) / 10
+    return float((1 + mscale * grown) / (1 + mscale_all_dim * grown))
 
 
 def unseen(kind: str, head_dim: int, theta: float, context: int, factor: float) -> int:

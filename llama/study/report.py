@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -87,6 +88,11 @@ class Report:
         return bool(self.checks) and all(check.passed for check in self.checks)
 
 
+def wrapped(prose: str) -> tuple[str, ...]:
+    """Prose for `Report.says` that holds computed numbers, in lines that leave a terminal's 100 columns none over."""
+    return tuple(textwrap.wrap(prose, 98, break_on_hyphens=False))
+
+
 def text(report: Report) -> str:
     """A report for a terminal."""
     lines = [f"{report.topic}: {report.question}"]
@@ -122,10 +128,11 @@ def text(report: Report) -> str:
 def _sources(report: Report) -> str:
     """Where the ids beside the checks are explained, by the first of each sort; the report's own erratum needs none."""
     ids = [id for check in report.checks for id in check.claim.split()]
-    claims = [f"{id}: docs/study/claims.md" for id in ids if id[0].isdigit()]
-    errata = [f"{id}: clearllama study errata {id}" for id in ids if not id[0].isdigit() and id != report.topic]
-    found = claims[:1] + (errata[:1] if report.topic != "errata" else [])
-    return f"what the ids mean: {'; '.join(found)}" if found else ""
+    claims = [f"ids such as {id} are explained in docs/study/claims.md" for id in ids if id[0].isdigit()]
+    errata = [f"{id} by 'clearllama study errata {id}'" for id in ids if not id[0].isdigit() and id != report.topic]
+    if not claims and errata:
+        errata = [f"ids are explained, {errata[0]}"]
+    return ", ".join(claims[:1] + errata[:1])
 
 
 def as_dict(report: Report) -> dict[str, Any]:

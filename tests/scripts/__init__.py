@@ -6,5 +6,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import make_tiny
+import train_tiny
 
-__all__ = ["make_tiny"]
+__all__ = ["make_tiny", "train_tiny"]

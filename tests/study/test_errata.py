@@ -100,7 +100,7 @@ MEASURED = {
     "E29": (2.50e-4, 1.00e-3, 0.0164),
     "E30": (10.0,),
     "E32": (1.1386, 1.2965),
-    "E35": (1.1548, 64, 8660, 7.256, 110),
+    "E35": (1.1548, 64, 8660, 7.256, 109.3),
     "E37": (0.222,),
     "E41": (0.84,),
     "E42": (0.031623, 13.401),
@@ -354,7 +354,7 @@ def test_the_list(study: Study) -> None:
     assert lines[-1] == "PASS: 68 of 68"
     assert [line.split()[:3] for line in lines[1:-1]] == [["PASS", id, ERRATA[id].kind] for id in IDS]
     assert all(ERRATA[id].matter in out for id in IDS)
-    assert max(map(len, lines)) <= 120
+    assert max(map(len, lines)) <= 110
     assert "errata E33" in err
     assert study("-q")[2] == ""
 
@@ -391,6 +391,7 @@ def test_one_erratum_is_one_screen(study: Study, id: str) -> None:
     lines = out.splitlines()
     assert lines[0] == f"{id}: {ERRATA[id].matter}"
     assert len(lines) <= 32
+    assert max(map(len, lines)) <= 110
     for label in ("where", "class", "printed", "right", "why"):
         assert any(line.startswith(f"  {label} ") for line in lines)
     assert "FAIL" not in out

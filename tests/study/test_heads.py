@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llama.cli import main
 from llama.loader import load_model
@@ -27,6 +31,42 @@ def _forget() -> None:
 def test_the_claims_hold_on_the_tiny_model() -> None:
     report = find("heads").report()
     assert report.passed, report.checks
+    assert len(report.checks) == 6
+    assert "judged for this model on this text alone" in " ".join(report.says)
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's files with weights that nobody trained."""
+    folder = tmp_path_factory.mktemp("random")
+    for file in tiny_folder().glob("*.json"):
+        shutil.copy(file, folder)
+    draw = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(old.shape, generator=draw) / old.shape[-1] ** 0.5 if old.dim() == 2 else torch.ones(old.shape)
+        for name, old in load_file(tiny_folder() / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_random_weights_are_judged_by_what_holds_of_all_and_told_what_training_makes(random_model: Path) -> None:
+    report = heads.report(str(random_model), tiny_folder() / "held-out.txt")
+    assert [check.claim for check in report.checks] == ["000-07", "001-15"]
+    assert report.passed
+    said = " ".join(report.says)
+    assert "judged for tiny-kjv alone" in said
+    found = re.search(r"is used ([\d.]+) times .* wavelength is ([\d.]+) contexts.* looks ([\d.]+) times", said)
+    assert found
+    checked = heads._of_training(*map(float, found.groups()))
+    assert sum(check.passed for check in checked) < len(checked), said
+
+
+@pytest.mark.parametrize("length", [2, 20, 64])
+def test_a_length_of_ones_own_is_measured_and_not_judged(length: int) -> None:
+    report = heads.report(length=length)
+    assert report.passed
+    assert len(report.checks) == 2
 
 
 def test_the_second_way_to_the_weights_notices_another_angle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +117,8 @@ def test_the_figure_is_written(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--length", "1"], "between 2 and 1024"),
-        (["--length", "5000"], "between 2 and 1024"),
+        (["--length", "1"], "takes a --length from 2 to 1,024"),
+        (["--length", "5000"], "takes a --length from 2 to 1,024"),
         (["--text", "no-such-file"], "expected a text file"),
         (["-m", "smollm2-135m-instruct"], "give a text with --text"),
     ],
@@ -88,3 +128,12 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], options: l
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
+
+
+def test_the_second_way_to_the_weights_knows_a_scalings_factor(tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder(), tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    report = find("heads").report(model=str(tmp_path / "m"), text=tiny_folder() / "held-out.txt", length=200)
+    assert all(check.passed for check in report.checks if check.claim in ("000-07", "001-15"))

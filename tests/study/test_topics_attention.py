@@ -20,7 +20,7 @@ from torch import Tensor
 from llama import attention, rope
 from llama.errors import ConfigError, UsageError
 from llama.study import encodings, figure, measures, topics
-from llama.study.report import text
+from llama.study.report import show, text
 from llama.study.topics import binary, example, heatmap, order, relative, shift, softmax, sqrtd
 from llama.study.topics.base import options_of
 
@@ -43,6 +43,24 @@ def columns(line: str) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------- reports
+@pytest.mark.parametrize("name", topics.TOPICS)
+def test_a_line_fits_and_the_ids_are_explained(name: str) -> None:
+    """The list of all errata alone may be longer than a screen."""
+    lines = text(topics.find(name).report()).splitlines()
+    assert len(lines) <= (40 if name != "errata" else 80)
+    assert max(map(columns, lines)) <= 110
+    explained = [line for line in lines if "docs/study/claims.md" in line or "clearllama study errata E" in line]
+    assert len(explained) == 1
+    assert lines.index(explained[0]) == next(i for i, line in enumerate(lines) if line.startswith("  PASS")) - 1
+
+
+def test_numbers_are_for_people() -> None:
+    shown = {54410.1: "54,410.1", 2559203.4: "2,559,200", 1234.0: "1,234", 999.5: "999.5", 1e-7: "1e-07", 1e12: "1e+12"}
+    assert {value: show(value) for value in shown} == shown
+    assert show(-4321.5) == "-4,321.5"
+    assert show(math.inf) == "inf"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_check_holds_and_the_text_fits_a_screen(name: str) -> None:
     report = topics.find(name).report()
@@ -213,6 +231,29 @@ def test_a_report_with_a_planted_defect_fails(
     assert "FAIL" in text(report)
 
 
+def test_every_form_of_the_rotation_is_turned_in_the_example() -> None:
+    assert {"complex", *(form for form, *_ in example.FORMS)} == set(rope.FORMS)
+
+
+@pytest.mark.parametrize(("form", "claim", "what"), example.FORMS)
+@pytest.mark.parametrize("defect", ["sign", "keys"])
+def test_a_defect_in_one_form_fails_that_form(
+    form: str, claim: str, what: str, defect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table, apply, layout = rope.FORMS[form]
+
+    def wrong_sign(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return apply(xq, xk, cos, -sin)
+
+    def keys_left(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return apply(xq, xk, cos, sin)[0], rope.half_to_interleaved(xk) if layout == "half" else xk
+
+    wrong = wrong_sign if defect == "sign" else keys_left
+    monkeypatch.setitem(rope.FORMS, form, (make_table, wrong, layout))
+    failed = [check for check in topics.find("example").report().checks if not check.passed]
+    assert [(check.claim, check.what.split(", largest error")[0]) for check in failed] == [(claim, what)]
+
+
 def test_every_topic_has_a_planted_defect() -> None:
     assert {topic for topic, *_ in PLANTED} == set(NAMES)
 
@@ -374,7 +415,7 @@ def test_figure_shift_by_hand() -> None:
     expected = {
         "sinusoid": by_hand.table(200, 8),
         "triangle wave": np.stack(triangle, -1).reshape(200, 8),
-        "note 002's": heatmap.printed_table(torch.arange(200), 8).numpy(),
+        "published (E25)": heatmap.printed_table(torch.arange(200), 8).numpy(),
     }
     for name, table in expected.items():
         for row, k in enumerate(data["k"].tolist()):

@@ -43,13 +43,14 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         {"head_dim": 64, "theta": 500000.0, "context": 8192, "factor": 8.0},
         {"head_dim": 4, "theta": 100.0, "context": 16, "factor": 1.01},
         {"head_dim": 1024, "theta": 1e12, "context": 2**20, "factor": 1024.0},
+        {"head_dim": 6, "theta": 10000.0, "context": 2048, "factor": 4.0},
     ],
     "decay": [
         {"head_dim": 64, "theta": 123456.789, "context": 1234},
         {"head_dim": 4, "theta": 100.0, "context": 16},
         {"head_dim": 1024, "theta": 1e10, "context": 2048},
     ],
-    "clock": [{"factor": 1.0}, {"factor": 7.7}, {"factor": 1024.0}],
+    "clock": [{"factor": 1.01}, {"factor": 7.7}, {"factor": 1024.0}],
     "pairing": [{"head_dim": 4, "theta": 100.0}, {"head_dim": 512, "theta": 1e12}],
     "precision": [
         {"head_dim": 4, "theta": 1e12, "context": 512},
@@ -96,7 +97,7 @@ BASES = st.floats(100, 1e9)
 @given(HEADS, BASES, st.integers(16, 2**20), st.floats(1, 200))
 def test_what_is_said_of_scalings_holds_for_any_context(D: int, theta: float, L: int, s: float) -> None:
     for topic in (wavelengths, scale):
-        report = topic.report(D, theta, L, s)
+        report = topic.report(D, theta, L, s if topic is wavelengths else max(s, 1.01))
         assert not failed(report)
         within_limits(report)
 
@@ -110,7 +111,7 @@ def test_what_is_said_of_decay_holds_for_any_base(D: int, theta: float, L: int) 
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.floats(1, 1024))
+@given(st.floats(1.01, 1024))
 def test_what_is_said_of_the_clock_holds_for_any_factor(s: float) -> None:
     report = clock.report(s)
     assert not failed(report)
@@ -143,7 +144,9 @@ def test_what_is_said_of_rounding_holds_for_any_context(D: int, theta: float, L:
         ("decay", {"head_dim": 9}),
         ("decay", {"theta": -1.0}),
         ("decay", {"context": 100000}),
+        ("scale", {"factor": 1.0}),
         ("clock", {"factor": 0.0}),
+        ("clock", {"factor": 1.0}),
         ("pairing", {"head_dim": 6000}),
         ("pairing", {"head_dim": 5}),
         ("pairing", {"theta": math.inf}),
@@ -159,6 +162,70 @@ def test_bad_settings_are_errors_of_one_line(name: str, options: dict[str, Any])
             run(**options)
         assert "\n" not in str(error.value)
         assert str(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("pairing", {"head_dim": 3}, "this topic takes a --head-dim from 4 to 512, got 3"),
+        ("scale", {"head_dim": 7}, "this topic takes an even --head-dim, since RoPE turns pairs of entries; got 7"),
+        ("decay", {"theta": 1e13}, "this topic takes a --rope-theta from 100 to 1e10, got 1e13"),
+        ("precision", {"context": 9}, "this topic takes a --context from 512 to 1,048,576, got 9"),
+        ("clock", {"factor": 1.0}, "this topic takes a --rope-factor from 1.01 to 1,024, got 1.0"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_voice(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        find(name).report(**options)
+    assert str(error.value) == message
+
+
+def said(name: str, **options: Any) -> str:
+    return " ".join(find(name).report(**options).says)
+
+
+def test_what_is_said_of_decay_follows_the_numbers() -> None:
+    assert "its mean falls for every base; over all distances it is larger for each larger base" in said("decay")
+    assert "its mean falls for no base; over all distances it is not larger" in said("decay", head_dim=4)
+    half = 2048
+    for D in (4, 128):  # by hand
+        for base in (1e4, 5e5, 1e6):
+            w = base ** (-2 * np.arange(D // 2) / D)
+            bound = np.abs(np.cumsum(np.exp(1j * np.outer(np.arange(2 * half + 1), w)), axis=1)).mean(1)
+            assert (bound[half + 1 :].mean() < 0.95 * bound[1 : half + 1].mean()) == (D == 128)
+
+
+def test_what_is_said_of_noise_follows_the_numbers() -> None:
+    assert "noise in part, the further apart, the more." in said("pairing")
+    assert "though not the more, the further apart" in said("pairing", head_dim=4, theta=1e12)
+
+
+def test_what_is_said_of_rounding_follows_the_numbers() -> None:
+    assert "by 1,023 angles in bfloat16 mean nothing" in said("precision")
+    small = said("precision", head_dim=4, context=512)
+    assert "mean nothing" not in small
+    assert "float32 is off by 2.8e-08" in small
+
+
+def test_the_error_of_float32_is_held_to_its_own_size() -> None:
+    checks = precision.report(head_dim=4, context=512).checks
+    assert all(check.tolerance <= 2.0**-23 for check in checks if "511" in check.what)
+
+
+def test_scale_says_which_checks_have_no_pair() -> None:
+    for D, checks, words in ((6, 14, "the 3 checks of E21 do not apply"), (128, 17, "")):
+        report = scale.report(head_dim=D)
+        assert len(report.checks) == checks
+        assert ("not apply" in " ".join(report.says)) == bool(words)
+        assert words in " ".join(report.says)
+    for D in range(4, 64, 2):
+        report = scale.report(head_dim=D)
+        of_e21 = sum(check.claim == "E21" for check in report.checks)
+        assert {0: "the 3 checks of E21 do not apply", 2: "1 of the 3 checks of E21 does not apply", 3: ""}[
+            of_e21
+        ] in " ".join(report.says)
+        assert ("apply" in " ".join(report.says)) == (of_e21 < 3)
+        within_limits(report)
 
 
 def test_a_context_has_an_example_of_every_scaling_and_of_no_other() -> None:
@@ -200,6 +267,9 @@ WRONG_SCALINGS: list[tuple[str, str, Scaling, str]] = [
     ("scale", "dynamic", lambda b, s: (b.inv_freq(), 1.0), "E23"),
     ("scale", "yarn", litgpt_yarn, "002-15"),
     ("scale", "yarn", lambda b, s: (rope_scaling.yarn(b, s)[0], 1.0), "E32"),
+    ("scale", "yarn", lambda b, s: rope_scaling.yarn(b, {**s, "truncate": True}), "002-15"),
+    ("scale", "yarn", lambda b, s: rope_scaling.yarn(b, {k: v for k, v in s.items() if k != "mscale"}), "002-25"),
+    ("scale", "yarn", lambda b, s: rope_scaling.yarn(b, s | {"mscale_all_dim": s.get("mscale")}), "002-25"),
     ("scale", "llama3", lambda b, s: (b.inv_freq() / s["factor"], 1.0), "OK12"),
     ("scale", "longrope", lambda b, s: (b.inv_freq(), 1.0), "002-15"),
     ("scale", "proportional", lambda b, s: (b.inv_freq(), 1.0), "002-15"),
@@ -331,6 +401,15 @@ def test_library_formulas_and_hand_agree_on_every_scaling(D: int, theta: float, 
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(HEADS, BASES, st.integers(16, 2**20), st.floats(1.01, 200))
+def test_yarn_untruncated_and_weighed_by_formulas_and_library(D: int, theta: float, L: int, s: float) -> None:
+    divided, times = scale._yarn(Stretch(D, theta, L, s), truncate=False, mscale=0.707, mscale_all_dim=1.5)
+    np.testing.assert_allclose(divided, formulas.yarn_ramp(D, theta, L, s, truncate=False), rtol=1e-6)
+    assert times == pytest.approx((0.0707 * math.log(s) + 1) / (0.15 * math.log(s) + 1), rel=1e-12)
+    assert times == pytest.approx(formulas.yarn_sharpness(s, 0.707, 1.5), rel=1e-12)
+
+
 def rounded(x: np.ndarray) -> np.ndarray:
     """bfloat16 in eight significant bits, ties to even."""
     mantissa, exponent = np.frexp(x)
@@ -439,7 +518,7 @@ def test_figure_decay(numbers: tuple[int, float, int]) -> None:
     assert rows["distance"][rows["value"].argmax()] == built
 
 
-@pytest.mark.parametrize("s", [3.0, 1.0, 7.7])
+@pytest.mark.parametrize("s", [3.0, 1.01, 7.7])
 def test_figure_clock(s: float) -> None:
     data = clock.clock_data(s)
     periods = {
@@ -527,7 +606,7 @@ def test_a_figure_draws_at_readable_size(
 
 def test_figures_draw_at_other_settings(tmp_path: Path) -> None:
     for figure in (*wavelengths.TOPIC.figures, *scale.TOPIC.figures):  # every pair finishes a turn
-        figures.save(figure, tmp_path / "a.svg", head_dim=4, theta=100.0, context=1000, factor=1.0)
+        figures.save(figure, tmp_path / "a.svg", head_dim=4, theta=100.0, context=1000, factor=1.01)
     figures.save(clock.TOPIC.figure(), tmp_path / "a.svg", factor=10.0)
     figures.save(decay.TOPIC.figure(), tmp_path / "a.svg", head_dim=4, context=16)
     figures.save(precision.TOPIC.figure(), tmp_path / "a.svg", head_dim=4, context=512)

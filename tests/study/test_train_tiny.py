@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from llama.evaluate import perplexity, token_logprobs
 from llama.loader import load_model, load_tokenizer
+from llama.model import Transformer
 from llama.study.perplexity import tiny_folder
+
+from ..scripts import train_tiny
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_tiny.py"
 TEXT = "Genesis 1\n" + "the morning and the evening were the first day. " * 40 + "\nRevelation 1\nheld out words\n"
@@ -33,6 +36,14 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     assert (tmp_path / "a" / "held-out.txt").read_text() == "Revelation 1\nheld out words\n"
+
+
+def test_what_is_saved_is_the_model_that_was_trained(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Transformer(train_tiny.CONFIG).requires_grad_(False)
+    train_tiny.save(model, tmp_path)
+    tokens = torch.randint(256, (1, 100))
+    assert torch.equal(load_model(tmp_path, dtype="float32")(tokens), model(tokens))
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -25,10 +25,10 @@ Kind = Literal["A", "B", "C", "OK"]
 
 # what the classes mean, in the order of the list
 KINDS: dict[Kind, str] = {
-    "A": "false, or does not run",
+    "A": "false or does not run",
     "B": "misleading",
-    "C": "true, but half of it is missing",
-    "OK": "looks wrong and is right",
+    "C": "true, but half is missing",
+    "OK": "looks wrong, is right",
 }
 
 

@@ -211,7 +211,7 @@ E03 = Erratum(
 def _e04(wrong: Callable[[int, int], int], right: Callable[[int, int], int]) -> Sequence[Check]:
     return (
         equal("E04", "shape of xk, as worded", _e04_shape(wrong(2, 2)), "(2, 5, 2, 8)"),
-        equal("000-40 E04", "shape of xk, right, and as the note shows it", _e04_shape(right(2, 2)), "(2, 5, 1, 8)"),
+        equal("000-40 E04", "shape of xk, right and as the note has it", _e04_shape(right(2, 2)), "(2, 5, 1, 8)"),
         equal("E04", "query heads that read key head 0, right", _e04_readers(right(2, 2)), 2),
     )
 
@@ -297,7 +297,7 @@ def _e05(wrong: Attending, right: Attending) -> Sequence[Check]:
     change = {form: worst(form(*_tensors(arrays), at[5]), form(*_tensors(arrays), at[0])) for form in (wrong, right)}
     return (
         above("E05", "output when all positions grow by 5, values turned: change", change[wrong], 0.1),
-        below("000-06 E05", "output when all positions grow by 5, values left alone: change", change[right], 1e-6),
+        below("000-06 E05", "all positions + 5, values left alone: change of output", change[right], 1e-6),
         below("E05", "right form against numpy", worst(right(*_tensors(arrays), at[0]), truth), 1e-6),
     )
 
@@ -398,7 +398,7 @@ def _e08(wrong: Change, right: Change) -> Sequence[Check]:
     moved = (xk_out - xk)[0, 4, 0].abs()  # (D,): token 4 of the note's example
     return (
         equal("E08", "m = 6: change of pair 0", float(measured[6][0]), 0.282, 1e-3),
-        equal("E08", "m = 6: change of pair 1, which is later and larger", float(measured[6][1]), 0.591, 1e-3),
+        equal("E08", "m = 6: change of pair 1, later and larger", float(measured[6][1]), 0.591, 1e-3),
         above("E08", "m = 6: error of 'the change is the angle'", worst(wrong(6, w), measured[6]), 5.0),
         above("E08", "m = 44: the same", worst(wrong(44, w), measured[44]), 40.0),
         below("000-53 E08", "m = 6: error of 2 |sin(m w / 2)|", worst(right(6, w), measured[6]), 1e-5),
@@ -517,7 +517,7 @@ def _e10(wrong: Product, right: Product) -> Sequence[Check]:
     printed_narrow = outcome(wrong, x_m, x_n, narrow_q, narrow_k, _e10_matrix(4, -4))
     return (
         above("E10", "error without the transpose", abs(wrong(x_m, x_n, wq, wk, _e10_matrix(8, -4)) - true), 0.1),
-        equal("E10", "a head of 4 in a model of 8, without the transpose", name_of(printed_narrow), "ValueError"),
+        equal("E10", "a head of 4 in a model of 8, untransposed", name_of(printed_narrow), "ValueError"),
         below("000-34 E10", "error with it", abs(right(x_m, x_n, wq, wk, _e10_matrix(8, -4)) - true) / abs(true), 1e-6),
         below(
             "E10",
@@ -555,9 +555,7 @@ def _e11(wrong: Array, right: Array) -> Sequence[Check]:
     return (
         equal("E11", "rows of sample 0 in the picture, for 5 tokens", len(wrong), 6),
         equal("E11", "turning them by 5 positions", name_of(outcome(_e11_turned, wrong, 5)), "ValueError"),
-        above(
-            "E11", "pair 0 of row 3, from the picture's rows: distance to the output shown", _e11_off(wrong, shown), 5
-        ),
+        above("E11", "pair 0 of row 3, from the picture's: distance to its output", _e11_off(wrong, shown), 5),
         equal("000-40 E11", "rows, right", len(right), 5),
         below("000-51 E11", "pair 0 of row 3, from the right rows: the same", _e11_off(right, shown), 1e-4),
         below("E11", "(24 + 25i) turned by 3 radians: the same", worst((24 + 25j) * np.exp(3j), complex(*shown)), 1e-4),
@@ -599,9 +597,9 @@ def _e12(wrong: Query, right: Query) -> Sequence[Check]:
     moved = {form: worst(_e12_scores(form, x, wq, wk, 5), _e12_scores(form, x, wq, wk, 0)) for form in (wrong, right)}
     return (
         above("E12", "W R x against R W x: difference", off[wrong], 1.0),
-        above("E12", "scores when all positions grow by 5, embedding turned: change", moved[wrong], 0.5),
+        above("E12", "all positions + 5, embedding turned: change of scores", moved[wrong], 0.5),
         below("000-30 E12", "right form against numpy", off[right], 1e-5),
-        below("E12", "scores when all positions grow by 5, q and k turned: change", moved[right], 1e-9),
+        below("E12", "all positions + 5, q and k turned: change of scores", moved[right], 1e-9),
     )
 
 
@@ -690,7 +688,7 @@ def _e53(wrong: Rows, right: Rows) -> Sequence[Check]:
         out = rope.apply_rotary_emb(last, last, form(table, 7, 1))[0][0, 0, 0].double().numpy()  # (D,)
         off[form] = worst(out @ k.T / 8**0.5, truth[7])
     return (
-        above("E53", "scores of token 7 after 7 in the cache, rows cut to the length of xq: error", off[wrong], 0.1),
+        above("E53", "token 7 after 7 cached, rows cut to xq's length: error", off[wrong], 0.1),
         below("000-45 E53", "the same, rows 7 to 7 of the table", off[right], 1e-5),
     )
 
@@ -768,7 +766,7 @@ def _ok7(tempting: Counting, printed: Counting) -> Sequence[Check]:
         off[form] = worst(turn(torch.from_numpy(q), at_q, w) @ turn(torch.from_numpy(k), at_k, w).T, from_zero)
     first = turn(torch.from_numpy(q), printed(6)[0], w)[0]
     return (
-        below("OK7", "scores counted from 1 against scores counted from 0: difference", off[printed], 1e-6),
+        below("OK7", "scores counted from 1 less those from 0", off[printed], 1e-6),
         above("OK7", "if queries count from 1 and keys from 0: difference", off[tempting], 0.1),
         holds("000-52 OK7", "counted from 1, no token is left unchanged", worst(first, q[0]) > 0.1),
     )

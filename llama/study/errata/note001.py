@@ -58,9 +58,7 @@ def _e14(wrong: Coding, right: Coding) -> Sequence[Check]:
         shift[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = block
     table = right(128, 8)
     return (
-        equal(
-            "E14", "triangle wave of the same periods, t to t + 3: residual", fit_residual(wrong(128, 8), 3), 0.19, 0.01
-        ),
+        equal("E14", "triangle wave, t to t + 3: residual", fit_residual(wrong(128, 8), 3), 0.19, 0.01),
         below("001-01 E14", "sine and cosine, t to t + 3: residual", fit_residual(table, 3), 1e-12),
         below("E14", "the sum-angle formula as that map: error", worst(table[:-3] @ shift.T, table[3:]), 1e-12),
     )
@@ -330,7 +328,7 @@ def _e20_right(factor: float, base: float, dim: int) -> float:
 def _e20(wrong: NewBase, right: NewBase) -> Sequence[Check]:
     last, by_hand = float(measures.frequencies(128, wrong(4, 1e4, 128))[-1]), float(frequencies(128)[-1])
     return (
-        equal("E20", "the base set by hand divides the last pair, for s = 4, by", by_hand / last, 47.0, 0.1),
+        equal("E20", "a base set by hand, s = 4: divides the last pair by", by_hand / last, 47.0, 0.1),
         equal("001-30 E20", "base of the library for s = 4", right(4, 1e4, 128), 40889.94, 0.5),
         equal("E20", "10000 * 4^(128/126)", right(4, 1e4, 128), 10000 * 4 ** (128 / 126), 0.5),
         equal(
@@ -579,7 +577,7 @@ def _e55(wrong: Callable[[int, int], int], right: Callable[[int, int], int]) -> 
     return (
         equal("E55", "pairs out of distribution beyond 2048, by the sentence alone", wrong(128, 2048), 64),
         equal("001-16 E55", "pairs that did not finish a turn in 2048", right(128, 2048), 23),
-        equal("E55", "pairs that meet an angle never seen, found by comparing all angles", _e55_by_hand(128, 2048), 23),
+        equal("E55", "pairs that meet a new angle, by comparing all angles", _e55_by_hand(128, 2048), 23),
         equal("E55", "turns of pair 0 in 2048", float(measures.turns(w, 2048)[0]), 326.0, 0.1),
     )
 
@@ -711,16 +709,14 @@ def _ok12(tempting: Scaled, printed: Scaled) -> Sequence[Check]:
     return (
         below(
             "OK12",
-            "llama3 over the paper's by-parts with alpha 1, beta 4, less 1",
+            "llama3 over the paper's by-parts of 1 and 4, less 1",
             worst(printed() / paper, np.ones(64)),
             1e-14,
         ),
         above(
             "OK12", "the YaRN code with the same 1 and 4 over it, less 1", worst(tempting() / paper, np.ones(64)), 0.1
         ),
-        equal(
-            "OK12", "the YaRN code and the YaRN paper are apart by a factor of up to", float(apart.max()), 1.733, 0.002
-        ),
+        equal("OK12", "YaRN's code and paper are apart by a factor of up to", float(apart.max()), 1.733, 0.002),
         equal("OK12", "at pair", int(apart.argmax()), 34),
     )
 

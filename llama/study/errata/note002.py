@@ -57,7 +57,7 @@ def _e24(wrong: Table, right: Table) -> Sequence[Check]:
     truth = sinusoid_table(16, 8)
     error = np.abs(wrong(16, 8) - truth)[:, 0::2].max(0)  # (d/2,)
     return (
-        below("E24", "errors of the four sine columns, as printed, from 0, 0.848, 0.148, 0.015", _e24_off(error), 1e-3),
+        below("E24", "sine columns, as printed: errors less 0, 0.848, 0.148, 0.015", _e24_off(error), 1e-3),
         above("E24", "largest error of the table, as printed", worst(wrong(16, 8), truth), 0.8),
         below("002-04 E24", "largest error of the table, right", worst(right(16, 8), truth), 1e-12),
     )
@@ -353,7 +353,7 @@ def _e29(wrong: Calls, right: Calls) -> Sequence[Check]:
     by_hand = frequencies(8, 10000 * (2 * 24 / 16 - 1) ** (8 / 6))
     return (
         equal("E29", "16 tokens after 40, as printed: slowest pair", float(after[wrong][0][-1]), 2.50e-4, 1e-6),
-        equal("E29", "24 tokens after 40, as printed: what the past changes", twenty_four[wrong], 0.0164, 1e-4),
+        equal("E29", "24 tokens after 40, as printed: effect of the past", twenty_four[wrong], 0.0164, 1e-4),
         equal("E29", "16 tokens after 40, right: slowest pair", float(after[right][0][-1]), 1.00e-3, 1e-6),
         equal("002-18 E29", "24 tokens after 40, right: what the past changes", twenty_four[right], 0.0),
         below("E29", "24 tokens, right, against numpy", worst(after[right][1], by_hand), 1e-7),
@@ -422,7 +422,7 @@ def _e30(wrong: Cast, right: Cast) -> Sequence[Check]:
     return (
         equal(
             "E30",
-            "buffer after .to(bfloat16): largest relative error",
+            "buffer in bfloat16: largest relative error",
             float(np.abs(cast / w - 1).max()),
             0.00365,
             1e-4,
@@ -606,7 +606,7 @@ def _e54(wrong: Update, right: Update) -> Sequence[Check]:
     return (
         below(
             "E54",
-            "longrope, 40 tokens, as printed: distance to the short table",
+            "longrope, 40 tokens, as printed: from the short table",
             worst(wrong(_LONGROPE, 40), short),
             1e-7,
         ),
@@ -617,9 +617,7 @@ def _e54(wrong: Update, right: Update) -> Sequence[Check]:
             worst(right(_LONGROPE, 40), long),
             1e-6,
         ),
-        below(
-            "E54", "longrope, 16 tokens, right: distance to the short table", worst(right(_LONGROPE, 16), short), 1e-6
-        ),
+        below("E54", "longrope, 16 tokens, right: from the short table", worst(right(_LONGROPE, 16), short), 1e-6),
     )
 
 
@@ -657,7 +655,7 @@ def _ok8(tempting: Rotated, printed: Rotated) -> Sequence[Check]:
         out_q, out_k = form(xq, xk, rope.precompute_freqs_cis(8, 6))
         off[form] = worst(out_q[0, :, 0] @ out_k[0, :, 0].T, truth)
     return (
-        below("001-10 OK8", "cat and rotate_half on reordered entries against adjacent pairs", off[printed], 1e-5),
+        below("001-10 OK8", "cat and rotate_half, reordered, less adjacent pairs", off[printed], 1e-5),
         above("OK8", "the same without the reordering", off[tempting], 1.0),
     )
 

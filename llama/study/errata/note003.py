@@ -59,7 +59,7 @@ def _e33(wrong: Turn, right: Turn) -> Sequence[Check]:
         ),
         equal("E33", "their error, |x_d - x_(d-1)| sin(m theta)", float(error[3].max()), law[3], 1e-9),
         equal("E33", "the same at m = 300", float(error[300].max()), law[300], 1e-9),
-        equal("E33", "length that is left of the last pair at m = 300", kept[wrong], length, 1e-9),
+        equal("E33", "what is left of the last pair's length, m = 300", kept[wrong], length, 1e-9),
         equal("000-25 E33", "length that is left of it, right", kept[right], 1.0, 1e-6),
         below("003-22 E33", "right form against numpy at m = 3", worst(right(x, 3), turned(x[None], [3])[0]), 1e-6),
         below(
@@ -144,11 +144,13 @@ def _e35(wrong: Digits, right: Digits) -> Sequence[Check]:
             float(np.abs(ratios - claimed).min()),
             6.0,
         ),
-        equal("E35", "decimal places of what 128 such digits span", places * math.log10(claimed), 110.0, 0.5),
+        equal(
+            "E35", "powers of ten from its first period to its last", (places - 1) * math.log10(claimed), 109.3, 0.05
+        ),
         equal("003-12 E35", "ratio of neighbouring periods", radix, 1.1548, 1e-4),
         below("E35", "spread of that ratio over the pairs", float(np.ptp(ratios)), 1e-12),
         equal("E35", "digits: one a pair", digits, 64),
-        equal("E35", "what they span, longest over shortest period", radix ** (digits - 1), 8660.0, 1.0),
+        equal("E35", "longest period over the shortest", radix ** (digits - 1), 8660.0, 1.0),
     )
 
 
@@ -159,8 +161,9 @@ E35 = Erratum(
     matter="the radix is 10000^(2/d) without the 2 pi, and there are d/2 digits",
     printed="roughly a number of d digits in radix 10000^(2/d) * 2 pi",
     right="d/2 digits in radix 10000^(2/d), the ratio of neighbouring periods; 2 pi is only the first period",
-    why="At d = 128 the periods grow by 1.1548 a pair and span 8660. A radix of 7.256 with 128 digits would span"
-    " 10^110, which is no approximation.",
+    why="At d = 128 the periods grow by 1.1548 a pair, so the longest of 64 is 1.1548^63 = 8660 times the shortest."
+    " The last of 128 digits in radix 7.256 would have 7.256^127 = 10^109 times the period of the first, which is no"
+    " approximation.",
     wrong_form=lambda dim: (10000 ** (2 / dim) * 2 * math.pi, dim),
     right_form=_e35_right,
     prove=_e35,

@@ -40,7 +40,7 @@ def check_range(option: str, value: float, least: float, most: float) -> None:
     """Raise UsageError unless least <= value <= most; where `least` is an int, value must be one too."""
     kind = int if isinstance(least, int) else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:  # NaN fails too
-        raise UsageError(f"this topic takes a {option} from {_limit(least)} to {_limit(most)}, got {value!r:.40}")
+        raise UsageError(f"this topic takes a {option} from {_limit(least)} to {_limit(most)}, got {_given(value)}")
 
 
 def check_head_dim(value: int, least: int, most: int) -> None:
@@ -52,4 +52,9 @@ def check_head_dim(value: int, least: int, most: int) -> None:
 
 def _limit(value: float) -> str:
     """1024 as 1,024 and 1000000000000.0 as 1e12."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}".replace("e+", "e")
+    return f"{value:,}" if isinstance(value, int) else f"{value:,g}".replace("e+", "e")
+
+
+def _given(value: Any) -> str:
+    """A refused value: as it is, but for floats too long to read."""
+    return _limit(value) if isinstance(value, float) and abs(value) >= 1e6 else f"{value!r:.40}"

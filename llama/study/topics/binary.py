@@ -43,8 +43,8 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
         settings={"width d": head_dim, "theta": theta},
         says=(
             "A binary digit repeats after 2, 4, 8, ... numbers, a pair after 2 pi, 2 pi beta, 2 pi beta^2, ...",
-            "positions, beta = theta^(2/d). So a position is a number of d/2 digits of radix beta, each digit the",
-            f"angle of a hand. A rough look at every hand, to 1/{marks} of a turn, gives the position exactly.",
+            "positions, beta = theta^(2/d). So a position is a number of d/2 digits of radix beta, each digit",
+            f"the angle of a hand. A rough look at every hand, to 1/{marks} of a turn, gives the position exactly.",
         ),
         tables=(
             Table(
@@ -60,20 +60,25 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
                 ("", "radix", "digits", "longest period over shortest"),
                 [
                     ("as it is", radix, len(waves), f"{span:.4g}"),
-                    ("as note 003 has it", 2 * math.pi * radix, head_dim, _power(2 * math.pi * radix, head_dim - 1)),
+                    (
+                        "as published, with 2 pi (E35)",
+                        2 * math.pi * radix,
+                        head_dim,
+                        _power(2 * math.pi * radix, head_dim - 1),
+                    ),
                 ],
             ),
         ),
         checks=(
             equal("003-13", "periods of four bits", ", ".join(map(str, periods)), "2, 4, 8, 16"),
-            equal("003-12", "largest change of a pair over its own wavelength", returns, 0.0, 1e-5),
+            equal("003-12", "change of a pair over its own wavelength, largest", returns, 0.0, 1e-5),
             equal("E35", "a wavelength over the one before, smallest", float(steps.min()), radix, 1e-5 * radix),
             equal("E35", "and largest", float(steps.max()), radix, 1e-5 * radix),
             equal("E35", "2 pi is the first period only", float(waves[0]), 2 * math.pi, 1e-6),
             equal("E35", "longest over shortest period, over theta", span / theta, theta ** (-2 / head_dim), 1e-5),
             equal("E35", "digits", len(waves), head_dim // 2),
             equal("E34", "smallest entry of rows 0 .. 15: -1, not 0", float(table.min()), -1.0, 1e-4),
-            equal("003-15", f"positions below {len(positions):,} read back wrong, hands to 1/{marks} turn", wrong, 0),
+            equal("003-15", f"of {len(positions):,} positions, hands to 1/{marks} turn: read back wrong", wrong, 0),
         ),
     )
 

@@ -10,7 +10,7 @@ import torch
 
 from ..figure import Data, Figure
 from ..measures import frequencies, wavelengths
-from ..report import Report, Table, equal
+from ..report import Report, Table, equal, wrapped
 from .base import Topic, check_range
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ def report(factor: float = 3.0) -> Report:
         "clock",
         "what do the ways to stretch a context do to the hands of a clock?",
         settings={"factor": factor},
-        says=(
-            "three hands are three pairs, D = 6; a position is a second, the trained context has 43,200. To",
-            f"tell {factor:g} times as many apart, PI slows all hands alike: the second hand then moves {step:.3g} degrees",
-            "a second, for 6. NTK-aware keeps it and slows only the last hand by all of the factor. The last",
-            "columns, for a factor of 3: a published clock that makes the steps from hand to hand 1, 1.5 and 2",
-            "times as long, so the periods 1, 1.5 and 3 times, not 1, 1.5 and 2 (E18). A clock is no RoPE: its",
-            "periods grow by 60 and then by 12 (E17).",
+        says=wrapped(
+            "three hands are three pairs, D = 6; a position is a second, the trained context has 43,200. To tell"
+            f" {factor:g} times as many apart, PI slows all hands alike: the second hand then moves {step:.3g}"
+            " degrees a second where it moved 6. NTK-aware keeps it and slows only the last hand by all of the"
+            " factor. The last columns, for a factor of 3: a published clock that makes the steps from hand to hand 1,"
+            " 1.5 and 2 times as long, so the periods 1, 1.5 and 3 times, not 1, 1.5 and 2 (E18). A clock is no RoPE:"
+            " its periods grow by 60 and then by 12 (E17)."
         ),
         tables=(table,),
         checks=(

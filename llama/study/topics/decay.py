@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ... import rope
-from ...errors import UsageError
 from .. import formulas
 from ..figure import LINES, Data, Figure
 from ..measures import decay_bound, frequencies, mean_cosine
-from ..report import Report, Table, below, equal
-from ..stretch import number, whole
-from .base import Topic
+from ..report import Report, Table, below, equal, wrapped
+from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -25,11 +24,9 @@ ENTRIES = 2**21  # head_dim times distances: the bound is computed at every dist
 
 def _bases(head_dim: int, theta: float, context: int) -> list[float]:
     """The bases compared. Raises UsageError on settings that the topic cannot take."""
-    whole("head_dim", head_dim, 4, 1024)
-    if head_dim % 2:
-        raise UsageError(f"head_dim must be even, since RoPE turns pairs of entries; got {head_dim}")
-    number("theta", theta, 100, 1e10)
-    whole("context", context, 16, ENTRIES // head_dim)
+    check_head_dim(head_dim, 4, 1024)
+    check_range("--rope-theta", theta, 100.0, 1e10)
+    check_range("--context", context, 16, ENTRIES // head_dim)
     return [theta * times for times in SPREAD]
 
 
@@ -49,10 +46,18 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> 
     key = mean_cosine(frequencies(head_dim, theta), distances - built)  # (context + 1,)
 
     shown = sorted({0, 1, context, *(4**k for k in range(1, 9) if 4**k < context), built, 2 * built})
+    half = context // 2
+    near, far = (
+        [float(bound[part].mean()) for bound in bounds] for part in (slice(1, half + 1), slice(half + 1, None))
+    )
     table = Table(
         f"mean of the {head_dim // 2} partial sums, and the score of a key built for distance {built}",
         ("distance", *(f"base {base:g}" for base in bases), "built key"),
-        [(d, *(float(bound[d]) for bound in bounds), float(key[d])) for d in shown if d <= context],
+        [
+            *((d, *(float(bound[d]) for bound in bounds), float(key[d])) for d in shown if d <= context),
+            (f"mean of 1 .. {half:,}", *near, float(key[1 : half + 1].mean())),
+            (f"mean of {half + 1:,} .. {context:,}", *far, float(key[half + 1 :].mean())),
+        ],
     )
     means = [float(bound[1:].mean()) for bound in bounds]
     halves = [int(torch.nonzero(bound < bound[0] / 2).flatten()[:1].sum()) for bound in bounds]  # 0: never
@@ -66,10 +71,12 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> 
         "decay",
         "do far tokens count less?",
         settings={"head_dim": head_dim, "theta": theta, "context": context},
-        says=(
-            "RoFormer bounds a score by the mean of |S_j|; S_j sums e^(i distance w) over the first j pairs. The bound",
-            "falls with distance, more slowly for a larger base, and rises at about every second step. No score need",
-            "follow it: a key turned back by n scores best at distance n. What decays is a bound, not attention.",
+        says=wrapped(
+            "RoFormer bounds a score by the mean of |S_j|; S_j sums e^(i distance w) over the first j pairs."
+            f" The bound ripples: for base {theta:g} it rises at {rises:,} of {context:,} steps."
+            f" {_on_average(near, far)}; {_by_base(means)}."
+            " No score need follow it: a key turned back by n scores best at distance n. It is a bound that can decay,"
+            " not attention."
         ),
         tables=(table,),
         checks=(
@@ -113,6 +120,19 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> 
             below("001-12", "random q, k: largest score over its bound", over, 1.0),
         ),
     )  # fmt: skip
+
+
+def _on_average(near: list[float], far: list[float]) -> str:
+    """Whether the bound falls, in words, from its means over the near and the far half of the distances, by base."""
+    falls = sum(b < 0.95 * a for a, b in zip(near, far, strict=True))
+    whose = {0: "no base", len(near): "every base"}.get(falls, f"{falls} of {len(near)} bases")
+    return f"From the near half of the distances to the far half its mean falls for {whose}"
+
+
+def _by_base(means: list[float]) -> str:
+    """Whether a larger base has a larger bound, in words; a difference of 1 in 200 counts as none."""
+    grows = all(1.005 * a < b for a, b in pairwise(means))
+    return f"over all distances it {'is' if grows else 'is not'} larger for each larger base"
 
 
 def _bound(head_dim: int, base: float, context: int) -> formulas.Array:
@@ -190,9 +210,10 @@ TOPIC = Topic(
     figures=(
         Figure(
             "decay",
-            "RoFormer's bound on a score, averaged over bins of distances, falls more slowly for a larger base (001-12,"
-            " 001-14, E15). It is a bound, drawn without its factor of q and k: the thin line is the score of one key"
-            " that was built for a distance, and is highest there (E15b).",
+            "RoFormer's bound on a score, averaged over bins of distances. In heads of many pairs it falls on average,"
+            " and its mean is larger for a larger base (001-12, 001-14, E15). It is a bound, drawn without its factor"
+            " of q and k: the thin line is the score of one key that was built for a distance, and is highest there"
+            " (E15b).",
             decay_data,
             decay_draw,
         ),

@@ -55,13 +55,15 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Re
         "what does the sinusoidal table look like?",
         settings={"width d": head_dim, "theta": theta, "positions": context},
         says=(
-            "One row a position, two columns a pair: sine and cosine of position times the pair's speed. Left the",
-            "columns change from row to row, right they hardly do: each pair is a hand that turns at its own speed.",
+            "One row a position, two columns a pair: sine and cosine of position times the pair's speed. Left",
+            "the columns change from row to row, right they hardly do: each pair is a hand that turns at its",
+            "own speed. A published table doubles the sines' exponents (E24) and gives the cosines exponents",
+            "of their own (E25).",
         ),
         tables=(
             Table(
                 "speeds in radians a position",
-                ("pair", "columns", "speed", "wavelength", "note 002: of the sine", "of the cosine"),
+                ("pair", "columns", "speed", "wavelength", "published with mistakes: sine (E24)", "cosine (E25)"),
                 [
                     (
                         i,
@@ -87,9 +89,9 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Re
             above("E45", "slowest speed times theta", float(inv_freq[-1]) * theta, 1.0),
             equal("003-12", "longest wavelength over 2 pi theta", longest, theta ** (-2 / head_dim), 1e-5),
             equal("000-09", "distance of the two nearest rows", _nearest(table), nearest, 1e-6),
-            equal("E24", "note 002: sine j from the right sine 2j", _gap(wrong_sines, sines), 0.0, 1e-9),
-            equal("E25", "note 002: cosine j from the right cosine 2j + 1", _gap(wrong_cosines, cosines), 0.0, 1e-9),
-            equal("E25", "note 002: sin^2 + cos^2 of a pair, smallest", float(squares.min()), low, 1e-9),
+            equal("E24", "published sine j from the right sine 2j", _gap(wrong_sines, sines), 0.0, 1e-9),
+            equal("E25", "published cosine j from the right cosine 2j + 1", _gap(wrong_cosines, cosines), 0.0, 1e-9),
+            equal("E25", "published sin^2 + cos^2 of a pair, smallest", float(squares.min()), low, 1e-9),
             equal("E25", "and largest", float(squares.max()), high, 1e-9),
         ),
     )

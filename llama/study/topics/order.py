@@ -60,7 +60,7 @@ def report(head_dim: int = 8, theta: float = 10000.0) -> Report:
         "can attention tell two orders of the same words apart?",
         settings={"head_dim": head_dim, "theta": theta},
         says=(
-            "狗在追猫 (the dog is chasing the cat) and 猫在追狗 (the cat is chasing the dog) are the same words.",
+            "狗在追猫 (the dog is chasing the cat) and 猫在追狗 (the cat is chasing the dog): the same words.",
             "Without positions each word gets the same output in both: attention reads a bag of words.",
             "Any encoding of position ends that, wherever it acts. So does a causal mask, by who sees whom.",
         ),

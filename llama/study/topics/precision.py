@@ -10,14 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
 from ...rope import Rope, freqs_cis_at
 from ...rope_scaling import inverse_frequencies
 from .. import formulas
 from ..figure import LINES, MARKERS, Data, Figure
-from ..report import Report, Table, below, equal, holds
-from ..stretch import number, whole
-from .base import Topic
+from ..report import Report, Table, below, equal, holds, wrapped
+from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -47,6 +45,10 @@ def _positions(positions: Tensor, inv_freq: Tensor) -> Tensor:
     return freqs_cis_at(positions.bfloat16().float(), inv_freq)
 
 
+# Just below 1 float32 numbers are 2^-24 apart. Two good routines for cos may round one way and the other, and torch's
+# frequencies and numpy's likewise: two such steps.
+ULP = 2.0**-23
+
 WAYS: dict[str, Way] = {
     "float32": _float32,
     "bfloat16 cos, sin": _stored,
@@ -57,11 +59,9 @@ WAYS: dict[str, Way] = {
 
 def _check(head_dim: int, theta: float, context: int) -> None:
     """Raises UsageError on settings that the topic cannot take."""
-    whole("head_dim", head_dim, 4, 1024)
-    if head_dim % 2:
-        raise UsageError(f"head_dim must be even, since RoPE turns pairs of entries; got {head_dim}")
-    number("theta", theta, 100, 1e12)
-    whole("context", context, 512, 2**20)
+    check_head_dim(head_dim, 4, 1024)
+    check_range("--rope-theta", theta, 100.0, 1e12)
+    check_range("--context", context, 512, 2**20)
 
 
 def errors(rows: Tensor, positions: Tensor, head_dim: int, theta: float) -> Tensor:
@@ -100,18 +100,20 @@ def report(head_dim: int = 128, theta: float = 500000.0, context: int = 131072) 
         "precision",
         "how exact are the angles, by position and by dtype?",
         settings={"head_dim": head_dim, "theta": theta, "context": context},
-        says=(
-            "an angle is position times frequency, so a frequency's rounding error grows with the position. float32 is",
-            "good enough, bfloat16 is not: past a thousand tokens its angles mean nothing. Rounding cos and sin",
-            "themselves costs 0.002 at any position. So the library's table is no buffer and stays float32 (E30).",
+        says=wrapped(
+            "an angle is position times frequency, so a frequency's rounding error grows with the position. At position"
+            f" {last:,} float32 is off by {at_last['float32']:.2g}, frequencies in bfloat16 by"
+            f" {at_last['bfloat16 frequencies']:.2g}, positions in bfloat16 by {at_last['bfloat16 positions']:.2g};"
+            f" {_useless(positions.tolist(), errors_of)}. Rounding cos and sin themselves costs at most 2^-9 = 0.002"
+            " more, at any position. So the library's table is no buffer and stays float32 (E30)."
         ),
         tables=(table,),
         checks=(
-            equal("E30", f"float32 at {last:,}", at_last["float32"], single, 1e-6),
+            equal("E30", f"float32 at {last:,}", at_last["float32"], single, ULP),
             below("E30", "float32: position times 2^-23 bounds it", at_last["float32"], (last + 1) * 2.0**-23),
-            equal("E30", "frequencies 1/theta^x, rounded twice", twice, right_twice, 5e-5 if pinned else 1e-6),
+            equal("E30", "frequencies 1/theta^x, rounded twice", twice, right_twice, 5e-5 if pinned else ULP),
             below("002-26", "bfloat16 cos, sin: at most 2^-9 more anywhere", _excess(errors_of), 1.001 * 2.0**-9),
-            equal("E30", f"bfloat16 frequencies: at {last:,}", at_last["bfloat16 frequencies"], coarse, 1e-6),
+            equal("E30", f"bfloat16 frequencies: at {last:,}", at_last["bfloat16 frequencies"], coarse, ULP),
             equal("E30", "the same, base 1e4: relative error", relative, 0.004, 4e-4),
             equal("E30", "the same, base 1e4: radians off at 8,191", radians, 10.0, 0.05),
             equal("E30", f"bfloat16 positions below {power:,}: off by up to", off, power // 512),
@@ -120,11 +122,17 @@ def report(head_dim: int = 128, theta: float = 500000.0, context: int = 131072) 
     )
 
 
+def _useless(positions: list[int], errors_of: dict[str, list[float]]) -> str:
+    """In words: the first position shown at which angles from bfloat16 are as wrong as cos is large."""
+    lost = [m for m, *off in zip(positions, *list(errors_of.values())[2:], strict=True) if max(off) >= 1]
+    return f"by {lost[0]:,} angles in bfloat16 mean nothing" if lost else "1 would be as large as cos itself"
+
+
 def _emulated(position: int, exact: formulas.Array, frequency: npt.NDArray[np.float32]) -> float:
-    """The largest error of cos and sin if frequencies are rounded so and angles to float32: numpy alone."""
+    """The largest error of cos and sin if frequencies are rounded so, angles, cos and sin to float32: numpy alone."""
     angle = (np.float32(position) * frequency).astype(np.float64)  # (D/2,) rounded to float32, then exact
-    cos, sin = np.abs(np.cos(angle) - np.cos(position * exact)), np.abs(np.sin(angle) - np.sin(position * exact))
-    return float(max(cos.max(), sin.max()))
+    cos, sin = (f(angle).astype(np.float32) - f(position * exact) for f in (np.cos, np.sin))  # (D/2,) float64 each
+    return float(max(np.abs(cos).max(), np.abs(sin).max()))
 
 
 def _rounded_twice(head_dim: int, theta: float, position: int) -> float:

@@ -62,9 +62,10 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Rep
         "does a score depend on the distance alone?",
         settings={"head_dim": head_dim, "theta": theta, "positions": context},
         says=(
-            "One token stands at every position, so only positions can move a score. With RoPE and ALiBi the score",
-            "depends on m - n alone; with an added code it does not: W_q^T W_k stands between p_m and p_n. RoPE has a",
-            "direction too, before is not after; p_m . p_n and ALiBi see the distance without its sign.",
+            "One token stands at every position, so only positions can move a score. With RoPE and ALiBi the",
+            "score depends on m - n alone; with an added code it does not: W_q^T W_k stands between p_m and",
+            "p_n. RoPE has a direction too, before is not after; p_m . p_n and ALiBi see the distance without",
+            "its sign.",
         ),
         tables=(
             Table(

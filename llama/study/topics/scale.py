@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ...rope_scaling import SCALINGS
+from ...rope_scaling import SCALINGS, inverse_frequencies
 from .. import formulas
 from ..figure import LINES, MARKERS, Data, Figure
 from ..measures import frequencies
 from ..report import Check, Report, Table, Value, below, equal
 from ..stretch import Stretch
-from .base import Topic
+from .base import Topic, check_range
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Report:
     """Divisor of a few pairs, factor of cos and sin, reach and unseen pairs of every kind of scaling."""
-    stretch = Stretch(head_dim, theta, context, factor)
+    stretch = _stretch(head_dim, theta, context, factor)
     pairs = stretch.some_pairs()
     rows: list[tuple[Value, ...]] = []
     for kind in SCALINGS:
@@ -31,7 +31,7 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
         some = [float(divisors[i]) for i in pairs]
         rows.append((kind, *some, stretch.stretched(kind)[1], stretch.reach(kind), stretch.unseen(kind)))
     table = Table(
-        f"frequency divided by, at pair .. (example lists for longrope and divisors), at {stretch.wanted:,} tokens",
+        f"frequency divided by, at pair .., at {stretch.wanted:,} tokens",
         ("rope_type", *(str(i) for i in pairs), "cos, sin times", "reach", "unseen"),
         rows,
     )
@@ -40,14 +40,41 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
         "what does every scaling do to every pair?",
         settings=stretch.settings,
         says=(
-            "a scaling divides the D/2 frequencies, and may multiply cos and sin; it changes nothing else. Pairs that",
-            "finish a turn in training need no divisor, the slower ones all of s. PI divides all, NTK-aware the last",
-            "alone by all of s; YaRN and llama3 divide by parts; dynamic with a factor s of its own divides the last",
-            "by s^2 - s + 1 once the text is s times as long (E23). Unseen: pairs that still meet new angles.",
+            "a scaling divides the D/2 frequencies, and may multiply cos and sin; it changes nothing else.",
+            "Pairs that finish a turn in training need no divisor, the slower ones all of s. PI divides all,",
+            "NTK-aware the last alone by all of s; YaRN and llama3 divide by parts; dynamic with a factor s of",
+            "its own divides the last by s^2 - s + 1 once the text is s times as long (E23). longrope and",
+            "divisors are lists from a file (here: an invented one, and llama3's). proportional stops pairs",
+            "(here half of them): inf is a pair that does not turn. Unseen: pairs that still meet new angles.",
+            *_left_out(stretch),
         ),
         tables=(table,),
         checks=(*_against_formulas(stretch), *_ways(stretch), *_by_parts()),
     )
+
+
+def _stretch(head_dim: int, theta: float, context: int, factor: float) -> Stretch:
+    """The settings. Raises UsageError on those of `Stretch`, and on a factor that stretches nothing."""
+    check_range("--rope-factor", factor, 1.01, 1024.0)
+    return Stretch(head_dim, theta, context, factor)
+
+
+def _short_but_last(stretch: Stretch) -> list[int]:
+    """Pairs short of a turn within the trained context, without the last of them."""
+    return [int(pair) for pair in torch.nonzero(stretch.short()).flatten()[:-1]]
+
+
+def _left_out(stretch: Stretch) -> tuple[str, ...]:
+    """In words: which checks have no pair to speak of."""
+    count = len(_short_but_last(stretch))
+    missing = {0: "the 3 checks of E21 do not apply", 1: "1 of the 3 checks of E21 does not apply"}
+    return (f"Pairs short of a turn, besides the last: {count}, so {missing[count]}.",) if count in missing else ()
+
+
+def _yarn(stretch: Stretch, **more: object) -> tuple[np.ndarray, float]:
+    """Divisors (D/2,) and the factor of cos and sin under the example of yarn with more parameters."""
+    inv_freq, times = inverse_frequencies(stretch.head_dim, stretch.theta, {**stretch.scaling("yarn"), **more})
+    return (stretch.frequencies() / inv_freq.double()).numpy(), times
 
 
 def _against_formulas(stretch: Stretch) -> tuple[Check, ...]:
@@ -64,9 +91,14 @@ def _against_formulas(stretch: Stretch) -> tuple[Check, ...]:
         full = stretch.context if kind in ("default", "proportional") else int(stretch.context * stretch.factor)
         reached += stretch.reach(kind) != full
         unseen += stretch.unseen(kind) != formulas.unseen(kind, *numbers)
+    D, theta, L, s = numbers
+    between, _ = _yarn(stretch, truncate=False)
+    divided = max(divided, float(np.abs(between / formulas.yarn_ramp(D, theta, L, s, truncate=False) - 1).max()))
+    _, weighed = _yarn(stretch, mscale=0.707, mscale_all_dim=1.5)
+    times = max(times, abs(weighed - formulas.yarn_sharpness(s, 0.707, 1.5)))
     return (
-        below("002-15", "divisors of all kinds and pairs, largest relative error", divided, 1e-6),
-        below("002-25", "factors of cos and sin, largest error", times, 1e-12),
+        below("002-15", "divisors of all kinds and yarn untruncated: error", divided, 1e-6),
+        below("002-25", "factors of cos and sin, and yarn with mscale: error", times, 1e-12),
         equal("001-34", "kinds with another reach than expected", reached, 0),
         equal("001-19 E55", "kinds with another count of unseen pairs than numpy's", unseen, 0),
     )
@@ -89,7 +121,7 @@ def _ways(stretch: Stretch) -> tuple[Check, ...]:
         equal("001-23", "ntk: pair 0 is divided by", float(ntk[0]), 1.0, 1e-6),
         equal("001-30", "ntk: the last pair is divided by", float(ntk[-1]), s, 1e-6 * s),
     ]
-    between = torch.nonzero(stretch.short()).flatten()[:-1].tolist()  # short of a turn, without the last
+    between = _short_but_last(stretch)
     for pair, expected in zip(between[:1] + between[1:][-1:], (2.46, 3.91), strict=False):
         right = expected if pinned else s ** (2 * pair / (D - 2))
         what = f"ntk: pair {pair}, in need of s, is divided by"
@@ -139,7 +171,7 @@ KINDS = {
 
 def divisor_data(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Data:
     """method, pair, divisor; short: whether the pair, unscaled, is short of a turn within the trained context."""
-    stretch = Stretch(head_dim, theta, context, factor)
+    stretch = _stretch(head_dim, theta, context, factor)
     count = head_dim // 2
     return {
         "method": np.repeat(list(KINDS.values()), count),
@@ -192,7 +224,7 @@ RAMPS = ("YaRN, the code", "YaRN, the paper", "llama3")
 
 def ramps_data(head_dim: int = 128, theta: float = 10000.0, context: int = 4096, factor: float = 4.0) -> Data:
     """method, pair, divisor of the three ramps between keeping a pair and dividing it by the factor."""
-    stretch = Stretch(head_dim, theta, context, factor)
+    stretch = _stretch(head_dim, theta, context, factor)
     paper = formulas.by_parts(formulas.turns(head_dim, theta, context), 1, 32, factor)  # no model file means it
     divisors = (stretch.divisors("yarn").numpy(), paper, stretch.divisors("llama3").numpy())
     return {

@@ -34,7 +34,7 @@ def tables(positions: Tensor, dim: int, base: float) -> dict[str, Tensor]:
     return {
         "sinusoid": measures.sinusoids(positions, dim, base),
         "triangle wave": triangle_table(positions, dim, base),
-        "note 002's": printed_table(positions, dim, base),
+        "published (E25)": printed_table(positions, dim, base),
     }
 
 
@@ -77,8 +77,9 @@ def report(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Rep
         "is the code of position t + k a linear function of the code of position t?",
         settings={"width d": head_dim, "theta": theta, "positions": context},
         says=(
-            "Yes, by the sum-angle formulas: one matrix M_k, a turn of every pair by k w_i, serves every t. Being",
-            "periodic is not enough: a triangle wave of the same periods has no such matrix, nor has note 002's table.",
+            "Yes, by the sum-angle formulas: one matrix M_k, a turn of every pair by k w_i, serves every t.",
+            "Being periodic is not enough: a triangle wave of the same periods has no such matrix, nor has a",
+            "published table whose sine and cosine differ in speed (E25).",
         ),
         tables=(
             Table(
@@ -91,10 +92,10 @@ def report(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Rep
             equal("000-16", "sinusoid: what M_k leaves, any k", exact, 0.0, 1e-10),
             equal("001-02", "sinusoid: what the best map leaves, k = 3", left["sinusoid"][3], 0.0, 1e-8),
             above("E14", "triangle wave: the same", left["triangle wave"][3], 0.01),
-            above("E25", "note 002's table: the same", left["note 002's"][3], 0.01),
+            above("E25", "published (E25): the same", left["published (E25)"][3], 0.01),
             *(
                 equal(claim, f"{name}: by projection in numpy", left[name][3], _projected(rows[name].numpy(), 3), 1e-5)
-                for claim, name in (("E14", "triangle wave"), ("E25", "note 002's"))
+                for claim, name in (("E14", "triangle wave"), ("E25", "published (E25)"))
             ),
             equal("OK1", "M_3 turns clockwise: from e^(-3i w) (sin + i cos)", _gap(code[:-3], sine[3:]), 0.0, 1e-10),
             equal("003-17", "M_10 M_3 - M_13", _gap(maps[10] @ maps[3], maps[13]), 0.0, 1e-12),
@@ -141,8 +142,8 @@ TOPIC = Topic(
         Figure(
             "shift",
             "What the best linear map from the code of t to the code of t + k leaves over. For sinusoids nothing but"
-            " rounding, at every offset; for triangle waves of the same periods, and for note 002's table, a tenth"
-            " and more of the entries' size (000-16, E14, E25).",
+            " rounding, at every offset; for triangle waves of the same periods, and for a published table with a"
+            " mistake, a tenth and more of the entries' size (000-16, E14, E25).",
             shift_data,
             shift_draw,
         ),

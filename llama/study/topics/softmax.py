@@ -39,9 +39,9 @@ def report() -> Report:
         "softmax",
         "how much does a weight move when a score moves?",
         says=(
-            "Raising score j moves weight i by p_i (i = j) - p_i p_j: what one gains, the others lose. Where one",
-            "score stands far above the others all of that is 0, and nothing can be learned from it. Large alone",
-            "does no harm: three equal scores of 100 move their weights as much as three of 0.",
+            "Raising score j moves weight i by p_i (i = j) - p_i p_j: what one gains, the others lose. Where",
+            "one score stands far above the others all of that is 0, and nothing can be learned from it.",
+            "Large alone does no harm: three equal scores of 100 move their weights as much as three of 0.",
         ),
         tables=(
             Table(

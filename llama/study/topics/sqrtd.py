@@ -86,12 +86,13 @@ def report(head_dim: int = 128) -> Report:
         "why is the score divided by the square root of the head's width?",
         settings={"head_dim": head_dim, "queries": DRAWS, "keys": KEYS},
         says=(
-            "A product of two random vectors of D entries has variance D. Undivided, wide heads give one key all the",
-            "weight, and softmax's derivative fades; divided by sqrt(D) the scores look alike at every width.",
+            "A product of two random vectors of D entries has variance D. Undivided, wide heads give one key",
+            "all the weight, and softmax's derivative fades; divided by sqrt(D) the scores look alike at every",
+            "width.",
         ),
         tables=(
             Table(
-                "raw q . k, scaled q . k / sqrt(D): variance, mean largest weight p, mean norm of softmax's Jacobian",
+                "raw q . k, scaled q . k / sqrt(D): variance, mean largest p, mean norm of softmax's Jacobian",
                 ("D", *(name.replace("largest", "largest p") for name in columns)),
                 [(width, *(round(found[width][name], 3) for name in columns)) for width in widths],
             ),
