@@ -247,7 +247,7 @@ class Rope:
         if end > self.max_seq_len:
             raise ContextLengthError(
                 f"position {end - 1} lies outside the {self.max_seq_len} positions the model was made for;"
-                f" shorten the input or raise max_seq_len"
+                f" shorten the input, or raise max_seq_len (--max-seq-len)"
             )
         if self.by_length:
             inv_freq, factor = self.frequencies(end)

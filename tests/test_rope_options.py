@@ -227,7 +227,7 @@ def test_llama3_takes_metas_constants(file: Path, capsys: pytest.CaptureFixture[
         (["--rope-scaling", "x" * 5000, "--rope-factor", "4"], "unknown rope scaling 'xxx"),
         (["--rope-scaling", '{"rope_type": "yarn"', "--rope-factor", "4"], "not JSON"),
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 2}', "--rope-factor", "4"], "given twice"),
-        (["--rope-theta", "-1"], "rope_theta must be a finite number above 0"),
+        (["--rope-theta", "-1"], "--rope-theta must be above 0 and below 1e300"),
     ],
 )
 def test_bad_options_are_one_line(

@@ -146,6 +146,8 @@ def one_line(text: str) -> str:
 def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     """The scaling that --rope-scaling and --rope-factor ask for; None leaves the checkpoint's in place."""
     factor: float | None = args.rope_factor
+    if args.rope_theta is not None and not 0 < args.rope_theta < 1e300:
+        raise UsageError(f"--rope-theta must be above 0 and below 1e300, got {args.rope_theta:g}")
     if factor is not None and not 1 <= factor <= LARGEST_FACTOR:  # false for NaN too
         raise UsageError(f"--rope-factor must lie between 1 and {LARGEST_FACTOR:,}, got {factor:g}")
     if args.rope_scaling is None:
@@ -266,6 +268,20 @@ def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> Non
     prompt = f"{stats.prompt_tokens} prompt tokens{speed(stats.prefill_tps)}"
     new = f"{stats.new_tokens} new{speed(stats.decode_tps)}"
     say(args, f"{prompt}, {new}, finish: {finish_reason}, seed {stats.seed}")
+
+
+def model_name(path_or_name: str) -> str:
+    """What to call a model: the last part of its path, or the name it was asked for by."""
+    path = Path(path_or_name)
+    return path.resolve().name if path.exists() else path_or_name
+
+
+def write_file(path: Path, text: str) -> None:
+    """A text into a file. Raises UsageError, naming the file, where that can't be done."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
 
 
 def write(text: str) -> None:

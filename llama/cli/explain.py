@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ..errors import UsageError
 from . import common
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
         llm = common.load(args)
         net, ids = llm.model, llm.tokenizer.encode_prompt(args.text)
-        name, texts = Path(args.model).name, [spelled(llm.tokenizer, id) for id in ids]
+        name, texts = common.model_name(args.model), [spelled(llm.tokenizer, id) for id in ids]
     explanation = explain.explain(net, ids, args.token, args.layer, texts, {"model": name})
     if args.json:
         common.write_json(explain.as_dict(explanation))

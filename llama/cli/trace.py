@@ -48,17 +48,30 @@ def run(args: argparse.Namespace) -> int:
     for option, file in (("--html", args.html), ("--json", args.json)):
         if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
             raise UsageError(f"{option} {file}: expected a file in a folder that exists")
+    if args.html is not None and args.json is not None and args.html.resolve() == args.json.resolve():
+        raise UsageError(f"--html and --json both name {args.html}; one would overwrite the other")
     prompt = generate.read_prompt(args)
     scaling = common.rope_scaling(args)
     untouched = copy.copy(args)  # another rotation is an intervention here, so the model is loaded without
     untouched.rope_scaling = untouched.rope_factor = untouched.rope_theta = None
-    llm = common.load(untouched)
-
+    from ..rope_scaling import reach, with_rope
     from ..study import intervene, trace, trace_page
 
+    intervene.Intervention(
+        no_rope=args.no_rope, theta=args.rope_theta, scaling=scaling
+    )  # slips are told before loading
+    for text in args.ablate_head:
+        intervene.head_numbers(text)
+    if args.layers is not None:
+        intervene.layer_numbers(args.layers)
+    llm = common.load(untouched)
     config = llm.model.config
+    changed = with_rope(config, scaling, args.rope_theta)
+    stretched = reach(changed.max_seq_len, changed.rope_scaling)
+    if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the untouched model is compared on all of it
+        llm.model.max_seq_len = llm.model.rope.max_seq_len = stretched
     intervention = intervene.Intervention(
-        heads=tuple(intervene.parse_head(text, config) for text in args.ablate_head),
+        heads=tuple(dict.fromkeys(intervene.parse_head(text, config) for text in args.ablate_head)),
         layers=None if args.layers is None else intervene.parse_layers(args.layers, config),
         no_rope=args.no_rope,
         theta=args.rope_theta,
@@ -72,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         )
     traced = trace.trace(llm.model, ids, intervention)
     about = {
-        "model": Path(args.model).name,
+        "model": common.model_name(args.model),
         "prompt": prompt,
         "dtype": str(llm.model.tok_embeddings.weight.dtype).removeprefix("torch."),
         "n_layers": config.n_layers,
@@ -83,11 +96,13 @@ def run(args: argparse.Namespace) -> int:
     facts = trace.facts(traced, llm.tokenizer, about)
     if args.json is not None:
         whole = facts | {"attention": trace.attention_rows(traced.weights)}
-        args.json.write_text(json.dumps(whole, allow_nan=False) + "\n", encoding="utf-8")
-        common.say(args, f"{args.json}: {args.json.stat().st_size / 1e6:.1f} MB")
+        text = json.dumps(whole, allow_nan=False) + "\n"
+        common.write_file(args.json, text)
+        common.say(args, f"{args.json}: {len(text) / 1000:,.0f} kB")
     if args.html is not None:
-        args.html.write_text(trace_page.render(facts, trace.packed_maps(traced.weights)), encoding="utf-8")
-        common.say(args, f"{args.html}: {args.html.stat().st_size / 1e6:.1f} MB; open it in a browser")
+        text = trace_page.render(facts, trace.packed_maps(traced.weights))
+        common.write_file(args.html, text)
+        common.say(args, f"{args.html}: {len(text.encode()) / 1000:,.0f} kB; open it in a browser")
     common.write(trace.summary(facts))
     if args.html is None and args.json is None:
         common.say(args, "--html FILE draws it")

@@ -386,7 +386,8 @@ def explain(
     """
     config = net.config
     if net.tok_embeddings.weight.dtype != torch.float32:
-        raise UsageError(f"explain compares in float32, this model is {net.tok_embeddings.weight.dtype}; load it so")
+        dtype = str(net.tok_embeddings.weight.dtype).removeprefix("torch.")
+        raise UsageError(f"explain compares in float32 and this model is loaded in {dtype}; leave --dtype out")
     if not 1 <= len(ids) <= LONGEST:
         raise UsageError(f"explain takes a text of 1 to {LONGEST} tokens, got {len(ids)}")
     token = len(ids) - 1 if token is None else token
@@ -419,6 +420,8 @@ def explain(
     says = ["each step is held against the same step in numpy's float64, which goes its own way from the start"]
     if layer:
         says.append(f"blocks 0 to {layer - 1} ran before; the comparison starts from what they gave")
+    if net.rope.layout == "half":
+        says.append("q and k are shown in Meta's order; the form half holds entry 2i + j of a head at j D/2 + i")
     if config.rope_scaling is not None:
         says.append("the model's frequencies are scaled; the comparison takes w_j from the library")
     checks = [step.check for step in steps]

@@ -39,7 +39,7 @@ def ablated(model: Transformer, heads: Iterable[tuple[int, int]]) -> Iterator[No
     blocks: list[Any] = list(model.layers)
     running = {block.attention.layer: block.attention for block in blocks}
     if missing := sorted(set(by_layer) - set(running)):
-        raise UsageError(f"layer {missing[0]} does not run, so none of its heads can be ablated; {_span(running)} run")
+        raise UsageError(f"layer {missing[0]} does not run, so none of its heads can be ablated; only {_span(running)}")
     with contextlib.ExitStack() as stack:
         for layer, numbers in by_layer.items():
             silence = _silence(sorted(numbers), model.config.head_dim)
@@ -150,7 +150,7 @@ class Intervention:
         """Each change in words."""
         words = [f"head {layer}.{head} ablated" for layer, head in self.heads]
         if self.layers is not None:
-            words.append(f"only {_span(self.layers)} run")
+            words.append(f"only {_span(self.layers)}")
         if self.no_rope:
             words.append("nothing is rotated")
         if self.theta is not None:
@@ -177,25 +177,42 @@ class Intervention:
 
 def parse_head(text: str, config: ModelConfig) -> tuple[int, int]:
     """ "3.5" -> (3, 5): layer and head, from 0. Raises UsageError naming the range."""
-    match = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})", text)
-    if match is None:
-        raise UsageError(f"a head is written LAYER.HEAD, as 3.5, got {text!r}; {_ranges(config)}")
-    layer, head = int(match[1]), int(match[2])
+    try:
+        layer, head = head_numbers(text)
+    except UsageError as error:
+        raise UsageError(f"{error}; {_ranges(config)}") from None
     _check_head(layer, head, config)
     return layer, head
 
 
+def head_numbers(text: str) -> tuple[int, int]:
+    """ "3.5" -> (3, 5), of whatever model. Raises UsageError on any other form."""
+    match = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})", text)
+    if match is None:
+        raise UsageError(f"a head is written LAYER.HEAD, both from 0, as 3.5; got {text!r:.60}")
+    return int(match[1]), int(match[2])
+
+
 def parse_layers(text: str, config: ModelConfig) -> range:
     """ "0:8" -> range(0, 8), as Python slices: either end may be left out. Raises UsageError naming the range."""
-    match = re.fullmatch(r"([0-9]{0,9}):([0-9]{0,9})", text)
-    if match is None:
-        raise UsageError(f"layers are written FIRST:END, as 0:8 for layers 0 to 7, got {text!r}; {_ends(config)}")
-    first, end = int(match[1] or 0), int(match[2] or config.n_layers)
+    try:
+        first, last = layer_numbers(text)
+    except UsageError as error:
+        raise UsageError(f"{error}; {_ends(config)}") from None
+    end = config.n_layers if last is None else last
     if end > config.n_layers:
         raise UsageError(f"layers {text} reach beyond the model; {_ends(config)}")
     if first >= end:
         raise UsageError(f"layers {text} select none; {_ends(config)}, and FIRST must be below END")
     return range(first, end)
+
+
+def layer_numbers(text: str) -> tuple[int, int | None]:
+    """ "2:8" -> (2, 8), ":8" -> (0, 8), "2:" -> (2, None), of whatever model. UsageError on any other form."""
+    match = re.fullmatch(r"([0-9]{0,9}):([0-9]{0,9})", text)
+    if match is None:
+        raise UsageError(f"layers are written FIRST:END, as 0:8 for layers 0 to 7; got {text!r:.60}")
+    return int(match[1] or 0), int(match[2]) if match[2] else None
 
 
 def _ends(config: ModelConfig) -> str:
@@ -212,6 +229,6 @@ def _check_head(layer: int, head: int, config: ModelConfig) -> None:
 
 
 def _span(layers: Iterable[int]) -> str:
-    """ "layer 3", or "layers 0 to 7"."""
+    """ "layer 3 runs", or "layers 0 to 7 run"."""
     numbers = list(layers)
-    return f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]} to {numbers[-1]}"
+    return f"layer {numbers[0]} runs" if len(numbers) == 1 else f"layers {numbers[0]} to {numbers[-1]} run"
