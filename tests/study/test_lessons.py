@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import re
 from importlib import import_module
@@ -14,6 +15,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from llama.model import Attention
 from llama.study.errata import ERRATA
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +69,7 @@ def test_a_wrong_number_makes_a_lesson_fail() -> None:
         execute(notebook)
 
 
+@pytest.mark.slow  # runs two lessons once more
 @pytest.mark.parametrize("name", ["05-rope-from-one-demand", "08-longer-than-trained"])
 def test_a_solution_put_in_its_place_is_found_right(name: str) -> None:
     """One exercise asks for a function, the other for a class; figures and reports are left out."""
@@ -128,11 +131,12 @@ def test_what_is_to_be_read_next_exists(lesson: Path) -> None:
 
 
 def test_lesson_7_quotes_the_model() -> None:
+    """All of the function's body, code and comments, and nothing else."""
     quoted = re.search(r"```text\n(q = self.*?)```", (STUDY / "07-inside-a-llama.md").read_text(), re.DOTALL)
-    model = (ROOT / "llama" / "model.py").read_text()
     assert quoted
-    for line in quoted[1].splitlines():
-        assert line.split("  #")[0].strip() in model
+    source = inspect.getsource(Attention.forward)
+    body = source[source.index(") -> Tensor:\n") :].split("\n", 1)[1]
+    assert [line.split() for line in quoted[1].splitlines()] == [line.split() for line in body.splitlines()]
 
 
 def test_the_way_through_names_every_lesson_and_its_minutes() -> None:

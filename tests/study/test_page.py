@@ -367,6 +367,11 @@ def test_a_field_that_cannot_be_read_says_why(js: Engine, name: str, text: str, 
     assert "value" not in answer
 
 
+def test_a_field_whose_text_the_browser_keeps_back_is_not_called_empty(js: Engine) -> None:
+    said = js("Rope.read('base', '', $0, true)", START)["error"]
+    assert said == "base b must be a number from 1000 to 10000000; what stands there is too large or no number"
+
+
 @pytest.mark.parametrize(("text", "value"), [("1e6", 1e6), (" 20000 ", 2e4), ("1000.5", 1000.5), ("+1e3", 1000)])
 def test_a_field_reads_the_usual_spellings_of_a_number(js: Engine, text: str, value: float) -> None:
     assert js("Rope.read('base', $0, $1)", text, START) == {"value": value}
@@ -402,6 +407,32 @@ def test_what_an_address_gets_wrong_is_named(js: Engine) -> None:
     answer = js("Rope.fromHash('#dim=7&method=best&stretch=8&colour=red')")
     assert sorted(answer["ignored"]) == ["colour", "dim", "method"]
     assert (answer["state"]["dim"], answer["state"]["stretch"], answer["state"]["method"]) == (128, 8, "ntk")
+
+
+@pytest.mark.parametrize(
+    ("address", "given_way"),
+    [("#n=9&m=3", ["n"]), ("#m=3&n=9", ["n"]), ("#m=3", []), ("#n=500", []), ("#m=9&n=9", []),
+     ("#stretch=1&m=2047", []), ("#method=dynamic&length=50&m=100", ["length"]), ("#method=dynamic&length=50", [])],
+)  # fmt: skip
+def test_of_two_that_do_not_go_together_one_is_named(js: Engine, address: str, given_way: list[str]) -> None:
+    answer = js("Rope.fromHash($0)", address)
+    assert answer["ignored"] == given_way
+    for key, value in (part.split("=") for part in address[1:].split("&")):
+        assert (str(answer["state"][key]) == value) == (key not in given_way)
+
+
+def test_under_dynamic_the_stretch_leaves_the_frequencies_alone(js: Engine) -> None:
+    for method, same in (("dynamic", True), ("ntk", False), ("yarn", False)):
+        found = [
+            js("Rope.pairs($0).invFreq", {**START, "method": method, "length": 4000, "stretch": stretch})
+            for stretch in (2, 8)
+        ]
+        assert (found[0] == found[1]) == same, method
+    plain = measures.frequencies(
+        128, scaling={"rope_type": "dynamic", "factor": 1.0}, seq_len=4000, max_seq_len=START["trained"]
+    )
+    dynamic = js("Rope.pairs($0).invFreq", {**START, "method": "dynamic", "length": 4000})
+    assert dynamic == pytest.approx(plain.tolist(), rel=1e-6)
 
 
 @settings(max_examples=80)

@@ -324,6 +324,24 @@ def test_a_field_that_cannot_be_read_is_explained_and_changes_nothing(show: Open
     assert len(table(tab)) == 32
 
 
+def test_a_number_too_large_for_the_field_is_not_called_empty(show: Open) -> None:
+    tab = show()
+    tab.fill("#base", "")
+    assert "the field is empty" in tab.inner_text("#base-error")
+    tab.locator("#base").press_sequentially("1e400")
+    assert "too large or no number; the pictures show 10" in tab.inner_text("#base-error")
+    assert "empty" not in tab.inner_text("#base-error")
+
+
+def test_what_the_stretch_does_under_dynamic_is_said_beside_it(show: Open) -> None:
+    tab = show("#method=dynamic")
+    assert "how long the text can get" in tab.inner_text('[data-field="stretch"]')
+    assert "stretch-remark" in str(tab.get_attribute("#stretch-slider", "aria-describedby"))
+    tab.check("input[value=ntk]", force=True)
+    settle(tab)
+    assert tab.is_hidden("#stretch-remark")
+
+
 # ------------------------------------------------------------------------------------------------ addresses, the path
 def test_an_address_brings_the_setting_back(show: Open) -> None:
     tab = show("#base=500000&dim=64&trained=8192&stretch=8&method=llama3&m=40000&n=39000&pair=20&shift=5")
@@ -342,6 +360,9 @@ def test_a_broken_address_is_said_and_survived(show: Open) -> None:
     tab = show("#dim=7&method=best&%00")
     assert "ignored in the address" in tab.inner_text("#status")
     assert state_of(tab)["dim"] == 128
+    tab = show("#n=9&m=3")
+    assert tab.inner_text("#status") == "ignored in the address: n"
+    assert (state_of(tab)["m"], state_of(tab)["n"]) == (3, 3)
 
 
 def test_the_guided_path_sets_the_page_and_shows_where_to_look(show: Open) -> None:

@@ -446,7 +446,10 @@ def test_the_script_reads_the_maps_as_they_were_packed(v8: MiniRacer) -> None:
         ("JSON.stringify(ticks(0.83, 4))", "[0,0.5,1]"), ("JSON.stringify(ticks(20, 4))", "[0,5,10,15,20]"),
         ("JSON.stringify(ticks(0, 4))", "[0]"),
         ("visible(' a\\n')", "·a⏎"), ("visible('')", "∅"), ("visible('\\u202eab')", "U+202Eab"),
-        ("visible('猫')", "猫"),
+        ("visible('猫')", "猫"), ("visible('constructor')", "constructor"),
+        ("visible('\\u00ad\\u2060')", "U+00ADU+2060"),
+        ("readableText('a b\\n\\tc')", "a b\n\tc"), ("readableText('')", ""),
+        ("readableText('\\u001b[1m \\u202etxt\\r\\n\\u2066')", "U+001B[1m U+202Etxt␍\nU+2066"),
     ],
 )  # fmt: skip
 def test_the_scripts_words_for_numbers_and_tokens(v8: MiniRacer, call: str, expected: str) -> None:

@@ -207,14 +207,16 @@ const Rope = (() => {
     }[name];
   }
 
-  /** What a field holds: {value}, or {error} in one sentence. */
-  function read(name, text, state) {
+  /** What a field holds: {value}, or {error} in one sentence.
+
+      unread: the browser holds something in the field that it can't hand over as a number, and gives "" instead. */
+  function read(name, text, state, unread = false) {
     const [low, high, step] = limits(name, state);
     const kind = step === 2 ? "an even whole number" : step === 1 ? "a whole number" : "a number";
     const expected = `${NAMES[name]} must be ${kind} from ${low} to ${high}`;
     const trimmed = String(text).trim();
     if (trimmed === "") {
-      return { error: `${expected}; the field is empty` };
+      return { error: `${expected}; ${unread ? "what stands there is too large or no number" : "the field is empty"}` };
     }
     const value = Number(trimmed);
     if (!/^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(trimmed) || !(value >= low && value <= high) || (step && value % step)) {
@@ -294,7 +296,7 @@ const Rope = (() => {
       .map((key) => `${key}=${state[key]}`)
       .join("&");
 
-  /** The setting that an address asks for, from `start`; what can't be read is left as it was and listed. */
+  /** The setting that an address asks for, from `start`; what can't be read or can't be had with the rest is listed. */
   function fromHash(hash, start = START) {
     const asked = Object.fromEntries(
       hash
@@ -304,6 +306,7 @@ const Rope = (() => {
         .map((part) => [part.split("=")[0], part.split("=").slice(1).join("=")]),
     );
     const ignored = Object.keys(asked).filter((key) => !Object.hasOwn(START, key));
+    const values = {};
     let state = { ...start };
     if (METHODS.includes(asked.method)) state.method = asked.method;
     else if ("method" in asked) ignored.push("method");
@@ -311,8 +314,12 @@ const Rope = (() => {
       // in the order of NAMES: the range of a later one hangs on earlier ones
       const { value, error } = key in asked ? read(key, asked[key], state) : {};
       if (error) ignored.push(key);
-      if (value !== undefined) state = change(state, key === "n" && asked.m ? { m: state.m, n: value } : { [key]: value });
+      if (value === undefined) continue;
+      values[key] = value;
+      state = change(state, key === "n" && asked.m ? { m: state.m, n: value } : { [key]: value });
     }
+    // n above m, say: both are in range, and one of them has given way
+    ignored.push(...Object.keys(values).filter((key) => state[key] !== values[key]));
     return { state, ignored };
   }
 

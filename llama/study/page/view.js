@@ -539,8 +539,12 @@
           <input type="range" id="${name}-slider" aria-labelledby="${name}-label" step="${slider.step}">
           <p class="error" id="${name}-error" role="alert"></p></div>`,
       );
+      if (name === "stretch") {
+        byId(`${name}-error`).insertAdjacentHTML("beforebegin", `<p class="remark" id="stretch-remark" hidden>Under dynamic, s sets only how long the text can get (the ranges of t, m and n); a full text grows with it. The frequencies are those of factor 1 at t tokens, whatever s is.</p>`);
+        for (const input of [byId(name), byId(`${name}-slider`)]) input.setAttribute("aria-describedby", `${name}-error stretch-remark`);
+      }
       byId(name).addEventListener("input", () => {
-        const { value, error } = Rope.read(name, byId(name).value, state);
+        const { value, error } = Rope.read(name, byId(name).value, state, byId(name).validity.badInput);
         complain(name, error);
         if (value !== undefined) set({ [name]: value }, name);
       });
@@ -573,6 +577,7 @@
       }
     }
     document.querySelector('[data-field="length"]').hidden = state.method !== "dynamic"; // no other method looks at it
+    byId("stretch-remark").hidden = state.method !== "dynamic";
     document.querySelector(`input[value="${state.method}"]`).checked = true;
     const summary = `${SHORT[state.method]}, s = ${times(state.stretch)}, b = ${whole(state.base)}, d = ${state.dim}, L = ${whole(state.trained)}`;
     byId("summary").textContent = [SHORT[state.method], `s ${times(state.stretch)}`, `b ${short(state.base)}`, `d ${state.dim}`, `L ${whole(state.trained)}`].join(" · ");

@@ -41,19 +41,27 @@ function ticks(max, count) {
 
 /** The parts of a token's text, those that would not be seen replaced by a sign: [[text, is a sign], ...]. */
 function parts(text) {
-  const signs = { " ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\u00a0": "⍽", "": "∅" };
+  const signs = new Map([[" ", "·"], ["\n", "⏎"], ["\t", "⇥"], ["\r", "␍"], ["\u00a0", "⍽"], ["", "∅"]]);
   const inner = text === "" ? [""] : text.match(/[ \n\t\r\u00a0]|[^ \n\t\r\u00a0]+/g);
   return inner.map((part) => {
-    if (part in signs) return [signs[part], true];
-    // Control characters and those that change the direction of the page are written as numbers.
-    return [part.replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g,
-      (c) => `U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`), false];
+    return signs.has(part) ? [signs.get(part), true] : [harmless(part), false];
   });
+}
+
+/** Control characters, those without a shape and those that change the direction of the page, written as numbers. */
+function harmless(text) {
+  return text.replace(/[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g,
+    (c) => `U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`);
 }
 
 /** The same as one string. */
 function visible(text) {
   return parts(text).map(([part]) => part).join("");
+}
+
+/** A whole text, to be read as such: as visible(), but its spaces, line ends and tabs do their work. */
+function readableText(text) {
+  return text.split(/([ \n\t])/).map((part) => (part === "" || /[ \n\t]/.test(part) ? part : visible(part))).join("");
 }
 
 // ---------------------------------------------------------------------------------------------------------- the page
@@ -68,9 +76,10 @@ function start() {
   const bits = (nats) => nats / Math.LN2;
   const flat = (nested) => nested.flat(Infinity);
 
-  // layer is an index into data.layers, the layers that ran
-  const chosen = { token: T - 1, layer: 0, head: 0, lens: "p", heads: "maps" };
-  const sizes = { token: T, layer: L, head: H };
+  // layer is an index into data.layers, the layers that ran; stage is the row of the lens: 0 the embedding, which has no
+  // heads and leaves layer as it is, else layer + 1
+  const chosen = { token: T - 1, layer: 0, stage: 1, head: 0, lens: "p", heads: "maps" };
+  const sizes = { token: T, layer: L, stage: L + 1, head: H };
 
   // ------------------------------------------------------------------------------------------------ small helpers
   /** An element; every text goes in as text, so that no token can become markup. */
@@ -141,7 +150,9 @@ function start() {
 
   function choose(changes) {
     Object.assign(chosen, changes);
-    for (const key of ["token", "layer", "head"]) chosen[key] = Math.min(sizes[key] - 1, Math.max(0, chosen[key]));
+    for (const key of Object.keys(sizes)) chosen[key] = Math.min(sizes[key] - 1, Math.max(0, chosen[key]));
+    if ("layer" in changes) chosen.stage = chosen.layer + 1;
+    else if (chosen.stage > 0) chosen.layer = chosen.stage - 1;
     drawAll();
   }
 
@@ -164,7 +175,7 @@ function start() {
       const surprisal = tokens.surprisal[t];
       const bar = make("span", { class: "bar" });
       bar.style.height = surprisal === null ? "0" : `${Math.max(1, (72 * bits(surprisal)) / largest)}px`;
-      const button = make("button", { type: "button", role: "option", tabindex: "-1" },
+      const button = make("button", { type: "button", role: "option" },
         make("span", { class: "bits" }, surprisal === null ? "–" : bits(surprisal).toFixed(1)), bar, token(at(t)));
       button.addEventListener("click", () => choose({ token: t }));
       return button;
@@ -173,7 +184,12 @@ function start() {
 
   function drawStrip() {
     const t = chosen.token;
-    [...id("strip").children].forEach((button, i) => button.setAttribute("aria-selected", i === t));
+    const buttons = [...id("strip").children], focused = buttons.includes(document.activeElement);
+    buttons.forEach((button, i) => {
+      button.setAttribute("aria-selected", i === t);
+      button.tabIndex = i === t ? 0 : -1; // one stop for Tab; arrows move within
+    });
+    if (focused) buttons[t].focus();
     if (t === 0) {
       put("before-title", "Before the first token");
       put("before", make("p", { class: "note" }, "Nothing stands before it, so nothing is expected."));
@@ -262,22 +278,22 @@ function start() {
 
   // --------------------------------------------------------------------------------------------------- logit lens
   const LENS = {
-    p: { label: "its best guess", reads: "The word is the likeliest next token, bold where it is already the final answer; the stronger the shade, the more probable.",
+    p: { label: "top token", reads: "The stronger the shade, the higher the probability that this reading gives its top token; in the last row alone it is the model's own.",
       value: (m, t) => lens.top_p[m][t][0] },
-    rank: { label: "rank of the answer", reads: "The stronger the shade, the nearer the final answer is to the top: full at rank 1, none at the worst rank in the picture.",
+    rank: { label: "rank of the answer", reads: "The stronger the shade, the nearer the answer is to this row's top: full at rank 1, none at the worst rank in the picture.",
       value: (m, t) => 1 - Math.log(lens.rank[m][t]) / Math.log(Math.max(2, ...flat(lens.rank))) },
-    kl: { label: "distance to the end", reads: "The stronger the shade, the nearer to the final expectation: it is e to the power of −KL(final ‖ this layer).",
+    kl: { label: "distance to the end", reads: "The stronger the shade, the nearer to what the end expects: it is e to the power of −KL(end ‖ this row).",
       value: (m, t) => Math.exp(-lens.kl[m][t]) },
   };
-  const layerName = (m) => (m === 0 ? "embedding" : `layer ${data.layers[m - 1]}`);
   let lensBox = null;
 
   function drawLens() {
     const view = LENS[chosen.lens], rows = L + 1, gutter = 34;
-    put("lens-reads", view.reads);
     const width = id("lens").clientWidth, cell = (width - gutter) / T;
     const words = cell >= 38, height = words ? 20 : Math.max(5, Math.min(16, 480 / rows));
     const top = words ? 22 : 4;
+    put("lens-reads", words ? "The word is the token that a row puts on top, bold where it is already the answer. "
+      : "There is no room for words here: the line below and the table name each row's top token. ", view.reads);
     const draw = prepared("lens", top + rows * height + 2), shade = ramp(), c = colours();
     const gap = cell >= 8 && height >= 8 ? 1 : 0;
     lensBox = { gutter, cell, height, top, rows };
@@ -303,26 +319,26 @@ function start() {
     draw.lineWidth = 2;
     draw.strokeStyle = c.second;
     draw.strokeRect(gutter + chosen.token * cell, top, cell, rows * height);
-    draw.strokeRect(gutter + chosen.token * cell, top + (chosen.layer + 1) * height, cell, height);
-    sayLens(chosen.layer + 1, chosen.token);
+    draw.strokeRect(gutter + chosen.token * cell, top + chosen.stage * height, cell, height);
+    sayLens(chosen.stage, chosen.token);
   }
 
   function sayLens(m, t) {
-    put("lens-readout", make("b", {}, `after ${layerName(m)}`), ", at ", token(at(t)), ": ", token(text(lens.top_ids[m][t][0])),
-      ` with ${share(lens.top_p[m][t][0])}; the final answer `, token(text(tokens.next_ids[t][0])),
+    put("lens-readout", make("b", {}, m === 0 ? "embedding, before any layer" : `after layer ${data.layers[m - 1]}`), ", at ", token(at(t)),
+      ": reads ", token(text(lens.top_ids[m][t][0])), ` with ${share(lens.top_p[m][t][0])}; the answer `, token(text(tokens.next_ids[t][0])),
       ` has rank ${lens.rank[m][t].toLocaleString("en")}; KL to the end ${figures(lens.kl[m][t])} nats`);
   }
 
   function drawLensTable() {
     const t = chosen.token;
     put("lens-title", "After ", token(at(t)));
-    const header = make("tr", {}, ...["layer", "best guess", "p", "rank of answer", "KL, nats"].map((h) => make("th", { scope: "col" }, h)));
+    const header = make("tr", {}, ...["layer", "top", "p", "rank of answer", "KL, nats"].map((h) => make("th", { scope: "col" }, h)));
     const body = Array.from({ length: L + 1 }, (_, m) => {
-      const row = make("tr", { class: lens.rank[m][t] === 1 ? "final" : "", "aria-selected": m === chosen.layer + 1 },
+      const row = make("tr", { class: lens.rank[m][t] === 1 ? "final" : "", "aria-current": m === chosen.stage },
         make("td", {}, m === 0 ? "emb" : data.layers[m - 1]), make("td", {}, token(text(lens.top_ids[m][t][0]))),
         make("td", {}, share(lens.top_p[m][t][0])), make("td", {}, lens.rank[m][t].toLocaleString("en")),
         make("td", {}, figures(lens.kl[m][t])));
-      row.addEventListener("click", () => choose({ layer: m - 1 }));
+      row.addEventListener("click", () => choose({ stage: m }));
       return row;
     });
     put("lens-table", make("thead", {}, header), make("tbody", {}, ...body));
@@ -619,10 +635,10 @@ function start() {
     });
   }
 
-  const about = `${data.model}: ${data.n_layers} layers of ${H} heads (${data.n_kv_heads} for keys and values), ${data.head_dim} numbers a head; `
+  const about = `${harmless(data.model)}: ${data.n_layers} layers of ${H} heads (${data.n_kv_heads} for keys and values), ${data.head_dim} numbers a head; `
     + `${T} ${T === 1 ? "token" : "tokens"}, computed in ${data.dtype}.`;
   put("about", about);
-  put("prompt", data.prompt);
+  put("prompt", readableText(data.prompt));
   if (change) {
     put("told", make("b", {}, "Changed: "), change.told.join("; "), ". The pictures show the changed model.");
     id("told").hidden = id("change-section").hidden = false;
@@ -637,7 +653,8 @@ function start() {
   const KEYS = { ArrowLeft: ["token", -1], ArrowRight: ["token", 1], w: ["layer", -1], s: ["layer", 1], a: ["head", -1], d: ["head", 1] };
   document.addEventListener("keydown", (event) => {
     const key = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
-    if (!key || event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
+    const field = event.target.closest?.("select, input, textarea, [contenteditable]"); // keys belong to it
+    if (!key || field || event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
     event.preventDefault();
     choose({ [key[0]]: chosen[key[0]] + key[1] });
   });
@@ -649,7 +666,7 @@ function start() {
   listen("lens", (x, y) => {
     const t = Math.floor((x - lensBox.gutter) / lensBox.cell), m = Math.floor((y - lensBox.top) / lensBox.height);
     return within(t, T) && within(m, L + 1) ? [m, t] : null;
-  }, sayLens, (m, t) => choose({ token: t, layer: m - 1 }));
+  }, sayLens, (m, t) => choose({ token: t, stage: m }));
   listen("heads", (x, y) => {
     const l = Math.floor((x - headsBox.gutter) / headsBox.cell), h = Math.floor((y - headsBox.top) / headsBox.cell);
     return within(l, L) && within(h, H) ? [l, h] : null;
@@ -658,7 +675,8 @@ function start() {
     const s = Math.floor((x - mapBox.edge) / mapBox.cell), t = Math.floor((y - mapBox.edge) / mapBox.cell);
     return within(s, T) && within(t, T) ? [t, s] : null;
   }, sayMap, (t) => choose({ token: t }));
-  arrows("lens", { ArrowUp: ["layer", -1], ArrowDown: ["layer", 1] });
+  arrows("lens", { ArrowUp: ["stage", -1], ArrowDown: ["stage", 1] });
+  arrows("strip", { Home: ["token", -T], End: ["token", T] });
   arrows("heads", { ArrowLeft: ["layer", -1], ArrowRight: ["layer", 1], ArrowUp: ["head", -1], ArrowDown: ["head", 1] });
   arrows("map", { ArrowUp: ["token", -1], ArrowDown: ["token", 1] });
 
@@ -666,7 +684,7 @@ function start() {
   let best = -1;
   for (let l = 0; l < L; l++) for (let h = 0; h < H; h++) {
     const interest = (1 - heads.sink[l][h]) * (1 - heads.itself[l][h]) / heads.spread[l][h];
-    if (interest > best) [best, chosen.layer, chosen.head] = [interest, l, h];
+    if (interest > best) [best, chosen.layer, chosen.stage, chosen.head] = [interest, l, l + 1, h];
   }
   drawAll();
   let waiting = 0;

@@ -1,0 +1,182 @@
+"""The page of a trace in a browser: selecting by pointer and keys, and what the reader is told.
+
+Needs Chromium, which pip does not bring: without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from llama.study import trace as tracing
+from llama.study import trace_page
+from llama.text import Llama
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt install chromium"),
+    pytest.mark.usefixtures("one_thread"),
+]
+PROMPT = "the cat\n\x1b[1m \u202esat"
+
+
+@pytest.fixture(scope="module")
+def file(tiny_llm: Llama, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of the tiny model of two layers, which has random weights."""
+    traced = tracing.trace(tiny_llm.model, tiny_llm.tokenizer.encode_prompt("the cat sat"))
+    config = tiny_llm.model.config
+    about = {
+        "model": "tiny",
+        "n_layers": config.n_layers,
+        "n_heads": config.n_heads,
+        "n_kv_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "dtype": "float32",
+        "prompt": PROMPT,
+    }
+    path = tmp_path_factory.mktemp("trace") / "trace.html"
+    found = tracing.facts(traced, tiny_llm.tokenizer, about)
+    path.write_text(trace_page.render(found, tracing.packed_maps(traced.weights)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    root = os.name == "posix" and os.geteuid() == 0  # Chromium's sandbox refuses to run for the superuser
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if root else [])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def tab(browser: Browser, file: Path) -> Iterator[Page]:
+    faults: list[str] = []
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.on("pageerror", lambda error: faults.append(str(error)))
+    tab.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    tab.goto(file.as_uri())
+    yield tab
+    tab.close()
+    assert faults == []
+
+
+def setting(tab: Page) -> tuple[int, int, int]:
+    """Token, layer and head, as the controls say."""
+    token, layer, head = (int(tab.input_value(f"#{name}")) for name in ("token", "layer", "head"))
+    return token, layer, head
+
+
+def focused(tab: Page) -> str:
+    found: str = tab.evaluate("document.activeElement.id || document.activeElement.parentElement.id")
+    return found
+
+
+def marked_row(tab: Page) -> list[str]:
+    """Names of the rows of the lens table that are marked."""
+    found: list[str] = tab.eval_on_selector_all(
+        '#lens-table tr[aria-current="true"]', "(rows) => rows.map((row) => row.cells[0].textContent)"
+    )
+    return found
+
+
+def test_the_embedding_is_a_row_of_the_lens_like_any_other(tab: Page) -> None:
+    tab.select_option("#layer", "1")
+    assert marked_row(tab) == ["1"]
+    box = tab.locator("#lens").bounding_box()
+    assert box
+    tab.locator("#lens").click(position={"x": box["width"] - 10, "y": 30})  # the first row, the last token
+    assert marked_row(tab) == ["emb"]
+    tab.mouse.move(0, 0)
+    assert tab.inner_text("#lens-readout").startswith("embedding, before any layer")
+    last = setting(tab)[0]
+    assert setting(tab)[1] == 1  # the embedding has no heads, so their layer stays
+    tab.focus("#lens")
+    for key, row in (("ArrowDown", "0"), ("ArrowDown", "1"), ("ArrowUp", "0"), ("ArrowUp", "emb"), ("ArrowUp", "emb")):
+        tab.keyboard.press(key)
+        assert marked_row(tab) == [row]
+        assert row == "emb" or setting(tab)[1] == int(row)
+    tab.keyboard.press("ArrowLeft")
+    assert (setting(tab)[0], marked_row(tab)) == (last - 1, ["emb"])
+    tab.keyboard.press("s")
+    assert marked_row(tab) == [str(setting(tab)[1])]
+    tab.click("#lens-table tbody tr:first-child")
+    assert marked_row(tab) == ["emb"]
+    row = tab.locator("#lens-table tbody tr:first-child td").all_inner_texts()
+    assert f"has rank {row[3]}; KL to the end {row[4]} nats" in tab.inner_text("#lens-readout")
+
+
+def test_the_strip_is_one_stop_for_tab_and_the_focus_follows_the_token(tab: Page) -> None:
+    assert tab.eval_on_selector_all("#strip [role=option]", "(all) => all.filter((b) => b.tabIndex === 0).length") == 1
+    tab.focus("#strip [tabindex='0']")
+    last = setting(tab)[0]
+    for key, token in (("ArrowLeft", last - 1), ("Home", 0), ("ArrowRight", 1), ("End", last)):
+        tab.keyboard.press(key)
+        assert setting(tab)[0] == token
+        assert tab.evaluate("[...document.getElementById('strip').children].indexOf(document.activeElement)") == token
+        assert tab.get_attribute(f"#strip > :nth-child({token + 1})", "aria-selected") == "true"
+    tab.keyboard.press("Tab")
+    assert focused(tab) != "strip"
+    tab.keyboard.press("Shift+Tab")
+    assert focused(tab) == "strip"
+
+
+def test_keys_move_what_the_bar_says_and_leave_fields_alone(tab: Page) -> None:
+    assert "in a picture that has the focus, arrows move within that picture" in tab.inner_text(".keys")
+    for name in ("token", "layer", "head"):
+        tab.select_option(f"#{name}", "1")
+    tab.evaluate("document.activeElement.blur()")
+    for key, expected in (("ArrowLeft", (0, 1, 1)), ("w", (0, 0, 1)), ("a", (0, 0, 0)), ("D", (0, 0, 1))):
+        tab.keyboard.press(key)
+        assert setting(tab) == expected
+    tab.focus("#heads")
+    tab.keyboard.press("ArrowRight")
+    assert setting(tab) == (0, 1, 1)
+    tab.evaluate("document.querySelector('main').append(document.createElement('input'))")
+    tab.focus("main > input")
+    tab.keyboard.type("wasd")
+    tab.keyboard.press("ArrowLeft")
+    assert tab.input_value("main > input") == "wasd"
+    assert setting(tab) == (0, 1, 1)
+
+
+def test_tab_walks_through_the_whole_page_and_out(tab: Page) -> None:
+    seen = []
+    for _ in range(60):
+        tab.keyboard.press("Tab")
+        seen.append(focused(tab))
+        if len(seen) > 1 and tab.evaluate("document.activeElement === document.body"):
+            break
+    assert {"token", "layer", "head", "strip", "lens", "heads", "map"} <= set(seen)
+    assert seen.index("strip") < seen.index("lens") < seen.index("heads") < seen.index("map")
+
+
+def test_what_is_not_a_list_does_not_claim_to_be_one(tab: Page) -> None:
+    assert tab.locator("[aria-selected]").count() == tab.locator("#strip > [role=option]").count()
+    assert tab.locator("#row [role], #lens-table [role]").count() == 0
+
+
+def test_the_prompt_shows_what_would_steer_the_page(tab: Page) -> None:
+    assert tab.evaluate("document.getElementById('prompt').textContent") == "the cat\nU+001B[1m U+202Esat"
+
+
+def test_the_lens_says_what_its_inner_rows_are(tab: Page) -> None:
+    words = tab.inner_text("main")
+    for said in (
+        "Only the last row was trained to be read",
+        "half-finished state",
+        "(tied), the row emb mostly names the token just read",
+        "0 nats when this row already says what the end says",
+        "whatever the text goes on with",
+    ):
+        assert said in words
+    assert words.index("1 nat = 1.44 bits") < words.index("nats)")  # explained before it is used
+    assert "The word is the token that a row puts on top" in words
+    tab.set_viewport_size({"width": 300, "height": 700})
+    tab.wait_for_timeout(100)
+    assert "There is no room for words here" in tab.inner_text("#lens-reads")
