@@ -6,21 +6,16 @@ Needs Chromium, which pip does not bring: without it these tests are skipped.
 from __future__ import annotations
 
 import math
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 import llama
 from llama.study import measures, page
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt install chromium")
 
 PICTURES = ("clock", "waves", "divisors", "arcs", "scores")
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
@@ -32,15 +27,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "rope.html"
     page.write(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    root = os.name == "posix" and os.geteuid() == 0  # Chromium's sandbox refuses to run for the superuser
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if root else [])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

@@ -5,23 +5,17 @@ Needs Chromium, which pip does not bring: without it these tests are skipped.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from llama.study import trace as tracing
 from llama.study import trace_page
 from llama.text import Llama
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt install chromium"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "the cat\n\x1b[1m \u202esat"
 
 
@@ -43,15 +37,6 @@ def file(tiny_llm: Llama, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tracing.facts(traced, tiny_llm.tokenizer, about)
     path.write_text(trace_page.render(found, tracing.packed_maps(traced.weights)), encoding="utf-8")
     return path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    root = os.name == "posix" and os.geteuid() == 0  # Chromium's sandbox refuses to run for the superuser
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if root else [])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

@@ -3,48 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ..figure import LINES, MARKERS, Data, Figure
-from ..perplexity import METHODS, TINY, Measurement, measure
+from ..perplexity import Measurement, measure
 from ..report import Check, Report, Table, above, below
 from .base import Topic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
+Answer = TypeVar("Answer")
+
 
 @lru_cache(maxsize=1)
-def _measured(
-    model: str,
-    text: Path | None,
-    length: int | None,
-    windows: int,
-    methods: tuple[str, ...],
-    output: Path | None,
-    dtype: str | None,
-    progress: Callable[[str, int, int], object] | None,
-) -> Measurement:
+def _measured(**setting: Any) -> Measurement:
     """One measurement for report and figure alike."""
-    return measure(model, text, length, windows, methods, output, dtype, progress=progress)
+    return measure(**setting)
 
 
-def report(
-    model: str = TINY,
-    text: Path | None = None,
-    length: int | None = None,
-    windows: int = 6,
-    methods: tuple[str, ...] = METHODS,
-    output: Path | None = None,
-    dtype: str | None = None,
-    progress: Callable[[str, int, int], object] | None = None,
-) -> Report:
+def _of(answer: Callable[[Measurement], Answer]) -> Callable[..., Answer]:
+    """An answer that takes what `measure` takes: its signature is that one, so the options are written once."""
+
+    @wraps(measure)
+    def measured(**setting: Any) -> Answer:
+        return answer(_measured(**setting))
+
+    return measured
+
+
+def _report(found: Measurement) -> Report:
     """Perplexity by bucket of positions under each method, and the claims that hold the methods side by side."""
-    found = _measured(model, text, length, windows, methods, output, dtype, progress)
     curves = {method: found.perplexity(method) for method in found.methods}
     ends = sorted({end for curve in curves.values() for end in curve})
     return Report(
@@ -97,18 +89,8 @@ def _checks(curves: dict[str, dict[float, float]]) -> list[Check]:
     return checks
 
 
-def data(
-    model: str = TINY,
-    text: Path | None = None,
-    length: int | None = None,
-    windows: int = 6,
-    methods: tuple[str, ...] = METHODS,
-    output: Path | None = None,
-    dtype: str | None = None,
-    progress: Callable[[str, int, int], object] | None = None,
-) -> Data:
+def _data(found: Measurement) -> Data:
     """One row a method and bucket."""
-    found = _measured(model, text, length, windows, methods, output, dtype, progress)
     rows = [(method, end, ppl) for method in found.methods for end, ppl in found.perplexity(method).items()]
     return {
         "method": np.array([row[0] for row in rows]),
@@ -154,13 +136,13 @@ def draw(table: Data, canvas: Canvas) -> None:
 
 
 TOPIC = Topic(
-    report,
+    _of(_report),
     figures=(
         Figure(
             "ppl",
             "Right of the line lies what training never saw. Unchanged frequencies fail there; PI is even but poor from"
             " the first token; NTK-aware x4 falls behind YaRN x4 before 4x; YaRN x4 holds (001-32..35, E21).",
-            data,
+            _of(_data),
             draw,
         ),
     ),

@@ -1,0 +1,22 @@
+"""What the tests of the two pages share: a headless Chromium, which pip does not bring."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium on this machine: apt install chromium")
+    root = os.name == "posix" and os.geteuid() == 0  # Chromium's sandbox refuses to run for the superuser
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"] if root else [])
+        yield chromium
+        chromium.close()
