@@ -110,6 +110,21 @@ def test_003_08_the_variance_of_q_k_is_d(d: int) -> None:
     assert float((repeated**2).mean()) == d
 
 
+@LAW
+@given(
+    values=st.lists(st.integers(-9, 9), min_size=2, max_size=4).filter(lambda v: len(set(v)) > 1), d=st.integers(1, 3)
+)
+def test_003_08_the_variance_is_d_whatever_the_distribution(values: list[int], d: int) -> None:
+    """Entries drawn from any numbers, each as likely, brought to mean 0 and variance 1: all q against all k."""
+    entries = (np.array(values) - np.mean(values)) / np.std(values)
+    every = np.array(list(itertools.product(entries, repeat=d)))  # (len^d, d)
+    x, same = torch.from_numpy(every), torch.eye(d, dtype=torch.float64)
+    scores = encodings.scores(encodings.Encoding(), x, same, same, torch.arange(len(x)))  # q.k / sqrt(d)
+    assert float(scores.mean()) == pytest.approx(0, abs=1e-12)
+    assert float(scores.var(correction=0)) == pytest.approx(1, rel=1e-12)
+    assert float((every @ every.T).var()) == pytest.approx(d, rel=1e-12)
+
+
 @pytest.mark.parametrize("d", [16, 64, 1024])
 def test_003_08_the_variance_of_gaussians_too(d: int) -> None:
     products = (gaussians(d, 4000, d) * gaussians(d + 1, 4000, d)).sum(-1)
