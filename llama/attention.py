@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import kernels
+from .cache import Keys, Rounded
+
 
 def causal_mask(positions: Tensor, key_positions: Tensor) -> Tensor:
     """Who may look where, by the one rule: a query sees the keys at its own position and before.
@@ -23,7 +26,12 @@ def causal_mask(positions: Tensor, key_positions: Tensor) -> Tensor:
     return mask.unsqueeze(1) if mask.dim() == 3 else mask
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def plain(x: Keys, dtype: torch.dtype) -> Tensor:
+    """Keys or values as numbers, whatever the cache keeps them in."""
+    return x.numbers(dtype) if isinstance(x, Rounded) else x
+
+
+def sdpa(q: Tensor, k: Keys, v: Keys, mask: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D)) v by torch's fused kernels.
 
     q (B, H, T, D); k, v (B, KV, S, D); mask bool, True where a query may look, broadcast to (B, H, T, S), or None
@@ -32,6 +40,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     is_causal is never used: torch aligns that triangle top-left, so with T queries against S > T cached keys
     the first query would see the first key only.
     """
+    k, v = plain(k, q.dtype), plain(v, q.dtype)
     if q.shape[2] == 1:  # one query: the G heads of a group are G queries of one head, so nothing is copied
         return F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask).view(q.shape)
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
@@ -46,10 +55,24 @@ def reference_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tenso
     return scores.softmax(dim=-1)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def reference(q: Tensor, k: Keys, v: Keys, mask: Tensor | None = None) -> Tensor:
     """`sdpa` written out: what the formula says and what the fused kernels are tested against."""
+    k, v = plain(k, torch.float32), plain(v, torch.float32)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
     return (reference_weights(q, k, mask) @ v.float()).type_as(q)  # (B, H, T, D)
 
 
-ATTENTION: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa, "reference": reference}
+def kernel(q: Tensor, k: Keys, v: Keys, mask: Tensor | None = None) -> Tensor:
+    """`sdpa` on a CPU; few queries go to the C++ kernel, which reads keys and values once for all heads of a group.
+
+    It shares the keys among the cores also where there are fewer heads than cores, and skips what nobody may see.
+    """
+    if q.shape[2] <= FEW_QUERIES and q.shape[3] % 16 == 0 and q.shape[3] <= 256 and q.dtype != torch.float16:
+        if isinstance(k, Rounded) and isinstance(v, Rounded):
+            return kernels.attend(q, k.values, v.values, mask, k.scale, v.scale)
+        return kernels.attend(q, plain(k, q.dtype), plain(v, q.dtype), mask)
+    return sdpa(q, k, v, mask)
+
+
+FEW_QUERIES = 16
+ATTENTION: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa, "reference": reference, "kernel": kernel}

@@ -5,25 +5,125 @@ Letters: B batch, T new tokens, S cached tokens, KV key/value heads, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from .errors import ContextLengthError
+from .errors import ContextLengthError, UsageError
 
 FIRST_SLOTS = 1024  # tokens a cache has room for before it first grows
 
 
-class KVCache:
-    """One buffer (B, KV, slots, D) for the keys and one for the values of each layer. Slot s holds position s.
+class Rounded(NamedTuple):
+    """Keys or values in 8 bits: values (B, KV, S, D) int8, scale (B, KV, S) float32, one for each head of a token."""
 
-    The buffers grow with use, by doubling, up to max_len; so a long context costs memory only when it is filled.
+    values: Tensor
+    scale: Tensor
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """(B, KV, S, D) in `dtype`."""
+        return (self.values.float() * self.scale.unsqueeze(-1)).to(dtype)
+
+
+class LayerCache:
+    """The keys and the values of one layer, (B, KV, slots, D) each. Slot s holds position s."""
+
+    def __init__(self, k: Tensor, v: Tensor):
+        self.buffers = [k, v]  # the slots are axis 2 of each
+        self.end: int | None = None  # how many slots are handed out; None: all of them
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> LayerCache:
+        """Zeros, not empty: a masked slot has weight 0, and 0 times a stray NaN would still be NaN."""
+        return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+
+    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Keys, Keys]:
+        """Write k, v (B, KV, T, D) at `positions`; return all keys and values (B, KV, S, D)."""
+        keys, values = self.write([k, v], positions)
+        return keys, values
+
+    def write(self, new: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
+        """Put new (B, KV, T, ..) into the buffers at positions (T,) or (B, T); return what of these is handed out."""
+        for buffer, part in zip(self.buffers, new, strict=True):
+            if positions.dim() == 1:
+                buffer.index_copy_(2, positions, part)
+            else:  # each row of the batch at its own positions
+                slots = positions.view(len(positions), 1, -1, *(1,) * (part.dim() - 3))  # (B, 1, T, ..)
+                buffer.scatter_(2, slots.expand_as(part), part)
+        return [buffer if self.end is None else buffer[:, :, : self.end] for buffer in self.buffers]
+
+    @property
+    def k(self) -> Tensor:
+        """All keys, (B, KV, slots, D)."""
+        return self.buffers[0]
+
+    @property
+    def v(self) -> Tensor:
+        """All values, likewise."""
+        return self.buffers[1]
+
+    def grow(self, slots: int) -> None:
+        """Make room for so many positions."""
+        for i, old in enumerate(self.buffers):
+            self.buffers[i] = old.new_zeros(*old.shape[:2], slots, *old.shape[3:])
+            self.buffers[i][:, :, : old.shape[2]] = old
+
+
+class RoundedLayerCache(LayerCache):
+    """A LayerCache in 8 bits: half the memory of bfloat16, and half the bytes that decoding reads in a long context.
+
+    Each head of each token has a scale of its own, so a token's rounding error is at most 1/254 of its largest entry.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor):
+        super().__init__(k, v)
+        self.buffers += [k_scale, v_scale]
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> RoundedLayerCache:
+        k, v = (torch.zeros(shape, dtype=torch.int8, device=device) for _ in range(2))
+        return cls(k, v, *(torch.zeros(shape[:3], device=device) for _ in range(2)))
+
+    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Keys, Keys]:
+        (k, k_scale), (v, v_scale) = round_to_8_bits(k), round_to_8_bits(v)
+        k, v, k_scale, v_scale = self.write([k, v, k_scale, v_scale], positions)
+        return Rounded(k, k_scale), Rounded(v, v_scale)
+
+    @property
+    def k(self) -> Tensor:
+        return Rounded(self.buffers[0], self.buffers[2]).numbers(torch.float32)
+
+    @property
+    def v(self) -> Tensor:
+        return Rounded(self.buffers[1], self.buffers[3]).numbers(torch.float32)
+
+
+def round_to_8_bits(x: Tensor) -> Rounded:
+    """(B, KV, T, D) to integers from -127 to 127, with the scale that takes the largest entry of a head to 127."""
+    scale = x.float().abs().amax(-1) / 127  # (B, KV, T); NaN where x holds one, and so will be what is read
+    steps = torch.where(scale == 0, 1, scale).unsqueeze(-1)
+    return Rounded((x.float() / steps).round().nan_to_num(0).to(torch.int8), scale)
+
+
+Keys = Tensor | Rounded
+KINDS: dict[str, type[LayerCache]] = {"model": LayerCache, "int8": RoundedLayerCache}  # "model": in the model's own dtype
+
+
+class KVCache:
+    """One LayerCache for each layer, and how far they are filled.
+
+    The buffers grow with use, by doubling, up to max_len; so a long context costs memory only when it is filled. With
+    fixed=True they have max_len slots from the start, and a single token gets to see all of them, behind a mask:
+    tensors of one shape at each step, as compiled code and CUDA graphs want.
     Whoever generates makes it and passes it in; the model keeps no state. It is used like this, for
     2 cached tokens and 3 new ones:
 
-        place(3)             positions [2, 3, 4]; from now on the keys reach to slot 4
-        update(0, k, v, ..)  writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; so for each layer
-        commit()             length is 5. A forward pass that broke off in the middle has changed no length
-        trim(4)              forgets the last token
+        place(3)                  positions [2, 3, 4]; from now on the keys reach to slot 4
+        layers[0].update(k, v, ..)   writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; so for each layer
+        commit()                  length is 5. A forward pass that broke off in the middle has changed no length
+        trim(4)                   forgets the last token
     """
 
     def __init__(
@@ -36,16 +136,35 @@ class KVCache:
         batch: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        fixed: bool = False,
+        kind: str = "model",
     ):
-        shape = (n_layers, batch, n_kv_heads, min(max_len, FIRST_SLOTS), head_dim)
-        # Zeros, not empty: a masked slot has weight 0, and 0 times a stray NaN would still be NaN.
-        self.k = torch.zeros(shape, dtype=dtype, device=device)  # (layer, B, KV, slots, D)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.max_len = max_len
+        if kind not in KINDS:
+            raise UsageError(f"unknown kind of KV cache {kind!r}; known: {', '.join(KINDS)}")
+        shape = (batch, n_kv_heads, max_len if fixed else min(max_len, FIRST_SLOTS), head_dim)
+        self.layers = [KINDS[kind].empty(shape, dtype, device) for _ in range(n_layers)]
+        self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
+        self.device = self.layers[0].buffers[0].device
         self.length = 0  # tokens whose keys are complete in every layer
         self.end = 0  # tokens whose keys are complete once the current forward pass is through
+        self.width = 0  # keys that attention gets to see in the current forward pass, masked ones included
         self._filled = [0] * batch  # the same for each row of the batch, since rows may differ
         self._placed = [0] * batch
+
+    @property
+    def k(self) -> Tensor:
+        """All keys, (layer, B, KV, slots, D): a copy, to look at."""
+        return torch.stack([layer.k for layer in self.layers])
+
+    @property
+    def v(self) -> Tensor:
+        """All values, likewise."""
+        return torch.stack([layer.v for layer in self.layers])
+
+    @property
+    def slots(self) -> int:
+        """Positions there is room for before the buffers grow."""
+        return self.layers[0].buffers[0].shape[2]
 
     def place(self, tokens: int, positions: Tensor | None = None) -> Tensor:
         """Make room for T new tokens and return their positions.
@@ -58,29 +177,21 @@ class KVCache:
             if min(self._filled) < self.length:
                 raise ValueError(f"rows of the cache are filled up to {self._filled}; say which positions come next")
             end = self.length + tokens
-            positions = torch.arange(self.length, end, device=self.k.device)  # (T,)
-            self._placed = [end] * self.k.shape[1]
+            positions = torch.arange(self.length, end, device=self.device)  # (T,)
+            self._placed = [end] * self.batch
         else:
             positions = positions.long()
             end = self._place_at(positions)
         if end > self.max_len:
             raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
-        if end > self.k.shape[3]:
-            self._grow(min(max(end, 2 * self.k.shape[3]), self.max_len))
+        grown = min(max(end, 2 * self.slots), self.max_len) if end > self.slots else None
         self.end = end
+        for layer in self.layers:
+            if grown:
+                layer.grow(grown)
+            layer.end = None if self.fixed and tokens == 1 else end
+        self.width = self.slots if self.fixed and tokens == 1 else end
         return positions
-
-    def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k, v (B, KV, T, D) at `positions` of a layer; return all its keys and values (B, KV, S, D)."""
-        keys, values = self.k[layer], self.v[layer]  # (B, KV, slots, D)
-        if positions.dim() == 1:
-            keys.index_copy_(2, positions, k)
-            values.index_copy_(2, positions, v)
-        else:  # each row of the batch at its own positions
-            slots = positions[:, None, :, None].expand_as(k)  # (B, KV, T, D)
-            keys.scatter_(2, slots, k)
-            values.scatter_(2, slots, v)
-        return keys[:, :, : self.end], values[:, :, : self.end]
 
     def commit(self) -> None:
         """The placed tokens are in every layer."""
@@ -94,7 +205,7 @@ class KVCache:
         self._filled = [min(row, length) for row in self._filled]
 
     def _place_at(self, positions: Tensor) -> int:
-        rows = positions.expand(self.k.shape[1], -1).tolist()  # (B, T)
+        rows = positions.expand(self.batch, -1).tolist()  # (B, T)
         self._placed = []
         for filled, row in zip(self._filled, rows, strict=True):
             for position in row:
@@ -105,10 +216,3 @@ class KVCache:
                 filled = max(filled, position + 1)
             self._placed.append(filled)
         return max(self.length, *self._placed)
-
-    def _grow(self, slots: int) -> None:
-        for name in ("k", "v"):
-            old = getattr(self, name)
-            new = old.new_zeros(*old.shape[:3], slots, old.shape[4])
-            new[:, :, :, : self.length] = old[:, :, :, : self.length]
-            setattr(self, name, new)

@@ -37,7 +37,7 @@ def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: in
         raise UsageError(f"the prefill chunk must be at least 1 token, got {chunk}")
     if not tokens:
         raise UsageError("prefill needs at least one token")
-    device = cache.k.device
+    device = cache.device
     if model.rope.by_length:  # the whole prompt at once, since its length decides how its first token is turned
         chunk = len(tokens)
     for start in range(0, len(tokens), chunk):
@@ -67,31 +67,13 @@ def generate(
     not finite.
     """
     prompt = list(prompt)
-    if not prompt:
-        raise UsageError("the prompt has no tokens and the model has no begin-of-text id to start from; give some text")
-    context = model.max_seq_len if cache is None else min(model.max_seq_len, cache.max_len)
-    if len(prompt) >= context:
-        raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens and the context holds {context}, the answer included;"
-            f" shorten the prompt or raise --max-seq-len"
-        )
-    vocab_size = model.config.vocab_size
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise UsageError(f"prompt ids must lie between 0 and {vocab_size - 1}, got {min(prompt)} to {max(prompt)}")
-    room = min(params.max_new_tokens, context - len(prompt))
+    room = room_for(model, prompt, params, cache)
     if room == 0:
         return
     if cache is None:
         cache = model.new_cache(len(prompt) + room)
-    if cache.length >= len(prompt):
-        raise UsageError(f"the cache holds {cache.length} tokens, which leaves none of the {len(prompt)} to be fed")
-
-    device = cache.k.device
-    generator = torch.Generator(device)
-    if params.seed is not None:
-        generator.manual_seed(params.seed)
-    else:
-        generator.seed()
+    device = cache.device
+    generator = random_generator(params, device)
     seen = None  # (N,) ids for the repetition penalty
     if params.repetition_penalty != 1:
         seen = torch.tensor([id for id in prompt if n_vocab is None or id < n_vocab], device=device, dtype=torch.long)
@@ -110,14 +92,48 @@ def generate(
         logits = prefill(model, [next_id], cache)
 
 
+def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, cache: KVCache | None) -> int:
+    """How many new tokens there is room for behind a prompt. Raises what `generate` says of prompt and cache."""
+    if not prompt:
+        raise UsageError("the prompt has no tokens and the model has no begin-of-text id to start from; give some text")
+    context = model.max_seq_len if cache is None else min(model.max_seq_len, cache.max_len)
+    if len(prompt) >= context:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens and the context holds {context}, the answer included;"
+            f" shorten the prompt or raise --max-seq-len"
+        )
+    vocab_size = model.config.vocab_size
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise UsageError(f"prompt ids must lie between 0 and {vocab_size - 1}, got {min(prompt)} to {max(prompt)}")
+    room = min(params.max_new_tokens, context - len(prompt))
+    if room and cache is not None and cache.length >= len(prompt):
+        raise UsageError(f"the cache holds {cache.length} tokens, which leaves none of the {len(prompt)} to be fed")
+    return room
+
+
+def random_generator(params: SamplingParams, device: torch.device) -> torch.Generator:
+    """Where the draws of one answer come from."""
+    generator = torch.Generator(device)
+    if params.seed is not None:
+        generator.manual_seed(params.seed)
+    else:
+        generator.seed()
+    return generator
+
+
 def choose(logits: Tensor, params: SamplingParams, seen: Tensor | None, generator: torch.Generator, step: int) -> int:
     """One id from logits (V,). A NaN or +inf would pick some token without a word, so it is an error."""
-    top = float(logits.amax())  # NaN wins every maximum, so one number tells
-    if not -torch.inf < top < torch.inf:
-        raise NumericalError(
-            f"the logits of new token {step + 1} are not finite (their maximum is {top}); the weights hold NaN or"
-            f" infinity, or overflow in this dtype: try --dtype float32"
-        )
+    check_finite(logits, f"new token {step + 1}")
     if params.greedy and seen is None:
         return int(logits.argmax())
     return int(sample(probs(logits, params, seen), generator))
+
+
+def check_finite(logits: Tensor, what: str) -> None:
+    """Raise NumericalError, naming what was to be chosen, where the largest of the logits (V,) is no finite number."""
+    top = float(logits.amax())  # NaN wins every maximum, so one number tells
+    if not -torch.inf < top < torch.inf:
+        raise NumericalError(
+            f"the logits of {what} are not finite (their maximum is {top}); the weights hold NaN or"
+            f" infinity, or overflow in this dtype: try --dtype float32"
+        )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, UsageError
+from .folders import cache_folder
 from .repository import find_cached, has_library, hub_id, pull_repository, short
 from .temporary import own_temporary, sweep
 
@@ -55,13 +56,6 @@ MODELS = {
         hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
     )
 }
-
-
-def cache_folder() -> Path:
-    """CLEARLLAMA_CACHE, or the user's cache folder as the operating system has it."""
-    import platformdirs
-
-    return Path(os.environ.get("CLEARLLAMA_CACHE") or platformdirs.user_cache_dir("clearllama")).expanduser()
 
 
 def find(name: str) -> Path | None:

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from . import kernels
+from .cache import KINDS
 from .checkpoint import Checkpoint, open_checkpoint
-from .checkpoint.blocks import Blocks4
+from .checkpoint.blocks import Blocks
 from .checkpoint.documents import read_json
+from .compiled import compile_
 from .config import ModelConfig
 from .errors import CheckpointError, UsageError
 from .hub import DEFAULT, resolve
 from .model import Transformer
-from .quant import Int4Linear, runs_int4
+from .quant import Integers, Scheme, embedding_of, linear_of, pick_scheme, rounded, scheme_for, taken
 from .rope import FORMS, Layout, to_half_layout, to_interleaved_layout
 from .rope_scaling import with_rope
-from .runtime import PackedLinear, packs_linears, pick_device, pick_dtype
+from .runtime import FewRowsLinear, PackedLinear, pick_attention, pick_device, pick_dtype, pick_linear
 from .tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ def load(
     *,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
+    kv_cache: str = "model",
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
@@ -55,21 +59,33 @@ def load(
                   (hub.MODELS), or ORG/NAME in the Hugging Face cache
     device        "cpu", "cuda", "cuda:1", ...; None takes the best there is
     dtype         "float32", "bfloat16", "float16"; None takes the fastest the device computes in
+    quantize      round the linear layers to a scheme of quant.SCHEMES: "int8", "int4", ...
+    compile       torch.compile for decoding: costs seconds at the start
     rope          "complex", "real", "half", "elementwise" or "matrix": five forms of one rotation (rope.py)
     max_seq_len   context in tokens, if another than the checkpoint's is wanted
     rope_scaling  another scaling than the checkpoint's, to stretch its context: {"rope_type": "yarn", "factor": 4.0};
                   {"rope_type": "default"} takes the checkpoint's off
     rope_theta    another base of the frequencies
+    kv_cache      "model" keeps keys and values in the model's dtype, "int8" in 8 bits: for long contexts
 
     Raises CheckpointError when the file can't be run, UsageError on a bad argument.
     """
     from .text import Llama
 
-    _not_yet(quantize, compile)
     checkpoint = open_checkpoint(resolve(path_or_name))
     tokenizer = checkpoint.tokenizer()
     model = build(
-        checkpoint, device, dtype, rope, max_seq_len, pack=True, rope_scaling=rope_scaling, rope_theta=rope_theta
+        checkpoint,
+        device,
+        dtype,
+        rope,
+        max_seq_len,
+        pack=True,
+        rope_scaling=rope_scaling,
+        rope_theta=rope_theta,
+        quantize=quantize,
+        compile=compile,
+        kv_cache=kv_cache,
     )
     chat_format = checkpoint.chat_format(tokenizer) if checkpoint.chat_template is None else None
     return Llama(
@@ -94,9 +110,17 @@ def load_model(
     rope_theta: float | None = None,
 ) -> Transformer:
     """The model alone, with plain nn.Linear weights to look at; no tokenizer is needed. Arguments as in `load`."""
-    _not_yet(quantize, False)
     checkpoint = open_checkpoint(resolve(path_or_name))
-    return build(checkpoint, device, dtype, rope, max_seq_len, rope_scaling=rope_scaling, rope_theta=rope_theta)
+    return build(
+        checkpoint,
+        device,
+        dtype,
+        rope,
+        max_seq_len,
+        rope_scaling=rope_scaling,
+        rope_theta=rope_theta,
+        quantize=quantize,
+    )
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] = DEFAULT) -> Tokenizer:
@@ -123,14 +147,21 @@ def build(
     pack: bool = False,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
+    quantize: str | None = None,
+    compile: bool = False,
+    kv_cache: str = "model",
 ) -> Transformer:
-    """A model filled with a checkpoint's weights: each is read, reordered if need be, cast, and handed over.
+    """A model filled with a checkpoint's weights: each is read, reordered if need be, cast or rounded, handed over.
 
-    pack          lay the linear layers out as the CPU's kernels like them, where they do (runtime.py, quant.py)
+    pack          take the linear layers that run fastest here (runtime.py, quant.py), and a file's 4 and 8-bit blocks
+                  as they are, unless dtype asks for float32 or float16
     rope_scaling  and rope_theta as in `load`
+    quantize      a scheme of quant.SCHEMES for the linear layers
+    compile       compile the decoding step (compiled.py); RoPE then runs in the real form instead of the complex one
+    kv_cache      what caches of this model keep keys and values in, one of cache.KINDS
 
-    A weight that needs no change stays in the mapped file. Strict both ways: CheckpointError lists tensors that are
-    missing, unexpected or of another shape.
+    A weight that needs no change stays in the mapped file; one that is rounded is read piece by piece. Strict both
+    ways: CheckpointError lists tensors that are missing, unexpected or of another shape.
     """
     if rope not in FORMS:
         raise UsageError(f"unknown form of RoPE {rope!r}; known: {', '.join(FORMS)}")
@@ -138,65 +169,117 @@ def build(
         isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1
     ):
         raise UsageError(f"max_seq_len must be a whole number of at least 1, got {max_seq_len!r}")
+    scheme = None if quantize is None else pick_scheme(quantize)
     config = with_rope(checkpoint.config, rope_scaling, rope_theta)
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
-    pack = pack and packs_linears(torch_device, torch_dtype)
+    as_stored = pack and torch_device.type == "cpu" and (dtype in (None, "auto") or torch_dtype == torch.bfloat16)
+    if kv_cache not in KINDS:
+        raise UsageError(f"unknown kind of KV cache {kv_cache!r}; known: {', '.join(KINDS)}")
+    make_linear = pick_linear(torch_device, torch_dtype) if pack else None
+    if compile and make_linear is PackedLinear:
+        make_linear = None  # its weights are opaque to the compiler
+    if compile and rope == "complex":
+        rope = "real"  # the same arithmetic; the compiler has no complex numbers
+    attention = pick_attention(torch_device) if pack else "sdpa"
     check_tensors(checkpoint)
     with torch.device("meta"), SkipInit():
-        model = Transformer(config, rope=rope, max_seq_len=max_seq_len).requires_grad_(False).eval()
+        model = Transformer(config, rope, attention, max_seq_len).requires_grad_(False).eval()
     layers = {
         name: child for name, child in model.named_modules() if next(child.parameters(recurse=False), None) is not None
     }
+    tied = config.tie_embeddings
 
-    def source_of(name: str) -> str:
-        return "tok_embeddings" if config.tie_embeddings and name == "output" else name
+    def plain(name: str) -> Tensor:
+        """A tensor in the order, the dtype and the place that the model wants."""
+        stored = checkpoint.tensor(name)
+        ordered = to_layout(name, stored, config.head_dim, checkpoint.layout, model.rope.layout)
+        value = _cast(ordered, name, torch_device, torch_dtype)
+        if value.data_ptr() != stored.data_ptr():
+            checkpoint.release(name)
+        return value
 
     def fill(name: str) -> None:
-        source = source_of(name)
-        values: dict[str, Tensor] = {}
-        copied: list[str] = []
-        for kind, _ in layers[name].named_parameters(recurse=False):  # weight, bias
-            stored = checkpoint.tensor(f"{source}.{kind}")
-            ordered = to_layout(f"{source}.{kind}", stored, config.head_dim, checkpoint.layout, model.rope.layout)
-            values[kind] = _cast(ordered, f"{source}.{kind}", torch_device, torch_dtype)
-            if pack or values[kind].data_ptr() != stored.data_ptr():
-                copied.append(f"{source}.{kind}")
-        if pack and isinstance(layers[name], nn.Linear):
-            packed = PackedLinear(values["weight"], values.get("bias"))
-            model.set_submodule(
-                name, _with_blocks(packed, checkpoint, f"{source}.weight", config.head_dim, model.rope.layout)
-            )
-        else:
-            for kind, value in values.items():
-                setattr(layers[name], kind, nn.Parameter(value, requires_grad=False))
-        for tensor in copied:
-            checkpoint.release(tensor)
+        layer, source = layers[name], "tok_embeddings" if tied and name == "output" else name
+        kinds = [kind for kind, _ in layer.named_parameters(recurse=False)]  # weight, bias
+        bias = plain(f"{source}.bias") if "bias" in kinds else None
+        if isinstance(layer, nn.Linear):
+            wanted = scheme and scheme_for(name, scheme)
+            read = read_blocks(checkpoint, f"{source}.weight", model.rope.layout, wanted, as_stored)
+            made = None if read is None else linear_of(read, torch_device, bias)
+            if made is None and scheme is not None:
+                raise UsageError(f"{quantize} needs the C++ kernels on this CPU, and they can't be built; leave it out")
+            if made is None and make_linear is not None:
+                made = make_linear(plain(f"{source}.weight"), bias)
+            if made is not None:
+                model.set_submodule(name, made)
+                if source != name:
+                    embedding = embedding_of(made, torch_dtype)
+                    if embedding is None:
+                        weight = made.weight if isinstance(made, FewRowsLinear) else plain(f"{source}.weight")
+                        model.tok_embeddings.weight = nn.Parameter(weight, requires_grad=False)
+                    else:
+                        model.tok_embeddings = embedding  # type: ignore[assignment]
+                if read is not None:
+                    checkpoint.release(f"{source}.weight")
+                return
+        elif isinstance(layer, nn.Embedding) and as_stored and kernels.ready():
+            read = read_blocks(checkpoint, f"{name}.weight", model.rope.layout, None, as_stored)
+            made = None if read is None else linear_of(read, torch_device)
+            if made is not None:
+                model.tok_embeddings = embedding_of(made, torch_dtype)  # type: ignore[assignment]
+                checkpoint.release(f"{name}.weight")
+                return
+        for kind in kinds:
+            value = bias if kind == "bias" and bias is not None else plain(f"{source}.{kind}")
+            setattr(layer, kind, nn.Parameter(value, requires_grad=False))
+        if source != name:
+            model.tok_embeddings.weight = layer.weight
 
     # Dequantization is numpy, which lets go of the interpreter lock, so several threads keep several cores busy; but
     # large weights go one by one, so that no more than one of them is in memory twice.
-    large = [name for name in layers if math.prod(checkpoint.shapes[f"{source_of(name)}.weight"]) > LARGE]
+    names = [name for name in layers if not (tied and name == "tok_embeddings")]  # filled with the output
+    large = [name for name in names if math.prod(tuple(layers[name].weight.shape)) > LARGE]
     for name in large:
         fill(name)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(fill, [name for name in layers if name not in large]):
+        for _ in pool.map(fill, [name for name in names if name not in large]):
             pass
-    if config.tie_embeddings and not pack:
-        model.output.weight = model.tok_embeddings.weight
-    return model
+    model.cache_kind = kv_cache
+    return compile_(model) if compile else model
 
 
-def _with_blocks(linear: PackedLinear, checkpoint: Checkpoint, name: str, head_dim: int, layout: Layout) -> nn.Module:
-    """Where the file holds a weight in 4-bit blocks, a layer that decodes from those very blocks; else the layer."""
-    if linear.bias is not None or not runs_int4(linear.out_features, linear.in_features):
-        return linear
-    blocks = checkpoint.blocks4(name)
-    if blocks is None:
-        return linear
-    if layout != checkpoint.layout and name.endswith(ROTATED):
-        order = to_layout(name, torch.arange(linear.out_features), head_dim, checkpoint.layout, layout).numpy()
-        blocks = Blocks4(*(part[order] for part in blocks))
-    return Int4Linear(blocks, wide=linear)
+def read_blocks(
+    checkpoint: Checkpoint, name: str, layout: Layout, scheme: Scheme | None, as_stored: bool
+) -> Integers | None:
+    """How to get a weight as integers: those of the file, or rounded here; None where it stays numbers.
+
+    The file's own are taken where they are what the scheme asks for, since rounding them again would only lose.
+    """
+    shape: tuple[int, int] = checkpoint.shapes[name]  # type: ignore[assignment]
+    stored = checkpoint.blocks(name, slice(0, 1))
+    kind = stored and (stored.bits, stored.group, stored.offset is not None)
+    moved = layout != checkpoint.layout and name.endswith(ROTATED)
+    order = checkpoint.config.head_dim, checkpoint.layout, layout
+
+    def blocks(rows: slice) -> Blocks:
+        found = checkpoint.blocks(name, rows)
+        if found is None:
+            raise AssertionError("a weight's storage can't change while it is read")
+        return found
+
+    if stored is not None and (as_stored if scheme is None else kind == (scheme.bits, scheme.group, scheme.offset)):
+        if moved:
+            whole = blocks(slice(None)).rows(to_layout(name, torch.arange(shape[0]), *order))
+            return taken(whole.rows, shape)
+        packed = checkpoint.tiles(name)
+        return taken(blocks, shape, None if packed is None else lambda: packed)
+    if scheme is None:
+        return None
+    if stored is not None and not moved:
+        return rounded(lambda rows: blocks(rows).weight, shape, scheme)
+    weight = to_layout(name, checkpoint.tensor(name), *order)
+    return rounded(lambda rows: weight[rows], shape, scheme)
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
@@ -268,10 +351,3 @@ def _cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) -
     if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
         raise CheckpointError(f"{name} holds values beyond float16's 65504; use --dtype bfloat16 or float32")
     return cast
-
-
-def _not_yet(quantize: str | None, compile: bool) -> None:
-    if quantize is not None:
-        raise UsageError(f"quantize={quantize!r} is not available in this version; leave it out")
-    if compile:
-        raise UsageError("compile=True is not available in this version; leave it out")

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import ATTENTION, causal_mask
-from .cache import KVCache
+from .cache import KVCache, LayerCache
 from .config import ModelConfig
 from .rope import Rope
 from .rope_scaling import reach
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, rope: Rope, attention: str):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
+        self.layer, self.head_dim = layer, config.head_dim  # the layer's number is for those who look, not used here
         self.rope, self.attend = rope, ATTENTION[attention]
         self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.attention_bias)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.attention_bias)
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.attention_bias)
 
     def forward(
-        self, x: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
+        self, x: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: LayerCache | None
     ) -> Tensor:
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         q, k = self.rope.apply(q, k, *turns)  # v is not rotated: position decides who is heard, not what is said
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, KV, T, D) twice
         if cache is not None:
-            k, v = cache.update(self.layer, k, v, positions)  # (B, KV, S, D): keys are cached already rotated
+            k, v = cache.update(k, v, positions)  # (B, KV, S, D): keys are cached already rotated
         y = self.attend(q, k, v, mask)  # (B, H, T, D)
         return self.wo(y.transpose(1, 2).flatten(-2))  # (B, T, C)
 
@@ -97,7 +97,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(
-        self, h: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
+        self, h: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: LayerCache | None
     ) -> Tensor:
         h = h + self.attention(self.attention_norm(h), turns, mask, positions, cache)
         return h + self.feed_forward(self.ffn_norm(h))
@@ -121,6 +121,8 @@ class Transformer(nn.Module):
         self.rope = Rope(
             rope, config.head_dim, self.max_seq_len, config.rope_theta, config.rope_scaling, config.max_seq_len
         )
+        self.fixed_cache = False  # whether new_cache makes tensors of one shape; compiled code wants them (compiled.py)
+        self.cache_kind = "model"  # what new_cache keeps keys and values in, one of cache.KINDS
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(
             TransformerBlock(config, layer, self.rope, attention) for layer in range(config.n_layers)
@@ -141,18 +143,26 @@ class Transformer(nn.Module):
         if cache is not None:
             positions = cache.place(T, positions)  # (T,), or (B, T) as given
             end = cache.end
-            key_positions = torch.arange(end, device=tokens.device)  # (S,)
+            key_positions = torch.arange(cache.width, device=tokens.device)  # (S,)
+            sees_all = sees_all and not cache.fixed  # there, slots still to be filled are among the keys
         else:
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
             key_positions = positions  # (S,) or (B, S): the keys are the tokens themselves
         turns = self.rope.rows(positions, end)  # these two once for all layers
         mask = None if sees_all else causal_mask(positions, key_positions)  # (T, S) or (B, 1, T, S)
-        h = self.tok_embeddings(tokens)  # (B, T, C)
-        for block in self.layers:
-            h = block(h, turns, mask, positions, cache)
+        h = self.run(tokens, turns, mask, positions, cache)
         if cache is not None:
             cache.commit()
+        return h
+
+    def run(
+        self, tokens: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
+    ) -> Tensor:
+        """`hidden`, once it is clear who sits where and sees whom."""
+        h = self.tok_embeddings(tokens)  # (B, T, C)
+        for i, block in enumerate(self.layers):
+            h = block(h, turns, mask, positions, None if cache is None else cache.layers[i])
         return self.norm(h)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
@@ -167,7 +177,7 @@ class Transformer(nn.Module):
 
     def new_cache(self, max_len: int | None = None, batch: int = 1) -> KVCache:
         """An empty cache for this model's shape, dtype and device; for its whole context unless max_len is given."""
-        weight = self.tok_embeddings.weight
+        weight = self.norm.weight  # the one weight that is never packed
         return KVCache(
             self.config.n_layers,
             self.config.n_kv_heads,
@@ -176,4 +186,6 @@ class Transformer(nn.Module):
             batch=batch,
             dtype=weight.dtype,
             device=weight.device,
+            fixed=self.fixed_cache,
+            kind=self.cache_kind,
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import kernels
 from .errors import UsageError
 
 DTYPES = {
@@ -72,6 +74,28 @@ def set_threads(count: int | None) -> None:
     torch.set_num_threads(count)
 
 
+class FewRowsLinear(nn.Module):
+    """A linear layer in bfloat16 over a plain weight, which may lie in a mapped file: few rows go to the C++ kernel.
+
+    One row at a time is decoding, and there the kernel reads weights as fast as the memory gives them. Many rows are
+    F.linear's business.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
+        if x.numel() <= FEW_ROWS * self.in_features and x.dtype == torch.bfloat16:
+            return kernels.linear_bf16(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+
+FEW_ROWS = 4  # the kernel reads the weight once for up to 4 rows
+
+
 class PackedLinear(nn.Module):
     """A linear layer whose weight lies in oneDNN's blocked order, as its bfloat16 kernels for the CPU read it.
 
@@ -103,13 +127,27 @@ class PackedLinear(nn.Module):
         return y
 
 
-def packs_linears(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PackedLinear runs here: bfloat16 on a CPU, a torch built with oneDNN, and results like F.linear's."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+def pick_linear(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], nn.Module] | None:
+    """What makes the fastest linear layer of a plain weight and bias here; None: nn.Linear is."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return None
+    if kernels.ready():
+        return FewRowsLinear
+    return PackedLinear if _packs() else None
+
+
+def _packs() -> bool:
+    """Whether PackedLinear runs here: a torch built with oneDNN, and results like F.linear's."""
+    if not torch.backends.mkldnn.is_available():
         return False
     with torch.inference_mode():
-        x, weight = torch.ones(1, 32, dtype=dtype), torch.arange(512, dtype=dtype).view(16, 32) / 512
+        x, weight = torch.ones(1, 32, dtype=torch.bfloat16), torch.arange(512).bfloat16().view(16, 32) / 512
         try:
             return torch.allclose(PackedLinear(weight)(x), F.linear(x, weight), rtol=0.05, atol=0.05)
         except (AttributeError, RuntimeError):  # the operators are torch's own business and may change
             return False
+
+
+def pick_attention(device: torch.device) -> str:
+    """The fastest of attention.ATTENTION here."""
+    return "kernel" if device.type == "cpu" and kernels.ready() else "sdpa"

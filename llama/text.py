@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, overload
 
 from .cache import KVCache
@@ -15,6 +16,7 @@ from .errors import UsageError
 from .generate import generate
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
+from .speculative import Draft, make_draft, speculate
 from .tokenizer import Decoder, Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -22,7 +24,10 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Stats:
-    """What a generation cost. Times in seconds; speeds in tokens per second, None where nothing was timed."""
+    """What a generation cost. Times in seconds; speeds in tokens per second, None where nothing was timed.
+
+    drafted_tokens were guessed by a draft, and accepted_tokens of them are what the model itself would have said.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -30,6 +35,8 @@ class Stats:
     prefill_s: float
     decode_s: float
     seed: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def prefill_tps(self) -> float | None:
@@ -151,7 +158,9 @@ class Llama:
 
     Sampling options of all methods, with defaults: max_new_tokens=256, temperature=0.0 (greedy), top_k=0, top_p=1.0,
     min_p=0.0, repetition_penalty=1.0, seed=None; their ranges and order are sampling.SamplingParams'. Besides:
-    stop=[...] strings that end the text, logprobs=True.
+    stop=[...] strings that end the text, logprobs=True, and draft="ngram" or draft=a smaller Llama or Transformer with
+    the same vocabulary, which makes it faster where the draft guesses well; draft_tokens is the most it guesses at once
+    (speculative.py).
     """
 
     def __init__(
@@ -222,24 +231,35 @@ class Llama:
         stop: str | Sequence[str] | None = None,
         logprobs: bool = False,
         session: Session | None = None,
+        draft: str | Llama | Transformer | Draft | None = None,
+        draft_tokens: int | None = None,
         **sampling: Any,
     ) -> Iterator[Piece]:
         """What the methods above stand on: prompt ids in, pieces of text out.
 
-        session keeps the KV cache for the next call. Bad options are refused here, not at the first piece.
+        session keeps the KV cache for the next call; a draft that is a speculative.Draft keeps its own. Bad options are
+        refused here, not at the first piece.
         """
         known = {f.name for f in dataclasses.fields(SamplingParams)}
         if unknown := sampling.keys() - known:
             raise UsageError(
-                f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(sorted(known | {'stop', 'logprobs'}))}"
+                f"unknown option {sorted(unknown)[0]!r}; known:"
+                f" {', '.join(sorted(known | {'stop', 'logprobs', 'draft', 'draft_tokens'}))}"
             )
         params = SamplingParams(**{**self.sampling, **sampling})
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbelow(LARGEST_SEED))
-        return self._stream(list(prompt), params, _check_stops(stop), logprobs, session)
+        guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
+        return self._stream(list(prompt), params, _check_stops(stop), logprobs, session, guesses)
 
     def _stream(
-        self, prompt: list[int], params: SamplingParams, stops: list[str], logprobs: bool, session: Session | None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        stops: list[str],
+        logprobs: bool,
+        session: Session | None,
+        draft: Draft | None,
     ) -> Iterator[Piece]:
         cache = None if session is None else session.reuse(self.model, prompt)
         cached = 0 if cache is None else cache.length
@@ -250,7 +270,7 @@ class Llama:
         finish: FinishReason = "length"
         started = time.perf_counter()
         first = last = started
-        tokens = generate(
+        tokens = (generate if draft is None else partial(speculate, draft=draft))(
             self.model,
             prompt,
             params,
@@ -293,6 +313,8 @@ class Llama:
             prefill_s=first - started,
             decode_s=last - first,
             seed=params.seed if params.seed is not None else 0,
+            drafted_tokens=0 if draft is None else draft.drafted,
+            accepted_tokens=0 if draft is None else draft.accepted,
         )
         completion = Completion("".join(texts), ids, finish, scores if logprobs else None, stats)
         yield Piece(texts[-1], completion)

@@ -55,7 +55,7 @@ def test_cache_places_writes_commits_and_trims() -> None:
     first = cache.place(3)
     assert first.tolist() == [0, 1, 2]
     k = torch.randn(1, 2, 3, 4)
-    keys, _ = cache.update(0, k, k, first)
+    keys, _ = cache.layers[0].update(k, k, first)
     assert torch.equal(keys, k)
     assert cache.length == 0  # a pass that breaks off here has changed no length
     cache.commit()
@@ -108,9 +108,9 @@ def test_a_cache_grows_without_losing_a_key() -> None:
     config = dataclasses.replace(tiny.CONFIG, max_seq_len=5000)
     model, tokens = tiny.model(config), tiny.random_tokens(1100)
     cache = model.new_cache()
-    slots = cache.k.shape[3]
+    slots = cache.slots
     grown = prefill(model, tokens[0].tolist(), cache, 300)
-    assert slots < 1100 <= cache.k.shape[3] < 5000
+    assert slots < 1100 <= cache.slots < 5000
     torch.testing.assert_close(grown, model(tokens)[0, -1], **TOLERANCE)
 
 

@@ -25,6 +25,7 @@ LAYERS = [
         "chat",
         "tokenizer",
         "checkpoint",
+        "compiled",
         "quant",
         "parallel",
         "sampling",
@@ -36,8 +37,8 @@ LAYERS = [
     {"model"},
     {"rope", "attention", "cache"},
     {"rope_scaling"},
-    {"config"},
-    {"errors", "temporary"},
+    {"config", "kernels"},
+    {"errors", "temporary", "folders"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

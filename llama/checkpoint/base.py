@@ -17,7 +17,7 @@ from ..config import LARGEST_SIZE, ModelConfig
 from ..rope import Layout
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
-from .blocks import Blocks4
+from .blocks import Blocks
 
 
 class Checkpoint(ABC):
@@ -63,8 +63,12 @@ class Checkpoint(ABC):
     def stored(self, name: str) -> str:
         """How the weight is stored: F32, BF16, F16, or the name of a quantization."""
 
-    def blocks4(self, name: str) -> Blocks4 | None:
-        """The same weight as the 4-bit blocks it is stored in, or None if it is stored otherwise."""
+    def blocks(self, name: str, rows: slice = slice(None)) -> Blocks | None:
+        """Rows of a weight as the blocks of 4 or 8 bits they are stored in, or None if it is stored otherwise."""
+        return None
+
+    def tiles(self, name: str) -> Tensor | None:
+        """A weight as tiles.pack has it, mapped, if it is stored so; `blocks` tells its kind."""
         return None
 
     @abstractmethod

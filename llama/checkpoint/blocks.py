@@ -1,32 +1,64 @@
-"""4-bit GGUF blocks as what they are: integers from 0 to 15 with a scale and an offset for every 32 of them.
+"""Weights of few bits as what they are: integers with a scale, and perhaps an offset, for every group of them in a row.
 
     weight = scale * quant + offset
 
-Q4_0, Q4_1 and Q4_K all have this form, so a 4-bit kernel can use a file's weights as they are, without a second
-quantization. Layouts: ggml-quants.c of https://github.com/ggml-org/ggml. Arrays: R rows (out features), N columns.
+Most of GGUF's types have this form, so a low-bit kernel can use a file's weights as they are, without a second
+quantization. Layouts: ggml-quants.c of https://github.com/ggml-org/ggml. R rows (out features), N columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-GROUP = 32
 
+class Blocks(NamedTuple):
+    """A weight (R, N) in groups of `group` columns; 0 stands for a whole row.
 
-class Blocks4(NamedTuple):
-    """quants (R, N) uint8 from 0 to 15; scale and offset (R, N / 32) float32."""
+    quants  (R, N) uint8 below 2^bits
+    scale   (R, groups) float32; the last group may be shorter than the others
+    offset  (R, groups) float32, or None where the middle of the integers stands for 0: -scale * 2^(bits - 1)
+    """
 
-    quants: NDArray[np.uint8]
-    scale: NDArray[np.float32]
-    offset: NDArray[np.float32]
+    quants: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    bits: int
+    group: int
+
+    @property
+    def weight(self) -> Tensor:
+        """(R, N) float32."""
+        group, columns = self.group or self.quants.shape[1], self.quants.shape[1]
+        scale = self.scale.repeat_interleave(group, 1)[:, :columns]  # (R, N)
+        if self.offset is None:
+            return (self.quants.float() - 2 ** (self.bits - 1)) * scale
+        return self.quants.float() * scale + self.offset.repeat_interleave(group, 1)[:, :columns]
+
+    def rows(self, index: Tensor | slice) -> Blocks:
+        """Some of the rows, in another order if need be."""
+        return self._replace(
+            quants=self.quants[index],
+            scale=self.scale[index],
+            offset=None if self.offset is None else self.offset[index],
+        )
 
 
 def _halves(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """(.., 16) bytes -> (.., 32) quants: the low halves of all bytes first, then the high ones."""
+    """(.., n) bytes -> (.., 2n) quants: the low halves of all bytes first, then the high ones."""
     return np.concatenate((packed & 15, packed >> 4), axis=-1)
+
+
+def _quarters(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(R, n, 64) bytes -> (R, n, 256) quants of 2 bits: of each 32 bytes the lowest bits first, and so on."""
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    quants = packed.reshape(*packed.shape[:2], 2, 1, 32) >> shifts & np.uint8(3)
+    return quants.reshape(*packed.shape[:2], 256)
 
 
 def _floats(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -34,31 +66,118 @@ def _floats(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
     return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
 
 
-def q4_0(raw: NDArray[np.uint8]) -> Blocks4:
+def _blocks(
+    quants: NDArray[np.uint8],
+    scale: NDArray[np.float32],
+    offset: NDArray[np.float32] | None,
+    bits: int,
+    group: int = 32,
+) -> Blocks:
+    rows = len(quants)
+    taken = None if offset is None else torch.from_numpy(offset.reshape(rows, -1))
+    return Blocks(
+        torch.from_numpy(quants.reshape(rows, -1)), torch.from_numpy(scale.reshape(rows, -1)), taken, bits, group
+    )
+
+
+def q4_0(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 32: scale d, 16 bytes; weight = d (q - 8)."""
-    rows, blocks = len(raw), raw.reshape(len(raw), -1, 18)
-    scale = _floats(blocks[..., :2])[..., 0]  # (R, N / 32)
-    return Blocks4(_halves(blocks[..., 2:]).reshape(rows, -1), scale, -8 * scale)
+    blocks = raw.reshape(len(raw), -1, 18)
+    return _blocks(_halves(blocks[..., 2:]), _floats(blocks[..., :2]), None, 4)
 
 
-def q4_1(raw: NDArray[np.uint8]) -> Blocks4:
+def q4_1(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 32: scale d, minimum m, 16 bytes; weight = d q + m."""
-    rows, blocks = len(raw), raw.reshape(len(raw), -1, 20)
-    scale, minimum = _floats(blocks[..., :2])[..., 0], _floats(blocks[..., 2:4])[..., 0]
-    return Blocks4(_halves(blocks[..., 4:]).reshape(rows, -1), scale, minimum)
+    blocks = raw.reshape(len(raw), -1, 20)
+    return _blocks(_halves(blocks[..., 4:]), _floats(blocks[..., :2]), _floats(blocks[..., 2:4]), 4)
 
 
-def q4_k(raw: NDArray[np.uint8]) -> Blocks4:
+def q4_k(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, 128 bytes; weight = d sc q - dmin mn."""
-    rows, blocks = len(raw), raw.reshape(len(raw), -1, 144)
+    blocks = raw.reshape(len(raw), -1, 144)
+    packed = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
+    return _blocks(_halves(packed), *_k_scales(blocks), 4)
+
+
+def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Scale d sc and offset -dmin mn of the eight groups in blocks (R, N / 256, ..): (R, N / 256, 8) each."""
     d, dmin = _floats(blocks[..., :2]), _floats(blocks[..., 2:4])  # (R, N / 256, 1)
     a, b, c = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]  # 4 bytes each
     sc = np.concatenate((a & 63, (c & 15) | (a >> 6 << 4)), axis=-1)  # (R, N / 256, 8)
     mn = np.concatenate((b & 63, (c >> 4) | (b >> 6 << 4)), axis=-1)
-    packed = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
-    quants = np.stack((packed & 15, packed >> 4), axis=-2)  # (R, N / 256, 4, 2, 32)
-    return Blocks4(quants.reshape(rows, -1), (d * sc).reshape(rows, -1), (-dmin * mn).reshape(rows, -1))
+    return d * sc, -dmin * mn
+
+
+# Numbers of 2 and 3 bits are held in 4, and those of 5 and 6 bits in 8.
+def q2_k(raw: NDArray[np.uint8]) -> Blocks:
+    """Blocks of 256: 16 pairs of 4-bit (sc, mn), 64 bytes, d, dmin; weight = d sc q - dmin mn."""
+    blocks = raw.reshape(len(raw), -1, 84)
+    d, dmin = _floats(blocks[..., 80:82]), _floats(blocks[..., 82:])  # (R, N / 256, 1)
+    return _blocks(_quarters(blocks[..., 16:80]), d * (blocks[..., :16] & 15), -dmin * (blocks[..., :16] >> 4), 4, 16)
+
+
+def q3_k(raw: NDArray[np.uint8]) -> Blocks:
+    """Blocks of 256: high bits in 32 bytes, low ones in 64, 16 6-bit scales sc, d; weight = d (sc - 32) (q - 4)."""
+    blocks = raw.reshape(len(raw), -1, 110)
+    high = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (R, N / 256, 8, 32)
+    low = _quarters(blocks[..., 32:96])  # (R, N / 256, 256)
+    quants = low + (high.reshape(low.shape) << 2) + np.uint8(8 - 4)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    top = (blocks[..., None, 104:108] >> shifts & 3).reshape(*blocks.shape[:2], 16)  # the highest bits of the scales
+    sc = (_halves(blocks[..., 96:104]) | top << 4).view(np.int8) - np.int8(32)  # (R, N / 256, 16)
+    return _blocks(quants, _floats(blocks[..., 108:]) * sc, None, 4, 16)
+
+
+def q5_0(raw: NDArray[np.uint8]) -> Blocks:
+    """Blocks of 32: scale d, the highest bits in 4 bytes, 16 bytes; weight = d (q - 16)."""
+    blocks = raw.reshape(len(raw), -1, 22)
+    high = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")  # (R, N / 32, 32)
+    quants = _halves(blocks[..., 6:]) + (high << 4) + np.uint8(128 - 16)
+    return _blocks(quants, _floats(blocks[..., :2]), None, 8)
+
+
+def q5_1(raw: NDArray[np.uint8]) -> Blocks:
+    """Blocks of 32: scale d, minimum m, the highest bits in 4 bytes, 16 bytes; weight = d q + m."""
+    blocks = raw.reshape(len(raw), -1, 24)
+    high = np.unpackbits(blocks[..., 4:8], axis=-1, bitorder="little")  # (R, N / 32, 32)
+    quants = _halves(blocks[..., 8:]) + (high << 4)
+    return _blocks(quants, _floats(blocks[..., :2]), _floats(blocks[..., 2:4]), 8)
+
+
+def q5_k(raw: NDArray[np.uint8]) -> Blocks:
+    """As Q4_K, and before the 128 bytes 32 with the highest bits: bit g of byte i belongs to quant i of group g."""
+    blocks = raw.reshape(len(raw), -1, 176)
+    packed = blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)
+    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (R, N / 256, 8, 32)
+    quants = _halves(packed).reshape(high.shape) + (high << 4)
+    return _blocks(quants, *_k_scales(blocks), 8)
+
+
+def q6_k(raw: NDArray[np.uint8]) -> Blocks:
+    """Blocks of 256: low bits in 128 bytes, high bits in 64, 16 signed scales sc, d; weight = d sc (q - 32)."""
+    blocks = raw.reshape(len(raw), -1, 210)
+    low = _halves(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))  # (R, N / 256, 2, 128)
+    high = _quarters(blocks[..., 128:192])  # (R, N / 256, 256)
+    quants = low.reshape(high.shape) + (high << 4) + np.uint8(128 - 32)
+    return _blocks(quants, _floats(blocks[..., 208:]) * blocks[..., 192:208].view(np.int8), None, 8, 16)
+
+
+def q8_0(raw: NDArray[np.uint8]) -> Blocks:
+    """Blocks of 32: scale d, 32 signed bytes; weight = d q."""
+    blocks = raw.reshape(len(raw), -1, 34)
+    return _blocks(blocks[..., 2:] ^ np.uint8(128), _floats(blocks[..., :2]), None, 8)
 
 
 # GGUF's name of the type -> its reader
-READERS = {"Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k}
+READERS: dict[str, Callable[[NDArray[np.uint8]], Blocks]] = {
+    "Q2_K": q2_k,
+    "Q3_K": q3_k,
+    "Q4_0": q4_0,
+    "Q4_1": q4_1,
+    "Q4_K": q4_k,
+    "Q5_0": q5_0,
+    "Q5_1": q5_1,
+    "Q5_K": q5_k,
+    "Q6_K": q6_k,
+    "Q8_0": q8_0,
+}

@@ -26,7 +26,7 @@ from ..errors import CheckpointError, ConfigError
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
 from .base import Checkpoint, checked, drop_pages, stored_bytes, their_name
-from .blocks import READERS, Blocks4
+from .blocks import READERS, Blocks
 from .meta import check_vocabulary
 
 MAGIC = b"GGUF"
@@ -370,13 +370,13 @@ class GGUFCheckpoint(Checkpoint):
         part, file_name = self._places[name]
         drop_pages(torch.from_numpy(part.raw(file_name)))
 
-    def blocks4(self, name: str) -> Blocks4 | None:
+    def blocks(self, name: str, rows: slice = slice(None)) -> Blocks | None:
         part, file_name = self._places[name]
         info = part.header.tensors[file_name]
         read = READERS.get(TENSOR_TYPES[info.type][0])
         if read is None or len(info.shape) != 2:
             return None
-        return read(part.raw(file_name).reshape(info.shape[0], -1))
+        return read(part.raw(file_name).reshape(info.shape[0], -1)[rows])
 
     def tokenizer(self) -> Tokenizer:
         from ..tokenizer.gguf import from_metadata

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     result = {
         "engine": "clearllama",
         "model": Path(args.model).name,
-        "dtype": str(model.tok_embeddings.weight.dtype).removeprefix("torch."),
+        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
         "load_s": round(load_s, 3),
         "prefill_tps": round(args.prompt_tokens / min(prefill_s), 1),
         "decode_tps": round(args.new_tokens / min(decode_s), 2),

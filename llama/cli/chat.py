@@ -31,6 +31,7 @@ def add_parser(commands: common.Subparsers) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     common.add_chat_format(parser)
     common.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
+    common.add_draft_options(parser)
     common.add_model_options(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
@@ -40,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise UsageError("standard input is closed, and chat reads its turns from it")
     options = common.sampling_options(args)
+    common.check_draft(args)
     llm = common.load(args)
+    options["draft"] = common.load_draft(args, llm.model)
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
     if llm.chat_template is None and llm.chat_format is None:

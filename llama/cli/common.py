@@ -12,13 +12,14 @@ import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LlamaError, UsageError
+from ..errors import CheckpointError, LlamaError, UsageError
 from ..hub import DEFAULT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..model import Transformer
+    from ..speculative import Draft
     from ..text import Llama, Stats
 
 LARGEST_FACTOR = 10_000  # nobody stretches a context further
@@ -58,6 +59,18 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = DEF
     )
     group.add_argument("--rope-factor", type=float, metavar="S", help="how much longer the context is to become")
     group.add_argument("--rope-theta", type=float, metavar="T", help="another base of the rotary frequencies")
+    group.add_argument(
+        "--quantize",
+        metavar="SCHEME",
+        help="round the linear layers while loading: int8, int4, ... ('clearllama quantize --list' names them all)",
+    )
+    group.add_argument("--compile", action="store_true", help="compile the decoding step: 20 s once, then kept on disk")
+    group.add_argument(
+        "--kv-cache",
+        default="model",
+        choices=["model", "int8"],
+        help="what keys and values are kept in: the model's dtype, or 8 bits for long contexts (default: %(default)s)",
+    )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one for each core)")
 
 
@@ -84,6 +97,22 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
     )
+
+
+def add_draft_options(parser: argparse.ArgumentParser) -> None:
+    """Speculative decoding."""
+    group = parser.add_argument_group(
+        "speculative decoding",
+        "a draft guesses tokens, and the model checks several in one pass: faster where the guesses are right. What is"
+        " said stays the model's own, the same tokens if greedy, else drawn from the same distribution",
+    )
+    group.add_argument(
+        "--draft",
+        metavar="ngram|MODEL",
+        help="ngram: what followed the last few tokens where they stood in the text before, for answers that copy from"
+        " the prompt; or a smaller model with the same vocabulary, named as --model names one",
+    )
+    group.add_argument("--draft-tokens", type=int, metavar="N", help="most tokens to guess at once (default: 10)")
 
 
 def add_chat_format(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +142,34 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     if "" in args.stop:
         raise UsageError("--stop must not be empty")
     return {**options, "stop": args.stop}
+
+
+def check_draft(args: argparse.Namespace) -> None:
+    """What is wrong with --draft and --draft-tokens, as far as it shows before the model is loaded."""
+    from ..hub import resolve
+    from ..speculative import DRAFTS
+
+    if args.draft_tokens is not None and args.draft is None:
+        raise UsageError("--draft-tokens goes with --draft")
+    if args.draft_tokens is not None and args.draft_tokens < 1:
+        raise UsageError(f"--draft-tokens must be at least 1, got {args.draft_tokens}")
+    if args.draft is not None and args.draft not in DRAFTS:
+        try:
+            resolve(args.draft)
+        except CheckpointError as error:
+            raise CheckpointError(f"--draft is {', '.join(DRAFTS)} or a model, and {error}") from None
+
+
+def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:
+    """The draft that the options name, fit for the model; None without --draft."""
+    from ..speculative import DRAFTS, check_match, make_draft
+
+    if args.draft is None or args.draft in DRAFTS:
+        return make_draft(args.draft, args.draft_tokens)
+    own = {"model": args.draft, "max_seq_len": None, "rope_scaling": None, "rope_factor": None, "rope_theta": None}
+    smaller = load_model(argparse.Namespace(**{**vars(args), **own}))
+    check_match(smaller, model)
+    return make_draft(smaller, args.draft_tokens)
 
 
 def say(args: argparse.Namespace, line: str) -> None:
@@ -193,6 +250,9 @@ def load(args: argparse.Namespace) -> Llama:
         max_seq_len=args.max_seq_len,
         rope_scaling=rope_scaling(args),
         rope_theta=args.rope_theta,
+        quantize=args.quantize,
+        compile=args.compile,
+        kv_cache=args.kv_cache,
     )
     _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
@@ -219,6 +279,9 @@ def load_model(args: argparse.Namespace) -> Transformer:
         pack=True,
         rope_scaling=rope_scaling(args),
         rope_theta=args.rope_theta,
+        quantize=args.quantize,
+        compile=args.compile,
+        kv_cache=args.kv_cache,
     )
     _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
     return model
@@ -228,13 +291,12 @@ def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence
     from .. import quant
     from ..rope_scaling import reach, trained_length
 
-    weight = model.tok_embeddings.weight
+    weight = model.norm.weight
     dtype = str(weight.dtype).removeprefix("torch.")
-    kept = sum(isinstance(module, quant.Int4Linear) for module in model.modules())
     say(
         args,
         f"{args.model}: {_millions(model.config.n_params)} parameters,"
-        f" {dtype}{' with 4-bit decoding' * bool(kept)} on {weight.device}, loaded in {seconds:.1f} s",
+        f" {dtype}{quant.told(model)} on {weight.device}, loaded in {seconds:.1f} s",
     )
     for warning in warnings:
         say(args, f"warning: {warning}")
@@ -267,6 +329,8 @@ def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> Non
 
     prompt = f"{stats.prompt_tokens} prompt tokens{speed(stats.prefill_tps)}"
     new = f"{stats.new_tokens} new{speed(stats.decode_tps)}"
+    if args.draft is not None:
+        new += f", {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"
     say(args, f"{prompt}, {new}, finish: {finish_reason}, seed {stats.seed}")
 
 

@@ -32,6 +32,7 @@ def add_parser(commands: common.Subparsers) -> None:
     parser.add_argument("--logprobs", action="store_true", help="log-probability of each new token (with --json)")
     common.add_chat_format(parser)
     common.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
+    common.add_draft_options(parser)
     common.add_model_options(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
@@ -44,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if args.suffix is not None and (args.system is not None or args.chat_format != "auto"):
         raise UsageError("--suffix is for raw text: leave --system and --chat-format out")
     options = common.sampling_options(args)
+    common.check_draft(args)
     llm = common.load(args)
+    options["draft"] = common.load_draft(args, llm.model)
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
     raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)

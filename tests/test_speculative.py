@@ -1,0 +1,544 @@
+"""Speculative decoding says what plain decoding says: token for token if greedy, else in the same distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from llama import speculative
+from llama.cache import KVCache
+from llama.cli import main
+from llama.errors import ContextLengthError, NumericalError, UsageError
+from llama.generate import Token, generate
+from llama.model import Transformer
+from llama.sampling import SamplingParams, probs
+from llama.speculative import Draft, Guess, ModelDraft, NGramDraft, acceptance, make_draft, residual, speculate
+from llama.text import Llama, Session
+
+from . import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG = dataclasses.replace(
+    tiny.CONFIG, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, vocab_size=12
+)
+SMALLER = dataclasses.replace(CONFIG, n_layers=1, dim=16, hidden_dim=16)
+
+
+def ids(tokens: Any) -> list[int]:
+    return [token.id for token in tokens]
+
+
+class Scripted(Draft):
+    """Guesses what a function of the text so far says, for sure."""
+
+    def __init__(self, guess: Any, most: int = 10):
+        super().__init__(most)
+        self.guess = guess
+
+    def propose(self, tokens: list[int], limit: int, pick: Any) -> list[Guess]:
+        return [Guess(id, None) for id in self.guess(tokens, limit)]
+
+
+def drafts(seed: int, model: Transformer, most: int) -> list[Draft]:
+    """N-grams, a model that differs, and the model itself."""
+    return [NGramDraft(most), ModelDraft(tiny.model(SMALLER, seed + 100), most), ModelDraft(model, most)]
+
+
+def assert_cache_holds(cache: KVCache, model: Transformer, tokens: list[int], at_least: int) -> None:
+    """Keys and values are those of a fresh pass over the tokens, as far as the cache goes, and go far enough."""
+    length = cache.length
+    assert at_least <= length <= len(tokens)
+    fresh = model.new_cache()
+    model(torch.tensor([tokens[:length]]), cache=fresh)
+    torch.testing.assert_close(cache.k[..., :length, :], fresh.k[..., :length, :], rtol=0, atol=1e-4)
+    torch.testing.assert_close(cache.v[..., :length, :], fresh.v[..., :length, :], rtol=0, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- the rule
+chances = st.lists(st.sampled_from([0.0, 0.01, 0.5, 1.0, 2.0, 7.0]), min_size=6, max_size=6).filter(any)
+
+
+@given(chances, chances)
+def test_what_is_kept_and_what_replaces_it_is_distributed_as_the_model_says(ps: list[float], qs: list[float]) -> None:
+    p, q = torch.tensor(ps) / sum(ps), torch.tensor(qs) / sum(qs)
+    said = torch.zeros(6)
+    for id in q.nonzero().flatten().tolist():  # the draft says id with probability q(id); then two things can happen
+        keep = acceptance(p, Guess(id, q))
+        assert 0 <= keep <= 1
+        said[id] += q[id] * keep
+        if keep < 1:
+            said += q[id] * (1 - keep) * residual(p, Guess(id, q))
+    torch.testing.assert_close(said, p, rtol=0, atol=1e-6)
+
+
+@given(chances, st.integers(0, 5))
+def test_a_guess_that_was_not_drawn_is_a_draw_from_one_point(ps: list[float], id: int) -> None:
+    p, point = torch.tensor(ps) / sum(ps), torch.zeros(6)
+    point[id] = 1
+    assert acceptance(p, Guess(id, None)) == acceptance(p, Guess(id, point)) == p[id]
+    torch.testing.assert_close(residual(p, Guess(id, None)), residual(p, Guess(id, point)), rtol=0, atol=0)
+
+
+# ----------------------------------------------------------------------------------------------------------- greedy
+@pytest.mark.parametrize("seed", range(12))
+def test_greedy_tokens_are_those_of_plain_decoding(seed: int) -> None:
+    """Over models, drafts, penalties, stops, vocabularies, and caches that are warm; the cache is left right."""
+    model = tiny.model(CONFIG, seed)
+    prompt = [3 * i * i % 7 for i in range(8)] * 2 + [11, seed % 12]
+    penalty, n_vocab, most = [1.0, 1.3, 0.8][seed % 3], [None, 9][seed % 2], [1, 3, 10][seed // 3 % 3]
+    params = SamplingParams(max_new_tokens=40, repetition_penalty=penalty)
+    plain = list(generate(model, prompt, params, n_vocab=n_vocab, logprobs=True))
+    stop = {plain[-1 - seed].id} if seed % 4 == 3 else set()
+    plain = list(generate(model, prompt, params, n_vocab=n_vocab, logprobs=True, stop_ids=stop))
+    for draft in drafts(seed, model, most):
+        cache = model.new_cache()
+        model(torch.tensor([prompt[: seed % 5]]).long(), cache=cache) if seed % 5 else None
+        got = list(
+            speculate(model, prompt, params, draft, n_vocab=n_vocab, logprobs=True, stop_ids=stop, cache=cache, chunk=5)
+        )
+        assert [(t.id, t.stop) for t in got] == [(t.id, t.stop) for t in plain]
+        assert [t.logprob for t in got] == pytest.approx([t.logprob for t in plain], abs=1e-4)
+        assert_cache_holds(cache, model, prompt + ids(got), len(prompt) + len(got) - 1)
+        assert draft.drafted >= draft.accepted
+        assert len(got) < 20 or draft.drafted > 0
+
+
+def test_guesses_are_kept_and_dropped_in_these_tests() -> None:
+    """Both ways of the rule are walked, or the laws above would hold for a draft that is never asked."""
+    model, prompt = tiny.model(CONFIG, 1), [1, 2, 3] * 4
+    counts = []
+    for draft in drafts(1, model, 10):
+        list(speculate(model, prompt, SamplingParams(max_new_tokens=60, repetition_penalty=1.2), draft))
+        counts.append((draft.drafted, draft.accepted))
+    assert all(0 < accepted < drafted for drafted, accepted in counts[:2])
+    assert counts[2][0] == counts[2][1] > 0
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize("most", [1, 4, 10])
+def test_a_draft_that_is_the_model_is_always_right(most: int, penalty: float) -> None:
+    model = tiny.model()
+    draft = ModelDraft(tiny.model(), most)
+    list(speculate(model, [1, 2, 3], SamplingParams(max_new_tokens=50, repetition_penalty=penalty), draft))
+    assert draft.drafted == draft.accepted
+    assert draft.accepted >= 49 * most // (most + 1) - most  # every pass says one more than it keeps
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("by", ["max_new_tokens", "context", "cache"])
+def test_the_end_comes_where_it_comes_without_a_draft(room: int, by: str) -> None:
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    limit = len(prompt) + room
+    model = tiny.model(CONFIG, 3, max_seq_len=limit if by == "context" else None)
+    params = SamplingParams(max_new_tokens=room if by == "max_new_tokens" else 50)
+    size = limit if by == "cache" else None
+    if room == 0 and by != "max_new_tokens":
+        for draft in drafts(3, model, 10):
+            with pytest.raises(ContextLengthError, match="8 tokens and the context holds 8"):
+                list(speculate(model, prompt, params, draft, cache=model.new_cache(size)))
+        return
+    plain = ids(generate(model, prompt, params, cache=model.new_cache(size)))
+    assert len(plain) == room
+    for draft in drafts(3, tiny.model(CONFIG, 3), 10):
+        assert ids(speculate(model, prompt, params, draft, cache=model.new_cache(size))) == plain
+
+
+def test_a_draft_model_with_a_shorter_context_stops_guessing_there() -> None:
+    model, draft = tiny.model(CONFIG, 3), ModelDraft(tiny.model(CONFIG, 3, max_seq_len=20))
+    params = SamplingParams(max_new_tokens=60)
+    assert ids(speculate(model, [1, 2, 3], params, draft)) == ids(generate(model, [1, 2, 3], params))
+    assert 10 <= draft.accepted <= 18
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 5, 9])
+def test_a_generator_that_is_closed_leaves_a_cache_to_go_on_with(taken: int) -> None:
+    for seed in range(4):
+        model, prompt = tiny.model(CONFIG, seed), [1, 2, 3] * 4
+        params = SamplingParams(max_new_tokens=40, repetition_penalty=1.1)
+        for draft in drafts(seed, model, 10):
+            cache = model.new_cache()
+            stream = speculate(model, prompt, params, draft, cache=cache)
+            text = prompt + [next(stream).id for _ in range(taken)]
+            stream.close()  # type: ignore[attr-defined]
+            assert_cache_holds(cache, model, text, len(text) - 1)
+            cache.trim(min(cache.length, len(text) - 1))
+            rest = SamplingParams(max_new_tokens=10, repetition_penalty=1.1)
+            assert ids(speculate(model, text, rest, draft, cache=cache)) == ids(generate(model, text, rest))
+
+
+def test_a_wrong_guess_is_out_of_the_cache_before_its_replacement_is_shown() -> None:
+    model, prompt = tiny.model(CONFIG, 5), [1, 2, 3] * 4
+    params = SamplingParams(max_new_tokens=30)
+    plain = ids(generate(model, prompt, params))
+
+    def third_is_wrong(tokens: list[int], limit: int) -> list[int]:
+        known = (prompt + plain)[len(tokens) : len(tokens) + limit]
+        return known[:2] + [(id + 1) % 12 for id in known[2:]]
+
+    for taken in range(1, 30):
+        cache, draft = model.new_cache(), Scripted(third_is_wrong)
+        stream = speculate(model, prompt, params, draft, cache=cache)
+        assert [next(stream).id for _ in range(taken)] == plain[:taken]
+        stream.close()  # type: ignore[attr-defined]
+        assert_cache_holds(cache, model, prompt + plain[:taken], len(prompt) + taken - 1)
+    assert draft.drafted > draft.accepted > 0
+
+
+@pytest.mark.parametrize("prompt_len", [5, 28, 40])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_length_change_as_they_do_without_a_draft(kind: str, prompt_len: int) -> None:
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": 4.0}
+    if kind == "longrope":
+        long = [1.0, 2.0, 3.0, 4.0]
+        scaling |= {"original_max_position_embeddings": 32, "short_factor": [1.0] * 4, "long_factor": long}
+    config = dataclasses.replace(CONFIG, max_seq_len=32, rope_scaling=scaling)
+    prompt = [i * i % 5 for i in range(prompt_len)]
+    for seed in range(4):
+        model = tiny.model(config, seed, max_seq_len=128)
+        params = SamplingParams(max_new_tokens=50)
+        plain = list(generate(model, prompt, params, logprobs=True))
+        for draft in (NGramDraft(), ModelDraft(tiny.model(CONFIG, seed)), ModelDraft(model)):
+            got = list(speculate(model, prompt, params, draft, logprobs=True))
+            assert ids(got) == ids(plain)
+            assert [t.logprob for t in got] == pytest.approx([t.logprob for t in plain], abs=1e-4)
+            if kind == "dynamic" and prompt_len > 32:
+                assert draft.drafted == 0  # every length has frequencies of its own
+            elif not isinstance(draft, NGramDraft):
+                assert draft.drafted > 0
+
+
+# --------------------------------------------------------------------------------------------------------- sampling
+V = 5
+SMALL = dataclasses.replace(
+    CONFIG, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=24, vocab_size=V, max_seq_len=64
+)
+DEPTH = 4  # tokens of the answer: one of the prompt's pass, then a pass with up to two guesses and what follows them
+
+
+def all_answers(model: Transformer, prompt: list[int], params: SamplingParams) -> Tensor:
+    """The probability of each answer, (V,) * DEPTH, from full passes over all of them without a cache."""
+    answers = torch.cartesian_prod(*[torch.arange(V)] * DEPTH)  # (V^DEPTH, DEPTH)
+    texts = torch.cat((torch.tensor(prompt).expand(len(answers), -1), answers), 1)
+    logits = model(texts)[:, len(prompt) - 1 : -1]  # (V^DEPTH, DEPTH, V)
+    chance = torch.ones(len(answers), dtype=torch.float64)
+    for i in range(DEPTH):
+        p = probs(logits[:, i], params, seen=texts[:, : len(prompt) + i])
+        chance *= p.gather(1, answers[:, i : i + 1])[:, 0]
+    return chance
+
+
+def p_value(counts: Tensor, expected: Tensor) -> float:
+    """Pearson's chi-square test; answers that are expected less than five times are one cell."""
+    assert not counts[expected == 0].any(), "an answer that can't be said was said"
+    rare = expected < 5
+    counts = torch.cat((counts[~rare], counts[rare].sum()[None])).double()
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("ngram", {"temperature": 1.0}),
+        ("sure", {"temperature": 1.0, "repetition_penalty": 1.8}),
+        ("model", {"temperature": 0.7, "top_k": 3}),
+        ("model", {"temperature": 1.3, "top_p": 0.8}),
+        ("model", {"temperature": 1.0, "repetition_penalty": 1.8}),
+    ],
+)
+def test_answers_are_distributed_as_the_model_alone_says_them(
+    monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
+) -> None:
+    """800 seeded answers of four tokens against the exact probability of each: p above 1e-4 by chi-square.
+
+    A right program and new seeds would fail one time in 10,000 in each of the five cases.
+    """
+    monkeypatch.setattr(Draft, "length", lambda self: self.most)  # as many guesses as there is room for
+    model, runs = tiny.model(SMALL, 4), 800
+    prompt = [0, 1, 2, 3, 4, 2, 0, 3, 1, 1, 4, 0, 0, 2, 2, 1, 3, 3, 4, 4, 1, 0, 4, 3, 2, 3, 0, 1]
+    if "repetition_penalty" in options:
+        prompt = [0, 1, 2, 0, 1]  # 3 and 4 are new, so what is said, or guessed, changes what may follow
+    draft: Draft = {
+        "ngram": NGramDraft,
+        "sure": lambda: Scripted(lambda tokens, limit: [(tokens[-1] + 1 + i) % V for i in range(limit)]),
+        "model": lambda: ModelDraft(tiny.model(SMALL, 9)),
+    }[kind]()
+    cache, place = model.new_cache(), V ** torch.arange(DEPTH - 1, -1, -1)
+    counts = torch.zeros(V**DEPTH)
+    drafted = accepted = 0
+    for seed in range(runs):
+        params = SamplingParams(max_new_tokens=DEPTH, seed=seed, **options)
+        cache.trim(min(cache.length, len(prompt) - 1))
+        answer = ids(speculate(model, prompt, params, draft, cache=cache))
+        counts[int((torch.tensor(answer) * place).sum())] += 1
+        drafted, accepted = drafted + draft.drafted, accepted + draft.accepted
+    assert runs < drafted
+    assert drafted * 0.1 < accepted < drafted * 0.9
+    p = p_value(counts, runs * all_answers(model, prompt, SamplingParams(**options)))
+    print(f"p = {p:.3g}, {accepted} of {drafted} guesses kept")
+    assert p > 1e-4
+
+
+def test_the_same_seed_gives_the_same_tokens() -> None:
+    model, prompt = tiny.model(CONFIG), [1, 2, 3] * 4
+    for draft in drafts(0, model, 5):
+        answers = [
+            ids(speculate(model, prompt, SamplingParams(max_new_tokens=20, temperature=1.5, seed=seed), draft))
+            for seed in (1, 1, 2)
+        ]
+        assert answers[0] == answers[1] != answers[2]
+
+
+# ----------------------------------------------------------------------------------------------------------- drafts
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(1, 5), max_size=20))
+def test_ngrams_guess_what_followed_the_longest_ending_the_last_time(text: list[int], steps: list[int]) -> None:
+    draft, model = NGramDraft(), tiny.model(SMALL)
+    draft.start(model, text[:1])
+    length = 1
+    for step in [0, *steps]:  # the index grows with the text; the search by hand starts afresh each time
+        length = min(length + step, len(text))
+        seen = text[:length]
+        expected: list[int] = []
+        for n in (4, 3, 2):
+            ends = [at for at in range(n, length) if seen[at - n : at] == seen[length - n :]]
+            if length > n and ends:
+                going_on = list(seen)
+                for i in range(7):
+                    going_on.append(going_on[ends[-1] + i])
+                expected = going_on[length:]
+                break
+        guesses = draft.propose(seen, 7, lambda logits, tokens: Guess(0, None))
+        assert [guess.id for guess in guesses] == expected
+        assert all(guess.q is None for guess in guesses)
+
+
+def test_a_draft_model_guesses_what_it_would_say_itself_whatever_was_kept() -> None:
+    small, model = tiny.model(SMALLER, 2), tiny.model(CONFIG)
+    draft, generator = ModelDraft(small), torch.Generator().manual_seed(0)
+
+    def greedy(logits: Tensor, tokens: Any) -> Guess:
+        return Guess(int(logits.argmax()), logits.softmax(-1))
+
+    for prompt in ([1, 2, 3], [1, 2, 4, 4], [1, 2, 4, 4]):  # texts that begin alike, and the same again
+        text = list(prompt)
+        draft.start(model, prompt)
+        for _ in range(15):
+            limit = int(torch.randint(1, 6, (), generator=generator))
+            guesses = draft.propose(text, limit, greedy)
+            expected = list(generate(small, text, SamplingParams(max_new_tokens=limit), logprobs=True))
+            assert [guess.id for guess in guesses] == ids(expected)
+            chances = [math.log(float(guess.q[guess.id])) for guess in guesses if guess.q is not None]
+            assert chances == pytest.approx([token.logprob for token in expected], abs=1e-4)
+            assert draft.cache.length < len(text) + limit
+            kept = int(torch.randint(0, limit + 1, (), generator=generator))
+            text += [guess.id for guess in guesses[:kept]] + [int(torch.randint(12, (), generator=generator))]
+        draft.busy = False
+
+
+def test_a_draft_that_is_always_wrong_costs_next_to_nothing() -> None:
+    model, prompt = tiny.model(CONFIG, 5), [1, 2, 3]
+    plain = prompt + ids(generate(model, prompt, SamplingParams(max_new_tokens=240)))
+    draft = Scripted(lambda tokens, limit: [(id + 1) % 12 for id in plain[len(tokens) : len(tokens) + limit]])
+    got = ids(speculate(model, prompt, SamplingParams(max_new_tokens=240), draft))
+    assert prompt + got == plain
+    assert 0 < draft.drafted * speculative.ROW_COST < 0.05 * len(got)
+    assert draft.accepted == 0
+
+
+def test_a_draft_that_turns_right_is_asked_again_and_for_more() -> None:
+    model, prompt = tiny.model(CONFIG, 5), [1, 2, 3]
+    plain = prompt + ids(generate(model, prompt, SamplingParams(max_new_tokens=240)))
+    asked: list[tuple[int, int]] = []
+
+    def wrong_up_to_100(tokens: list[int], limit: int) -> list[int]:
+        asked.append((len(tokens), limit))
+        return [(id + (len(tokens) < 100)) % 12 for id in plain[len(tokens) : len(tokens) + limit]]
+
+    draft = Scripted(wrong_up_to_100)
+    list(speculate(model, prompt, SamplingParams(max_new_tokens=240), draft))
+    assert max(limit for at, limit in asked if 20 <= at < 100) == 1
+    assert max(limit for at, limit in asked if at >= 100) == 10 == speculative.DRAFT_TOKENS
+    assert draft.accepted > 100
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize("most", [0, -1, True, 2.5, "3"])
+def test_a_number_of_guesses_is_a_whole_one_from_1(most: Any) -> None:
+    for make in (
+        lambda: NGramDraft(most),
+        lambda: ModelDraft(tiny.model(SMALL), most),
+        lambda: make_draft("ngram", most),
+    ):
+        with pytest.raises(UsageError, match="draft_tokens must be a whole number of at least 1, got"):
+            make()
+
+
+def test_a_draft_with_another_vocabulary_is_refused_with_both_sizes() -> None:
+    stream = speculate(tiny.model(CONFIG), [1], SamplingParams(), ModelDraft(tiny.model(SMALL)))
+    with pytest.raises(UsageError, match=r"5 ids on cpu .* 12 on cpu"):
+        next(stream)
+
+
+def test_two_streams_with_one_draft_are_refused() -> None:
+    model, draft = tiny.model(CONFIG), NGramDraft()
+    one = speculate(model, [1, 2, 1, 2], SamplingParams(), draft)
+    next(one)
+    with pytest.raises(UsageError, match="in use"):
+        next(speculate(model, [1, 2], SamplingParams(), draft))
+    one.close()  # type: ignore[attr-defined]
+    assert list(speculate(model, [1, 2], SamplingParams(max_new_tokens=0), draft)) == []
+    assert next(speculate(model, [1, 2], SamplingParams(), draft))
+
+
+def test_ids_without_a_token_are_not_guessed() -> None:
+    """An id of the prompt that the tokenizer has no token for may be repeated there; the answer must not hold it."""
+    model, prompt = tiny.model(CONFIG), [1, 2, 11, 1, 2, 11, 1, 2]
+    for temperature in (0.0, 2.0):
+        params = SamplingParams(max_new_tokens=20, temperature=temperature, seed=1)
+        draft = Scripted(lambda tokens, limit: [11, 1, 2][:limit])
+        got: list[Token] = list(speculate(model, prompt, params, draft, n_vocab=9))
+        assert all(token.id < 9 for token in got)
+        assert temperature or ids(got) == ids(generate(model, prompt, params, n_vocab=9))
+        assert draft.drafted == 0
+
+
+def test_logits_that_are_not_finite_are_named() -> None:
+    broken = tiny.model(CONFIG)
+    broken.layers[0].feed_forward.w_up.weight[0, 0] = math.nan
+    with pytest.raises(NumericalError, match="logits of new token 1 "):
+        list(speculate(broken, [1, 2], SamplingParams(), NGramDraft()))
+    with pytest.raises(NumericalError, match="logits of the draft model for new token 2 "):
+        list(speculate(tiny.model(CONFIG), [1, 2], SamplingParams(), ModelDraft(broken)))
+
+
+def test_what_plain_decoding_refuses_is_refused() -> None:
+    model = tiny.model(CONFIG)
+    for prompt in ([], [12], [-1]):
+        with pytest.raises(UsageError):
+            list(speculate(model, prompt, SamplingParams(), NGramDraft()))
+    cache = model.new_cache()
+    model(torch.tensor([[1, 2]]), cache=cache)
+    with pytest.raises(UsageError, match="cache holds 2 tokens"):
+        list(speculate(model, [1, 2], SamplingParams(), NGramDraft(), cache=cache))
+
+
+# ------------------------------------------------------------------------------------------------ text and commands
+def test_texts_are_the_same_with_every_kind_of_draft(tiny_llm: Llama) -> None:
+    prompt = "hello the hello the hello"
+    plain = tiny_llm.generate(prompt, max_new_tokens=40, logprobs=True)
+    assert (plain.stats.drafted_tokens, plain.stats.accepted_tokens) == (0, 0)
+    for draft in ("ngram", tiny_llm, tiny_llm.model, NGramDraft(3)):
+        tokens = None if isinstance(draft, Draft) else 3
+        fast = tiny_llm.generate(prompt, max_new_tokens=40, logprobs=True, draft=draft, draft_tokens=tokens)
+        assert (fast.text, fast.tokens, fast.finish_reason) == (plain.text, plain.tokens, plain.finish_reason)
+        assert fast.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+        assert fast.stats.drafted_tokens >= fast.stats.accepted_tokens > 0
+        assert fast.stats.as_dict()["accepted_tokens"] == fast.stats.accepted_tokens
+
+
+def test_the_counts_are_the_drafts(tiny_llm: Llama) -> None:
+    draft = NGramDraft()
+    stats = tiny_llm.generate("hello the hello the", max_new_tokens=60, temperature=0.3, seed=1, draft=draft).stats
+    assert (stats.drafted_tokens, stats.accepted_tokens) == (draft.drafted, draft.accepted)
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_a_conversation_with_a_draft_says_what_it_says_without(tiny_llm: Llama) -> None:
+    for draft in (NGramDraft(), ModelDraft(tiny_llm.model)):
+        session, messages = Session(), list[dict[str, str]]()
+        for turn in ("hello", "the", "hello the"):
+            messages.append({"role": "user", "content": turn})
+            options = {"max_new_tokens": 12, "repetition_penalty": 1.1}
+            pieces = tiny_llm.stream_chat(messages, session=session, draft=draft, **options)
+            if turn == "the":
+                next(pieces)
+                pieces.close()  # type: ignore[attr-defined]
+                continue
+            completion = list(pieces)[-1].completion
+            assert completion is not None
+            assert completion.tokens == tiny_llm.chat(messages, **options).tokens
+            assert (completion.stats.cached_tokens > 0) == (len(messages) > 1)
+            messages.append({"role": "assistant", "content": completion.text})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"draft": "ngrams"}, "unknown draft 'ngrams'; expected 'ngram' or a model"),
+        ({"draft": 5}, "unknown draft 5"),
+        ({"draft": "ngram", "draft_tokens": 0}, "at least 1, got 0"),
+        ({"draft_tokens": 3}, "goes with"),
+        ({"draft": NGramDraft(), "draft_tokens": 3}, "goes with"),
+    ],
+)
+def test_bad_drafts_are_refused_before_the_first_piece(tiny_llm: Llama, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        tiny_llm.stream("hello", **options)
+
+
+def command(*args: str) -> int:
+    """The command in this process: a second saved on each."""
+    return main([*args, "--dtype", "float32", "--temp", "0", "--device", "cpu"])
+
+
+def test_the_command_says_how_many_guesses_were_right(capsys: pytest.CaptureFixture[str], tiny_gguf: Path) -> None:
+    args = ("generate", "-m", str(tiny_gguf), "hello the hello the", "--raw", "-n", "30", "--json")
+    assert command(*args) == 0
+    plain, quiet = capsys.readouterr()
+    assert command(*args, "--draft", "ngram", "--draft-tokens", "4") == 0
+    out, err = capsys.readouterr()
+    told, stats = json.loads(out), json.loads(out)["stats"]
+    assert told["tokens"] == json.loads(plain)["tokens"]
+    assert stats["drafted_tokens"] >= stats["accepted_tokens"] > 0
+    assert f"{stats['accepted_tokens']} of {stats['drafted_tokens']} drafted tokens accepted" in err
+    assert "drafted" not in quiet
+
+
+def test_a_model_drafts_for_a_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path
+) -> None:
+    said = []
+    for more in ((), ("--draft", str(tiny_gguf))):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\nthe\n"))
+        assert command("chat", "-m", str(tiny_gguf), "-n", "9", *more) == 0
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out
+    assert len(re.findall(r"[1-9] of [1-9]\d* drafted tokens accepted", said[1].err)) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("--draft-tokens", "3"), 2, "--draft-tokens goes with --draft"),
+        (("--draft", "ngram", "--draft-tokens", "0"), 2, "--draft-tokens must be at least 1, got 0"),
+        (("--draft", "ngram", "--draft-tokens", "-1"), 2, "--draft-tokens must be at least 1, got -1"),
+        (("--draft", "ngrams"), 1, "--draft is ngram or a model, and there is no file or folder 'ngrams'"),
+        (("--draft", "{other}"), 2, "has 300 ids on cpu and its model 320 on cpu"),
+    ],
+)
+def test_bad_drafts_are_one_line(
+    capsys: pytest.CaptureFixture[str], tiny_gguf: Path, tmp_path: Path, args: tuple[str, ...], code: int, says: str
+) -> None:
+    config = dataclasses.replace(tiny.CONFIG, vocab_size=300)
+    other = tiny.write_gguf(tmp_path / "other.gguf", config, tiny.weights(config))
+    given = [str(other) if arg == "{other}" else arg for arg in args]
+    for start in (("generate", "hello"), ("chat",)):
+        assert command(*start, "-q", "-m", str(tiny_gguf), *given) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert len(err.splitlines()) == 1
+        assert says in err
