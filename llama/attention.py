@@ -43,7 +43,10 @@ def sdpa(q: Tensor, k: Keys, v: Keys, mask: Tensor | None = None) -> Tensor:
     k, v = plain(k, q.dtype), plain(v, q.dtype)
     if q.shape[2] == 1:  # one query: the G heads of a group are G queries of one head, so nothing is copied
         return F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask).view(q.shape)
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+    groups = q.shape[1] // k.shape[1]
+    if q.is_cuda and mask is not None and groups > 1:  # of torch's kernels for CUDA none takes both a mask and groups
+        k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=groups > 1)
 
 
 def reference_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:

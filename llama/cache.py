@@ -108,7 +108,10 @@ def round_to_8_bits(x: Tensor) -> Rounded:
 
 
 Keys = Tensor | Rounded
-KINDS: dict[str, type[LayerCache]] = {"model": LayerCache, "int8": RoundedLayerCache}  # "model": in the model's own dtype
+KINDS: dict[str, type[LayerCache]] = {
+    "model": LayerCache,
+    "int8": RoundedLayerCache,
+}  # "model": in the model's own dtype
 
 
 class KVCache:
@@ -148,6 +151,7 @@ class KVCache:
         self.length = 0  # tokens whose keys are complete in every layer
         self.end = 0  # tokens whose keys are complete once the current forward pass is through
         self.width = 0  # keys that attention gets to see in the current forward pass, masked ones included
+        self.steps: object = None  # what decoding.py has recorded for these buffers
         self._filled = [0] * batch  # the same for each row of the batch, since rows may differ
         self._placed = [0] * batch
 
@@ -182,16 +186,13 @@ class KVCache:
         else:
             positions = positions.long()
             end = self._place_at(positions)
-        if end > self.max_len:
-            raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
-        grown = min(max(end, 2 * self.slots), self.max_len) if end > self.slots else None
-        self.end = end
-        for layer in self.layers:
-            if grown:
-                layer.grow(grown)
-            layer.end = None if self.fixed and tokens == 1 else end
-        self.width = self.slots if self.fixed and tokens == 1 else end
+        self._reserve(end, every_slot=self.fixed and tokens == 1)
         return positions
+
+    def place_next(self) -> None:
+        """`place(1)` for a device that knows the position itself (decoding.py): every slot is handed out."""
+        self._placed = [self.length + 1] * self.batch
+        self._reserve(self.length + 1, every_slot=True)
 
     def commit(self) -> None:
         """The placed tokens are in every layer."""
@@ -203,6 +204,17 @@ class KVCache:
             raise ValueError(f"the cache holds {self.length} tokens and can't be trimmed to {length}")
         self.length = self.end = length
         self._filled = [min(row, length) for row in self._filled]
+
+    def _reserve(self, end: int, every_slot: bool) -> None:
+        if end > self.max_len:
+            raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
+        grown = min(max(end, 2 * self.slots), self.max_len) if end > self.slots else None
+        self.end = end
+        for layer in self.layers:
+            if grown:
+                layer.grow(grown)
+            layer.end = None if every_slot else end
+        self.width = self.slots if every_slot else end
 
     def _place_at(self, positions: Tensor) -> int:
         rows = positions.expand(self.batch, -1).tolist()  # (B, T)

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import platform
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from .cache import KINDS, LayerCache
 from .checkpoint.tiles import TILE
 from .errors import UsageError
 from .folders import cache_folder
+from .fused import fuse
 from .model import RMSNorm, Transformer, TransformerBlock
 from .quant import BlockLinear, TileLinear
 from .runtime import FewRowsLinear
@@ -46,6 +48,8 @@ def compile_(model: Transformer) -> Transformer:
     """
     if model.rope.form == "complex":
         raise UsageError("compiled code runs the real form of RoPE; load the model with rope='real'")
+    if model.norm.weight.device.type == "cuda":
+        return fuse(model)
     blocks: list[TransformerBlock] = list(model.layers)  # type: ignore[arg-type]
     traceable = (nn.Linear, FewRowsLinear, TileLinear, BlockLinear, RMSNorm)
     for name, module in blocks[0].named_modules():
@@ -169,6 +173,7 @@ def load_step(model: Transformer, block: nn.Module) -> Step:
     """The compiled step for a model's blocks, from the cache folder or made now and put there."""
     target = cache_folder() / "compiled" / f"{fingerprint(model, block)}.pt2"
     if not target.is_file():
+        print("clearllama: compiling the decoding step; it is kept for the next time", file=sys.stderr)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
             made = Path(work) / "step.pt2"

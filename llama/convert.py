@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from .loader import check_tensors, to_layout
 from .temporary import own_temporary, sweep
 from .tokenizer import Tokenizer
 
+T = TypeVar("T")
 # (what is being done, weights done, weights in all)
 Progress = Callable[[str, int, int], None]
 
@@ -97,42 +99,54 @@ def convert(
     load_writer, is_folder = WRITERS[to]
     checkpoint = open_checkpoint(source)
     check_tensors(checkpoint)
-    model = describe(checkpoint, dtype)
-    _check_target(source, target, is_folder, force)
+    model = describe(checkpoint, plan_dtypes(checkpoint, dtype))
+
+    def fill(place: Path) -> Proof:
+        hashes: dict[str, str] = {}
+        warnings = list(load_writer()(place, _counted(model, hashes, progress), shards))
+        if model.tokenizer is None:
+            warnings.append(f"why there is no tokenizer: {model.no_tokenizer}")
+        elif checkpoint.format == "Meta" and to != "meta":
+            warnings.append(NO_TEMPLATE)
+        return Proof(target, len(hashes), prove(place, model, hashes, progress), warnings)
+
+    check_target(source, target, is_folder, force)
     try:
-        _check_space(target, sum(map(model.nbytes, model.shapes)))
+        return put_whole(target, is_folder, force, sum(map(model.nbytes, model.shapes)), fill)
+    except ConfigError as error:
+        raise ConfigError(f"{source} can't become {to}: {error}") from error
+
+
+NO_TEMPLATE = "Meta's files hold no chat template, so the new ones have none either"
+
+
+def put_whole(target: Path, is_folder: bool, force: bool, needed: int, fill: Callable[[Path], T]) -> T:
+    """Let `fill` write a file or into a new folder, then give that its name; a target is there whole or not at all.
+
+    needed  bytes the disk must have free
+
+    Returns what `fill` returns. Raises CheckpointError where the system does not let it happen; nothing is left behind.
+    """
+    try:
+        _check_space(target, needed)
         sweep(target.parent, ".convert")
         with own_temporary(target.parent, ".convert") as work:
             place = work / target.name
             if is_folder:
                 place.mkdir()
-            hashes: dict[str, str] = {}
-            warnings = list(load_writer()(place, _counted(model, hashes, progress), shards))
-            if model.tokenizer is None:
-                warnings.append(f"why there is no tokenizer: {model.no_tokenizer}")
-            elif checkpoint.format == "Meta" and to != "meta":
-                warnings.append("Meta's files hold no chat template, so the new ones have none either")
-            sha256 = prove(place, model, hashes, progress)
+            made = fill(place)
             _sync(place)
             _put(place, target, force, work)
     except OSError as error:
         raise CheckpointError(f"{error.filename or target}: {error.strerror or error}; nothing was changed") from error
-    except ConfigError as error:
-        raise ConfigError(f"{source} can't become {to}: {error}") from error
-    return Proof(target, len(hashes), sha256, warnings)
+    return made
 
 
-def describe(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Model:
-    """What the writers are given of a checkpoint.
+def plan_dtypes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """In which dtype each weight is written: the one asked for, or its own.
 
-    Matrices keep their dtype unless another is asked for. Vectors follow the matrices where that loses nothing.
+    Vectors follow the matrices where that loses nothing.
     """
-    config = checkpoint.config
-
-    def stored(name: str) -> Tensor:
-        tensor = checkpoint.tensor(name)
-        return to_layout(name, tensor, config.head_dim, checkpoint.layout, "interleaved")
-
     matrices = {stored_dtype(checkpoint, name) for name, shape in checkpoint.shapes.items() if len(shape) > 1}
     if dtype is None and (quantized := sorted(kind for kind in matrices if isinstance(kind, str))):
         raise UsageError(
@@ -148,6 +162,16 @@ def describe(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Model:
         else:
             vector = checkpoint.tensor(name)
             dtypes[name] = common if torch.equal(vector.to(common).float(), vector.float()) else vector.dtype
+    return dtypes
+
+
+def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype]) -> Model:
+    """What the writers are given of a checkpoint, each weight in the dtype planned for it."""
+    config = checkpoint.config
+
+    def stored(name: str) -> Tensor:
+        tensor = checkpoint.tensor(name)
+        return to_layout(name, tensor, config.head_dim, checkpoint.layout, "interleaved")
 
     last: list[str] = []
 
@@ -229,7 +253,8 @@ def _counted(model: Model, hashes: dict[str, str], progress: Progress) -> Model:
     return Model(**{**model.__dict__, "read": read})
 
 
-def _check_target(source: Path, target: Path, is_folder: bool, force: bool) -> None:
+def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> None:
+    """Raise UsageError unless the target may be written: it is not there, or force is given and it is no other kind."""
     if target.exists() or target.is_symlink():
         if source.resolve() == target.resolve() or target.resolve() in source.resolve().parents:
             raise UsageError(f"{target} is the source, or the source lies in it; name another target")

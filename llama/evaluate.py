@@ -5,13 +5,14 @@ Letters: B batch, T tokens, C model dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .errors import ContextLengthError, UsageError
 from .model import Transformer
+from .tokenizer import Tokenizer
 
 
 @torch.inference_mode()
@@ -52,3 +53,28 @@ def token_logprobs(
 def perplexity(logprobs: Tensor) -> float:
     """exp of the mean negative log-probability, over all tokens given."""
     return float(torch.exp(-logprobs.double().mean()))
+
+
+def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[list[int]]]:
+    """How many tokens a text has, and the text as windows of `window` tokens that follow each other without overlap.
+
+    Each begins with the begin-of-text id where the model wants one. A last window of one token is left out: nothing
+    in it can be predicted.
+    """
+    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    ids = tokenizer.encode(text)
+    step = window - len(bos)
+    parts = [bos + ids[start : start + step] for start in range(0, len(ids), step)]
+    return len(ids), [part for part in parts if len(part) > 1]
+
+
+def nats(
+    model: Transformer, parts: Sequence[Sequence[int]], progress: Callable[[int], object] | None = None
+) -> list[float]:
+    """-log p of each window, summed over all of its tokens but the first, from which the others are predicted."""
+    device = model.norm.weight.device
+    found = []
+    for part in parts:
+        logprobs = token_logprobs(model, torch.tensor([part], device=device), progress=progress)
+        found.append(-float(logprobs.double().sum()))
+    return found

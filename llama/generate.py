@@ -7,11 +7,13 @@ It reads like what happens: the prompt goes through the model in chunks (prefill
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from . import decoding
 from .cache import KVCache
 from .errors import ContextLengthError, NumericalError, UsageError
 from .model import Transformer
@@ -31,8 +33,12 @@ class Token:
 
 
 @torch.inference_mode()
-def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: int = 256) -> Tensor:
-    """Feed ids into the model, `chunk` at a time so that memory stays bounded: logits (V,) after the last of them."""
+def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: int | None = None) -> Tensor:
+    """Feed ids into the model, `chunk` at a time so that memory stays bounded: logits (V,) after the last of them.
+
+    chunk is 256 by default, and on CUDA 2,048: there it takes more to keep the device busy.
+    """
+    chunk = (2048 if cache.device.type == "cuda" else 256) if chunk is None else chunk
     if chunk < 1:
         raise UsageError(f"the prefill chunk must be at least 1 token, got {chunk}")
     if not tokens:
@@ -55,7 +61,7 @@ def generate(
     n_vocab: int | None = None,
     cache: KVCache | None = None,
     logprobs: bool = False,
-    chunk: int = 256,
+    chunk: int | None = None,
 ) -> Iterator[Token]:
     """Yield new tokens until a stop id, max_new_tokens, or the end of the context.
 
@@ -79,6 +85,17 @@ def generate(
         seen = torch.tensor([id for id in prompt if n_vocab is None or id < n_vocab], device=device, dtype=torch.long)
 
     logits = prefill(model, prompt[cache.length :], cache, chunk)  # (V,)
+    if decoding.fits(model, cache):
+        steps = decoding.decode(
+            model, logits, cache, params, room, n_vocab=n_vocab, seen=seen, generator=generator, logprobs=logprobs
+        )
+        with closing(steps):
+            for step, choice in enumerate(steps):
+                check_top(choice.top, f"new token {step + 1}")
+                yield Token(choice.id, choice.logprob, choice.id in stop_ids)
+                if choice.id in stop_ids:
+                    return
+        return
     for step in range(room):
         logits = logits[:n_vocab]
         next_id = choose(logits, params, seen, generator, step)
@@ -131,7 +148,11 @@ def choose(logits: Tensor, params: SamplingParams, seen: Tensor | None, generato
 
 def check_finite(logits: Tensor, what: str) -> None:
     """Raise NumericalError, naming what was to be chosen, where the largest of the logits (V,) is no finite number."""
-    top = float(logits.amax())  # NaN wins every maximum, so one number tells
+    check_top(float(logits.amax()), what)  # NaN wins every maximum, so one number tells
+
+
+def check_top(top: float, what: str) -> None:
+    """`check_finite` for the largest of the logits."""
     if not -torch.inf < top < torch.inf:
         raise NumericalError(
             f"the logits of {what} are not finite (their maximum is {top}); the weights hold NaN or"

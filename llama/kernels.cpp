@@ -397,40 +397,33 @@ inline f32x16 dot2(f32x16 acc, const bf16* w, const bf16* x) {
 }
 #endif
 
-template <int M, int N>
-void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[N]) {
-    f32x16 acc[M][N];
+// One row of the weight times M rows of x. The weight is one stream from front to back, which memory serves best.
+template <int M>
+void row_product(const bf16* x, const bf16* w, int64_t K, float* y) {
+    constexpr int SUMS = M == 1 ? 2 : 1;  // that don't wait for each other
+    f32x16 acc[M][SUMS];
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) acc[m][n] = f32x16{};
+        for (int i = 0; i < SUMS; i++) acc[m][i] = f32x16{};
     int64_t k = 0;
-    for (; k + 32 <= K; k += 32)
-        for (int n = 0; n < N; n++)
-            for (int m = 0; m < M; m++) acc[m][n] = dot2(acc[m][n], w + n * K + k, x + m * K + k);
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) {
-            float total = 0;
-            for (int i = 0; i < 16; i++) total += acc[m][n][i];
-            for (int64_t i = k; i < K; i++) total += to_float(w[n * K + i]) * to_float(x[m * K + i]);
-            y[m][n] = total;
+    for (; k + 32 * SUMS <= K; k += 32 * SUMS)
+        for (int i = 0; i < SUMS; i++) {
+            for (int m = 0; m < M; m++) acc[m][i] = dot2(acc[m][i], w + k + 32 * i, x + m * K + k + 32 * i);
         }
+    for (int m = 0; m < M; m++) {
+        for (int i = 1; i < SUMS; i++) acc[m][0] += acc[m][i];
+        y[m] = 0;
+        for (int i = 0; i < 16; i++) y[m] += acc[m][0][i];
+        for (int64_t i = k; i < K; i++) y[m] += to_float(w[i]) * to_float(x[m * K + i]);
+    }
 }
 
 template <int M>
 void few_rows(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K) {
-    constexpr int STEP = 4;
-    torch::stable::parallel_for(0, (N + STEP - 1) / STEP, 8, [&](int64_t begin, int64_t end) {
-        for (int64_t n = begin * STEP; n < std::min(end * STEP, N); n += STEP) {
-            float out[M][STEP], single[M][1];
-            const int64_t count = std::min<int64_t>(STEP, N - n);
-            if (count == STEP) rows_product<M, STEP>(x, w + n * K, K, out);
-            else
-                for (int64_t i = 0; i < count; i++) {
-                    rows_product<M, 1>(x, w + (n + i) * K, K, single);
-                    for (int m = 0; m < M; m++) out[m][i] = single[m][0];
-                }
-            for (int m = 0; m < M; m++)
-                for (int64_t i = 0; i < count; i++)
-                    from_float(out[m][i] + (bias ? to_float(bias[n + i]) : 0), y[m * N + n + i]);
+    torch::stable::parallel_for(0, N, 32, [&](int64_t begin, int64_t end) {
+        for (int64_t n = begin; n < end; n++) {
+            float out[M];
+            row_product<M>(x, w + n * K, K, out);
+            for (int m = 0; m < M; m++) from_float(out[m] + (bias ? to_float(bias[n]) : 0), y[m * N + n]);
         }
     });
 }

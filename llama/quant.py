@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import kernels
+from . import kernels, triton_kernels
 from .checkpoint.blocks import Blocks
 from .checkpoint.tiles import TILE, pack, scales_of, tile_bytes, unpack, unpack_rows
 from .errors import UsageError
+from .triton_kernels import Weight
 
 if TYPE_CHECKING:
     from .model import Transformer
@@ -273,29 +274,29 @@ class TileEmbedding(nn.Module):
 
 
 class BlockLinear(nn.Module):
-    """A linear layer over integers in plain order, by torch's operators alone: for a GPU, and to check the others.
+    """A linear layer over integers in triton_kernels' order: for a GPU, and to check the others.
 
-    One row on a GPU is written as a sum of products, which torch.compile turns into one kernel that reads the integers
-    and never writes the weight out. All else multiplies by the weight in x's dtype.
+    One row on a CUDA device goes to that kernel. All else multiplies by the weight in x's dtype.
     """
 
     quants: Tensor
     scale: Tensor
-    offset: Tensor
+    offset: Tensor | None
     bias: Tensor | None
 
     def __init__(self, blocks: Blocks, bias: Tensor | None = None):
         super().__init__()
         self.out_features, self.in_features = blocks.quants.shape
-        self.bits, self.group = blocks.bits, blocks.group or self.in_features
-        quants = blocks.quants
-        if self.bits == 4:
-            quants = F.pad(quants, (0, self.in_features % 2))
-            quants = quants[:, ::2] | quants[:, 1::2] << 4  # (N, K / 2)
+        self.bits, self.group = blocks.bits, blocks.group or -(-self.in_features // 8) * 8
+        missing = -self.in_features % self.group if blocks.group or self.bits == 4 else 0
+        quants = F.pad(blocks.quants, (0, missing))  # whole groups
+        if self.bits == 4:  # word w of a group holds its inputs w, w + group / 8, w + 2 group / 8, ...
+            nibbles = quants.view(len(quants), -1, 4, 2, self.group // 8)  # (N, groups, byte, half, word)
+            whole = nibbles[:, :, :, 0] | nibbles[:, :, :, 1] << 4  # (N, groups, byte, word)
+            quants = whole.transpose(-1, -2).contiguous().view(torch.int32).flatten(1)  # (N, groups * group / 8)
         self.register_buffer("quants", quants)
-        offset = -(2.0 ** (self.bits - 1)) * blocks.scale if blocks.offset is None else blocks.offset
-        self.register_buffer("scale", blocks.scale)  # (N, groups) float32
-        self.register_buffer("offset", offset)
+        self.register_buffer("scale", _narrow(blocks.scale))  # (N, groups)
+        self.register_buffer("offset", None if blocks.offset is None else _narrow(blocks.offset))
         self.register_buffer("bias", bias)
 
     @property
@@ -305,27 +306,44 @@ class BlockLinear(nn.Module):
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the weight: index (..) -> (.., in) float32."""
-        return self._numbers(self.quants[index], self.scale[index], self.offset[index])
+        return self._numbers(self.quants[index], self.scale[index], None if self.offset is None else self.offset[index])
 
-    def _numbers(self, quants: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    def _numbers(self, quants: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
         if self.bits == 4:
-            quants = torch.stack((quants & 15, quants >> 4), dim=-1).flatten(-2)[..., : self.in_features]
-        groups = torch.arange(self.in_features, device=quants.device) // self.group  # (in,)
-        return quants.float() * scale[..., groups] + offset[..., groups]
+            bytes = quants.view(torch.uint8).unflatten(-1, (-1, self.group // 8, 4))  # (.., groups, word, byte)
+            halves = torch.stack((bytes & 15, bytes >> 4), dim=-1).flatten(-2)  # (.., groups, word, 8)
+            quants = halves.transpose(-1, -2).flatten(-3)
+        scale = scale.float().unsqueeze(-1)  # (.., groups, 1)
+        offset = -(2.0 ** (self.bits - 1)) * scale if offset is None else offset.float().unsqueeze(-1)
+        numbers = quants.unflatten(-1, (scale.shape[-2], -1)).float() * scale + offset  # (.., groups, group)
+        return numbers.flatten(-2)[..., : self.in_features]
+
+    @property
+    def packed(self) -> Weight:
+        """As triton_kernels takes it."""
+        numbers = self.scale, self.offset, self.bias
+        return Weight(self.quants, *numbers, self.out_features, self.in_features, self.bits, self.group)
 
     def _apply(self, fn: Any, recurse: bool = True) -> BlockLinear:
         """Move to another device; a cast of the model leaves scales as they are, since they belong to the integers."""
         for name, buffer in self._buffers.items():
             if buffer is not None:
-                self._buffers[name] = fn(buffer).to(buffer.dtype)
+                self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)  # bytes are not cast
         return self
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        if x.is_cuda and torch.compiler.is_compiling() and x.numel() == self.in_features:
-            y = (self.weight * x.float().view(1, -1)).sum(-1).to(x.dtype).view(*x.shape[:-1], -1)
-        else:
-            y = F.linear(x, self.weight.to(x.dtype))
+        if x.is_cuda and x.numel() == self.in_features and triton_kernels.serves(self.packed):
+            y = x.new_empty(*x.shape[:-1], self.out_features)
+            triton_kernels.linear(self.packed, x.contiguous(), y)
+            return y
+        y = F.linear(x, self.weight.to(x.dtype))
         return y if self.bias is None else y + self.bias
+
+
+def _narrow(scales: Tensor) -> Tensor:
+    """In 16 bits where nothing is lost, as for the scales of groups that were rounded here."""
+    half = scales.half()
+    return half if torch.equal(half.float(), scales.float()) else scales
 
 
 class BlockEmbedding(nn.Module):

@@ -126,3 +126,13 @@ def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> T
     """One draw from each distribution: (.., V) -> (..) int64."""
     flat = probabilities.flatten(0, -2) if probabilities.dim() > 1 else probabilities[None]  # (N, V)
     return torch.multinomial(flat, 1, generator=generator).view(probabilities.shape[:-1])
+
+
+def draw(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """`sample` where nothing waits for the device: torch.multinomial looks at what it is given first.
+
+    Of exponential variables with the rates p, the one at x is the least with probability p(x) (Gumbel-max, in other
+    words), and E / p is such a variable for E of rate 1. The draws are those of `sample` from the same generator.
+    """
+    noise = torch.empty_like(probabilities).exponential_(1, generator=generator)
+    return (probabilities / noise).argmax(-1)

@@ -73,7 +73,7 @@ def speculate(
     n_vocab: int | None = None,
     cache: KVCache | None = None,
     logprobs: bool = False,
-    chunk: int = 256,
+    chunk: int | None = None,
 ) -> Iterator[Token]:
     """`generate.generate` with a draft: the same tokens where it is greedy, else the same distribution of tokens.
 

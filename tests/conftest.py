@@ -16,6 +16,9 @@ import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton, where it is installed, then runs its kernels on the CPU
+
 from llama import hub, loader
 from llama.text import Llama
 

@@ -305,7 +305,7 @@ def test_bench_json_has_the_promised_keys(clearllama: Run, tiny_gguf: Path) -> N
     args = ("--prompt-tokens", "40", "--new-tokens", "5", "--reps", "2", "--json", "-q")
     result = json.loads(clearllama("bench", "-m", str(tiny_gguf), *args).stdout)
     keys = ["engine", "model", "dtype", "load_s", "prefill_tps", "decode_tps", "decode_tps_all", "peak_rss_mb"]
-    assert list(result) == keys
+    assert list(result)[: len(keys)] == keys
     assert len(result["decode_tps_all"]) == 2
     assert result["decode_tps"] == max(result["decode_tps_all"])
 
@@ -364,7 +364,21 @@ def test_chat_goes_on_after_a_turn_that_is_too_long(clearllama: Run, tiny_gguf: 
 
 def test_chat_at_a_terminal(default_gguf: Path) -> None:
     """Ctrl-C stops the answer and not the program; Ctrl-D leaves."""
-    command = ["-m", "llama", "chat", "-m", str(default_gguf), "--temp", "0", "-n", "2000", "--system", "Be brief."]
+    command = [
+        "-m",
+        "llama",
+        "chat",
+        "-m",
+        str(default_gguf),
+        "--dtype",
+        "float32",
+        "--temp",
+        "0",
+        "-n",
+        "2000",
+        "--system",
+        "Be brief.",
+    ]
     child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60)
     child.expect("> ")
     child.sendline("Write the numbers from 1 to 1000, one on each line.")

@@ -204,7 +204,7 @@ def test_bfloat16_answers_too_packed_or_not(default_gguf: Path) -> None:
     packed, unpacked = llm.model(tokens), plain(tokens)
     assert float((packed - unpacked).norm() / unpacked.norm()) < 0.03
     assert torch.equal(llm.model.layers[0].attention.wq.weight, plain.layers[0].attention.wq.weight)
-    assert llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text.startswith("The capital of")
+    assert llm.chat([{"role": "user", "content": "What is the capital of Japan?"}]).text.startswith("The capital of")
 
 
 def test_a_conversation_reuses_its_cache(default_llm: Llama) -> None:

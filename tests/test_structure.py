@@ -18,7 +18,7 @@ PACKAGE = ROOT / "llama"
 # Layers, top first: a module may import from layers below its own and, within a layer, never in a circle.
 LAYERS = [
     {"cli", "__main__"},
-    {"study", "text", "loader", "convert", "verify", "evaluate"},
+    {"study", "text", "loader", "convert", "quantize", "verify", "evaluate"},
     {
         "generate",
         "speculative",
@@ -147,7 +147,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_readme_shows_the_two_commands_that_ci_runs() -> None:
-    assert 'pip install -e . && clearllama generate "What is the capital of France?"' in README
+    assert 'pip install -e . && clearllama generate "What is the capital of Japan?"' in README
     assert "pip install -e '.[test]' && pytest" in README
 
 

@@ -26,6 +26,9 @@ CONFIG = ModelConfig(
     max_seq_len=256,
 )
 
+# Wide enough for every group of quantized weights, and for the kernels that want 16 rows.
+WIDE = ModelConfig(128, 2, 4, 2, 32, 256, 320, norm_eps=2**-17, max_seq_len=256)
+
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
+from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
@@ -90,7 +92,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     """A folder of Hugging Face's. See Checkpoint for the members."""
 
     format = "Hugging Face"
-    layout = "half"
+    layout: Layout = "half"
 
     def __init__(self, folder: Path):
         self.path = folder
@@ -105,11 +107,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.sampling = self._sampling()
         self._files = _open_weights(folder, self.warnings)
         self.parts = {file.path.name: file.path.stat().st_size for file in self._files}
-        self._places: dict[str, tuple[_WeightFile, str]] = {}
+        self._places: dict[str, tuple[WeightFile, str]] = {}
         for file in self._files:
             self._place(file)
         self._check_tying()
-        self.shapes = {name: file.shapes[source] for name, (file, source) in self._places.items()}
+        self.shapes = {name: self._shape(file, source) for name, (file, source) in self._places.items()}
         self.tokenizer_settings = self._read_optional("tokenizer_config.json")
         self.chat_template = self._chat_template()
 
@@ -153,12 +155,12 @@ class HuggingFaceCheckpoint(Checkpoint):
         return tokenizer
 
     # ------------------------------------------------------------------------------------------------- weights
-    def _place(self, file: _WeightFile) -> None:
+    def _place(self, file: WeightFile) -> None:
         for source in file.shapes:
             if TABLES.fullmatch(source):
                 continue
             # Saved without its head, a model has the same names without "model." in front.
-            full = source if source.startswith(("model.", "lm_head.")) else f"model.{source}"
+            full = self._weight_name(source if source.startswith(("model.", "lm_head.")) else f"model.{source}")
             match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", full)
             if not match or match[2] not in NAMES:
                 raise CheckpointError(
@@ -170,12 +172,23 @@ class HuggingFaceCheckpoint(Checkpoint):
                 raise CheckpointError(
                     f"{self.path}: {source} is in {other} and in {file.path.name}; one is not of this model"
                 )
-            if file.dtypes[source] not in FLOATS.values():
-                raise CheckpointError(
-                    f"{file.path}: {source} is stored as {file.dtypes[source]}; expected one of"
-                    f" {', '.join(FLOATS.values())}"
-                )
+            self._check_stored(file, source)
             self._places[name] = (file, source)
+
+    def _weight_name(self, source: str) -> str:
+        """The name of the weight or bias that a tensor of the files stands for."""
+        return source
+
+    def _check_stored(self, file: WeightFile, source: str) -> None:
+        if file.dtypes[source] not in FLOATS.values():
+            raise CheckpointError(
+                f"{file.path}: {source} is stored as {file.dtypes[source]}; expected one of"
+                f" {', '.join(FLOATS.values())}"
+            )
+
+    def _shape(self, file: WeightFile, source: str) -> tuple[int, ...]:
+        """The shape of the weight that a tensor of the files stands for."""
+        return file.shapes[source]
 
     def _check_tying(self) -> None:
         """A tied model needs no lm_head; if there is one it must be the embedding, or which holds is unclear."""
@@ -197,12 +210,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             kind = "llama"
         if kind != "llama":
             raise ConfigError(f"{where}: model_type is {kind!r:.60}; only 'llama' can be run")
-        scheme = fields.mapping("quantization_config")
-        if scheme is not None:
-            name = scheme.get("quant_method", "unnamed")
-            raise ConfigError(
-                f"{where}: the weights are quantized ({name!r:.40}), which is not read; take the plain ones"
-            )
+        self._check_quantization(fields.mapping("quantization_config"), where)
         for key, allowed in MUST_BE.items():
             if fields.get(key) not in (None, *allowed):
                 raise ConfigError(
@@ -246,6 +254,13 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"{CONFIG} holds keys that are not known and have no effect here: {', '.join(unknown)}"
             )
         return config
+
+    def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
+        if scheme is not None:
+            name = scheme.get("quant_method", "unnamed")
+            raise ConfigError(
+                f"{where}: the weights are quantized ({name!r:.40}), which is not read; take the plain ones"
+            )
 
     def _rope(self, fields: Fields) -> tuple[float, dict[str, Any] | None]:
         """theta and scaling from either spelling: rope_theta and rope_scaling, or rope_parameters (transformers 5)."""
@@ -340,12 +355,13 @@ def _spelled_out(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return out if kind is None else {**out, "rope_type": kind}
 
 
-class _WeightFile(ABC):
-    """One file of weights: names, shapes and dtypes known, values mapped."""
+class WeightFile(ABC):
+    """One file of weights: names, shapes and dtypes known, values mapped; metadata is what else its header says."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
+    metadata: Mapping[str, str] = MappingProxyType({})
     mapped = True
 
     @abstractmethod
@@ -356,10 +372,10 @@ class _WeightFile(ABC):
         count = 1
         for size in self.shapes[name]:
             count *= size
-        return count * (4 if self.dtypes[name] == "F32" else 2)
+        return count * {"F32": 4, "U8": 1}.get(self.dtypes[name], 2)
 
 
-class _Safetensors(_WeightFile):
+class _Safetensors(WeightFile):
     def __init__(self, path: Path):
         from safetensors import SafetensorError, safe_open
 
@@ -381,7 +397,7 @@ class _Safetensors(_WeightFile):
             raise CheckpointError(
                 f"{path} is damaged or no safetensors file ({' '.join(str(error).split())[:160]}); fetch it again"
             ) from None
-        header.pop("__metadata__", None)
+        self.metadata = header.pop("__metadata__", None) or {}
         self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
         self.dtypes = {name: entry["dtype"] for name, entry in header.items()}
 
@@ -390,7 +406,7 @@ class _Safetensors(_WeightFile):
         return tensor
 
 
-class _TorchFile(_WeightFile):
+class _TorchFile(WeightFile):
     def __init__(self, path: Path):
         self.path = path
         self._tensors = torchfile.read_torch(path)
@@ -405,7 +421,7 @@ class _TorchFile(_WeightFile):
         return self._tensors[name]
 
 
-def _open_weights(folder: Path, warnings: list[str]) -> list[_WeightFile]:
+def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
     """The files that hold the weights: safetensors where there are any, else pytorch_model*.bin; never a mixture."""
     for index, single, ending, reader in (
         (INDEX, "model.safetensors", ".safetensors", _Safetensors),
@@ -439,7 +455,7 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[_WeightFile]:
     raise CheckpointError(f"{folder} has a {CONFIG} but no weights (model.safetensors); fetch them")
 
 
-def _open_indexed(folder: Path, index: str, reader: type[Any]) -> list[_WeightFile]:
+def _open_indexed(folder: Path, index: str, reader: type[Any]) -> list[WeightFile]:
     """The files of an index, each opened, and their tensors held against what the index says."""
     where = str(folder / index)
     document = read_json(folder / index)
@@ -455,7 +471,7 @@ def _open_indexed(folder: Path, index: str, reader: type[Any]) -> list[_WeightFi
         raise CheckpointError(
             f"{folder}: of {len(names)} files {len(missing)} are missing: {', '.join(missing[:4])}; resume the download"
         )
-    files: list[_WeightFile] = [reader(folder / name) for name in names]
+    files: list[WeightFile] = [reader(folder / name) for name in names]
     held = {(name, file.path.name) for file in files for name in file.shapes}
     told = set(places.items())
     if lost := sorted(told - held):

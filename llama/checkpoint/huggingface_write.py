@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
-from ..rope import to_half_layout
+from ..rope import Layout, to_half_layout
 from .base import their_name
 from .huggingface import INDEX, LAYERS, NAMES
 from .write import Model, dtype_name, raw_bytes
@@ -18,64 +22,85 @@ LARGEST_FILE = 5 * 10**9  # bytes of weights; transformers splits at the same si
 ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias")
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a safetensors file: its dtype in the format's words, and its values when they are asked for."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    read: Callable[[], Tensor]
+
+
 def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
     """Fill an empty folder; as many files as shards says, or as are needed for at most 5 GB each. Returns warnings."""
-    names = {name: their_name(name, NAMES, LAYERS) for name in model.shapes}
-    parts = _parts(model, shards)
+    write_weights(folder, {their_name(name, NAMES, LAYERS): entry(model, name) for name in model.shapes}, shards)
+    write_json(folder / "config.json", config_json(model))
+    return write_tokenizer(folder, model)
+
+
+def entry(model: Model, name: str, layout: Layout = "half") -> Entry:
+    """A weight in floating point, as safetensors have it."""
+
+    def read() -> Tensor:
+        tensor = model.read(name)
+        turned = layout == "half" and name.endswith(ROTATED)
+        return to_half_layout(tensor, model.config.head_dim) if turned else tensor
+
+    return Entry(dtype_name(model.dtypes[name]), model.shapes[name], model.nbytes(name), read)
+
+
+def write_weights(
+    folder: Path, entries: Mapping[str, Entry], shards: int = 0, metadata: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Tensors into one file, or many and their index. metadata tells of tensors by name, in the file that has them."""
+    parts = _parts(entries, shards)
     weight_map: dict[str, str] = {}
     for i, part in enumerate(parts):
         file = "model.safetensors" if len(parts) == 1 else f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
-        write_safetensors(folder / file, model, {names[name]: name for name in part})
-        weight_map |= {names[name]: file for name in part}
+        told = {name: metadata[name] for name in part if name in metadata}
+        write_safetensors(folder / file, {name: entries[name] for name in part}, told)
+        weight_map |= dict.fromkeys(part, file)
     if len(parts) > 1:
-        total = sum(model.nbytes(name) for name in model.shapes)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-    _write_json(folder / "config.json", config_json(model))
-    return _write_tokenizer(folder, model)
+        total = sum(one.nbytes for one in entries.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def write_safetensors(path: Path, model: Model, names: dict[str, str]) -> None:
+def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
     """One file: the length of the header, the header, the tensors one after another.
 
     The safetensors library wants all tensors of a file in memory at once; this holds one.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
-    for theirs, ours in names.items():
-        start, end = end, end + model.nbytes(ours)
-        header[theirs] = {
-            "dtype": dtype_name(model.dtypes[ours]),
-            "shape": list(model.shapes[ours]),
-            "data_offsets": [start, end],
-        }
+    for name, one in entries.items():
+        start, end = end, end + one.nbytes
+        header[name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
+    raw += b" " * (-(len(raw) + 8) % 64)  # so that the first tensor begins where a line of the processor's cache does
     with open(path, "wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
-        for ours in names.values():
-            tensor = model.read(ours)
-            if ours.endswith(ROTATED):
-                tensor = to_half_layout(tensor, model.config.head_dim)
-            file.write(raw_bytes(tensor).data)
+        for one in entries.values():
+            file.write(raw_bytes(one.read()).data)
 
 
-def _parts(model: Model, shards: int) -> list[list[str]]:
-    """The tensors of each file, in the model's order."""
-    if shards > len(model.shapes):
-        raise ConfigError(f"{len(model.shapes)} weights can't be spread over {shards} files")
-    total = sum(model.nbytes(name) for name in model.shapes)
+def _parts(entries: Mapping[str, Entry], shards: int) -> list[list[str]]:
+    """The tensors of each file, in the order they have."""
+    if shards > len(entries):
+        raise ConfigError(f"{len(entries)} weights can't be spread over {shards} files")
+    total = sum(one.nbytes for one in entries.values())
     parts: list[list[str]] = [[]]
     size = 0  # of the file being filled, or of all so far where their number is given
-    for left, name in zip(range(len(model.shapes), 0, -1), model.shapes, strict=True):
+    for left, (name, one) in zip(range(len(entries), 0, -1), entries.items(), strict=True):
         if shards < 1:
-            full = size + model.nbytes(name) > LARGEST_FILE
+            full = size + one.nbytes > LARGEST_FILE
         else:  # the share of this file is reached, or each file still to come needs a weight of its own
             full = len(parts) < shards and (size * shards >= total * len(parts) or left == shards - len(parts))
         if parts[-1] and full:
             parts.append([])
             size = size if shards else 0
         parts[-1].append(name)
-        size += model.nbytes(name)
+        size += one.nbytes
     return parts
 
 
@@ -116,7 +141,8 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     return dict(config.rope_scaling)
 
 
-def _write_tokenizer(folder: Path, model: Model) -> list[str]:
+def write_tokenizer(folder: Path, model: Model) -> list[str]:
+    """tokenizer.json and the documents beside it: chat template, stop ids, wishes for sampling. Returns warnings."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return ["the source has no tokenizer that can be read, so none was written"]
@@ -125,7 +151,7 @@ def _write_tokenizer(folder: Path, model: Model) -> list[str]:
     generation: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.stop_ids)}
     if "temperature" in model.sampling:
         generation["do_sample"] = True
-    _write_json(folder / "generation_config.json", {**generation, **model.sampling})
+    write_json(folder / "generation_config.json", {**generation, **model.sampling})
     try:
         (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
     except TokenizerError as error:
@@ -133,9 +159,10 @@ def _write_tokenizer(folder: Path, model: Model) -> list[str]:
     settings = tokenizer_config(tokenizer)
     if model.chat_template is not None:
         settings["chat_template"] = model.chat_template
-    _write_json(folder / "tokenizer_config.json", {**settings, "model_max_length": model.config.max_seq_len})
+    write_json(folder / "tokenizer_config.json", {**settings, "model_max_length": model.config.max_seq_len})
     return []
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """One document, for people to read too."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

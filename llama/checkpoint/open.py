@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError, LlamaError
-from . import gguf, huggingface, meta, torchfile
+from . import gguf, huggingface, meta, quantized, torchfile
 from .base import Checkpoint
 
 # (is the path of this format?, its reader): a new format adds one line. A folder may hold two formats, as the
 # repositories of Meta's on the hub do; the first one here is taken.
 FORMATS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
+    (quantized.recognizes, quantized.QuantizedCheckpoint),
     (huggingface.recognizes, huggingface.HuggingFaceCheckpoint),
     (meta.recognizes, meta.MetaCheckpoint),
     (gguf.recognizes, gguf.GGUFCheckpoint),

@@ -3,81 +3,266 @@
 from __future__ import annotations
 
 import argparse
-import random
-import sys
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import signal
 import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from ..errors import UsageError
-from . import common
+from . import common, quality
+
+# What says something about speed only, and what it is when nobody says: --quality refuses these.
+SPEED = {
+    "compile": "off",
+    "batch": "1",
+    "prompt_tokens": "512",
+    "new_tokens": 64,
+    "reps": 3,
+    "profile": None,
+}
+COLUMNS = (
+    "dtype     quantize       compile  batch  context  prefill tok/s  decode tok/s  MB/token  GB/s  share  peak MiB\n"
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a model."""
+
+    dtype: str
+    quantize: str | None
+    compile: bool
+    batch: int
+    prompt_tokens: int
+
+    def __str__(self) -> str:
+        compiled = "compiled" if self.compile else "eager"
+        return f"{self.dtype}-{self.quantize or 'none'}-{compiled}-batch{self.batch}-context{self.prompt_tokens}"
 
 
 def add_parser(commands: common.Subparsers) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure speed and memory",
-        description="Prefill random prompts and decode greedily behind them; the best and every run are reported."
-        " Compare with another engine in the same minutes: absolute numbers depend on what else the machine does.",
+        help="measure speed and memory, or what few bits cost in quality",
+        description="Prefill random prompts and decode greedily behind them; the best, the median and every run are"
+        " reported, with the bytes that a token has to read and their share of the bandwidth of this memory. Compare"
+        " with another engine in the same minutes: absolute numbers depend on what else the machine does.",
         allow_abbrev=False,
+        conflict_handler="resolve",  # some of the model's options are lists here
     )
-    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="default: %(default)s")
-    parser.add_argument("--new-tokens", "-n", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--reps", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
     common.add_model_options(parser)
+    group = parser.add_argument_group(
+        "settings",
+        "a list, as in --quantize none,int8,int4, runs every combination, each in a process of its own",
+    )
+    group.add_argument(
+        "--dtype", default="auto", metavar="LIST", help="auto, float32, bfloat16, float16 (default: auto)"
+    )
+    group.add_argument("--quantize", metavar="LIST", help="none or a scheme: int8, int4, ... (default: none)")
+    group.add_argument("--compile", nargs="?", const="on", metavar="off|on|both", help="default: off; alone: on")
+    group.add_argument("--batch", metavar="LIST", help="prompts at a time (default: 1)")
+    group.add_argument("--prompt-tokens", metavar="LIST", help="tokens of a prompt (default: 512)")
+    group.add_argument("--new-tokens", "-n", type=int, metavar="N", help="decoding steps (default: 64)")
+    group.add_argument("--reps", type=int, metavar="N", help="repetitions (default: 3)")
+    parser.add_argument(
+        "--profile", type=Path, metavar="DIR", help="write a trace of torch.profiler; show the ten costliest operators"
+    )
+    quality.add_options(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object for each setting")
     common.add_debug(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("prompt_tokens", "new_tokens", "reps"):
+    if args.quality is not None:
+        given = [name for name in SPEED if getattr(args, name) is not None]
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')} is about speed; leave it out with --quality")
+        return quality.run(args)
+    if args.window is not None:
+        raise UsageError("--window goes with --quality")
+    args = argparse.Namespace(
+        **{**vars(args), **{key: value for key, value in SPEED.items() if getattr(args, key) is None}}
+    )
+    for name in ("new_tokens", "reps"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    from ..generate import prefill
+    chosen = settings(args)
+    if len(chosen) > 1:
+        return _run_each(args, chosen)
+    result = measure(args, chosen[0])
+    if args.json:
+        common.write_json(result)
+        return 0
+    costs = result.pop("profile", None)
+    for key, value in result.items():
+        common.write(f"{key:<18} {value}\n")
+    if costs:
+        _write_costs(costs, args.profile)
+    return 0
 
+
+def settings(args: argparse.Namespace) -> list[Setting]:
+    """Every combination of the lists that were given. Raises UsageError when an entry is none that can be run."""
+    import torch
+
+    from ..quant import pick_scheme
+    from ..runtime import pick_dtype
+
+    dtypes = _entries("dtype", args.dtype)
+    for dtype in dtypes:
+        pick_dtype(dtype, torch.device("cpu"))
+    schemes = [None if name == "none" else name for name in _entries("quantize", args.quantize or "none")]
+    for scheme in schemes:
+        if scheme is not None:
+            pick_scheme(scheme)
+    modes = ["off", "on"] if args.compile == "both" else _entries("compile", args.compile)
+    for mode in modes:
+        if mode not in ("off", "on"):
+            raise UsageError(f"--compile must be off, on or both, got {mode!r}")
+    batches, contexts = (_counts(name, getattr(args, name)) for name in ("batch", "prompt_tokens"))
+    compiled = [mode == "on" for mode in modes]
+    return [Setting(*values) for values in itertools.product(dtypes, schemes, compiled, batches, contexts)]
+
+
+def _entries(name: str, text: str) -> list[str]:
+    """The entries of a list with commas."""
+    entries = [entry.strip() for entry in text.split(",")]
+    if "" in entries or len(set(entries)) < len(entries):
+        raise UsageError(f"--{name.replace('_', '-')}: expected entries with commas between them, each once: {text!r}")
+    return entries
+
+
+def _counts(name: str, text: str) -> list[int]:
+    """The entries of a list of numbers from 1 on."""
+    entries = _entries(name, text)
+    for entry in entries:
+        if not (entry.isascii() and entry.isdigit() and int(entry[:18]) >= 1 and len(entry) <= 18):
+            raise UsageError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {entry!r}")
+    return [int(entry) for entry in entries]
+
+
+def measure(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    """Load the model as the setting says and time it; what --json writes."""
+    from .. import benchmark
+
+    wanted = {
+        key: value for key, value in dataclasses.asdict(setting).items() if key in ("dtype", "quantize", "compile")
+    }
     started = time.perf_counter()
-    model = common.load_model(args)
+    model = common.load_model(argparse.Namespace(**{**vars(args), **wanted}))
     load_s = time.perf_counter() - started
-    if args.prompt_tokens + args.new_tokens > model.max_seq_len:
+    if setting.prompt_tokens + args.new_tokens > model.max_seq_len:
         raise UsageError(
-            f"--prompt-tokens {args.prompt_tokens} and --new-tokens {args.new_tokens} exceed the context of"
+            f"--prompt-tokens {setting.prompt_tokens} and --new-tokens {args.new_tokens} exceed the context of"
             f" {model.max_seq_len}; lower them or raise --max-seq-len"
         )
-    prefill_s, decode_s = [], []
-    for rep in range(args.reps):
-        rng = random.Random(rep)
-        prompt = [rng.randrange(model.config.vocab_size) for _ in range(args.prompt_tokens)]
-        cache = model.new_cache(args.prompt_tokens + args.new_tokens)
-        started = time.perf_counter()
-        next_id = int(prefill(model, prompt, cache).argmax())  # int() waits for a GPU to be done
-        prefill_s.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        for _ in range(args.new_tokens):
-            next_id = int(prefill(model, [next_id], cache).argmax())
-        decode_s.append(time.perf_counter() - started)
-    result = {
+    sizes = setting.prompt_tokens, args.new_tokens, setting.batch
+    facts = benchmark.measure(model, *sizes, args.reps).as_dict()
+    result: dict[str, Any] = {
         "engine": "clearllama",
         "model": Path(args.model).name,
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
         "load_s": round(load_s, 3),
-        "prefill_tps": round(args.prompt_tokens / min(prefill_s), 1),
-        "decode_tps": round(args.new_tokens / min(decode_s), 2),
-        "decode_tps_all": [round(args.new_tokens / seconds, 2) for seconds in decode_s],
-        "peak_rss_mb": _peak_rss_mb(),
+        **{key: facts.pop(key) for key in ("prefill_tps", "decode_tps", "decode_tps_all", "peak_rss_mb")},
+        "quantize": setting.quantize,
+        "compile": setting.compile,
+        "batch": setting.batch,
+        "context": setting.prompt_tokens,
+        **facts,
     }
-    if args.json:
-        common.write_json(result)
-    else:
-        for key, value in result.items():
-            common.write(f"{key:<16} {value}\n")
-    return 0
+    if args.profile is not None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on stderr that it starts and stops
+        costs = benchmark.profile(model, args.profile, *sizes)
+        result["profile"] = {phase: [dataclasses.asdict(cost) for cost in rows] for phase, rows in costs.items()}
+    return result
 
 
-def _peak_rss_mb() -> int | None:
-    """Largest resident memory of this process in MiB; None where the system does not tell."""
+# --------------------------------------------------------------------------------------------------- many settings
+def _run_each(args: argparse.Namespace, chosen: list[Setting]) -> int:
+    """One line for each setting as soon as it is measured; 1 if any failed."""
+    failed, costs = 0, []
+    if not args.json:
+        common.write(COLUMNS)
+    for number, setting in enumerate(chosen, 1):
+        common.say(args, f"{number} of {len(chosen)}: {setting}")
+        own = {"profile": args.profile and args.profile / str(setting)}
+        result = _in_a_process(argparse.Namespace(**{**vars(args), **own}), setting)
+        if "error" in result:
+            failed += 1
+            common.tell(f"clearllama: error: {setting}: {result['error']}")
+            facts = dataclasses.asdict(setting)
+            facts["context"] = facts.pop("prompt_tokens")
+            result = {"engine": "clearllama", "model": Path(args.model).name, **facts, **result}
+        if args.json:
+            common.write_json(result)
+        else:
+            common.write(_row(result))
+            if "profile" in result:
+                costs.append((own["profile"], result["profile"]))
+    for folder, found in costs:
+        _write_costs(found, folder)
+    if failed:
+        common.tell(f"clearllama: error: {failed} of {len(chosen)} settings could not be measured")
+    return 1 if failed else 0
+
+
+def _in_a_process(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    """`measure` in a fresh process, so that its memory is its own and its end not ours; or {"error": ..}."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_measure_and_send, args=(args, setting, sender), daemon=True)
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: an interrupt is this process's business
+    child.start()
+    signal.signal(signal.SIGINT, previous)
+    sender.close()
     try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak // (2**20 if sys.platform == "darwin" else 2**10)
+        result: dict[str, Any] = receiver.recv()
+        return result
+    except EOFError:
+        child.join()
+        code = child.exitcode or 0
+        how = f"was ended by signal {-code}; out of memory?" if code < 0 else f"ended with code {code}"
+        return {"error": f"its process {how}"}
+    finally:
+        child.kill()  # it has said all it had to say, or we are interrupted
+        child.join()
+
+
+def _measure_and_send(args: argparse.Namespace, setting: Setting, sender: Connection) -> None:
+    try:
+        sender.send(measure(args, setting))
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        sender.send({"error": common.describe(error)})
+
+
+# ----------------------------------------------------------------------------------------------------------- tables
+def _row(result: dict[str, Any]) -> str:
+    """A line under COLUMNS."""
+    line = f"{result['dtype']:<8}  {result['quantize'] or 'none':<13}  {'on' if result['compile'] else 'off':<7}"
+    line += f"  {result['batch']:>5}  {result['context']:>7}"
+    if "error" in result:
+        return f"{line}  failed\n"
+    peak = "" if result["peak_rss_mb"] is None else f"{result['peak_rss_mb']:,}"
+    line += (
+        f"  {result['prefill_tps']:>13,.1f}  {result['decode_tps']:>12,.2f}  {result['bytes_per_token'] / 1e6:>8,.1f}"
+    )
+    return f"{line}  {result['bandwidth_gbs']:>4,.0f}  {result['share']:>5.2f}  {peak:>8}\n"
+
+
+def _write_costs(costs: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+    """The costliest operators of each phase."""
+    for phase, rows in costs.items():
+        common.write(f"\n{phase}, costliest operators (all of it: {folder / phase}.json)\n")
+        common.write("   self ms   share    calls  operator\n")
+        for row in rows:
+            common.write(f"{row['self_ms']:>10,.2f}  {row['share']:>6.1%}  {row['calls']:>7,}  {row['operator']}\n")

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from ..runtime import pick_device, pick_dtype
 
     dtype = None if args.dtype is None else pick_dtype(args.dtype, pick_device("cpu"))
-    with _bar(args.quiet) as progress:
+    with progress_bar(args.quiet) as progress:
         proof = convert(
             resolve(args.source),
             args.target,
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _bar(quiet: bool) -> Iterator[Progress]:
+def progress_bar(quiet: bool) -> Iterator[Progress]:
     """A progress bar on stderr, where that is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda what, done, total: None

@@ -30,39 +30,30 @@ def run(args: argparse.Namespace) -> int:
     if args.window is not None and args.window < 2:
         raise UsageError(f"--window must be at least 2 tokens, got {args.window}")
     text = common.read_stdin() if str(args.text) == "-" else common.read_text(args.text)
-    import torch
     from tqdm import tqdm
 
-    from ..evaluate import token_logprobs
+    from ..evaluate import nats, windows
 
     llm = common.load(args)
-    model, tokenizer = llm.model, llm.tokenizer
+    model = llm.model
     window = min(args.window or model.max_seq_len, model.max_seq_len)
     if args.window is not None and args.window > window:
         raise UsageError(f"--window {args.window} is longer than the context of {window}; stretch it: --rope-scaling")
-    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
-    ids = tokenizer.encode(text)
-    step = window - len(bos)
-    parts = [bos + ids[start : start + step] for start in range(0, len(ids), step)]
-    parts = [part for part in parts if len(part) > 1]
+    tokens, parts = windows(llm.tokenizer, text, window)
     if not parts:
-        raise UsageError(f"{args.text} has {len(ids)} tokens; perplexity needs at least 2")
-    device = model.tok_embeddings.weight.device
-    nats = 0.0
+        raise UsageError(f"{args.text} has {tokens} tokens; perplexity needs at least 2")
     with tqdm(total=sum(map(len, parts)), unit="tok", unit_scale=True, leave=False, disable=args.quiet or None) as bar:
-        for part in parts:
-            logprobs = token_logprobs(model, torch.tensor([part], device=device), progress=bar.update)
-            nats -= float(logprobs.double().sum())
+        total = sum(nats(model, parts, bar.update))
     predicted = sum(len(part) - 1 for part in parts)
     facts = {
         "model": args.model,
         "text": str(args.text),
-        "tokens": len(ids),
+        "tokens": tokens,
         "predicted": predicted,
         "window": window,
-        "nats_per_token": nats / predicted,
-        "bits_per_byte": nats / math.log(2) / len(text.encode()),
-        "perplexity": math.exp(nats / predicted),
+        "nats_per_token": total / predicted,
+        "bits_per_byte": total / math.log(2) / len(text.encode()),
+        "perplexity": math.exp(total / predicted),
     }
     if args.json:
         common.write_json(facts)

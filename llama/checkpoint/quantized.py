@@ -1,0 +1,208 @@
+"""The folder that `clearllama quantize` writes: one of Hugging Face's, its matrices as tiles of integers.
+
+config.json says so in quantization_config. Of a matrix NAME.weight there is a tensor NAME.tiles of bytes, packed as
+tiles.py has it, so that loading is mapping; the file's metadata says under that name what they mean:
+
+    {"shape": [2048, 2048], "bits": 4, "group": 32, "offset": true}
+
+Norms, biases and an embedding that is not tied are plain tensors. The rows of wq and wk are ordered as in Meta's files,
+not as in Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ConfigError
+from ..rope import Layout
+from . import huggingface, huggingface_write
+from .base import stored_bytes, their_name
+from .blocks import Blocks
+from .documents import Fields, parse_json, read_json
+from .huggingface import LAYERS, NAMES, HuggingFaceCheckpoint, WeightFile
+from .huggingface_write import Entry
+from .tiles import TILE, tile_bytes, unpack
+from .write import Model
+
+METHOD, VERSION = "clearllama", 1
+LAYOUT: Layout = "interleaved"
+TILES = ".tiles"
+GROUPS = (0, 16, 32, 64, 128)  # what the kernels compute with
+PIECE = 2**20  # entries of a weight that are turned into numbers at once
+
+
+class Kind(NamedTuple):
+    """What the bytes of a packed weight mean. group 0: a whole row has one scale."""
+
+    bits: int
+    group: int
+    offset: bool
+
+    def __str__(self) -> str:
+        return f"int{self.bits}-{f'g{self.group}' if self.group else 'row'}{'+offset' * self.offset}"
+
+    def packed(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """The shape of the tiles of a weight: (tiles, bytes of a tile)."""
+        rows, columns = shape
+        return -(-rows // TILE), tile_bytes(columns, *self)
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+def recognizes(folder: Path) -> bool:
+    if not huggingface.recognizes(folder):
+        return False
+    try:
+        scheme = read_json(folder / huggingface.CONFIG).get("quantization_config")
+    except CheckpointError:
+        return False  # the reader of Hugging Face's folders says what is wrong with it
+    return isinstance(scheme, dict) and scheme.get("quant_method") == METHOD
+
+
+class QuantizedCheckpoint(HuggingFaceCheckpoint):
+    """A folder that `clearllama quantize` wrote. See Checkpoint for the members."""
+
+    format = "Hugging Face, quantized by clearllama"
+    layout = LAYOUT
+
+    def __init__(self, folder: Path):
+        self._kinds: dict[str, tuple[Kind, tuple[int, int]]] = {}  # name in the files -> kind, shape of the weight
+        super().__init__(folder)
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        stored = {name: (self.stored(name), file.nbytes(source)) for name, (file, source) in self._places.items()}
+        return {"quantization": self.scheme, "weights": stored_bytes(stored)}
+
+    def tensor(self, name: str) -> Tensor:
+        if self._kind(name) is None:
+            return super().tensor(name)
+        rows, columns = self.shapes[name]
+        out = torch.empty(rows, columns)
+        step = max(TILE, PIECE // columns // TILE * TILE)
+        for first in range(0, rows, step):
+            blocks = self.blocks(name, slice(first, first + step))
+            if blocks is not None:
+                out[first : first + step] = blocks.weight
+        return out
+
+    def stored(self, name: str) -> str:
+        kind = self._kind(name)
+        return super().stored(name) if kind is None else str(kind)
+
+    def blocks(self, name: str, rows: slice = slice(None)) -> Blocks | None:
+        kind = self._kind(name)
+        if kind is None:
+            return None
+        count, columns = self.shapes[name]
+        first, last, _ = rows.indices(count)
+        start = first // TILE * TILE  # only the tiles of these rows are read
+        tiles = super().tensor(name)[start // TILE : -(-last // TILE)]
+        return unpack(tiles, last - start, columns, *kind).rows(slice(first - start, None))
+
+    def tiles(self, name: str) -> Tensor | None:
+        return None if self._kind(name) is None else super().tensor(name)
+
+    def file_name(self, name: str) -> str:
+        return self._places[name][1] if name in self._places else super().file_name(name)
+
+    def _kind(self, name: str) -> Kind | None:
+        source = self._places[name][1]
+        return self._kinds[source][0] if source in self._kinds else None
+
+    def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
+        fields = Fields(scheme or {}, f"{where}: quantization_config")
+        version = fields.whole("format_version")
+        if version != VERSION:
+            raise ConfigError(
+                f"{fields.where}: format_version is {version} and {VERSION} is read; quantize the source again, or"
+                f" take the version of clearllama that wrote this"
+            )
+        self.scheme = fields.get("scheme")
+        if not isinstance(self.scheme, str):
+            raise ConfigError(f"{fields.where}: scheme must be a name, got {self.scheme!r:.40}; quantize it again")
+        if fields.get("layout") != LAYOUT:
+            raise ConfigError(
+                f"{fields.where}: layout must be {LAYOUT!r}, got {fields.get('layout')!r:.40}; quantize it again"
+            )
+        if unknown := [key for key in fields.unknown() if key != "quant_method"]:
+            raise ConfigError(f"{fields.where}: unknown keys: {', '.join(unknown):.80}; quantize it again")
+
+    def _weight_name(self, source: str) -> str:
+        return source.removesuffix(TILES) + ".weight" if source.endswith(TILES) else source
+
+    def _check_stored(self, file: WeightFile, source: str) -> None:
+        if not source.endswith(TILES):
+            return super()._check_stored(file, source)
+        kind, shape = _meaning(file.metadata.get(source), f"{file.path}: the metadata of {source}")
+        if file.dtypes[source] != "U8" or file.shapes[source] != kind.packed(shape):
+            raise CheckpointError(
+                f"{file.path}: {source} is {file.dtypes[source]} {file.shapes[source]}, and a weight {shape} in"
+                f" {kind} is U8 {kind.packed(shape)}; the file is damaged, quantize the source again"
+            )
+        self._kinds[source] = kind, shape
+
+    def _shape(self, file: WeightFile, source: str) -> tuple[int, ...]:
+        return self._kinds[source][1] if source in self._kinds else super()._shape(file, source)
+
+
+def _meaning(told: str | None, where: str) -> tuple[Kind, tuple[int, int]]:
+    """Kind and shape of a packed weight. Raises CheckpointError unless they are something the kernels compute with."""
+    if told is None:
+        raise CheckpointError(f"{where} is missing, and with it shape and bits; quantize the source again")
+    try:
+        fields = Fields(parse_json(told.encode(), where), where)
+        kind = Kind(fields.whole("bits"), fields.whole("group"), fields.flag("offset"))
+        shape = fields.get("shape")
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; quantize the source again") from error
+    known = kind.bits in (4, 8) and kind.group in GROUPS and (kind.group > 0 or kind == (8, 0, False))
+    if not known or fields.unknown():
+        raise CheckpointError(f"{where} says {told!r:.120}, which is no kind of integers that is read")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
+        raise CheckpointError(f"{where}: shape must be two sizes above 0, got {shape!r:.60}; quantize the source again")
+    return kind, (shape[0], shape[1])
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+class Packed(NamedTuple):
+    """A weight to be stored as tiles, which are made when they are asked for."""
+
+    kind: Kind
+    read: Callable[[], Tensor]
+
+
+def write(folder: Path, model: Model, packed: Mapping[str, Packed], scheme: str, shards: int = 0) -> Sequence[str]:
+    """Fill an empty folder. `packed` has the weights that are stored as tiles; model.read gives the others.
+
+    Returns warnings.
+    """
+    entries, metadata = entries_of(model, packed)
+    huggingface_write.write_weights(folder, entries, shards, metadata)
+    said = {"quant_method": METHOD, "format_version": VERSION, "scheme": scheme, "layout": LAYOUT}
+    huggingface_write.write_json(
+        folder / huggingface.CONFIG, {**huggingface_write.config_json(model), "quantization_config": said}
+    )
+    return huggingface_write.write_tokenizer(folder, model)
+
+
+def entries_of(model: Model, packed: Mapping[str, Packed]) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors of the files and the metadata of the packed ones, those that want to lie on even places first."""
+    entries, metadata = {}, {}
+    for name in sorted(model.shapes, key=lambda name: (name not in packed, -model.dtypes[name].itemsize)):
+        theirs = their_name(name, NAMES, LAYERS)
+        if name not in packed:
+            entries[theirs] = huggingface_write.entry(model, name, LAYOUT)
+            continue
+        kind, read = packed[name]
+        rows, columns = model.shapes[name]
+        shape = kind.packed((rows, columns))
+        theirs = theirs.removesuffix(".weight") + TILES
+        entries[theirs] = Entry("U8", shape, shape[0] * shape[1], read)
+        metadata[theirs] = json.dumps({"shape": [rows, columns], **kind._asdict()})
+    return entries, metadata

@@ -1,0 +1,76 @@
+"""clearllama quantize: a checkpoint rounded to 4 or 8 bits and saved, so that it loads as fast as it is read."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from ..errors import UsageError
+from . import common, convert
+
+
+def add_parser(commands: common.Subparsers) -> None:
+    parser = commands.add_parser(
+        "quantize",
+        help="round a checkpoint to 4 or 8 bits and save it",
+        description="Read a checkpoint of any format, round its linear layers and write a folder that every command"
+        " takes as --model and that loads without rounding anything. One weight is in memory at a time. The target"
+        " appears whole or not at all; before it does, every tensor is read back and held against what was written.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source", metavar="SRC", nargs="?", help="a folder of Meta's or Hugging Face's, a .gguf file, or a known name"
+    )
+    parser.add_argument("target", metavar="DST", nargs="?", type=Path, help="the new folder")
+    parser.add_argument("--scheme", default="int4", metavar="SCHEME", help="how to round (default: int4)")
+    parser.add_argument("--list", action="store_true", help="show the schemes")
+    parser.add_argument("--shards", type=int, default=0, metavar="N", help="files to spread the weights over")
+    parser.add_argument("--force", action="store_true", help="replace a target that exists")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    common.add_debug(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list:
+        return show_schemes(args.json)
+    if args.source is None or args.target is None:
+        raise UsageError("quantize needs SRC and DST, the checkpoint and the new folder; --list shows the schemes")
+    from ..checkpoint import open_checkpoint
+    from ..hub import resolve
+    from ..quantize import quantize
+
+    source, started = resolve(args.source), time.perf_counter()
+    before = sum(open_checkpoint(source).parts.values())
+    with convert.progress_bar(args.quiet) as progress:
+        proof = quantize(source, args.target, args.scheme, shards=args.shards, force=args.force, progress=progress)
+    after = sum(open_checkpoint(proof.path).parts.values())
+    for warning in proof.warnings:
+        common.say(args, f"warning: {warning}")
+    seconds = time.perf_counter() - started
+    common.say(
+        args, f"{before / 1e6:,.0f} MB of weights became {after / 1e6:,.0f} MB ({args.scheme}) in {seconds:.1f} s"
+    )
+    if args.json:
+        common.write_json(
+            {"path": str(proof.path), "scheme": args.scheme, "tensors": proof.tensors, "sha256": proof.sha256}
+            | {"bytes_before": before, "bytes_after": after}
+        )
+    else:
+        common.write(f"{proof.path}\n{proof.tensors} tensors read back equal, sha256 {proof.sha256}\n")
+    return 0
+
+
+def show_schemes(as_json: bool) -> int:
+    """The schemes there are, one a line, with bits a weight (scales and offsets counted)."""
+    from ..quant import SCHEMES
+
+    if as_json:
+        common.write_json(
+            {name: {"bits_per_weight": s.bits_per_weight, "about": s.about} for name, s in SCHEMES.items()}
+        )
+        return 0
+    for name, scheme in SCHEMES.items():
+        common.write(f"{name:<14} {scheme.bits_per_weight:>5.2f} bits a weight   {scheme.about}\n")
+    return 0

@@ -1,0 +1,574 @@
+"""Triton kernels for CUDA: what a decoding step and a prompt need besides cuBLAS and flash attention.
+
+A step for one token reads every weight once and does little else, so its kernels are few and each has its neighbours'
+small work inside:
+
+    linear      [x / rms(x) *] W x, for a weight of 16, 8 or 4 bits, then one of: nothing, a residual, SwiGLU
+    qkv         the same for wq, wk and wv at once, then RoPE; keys and values go straight into the cache
+    attend      attention of one token: every head's keys in shares, all at once; then the shares put together
+
+and for a prompt, between the matrix products: rms_norm, turn (RoPE and the cache), swiglu. Everything is summed in
+float32. Where a kernel needs the position it reads it from the device, so that a CUDA graph can be replayed.
+
+Letters: N rows of a weight (outputs), K columns (inputs), T tokens, H heads, KV key/value heads, D head_dim, C dim.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (the kernels are Triton's language and not Python; what calls them is typed)
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # it comes with torch's builds for CUDA, and only those need it
+    triton = tl = None
+
+
+def jit(function: Any) -> Any:
+    """A kernel, or the bare function where there is no Triton; then nobody calls it."""
+    return function if triton is None else triton.jit(function)
+
+
+def ready() -> bool:
+    """Whether the kernels can be called on CUDA tensors."""
+    return triton is not None
+
+
+class Weight(NamedTuple):
+    """A weight (N, K), as numbers or as integers in groups: weight = scale * quant + offset.
+
+    data    (N, K) numbers; for 8 bits (N, K) uint8, in whole groups if there are several; for 4 bits (N, groups * group
+            / 8) int32, where word w of a group holds its inputs w, w + group / 8, w + 2 group / 8, ... from bit 0 up
+    scale   (N, groups), None for numbers; offset likewise, None where it is -scale * 2^(bits - 1)
+    bias    (N,), or None
+    bits    16 for numbers of any kind
+    group   inputs that share a scale; a power of two, or anything from K on
+    """
+
+    data: Tensor
+    scale: Tensor | None
+    offset: Tensor | None
+    bias: Tensor | None
+    rows: int
+    columns: int
+    bits: int
+    group: int
+
+
+# ------------------------------------------------------------------------------------------------ rows of W times x
+@jit
+def _numbers(x, norm, data, rows, K: tl.constexpr, NORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """For rows (BLOCK_N,) of a weight of numbers: W (x * norm) and the sum of x^2."""
+    y = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        part = tl.load(x + k, k < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares += part * part
+            part *= tl.load(norm + k, k < K, other=0.0).to(tl.float32)
+        w = tl.load(data + rows[:, None] * K + k[None, :], (k < K)[None, :], other=0.0)  # (BLOCK_N, BLOCK_K)
+        y += w.to(tl.float32) * part[None, :]
+    return tl.sum(y, 1), tl.sum(squares, 0)
+
+
+@jit
+def _bytes(
+    x, norm, data, scale, offset, first, N, K: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
+    OFFSET: tl.constexpr, NORM: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The same for four rows of 8 bits: a group's inputs times its integers, and that times its scale.
+
+    Every tile has the shape (groups, group), so that all are spread over the threads alike and nothing has to be
+    passed between them but a sum. ROW: the whole row has one scale, and its bytes are not padded to groups.
+    """
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    PITCH: tl.constexpr = K if ROW else GROUPS * GROUP
+    PARTS: tl.constexpr = BLOCK_K // GROUP  # groups at once
+    y = tl.zeros((PARTS, 2, 2), tl.float32)  # row 2i + j at [:, i, j]
+    squares = tl.zeros((PARTS,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        g = start // GROUP + tl.arange(0, PARTS)
+        k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        part = tl.load(x + k, k < K, other=0.0).to(tl.float32)  # (PARTS, GROUP)
+        if NORM:
+            squares += tl.sum(part * part, 1)
+            part *= tl.load(norm + k, k < K, other=0.0).to(tl.float32)
+        sums = tl.sum(part, 1)
+        for r in tl.static_range(4):
+            row = tl.minimum(first + r, N - 1).to(tl.int64)  # beyond the last row: computed, not stored
+            q = tl.load(data + row * PITCH + k, k < PITCH, other=0)  # (PARTS, GROUP)
+            at = row + 0 * g if ROW else row * GROUPS + g
+            s = tl.load(scale + at, g < GROUPS, other=0.0).to(tl.float32)
+            o = tl.load(offset + at, g < GROUPS, other=0.0).to(tl.float32) if OFFSET else -128.0 * s
+            total = s * tl.sum(q.to(tl.float32) * part, 1) + o * sums
+            if r == 0:
+                y0 = total
+            elif r == 1:
+                y1 = total
+            elif r == 2:
+                y2 = total
+            else:
+                y += tl.join(tl.join(y0, y2), tl.join(y1, total))
+    return tl.reshape(tl.sum(y, 0), (4,)), tl.sum(squares, 0)
+
+
+@jit
+def _nibbles(
+    x, norm, data, scale, offset, first, N, one, K: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    NORM: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The same for four rows of 4 bits, eight inputs a word; tiles have the shape (groups, words of a group).
+
+    Unpacking would cost more than multiplying. So a word is shifted until two of its nibbles stand at bits 15 and 19,
+    and the bits around a nibble n are set to those of 1.0: read as a float32 that is 1 + n / 256 or 1 + n / 16. What
+    the ones add, the sum of the inputs, is taken off in the end. `one` is those bits; as a constant of the code they
+    would cost an instruction more.
+    """
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    WORDS: tl.constexpr = GROUP // 8
+    PARTS: tl.constexpr = BLOCK_K // GROUP
+    y = tl.zeros((PARTS, 2, 2), tl.float32)  # row 2i + j at [:, i, j]
+    squares = tl.zeros((PARTS,), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        g = start // GROUP + tl.arange(0, PARTS)
+        k = g[:, None] * GROUP + tl.arange(0, WORDS)[None, :]
+        x0, s0 = _inputs(x, norm, k, K, NORM)  # (PARTS, WORDS)
+        x1, s1 = _inputs(x, norm, k + WORDS, K, NORM)
+        x2, s2 = _inputs(x, norm, k + 2 * WORDS, K, NORM)
+        x3, s3 = _inputs(x, norm, k + 3 * WORDS, K, NORM)
+        x4, s4 = _inputs(x, norm, k + 4 * WORDS, K, NORM)
+        x5, s5 = _inputs(x, norm, k + 5 * WORDS, K, NORM)
+        x6, s6 = _inputs(x, norm, k + 6 * WORDS, K, NORM)
+        x7, s7 = _inputs(x, norm, k + 7 * WORDS, K, NORM)
+        if NORM:
+            squares += tl.sum(s0 + s1 + s2 + s3 + s4 + s5 + s6 + s7, 1)
+        sum_even, sum_odd = tl.sum(x0 + x2 + x4 + x6, 1), tl.sum(x1 + x3 + x5 + x7, 1)  # (PARTS,)
+        at = g[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        for r in tl.static_range(4):
+            row = tl.minimum(first + r, N - 1).to(tl.int64)  # beyond the last row: computed, not stored
+            w = tl.load(data + row * (GROUPS * WORDS) + at, (g < GROUPS)[:, None], other=0)  # (PARTS, WORDS)
+            s = tl.load(scale + row * GROUPS + g, g < GROUPS, other=0.0).to(tl.float32)
+            o = tl.load(offset + row * GROUPS + g, g < GROUPS, other=0.0).to(tl.float32) if OFFSET else -8.0 * s
+            even = _float(w << 15, 0x78000, one) * x0
+            even += _float(w << 7, 0x78000, one) * x2
+            even += _float(w >> 1, 0x78000, one) * x4
+            even += _float(w >> 9, 0x78000, one) * x6
+            odd = _float(w << 15, 0x780000, one) * x1
+            odd += _float(w << 7, 0x780000, one) * x3
+            odd += _float(w >> 1, 0x780000, one) * x5
+            odd += _float(w >> 9, 0x780000, one) * x7
+            dot = 256.0 * (tl.sum(even, 1) - sum_even) + 16.0 * (tl.sum(odd, 1) - sum_odd)
+            part = s * dot + o * (sum_even + sum_odd)
+            if r == 0:
+                y0 = part
+            elif r == 1:
+                y1 = part
+            elif r == 2:
+                y2 = part
+            else:
+                y += tl.join(tl.join(y0, y2), tl.join(y1, part))
+    return tl.reshape(tl.sum(y, 0), (4,)), tl.sum(squares, 0)
+
+
+@jit
+def _inputs(x, norm, k, K: tl.constexpr, NORM: tl.constexpr):
+    """Inputs k of x, times the norm's weights, and the squares of x."""
+    part = tl.load(x + k, k < K, other=0.0).to(tl.float32)
+    squares = part * part
+    if NORM:
+        part *= tl.load(norm + k, k < K, other=0.0).to(tl.float32)
+    return part, squares
+
+
+@jit
+def _float(w, mask: tl.constexpr, one):
+    """Some bits of words, with the bits of 1.0 around them, read as float32."""
+    return ((w & mask) | one).to(tl.float32, bitcast=True)
+
+
+@jit
+def _times(
+    x, norm, eps, data, scale, offset, bias, one, first, N, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ROW: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows from `first` on of W times x, or times x / rms(x) * norm, plus the bias: (BLOCK_N,) float32."""
+    rows = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)  # beyond the last row: computed, not stored
+    if BITS == 16:
+        y, squares = _numbers(x, norm, data, rows, K, NORM, BLOCK_N, BLOCK_K)
+    elif BITS == 8:
+        y, squares = _bytes(x, norm, data, scale, offset, first, N, K, GROUP, ROW, OFFSET, NORM, BLOCK_K)
+    else:
+        y, squares = _nibbles(x, norm, data, scale, offset, first, N, one, K, GROUP, OFFSET, NORM, BLOCK_K)
+    if NORM:  # 1 / rms(x) is one number, so it can come last
+        y *= tl.rsqrt(squares / K + eps)
+    if BIAS:
+        y += tl.load(bias + rows).to(tl.float32)
+    return y
+
+
+@jit
+def _linear(
+    x, norm, eps, data, scale, offset, bias, one, residual, out, N, K: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, ROW: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    y = _times(
+        x, norm, eps, data, scale, offset, bias, one, first, N, K, BITS, GROUP, ROW, OFFSET, BIAS, NORM, BLOCK_N,
+        BLOCK_K,
+    )  # fmt: skip
+    if GATED:  # rows 2i and 2i + 1 are the gate and what goes through it
+        gate, up = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))
+        i = first // 2 + tl.arange(0, BLOCK_N // 2)
+        tl.store(out + i, gate * tl.sigmoid(gate) * up, i < N // 2)
+    else:
+        n = first + tl.arange(0, BLOCK_N)
+        if RESIDUAL:
+            y += tl.load(residual + n, n < N, other=0.0).to(tl.float32)
+        tl.store(out + n, y, n < N)
+
+
+@jit
+def _qkv(
+    x, norm, eps, data, scale, offset, bias, one, cos, sin, position, q, k_cache, v_cache, slots, K: tl.constexpr,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    N: tl.constexpr = (H + 2 * KV) * D
+    y = _times(
+        x, norm, eps, data, scale, offset, bias, one, first, N, K, BITS, GROUP, ROW, OFFSET, BIAS, True, BLOCK_N,
+        BLOCK_K,
+    )  # fmt: skip
+    at = tl.load(position)
+    a, b = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))  # pairs of a head
+    d = first % D + 2 * tl.arange(0, BLOCK_N // 2)
+    c = tl.load(cos + at * (D // 2) + d // 2)
+    s = tl.load(sin + at * (D // 2) + d // 2)
+    turned = first < (H + KV) * D  # values are not
+    c, s = tl.where(turned, c, 1.0), tl.where(turned, s, 0.0)
+    head = first // D
+    if head < H:
+        to = q + head * D + d
+        tl.store(to, a * c - b * s)
+        tl.store(to + 1, a * s + b * c)
+    elif head < H + KV:
+        to = k_cache + ((head - H) * slots + at) * D + d
+        tl.store(to, a * c - b * s)
+        tl.store(to + 1, a * s + b * c)
+    else:
+        to = v_cache + ((head - H - KV) * slots + at) * D + d
+        tl.store(to, a * c - b * s)
+        tl.store(to + 1, a * s + b * c)
+
+
+# ---------------------------------------------------------------------------------------- attention of one token
+@jit
+def _attend(
+    q, k_cache, v_cache, position, part, part_max, part_sum, slots, root, D: tl.constexpr, WIDTH: tl.constexpr,
+    G: tl.constexpr, QUERIES: tl.constexpr, SHARES: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """softmax(q k^T / root) v over one share of the keys, for the G queries of one key/value head."""
+    head, share = tl.program_id(0), tl.program_id(1)
+    length = tl.load(position).to(tl.int32) + 1
+    width = tl.cdiv(tl.cdiv(length, SHARES), BLOCK_S) * BLOCK_S  # keys a share
+    first = share * width
+    last = tl.minimum(first + width, length)
+    g, d = tl.arange(0, QUERIES), tl.arange(0, WIDTH)  # both padded to what tl.dot takes
+    real = (g < G)[:, None] & (d < D)[None, :]
+    queries = tl.load(q + (head * G + g)[:, None] * D + d[None, :], real, other=0.0)  # (QUERIES, WIDTH)
+    keys, values = k_cache + head.to(tl.int64) * slots * D, v_cache + head.to(tl.int64) * slots * D
+    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    y = tl.zeros((QUERIES, WIDTH), tl.float32)
+    for start in range(first, last, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        k = tl.load(keys + s[None, :] * D + d[:, None], (s < last)[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(values + s[:, None] * D + d[None, :], (s < last)[:, None] & (d < D)[None, :], other=0.0)
+        scores = tl.dot(queries, k, input_precision="ieee") / root  # (QUERIES, BLOCK_S)
+        scores = tl.where((s < last)[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        old = tl.exp(top - higher)
+        y = y * old[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * old + tl.sum(weights, 1)
+        top = higher
+    at = (head * G + g) * SHARES + share  # (QUERIES,): the shares of a query side by side
+    tl.store(part + at[:, None] * D + d[None, :], y, real)
+    tl.store(part_max + at, top, g < G)
+    tl.store(part_sum + at, total, g < G)
+
+
+@jit
+def _combine(part, part_max, part_sum, out, D: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr):
+    """The shares of one query put together; an empty one has the maximum -inf and so the weight 0."""
+    query = tl.program_id(0)
+    share, d = tl.arange(0, SHARES), tl.arange(0, WIDTH)
+    top = tl.load(part_max + query * SHARES + share)
+    weights = tl.exp(top - tl.max(top, 0))
+    total = tl.sum(weights * tl.load(part_sum + query * SHARES + share), 0)
+    y = tl.load(part + (query * SHARES + share)[:, None] * D + d[None, :], (d < D)[None, :], other=0.0)
+    tl.store(out + query * D + d, tl.sum(y * weights[:, None], 0) / total, d < D)
+
+
+# ------------------------------------------------------------------------------------------------------- a prompt
+@jit
+def _rms_norm(x, norm, eps, out, C: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    y = tl.load(x + row * C + c, c < C, other=0.0).to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y, 0) / C + eps)
+    tl.store(out + row * C + c, y * tl.load(norm + c, c < C, other=0.0).to(tl.float32), c < C)
+
+
+@jit
+def _turn(
+    qkv, cos, sin, first, q, k_cache, v_cache, slots, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = token + first
+    d, i = tl.arange(0, 2 * HALF), tl.arange(0, HALF)  # entries of a head, and pairs of them
+    source = tl.load(qkv + token * ((H + 2 * KV) * D) + head * D + d, d < D, other=0.0)
+    if head < H + KV:
+        a, b = tl.split(tl.reshape(source.to(tl.float32), (HALF, 2)))
+        c = tl.load(cos + at * (D // 2) + i, i < D // 2, other=0.0)
+        s = tl.load(sin + at * (D // 2) + i, i < D // 2, other=0.0)
+        y = tl.interleave(a * c - b * s, a * s + b * c)
+        if head < H:
+            tl.store(q + (token * H + head) * D + d, y, d < D)
+        else:
+            tl.store(k_cache + ((head - H) * slots + at) * D + d, y, d < D)
+    else:
+        tl.store(v_cache + ((head - H - KV) * slots + at) * D + d, source, d < D)
+
+
+@jit
+def _swiglu(x, out, F: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    pairs = tl.load(x + token * (2 * F) + both, both < 2 * F, other=0.0)
+    gate, up = tl.split(tl.reshape(pairs.to(tl.float32), (BLOCK, 2)))
+    tl.store(out + token * F + i, gate * tl.sigmoid(gate) * up, i < F)
+
+
+# ------------------------------------------------------------------------------------------------------ the calls
+ONE = 0x3F800000  # the bits of 1.0
+
+
+class Blocks(NamedTuple):
+    """How a product is cut: rows and columns at a time, and warps that share them."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def plan(weight: Weight) -> Blocks:
+    """Each thread reads 16 bytes of several rows at once, and there are several programs a multiprocessor."""
+    size = {16: float(weight.data.element_size()), 8: 1.0, 4: 0.5}[weight.bits]
+    columns = min(power_of_2(weight.columns), int(2048 / size))
+    few = weight.bits == 16 and weight.rows < 4096  # integers are taken four rows at a time
+    return Blocks(2 if few else 4, max(columns, _tile(weight)), 4 if columns * size >= 2048 else 2)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def serves(weight: Weight) -> bool:
+    """Whether `linear` can be called with a weight here.
+
+    Its rows lie one behind the other, its groups are powers of two, or rows of 8 bits have one scale each.
+    """
+    row = weight.bits == 8 and weight.group >= weight.columns
+    group = weight.group >= 32 and weight.group == power_of_2(weight.group)
+    parts = [part for part in (weight.data, weight.scale, weight.offset, weight.bias) if part is not None]
+    return ready() and (weight.bits == 16 or row or group) and all(part.is_contiguous() for part in parts)
+
+
+def _tile(weight: Weight) -> int:
+    """Inputs that are summed up before they meet a scale."""
+    return 32 if weight.bits == 16 or (weight.bits == 8 and weight.group >= weight.columns) else weight.group
+
+
+def _common(weight: Weight, blocks: Blocks) -> dict[str, Any]:
+    return {
+        "K": weight.columns,
+        "BITS": weight.bits,
+        "GROUP": _tile(weight),
+        "ROW": weight.bits == 8 and weight.group >= weight.columns,
+        "OFFSET": weight.offset is not None,
+        "BIAS": weight.bias is not None,
+        "BLOCK_N": blocks.rows,
+        "BLOCK_K": blocks.columns,
+        "num_warps": blocks.warps,
+    }
+
+
+def linear(
+    weight: Weight,
+    x: Tensor,
+    out: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """out (N,) = W x for x (K,), all contiguous; returns out, whose dtype says how the result is rounded.
+
+    norm      (K,): x is RMS-normed with it first
+    residual  (N,): added; it may be `out` itself
+    gated     rows 2i and 2i + 1 of W are a gate and its input: out (N / 2,) = silu(W[2i] x) * W[2i + 1] x
+    """
+    blocks = blocks or plan(weight)
+    _linear[(triton.cdiv(weight.rows, blocks.rows),)](
+        x,
+        norm,
+        eps,
+        weight.data,
+        weight.scale,
+        weight.offset,
+        weight.bias,
+        ONE,
+        residual,
+        out,
+        weight.rows,
+        NORM=norm is not None,
+        RESIDUAL=residual is not None,
+        GATED=gated,
+        **_common(weight, blocks),
+    )
+    return out
+
+
+def qkv(
+    weight: Weight,
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    turns: tuple[Tensor, Tensor],
+    position: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    blocks: Blocks | None = None,
+) -> None:
+    """q (H, D) of a token with hidden state x (C,); its key and value go into the caches (KV, slots, D).
+
+    weight is wq, wk and wv one below the other; turns are the tables of cos and sin (positions, D / 2), position is
+    (1,) int64 on the device.
+    """
+    blocks = blocks or plan(weight)
+    (heads, dim), (kv, slots, _) = q.shape, k_cache.shape
+    _qkv[(weight.rows // blocks.rows,)](
+        x,
+        norm,
+        eps,
+        weight.data,
+        weight.scale,
+        weight.offset,
+        weight.bias,
+        ONE,
+        *turns,
+        position,
+        q,
+        k_cache,
+        v_cache,
+        slots,
+        H=heads,
+        KV=kv,
+        D=dim,
+        **_common(weight, blocks),
+    )
+
+
+class Shares(NamedTuple):
+    """Room for what `attend` finds in each share of the keys: (H, shares, D), (H, shares) twice, float32."""
+
+    y: Tensor
+    top: Tensor
+    total: Tensor
+
+    @classmethod
+    def empty(cls, heads: int, kv: int, dim: int, device: torch.device) -> Shares:
+        """Enough shares that all multiprocessors have work, whatever the number of heads."""
+        count = min(64, max(1, power_of_2(256 // kv + 1) // 2))
+        sizes = (heads, count, dim), (heads, count), (heads, count)
+        return cls(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
+
+
+def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, shares: Shares, out: Tensor) -> Tensor:
+    """out (H, D): attention of one token's q (H, D) to the keys and values (KV, slots, D) up to its position."""
+    (heads, dim), (kv, slots, _) = q.shape, k_cache.shape
+    group, count = heads // kv, shares.y.shape[1]
+    width = max(16, power_of_2(dim))
+    _attend[(kv, count)](
+        q,
+        k_cache,
+        v_cache,
+        position,
+        *shares,
+        slots,
+        dim**0.5,
+        D=dim,
+        WIDTH=width,
+        G=group,
+        QUERIES=max(16, power_of_2(group)),
+        SHARES=count,
+        BLOCK_S=32 if q.dtype == torch.float32 else 64,  # keys at a time
+        num_warps=4,
+    )
+    _combine[(heads,)](*shares, out, D=dim, WIDTH=width, SHARES=count, num_warps=4)
+    return out
+
+
+def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """RMSNorm of rows: (T, C) -> (T, C)."""
+    out = torch.empty_like(x)
+    block = power_of_2(x.shape[1])
+    _rms_norm[(len(x),)](x, norm, eps, out, C=x.shape[1], BLOCK=block, num_warps=8 if block >= 2048 else 4)
+    return out
+
+
+def turn(qkv: Tensor, turns: tuple[Tensor, Tensor], first: int, k_cache: Tensor, v_cache: Tensor, heads: int) -> Tensor:
+    """RoPE of T tokens from position `first` on: qkv (T, (H + 2 KV) D) -> q (T, H, D).
+
+    Keys and values go into the caches (KV, slots, D); turns as in `qkv`.
+    """
+    kv, slots, dim = k_cache.shape
+    q = qkv.new_empty(len(qkv), heads, dim)
+    _turn[(len(qkv), heads + 2 * kv)](
+        qkv,
+        *turns,
+        first,
+        q,
+        k_cache,
+        v_cache,
+        slots,
+        H=heads,
+        KV=kv,
+        D=dim,
+        HALF=power_of_2(dim // 2),
+        num_warps=1,
+    )
+    return q
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(x[2i]) * x[2i + 1] in each row: (T, 2 F) -> (T, F)."""
+    tokens, width = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(tokens, width)
+    _swiglu[(tokens, triton.cdiv(width, 1024))](x, out, F=width, BLOCK=1024, num_warps=4)
+    return out

@@ -1,0 +1,128 @@
+"""The compiled step against the block's own code: the same numbers, one library for all layers and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama import compiled, kernels
+from llama.config import ModelConfig
+from llama.errors import UsageError
+from llama.generate import generate, prefill
+from llama.model import Transformer
+from llama.quant import quantize_
+from llama.sampling import SamplingParams
+
+from . import tiny
+
+CONFIG = ModelConfig(64, 3, 4, 2, 16, 128, 320, norm_eps=1e-5, max_seq_len=512)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of this file's own: what is found in it was built here. The kernels are built before."""
+    kernels.ready()
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setenv("CLEARLLAMA_CACHE", str(cache))
+        yield cache
+
+
+def model(scheme: str | None = None, dtype: torch.dtype = torch.float32, **settings: str) -> Transformer:
+    """The same random model each time."""
+    made = tiny.model(CONFIG, rope=settings.pop("rope", "real"), **settings).to(dtype)
+    return quantize_(made, scheme) if scheme else made
+
+
+def step_by_step(net: Transformer, ids: list[int], prompt: int, slots: int) -> torch.Tensor:
+    """Logits (T, V) of decoding ids one by one behind a prompt."""
+    cache = net.new_cache(slots)
+    rows = [prefill(net, ids[:prompt], cache)]
+    return torch.stack(rows + [prefill(net, [token], cache) for token in ids[prompt:]])
+
+
+def ids_of(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, CONFIG.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({}, 1e-4),
+        pytest.param(
+            {"scheme": "int4", "attention": "kernel"},
+            1e-4,
+            marks=pytest.mark.skipif(not kernels.ready(), reason="packed weights want the C++ kernels"),
+        ),
+    ],
+    ids=["plain", "int4"],
+)
+def test_compiled_is_eager_at_any_length_with_one_build(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], tolerance: float
+) -> None:
+    builds: list[Path] = []
+    build = compiled.build
+    monkeypatch.setattr(compiled, "build", lambda net, block, path: (builds.append(path), build(net, block, path)))
+    graphs = dict(torch._dynamo.utils.counters["stats"])
+    eager, fast = model(**settings), compiled.compile_(model(**settings))
+    again = compiled.compile_(model(**settings))
+    assert len(builds) == 1  # for three layers, two models
+    ids = ids_of(40)
+    for prompt, slots in ((1, 40), (5, 64), (30, 333)):
+        expected, got = step_by_step(eager, ids, prompt, slots), step_by_step(fast, ids, prompt, slots)
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+    assert torch.equal(step_by_step(again, ids, 5, 64), step_by_step(fast, ids, 5, 64))
+    params = SamplingParams(max_new_tokens=60)
+    assert [t.id for t in generate(fast, ids[:7], params)] == [t.id for t in generate(eager, ids[:7], params)]
+    assert len(builds) == 1
+    assert dict(torch._dynamo.utils.counters["stats"]) == graphs  # nothing was compiled while decoding
+
+
+@pytest.mark.skipif(not kernels.ready(), reason="packed weights want the C++ kernels")
+def test_layers_that_read_the_same_input_become_one_without_a_second_copy() -> None:
+    net = model("int4")
+    block = net.layers[0]
+    before = {name: block.get_submodule(name).weight.clone() for name in ("attention.wk", "feed_forward.w_up")}
+    x = torch.randn(1, 1, CONFIG.dim)
+    separate = [getattr(block.attention, name)(x) for name in ("wq", "wk", "wv")]
+    traced = compiled.shell(block)
+    for name, weight in before.items():
+        assert torch.equal(block.get_submodule(name).weight, weight)
+    parts = [getattr(traced.attention, name) for name in ("wq", "wk", "wv")]
+    assert all(torch.equal(part(x), alone) for part, alone in zip(parts, separate, strict=True))
+    joined = parts[0].shared.linear.tiles
+    assert block.attention.wv.tiles.untyped_storage().data_ptr() == joined.untyped_storage().data_ptr()
+    assert [name for name, _ in compiled.tensors(traced)].count("attention.wq.shared.linear.tiles") == 1
+
+
+def test_what_the_library_depends_on_is_in_its_name() -> None:
+    def name(net: Transformer) -> str:
+        return compiled.fingerprint(net, compiled.shell(net.layers[0]))
+
+    rounded = model()
+    rounded.cache_kind = "int8"
+    names = [name(net) for net in (model(), model(rope="half"), model(dtype=torch.bfloat16), rounded)]
+    assert len(set(names)) == 4
+    assert name(model()) == names[0]
+
+
+def test_the_complex_form_and_opaque_layers_are_refused() -> None:
+    with pytest.raises(UsageError, match="rope='real'"):
+        compiled.compile_(model(rope="complex"))
+    net = model()
+    net.layers[0].attention.wo = torch.nn.Identity()
+    with pytest.raises(UsageError, match=r"attention\.wo is a Identity"):
+        compiled.compile_(net)
+
+
+def test_prompts_batches_and_given_positions_run_uncompiled(folder: Path) -> None:
+    eager, fast = model(), compiled.compile_(model())
+    tokens = torch.tensor([ids_of(6), ids_of(6, 1)])  # (B, T)
+    caches = [net.new_cache(32, batch=2) for net in (eager, fast)]
+    for part in (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:]):
+        expected, got = (net(part, cache=cache) for net, cache in zip((eager, fast), caches, strict=True))
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(fast(tokens), eager(tokens), rtol=0, atol=1e-4)

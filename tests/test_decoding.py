@@ -1,0 +1,308 @@
+"""Decoding behind the program's back says what the plain loop says, ends where it ends, and asks the device nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llama import cache as cache_module
+from llama import decoding
+from llama.cache import KVCache
+from llama.errors import NumericalError
+from llama.generate import Token, generate, prefill, random_generator
+from llama.model import Transformer
+from llama.rope import FORMS, to_half_layout
+from llama.sampling import SamplingParams, draw, sample
+
+from . import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT = tiny.random_tokens(7)[0].tolist()
+N_VOCAB = 300
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 1.3, "top_p": 0.7, "top_k": 20, "min_p": 0.02, "seed": 1},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 1.3, "temperature": 0.7, "seed": 9},
+]
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Token]]:
+    """`generate` by decoding.decode, which it takes on CUDA."""
+
+    def run(*args: Any, **options: Any) -> list[Token]:
+        with monkeypatch.context() as patch:
+            patch.setattr(decoding, "fits", lambda model, cache: True)
+            return list(generate(*args, **options))
+
+    return run
+
+
+def plain(*args: Any, **options: Any) -> list[Token]:
+    return list(generate(*args, **options))
+
+
+def alike(ours: list[Token], theirs: list[Token]) -> bool:
+    """The same ids and stops, and log-probabilities to rounding: behind a mask the sums run over more slots."""
+    close = [
+        (a.logprob is None) == (b.logprob is None) and abs((a.logprob or 0) - (b.logprob or 0)) < 1e-5
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    return [(t.id, t.stop) for t in ours] == [(t.id, t.stop) for t in theirs] and all(close)
+
+
+@pytest.mark.parametrize("wish", WISHES, ids=str)
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_it_says_what_the_plain_loop_says(
+    behind: Callable[..., list[Token]], wish: dict[str, Any], logprobs: bool
+) -> None:
+    model, params = tiny.model(), SamplingParams(max_new_tokens=23, **wish)
+    options = {"n_vocab": N_VOCAB, "logprobs": logprobs}
+    expected = plain(model, PROMPT, params, **options)
+    assert alike(behind(model, PROMPT, params, **options), expected)
+    assert len(expected) == 23
+    assert all((token.logprob is not None) == logprobs for token in expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_every_form_of_rope(behind: Callable[..., list[Token]], form: str) -> None:
+    model = tiny.model(rope=form) if form != "half" else Transformer(tiny.CONFIG, "half").requires_grad_(False)
+    if form == "half":
+        rotated = ("wq.weight", "wk.weight")
+        state = tiny.weights().items()
+        model.load_state_dict({n: to_half_layout(w, 16) if n.endswith(rotated) else w for n, w in state})
+    params = SamplingParams(max_new_tokens=9)
+    assert alike(behind(model, PROMPT, params), plain(tiny.model(), PROMPT, params))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 9])
+def test_a_stop_is_seen_late_and_ends_the_answer_all_the_same(behind: Callable[..., list[Token]], count: int) -> None:
+    model, params = tiny.model(), SamplingParams(max_new_tokens=40, temperature=1.0, seed=5)
+    stop = plain(model, PROMPT, params)[count - 1].id
+    caches = [model.new_cache(60), model.new_cache(60)]
+    expected = plain(model, PROMPT, params, stop_ids=[stop], cache=caches[0])
+    assert alike(behind(model, PROMPT, params, stop_ids=[stop], cache=caches[1]), expected)
+    assert caches[1].length == caches[0].length == len(PROMPT) + len(expected) - 1
+    assert expected[-1].stop
+
+
+def test_a_cache_goes_on_after_a_stop(behind: Callable[..., list[Token]]) -> None:
+    model, params = tiny.model(), SamplingParams(max_new_tokens=30, temperature=1.0, seed=5)
+    cache = model.new_cache(120)
+    stop = plain(model, PROMPT, params)[4].id
+    first = behind(model, PROMPT, params, stop_ids=[stop], cache=cache)
+    longer = [*PROMPT, *(token.id for token in first), 5, 6, 7]
+    steps = cache.steps
+    assert alike(behind(model, longer, params, cache=cache), plain(model, longer, params))
+    assert cache.steps is steps  # what was recorded once serves the next answer
+    assert decoding.steps_of(tiny.model(), cache) is not steps  # but no other model
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 5, 11])
+def test_who_stops_reading_finds_the_cache_as_the_plain_loop_leaves_it(taken: int) -> None:
+    model, params = tiny.model(), SamplingParams(max_new_tokens=30)
+    cache = model.new_cache(60)
+    logits = prefill(model, PROMPT, cache)
+    with closing(decoding.decode(model, logits, cache, params, 30)) as tokens:
+        said = [next(tokens).id for _ in range(taken)]
+        ahead = cache.length - len(PROMPT)
+        assert ahead <= taken + (decoding.AHEAD + 1) * decoding.STRIDE
+    assert cache.length == len(PROMPT) + max(0, taken - 1)
+    whole = torch.tensor([[*PROMPT, *said][: cache.length]])
+    expected = model.new_cache(60)
+    model(whole, cache=expected)
+    torch.testing.assert_close(cache.k[:, :, :, : cache.length], expected.k[:, :, :, : cache.length])
+
+
+@pytest.mark.parametrize(("max_len", "new"), [(15, 40), (40, 0), (40, 1), (40, 2), (40, 5)])
+def test_it_ends_with_the_context_or_the_wish(behind: Callable[..., list[Token]], max_len: int, new: int) -> None:
+    model, params = tiny.model(), SamplingParams(max_new_tokens=new)
+    expected = plain(model, PROMPT, params, cache=model.new_cache(max_len))
+    assert alike(behind(model, PROMPT, params, cache=model.new_cache(max_len)), expected)
+    assert len(expected) == min(new, max_len - len(PROMPT))
+
+
+@pytest.mark.parametrize("kind", ["model", "int8"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_cache_may_grow_on_the_way(
+    behind: Callable[..., list[Token]], monkeypatch: pytest.MonkeyPatch, fixed: bool, kind: str
+) -> None:
+    monkeypatch.setattr(cache_module, "FIRST_SLOTS", 10)
+    model, params = tiny.model(), SamplingParams(max_new_tokens=60)
+    model.fixed_cache, model.cache_kind = fixed, kind
+    assert alike(behind(model, PROMPT, params), plain(model, PROMPT, params))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_found_at_their_step(behind: Callable[..., list[Token]], bad: float) -> None:
+    model, params = tiny.model(), SamplingParams(max_new_tokens=30)
+    said = [token.id for token in plain(model, PROMPT, params)]
+    fifth = next(i for i, id in enumerate(said) if i >= 4 and id not in said[:i] and id not in PROMPT)
+    model.tok_embeddings.weight[said[fifth]] = bad  # read when that token is fed
+    messages, lengths = [], []
+    for run in (plain, behind):
+        cache = model.new_cache(60)
+        with pytest.raises(NumericalError) as error:
+            run(model, PROMPT, params, cache=cache)
+        messages.append(str(error.value))
+        lengths.append(cache.length)
+    assert messages[0] == messages[1]
+    assert f"new token {fifth + 2} " in messages[0]
+    assert lengths[0] == lengths[1]
+
+
+class NoQuestions(TorchDispatchMode):
+    """Refuses what makes a program wait for its device: reading a number off a tensor, sizes that depend on one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("wish", WISHES, ids=str)
+def test_no_step_asks_the_device(monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any]) -> None:
+    model, params = tiny.model(), SamplingParams(max_new_tokens=20, **wish)
+    cache = model.new_cache(60)
+    logits = prefill(model, PROMPT, cache)
+    generator = random_generator(params, torch.device("cpu"))
+    seen = torch.tensor(PROMPT) if "repetition_penalty" in wish else None
+    with NoQuestions():
+        with pytest.raises(AssertionError, match="waits"):
+            sample(logits.softmax(-1), generator)  # the plain loop's way
+        tokens = decoding.decode(
+            model, logits, cache, params, 20, n_vocab=N_VOCAB, seen=seen, generator=generator, logprobs=True
+        )
+        assert len([choice.id for choice in tokens]) == 20
+
+
+def test_a_draw_is_the_draw_of_multinomial_and_follows_the_distribution() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01, 0.0])
+    rows = probabilities.expand(20000, -1)
+    ours = draw(rows, torch.Generator().manual_seed(0))
+    assert torch.equal(ours, sample(rows, torch.Generator().manual_seed(0)))
+    counts = torch.bincount(ours, minlength=6).double()
+    expected = 20000 * probabilities.double()
+    assert counts[5] == 0
+    chi_square = float(((counts - expected).square() / expected)[:5].sum())
+    assert chi_square < 18.5  # 4 degrees of freedom, 1 in 1,000
+
+
+def test_answers_over_many_seeds_follow_the_models_distribution(behind: Callable[..., list[Token]]) -> None:
+    config = dataclasses.replace(tiny.CONFIG, vocab_size=5, n_layers=1)
+    model = tiny.model(config)
+    exact = {}
+    for a in range(5):
+        first = model(torch.tensor([[1, 2]]))[0, -1].softmax(-1)
+        then = model(torch.tensor([[1, 2, a]]))[0, -1].softmax(-1)
+        exact |= {(a, b): float(first[a] * then[b]) for b in range(5)}
+    draws = 1500
+    counts = dict.fromkeys(exact, 0)
+    for seed in range(draws):
+        said = behind(model, [1, 2], SamplingParams(max_new_tokens=2, temperature=1.0, seed=seed))
+        counts[said[0].id, said[1].id] += 1
+    chi_square = sum((counts[pair] - draws * p) ** 2 / (draws * p) for pair, p in exact.items())
+    assert chi_square < 51.2  # 24 degrees of freedom, 1 in 1,000
+
+
+def test_a_cache_is_freed_with_its_last_reader() -> None:
+    model = tiny.model()
+    cache = model.new_cache(60)
+    tokens = decoding.decode(model, prefill(model, PROMPT, cache), cache, SamplingParams(), 20)
+    next(tokens)
+    gone = weakref.ref(cache)
+    gc.disable()
+    try:
+        tokens.close()
+        del tokens, cache
+        assert gone() is None  # a circle would hold gigabytes until a collection
+    finally:
+        gc.enable()
+
+
+class Recorded:
+    """What a CUDA graph does: the recorded step again, over the very buffers that it was recorded with."""
+
+    def __init__(self, cache: KVCache, step: Callable[[], object]):
+        self.cache, self.step, self.pointers = cache, step, self.buffers()
+
+    def buffers(self) -> list[int]:
+        return [buffer.data_ptr() for layer in self.cache.layers for buffer in layer.buffers]
+
+    def replay(self) -> None:
+        assert self.buffers() == self.pointers, "a graph was replayed over buffers that are gone"
+        self.step()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
+    """Steps recorded and replayed as on CUDA: two runs before, undone, then a recording that does nothing itself."""
+    made: list[Recorded] = []
+    steps_of = decoding.steps_of
+
+    def recording(model: Transformer, cache: KVCache) -> decoding.Steps:
+        steps = steps_of(model, cache)
+        steps._records = True
+
+        def capture(step: Callable[[], object], restore: Callable[[], object]) -> Recorded:
+            for _ in range(2):
+                step()
+                restore()
+            made.append(Recorded(cache, step))
+            return made[-1]
+
+        monkeypatch.setattr(decoding, "capture", capture)
+        return steps
+
+    monkeypatch.setattr(decoding, "steps_of", recording)
+    yield made
+
+
+def test_a_step_is_recorded_once_for_each_size_of_the_cache(
+    behind: Callable[..., list[Token]], recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "FIRST_SLOTS", 16)
+    model, params = tiny.model(), SamplingParams(max_new_tokens=60)
+    cache = model.new_cache(200)
+    assert alike(behind(model, PROMPT, params, cache=cache), plain(model, PROMPT, params))
+    assert len(recorded) == 4  # 16, 32, 64 and 128 slots
+    longer = [*PROMPT, *PROMPT]
+    cache.trim(len(PROMPT))
+    assert alike(behind(model, longer, params, cache=cache), plain(model, longer, params))
+    assert len(recorded) == 4
+
+
+def test_a_step_is_recorded_anew_when_the_table_of_rope_is_replaced(
+    behind: Callable[..., list[Token]], recorded: list[Recorded]
+) -> None:
+    model, params = tiny.model(), SamplingParams(max_new_tokens=5)
+    cache = model.new_cache(200)
+    behind(model, PROMPT, params, cache=cache)
+    model.rope.table = tuple(table.clone() for table in model.rope.table)
+    cache.trim(len(PROMPT) - 1)
+    assert alike(behind(model, PROMPT, params, cache=cache), plain(model, PROMPT, params))
+    assert len(recorded) == 2
+
+
+def test_it_is_for_one_text_on_cuda_under_steady_frequencies() -> None:
+    model = tiny.model()
+    cache = model.new_cache(10)
+    assert not decoding.fits(model, cache)
+    cache.device = torch.device("cuda")
+    assert decoding.fits(model, cache)
+    several = model.new_cache(10, batch=2)
+    several.device = torch.device("cuda")
+    assert not decoding.fits(model, several)
+    stretched = dataclasses.replace(tiny.CONFIG, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    assert not decoding.fits(tiny.model(stretched), cache)

@@ -1,0 +1,453 @@
+"""The C++ kernels: each against a plain computation in float64, in every form, and what happens where they can't be built."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llama import kernels
+from llama.checkpoint.blocks import Blocks
+from llama.checkpoint.tiles import pack
+from llama.errors import UsageError
+from llama.quant import TileLinear
+
+from . import tiny
+
+needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="the C++ kernels can't be built here")
+
+# bits, group (0: a whole row), offset: every kind that a scheme or a file can have
+KINDS = [(8, 32, False), (8, 16, False), (8, 32, True), (8, 0, False)]
+KINDS += [(4, group, offset) for group in (16, 32, 64, 128) for offset in (False, True)]
+
+
+def random_blocks(rows: int, columns: int, bits: int, group: int, offset: bool, seed: int = 0) -> Blocks:
+    """Any integers, with scales and offsets that float16 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-columns // group) if group else 1
+    quants = torch.randint(2**bits, (rows, columns), generator=generator).to(torch.uint8)
+    scale = (0.5 + torch.rand(rows, groups, generator=generator)).half().float() / 2**bits
+    shift = (torch.randn(rows, groups, generator=generator) - 0.5).half().float()
+    return Blocks(quants, scale, shift if offset else None, bits, group)
+
+
+def layer(blocks: Blocks, bias: Tensor | None = None) -> TileLinear:
+    rows, columns = blocks.quants.shape
+    return TileLinear(pack(blocks), (rows, columns), blocks.bits, blocks.group, blocks.offset is not None, bias)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def product(x: Tensor, blocks: Blocks) -> np.ndarray:
+    """What the kernel computes, group by group in float64: x (M, K) rounded to 8 bits, times the integers. -> (M, N)."""
+    rows, columns = blocks.quants.shape
+    group = blocks.group or columns
+    width = blocks.group or 64  # over which x has one scale
+    numbers = x.float().numpy()  # (M, K) float32, in which the kernel finds the scale
+    y = np.zeros((len(numbers), rows))
+    middle = 0 if blocks.offset is not None else 2 ** (blocks.bits - 1)
+    for first in range(0, columns, width):
+        part = numbers[:, first : first + width]
+        largest = np.abs(part).max(1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+        q = np.rint(part * inverse).astype(np.float64)
+        scale_x = largest.astype(np.float64) / 127
+        weight = blocks.quants[:, first : first + width].numpy().astype(np.float64) - middle
+        at = first // group
+        y += scale_x * (q @ weight.T) * blocks.scale[:, at].double().numpy()
+        if blocks.offset is not None:
+            y += scale_x * q.sum(1, keepdims=True) * blocks.offset[:, at].double().numpy()
+    return y
+
+
+def distance(found: Tensor, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found.double().numpy() - expected) / np.linalg.norm(expected))
+
+
+# ------------------------------------------------------------------------------------------------- 4 and 8 bits
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(16, 128), (48, 512), (1, 1), (5, 7), (33, 200), (31, 129)])
+def test_the_product_is_the_sum_that_is_meant(kind: tuple[int, int, bool], rows: int, columns: int) -> None:
+    blocks = random_blocks(rows, columns, *kind)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+        x = numbers(13, columns).to(dtype)
+        assert distance(layer(blocks)(x), product(x, blocks)) < bound, dtype
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_product_with_the_weight_to_one_and_a_half_percent(kind: tuple[int, int, bool]) -> None:
+    blocks = random_blocks(64, 1024, *kind)
+    x = numbers(20, 1024)
+    assert distance(layer(blocks)(x), (x.double() @ blocks.weight.double().T).numpy()) < 0.015
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_alone_and_among_others(kind: tuple[int, int, bool]) -> None:
+    blocks = layer(random_blocks(40, 192, *kind))
+    x = numbers(30, 192)
+    alone = torch.cat([blocks(row[None]) for row in x])
+    for count in range(1, 31):
+        assert torch.equal(blocks(x[:count]), alone[:count]), count
+
+
+@needs_kernels
+def test_shape_dtype_and_place_of_x_do_not_matter() -> None:
+    bias = numbers(24, seed=1)
+    linear = layer(random_blocks(24, 96, 4, 32, True), bias)
+    whole = numbers(5, 6, 7, 192)
+    for x in (whole[..., :96], whole[..., ::2], whole[:, 2, :, 96:], whole[0, 0, 0, :96], whole[:0, 0, :, :96]):
+        y = linear(x)
+        assert y.shape == (*x.shape[:-1], 24)
+        assert torch.equal(y, linear(x.contiguous()))
+    across = numbers(96, 8).T
+    torch.testing.assert_close(linear(across), linear(across.contiguous()), rtol=0, atol=0)
+    assert torch.equal(linear(whole[0, 0, :1, :96].expand(3, 96)), linear(whole[0, 0, :1, :96]).expand(3, 24))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        typed = layer(random_blocks(24, 96, 4, 32, True), bias.to(dtype))
+        assert typed(across.to(dtype)).dtype == dtype
+        torch.testing.assert_close(typed(across.to(dtype)).float(), linear(across), rtol=0.02, atol=0.05)
+    plain = layer(random_blocks(24, 96, 4, 32, True))
+    assert torch.equal(linear(across), plain(across) + bias)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_reaches_the_result_of_its_row_and_no_other(
+    kind: tuple[int, int, bool], wrong: float
+) -> None:
+    linear = layer(random_blocks(20, 130, *kind))
+    x = numbers(14, 130)
+    expected = linear(x)
+    for column in (0, 77, 129):
+        broken = x.clone()
+        broken[3, column] = wrong
+        y = linear(broken)
+        assert not bool(torch.isfinite(y[3]).any())
+        assert torch.equal(y[[0, 1, 2, *range(4, 14)]], expected[[0, 1, 2, *range(4, 14)]])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_and_huge_and_tiny_numbers(kind: tuple[int, int, bool]) -> None:
+    blocks = random_blocks(20, 130, *kind)
+    linear, x = layer(blocks), numbers(3, 130)
+    assert torch.equal(linear(torch.zeros(3, 130)), torch.zeros(3, 20))
+    for factor in (2.0**100, 2.0**-100):  # everything is linear in the scale of x, exactly
+        assert torch.equal(linear(x * factor), linear(x) * factor)
+    tiniest = linear(torch.full((3, 130), 1e-44))  # too small to divide by; lost, but not made into something else
+    assert float(tiniest.abs().max()) < 1e-40
+
+
+@needs_kernels
+def test_rows_that_fill_up_a_tile_are_not_written() -> None:
+    linear = layer(random_blocks(17, 64, 4, 32, True))
+    y = torch.full((4, 20), 7.0)
+    y[:, :17] = linear(numbers(4, 64))
+    assert torch.equal(y[:, 17:], torch.full((4, 3), 7.0))
+    assert linear(numbers(4, 64)).shape == (4, 17)
+
+
+# ----------------------------------------------------------------------------------------------------- bfloat16
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 9])
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (65, 100), (3, 33), (1, 1), (130, 31)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_bf16_against_float64(rows: int, n: int, k: int, with_bias: bool) -> None:
+    x, weight = numbers(rows, k).bfloat16(), numbers(n, k, seed=1).bfloat16()
+    bias = numbers(n, seed=2).bfloat16() if with_bias else None
+    y = kernels.linear_bf16(x, weight, bias)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    room = exact.abs() * 2**-8 + (x.abs().double() @ weight.abs().double().T) * 1e-6  # rounded once, summed in float32
+    assert bool(((y.double() - exact).abs() <= room).all())
+    assert torch.equal(y, torch.cat([kernels.linear_bf16(row[None], weight, bias) for row in x]))
+
+
+@needs_kernels
+def test_linear_bf16_takes_a_weight_at_any_address_and_passes_nan_on() -> None:
+    store = numbers(40 * 64 + 1, seed=1).bfloat16()
+    x = numbers(2, 3, 64).bfloat16()
+    odd = store[1:].view(40, 64)  # two bytes past an even place, as in a mapped file
+    assert torch.equal(kernels.linear_bf16(x, odd, None), kernels.linear_bf16(x, odd.clone(), None))
+    x[1, 2, 63] = torch.nan
+    y = kernels.linear_bf16(x, odd, None)
+    assert bool(y[1, 2].isnan().all())
+    assert int(y.isnan().sum()) == 40
+
+
+# ---------------------------------------------------------------------------------------------------- attention
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """torch's own, in float64; queries that see nothing get zeros."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    y = F.scaled_dot_product_attention(q.double(), k, v, mask)
+    if mask is None:
+        return y
+    seen = mask.any(-1, keepdim=True)
+    return torch.where(seen, y, 0.0)
+
+
+def heads(batch: int, h: int, kv: int, t: int, s: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    return numbers(batch, h, t, d), numbers(batch, kv, s, d, seed=1), numbers(batch, kv, s, d, seed=2)
+
+
+def causal(t: int, s: int) -> Tensor:
+    """The last t of s positions: (t, s)."""
+    return torch.ones(t, s, dtype=torch.bool).tril(s - t)
+
+
+@needs_kernels
+@pytest.mark.parametrize("d", range(16, 257, 16))
+def test_attention_for_every_width(d: int) -> None:
+    q, k, v = heads(1, 4, 2, 3, 70, d)
+    torch.testing.assert_close(
+        kernels.attend(q, k, v, causal(3, 70)).double(), attention(q, k, v, causal(3, 70)), rtol=1e-5, atol=2e-6
+    )
+    low = [x.bfloat16() for x in (q, k, v)]
+    torch.testing.assert_close(kernels.attend(*low, None).double(), attention(*low), rtol=2**-8, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("s", [1, 2, 15, 16, 17, 31, 255, 256, 257, 271, 272, 273, 511, 512, 513, 800])
+@pytest.mark.parametrize(("h", "kv"), [(3, 3), (6, 2), (8, 1)])
+def test_attention_for_any_number_of_keys_and_heads(s: int, h: int, kv: int) -> None:
+    for t in (1, min(s, 5)):
+        q, k, v = heads(2, h, kv, t, s, 64)
+        for mask in (None, causal(t, s)):
+            torch.testing.assert_close(
+                kernels.attend(q, k, v, mask).double(), attention(q, k, v, mask), rtol=1e-5, atol=2e-6
+            )
+
+
+@needs_kernels
+def test_masks_of_each_row_of_the_batch() -> None:
+    q, k, v = heads(3, 4, 2, 5, 300, 32)
+    mask = torch.rand(3, 1, 5, 300, generator=torch.Generator().manual_seed(3)) < 0.3
+    mask[1, 0, 2] = False  # a query that sees nothing
+    mask[2, 0, :, :256] = False  # a whole piece of the work that nobody sees
+    expected = attention(q, k, v, mask)
+    torch.testing.assert_close(kernels.attend(q, k, v, mask).double(), expected, rtol=1e-5, atol=2e-6)
+    assert torch.equal(kernels.attend(q, k, v, mask)[1, :, 2], torch.zeros(4, 32))
+    across = mask.transpose(2, 3).contiguous().transpose(2, 3)  # the same mask, stored in another order
+    assert torch.equal(kernels.attend(q, k, v, across), kernels.attend(q, k, v, mask))
+    one = mask[1:2].expand(3, 1, 5, 300)
+    torch.testing.assert_close(kernels.attend(q, k, v, one).double(), attention(q, k, v, one), rtol=1e-5, atol=2e-6)
+    nobody = torch.zeros(5, 300, dtype=torch.bool)
+    assert torch.equal(kernels.attend(q, k, v, nobody), torch.zeros(3, 4, 5, 32))
+
+
+@needs_kernels
+def test_keys_and_values_may_lie_apart() -> None:
+    q, k, v = numbers(2, 4, 6, 64).transpose(1, 2), numbers(2, 3, 400, 64, seed=1), numbers(2, 400, 3, 64, seed=2)
+    views = q[:, :, 1:3], k[:, :, :270], v.transpose(1, 2)[:, :, :270]
+    assert torch.equal(kernels.attend(*views, None), kernels.attend(*(x.contiguous() for x in views), None))
+
+
+@needs_kernels
+def test_what_may_not_be_seen_does_not_leak() -> None:
+    q, k, v = heads(1, 2, 1, 2, 300, 32)
+    mask = causal(2, 300)
+    mask[:, 40:50] = False
+    expected = kernels.attend(q, k, v, mask)
+    for wrong in (torch.nan, torch.inf):
+        k[:, :, 45], v[:, :, 45] = wrong, wrong
+        assert torch.equal(kernels.attend(q, k, v, mask), expected)
+    k[:, :, 299] = torch.nan  # the last token alone sees it
+    y = kernels.attend(q, k, v, mask)
+    assert torch.equal(y[:, :, 0], expected[:, :, 0])
+    assert bool(y[:, :, 1].isnan().all())
+
+
+@needs_kernels
+def test_a_value_that_is_not_finite_reaches_those_who_see_it() -> None:
+    q, k, v = heads(1, 4, 2, 1, 20, 16)
+    v[0, 1, 7, 3] = torch.nan
+    y = kernels.attend(q, k, v, None)
+    assert bool(y[0, 2:, 0, 3].isnan().all())
+    assert int(y.isnan().sum()) == 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 30.0])
+def test_scores_of_any_size(factor: float) -> None:
+    q, k, v = heads(1, 2, 2, 4, 300, 64)
+    y = kernels.attend(q * factor, k * factor, v, None)
+    torch.testing.assert_close(y.double(), attention(q * factor, k * factor, v), rtol=1e-4, atol=2e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_of_8_bits(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = numbers(2, 6, 3, 64).to(dtype)
+    k, v = (torch.randint(-127, 128, (2, 2, 400, 64), generator=generator).to(torch.int8) for _ in range(2))
+    k_scale, v_scale = (torch.rand(2, 2, 400, generator=generator) / 50 for _ in range(2))
+    k, v, k_scale, v_scale = k[:, :, :290], v[:, :, :290], k_scale[:, :, :290], v_scale[:, :, :290]  # of a larger cache
+    mask = causal(3, 290)
+    y = kernels.attend(q, k, v, mask, k_scale, v_scale)
+    expected = attention(q, k.double() * k_scale[..., None], v.double() * v_scale[..., None], mask)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5 if dtype == torch.float32 else 2**-8, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------- the forms, and how they are built
+SAMPLE = """
+import sys, torch
+from llama import kernels
+from tests import test_kernels as t
+assert kernels.ready()
+out = []
+for kind in t.KINDS:
+    linear = t.layer(t.random_blocks(37, 200, *kind))
+    out += [linear(t.numbers(14, 200)), linear(t.numbers(3, 200).bfloat16())]
+    if kind[1] != 16:
+        out.append(kernels.round_to_tiles(t.numbers(37, 200), (1.0, 0.9, 0.8), *kind))
+        out.append(kernels.round_to_tiles(t.numbers(37, 200).bfloat16(), (1.0,), *kind))
+out.append(kernels.linear_bf16(t.numbers(7, 100).bfloat16(), t.numbers(30, 100, seed=1).bfloat16(), None))
+q, k, v = t.heads(2, 6, 2, 3, 300, 80)
+out.append(kernels.attend(q, k, v, t.causal(3, 300)))
+out.append(kernels.attend(*(x.bfloat16() for x in (q, k, v)), None))
+whole = [(x * 20).to(torch.int8) for x in (k, v)]
+scales = torch.rand(2, 2, 300, generator=torch.Generator().manual_seed(0))
+out.append(kernels.attend(q, *whole, None, scales, scales))
+torch.save(out, sys.argv[1])
+"""
+
+
+def run(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, since a process has one form of the kernels for its life."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        env={**os.environ, **env},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def sample(folder: Path, form: str) -> list[Tensor]:
+    done = run(SAMPLE, str(folder / form), CLEARLLAMA_KERNELS=form)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return torch.load(folder / form)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["avx2", "plain"])
+def test_every_form_computes_the_same(tmp_path: Path, form: str) -> None:
+    if form == "avx2" and not torch.cpu._is_avx2_supported():
+        pytest.skip("this processor has no AVX2")
+    ours, theirs = sample(tmp_path, kernels.pick_form() or ""), sample(tmp_path, form)
+    for found, expected in zip(theirs, ours, strict=True):
+        if found.dtype == torch.uint8:
+            assert torch.equal(found, expected)
+        else:
+            worst = float((found.double() - expected.double()).norm() / expected.double().norm())
+            assert worst < (1e-5 if found.dtype == torch.float32 else 2e-3)
+
+
+LOGITS = """
+import sys, torch, llama
+torch.set_grad_enabled(False)
+model = llama.load(sys.argv[1], device="cpu", dtype="bfloat16").model
+torch.save(model(torch.arange(12)[None]).float(), sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_gguf(tmp_path_factory.mktemp("kernels") / "small.gguf", tiny.WIDE, quantization="Q4_1")
+
+
+@pytest.mark.parametrize(
+    ("env", "lines"),
+    [
+        ({"CLEARLLAMA_KERNELS": "off"}, []),  # asked for, so there is nothing to say
+        ({"CXX": "/bin/false"}, ["/bin/false could not build kernels.cpp: exit code 1"]),
+        ({"CXX": "/nowhere/c++"}, ["No such file or directory: '/nowhere/c++'"]),
+    ],
+)
+def test_without_kernels_the_answers_are_right_and_one_line_says_so(
+    tmp_path: Path, small_gguf: Path, env: dict[str, str], lines: list[str]
+) -> None:
+    env = {"CLEARLLAMA_CACHE": str(tmp_path), "CLEARLLAMA_KERNELS": "auto", **env}
+    done = run(LOGITS, str(small_gguf), str(tmp_path / "logits"), **env)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == len(lines)
+    for line, expected in zip(said, lines, strict=True):
+        assert line.startswith("clearllama: running on torch's own operators, slower than its C++ kernels: ")
+        assert expected in line
+    from llama.loader import load_model
+
+    exact = load_model(small_gguf, device="cpu", dtype="float32")(torch.arange(12)[None])
+    found = torch.load(tmp_path / "logits")
+    assert float((found - exact).norm() / exact.norm()) < 0.03
+
+
+def test_an_unknown_form_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARLLAMA_KERNELS", "sse9")
+    with pytest.raises(UsageError, match=r"CLEARLLAMA_KERNELS is 'sse9'; expected auto, off, avx512, avx2, plain"):
+        kernels.pick_form()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> tuple[str, Path]:
+    """A compiler that notes each call, takes its time, and puts out the library that is there already."""
+    form = kernels.pick_form()
+    if form is None or not kernels.ready():
+        pytest.skip("the C++ kernels can't be built here")
+    calls, script = tmp_path / "calls", tmp_path / "compiler"
+    script.write_text(
+        f'#!/bin/sh\necho call >> {calls}\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.3\ncp {kernels.build(form)} "$2"\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return str(script), calls
+
+
+READY = "from llama import kernels; assert kernels.ready() and kernels.ready()"
+
+
+def test_the_library_is_built_once(tmp_path: Path, compiler: tuple[str, Path]) -> None:
+    script, calls = compiler
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        done = run(READY, CLEARLLAMA_CACHE=str(cache), CXX=script)
+        assert done.returncode == 0, done.stderr
+    assert calls.read_text().splitlines() == ["call"]
+    [library] = (cache / "kernels").iterdir()
+    assert library.suffix == ".so"
+
+
+def test_two_processes_may_build_at_once(tmp_path: Path, compiler: tuple[str, Path]) -> None:
+    script, _ = compiler
+    env = {**os.environ, "CLEARLLAMA_CACHE": str(tmp_path / "cache"), "CXX": script}
+    both = [subprocess.Popen([sys.executable, "-c", READY], env=env, stderr=subprocess.PIPE) for _ in range(2)]
+    assert [(process.communicate()[1], process.returncode) for process in both] == [(b"", 0)] * 2
+    assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 1
+
+
+def test_threads_may_ask_at_once(tmp_path: Path, compiler: tuple[str, Path]) -> None:
+    script, calls = compiler
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor as Pool\nfrom llama import kernels\n"
+        "assert all(Pool(4).map(lambda i: kernels.ready(), range(8)))"
+    )
+    done = run(code, CLEARLLAMA_CACHE=str(tmp_path / "cache"), CXX=script)
+    assert done.returncode == 0, done.stderr
+    assert calls.read_text().splitlines() == ["call"]
