@@ -18,7 +18,7 @@ PACKAGE = ROOT / "llama"
 # Layers, top first: a module may import from layers below its own and, within a layer, never in a circle.
 LAYERS = [
     {"cli", "__main__"},
-    {"study", "text", "loader", "convert", "quantize", "verify", "evaluate"},
+    {"study", "text", "loader", "convert", "quantize", "verify", "evaluate", "benchmark"},
     {
         "generate",
         "speculative",
@@ -26,6 +26,9 @@ LAYERS = [
         "tokenizer",
         "checkpoint",
         "compiled",
+        "decoding",
+        "fused",
+        "triton_kernels",
         "quant",
         "parallel",
         "sampling",
