@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from . import triton_kernels as kernels
 from .cache import KVCache, LayerCache
@@ -117,6 +116,8 @@ class Fused:
 
     def prompt(self, block: FusedBlock, h: Tensor, first: int, layer: LayerCache, end: int) -> Tensor:
         """A block for tokens `first` to `end`: h (T, C) -> (T, C)."""
+        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler with it: a second and a half
+
         table: tuple[Tensor, Tensor] = self.model.rope.table  # type: ignore[assignment]
         k, v = layer.k, layer.v
         qkv = block.qkv(kernels.rms_norm(h, block.attention_norm, self.eps))  # (T, (H + 2 KV) D)

@@ -334,7 +334,7 @@ void round_tile(const T* w, int64_t rows, int64_t K, const Rounding& s, uint8_t*
                 if (s.group) new_scale = store_half(largest * s.clips[i] / (middle - 1) + finite, numbers_at);
                 new_offset = -new_scale * middle;
             }
-            for (int64_t k = 0; k < width && s.tries > 1; k++) {
+            for (int64_t k = 0; k < n && s.tries > 1; k++) {
                 const f32x16 gap = quants_of(values[k], new_scale, new_offset, top) * new_scale + new_offset - values[k];
                 error += gap * gap;
             }

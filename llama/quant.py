@@ -89,15 +89,16 @@ def quantize(weight: Tensor, scheme: Scheme) -> Blocks:
     """
     rows, columns = weight.shape
     group = scheme.group or columns
-    w = F.pad(weight.float(), (0, -columns % group)).view(rows, -1, group)  # (N, groups, group)
-    if scheme.offset and columns % group:  # what pads a row must not widen its last group's range
-        w[:, -1, columns % group :] = w[:, -1, :1]
+    missing = -columns % group
+    w = F.pad(weight.float(), (0, missing)).view(rows, -1, group)  # (N, groups, group)
+    if scheme.offset and missing:  # what fills up the last group must not widen its range
+        w[:, -1, -missing:] = w[:, -1, :1]
     first, *others = _clips(scheme)
     best = _round(w, scheme, first)
-    least = _error(w, *best)  # (N, groups)
+    least = _error(w, *best, missing)  # (N, groups)
     for clip in others:
         tried = _round(w, scheme, clip)
-        error = _error(w, *tried)
+        error = _error(w, *tried, missing)
         better = error < least
         best = (
             torch.where(better[..., None], tried[0], best[0]),  # quants
@@ -141,9 +142,11 @@ def _clips(scheme: Scheme) -> tuple[float, ...]:
     return CLIPS if scheme.bits < 8 else CLIPS[:1]
 
 
-def _error(w: Tensor, quants: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Squared error of each group: (N, groups, group), its rounding -> (N, groups)."""
-    return (quants * scale[..., None] + offset[..., None] - w).square().sum(-1)
+def _error(w: Tensor, quants: Tensor, scale: Tensor, offset: Tensor, missing: int) -> Tensor:
+    """Squared error of groups (N, groups, group) but for the last `missing` columns: -> (N, groups)."""
+    gaps = quants * scale[..., None] + offset[..., None] - w
+    gaps[:, -1, gaps.shape[-1] - missing :] = 0
+    return gaps.square().sum(-1)
 
 
 def _check_finite(*scales: Tensor) -> None:

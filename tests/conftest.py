@@ -23,6 +23,7 @@ from llama import hub, loader
 from llama.text import Llama
 
 from . import tiny
+from .forked import Forked
 
 torch.set_grad_enabled(False)
 hypothesis.settings.register_profile("clearllama", deadline=None)  # shared machines stumble
@@ -64,10 +65,18 @@ Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 
 @pytest.fixture(scope="session")
-def clearllama() -> Run:
-    """Run the command in a process of its own, as a user does."""
+def clearllama() -> Iterator[Run]:
+    """Run the command in a process of its own, as a user does.
+
+    Where a test asks for nothing special, the process is forked off one that has imported torch before.
+    """
+    forked: list[Forked] = []
 
     def run(*args: str, stdin: bytes | None = None, env: dict[str, str] | None = None, timeout: float = 120, **more):
+        if env is None and not more and timeout == 120 and hasattr(os, "fork"):
+            if not forked:
+                forked.append(Forked())
+            return forked[0].run(args, stdin)
         return subprocess.run(
             [sys.executable, "-m", "llama", *args],
             input=stdin,
@@ -80,4 +89,6 @@ def clearllama() -> Run:
             **more,
         )
 
-    return run
+    yield run
+    for server in forked:
+        server.close()

@@ -34,6 +34,12 @@ def test_help_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
+def test_loading_a_model_imports_no_compiler(tiny_gguf: Path) -> None:
+    """torch._dynamo takes as long to import as the default model takes to load."""
+    code = f"import sys, llama; llama.load({str(tiny_gguf)!r}).generate('a'); print('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
+
+
 @pytest.mark.parametrize(
     "command",
     ["generate", "chat", "inspect", "convert", "pull", "verify", "bench", "perplexity", "study", "trace", "explain"],

@@ -238,7 +238,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
             "embedding",
             "e = the token's row of the embedding matrix, the input h of block 0",
             (("e", "(T, C)"),),
-            ((model.Transformer.hidden, "self.tok_embeddings(tokens)"),),
+            ((model.Transformer.run, "self.tok_embeddings(tokens)"),),
             "000-01",
         ),
         Recipe(

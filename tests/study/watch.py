@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llama.cache import KVCache
+from llama.cache import KVCache, LayerCache
 from llama.model import Transformer
 
 
@@ -35,7 +35,8 @@ def watch(model: Transformer, tokens: Tensor, positions: Tensor | None = None, c
     """Run the model once and tell what was turned, cached and attended to; the model is left as it was."""
     seen = Pass()
     rope, first = model.rope, model.layers[0].attention
-    apply, look, attend, update = rope.apply, rope.rows, first.attend, None if cache is None else cache.update
+    apply, look, attend = rope.apply, rope.rows, first.attend
+    layers = [] if cache is None else cache.layers
 
     def turning(q: Tensor, k: Tensor, *rows: Tensor) -> Any:
         seen.before.append((q, k))
@@ -48,9 +49,14 @@ def watch(model: Transformer, tokens: Tensor, positions: Tensor | None = None, c
         seen.steps.append("look up")
         return look(positions, end)
 
-    def caching(*arguments: Any) -> Any:
-        seen.steps.append("cache")
-        return update(*arguments)
+    def caching(layer: LayerCache) -> Any:
+        update = layer.update
+
+        def wrapped(*arguments: Any) -> Any:
+            seen.steps.append("cache")
+            return update(*arguments)
+
+        return wrapped
 
     def attending(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
         for kept, tensor in ((seen.q, q), (seen.k, k), (seen.v, v)):
@@ -62,14 +68,14 @@ def watch(model: Transformer, tokens: Tensor, positions: Tensor | None = None, c
         rope.apply, rope.rows = turning, looking
         for block in model.layers:
             block.attention.attend = attending
-        if cache is not None:
-            cache.update = caching
+        for layer in layers:
+            layer.update = caching(layer)  # type: ignore[method-assign]
         seen.logits = model(tokens, positions, cache)
     finally:
         rope.apply = apply
         del rope.rows
         for block in model.layers:
             block.attention.attend = attend
-        if cache is not None:
-            del cache.update
+        for layer in layers:
+            del layer.update
     return seen
