@@ -79,7 +79,7 @@ class Fused:
         """What `Transformer.run` gives. The table behind `turns` is read where a text is fed in order."""
         if cache is None or not self.fits(cache) or cache.end - cache.length != tokens.shape[1]:
             return Transformer.run(self.model, tokens, turns, mask, positions, cache)
-        h = self.model.tok_embeddings(tokens)[0]  # (T, C)
+        h = self.model.tok_embeddings(tokens)[0].contiguous()  # (T, C); a padded weight gives rows with gaps
         if len(h) == 1:
             self.h.copy_(h[0])
             self.step(positions, cache)

@@ -390,7 +390,7 @@ def serves(weight: Weight) -> bool:
 
     Its rows lie one behind the other, its groups are powers of two, or rows of 8 bits have one scale each.
     """
-    row = weight.bits == 8 and weight.group >= weight.columns
+    row = _one_scale(weight)
     group = weight.group >= 32 and weight.group == power_of_2(weight.group)
     parts = [part for part in (weight.data, weight.scale, weight.offset, weight.bias) if part is not None]
     return ready() and (weight.bits == 16 or row or group) and all(part.is_contiguous() for part in parts)
@@ -398,7 +398,12 @@ def serves(weight: Weight) -> bool:
 
 def _tile(weight: Weight) -> int:
     """Inputs that are summed up before they meet a scale."""
-    return 32 if weight.bits == 16 or (weight.bits == 8 and weight.group >= weight.columns) else weight.group
+    return 32 if weight.bits == 16 or _one_scale(weight) else weight.group
+
+
+def _one_scale(weight: Weight) -> bool:
+    """Whether a row of 8 bits has a single scale and no padding."""
+    return weight.bits == 8 and weight.group >= weight.columns == weight.data.shape[1]
 
 
 def _common(weight: Weight, blocks: Blocks) -> dict[str, Any]:
@@ -406,7 +411,7 @@ def _common(weight: Weight, blocks: Blocks) -> dict[str, Any]:
         "K": weight.columns,
         "BITS": weight.bits,
         "GROUP": _tile(weight),
-        "ROW": weight.bits == 8 and weight.group >= weight.columns,
+        "ROW": _one_scale(weight),
         "OFFSET": weight.offset is not None,
         "BIAS": weight.bias is not None,
         "BLOCK_N": blocks.rows,

@@ -67,17 +67,18 @@ def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int8-row", "int4", "int4-g64", "int4-sym", "int4-sym-g128"])
-@pytest.mark.parametrize(("rows", "columns"), [(6, 96), (9, 200), (4, 2100), (3, 33)])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 96), (9, 200), (4, 2100), (3, 33), (5, 24)])
 def test_a_product_is_the_weight_times_x(rows: int, columns: int, scheme: str | None) -> None:
     weight, numbers, bias = a_weight(rows, columns, scheme, bias=True)
     x, norm, residual = noise(columns), noise(columns, seed=3).abs(), noise(rows, seed=4)
     empty = torch.full((rows,), torch.nan, device=DEVICE)
     y = numbers @ x.double() + bias
-    assert error(kernels.linear(weight, x, empty.clone()), y) < 1e-5
+    limit = 1e-4 if weight.bits == 4 else 1e-5  # four bits are read beside ones, whose sum is taken off again
+    assert error(kernels.linear(weight, x, empty.clone()), y) < limit
     of_norm = numbers @ normed(x, norm, 0.01) + bias
-    assert error(kernels.linear(weight, x, empty.clone(), norm=norm, eps=0.01), of_norm) < 1e-5
+    assert error(kernels.linear(weight, x, empty.clone(), norm=norm, eps=0.01), of_norm) < limit
     added = kernels.linear(weight, x, residual.clone(), residual=residual)
-    assert error(added, y + residual) < 1e-5
+    assert error(added, y + residual) < limit
     in_place = residual.clone()
     assert torch.equal(kernels.linear(weight, x, in_place, residual=in_place), added)
 
@@ -88,7 +89,7 @@ def test_a_gate_is_the_even_row(scheme: str | None) -> None:
     x = noise(64)
     y = numbers @ x.double()
     gated = kernels.linear(weight, x, torch.full((5,), torch.nan, device=DEVICE), gated=True)
-    assert error(gated, F.silu(y[::2]) * y[1::2]) < 1e-5
+    assert error(gated, F.silu(y[::2]) * y[1::2]) < 1e-4
 
 
 @pytest.mark.parametrize("blocks", [Blocks(2, 32, 1), Blocks(4, 64, 2), Blocks(8, 256, 4)])
