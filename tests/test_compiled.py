@@ -21,6 +21,11 @@ from . import tiny
 CONFIG = ModelConfig(64, 3, 4, 2, 16, 128, 320, norm_eps=1e-5, max_seq_len=512)
 
 
+PACKED = {"scheme": "int4", "attention": "kernel"}
+PACKED_TOLERANCE = 0.03  # a last bit of x may fall on the other side of a step of its 8 bits
+needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights want the C++ kernels")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder of this file's own: what is found in it was built here. The kernels are built before."""
@@ -51,12 +56,8 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [
-        ({}, 1e-4),
-        pytest.param(
-            {"scheme": "int4", "attention": "kernel"},
-            0.03,  # a last bit of x may fall on the other side of a step of its 8 bits
-            marks=pytest.mark.skipif(not kernels.ready(), reason="packed weights want the C++ kernels"),
-        ),
+        pytest.param({}, 1e-4, marks=pytest.mark.slow),  # a library of its own to build
+        pytest.param(PACKED, PACKED_TOLERANCE, marks=needs_kernels),
     ],
     ids=["plain", "int4"],
 )
@@ -83,7 +84,7 @@ def test_compiled_is_eager_at_any_length_with_one_build(
     assert dict(torch._dynamo.utils.counters["stats"]) == graphs  # nothing was compiled while decoding
 
 
-@pytest.mark.skipif(not kernels.ready(), reason="packed weights want the C++ kernels")
+@needs_kernels
 def test_layers_that_read_the_same_input_become_one_without_a_second_copy() -> None:
     net = model("int4")
     block = net.layers[0]
@@ -120,11 +121,12 @@ def test_the_complex_form_and_opaque_layers_are_refused() -> None:
         compiled.compile_(net)
 
 
+@needs_kernels
 def test_prompts_batches_and_given_positions_run_uncompiled(folder: Path) -> None:
-    eager, fast = model(), compiled.compile_(model())
+    eager, fast = model(**PACKED), compiled.compile_(model(**PACKED))
     tokens = torch.tensor([ids_of(6), ids_of(6, 1)])  # (B, T)
     caches = [net.new_cache(32, batch=2) for net in (eager, fast)]
     for part in (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:]):
         expected, got = (net(part, cache=cache) for net, cache in zip((eager, fast), caches, strict=True))
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)  # the very same code
     torch.testing.assert_close(fast(tokens), eager(tokens), rtol=0, atol=1e-4)
