@@ -85,6 +85,57 @@ inline f32x16 load_half(const void* p) {
 #endif
 }
 
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+
+template <typename T>
+inline f32x16 widen(const T* p);
+template <>
+inline f32x16 widen(const float* p) {
+    return load<f32x16>(p);
+}
+template <>
+inline f32x16 widen(const bf16* p) {
+    typedef uint16_t u16x16 __attribute__((vector_size(32)));
+    return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
+}
+template <>
+inline f32x16 widen(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    const __m256i half[2] = {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+    return __builtin_convertvector(load<i32x16>(half), f32x16);
+#endif
+    return __builtin_convertvector(__builtin_convertvector(load<i8x16>(p), i32x16), f32x16);
+}
+
+// The largest magnitude of n numbers; NaN if one is not finite. A compiler may not reorder float operations, so the 16 maxima that
+// are kept side by side are spelled out.
+struct Largest {
+    f32x16 top{}, finite{};
+    void see(f32x16 x) {
+        const f32x16 size = (f32x16)((i32x16)x & 0x7fffffff);
+        top = size > top ? size : top;
+        finite += x * 0.0f;
+    }
+    float get() const {
+        float most = 0, sum = 0;
+        for (int i = 0; i < 16; i++) most = top[i] > most ? top[i] : most, sum += finite[i];
+        return most + sum;
+    }
+};
+
+inline i32x16 to_whole(f32x16 x) {  // to nearest even, for |x| < 2^22
+    return __builtin_convertvector((x + 12582912.0f) - 12582912.0f, i32x16);  // 1.5 * 2^23: adding it rounds to a whole number
+}
+
+template <typename V>
+inline auto sum_of(V v) {
+    auto sum = v[0];
+    for (int i = 1; i < 16; i++) sum += v[i];
+    return sum;
+}
+
 // ------------------------------------------------------------------------------------------------ 4 and 8 bits
 // acc[row] += sum over 4 inputs of w[row][i] * x[i]; w is 64 unsigned bytes, x 4 signed ones.
 // Without VNNI 8-bit weights are taken as signed (w - 128), since pairs of unsigned ones would overflow 16 bits.
@@ -170,25 +221,23 @@ void tile_product(const uint8_t* tile, const Shape& s, const Row* rows, f32x16* 
 // One row of x (K) in 8 bits, group by group. A number that is not finite makes its group's scale NaN, and so the result.
 template <typename T>
 void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, float* scale, int32_t* start, float* sum) {
-    for (int64_t g = 0; g < s.groups; g++) {
-        float values[128];
+    for (int64_t g = 0; g < s.groups; g++, x += s.group, q += s.group) {
         const int64_t n = std::min(s.group, K - g * s.group);
-        float largest = 0, finite = 0;
-        for (int64_t i = 0; i < s.group; i++) values[i] = i < n ? to_float(x[g * s.group + i]) : 0;
-        for (int64_t i = 0; i < s.group; i++) {
-            largest = std::max(largest, std::fabs(values[i]));
-            finite += values[i] * 0;
-        }
-        const float inverse = largest > 0 ? 127 / largest : 0;
-        int32_t total = 0;
-        for (int64_t i = 0; i < s.group; i++) {
-            const int32_t v = int32_t(std::lrintf(values[i] * inverse));
-            q[g * s.group + i] = int8_t(v);
+        T rest[128] = {};  // the last group, filled up
+        const T* from = n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x;
+        Largest largest;
+        for (int64_t i = 0; i < s.group; i += 16) largest.see(widen(from + i));
+        const float most = largest.get(), inverse = most > 0 ? 127 / most : 0;
+        scale[g] = most / 127;
+        i32x16 total{};
+        for (int64_t i = 0; i < s.group; i += 16) {
+            const i32x16 v = to_whole(widen(from + i) * inverse);
+            const i8x16 bytes = __builtin_convertvector(v, i8x16);
+            std::memcpy(q + i, &bytes, 16);
             total += v;
         }
-        scale[g] = largest / 127 + finite;
-        start[g] = -zero * total;
-        sum[g] = scale[g] * total;
+        start[g] = -zero * sum_of(total);
+        sum[g] = scale[g] * sum_of(total);
     }
 }
 
@@ -448,30 +497,6 @@ Tensor linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> 
 constexpr int64_t CHUNK = 256;  // keys of one piece of work; the pieces are put together at the end
 constexpr int64_t WIDEST = 256;  // head_dim
 
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-
-template <typename T>
-inline f32x16 widen(const T* p);
-template <>
-inline f32x16 widen(const float* p) {
-    return load<f32x16>(p);
-}
-template <>
-inline f32x16 widen(const bf16* p) {
-    typedef uint16_t u16x16 __attribute__((vector_size(32)));
-    return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
-}
-template <>
-inline f32x16 widen(const int8_t* p) {
-#if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-#elif defined(__AVX2__)
-    const __m256i half[2] = {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
-    return __builtin_convertvector(load<i32x16>(half), f32x16);
-#endif
-    return __builtin_convertvector(__builtin_convertvector(load<i8x16>(p), i32x16), f32x16);
-}
-
 // Lane i of the result: the sum over the lanes of v[i]. Four times, two vectors are folded into one.
 template <int WIDTH>
 inline f32x16 fold(f32x16 a, f32x16 b) {
@@ -515,34 +540,30 @@ struct Piece {
     float *out, *largest, *sum;         // (R, D) sum of exp(score - largest) v, (R) largest score, (R) sum of exp(score - largest)
 };
 
-// QUERIES of the queries, from `first` on. Keys and values are widened once for all of them.
+// The processor foresees a stream up to the end of its page only: keys to come, and the values of these.
+template <typename C>
+inline void foresee(const Piece<C>& p, int64_t key) {
+    for (int64_t i = 0; i < p.D; i += 64 / sizeof(C)) {
+        __builtin_prefetch(p.k + (key + 32) * p.k_stride + i);
+        __builtin_prefetch(p.v + key * p.v_stride + i);
+    }
+}
+
+// QUERIES of a piece's queries, from `first` on: their products with 16 keys, and sums of values. VECTORS: D / 16, or 0.
 template <typename C, int VECTORS, int QUERIES>
-void attend_queries(const Piece<C>& p, int64_t first) {
-    const int64_t vectors = VECTORS ? VECTORS : p.D / 16;
-    const float* q = p.q + first * p.D;
-    float weights[QUERIES][CHUNK];
-    f32x16 top[QUERIES];
-    for (int r = 0; r < QUERIES; r++) top[r] = f32x16{} - INFINITY;
-    const auto in_view = [&](int64_t s, int64_t count) {
-        bool any = false;
-        for (int r = 0; r < QUERIES; r++) any |= !p.seen[first + r] || std::memchr(p.seen[first + r] + s, 1, count);
-        return any;
-    };
-    i32x16 odd{};  // lanes that met a NaN
-    for (int64_t s = 0; s < p.n; s += 16) {
-        const int64_t count = std::min<int64_t>(16, p.n - s);
-        if (!in_view(s, count)) {
-            for (int r = 0; r < QUERIES; r++) std::fill_n(weights[r] + s, 16, -INFINITY);
-            continue;
-        }
+struct Queries {
+    const Piece<C>& p;
+    const float* q;
+    const int64_t vectors;
+
+    Queries(const Piece<C>& p, int64_t first) : p(p), q(p.q + first * p.D), vectors(VECTORS ? VECTORS : p.D / 16) {}
+
+    // Keys s to s + count, widened once for all queries. Behind the last key: the last again.
+    void products(int64_t s, int64_t count, f32x16* out) const {
         f32x16 acc[QUERIES][16];
         for (int64_t j = 0; j < 16; j++) {
-            const C* key = p.k + (s + std::min(j, count - 1)) * p.k_stride;  // behind the last key: the last again
-            // The processor foresees a stream up to the end of its page only; keys to come, and the values of this one.
-            for (int64_t i = 0; i < p.D; i += 64 / sizeof(C)) {
-                __builtin_prefetch(key + 32 * p.k_stride + i);
-                __builtin_prefetch(p.v + (s + j) * p.v_stride + i);
-            }
+            const C* key = p.k + (s + std::min(j, count - 1)) * p.k_stride;
+            foresee(p, s + j);
             f32x16 wide[VECTORS ? VECTORS : WIDEST / 16];
             for (int64_t i = 0; i < vectors; i++) wide[i] = widen(key + 16 * i);
             for (int r = 0; r < QUERIES; r++) {
@@ -551,19 +572,162 @@ void attend_queries(const Piece<C>& p, int64_t first) {
                 acc[r][j] = a;
             }
         }
-        f32x16 scale = f32x16{} + 1.0f;
-        i32x16 lane;
-        for (int i = 0; i < 16; i++) lane[i] = i;
+        for (int r = 0; r < QUERIES; r++) out[r] = sums(acc[r]);
+    }
+
+    // out[r] = sum of weights[r][j] v[j]. A value whose weights are all 0 may be anything.
+    void values(const float (*weights)[CHUNK], float (*out)[WIDEST]) const {
+        f32x16 acc[QUERIES][VECTORS ? VECTORS : WIDEST / 16];
+        for (int r = 0; r < QUERIES; r++)
+            for (int64_t i = 0; i < vectors; i++) acc[r][i] = f32x16{};
+        for (int64_t j = 0; j < p.n; j++) {
+            float any = 0;
+            for (int r = 0; r < QUERIES; r++) any += std::fabs(weights[r][j]);
+            if (any == 0) continue;
+            f32x16 wide[VECTORS ? VECTORS : WIDEST / 16];
+            for (int64_t i = 0; i < vectors; i++) wide[i] = widen(p.v + j * p.v_stride + 16 * i);
+            for (int r = 0; r < QUERIES; r++)
+                for (int64_t i = 0; i < vectors; i++) acc[r][i] += wide[i] * weights[r][j];
+        }
+        for (int r = 0; r < QUERIES; r++) std::memcpy(out[r], acc[r], vectors * 64);
+    }
+};
+
+#if defined(__AVX512VNNI__)
+// Rows and columns of 16 x 16 numbers exchanged: blocks of WIDTH lanes change places, from halves down to single lanes.
+template <int WIDTH>
+inline void exchange(u32x16* v) {
+    i32x16 near, far;
+    for (int i = 0; i < 16; i++) {
+        near[i] = i & WIDTH ? i - WIDTH + 16 : i;  // 16 and more: from the second vector
+        far[i] = i & WIDTH ? i + 16 : i + WIDTH;
+    }
+    for (int i = 0; i < 16; i++) {
+        if (i & WIDTH) continue;
+        const u32x16 a = v[i], b = v[i + WIDTH];
+        v[i] = __builtin_shuffle(a, b, near), v[i + WIDTH] = __builtin_shuffle(a, b, far);
+    }
+}
+
+// The same for keys and values of 8 bits, in whole numbers: the 16 keys in the lanes of a vector, four entries of a head in each
+// lane, as in the products above; for the values two keys a lane, with weights of 16 bits. Queries are rounded to 8 bits twice, the
+// second time what the first has left over.
+template <int VECTORS, int QUERIES>
+struct Queries8 {
+    const Piece<int8_t>& p;
+    alignas(64) int8_t q[QUERIES][2][VECTORS * 16];
+    float scale[QUERIES];
+    int32_t start[QUERIES][2];
+
+    Queries8(const Piece<int8_t>& p, int64_t first) : p(p) {
+        for (int r = 0; r < QUERIES; r++) {
+            const float* from = p.q + (first + r) * p.D;
+            Largest largest;
+            for (int i = 0; i < VECTORS; i++) largest.see(load<f32x16>(from + 16 * i));
+            scale[r] = largest.get() / 127;
+            const float inverse = scale[r] > 0 ? 1 / scale[r] : 0;
+            i32x16 total[2] = {};
+            for (int i = 0; i < VECTORS; i++) {
+                const f32x16 x = load<f32x16>(from + 16 * i) * inverse;
+                const i32x16 high = to_whole(x), low = to_whole((x - __builtin_convertvector(high, f32x16)) * 254.0f);
+                const i8x16 bytes[2] = {__builtin_convertvector(high, i8x16), __builtin_convertvector(low, i8x16)};
+                total[0] += high, total[1] += low;
+                for (int part = 0; part < 2; part++) std::memcpy(&q[r][part][16 * i], &bytes[part], 16);
+            }
+            for (int part = 0; part < 2; part++) start[r][part] = -128 * sum_of(total[part]);  // keys are taken as unsigned, 128 more
+        }
+    }
+
+    void products(int64_t s, int64_t count, f32x16* out) const {
+        i32x16 acc[QUERIES][2];
+        for (int r = 0; r < QUERIES; r++)
+            for (int part = 0; part < 2; part++) acc[r][part] = i32x16{} + start[r][part];
+        for (int i = 0; i < VECTORS / 4; i++) {
+            u32x16 keys[16];
+            for (int64_t j = 0; j < 16; j++) keys[j] = load<u32x16>(p.k + (s + std::min(j, count - 1)) * p.k_stride + 64 * i);
+            exchange<8>(keys), exchange<4>(keys), exchange<2>(keys), exchange<1>(keys);
+            for (int k = 0; k < 16; k++)
+                for (int r = 0; r < QUERIES; r++)
+                    for (int part = 0; part < 2; part++)
+                        acc[r][part] = dot4<8>(acc[r][part], keys[k] ^ 0x80808080u, load<int32_t>(&q[r][part][64 * i + 4 * k]));
+        }
+        for (int64_t j = 0; j < 16; j++) foresee(p, s + j);
+        for (int r = 0; r < QUERIES; r++)
+            out[r] = (__builtin_convertvector(acc[r][0], f32x16) + __builtin_convertvector(acc[r][1], f32x16) / 254.0f) * scale[r];
+    }
+
+    void values(const float (*weights)[CHUNK], float (*out)[WIDEST]) const {
+        static_assert(CHUNK * 127ll * 32767 < 1ll << 31);
+        alignas(64) int16_t whole[QUERIES][CHUNK];
+        float unit[QUERIES];
+        for (int r = 0; r < QUERIES; r++) {
+            Largest largest;
+            for (int64_t j = 0; j < p.n; j += 16) largest.see(load<f32x16>(weights[r] + j));
+            unit[r] = largest.get() / 32767;
+            const float inverse = unit[r] > 0 ? 1 / unit[r] : 0;
+            for (int64_t j = 0; j < p.n; j += 16) {
+                typedef int16_t i16x16 __attribute__((vector_size(32)));
+                const i16x16 w = __builtin_convertvector(to_whole(load<f32x16>(weights[r] + j) * inverse), i16x16);
+                std::memcpy(whole[r] + j, &w, 32);
+            }
+        }
+        i32x16 acc[QUERIES][VECTORS];
+        for (int r = 0; r < QUERIES; r++)
+            for (int i = 0; i < VECTORS; i++) acc[r][i] = i32x16{};
+        for (int64_t j = 0; j < p.n; j += 2) {
+            const int8_t *a = p.v + j * p.v_stride, *b = j + 1 < p.n ? a + p.v_stride : a;
+            __m512i pairs[VECTORS];
+            for (int i = 0; i < VECTORS / 2; i++) {
+                const __m512i x = _mm512_cvtepi8_epi16(load<__m256i>(a + 32 * i)), y = _mm512_cvtepi8_epi16(load<__m256i>(b + 32 * i));
+                pairs[2 * i] = _mm512_unpacklo_epi16(x, y), pairs[2 * i + 1] = _mm512_unpackhi_epi16(x, y);
+            }
+            for (int r = 0; r < QUERIES; r++)
+                for (int i = 0; i < VECTORS; i++)
+                    acc[r][i] = (i32x16)_mm512_dpwssd_epi32((__m512i)acc[r][i], pairs[i], _mm512_set1_epi32(load<int32_t>(&whole[r][j])));
+        }
+        for (int r = 0; r < QUERIES; r++)
+            for (int i = 0; i < VECTORS; i++)
+                for (int lane = 0; lane < 16; lane++)  // unpacking has taken 4 of every 8 entries
+                    out[r][i / 2 * 32 + lane / 4 * 8 + i % 2 * 4 + lane % 4] = unit[r] * acc[r][i][lane];
+    }
+};
+template <int QUERIES>
+struct Queries<int8_t, 4, QUERIES> : Queries8<4, QUERIES> {
+    using Queries8<4, QUERIES>::Queries8;
+};
+template <int QUERIES>
+struct Queries<int8_t, 8, QUERIES> : Queries8<8, QUERIES> {
+    using Queries8<8, QUERIES>::Queries8;
+};
+#endif
+
+template <typename C, int VECTORS, int QUERIES>
+void attend_queries(const Piece<C>& p, int64_t first) {
+    const Queries<C, VECTORS, QUERIES> queries(p, first);
+    float weights[QUERIES][CHUNK];
+    f32x16 top[QUERIES];
+    for (int r = 0; r < QUERIES; r++) top[r] = f32x16{} - INFINITY;
+    i32x16 lane, odd{};  // odd: lanes that met a NaN
+    for (int i = 0; i < 16; i++) lane[i] = i;
+    for (int64_t s = 0; s < p.n; s += 16) {
+        const int64_t count = std::min<int64_t>(16, p.n - s);
+        bool any = false;
+        for (int r = 0; r < QUERIES; r++) any |= !p.seen[first + r] || std::memchr(p.seen[first + r] + s, 1, count);
+        if (!any) {
+            for (int r = 0; r < QUERIES; r++) std::fill_n(weights[r] + s, 16, -INFINITY);
+            continue;
+        }
+        f32x16 scores[QUERIES], scale = f32x16{} + 1.0f;
+        queries.products(s, count, scores);
         if (p.k_scale) std::memcpy(&scale, p.k_scale + s, count * 4);
         for (int r = 0; r < QUERIES; r++) {
-            f32x16 w = sums(acc[r]) * scale;
             i32x16 visible = lane < int32_t(count);
             if (p.seen[first + r]) {
                 i8x16 mask{};
                 std::memcpy(&mask, p.seen[first + r] + s, count);
                 visible &= __builtin_convertvector(mask, i32x16) != 0;
             }
-            w = visible ? w : f32x16{} - INFINITY;
+            const f32x16 w = visible ? scores[r] * scale : f32x16{} - INFINITY;
             odd |= w != w;
             top[r] = w > top[r] ? w : top[r];
             std::memcpy(weights[r] + s, &w, 64);
@@ -576,30 +740,16 @@ void attend_queries(const Piece<C>& p, int64_t first) {
         for (int i = 0; i < 16; i++) most = std::max(most, top[r][i]);
         f32x16 total{};
         for (int64_t s = 0; s < p.n; s += 16) {
-            f32x16 e = most == -INFINITY ? f32x16{} : exp_of(load<f32x16>(weights[r] + s) - most);
-            std::memcpy(weights[r] + s, &e, 64);
+            f32x16 e = most == -INFINITY ? f32x16{} : exp_of(load<f32x16>(weights[r] + s) - most), scale = f32x16{} + 1.0f;
             total += e;
+            if (p.v_scale) std::memcpy(&scale, p.v_scale + s, std::min<int64_t>(16, p.n - s) * 4);
+            e = e == 0.0f ? e : e * scale;
+            std::memcpy(weights[r] + s, &e, 64);
         }
-        float sum = 0;
-        for (int i = 0; i < 16; i++) sum += total[i];
-        p.largest[first + r] = most, p.sum[first + r] = nan || most == INFINITY ? NAN : sum;
+        p.largest[first + r] = most, p.sum[first + r] = nan || most == INFINITY ? NAN : sum_of(total);
     }
-    f32x16 out[QUERIES][VECTORS ? VECTORS : WIDEST / 16];
-    for (int r = 0; r < QUERIES; r++)
-        for (int64_t i = 0; i < vectors; i++) out[r][i] = f32x16{};
-    for (int64_t s = 0; s < p.n; s += 16) {
-        const int64_t count = std::min<int64_t>(16, p.n - s);
-        if (!in_view(s, count)) continue;
-        for (int64_t j = s; j < s + count; j++) {
-            float weight[QUERIES], any = 0;
-            for (int r = 0; r < QUERIES; r++) weight[r] = weights[r][j] * (p.v_scale ? p.v_scale[j] : 1), any += weights[r][j];
-            if (any == 0) continue;  // a value that nobody may see may be anything
-            f32x16 wide[VECTORS ? VECTORS : WIDEST / 16];
-            for (int64_t i = 0; i < vectors; i++) wide[i] = widen(p.v + j * p.v_stride + 16 * i);
-            for (int r = 0; r < QUERIES; r++)
-                for (int64_t i = 0; i < vectors; i++) out[r][i] += wide[i] * weight[r];
-        }
-    }
+    float out[QUERIES][WIDEST];
+    queries.values(weights, out);
     for (int r = 0; r < QUERIES; r++) std::memcpy(p.out + (first + r) * p.D, out[r], p.D * sizeof(float));
 }
 
