@@ -243,7 +243,7 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, f
 
 template <typename T, int BITS, bool OFFSET, bool PER_ROW>
 void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, T* y, int64_t N) {
-    const int64_t padded = s.groups * s.group, count = M * s.groups;
+    const int64_t padded = s.groups * s.group + 64, count = M * s.groups;  // 64: or rows would fall on the same places of a cache
     std::vector<int8_t> q(M * padded);
     std::vector<float> scale(count), sum(count);
     std::vector<int32_t> start(count);
