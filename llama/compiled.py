@@ -37,7 +37,7 @@ from .runtime import FewRowsLinear
 Step = Callable[[list[Tensor]], Tensor]  # from the arguments of Trace, one after the other
 # Layers that read the same x: their packed weights are put one behind the other and multiplied at once.
 JOINED = (("attention", ("wq", "wk", "wv")), ("feed_forward", ("w_gate", "w_up")))
-SOURCES = ("attention.py", "cache.py", "compiled.py", "kernels.cpp", "kernels.py", "model.py", "quant.py", "rope.py")
+SOURCES = ("attention.py", "cache.py", "compiled.py", "kernels.py", "model.py", "quant.py", "rope.py")
 
 
 def compile_(model: Transformer) -> Transformer:
@@ -223,6 +223,7 @@ def fingerprint(model: Transformer, block: nn.Module) -> str:
     """What the library depends on, as a name: the sources, the shapes, the machine and torch."""
     here = Path(__file__).parent
     told = [
+        kernels.sources(),
         *(hashlib.sha256((here / name).read_bytes()).hexdigest() for name in SOURCES),
         *(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors(block)),
         str(model.config),

@@ -1,4 +1,4 @@
-"""The C++ kernels of kernels.cpp: built once for this processor, kept in the cache folder, loaded as torch operators.
+"""The C++ kernels of cpp/: built once for this processor, kept in the cache folder, loaded as torch operators.
 
     linear_blocks   x times a weight of 4 or 8 bits
     round_to_tiles  a weight rounded to 4 or 8 bits
@@ -30,7 +30,7 @@ from torch import Tensor
 from .errors import UsageError
 from .folders import cache_folder
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # it includes its neighbours
 
 # form -> what the compiler may use. "plain" runs anywhere but is for tests, so it is made quickly, not quick.
 FORMS = {
@@ -83,12 +83,17 @@ def _load() -> bool:
     return True
 
 
+def sources() -> str:
+    """The text of all C++ files."""
+    return "\n".join(path.read_text() for path in sorted(SOURCE.parent.iterdir()))
+
+
 def build(form: str) -> Path:
     """The library for a form, compiled unless the cache folder has it. OSError or RuntimeError say why not."""
     root = Path(torch.__file__).parent
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     flags = [*COMMON.split(), *FORMS[form].split()]
-    told = "\0".join((SOURCE.read_text(), *flags, torch.__version__, compiler or ""))
+    told = "\0".join((sources(), *flags, torch.__version__, compiler or ""))
     target = cache_folder() / "kernels" / f"{form}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
     if target.is_file():
         return target

@@ -1,16 +1,22 @@
-"""Speed of clearllama beside llama.cpp and transformers: the same weights, the same machine, the same minutes.
+"""Speed of clearllama beside llama.cpp and transformers: the same weights, the same machine, the same seconds.
 
-usage: python scripts/compare_peers.py --peers-python PYTHON [--model DIR_OR_NAME] [--rows int8,int4] [--rounds 3]
+usage: python scripts/compare_peers.py --peers-python PYTHON [--model DIR_OR_NAME] [--rows int8,int4] [--rounds 8]
 
-A round runs every engine once, each in a process of its own. A ratio is taken within a round, so that a machine which
-slows down slows both sides; what is shown is the median over the rounds. DIR_OR_NAME is one of
+The engines of a row, each in a process of its own, load and warm up, stay alive, and take turns: in every round each
+has one turn, in an order that is turned round each time, and sleeps while the others have theirs. A turn decodes
+--new-tokens behind a prompt; in the first --prefill-rounds it takes in the prompt too, later it goes back to it. A
+turn more sums a large array: the bandwidth of the memory in that round. Then the processes end, and the next row's
+begin. Ratios are taken within a round, between turns a few seconds apart, so that a machine which slows down slows
+all of them; what is shown is the median over the rounds. The share of the bandwidth, likewise, is the bytes that a
+token reads times the tokens a second, over that round's bandwidth. DIR_OR_NAME is one of
 
     a name or a GGUF file   row "file": clearllama and llama.cpp on that file, transformers on its weights in bfloat16
     a folder                hf/, bf16.gguf, q8_0.gguf, q4_0.gguf of one model. Rows "bf16", "int8", "int4": clearllama
                             on hf/ as it is or with --quantize, and on the GGUF files; llama.cpp on the GGUF files;
                             transformers on hf/, in bfloat16
 
-clearllama runs with and without --compile. The peers live in an environment of their own, never in clearllama's:
+clearllama runs with and without --compile. The memory must hold all engines of a row at once. The peers live in an
+environment of their own, never in clearllama's:
 
     python -m venv peers && peers/bin/pip install torch transformers accelerate gguf llama-cpp-python
     python scripts/compare_peers.py --peers-python peers/bin/python
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -29,25 +36,32 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 PEERS = {"llama.cpp": "llama-cpp-python", "transformers": "transformers"}  # name -> what pip calls it
 FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 KEYS = ("decode_tps", "prefill_tps")
+PAUSE = 0.1  # seconds between turns: until then the threads of the last one may spin, waiting for more to do
+
+Step = Callable[[list[int], int], int]  # ids, how many are cached before them -> the likeliest next id
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What runs in a row: clearllama with some options of `bench`, or a peer (a key of PEERS), on a file or folder."""
+    """What runs in a row: clearllama with arguments of `build`, or a peer (a key of PEERS), on a file or folder."""
 
     name: str
     path: Path
     peer: str | None = None
-    options: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+MEMORY = Engine("memory", Path(), "memory")  # takes turns like an engine; answers with a bandwidth
 
 
 def rows_of(model: Path) -> dict[str, list[Engine]]:
@@ -62,7 +76,7 @@ def rows_of(model: Path) -> dict[str, list[Engine]]:
     hf = files["hf"]
     found = {
         "bf16": [
-            *_ours("clearllama", hf, "--dtype", "bfloat16"),
+            *_ours("clearllama", hf, dtype="bfloat16"),
             Engine("transformers, bfloat16", hf, "transformers"),
             Engine("llama.cpp, BF16", files["bf16.gguf"], "llama.cpp"),
         ]
@@ -70,25 +84,34 @@ def rows_of(model: Path) -> dict[str, list[Engine]]:
     for row, kind in (("int8", "q8_0"), ("int4", "q4_0")):
         path = files[f"{kind}.gguf"]
         ours = [
-            *_ours(f"clearllama --quantize {row}", hf, "--quantize", row),
+            *_ours(f"clearllama --quantize {row}", hf, quantize=row),
             *_ours(f"clearllama, {kind.upper()}", path),
         ]
         found[row] = [*ours, Engine(f"llama.cpp, {kind.upper()}", path, "llama.cpp")]
     return found
 
 
-def _ours(name: str, path: Path, *options: str) -> list[Engine]:
+def _ours(name: str, path: Path, **options: str) -> list[Engine]:
     """Without and with --compile."""
-    return [Engine(name, path, None, options), Engine(f"{name} --compile", path, None, (*options, "--compile"))]
+    compiled = {**options, "compile": True}
+    return [Engine(name, path, None, dict(options)), Engine(f"{name} --compile", path, None, compiled)]
 
 
 # -------------------------------------------------------------------------------------------------- what is computed
+def median(values: Iterable[float | None]) -> float | None:
+    """Of those that are there; None where none is."""
+    found = [value for value in values if value is not None]
+    return statistics.median(found) if found else None
+
+
 def ratios(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each of clearllama's engines beside each peer in its row: medians over the rounds of ratios taken within a round.
 
-    results  one {round, row, engine, peer, decode_tps, prefill_tps} for each run; peer is a key of PEERS or None
+    results  one {round, row, engine, peer, decode_tps} for each turn, with prefill_tps where it took in the prompt;
+             peer is a key of PEERS or None
 
-    -> [{row, engine, peer, rounds, decode_ratio, prefill_ratio}]. A round in which either is missing is left out.
+    -> [{row, engine, peer, rounds, decode_ratio, prefill_ratio}]. A round in which either is missing is left out; a
+    ratio is None where no round has both its numbers.
     """
     found = []
     for row in dict.fromkeys(result["row"] for result in results):
@@ -105,28 +128,36 @@ def ratios(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     if (number, engine) in runs and (number, their_engine) in runs
                 ]
                 if both:
-                    medians = {key: statistics.median(us[key] / them[key] for us, them in both) for key in KEYS}
+                    medians = {
+                        key: median(us[key] / them[key] for us, them in both if key in us and key in them)
+                        for key in KEYS
+                    }
                     named = {key.replace("_tps", "_ratio"): value for key, value in medians.items()}
                     found.append({"row": row, "engine": engine, "peer": peer, "rounds": len(both), **named})
     return found
 
 
 def table(results: Sequence[dict[str, Any]], prompt: int) -> str:
-    """Markdown: median speeds of every engine, and for clearllama's the median ratios to each peer of the row."""
+    """Markdown: median speeds of every engine; for clearllama's the median share and ratios to each peer of the row."""
     beside = {(ratio["row"], ratio["engine"], ratio["peer"]): ratio for ratio in ratios(results)}
     peers = [peer for peer in PEERS if any(key[2] == peer for key in beside)]
-    heads = ["weights", "engine", f"decode at {prompt}, tok/s", f"prefill {prompt}, tok/s"]
+    heads = ["weights", "engine", f"decode at {prompt}, tok/s", f"prefill {prompt}, tok/s", "share of bandwidth"]
     heads += [f"{what} / {peer}" for peer in peers for what in ("decode", "prefill")]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row, engine in dict.fromkeys((result["row"], result["engine"]) for result in results):
         runs = [result for result in results if (result["row"], result["engine"]) == (row, engine)]
-        decode, prefill = (statistics.median(result[key] for result in runs) for key in KEYS)
-        cells = [row, engine, f"{decode:,.1f}", f"{prefill:,.0f}"]
+        decode, prefill, share = (median(result.get(key) for result in runs) for key in (*KEYS, "share"))
+        cells = [row, engine, shown(decode, ",.1f"), shown(prefill, ",.0f"), shown(share, ".2f")]
         for peer in peers:
-            ratio = beside.get((row, engine, peer))
-            cells += [f"{ratio['decode_ratio']:.2f}", f"{ratio['prefill_ratio']:.2f}"] if ratio else ["", ""]
+            ratio = beside.get((row, engine, peer), {})
+            cells += [shown(ratio.get(key), ".2f") for key in ("decode_ratio", "prefill_ratio")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def shown(value: float | None, form: str) -> str:
+    """A cell; empty without a number."""
+    return "" if value is None else format(value, form)
 
 
 def machine(cpuinfo: str, meminfo: str) -> dict[str, Any]:
@@ -163,45 +194,111 @@ def footer(facts: dict[str, Any]) -> str:
     parts[0] += f", {where['memory_gib']} GiB" if "memory_gib" in where else ""
     bandwidth = facts["bandwidth_gbs"]
     if bandwidth is not None:
-        parts[0] += f", reads {bandwidth:.0f} GB/s (median of what clearllama's runs measured)"
+        parts[0] += f", reads {bandwidth:.0f} GB/s (median over the rounds)"
     parts.append(", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
-    told = "{rounds} rounds, {prompt_tokens} prompt tokens, {new_tokens} new, {threads} threads, model {model}"
+    told = "{rounds} rounds ({prefill_rounds} with prefill), {prompt_tokens} prompt tokens, {new_tokens} new"
+    told += ", {threads} threads, model {model}"
     return "\n".join([*parts, told.format(**what)]) + "\n"
 
 
-# ------------------------------------------------------------------------------------------------------- the engines
-def peer_main(args: argparse.Namespace) -> int:
-    """Time one peer and print JSON; runs inside the peers' environment, which has no clearllama."""
-    if args.check:
-        importlib.import_module("llama_cpp" if args.peer == "llama.cpp" else args.peer)
-        names = ("llama-cpp-python",) if args.peer == "llama.cpp" else ("transformers", "torch")
-        print(json.dumps({name: importlib.metadata.version(name) for name in names}))
-        return 0
-    timed = time_llama_cpp if args.peer == "llama.cpp" else time_transformers
-    started = time.perf_counter()
-    prefill, decode = timed(Path(args.model), args.prompt_tokens, args.new_tokens, args.threads)
-    print(
-        json.dumps(
-            {
-                "prefill_tps": round(args.prompt_tokens / prefill, 1),
-                "decode_tps": round(args.new_tokens / decode, 2),
-                "total_s": round(time.perf_counter() - started, 1),
-            }
-        )
-    )
+# ---------------------------------------------------------------------------------------- inside an engine's process
+def worker(spec: dict[str, Any]) -> int:
+    """Load an engine, say {"bytes_per_token": ..}, then answer each line of stdin; a peer's environment has no llama.
+
+    spec  engine (a key of WORKERS), path, options, prompt_tokens, new_tokens, threads
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    for answer in WORKERS[spec["engine"]](spec):
+        print(json.dumps(answer), file=answers, flush=True)
     return 0
 
 
-def time_llama_cpp(path: Path, prompt: int, new: int, threads: int) -> tuple[float, float]:
-    """Seconds of prefill and decoding, after a few tokens of warm-up."""
+def check(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The versions of a peer that is installed."""
+    importlib.import_module("llama_cpp" if spec["peer"] == "llama.cpp" else spec["peer"])
+    names = ("llama-cpp-python",) if spec["peer"] == "llama.cpp" else ("transformers", "torch")
+    yield {name: importlib.metadata.version(name) for name in names}
+
+
+def memory(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The bandwidth of reading, GB/s: what summing a large array takes, over and over."""
+    import torch
+
+    from llama import benchmark
+
+    torch.set_num_threads(spec["threads"])
+    buffer = torch.ones(benchmark.buffer_bytes(torch.device("cpu")) // 4)
+    benchmark.bandwidth(buffer, 1)
+    yield {"bytes_per_token": None}
+    for _ in sys.stdin:
+        speeds = [benchmark.bandwidth(buffer, 1) for _ in range(4)]
+        yield {"bandwidth_gbs": statistics.harmonic_mean(speeds) / 1e9}  # of the whole time, as a turn's is
+
+
+def engine_turns(
+    load: Callable[[dict[str, Any]], tuple[Step, int, int | None]], spec: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Load, warm up with a few tokens, then the turns of stdin."""
+    step, vocabulary, read = load(spec)
+    prompt = random_prompt(vocabulary, spec["prompt_tokens"])
+    list(turns(step, prompt[:32], min(2, spec["new_tokens"]), ["prefill"]))
+    yield {"bytes_per_token": read}
+    yield from turns(step, prompt, spec["new_tokens"], sys.stdin)
+
+
+def turns(step: Step, prompt: list[int], new: int, lines: Iterable[str]) -> Iterator[dict[str, float]]:
+    """A turn for each line: greedy decoding behind the prompt, {decode_tps}; for "prefill" prefill_tps too.
+
+    The first turn takes in the prompt in any case, and the time of it is told only if asked for.
+    """
+    first = None
+    for line in lines:
+        timed = line.strip() == "prefill"
+        started = time.perf_counter()
+        if timed or first is None:
+            first = step(prompt, 0)
+        between = time.perf_counter()
+        token = first
+        for place in range(len(prompt), len(prompt) + new):
+            token = step([token], place)
+        ended = time.perf_counter()
+        prefill = {"prefill_tps": len(prompt) / (between - started)} if timed else {}
+        yield {"decode_tps": new / (ended - between), **prefill}
+
+
+def load_clearllama(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
+    """A step, the size of the vocabulary, the bytes that decoding a token behind the prompt reads; so for the peers."""
+    import torch
+
+    from llama import benchmark, loader
+    from llama.checkpoint import open_checkpoint
+    from llama.generate import prefill
+
+    torch.set_num_threads(spec["threads"])
+    model = loader.build(open_checkpoint(spec["path"]), device="cpu", pack=True, **spec["options"])
+    prompt = spec["prompt_tokens"]
+    cache = model.new_cache(prompt + spec["new_tokens"])
+    read = benchmark.linear_bytes(model) + benchmark.cache_bytes(model.new_cache(prompt), prompt)
+
+    @torch.inference_mode()
+    def step(tokens: list[int], past: int) -> int:
+        cache.trim(past)
+        return int(prefill(model, tokens, cache).argmax())
+
+    return step, model.config.vocab_size, read
+
+
+def load_llama_cpp(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
+    """It does not tell what it reads."""
     import llama_cpp
     import numpy as np
 
     model = llama_cpp.Llama(
-        str(path),
-        n_ctx=prompt + new + 8,
-        n_threads=threads,
-        n_threads_batch=threads,
+        spec["path"],
+        n_ctx=spec["prompt_tokens"] + spec["new_tokens"] + 8,
+        n_threads=spec["threads"],
+        n_threads_batch=spec["threads"],
         n_batch=512,
         n_ubatch=512,
         flash_attn=True,
@@ -209,47 +306,39 @@ def time_llama_cpp(path: Path, prompt: int, new: int, threads: int) -> tuple[flo
     )
     vocabulary = model.n_vocab()
 
-    def step(tokens: list[int]) -> int:
+    def step(tokens: list[int], past: int) -> int:
+        model.n_tokens = past  # eval removes from its cache what lies behind
         model.eval(tokens)
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model.ctx, -1), shape=(vocabulary,))
         return int(logits.argmax())
 
-    def run(length: int, steps: int) -> tuple[float, float]:
-        model.reset()
-        started = time.perf_counter()
-        token = step(random_prompt(vocabulary, length))
-        between = time.perf_counter()
-        for _ in range(steps):
-            token = step([token])
-        return between - started, time.perf_counter() - between
-
-    run(min(32, prompt), min(2, new))
-    return run(prompt, new)
+    return step, vocabulary, None
 
 
-def time_transformers(path: Path, prompt: int, new: int, threads: int) -> tuple[float, float]:
-    """Seconds of prefill and decoding in bfloat16, after a few tokens of warm-up."""
+def load_transformers(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
+    """In bfloat16."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, DynamicCache
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(spec["threads"])
+    path = Path(spec["path"])
     where = {"gguf_file": path.name} if path.is_file() else {}
     source = path.parent if path.is_file() else path
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, **where).eval()
+    cache = DynamicCache()
 
     @torch.inference_mode()
-    def run(length: int, steps: int) -> tuple[float, float]:
-        tokens, cache = torch.tensor([random_prompt(model.config.vocab_size, length)]), None
-        started = between = time.perf_counter()
-        for step in range(steps + 1):
-            out = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
-            if step == 0:
-                between = time.perf_counter()
-        return between - started, time.perf_counter() - between
+    def step(tokens: list[int], past: int) -> int:
+        nonlocal cache
+        behind = cache.get_seq_length() - past
+        if past == 0:
+            cache = DynamicCache()
+        elif behind:
+            cache.crop(-behind)
+        out = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return int(out.logits[0, -1].argmax())
 
-    run(min(32, prompt), min(2, new))
-    return run(prompt, new)
+    return step, model.config.vocab_size, None
 
 
 def random_prompt(vocabulary: int, length: int) -> list[int]:
@@ -258,28 +347,120 @@ def random_prompt(vocabulary: int, length: int) -> list[int]:
     return [rng.randrange(min(3, vocabulary - 1), vocabulary) for _ in range(length)]
 
 
-def command(engine: Engine, args: argparse.Namespace) -> list[str]:
-    """What runs an engine once, in a process of its own."""
-    sizes = ["--prompt-tokens", str(args.prompt_tokens), "--new-tokens", str(args.new_tokens)]
-    sizes += ["--threads", str(args.threads)]
-    if engine.peer is None:
-        bench = [sys.executable, "-m", "llama", "bench", "--json", "--quiet", "--reps", "1"]
-        return [*bench, "--model", str(engine.path), *engine.options, *sizes]
-    return [args.peers_python, __file__, "--peer", engine.peer, "--model", str(engine.path), *sizes]
+WORKERS: dict[str, Callable[[dict[str, Any]], Iterator[dict[str, Any]]]] = {
+    "check": check,
+    "memory": memory,
+    "clearllama": functools.partial(engine_turns, load_clearllama),
+    "llama.cpp": functools.partial(engine_turns, load_llama_cpp),
+    "transformers": functools.partial(engine_turns, load_transformers),
+}
 
 
-def ask(words: list[str]) -> dict[str, Any]:
-    """The JSON that a command prints last. Raises RuntimeError with the last line it wrote on stderr."""
+# ------------------------------------------------------------------------------------------------------- taking turns
+class Worker:
+    """A process of this script, in some environment, that answers with lines of JSON. Raises RuntimeError if not."""
+
+    def __init__(self, python: str, spec: dict[str, Any]):
+        words = [python, __file__, "--worker", json.dumps(spec)]
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  closed in stop
+        try:
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=self.errors, encoding="utf-8")
+        except OSError as error:
+            self.errors.close()
+            raise RuntimeError(f"{python}: {error.strerror or error}") from None
+
+    def answer(self) -> dict[str, Any]:
+        """The next line. Its error is the last line that the process wrote on stderr, or how it ended."""
+        line = self.process.stdout.readline()
+        if not line:
+            code = self.process.wait()
+            self.errors.seek(0)
+            why = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
+            raise RuntimeError(why[-1] if why else f"{self.process.args[0]} ended with code {code}")
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise RuntimeError(f"expected a line of JSON, got {line.strip()[:80]!r}")
+        return found
+
+    def turn(self, kind: str, keys: set[str]) -> dict[str, float]:
+        """One turn, "prefill" or "decode": positive numbers under these keys."""
+        try:
+            self.process.stdin.write(f"{kind}\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass  # it is gone; what it said last tells why
+        found = self.answer()
+        if set(found) != keys or not all(isinstance(value, int | float) and value > 0 for value in found.values()):
+            raise RuntimeError(f"expected {', '.join(sorted(keys))} above 0, got {str(found)[:80]}")
+        return found
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate()  # waits, and closes both pipes
+        self.errors.close()
+
+
+def run_row(row: str, engines: list[Engine], args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
+    """Results and failures of a row. An engine that fails is out; no process outlives this call."""
+    results: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
+    workers: dict[str, Worker] = {}
+    read: dict[str, float | None] = {}
+
+    def fail(number: int, engine: Engine, error: RuntimeError) -> None:
+        live.remove(engine)
+        failures.append({"round": number, "row": row, "engine": engine.name, "peer": engine.peer, "error": str(error)})
+        print(f"round {number}  {row:<5} {engine.name:<36} failed: {error}", file=sys.stderr)
+
+    sizes = {name: getattr(args, name) for name in ("prompt_tokens", "new_tokens", "threads")}
+    live = [MEMORY, *engines]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise RuntimeError(f"{words[0]}: {error.strerror or error}") from None
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        why = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise RuntimeError(why[-1] if why else f"{words[0]} ended with code {done.returncode}")
-    answer: dict[str, Any] = json.loads(lines[-1])
-    return answer
+        for engine in list(live):
+            kind = {"engine": engine.peer or "clearllama", "path": str(engine.path), "options": engine.options}
+            python = args.peers_python if engine.peer in PEERS else sys.executable
+            try:
+                workers[engine.name] = Worker(python, {**kind, **sizes})
+                read[engine.name] = workers[engine.name].answer().get("bytes_per_token")
+            except RuntimeError as error:
+                fail(0, engine, error)
+        for number in range(1, args.rounds + 1):
+            kind, keys = ("prefill", set(KEYS)) if number <= args.prefill_rounds else ("decode", {"decode_tps"})
+            answers = {}
+            for engine in live[:: 1 if number % 2 else -1]:  # so that none is always later
+                time.sleep(PAUSE)
+                try:
+                    wanted = {"bandwidth_gbs"} if engine is MEMORY else keys
+                    answers[engine.name] = workers[engine.name].turn(kind, wanted)
+                except RuntimeError as error:
+                    fail(number, engine, error)
+            bandwidth = answers.pop(MEMORY.name, {})
+            for engine in engines:
+                if engine.name not in answers:
+                    continue
+                answer, size = {**answers[engine.name], **bandwidth}, read[engine.name]
+                if size and bandwidth:
+                    share = size * answer["decode_tps"] / (bandwidth["bandwidth_gbs"] * 1e9)
+                    answer |= {"bytes_per_token": size, "share": share}
+                results.append({"round": number, "row": row, "engine": engine.name, "peer": engine.peer, **answer})
+                speeds = "  ".join(f"{key[:-4]} {answer[key]:8.1f}" for key in KEYS if key in answer)
+                print(f"round {number}  {row:<5} {engine.name:<36} {speeds}", file=sys.stderr)
+    finally:
+        for worker_ in workers.values():
+            worker_.stop()
+    return results, failures
+
+
+def versions_of(peer: str, python: str) -> dict[str, str]:
+    """Of the packages that a peer needs there. Raises RuntimeError when it can't run."""
+    process = Worker(python, {"engine": "check", "peer": peer})
+    try:
+        return process.answer()
+    finally:
+        process.stop()
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -289,18 +470,20 @@ def main() -> int:
     parser.add_argument("--model", metavar="DIR_OR_NAME", help="default: clearllama's default model")
     parser.add_argument("--peers-python", default=sys.executable, metavar="PYTHON", help="default: this one")
     parser.add_argument("--rows", metavar="LIST", help="which rows, with commas between them (default: all)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--prefill-rounds", type=int, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="default: %(default)s")
-    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--new-tokens", type=int, default=16, metavar="N", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every run and everything else here")
-    parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
-    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn and everything else here")
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.peer:
-        return peer_main(args)
+    if args.worker:
+        return worker(args.worker)
     if min(args.rounds, args.prompt_tokens, args.new_tokens, args.threads) < 1:
         parser.error("--rounds, --prompt-tokens, --new-tokens and --threads must be at least 1")
+    if args.prefill_rounds < 0:
+        parser.error("--prefill-rounds must be at least 0")
     try:
         from llama import hub
 
@@ -312,12 +495,11 @@ def main() -> int:
     unknown = [row for row in chosen if row not in rows]
     if unknown:
         parser.error(f"unknown row {unknown[0]!r}; {model} has {', '.join(rows)}")
-    engines = [(row, engine) for row in chosen for engine in rows[row]]
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in ("clearllama", "torch")}
-    for peer in dict.fromkeys(engine.peer for _, engine in engines if engine.peer):
+    for peer in dict.fromkeys(engine.peer for row in chosen for engine in rows[row] if engine.peer):
         try:
-            found = ask([args.peers_python, __file__, "--peer", peer, "--check"])
+            found = versions_of(peer, args.peers_python)
         except RuntimeError as error:
             raise SystemExit(
                 f"compare_peers: {peer} can't run in {args.peers_python}: {error}; install {PEERS[peer]} there, or name"
@@ -326,19 +508,11 @@ def main() -> int:
         versions |= {f"{name} (peers)" if name == "torch" else name: version for name, version in found.items()}
 
     results, failures = [], []
-    for number in range(1, args.rounds + 1):
-        for row, engine in engines if number % 2 else reversed(engines):  # so that neither side is always later
-            told = {"round": number, "row": row, "engine": engine.name, "peer": engine.peer}
-            try:
-                answer = ask(command(engine, args))
-            except RuntimeError as error:
-                failures.append({**told, "error": str(error)})
-                print(f"round {number}  {row:<5} {engine.name:<36} failed: {error}", file=sys.stderr)
-                continue
-            results.append({**answer, **told})
-            speeds = f"decode {answer['decode_tps']:7.1f}  prefill {answer['prefill_tps']:8.1f}"
-            print(f"round {number}  {row:<5} {engine.name:<36} {speeds}", file=sys.stderr)
-    bandwidths = [result["bandwidth_gbs"] for result in results if "bandwidth_gbs" in result]
+    for row in chosen:
+        found_here, failed_here = run_row(row, rows[row], args)
+        results += found_here
+        failures += failed_here
+    bandwidths = {(result["row"], result["round"]): result.get("bandwidth_gbs") for result in results}
     facts = {
         "date": datetime.date.today().isoformat(),
         "machine": here(),
@@ -346,26 +520,23 @@ def main() -> int:
         "settings": {
             "model": args.model or hub.DEFAULT,
             "rounds": args.rounds,
+            "prefill_rounds": min(args.prefill_rounds, args.rounds),
             "prompt_tokens": args.prompt_tokens,
             "new_tokens": args.new_tokens,
             "threads": args.threads,
         },
-        "bandwidth_gbs": statistics.median(bandwidths) if bandwidths else None,
+        "bandwidth_gbs": median(bandwidths.values()),
         "ratios": ratios(results),
         "results": results,
         "failures": failures,
     }
     if args.json:
         args.json.write_text(json.dumps(facts, indent=1) + "\n")
-    # In the order of the rows, whatever the order of the runs.
-    order = {(row, engine.name): place for place, (row, engine) in enumerate(engines)}
-    print(table(sorted(results, key=lambda result: order[result["row"], result["engine"]]), args.prompt_tokens))
+    print(table(results, args.prompt_tokens))
     print(footer(facts), end="")
     if failures:
         last = failures[-1]
-        print(
-            f"compare_peers: {len(failures)} runs failed, the last {last['engine']}: {last['error']}", file=sys.stderr
-        )
+        print(f"compare_peers: {len(failures)} failed, the last {last['engine']}: {last['error']}", file=sys.stderr)
     return 1 if failures else 0
 
 

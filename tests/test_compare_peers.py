@@ -1,12 +1,14 @@
-"""scripts/compare_peers.py: ratios, table and machine from raw numbers; a whole run with peers that are scripts."""
+"""scripts/compare_peers.py: ratios, table and machine from raw numbers; turns of live processes, with peers that are scripts."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,20 +65,37 @@ def test_rows_are_not_mixed() -> None:
     assert found == {("bf16", "llama.cpp"): 2, ("bf16", "transformers"): 2.5, ("int8", "llama.cpp"): 3}
 
 
+def test_a_turn_without_prefill_counts_for_decoding_alone() -> None:
+    runs = [
+        run_of(1, "ours", None, 10, 30), run_of(1, "theirs", "llama.cpp", 10, 10),
+        run_of(2, "ours", None, 30, 1), run_of(2, "theirs", "llama.cpp", 10, 1),
+        run_of(3, "ours", None, 50, 99), run_of(3, "theirs", "llama.cpp", 10, 1),
+    ]  # fmt: skip
+    del runs[2]["prefill_tps"], runs[5]["prefill_tps"]
+    (found,) = compare_peers.ratios(runs)
+    assert (found["rounds"], found["decode_ratio"], found["prefill_ratio"]) == (3, 3, 3)
+    (found,) = compare_peers.ratios([runs[2], runs[3]])
+    assert (found["rounds"], found["decode_ratio"], found["prefill_ratio"]) == (1, 3, None)
+    ours, theirs = compare_peers.table([runs[2], runs[3]], 512).splitlines()[2:]
+    assert ours == "| int4 | ours | 30.0 |  |  | 3.00 |  |"
+    assert theirs == "| int4 | theirs | 10.0 | 1 |  |  |  |"
+
+
 def test_the_table_is_markdown_of_medians_and_ratios() -> None:
     runs = [
         run_of(1, "ours", None, 10, 1000), run_of(1, "theirs", "llama.cpp", 8, 500),
         run_of(2, "ours", None, 20, 3000), run_of(2, "theirs", "llama.cpp", 10, 1000),
         run_of(1, "ours", None, 6, 10, "bf16"), run_of(1, "HF", "transformers", 4, 40, "bf16"),
     ]  # fmt: skip
+    runs[0]["share"], runs[2]["share"] = 0.5, 0.75
     assert compare_peers.table(runs, 512).splitlines() == [
-        "| weights | engine | decode at 512, tok/s | prefill 512, tok/s | decode / llama.cpp | prefill / llama.cpp |"
-        " decode / transformers | prefill / transformers |",
-        "|---|---|---|---|---|---|---|---|",
-        "| int4 | ours | 15.0 | 2,000 | 1.62 | 2.50 |  |  |",
-        "| int4 | theirs | 9.0 | 750 |  |  |  |  |",
-        "| bf16 | ours | 6.0 | 10 |  |  | 1.50 | 0.25 |",
-        "| bf16 | HF | 4.0 | 40 |  |  |  |  |",
+        "| weights | engine | decode at 512, tok/s | prefill 512, tok/s | share of bandwidth |"
+        " decode / llama.cpp | prefill / llama.cpp | decode / transformers | prefill / transformers |",
+        "|---|---|---|---|---|---|---|---|---|",
+        "| int4 | ours | 15.0 | 2,000 | 0.62 | 1.62 | 2.50 |  |  |",
+        "| int4 | theirs | 9.0 | 750 |  |  |  |  |  |",
+        "| bf16 | ours | 6.0 | 10 |  |  |  | 1.50 | 0.25 |",
+        "| bf16 | HF | 4.0 | 40 |  |  |  |  |  |",
     ]
 
 
@@ -98,69 +117,215 @@ def test_the_rows_of_a_folder_and_of_a_file(tmp_path: Path) -> None:
     assert list(rows) == ["bf16", "int8", "int4"]
     for row, engines in rows.items():
         ours = [engine for engine in engines if engine.peer is None]
-        assert sum("--compile" in engine.options for engine in ours) * 2 == len(ours)
+        assert sum("compile" in engine.options for engine in ours) * 2 == len(ours)
         assert "llama.cpp" in {engine.peer for engine in engines}
         assert len({engine.name for engine in engines}) == len(engines)
-        quantized = {engine.options[:2] for engine in ours if engine.path.name == "hf"}
-        assert quantized == {("--dtype", "bfloat16") if row == "bf16" else ("--quantize", row)}
+        wanted = {"dtype": "bfloat16"} if row == "bf16" else {"quantize": row}
+        of_hf = [engine.options for engine in ours if engine.path.name == "hf"]
+        assert of_hf == [wanted, {**wanted, "compile": True}]
         assert all(engine.path.exists() for engine in engines)
     files = {engine.path for engine in compare_peers.rows_of(tmp_path / "bf16.gguf")["file"]}
     assert files == {tmp_path / "bf16.gguf"}
 
 
-def test_what_runs_clearllama_is_understood_by_bench(tmp_path: Path) -> None:
-    from llama.cli import build_parser
+# ------------------------------------------------------------------------------------------------------------- turns
+def test_a_turn_goes_back_to_the_prompt_and_feeds_it_only_when_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed: list[tuple[list[int], int]] = []
+    clock = 0.0
 
-    class Sizes:
-        prompt_tokens, new_tokens, threads, peers_python = 9, 4, 1, "python"
+    def step(tokens: list[int], past: int) -> int:
+        nonlocal clock
+        fed.append((tokens, past))
+        clock += 2.0 if past == 0 else 0.25
+        return 10 + len(tokens) + past
 
-    (ours, compiled, peer, _) = compare_peers.rows_of(tmp_path / "x.gguf")["file"]
-    python, _, module, *words = compare_peers.command(compiled, Sizes)
-    args = build_parser().parse_args(words)
-    assert (python, module) == (sys.executable, "llama")
-    assert (args.model, args.prompt_tokens, args.new_tokens, args.threads) == (str(tmp_path / "x.gguf"), "9", 4, 1)
-    assert (args.compile, args.json, args.quiet, args.reps) == ("on", True, True, 1)
-    assert "--compile" not in compare_peers.command(ours, Sizes)
-    assert compare_peers.command(peer, Sizes)[:4] == ["python", str(SCRIPT), "--peer", "transformers"]
+    monkeypatch.setattr(compare_peers.time, "perf_counter", lambda: clock)
+    prompt = [7, 8, 9, 7]
+    answers = list(compare_peers.turns(step, prompt, 3, ["decode\n", "decode\n", "prefill\n"]))
+    decoded = [([14], 4), ([15], 5), ([16], 6)]
+    assert fed == [(prompt, 0), *decoded, *decoded, (prompt, 0), *decoded]
+    assert answers == [{"decode_tps": 4.0}, {"decode_tps": 4.0}, {"decode_tps": 4.0, "prefill_tps": 2.0}]
 
 
-def test_a_run_takes_turns_prints_the_table_and_keeps_everything(
+def test_clearllamas_steps_are_greedy_decoding_and_its_bytes_those_of_bench(tmp_path: Path) -> None:
+    from llama import benchmark, load_model
+    from llama.generate import generate
+    from llama.sampling import SamplingParams
+
+    path = tiny.write_gguf(tmp_path / "tiny.gguf")
+    import torch
+
+    threads = torch.get_num_threads()
+    spec = {"path": str(path), "options": {"dtype": "float32"}, "prompt_tokens": 5, "new_tokens": 6, "threads": threads}
+    step, vocabulary, read = compare_peers.load_clearllama(spec)
+    model = load_model(path, "cpu", "float32")
+    prompt = compare_peers.random_prompt(vocabulary, 5)
+    wanted = [token.id for token in generate(model, prompt, SamplingParams(temperature=0.0, max_new_tokens=6))]
+    assert len(set(wanted)) > 1
+    first = step(prompt, 0)
+    for _ in range(2):  # the second time behind a prompt that is not fed again
+        found = [first]
+        for place in range(5, 10):
+            found.append(step([found[-1]], place))
+        assert found == wanted
+    assert read == benchmark.measure(model, 5, 2, reps=1).step_bytes
+
+
+PEER = """#!{python}
+import json, os, sys
+spec = json.loads(sys.argv[-1])
+name = spec["engine"]
+with open({log!r}, "a") as log:
+    print(name, os.getpid(), file=log, flush=True)
+    if name == "check":
+        print(json.dumps({{spec["peer"]: "1.2.3"}}))
+        sys.exit()
+    if {start!r} == name:
+        sys.exit("first line\\nno such weights")
+    print(json.dumps({{"bytes_per_token": None if name != "clearllama" else 10**9}}), flush=True)
+    for number, line in enumerate(sys.stdin, 1):
+        print(name, line.strip(), file=log, flush=True)
+        if number == 2 and name in {dies!r}:
+            sys.exit("fell over")
+        if number == 2 and name in {babbles!r}:
+            print({rubbish!r}, flush=True)
+            continue
+        speed = 30.0 if name == "clearllama" else 10.0
+        answer = {{"bandwidth_gbs": 40.0 + 20 * number}} if name == "memory" else {{"decode_tps": speed}}
+        if line.strip() == "prefill" and name != "memory":
+            answer["prefill_tps"] = 2 * speed
+        print(json.dumps(answer), flush=True)
+"""
+
+
+def stand_ins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str, **defects: Any
+) -> tuple[int, list[list[str]], dict[str, Any]]:
+    """A run with a script in place of every engine: exit code, what the engines saw, the JSON. Nobody is left alive."""
+    settings = {"start": "", "dies": "", "babbles": "", "rubbish": "", **defects}
+    script, log, out = tmp_path / "python", tmp_path / "log", tmp_path / "out.json"
+    script.write_text(PEER.format(python=sys.executable, log=str(log), **settings))
+    script.chmod(0o755)
+    model = tiny.write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(compare_peers.sys, "executable", str(script))
+    monkeypatch.setattr(compare_peers, "PAUSE", 0)
+    words = ["--model", str(model), "--peers-python", str(script), "--json", str(out), "--threads", "7"]
+    monkeypatch.setattr(sys, "argv", ["x", *words, "--rounds", "3", "--prefill-rounds", "1", *options])
+    try:
+        code = compare_peers.main()
+    finally:
+        seen = [line.split() for line in log.read_text().splitlines()]
+        for _, what in seen:
+            if what.isdigit():
+                with pytest.raises(ProcessLookupError):
+                    os.kill(int(what), 0)
+    return code, [line for line in seen if not line[1].isdigit()], json.loads(out.read_text())
+
+
+scripts_run = pytest.mark.skipif(sys.platform == "win32", reason="the engines are a script with #!")
+
+
+@scripts_run
+def test_live_engines_take_turns_and_everything_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    order: list[str] = []
-
-    def ask(words: list[str]) -> dict[str, object]:
-        if "--check" in words:
-            return {words[words.index("--peer") + 1]: "1.2.3"}
-        if "--peer" not in words:
-            order.append("compiled" if "--compile" in words else "eager")
-            return {"decode_tps": 30.0, "prefill_tps": 40.0, "bandwidth_gbs": 5.0 + len(order)}
-        order.append(words[words.index("--peer") + 1])
-        if order[-1] == "llama.cpp" and order.count("llama.cpp") == 2:
-            raise RuntimeError("fell over")
-        return {"decode_tps": 10.0, "prefill_tps": 20.0}
-
-    model, out = tiny.write_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.json"
-    monkeypatch.setattr(compare_peers, "ask", ask)
-    monkeypatch.setattr(
-        sys, "argv", ["x", "--model", str(model), "--rounds", "3", "--json", str(out), "--threads", "7"]
-    )
-    assert compare_peers.main() == 1
-    shown, told = capsys.readouterr()
-    turn = ["eager", "compiled", "transformers", "llama.cpp"]
-    assert order == [*turn, *turn[::-1], *turn]
-    facts = json.loads(out.read_text())
-    assert [(run["round"], run["engine"]) for run in facts["failures"]] == [(2, "llama.cpp")]
-    assert len(facts["results"]) == 11
-    assert {ratio["rounds"] for ratio in facts["ratios"] if ratio["peer"] == "llama.cpp"} == {2}
-    assert {(ratio["decode_ratio"], ratio["prefill_ratio"]) for ratio in facts["ratios"]} == {(3.0, 2.0)}
-    assert facts["settings"]["threads"] == 7
-    assert facts["bandwidth_gbs"] == 5 + (7 + 8) / 2  # the middle of 1, 2, 7, 8, 9, 10
+    code, seen, facts = stand_ins(tmp_path, monkeypatch)
+    assert code == 0
+    shown, _ = capsys.readouterr()
+    order = ["memory", "clearllama", "clearllama", "transformers", "llama.cpp"]
+    assert [name for name, _ in seen] == [*order, *order[::-1], *order]
+    assert [kind for _, kind in seen] == ["prefill"] * 5 + ["decode"] * 10
+    starts = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines() if line.split()[1].isdigit()]
+    assert starts == ["check", "check", *order]  # one process each, however many rounds
+    assert (len(facts["results"]), facts["failures"]) == (12, [])
+    assert {(ratio["decode_ratio"], ratio["prefill_ratio"], ratio["rounds"]) for ratio in facts["ratios"]} == {
+        (3, 2 * 30 / 20, 3)
+    }
+    assert facts["bandwidth_gbs"] == 80
+    ours = [run for run in facts["results"] if run["engine"] == "clearllama"]
+    assert [run["share"] for run in ours] == [30 / 60, 30 / 80, 30 / 100]  # a GB for each token
+    assert not any("share" in run for run in facts["results"] if run["peer"])
+    assert (facts["settings"]["threads"], facts["settings"]["prefill_rounds"]) == (7, 1)
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| file")]
-    assert [row[1] for row in rows] == ["clearllama", "clearllama --compile", "transformers, bfloat16", "llama.cpp"]
+    assert [row[1:5] for row in rows] == [
+        ["clearllama", "30.0", "60", "0.38"],
+        ["clearllama --compile", "30.0", "60", "0.38"],
+        ["transformers, bfloat16", "10.0", "20", ""],
+        ["llama.cpp", "10.0", "20", ""],
+    ]
     assert "transformers 1.2.3" in shown
-    assert "3 rounds, 512 prompt tokens, 64 new, 7 threads" in shown
-    assert told.splitlines()[-1] == "compare_peers: 1 runs failed, the last llama.cpp: fell over"
+    assert "3 rounds (1 with prefill), 512 prompt tokens, 16 new, 7 threads" in shown
+
+
+@scripts_run
+@pytest.mark.parametrize(
+    ("defect", "round_", "error"),
+    [
+        ({"start": "llama.cpp"}, 0, "no such weights"),
+        ({"dies": ["llama.cpp"]}, 2, "fell over"),
+        ({"babbles": ["llama.cpp"], "rubbish": "hello"}, 2, "expected a line of JSON, got 'hello'"),
+        ({"babbles": ["llama.cpp"], "rubbish": "[3]"}, 2, "expected a line of JSON, got '[3]'"),
+        ({"babbles": ["llama.cpp"], "rubbish": '{"decode_tps": 0}'}, 2, "expected decode_tps above 0, got"),
+        ({"babbles": ["llama.cpp"], "rubbish": '{"speed": 3}'}, 2, "expected decode_tps above 0, got"),
+    ],
+)
+def test_an_engine_that_fails_is_out_and_the_others_go_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    defect: dict[str, Any],
+    round_: int,
+    error: str,
+) -> None:
+    code, _, facts = stand_ins(tmp_path, monkeypatch, **defect)
+    assert code == 1
+    (failure,) = facts["failures"]
+    assert (failure["round"], failure["row"], failure["engine"], failure["peer"]) == (
+        round_, "file", "llama.cpp", "llama.cpp"
+    )  # fmt: skip
+    assert failure["error"].startswith(error)
+    counts = [[run["engine"] for run in facts["results"]].count(name) for name in ("clearllama", "llama.cpp")]
+    assert counts == [3, max(round_ - 1, 0)]
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1].startswith(f"compare_peers: 1 failed, the last llama.cpp: {error}")
+    assert any(line.startswith(f"round {round_}") and f"failed: {error}" in line for line in told)
+
+
+@scripts_run
+def test_without_a_bandwidth_there_is_no_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, facts = stand_ins(tmp_path, monkeypatch, start="memory")
+    assert (code, facts["bandwidth_gbs"], len(facts["results"])) == (1, None, 12)
+    assert not any("share" in run for run in facts["results"])
+
+
+@scripts_run
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = compare_peers.Worker.turn
+    asked = 0
+
+    def interrupted(self: compare_peers.Worker, kind: str, keys: set[str]) -> dict[str, float]:
+        nonlocal asked
+        asked += 1
+        if asked == 4:
+            raise KeyboardInterrupt
+        return turn(self, kind, keys)
+
+    monkeypatch.setattr(compare_peers.Worker, "turn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stand_ins(tmp_path, monkeypatch)
+    assert asked == 4
+
+
+@scripts_run
+def test_what_a_library_prints_is_no_answer(tmp_path: Path) -> None:
+    script = tmp_path / "noisy.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nimport compare_peers\n"
+        "def noisy(spec):\n    print('hello')\n    yield {'speed': spec['speed']}\n"
+        "compare_peers.WORKERS['noisy'] = noisy\ncompare_peers.worker({'engine': 'noisy', 'speed': 3})\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ('{"speed": 3}\n', "hello\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the peers' python is a script with #!")
@@ -191,6 +356,7 @@ def test_a_peer_that_is_missing_is_a_clear_line_before_anything_runs(
     ("options", "message"),
     [
         (["--rounds", "0"], "must be at least 1"),
+        (["--prefill-rounds", "-1"], "must be at least 0"),
         (["--rows", "file,int5"], "unknown row 'int5'"),
         (["--model", "/nowhere"], "/nowhere"),
     ],

@@ -1,6 +1,6 @@
-"""Weights of 4 and 8 bits in tiles, the order in which kernels.cpp reads them: how they are packed, and back.
+"""Weights of 4 and 8 bits in tiles, the order in which the kernels read them: how they are packed, and back.
 
-A tile is 16 rows of a weight (N, K); kernels.cpp describes its bytes. So they lie in memory, and in the files of a
+A tile is 16 rows of a weight (N, K); cpp/blocks.h describes its bytes. So they lie in memory, and in the files of a
 quantized checkpoint, so that loading one is mapping its files.
 """
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .blocks import Blocks
 
-TILE = 16  # rows of a tile, as kernels.cpp has it
+TILE = 16  # rows of a tile, as cpp/blocks.h has it
 PER_ROW = 64  # with one scale for a whole row, the kernel still sums up by 64 inputs
 
 
 def pack(blocks: Blocks) -> Tensor:
-    """Into the tiles that kernels.cpp describes: (tiles, bytes of a tile) uint8. Rows and columns are padded."""
+    """Into the tiles that cpp/blocks.h describes: (tiles, bytes of a tile) uint8. Rows and columns are padded."""
     rows, columns = blocks.quants.shape
     group = blocks.group or PER_ROW
     groups, tiles = -(-columns // group), -(-rows // TILE)

@@ -1,0 +1,360 @@
+// Attention of a few queries: keys and values are read once, in the dtype of the cache.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "blocks.h"
+
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int64_t CHUNK = 256;  // keys of one piece of work; the pieces are put together at the end
+constexpr int64_t WIDEST = 256;  // head_dim
+
+// Lane i of the result: the sum over the lanes of v[i]. Four times, two vectors are folded into one.
+template <int WIDTH>
+inline f32x16 fold(f32x16 a, f32x16 b) {
+    i32x16 low, high;
+    for (int i = 0; i < 16; i++) {
+        low[i] = i / (2 * WIDTH) * 2 * WIDTH + i % WIDTH + (i / WIDTH % 2) * 16;  // 16 and more: from b
+        high[i] = low[i] + WIDTH;
+    }
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+inline f32x16 sums(f32x16* v) {
+    for (int i = 0; i < 8; i++) v[i] = fold<8>(v[i], v[i + 8]);
+    for (int i = 0; i < 4; i++) v[i] = fold<4>(v[i], v[i + 4]);
+    for (int i = 0; i < 2; i++) v[i] = fold<2>(v[i], v[i + 2]);
+    return fold<1>(v[0], v[1]);
+}
+
+// exp(x) for x <= 0, to 2e-7: 2^n times a polynomial in the rest; below -87 it is 0.
+inline f32x16 exp_of(f32x16 x) {
+    const f32x16 lowest = f32x16{} - 87.0f;
+    const i32x16 small = x < lowest;
+    x = small ? lowest : x;
+    const f32x16 magic = f32x16{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    const f32x16 n = (x * 1.44269504f + magic) - magic;
+    const f32x16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    f32x16 p = f32x16{} + 1.0f / 720;
+    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + c;
+    const i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
+    return small ? f32x16{} : p * (f32x16)exponent;
+}
+
+// What a piece of attention is given and what it leaves. R queries share a head of keys; n <= CHUNK keys of it are looked at.
+template <typename C>
+struct Piece {
+    int64_t R, D, n;
+    const float* q;                     // (R, D), times 1 / sqrt(D)
+    const C *k, *v;                     // (n, D), rows `stride` apart
+    int64_t k_stride, v_stride;
+    const float *k_scale, *v_scale;     // (n) each, or null
+    const bool* const* seen;            // (R): null, or which of the n keys that query may see
+    float *out, *largest, *sum;         // (R, D) sum of exp(score - largest) v, (R) largest score, (R) sum of exp(score - largest)
+};
+
+// The processor foresees a stream up to the end of its page only: keys to come, and the values of these.
+template <typename C>
+inline void foresee(const Piece<C>& p, int64_t key) {
+    for (int64_t i = 0; i < p.D; i += 64 / sizeof(C)) {
+        __builtin_prefetch(p.k + (key + 32) * p.k_stride + i);
+        __builtin_prefetch(p.v + key * p.v_stride + i);
+    }
+}
+
+// QUERIES of a piece's queries, from `first` on: their products with 16 keys, and sums of values. VECTORS: D / 16, or 0.
+template <typename C, int VECTORS, int QUERIES>
+struct Queries {
+    const Piece<C>& p;
+    const float* q;
+    const int64_t vectors;
+
+    Queries(const Piece<C>& p, int64_t first) : p(p), q(p.q + first * p.D), vectors(VECTORS ? VECTORS : p.D / 16) {}
+
+    // Keys s to s + count, widened once for all queries. Behind the last key: the last again.
+    void products(int64_t s, int64_t count, f32x16* out) const {
+        f32x16 acc[QUERIES][16];
+        for (int64_t j = 0; j < 16; j++) {
+            const C* key = p.k + (s + std::min(j, count - 1)) * p.k_stride;
+            foresee(p, s + j);
+            f32x16 wide[VECTORS ? VECTORS : WIDEST / 16];
+            for (int64_t i = 0; i < vectors; i++) wide[i] = widen(key + 16 * i);
+            for (int r = 0; r < QUERIES; r++) {
+                f32x16 a = wide[0] * load<f32x16>(q + r * p.D);
+                for (int64_t i = 1; i < vectors; i++) a += wide[i] * load<f32x16>(q + r * p.D + 16 * i);
+                acc[r][j] = a;
+            }
+        }
+        for (int r = 0; r < QUERIES; r++) out[r] = sums(acc[r]);
+    }
+
+    // out[r] = sum of weights[r][j] v[j]. A value whose weights are all 0 may be anything.
+    void values(const float (*weights)[CHUNK], float (*out)[WIDEST]) const {
+        f32x16 acc[QUERIES][VECTORS ? VECTORS : WIDEST / 16];
+        for (int r = 0; r < QUERIES; r++)
+            for (int64_t i = 0; i < vectors; i++) acc[r][i] = f32x16{};
+        for (int64_t j = 0; j < p.n; j++) {
+            float any = 0;
+            for (int r = 0; r < QUERIES; r++) any += std::fabs(weights[r][j]);
+            if (any == 0) continue;
+            f32x16 wide[VECTORS ? VECTORS : WIDEST / 16];
+            for (int64_t i = 0; i < vectors; i++) wide[i] = widen(p.v + j * p.v_stride + 16 * i);
+            for (int r = 0; r < QUERIES; r++)
+                for (int64_t i = 0; i < vectors; i++) acc[r][i] += wide[i] * weights[r][j];
+        }
+        for (int r = 0; r < QUERIES; r++) std::memcpy(out[r], acc[r], vectors * 64);
+    }
+};
+
+#if defined(__AVX512VNNI__)
+// Rows and columns of 16 x 16 numbers exchanged: blocks of WIDTH lanes change places, from halves down to single lanes.
+template <int WIDTH>
+inline void exchange(u32x16* v) {
+    i32x16 near, far;
+    for (int i = 0; i < 16; i++) {
+        near[i] = i & WIDTH ? i - WIDTH + 16 : i;  // 16 and more: from the second vector
+        far[i] = i & WIDTH ? i + 16 : i + WIDTH;
+    }
+    for (int i = 0; i < 16; i++) {
+        if (i & WIDTH) continue;
+        const u32x16 a = v[i], b = v[i + WIDTH];
+        v[i] = __builtin_shuffle(a, b, near), v[i + WIDTH] = __builtin_shuffle(a, b, far);
+    }
+}
+
+// The same for keys and values of 8 bits, in whole numbers: the 16 keys in the lanes of a vector, four entries of a head in each
+// lane, as in the products above; for the values two keys a lane, with weights of 16 bits. Queries are rounded to 8 bits twice, the
+// second time what the first has left over.
+template <int VECTORS, int QUERIES>
+struct Queries8 {
+    const Piece<int8_t>& p;
+    alignas(64) int8_t q[QUERIES][2][VECTORS * 16];
+    float scale[QUERIES];
+    int32_t start[QUERIES][2];
+
+    Queries8(const Piece<int8_t>& p, int64_t first) : p(p) {
+        for (int r = 0; r < QUERIES; r++) {
+            const float* from = p.q + (first + r) * p.D;
+            Largest largest;
+            for (int i = 0; i < VECTORS; i++) largest.see(load<f32x16>(from + 16 * i));
+            scale[r] = largest.get() / 127;
+            const float inverse = scale[r] > 0 ? 1 / scale[r] : 0;
+            i32x16 total[2] = {};
+            for (int i = 0; i < VECTORS; i++) {
+                const f32x16 x = load<f32x16>(from + 16 * i) * inverse;
+                const i32x16 high = to_whole(x), low = to_whole((x - __builtin_convertvector(high, f32x16)) * 254.0f);
+                const i8x16 bytes[2] = {__builtin_convertvector(high, i8x16), __builtin_convertvector(low, i8x16)};
+                total[0] += high, total[1] += low;
+                for (int part = 0; part < 2; part++) std::memcpy(&q[r][part][16 * i], &bytes[part], 16);
+            }
+            for (int part = 0; part < 2; part++) start[r][part] = -128 * sum_of(total[part]);  // keys are taken as unsigned, 128 more
+        }
+    }
+
+    void products(int64_t s, int64_t count, f32x16* out) const {
+        i32x16 acc[QUERIES][2];
+        for (int r = 0; r < QUERIES; r++)
+            for (int part = 0; part < 2; part++) acc[r][part] = i32x16{} + start[r][part];
+        for (int i = 0; i < VECTORS / 4; i++) {
+            u32x16 keys[16];
+            for (int64_t j = 0; j < 16; j++) keys[j] = load<u32x16>(p.k + (s + std::min(j, count - 1)) * p.k_stride + 64 * i);
+            exchange<8>(keys), exchange<4>(keys), exchange<2>(keys), exchange<1>(keys);
+            for (int k = 0; k < 16; k++)
+                for (int r = 0; r < QUERIES; r++)
+                    for (int part = 0; part < 2; part++)
+                        acc[r][part] = dot4<8>(acc[r][part], keys[k] ^ 0x80808080u, load<int32_t>(&q[r][part][64 * i + 4 * k]));
+        }
+        for (int64_t j = 0; j < 16; j++) foresee(p, s + j);
+        for (int r = 0; r < QUERIES; r++)
+            out[r] = (__builtin_convertvector(acc[r][0], f32x16) + __builtin_convertvector(acc[r][1], f32x16) / 254.0f) * scale[r];
+    }
+
+    void values(const float (*weights)[CHUNK], float (*out)[WIDEST]) const {
+        static_assert(CHUNK * 127ll * 32767 < 1ll << 31);
+        alignas(64) int16_t whole[QUERIES][CHUNK];
+        float unit[QUERIES];
+        for (int r = 0; r < QUERIES; r++) {
+            Largest largest;
+            for (int64_t j = 0; j < p.n; j += 16) largest.see(load<f32x16>(weights[r] + j));
+            unit[r] = largest.get() / 32767;
+            const float inverse = unit[r] > 0 ? 1 / unit[r] : 0;
+            for (int64_t j = 0; j < p.n; j += 16) {
+                typedef int16_t i16x16 __attribute__((vector_size(32)));
+                const i16x16 w = __builtin_convertvector(to_whole(load<f32x16>(weights[r] + j) * inverse), i16x16);
+                std::memcpy(whole[r] + j, &w, 32);
+            }
+        }
+        i32x16 acc[QUERIES][VECTORS];
+        for (int r = 0; r < QUERIES; r++)
+            for (int i = 0; i < VECTORS; i++) acc[r][i] = i32x16{};
+        for (int64_t j = 0; j < p.n; j += 2) {
+            const int8_t *a = p.v + j * p.v_stride, *b = j + 1 < p.n ? a + p.v_stride : a;
+            __m512i pairs[VECTORS];
+            for (int i = 0; i < VECTORS / 2; i++) {
+                const __m512i x = _mm512_cvtepi8_epi16(load<__m256i>(a + 32 * i)), y = _mm512_cvtepi8_epi16(load<__m256i>(b + 32 * i));
+                pairs[2 * i] = _mm512_unpacklo_epi16(x, y), pairs[2 * i + 1] = _mm512_unpackhi_epi16(x, y);
+            }
+            for (int r = 0; r < QUERIES; r++)
+                for (int i = 0; i < VECTORS; i++)
+                    acc[r][i] = (i32x16)_mm512_dpwssd_epi32((__m512i)acc[r][i], pairs[i], _mm512_set1_epi32(load<int32_t>(&whole[r][j])));
+        }
+        for (int r = 0; r < QUERIES; r++)
+            for (int i = 0; i < VECTORS; i++)
+                for (int lane = 0; lane < 16; lane++)  // unpacking has taken 4 of every 8 entries
+                    out[r][i / 2 * 32 + lane / 4 * 8 + i % 2 * 4 + lane % 4] = unit[r] * acc[r][i][lane];
+    }
+};
+template <int QUERIES>
+struct Queries<int8_t, 4, QUERIES> : Queries8<4, QUERIES> {
+    using Queries8<4, QUERIES>::Queries8;
+};
+template <int QUERIES>
+struct Queries<int8_t, 8, QUERIES> : Queries8<8, QUERIES> {
+    using Queries8<8, QUERIES>::Queries8;
+};
+#endif
+
+template <typename C, int VECTORS, int QUERIES>
+void attend_queries(const Piece<C>& p, int64_t first) {
+    const Queries<C, VECTORS, QUERIES> queries(p, first);
+    float weights[QUERIES][CHUNK];
+    f32x16 top[QUERIES];
+    for (int r = 0; r < QUERIES; r++) top[r] = f32x16{} - INFINITY;
+    i32x16 lane, odd{};  // odd: lanes that met a NaN
+    for (int i = 0; i < 16; i++) lane[i] = i;
+    for (int64_t s = 0; s < p.n; s += 16) {
+        const int64_t count = std::min<int64_t>(16, p.n - s);
+        bool any = false;
+        for (int r = 0; r < QUERIES; r++) any |= !p.seen[first + r] || std::memchr(p.seen[first + r] + s, 1, count);
+        if (!any) {
+            for (int r = 0; r < QUERIES; r++) std::fill_n(weights[r] + s, 16, -INFINITY);
+            continue;
+        }
+        f32x16 scores[QUERIES], scale = f32x16{} + 1.0f;
+        queries.products(s, count, scores);
+        if (p.k_scale) std::memcpy(&scale, p.k_scale + s, count * 4);
+        for (int r = 0; r < QUERIES; r++) {
+            i32x16 visible = lane < int32_t(count);
+            if (p.seen[first + r]) {
+                i8x16 mask{};
+                std::memcpy(&mask, p.seen[first + r] + s, count);
+                visible &= __builtin_convertvector(mask, i32x16) != 0;
+            }
+            const f32x16 w = visible ? scores[r] * scale : f32x16{} - INFINITY;
+            odd |= w != w;
+            top[r] = w > top[r] ? w : top[r];
+            std::memcpy(weights[r] + s, &w, 64);
+        }
+    }
+    bool nan = false;
+    for (int i = 0; i < 16; i++) nan |= odd[i] != 0;
+    for (int r = 0; r < QUERIES; r++) {
+        float most = -INFINITY;
+        for (int i = 0; i < 16; i++) most = std::max(most, top[r][i]);
+        f32x16 total{};
+        for (int64_t s = 0; s < p.n; s += 16) {
+            f32x16 e = most == -INFINITY ? f32x16{} : exp_of(load<f32x16>(weights[r] + s) - most), scale = f32x16{} + 1.0f;
+            total += e;
+            if (p.v_scale) std::memcpy(&scale, p.v_scale + s, std::min<int64_t>(16, p.n - s) * 4);
+            e = e == 0.0f ? e : e * scale;
+            std::memcpy(weights[r] + s, &e, 64);
+        }
+        p.largest[first + r] = most, p.sum[first + r] = nan || most == INFINITY ? NAN : sum_of(total);
+    }
+    float out[QUERIES][WIDEST];
+    queries.values(weights, out);
+    for (int r = 0; r < QUERIES; r++) std::memcpy(p.out + (first + r) * p.D, out[r], p.D * sizeof(float));
+}
+
+template <typename C>
+void attend_piece(const Piece<C>& p) {
+    for (int64_t r = 0; r < p.R;) {
+        const int64_t left = p.R - r;
+        if (p.D == 64 && left >= 4) attend_queries<C, 4, 4>(p, r), r += 4;
+        else if (p.D == 64 && left == 3) attend_queries<C, 4, 3>(p, r), r += 3;
+        else if (p.D == 64) attend_queries<C, 4, 1>(p, r), r += 1;
+        else if (p.D == 128 && left >= 2) attend_queries<C, 8, 2>(p, r), r += 2;
+        else if (p.D == 128) attend_queries<C, 8, 1>(p, r), r += 1;
+        else attend_queries<C, 0, 1>(p, r), r += 1;
+    }
+}
+
+inline bool nobody_sees(const std::vector<const bool*>& seen, int64_t key) {
+    for (const bool* mask : seen)
+        if (!mask || mask[key]) return false;
+    return true;
+}
+
+template <typename T, typename C>
+void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, const std::optional<Tensor>& k_scale,
+               const std::optional<Tensor>& v_scale, Tensor& y) {
+    const int64_t B = q.size(0), H = q.size(1), TOKENS = q.size(2), D = q.size(3), KV = k.size(1), S = k.size(2), G = H / KV;
+    const int64_t R = G * TOKENS, pieces = (S + CHUNK - 1) / CHUNK, width = D + 2;
+    const auto* q_data = (const T*)q.const_data_ptr();
+    const auto *k_data = (const C*)k.const_data_ptr(), *v_data = (const C*)v.const_data_ptr();
+    const auto* k_scales = k_scale ? (const float*)k_scale->const_data_ptr() : nullptr;
+    const auto* v_scales = v_scale ? (const float*)v_scale->const_data_ptr() : nullptr;
+    const auto* mask_data = mask ? (const bool*)mask->const_data_ptr() : nullptr;
+    const bool mask_by_row = mask && mask->dim() == 4 && mask->size(0) == B && B > 1;
+    std::vector<float> parts(B * KV * pieces * R * width);
+    torch::stable::parallel_for(0, B * KV * pieces, 1, [&](int64_t begin, int64_t end) {
+        std::vector<float> query(R * D);
+        std::vector<const bool*> seen(R);
+        for (int64_t unit = begin; unit < end; unit++) {
+            const int64_t piece = unit % pieces, head = unit / pieces % KV, b = unit / pieces / KV;
+            const int64_t first = piece * CHUNK;
+            for (int64_t r = 0; r < R; r++) {  // row r: query head head * G + r / T, token r % T
+                const int64_t h = head * G + r / TOKENS, t = r % TOKENS;
+                const T* from = q_data + b * q.stride(0) + h * q.stride(1) + t * q.stride(2);
+                for (int64_t i = 0; i < D; i++) query[r * D + i] = to_float(from[i]) / std::sqrt(float(D));
+                seen[r] = mask_data ? mask_data + ((mask_by_row ? b * TOKENS : 0) + t) * S + first : nullptr;
+            }
+            int64_t n = std::min(CHUNK, S - first);
+            while (n > 0 && nobody_sees(seen, n - 1)) n--;  // in a buffer that is filled from the front, the rest is empty
+            float* part = &parts[unit * R * width];
+            const int64_t scale_at = (b * KV + head) * (k_scale ? k_scale->stride(1) : 0) + first;
+            const auto* k_at = k_data + b * k.stride(0) + head * k.stride(1) + first * k.stride(2);
+            const auto* v_at = v_data + b * v.stride(0) + head * v.stride(1) + first * v.stride(2);
+            attend_piece(Piece<C>{R, D, n, query.data(), k_at, v_at, k.stride(2), v.stride(2), k_scales ? k_scales + scale_at : nullptr,
+                                  v_scales ? v_scales + scale_at : nullptr, seen.data(), part, part + R * D, part + R * (D + 1)});
+        }
+    });
+    auto* out = (T*)y.mutable_data_ptr();
+    for (int64_t row = 0; row < B * KV * R; row++) {
+        const int64_t r = row % R;
+        const float* part = &parts[row / R * pieces * R * width];
+        float top = -INFINITY, total = 0, sums[WIDEST] = {};
+        for (int64_t p = 0; p < pieces; p++) top = std::max(top, part[p * R * width + R * D + r]);
+        for (int64_t p = 0; p < pieces && top > -INFINITY; p++) {
+            const float* one = part + p * R * width;
+            const float weight = std::exp(one[R * D + r] - top);
+            total += weight * one[R * (D + 1) + r];
+            for (int64_t i = 0; i < D; i++) sums[i] += weight * one[r * D + i];
+        }
+        for (int64_t i = 0; i < D; i++) from_float(total == 0 ? 0 : sums[i] / total, out[row * D + i]);
+    }
+}
+
+// q (B, H, T, D), k and v (B, KV, S, D), mask bool (T, S) or (B, 1, T, S) as torch's scaled_dot_product_attention takes them; k
+// and v may be 8-bit integers with a float32 scale for each key (B, KV, S). For few queries: the work is to read k and v once.
+Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale,
+              std::optional<Tensor> v_scale) {
+    Tensor y = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2), q.size(3)});
+    const bool whole = q.scalar_type() == torch::headeronly::ScalarType::Float;
+    if (k_scale && whole) attend_to<float, int8_t>(q, k, v, mask, k_scale, v_scale, y);
+    else if (k_scale) attend_to<bf16, int8_t>(q, k, v, mask, k_scale, v_scale, y);
+    else if (whole) attend_to<float, float>(q, k, v, mask, k_scale, v_scale, y);
+    else attend_to<bf16, bf16>(q, k, v, mask, k_scale, v_scale, y);
+    return y;
+}
+
+}  // namespace

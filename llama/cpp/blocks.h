@@ -1,0 +1,200 @@
+// A few rows, or many, times a weight (N, K) of 4 or 8 bits in tiles (llama/checkpoint/tiles.py packs them).
+//
+// A tile is 16 rows of the weight, one a lane of a vector of 16 numbers. It is read from front to back:
+//
+//     group 0: for every 4 inputs   16 rows x 4 weights of 8 bits (64 bytes), or for every 8 inputs of 4 bits: inputs 0-3
+//                                   in the low halves of the bytes, inputs 4-7 in the high ones
+//              scale                16 x float16
+//              offset               16 x float16, if the scheme has one
+//     group 1: the same, and so on; with one scale for a whole row instead, 16 x float32 follow the last group.
+//
+// One row of x is turned into 8-bit integers too, with a scale for every group of inputs. Then
+//
+//     y[row] = sum over groups of  scale_w[row] * scale_x * sum_k(w[row, k] * x[k])  +  offset[row] * scale_x * sum_k(x[k])
+//
+// where w is unsigned, as the instruction for it (vpdpbusd) wants, and the inner sum is exact in 32 bits. Four inputs of
+// x go into all lanes at once; so no sum across lanes is ever needed, and 12 rows of x share every weight read.
+//
+// `dot4` is the one instruction that matters.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int64_t ROWS = 16;  // of a tile
+
+// acc[row] += sum over 4 inputs of w[row][i] * x[i]; w is 64 unsigned bytes, x 4 signed ones.
+// Without VNNI 8-bit weights are taken as signed (w - 128), since pairs of unsigned ones would overflow 16 bits.
+#if defined(__AVX512VNNI__)
+constexpr bool SIGNED8 = false;
+template <int BITS>
+inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
+}
+#elif defined(__AVX2__)
+constexpr bool SIGNED8 = true;
+template <int BITS>
+inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
+    __m256i part[2];
+    std::memcpy(part, &w, 64);
+    for (int i = 0; i < 2; i++) {
+        __m256i u = part[i], s = _mm256_set1_epi32(x);
+        if (BITS == 8) {
+            __m256i q = _mm256_xor_si256(u, _mm256_set1_epi8(-128));
+            u = _mm256_abs_epi8(q), s = _mm256_sign_epi8(s, q);
+        }
+        part[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1));
+    }
+    return acc + load<i32x16>(part);
+}
+#else
+constexpr bool SIGNED8 = false;
+template <int BITS>
+inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
+    for (int i = 0; i < 4; i++) acc += (i32x16)((w >> (8 * i)) & 255) * int32_t(int8_t(x >> (8 * i)));
+    return acc;
+}
+#endif
+
+// A row of x in 8 bits. `start` takes the middle of unsigned weights off: sum((w - zero) x) = sum(w x) - zero sum(x).
+struct Row {
+    const int8_t* x;       // (groups * group)
+    const float* scale;    // (groups)
+    const int32_t* start;  // (groups)
+    const float* sum;      // (groups), times scale
+};
+
+struct Shape {
+    int64_t groups, group, stride;  // stride: bytes of one group of a tile
+};
+
+template <int BITS, bool OFFSET, bool PER_ROW, int M>
+void tile_product(const uint8_t* tile, const Shape& s, const Row* rows, f32x16* y) {
+    const int64_t bytes = s.group * ROWS * BITS / 8;
+    f32x16 total[M];
+    for (int m = 0; m < M; m++) total[m] = f32x16{};
+    for (int64_t g = 0; g < s.groups; g++, tile += s.stride) {
+        i32x16 acc[M];
+        const int8_t* x[M];
+        for (int m = 0; m < M; m++) {
+            acc[m] = i32x16{} + rows[m].start[g];
+            x[m] = rows[m].x + g * s.group;
+        }
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < bytes; i += 64) {
+            u32x16 w = load<u32x16>(tile + i);
+            if (BITS == 8) {
+                for (int m = 0; m < M; m++) acc[m] = dot4<8>(acc[m], w, load<int32_t>(x[m] + i / 16));
+            } else {
+                u32x16 low = w & 0x0f0f0f0fu, high = (w >> 4) & 0x0f0f0f0fu;
+                for (int m = 0; m < M; m++) {
+                    acc[m] = dot4<4>(acc[m], low, load<int32_t>(x[m] + i / 8));
+                    acc[m] = dot4<4>(acc[m], high, load<int32_t>(x[m] + i / 8 + 4));
+                }
+            }
+        }
+        f32x16 scale = PER_ROW ? f32x16{} + 1.0f : load_half(tile + bytes);
+        f32x16 offset = OFFSET ? load_half(tile + bytes + 32) : f32x16{};
+        for (int m = 0; m < M; m++) {
+            total[m] += __builtin_convertvector(acc[m], f32x16) * (PER_ROW ? f32x16{} + rows[m].scale[g] : scale * rows[m].scale[g]);
+            if (OFFSET) total[m] += offset * rows[m].sum[g];
+        }
+    }
+    f32x16 scale = PER_ROW ? load<f32x16>(tile) : f32x16{} + 1.0f;
+    for (int m = 0; m < M; m++) y[m] = total[m] * scale;
+}
+
+// One row of x (K) in 8 bits, group by group. A number that is not finite makes its group's scale NaN, and so the result.
+template <typename T>
+void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, float* scale, int32_t* start, float* sum) {
+    for (int64_t g = 0; g < s.groups; g++, x += s.group, q += s.group) {
+        const int64_t n = std::min(s.group, K - g * s.group);
+        T rest[128] = {};  // the last group, filled up
+        const T* from = n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x;
+        Largest largest;
+        for (int64_t i = 0; i < s.group; i += 16) largest.see(widen(from + i));
+        const float most = largest.get(), inverse = most > 0 ? 127 / most : 0;
+        scale[g] = most / 127;
+        i32x16 total{};
+        for (int64_t i = 0; i < s.group; i += 16) {
+            const i32x16 v = to_whole(widen(from + i) * inverse);
+            const i8x16 bytes = __builtin_convertvector(v, i8x16);
+            std::memcpy(q + i, &bytes, 16);
+            total += v;
+        }
+        start[g] = -zero * sum_of(total);
+        sum[g] = scale[g] * sum_of(total);
+    }
+}
+
+template <typename T, int BITS, bool OFFSET, bool PER_ROW>
+void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, T* y, int64_t N) {
+    const int64_t padded = s.groups * s.group + 64, count = M * s.groups;  // 64: or rows would fall on the same places of a cache
+    std::vector<int8_t> q(M * padded);
+    std::vector<float> scale(count), sum(count);
+    std::vector<int32_t> start(count);
+    const int32_t zero = (OFFSET ? 0 : 1 << (BITS - 1)) - (BITS == 8 && SIGNED8 ? 128 : 0);
+    std::vector<Row> rows(M);
+    torch::stable::parallel_for(0, M, 8, [&](int64_t begin, int64_t end) {
+        for (int64_t m = begin; m < end; m++) {
+            const int64_t at = m * s.groups;
+            to_8_bits(x + m * K, K, s, zero, &q[m * padded], &scale[at], &start[at], &sum[at]);
+            rows[m] = {&q[m * padded], &scale[at], &start[at], &sum[at]};
+        }
+    });
+    const int64_t tile_bytes = s.groups * s.stride + (PER_ROW ? 64 : 0);
+    torch::stable::parallel_for(0, (N + ROWS - 1) / ROWS, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) {
+            const uint8_t* tile = tiles + t * tile_bytes;
+            for (int64_t m = 0; m < M;) {
+                f32x16 out[12];
+                const int64_t left = M - m, now = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+                auto run = now == 12  ? tile_product<BITS, OFFSET, PER_ROW, 12>
+                           : now == 8 ? tile_product<BITS, OFFSET, PER_ROW, 8>
+                           : now == 4 ? tile_product<BITS, OFFSET, PER_ROW, 4>
+                           : now == 2 ? tile_product<BITS, OFFSET, PER_ROW, 2>
+                                      : tile_product<BITS, OFFSET, PER_ROW, 1>;
+                run(tile, s, &rows[m], out);
+                for (int64_t i = 0; i < now; i++, m++)
+                    for (int64_t r = 0; r < std::min(ROWS, N - t * ROWS); r++) from_float(out[i][r], y[m * N + t * ROWS + r]);
+            }
+        }
+    });
+}
+
+template <typename T>
+void product_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, int64_t bits, int64_t group, bool offset, T* y, int64_t N) {
+    const bool per_row = group == 0;
+    Shape s{0, per_row ? 64 : group, 0};
+    s.groups = (K + s.group - 1) / s.group;
+    s.stride = s.group * ROWS * bits / 8 + (per_row ? 0 : 32) + (offset ? 32 : 0);
+    if (per_row) product<T, 8, false, true>(x, M, K, tiles, s, y, N);
+    else if (bits == 8 && !offset) product<T, 8, false, false>(x, M, K, tiles, s, y, N);
+    else if (bits == 8) product<T, 8, true, false>(x, M, K, tiles, s, y, N);
+    else if (!offset) product<T, 4, false, false>(x, M, K, tiles, s, y, N);
+    else product<T, 4, true, false>(x, M, K, tiles, s, y, N);
+}
+
+// (M, K) float32 or bfloat16 times a packed weight (N, K) -> (M, N) of x's dtype.
+Tensor linear_blocks(const Tensor& x, const Tensor& tiles, int64_t bits, int64_t group, bool offset, int64_t N) {
+    const int64_t M = x.size(0), K = x.size(1);
+    Tensor y = torch::stable::new_empty(x, {M, N});
+    const auto* w = (const uint8_t*)tiles.const_data_ptr();
+    if (x.scalar_type() == torch::headeronly::ScalarType::Float)
+        product_of((const float*)x.const_data_ptr(), M, K, w, bits, group, offset, (float*)y.mutable_data_ptr(), N);
+    else
+        product_of((const bf16*)x.const_data_ptr(), M, K, w, bits, group, offset, (bf16*)y.mutable_data_ptr(), N);
+    return y;
+}
+
+}  // namespace
