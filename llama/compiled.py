@@ -13,7 +13,6 @@ import copy
 import functools
 import hashlib
 import logging
-import os
 import platform
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from . import kernels
 from .cache import KINDS, LayerCache
 from .checkpoint.tiles import TILE
 from .errors import UsageError
-from .folders import cache_folder
+from .folders import cache_folder, keep, kept
 from .fused import fuse
 from .model import RMSNorm, Transformer, TransformerBlock
 from .quant import BlockLinear, TileLinear
@@ -54,7 +53,10 @@ def compile_(model: Transformer) -> Transformer:
     traceable = (nn.Linear, FewRowsLinear, TileLinear, BlockLinear, RMSNorm)
     for name, module in blocks[0].named_modules():
         if not list(module.children()) and not isinstance(module, traceable):
-            raise UsageError(f"{name} is a {type(module).__name__}, which can't be compiled: it wants the C++ kernels")
+            raise UsageError(
+                f"--compile wants the C++ kernels, which can't be had here ({name} is a {type(module).__name__});"
+                " install a C++ compiler, or leave --compile out"
+            )
     shells = [shell(block) for block in blocks]
     step = load_step(model, shells[0])
     for block, traced in zip(blocks, shells, strict=True):
@@ -171,14 +173,21 @@ class Trace(nn.Module):
 # ----------------------------------------------------------------------------------------------------- the library
 def load_step(model: Transformer, block: nn.Module) -> Step:
     """The compiled step for a model's blocks, from the cache folder or made now and put there."""
-    target = cache_folder() / "compiled" / f"{fingerprint(model, block)}.pt2"
-    if not target.is_file():
+    folder, name = cache_folder() / "compiled", fingerprint(model, block)
+    target = kept(folder, name, ".pt2")
+    if target is None:
         print("clearllama: compiling the decoding step; it is kept for the next time", file=sys.stderr)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
-            made = Path(work) / "step.pt2"
-            build(model, block, made)
-            os.replace(made, target)  # whole or not at all, also where two processes build at once
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
+                made = Path(work) / "step.pt2"
+                build(model, block, made)
+                target = keep(made, folder, name)
+        except OSError as error:
+            raise UsageError(
+                f"the compiled step can't be kept in {folder}: {error.strerror or error}; set CLEARLLAMA_CACHE to a"
+                " folder that can be written, or leave --compile out"
+            ) from error
     # torch._inductor.aoti_load_package is this and a layer that reads the arguments' structure anew at each call.
     package = torch._C._aoti.AOTIModelPackageLoader(str(target), "model", False, 1, -1)
 

@@ -265,10 +265,24 @@ def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> No
             raise UsageError(
                 f"{target} is {kind[0]} and this format is {kind[1]}; remove it first or name another target"
             )
+        if is_folder and (foreign := _not_of_a_checkpoint(target)):
+            raise UsageError(
+                f"{target} holds {foreign}, so it is not replaced as a whole; remove it first or name another target"
+            )
     if not target.name or target.name in (".", ".."):
         raise UsageError(f"{target} is no name for a new file or folder")
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent} is not a folder; make it first")
+
+
+def _not_of_a_checkpoint(folder: Path) -> str | None:
+    """What in a folder was hardly written by a conversion: another folder, or files with no checkpoint among them."""
+    inside = sorted(folder.iterdir())
+    for path in inside:
+        if path.is_dir():
+            return f"the folder {path.name}"
+    known = {"config.json", "params.json"}
+    return f"{inside[0].name} and no checkpoint" if inside and not known & {path.name for path in inside} else None
 
 
 def _check_space(target: Path, needed: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 from pathlib import Path
 
@@ -11,3 +13,27 @@ def cache_folder() -> Path:
     import platformdirs
 
     return Path(os.environ.get("CLEARLLAMA_CACHE") or platformdirs.user_cache_dir("clearllama")).expanduser()
+
+
+def kept(folder: Path, name: str, suffix: str) -> Path | None:
+    """The file that `keep` has put into a folder under a name, or None. A damaged one is removed."""
+    for path in sorted(folder.glob(f"{name}-*{suffix}")):
+        with contextlib.suppress(OSError):
+            if path.name == _name_of(path, name):
+                return path
+            path.unlink()
+    return None
+
+
+def keep(made: Path, folder: Path, name: str) -> Path:
+    """Move a finished file there, from the same disk: whole or not at all, also where two processes do it at once.
+
+    The hash of its content becomes part of its name, so that `kept` can tell whether it is still what was written.
+    """
+    target = folder / _name_of(made, name)
+    os.replace(made, target)
+    return target
+
+
+def _name_of(path: Path, name: str) -> str:
+    return f"{name}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}{path.suffix}"

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from .errors import UsageError
-from .folders import cache_folder
+from .folders import cache_folder, keep, kept
 
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # it includes its neighbours
 
@@ -93,23 +93,24 @@ def build(form: str) -> Path:
     root = Path(torch.__file__).parent
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     flags = [*COMMON.split(), *FORMS[form].split()]
-    told = "\0".join((sources(), *flags, torch.__version__, compiler or ""))
-    target = cache_folder() / "kernels" / f"{form}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
-    if target.is_file():
-        return target
+    told = "\0".join((sources(), *flags, torch.__version__))
+    folder, name = cache_folder() / "kernels", f"{form}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    if found := kept(folder, name, ".so"):
+        return found
     if compiler is None:
         raise RuntimeError("there is no C++ compiler (c++, g++, clang++); install one, or name it in CXX")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as work:
-        made = Path(work) / target.name
+    folder.mkdir(parents=True, exist_ok=True)
+    if sys.stderr is not None and sys.stderr.isatty():
+        print("clearllama: building the C++ kernels, some seconds; they are kept for the next time", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
+        made = Path(work) / f"{name}.so"
         command = [*compiler.split(), *flags, f"-I{root / 'include'}", str(SOURCE), "-o", str(made)]
         command += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             why = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
             raise RuntimeError(f"{compiler} could not build {SOURCE.name}: {why.strip()}")
-        os.replace(made, target)  # whole or not at all, also where two processes build at once
-    return target
+        return keep(made, folder, name)
 
 
 def _say(why: str) -> None:

@@ -60,7 +60,7 @@ def load(
     device        "cpu", "cuda", "cuda:1", ...; None takes the best there is
     dtype         "float32", "bfloat16", "float16"; None takes the fastest the device computes in
     quantize      round the linear layers to a scheme of quant.SCHEMES: "int8", "int4", ...
-    compile       torch.compile for decoding: costs seconds at the start
+    compile       compile the decoding step (compiled.py): some seconds the first time, then kept
     rope          "complex", "real", "half", "elementwise" or "matrix": five forms of one rotation (rope.py)
     max_seq_len   context in tokens, if another than the checkpoint's is wanted
     rope_scaling  another scaling than the checkpoint's, to stretch its context: {"rope_type": "yarn", "factor": 4.0};
@@ -169,6 +169,8 @@ def build(
         isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1
     ):
         raise UsageError(f"max_seq_len must be a whole number of at least 1, got {max_seq_len!r}")
+    if not isinstance(compile, bool):
+        raise UsageError(f"compile must be True or False, got {compile!r}")
     scheme = None if quantize is None else pick_scheme(quantize)
     config = with_rope(checkpoint.config, rope_scaling, rope_theta)
     torch_device = pick_device(device)

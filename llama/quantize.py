@@ -94,12 +94,15 @@ def kind_of(checkpoint: Checkpoint, name: str, scheme: Scheme) -> Kind | None:
 
 
 def tiles_of(checkpoint: Checkpoint, name: str, kind: Kind) -> Tensor:
-    """A weight packed, taken from the file's integers or rounded."""
+    """A weight packed, taken from the file's integers or rounded. Raises UsageError, naming it, if it can't be."""
     scheme = Scheme(*kind, about=str(kind))
     integers = read_blocks(checkpoint, name, LAYOUT, scheme, as_stored=False)
     if integers is None:
         raise AssertionError("a scheme was given, so there are integers")
-    tiles = integers.tiles()
+    try:
+        tiles = integers.tiles()
+    except UsageError as error:
+        raise UsageError(f"{checkpoint.path}: {checkpoint.file_name(name)}: {error}") from error
     checkpoint.release(name)
     return tiles
 

@@ -265,6 +265,13 @@ def test_targets_that_exist(source: Path, tmp_path: Path) -> None:
     (tmp_path / "hf" / "mine.txt").write_text("x")
     convert(source, tmp_path / "hf", "hf", force=True)
     assert files(tmp_path / "hf") == before
+    for name, holds in (("photos", "holds a.jpg and no checkpoint"), ("hf", "holds the folder photos")):
+        inside = tmp_path / name / ("photos" if name == "hf" else "")
+        inside.mkdir()
+        (inside / "a.jpg").write_text("x")
+        with pytest.raises(UsageError, match=holds):
+            convert(source, tmp_path / name, "hf", force=True)
+        assert (inside / "a.jpg").read_text() == "x"
     for target in (source, source.parent):
         with pytest.raises(UsageError, match="is the source, or the source lies in it"):
             convert(source, target, "hf", force=True)

@@ -34,6 +34,8 @@ METHOD, VERSION = "clearllama", 1
 LAYOUT: Layout = "interleaved"
 TILES = ".tiles"
 GROUPS = (0, 16, 32, 64, 128)  # what the kernels compute with
+EMBEDDING = "embed_tokens.weight"  # the only matrix that may be stored as plain numbers
+AGAIN = "quantize the source again"
 PIECE = 2**20  # entries of a weight that are turned into numbers at once
 
 
@@ -80,9 +82,10 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         return {"quantization": self.scheme, "weights": stored_bytes(stored)}
 
     def tensor(self, name: str) -> Tensor:
-        if self._kind(name) is None:
+        packed = self._packed(name)
+        if packed is None:
             return super().tensor(name)
-        rows, columns = self.shapes[name]
+        _, (rows, columns) = packed
         out = torch.empty(rows, columns)
         step = max(TILE, PIECE // columns // TILE * TILE)
         for first in range(0, rows, step):
@@ -92,58 +95,61 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         return out
 
     def stored(self, name: str) -> str:
-        kind = self._kind(name)
-        return super().stored(name) if kind is None else str(kind)
+        packed = self._packed(name)
+        return super().stored(name) if packed is None else str(packed[0])
 
     def blocks(self, name: str, rows: slice = slice(None)) -> Blocks | None:
-        kind = self._kind(name)
-        if kind is None:
+        packed = self._packed(name)
+        if packed is None:
             return None
-        count, columns = self.shapes[name]
+        kind, (count, columns) = packed
         first, last, _ = rows.indices(count)
         start = first // TILE * TILE  # only the tiles of these rows are read
         tiles = super().tensor(name)[start // TILE : -(-last // TILE)]
         return unpack(tiles, last - start, columns, *kind).rows(slice(first - start, None))
 
     def tiles(self, name: str) -> Tensor | None:
-        return None if self._kind(name) is None else super().tensor(name)
+        return None if self._packed(name) is None else super().tensor(name)
 
     def file_name(self, name: str) -> str:
         return self._places[name][1] if name in self._places else super().file_name(name)
 
-    def _kind(self, name: str) -> Kind | None:
-        source = self._places[name][1]
-        return self._kinds[source][0] if source in self._kinds else None
+    def _packed(self, name: str) -> tuple[Kind, tuple[int, int]] | None:
+        """Kind and shape of a weight that is stored as tiles."""
+        return self._kinds.get(self._places[name][1])
 
     def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
-        fields = Fields(scheme or {}, f"{where}: quantization_config")
-        version = fields.whole("format_version")
-        if version != VERSION:
+        told = dict(scheme or {})
+        where = f"{where}: quantization_config"
+        version, self.scheme = told.get("format_version"), told.get("scheme")
+        if type(version) is not int or version != VERSION:
             raise ConfigError(
-                f"{fields.where}: format_version is {version} and {VERSION} is read; quantize the source again, or"
-                f" take the version of clearllama that wrote this"
+                f"{where}: format_version must be {VERSION}, got {version!r:.40}; {AGAIN}, or take the version of"
+                f" clearllama that wrote this"
             )
-        self.scheme = fields.get("scheme")
         if not isinstance(self.scheme, str):
-            raise ConfigError(f"{fields.where}: scheme must be a name, got {self.scheme!r:.40}; quantize it again")
-        if fields.get("layout") != LAYOUT:
-            raise ConfigError(
-                f"{fields.where}: layout must be {LAYOUT!r}, got {fields.get('layout')!r:.40}; quantize it again"
-            )
-        if unknown := [key for key in fields.unknown() if key != "quant_method"]:
-            raise ConfigError(f"{fields.where}: unknown keys: {', '.join(unknown):.80}; quantize it again")
+            raise ConfigError(f"{where}: scheme must be a name, got {self.scheme!r:.40}; {AGAIN}")
+        if told.get("layout") != LAYOUT:
+            raise ConfigError(f"{where}: layout must be {LAYOUT!r}, got {told.get('layout')!r:.40}; {AGAIN}")
+        if unknown := sorted(told.keys() - {"quant_method", "format_version", "scheme", "layout"}):
+            raise ConfigError(f"{where}: unknown keys: {', '.join(unknown):.80}; {AGAIN}")
 
     def _weight_name(self, source: str) -> str:
         return source.removesuffix(TILES) + ".weight" if source.endswith(TILES) else source
 
     def _check_stored(self, file: WeightFile, source: str) -> None:
         if not source.endswith(TILES):
+            if len(file.shapes[source]) == 2 and not source.endswith(EMBEDDING):  # its rows may be in another order
+                raise CheckpointError(
+                    f"{file.path}: {source} is {file.dtypes[source]}, and a linear layer of this folder is stored as"
+                    f" {source.removesuffix('.weight') + TILES}; the file is of another model, {AGAIN}"
+                )
             return super()._check_stored(file, source)
         kind, shape = _meaning(file.metadata.get(source), f"{file.path}: the metadata of {source}")
         if file.dtypes[source] != "U8" or file.shapes[source] != kind.packed(shape):
             raise CheckpointError(
                 f"{file.path}: {source} is {file.dtypes[source]} {file.shapes[source]}, and a weight {shape} in"
-                f" {kind} is U8 {kind.packed(shape)}; the file is damaged, quantize the source again"
+                f" {kind} is U8 {kind.packed(shape)}; the file is damaged, {AGAIN}"
             )
         self._kinds[source] = kind, shape
 
@@ -154,18 +160,21 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
 def _meaning(told: str | None, where: str) -> tuple[Kind, tuple[int, int]]:
     """Kind and shape of a packed weight. Raises CheckpointError unless they are something the kernels compute with."""
     if told is None:
-        raise CheckpointError(f"{where} is missing, and with it shape and bits; quantize the source again")
+        raise CheckpointError(f"{where} is missing, and with it shape and bits; {AGAIN}")
     try:
         fields = Fields(parse_json(told.encode(), where), where)
         kind = Kind(fields.whole("bits"), fields.whole("group"), fields.flag("offset"))
         shape = fields.get("shape")
-    except ConfigError as error:
-        raise CheckpointError(f"{error}; quantize the source again") from error
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{error}; {AGAIN}") from error
     known = kind.bits in (4, 8) and kind.group in GROUPS and (kind.group > 0 or kind == (8, 0, False))
     if not known or fields.unknown():
-        raise CheckpointError(f"{where} says {told!r:.120}, which is no kind of integers that is read")
+        raise CheckpointError(
+            f"{where} says {told!r:.120}; expected shape, offset, 4 or 8 bits and a group of"
+            f" {', '.join(map(str, GROUPS[1:]))} (0 for 8 bits without offset), and no more; {AGAIN}"
+        )
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
-        raise CheckpointError(f"{where}: shape must be two sizes above 0, got {shape!r:.60}; quantize the source again")
+        raise CheckpointError(f"{where}: shape must be two sizes above 0, got {shape!r:.60}; {AGAIN}")
     return kind, (shape[0], shape[1])
 
 
