@@ -283,7 +283,7 @@ def test_targets_that_exist(source: Path, tmp_path: Path) -> None:
         convert(source, tmp_path / "x", "onnx")
     with pytest.raises(LlamaError, match=r"can't be shared by 3 shards evenly; 1, 2, 4 would do"):
         convert(source, tmp_path / "x", "meta", shards=3)
-    assert sorted(os.listdir(tmp_path)) == ["hf", "source"]
+    assert sorted(os.listdir(tmp_path)) == ["hf", "photos", "source"]
 
 
 def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
