@@ -12,6 +12,7 @@ from llama import compiled, kernels
 from llama.config import ModelConfig
 from llama.errors import UsageError
 from llama.generate import generate, prefill
+from llama.loader import load
 from llama.model import Transformer
 from llama.quant import quantize_
 from llama.sampling import SamplingParams
@@ -119,6 +120,11 @@ def test_the_complex_form_and_opaque_layers_are_refused() -> None:
     net.layers[0].attention.wo = torch.nn.Identity()
     with pytest.raises(UsageError, match=r"wants the C\+\+ kernels.*attention\.wo is a Identity"):
         compiled.compile_(net)
+
+
+def test_a_word_is_no_answer_to_whether_to_compile(tiny_gguf: Path) -> None:
+    with pytest.raises(UsageError, match="compile must be True or False, got 'no'"):
+        load(tiny_gguf, compile="no")
 
 
 @needs_kernels
