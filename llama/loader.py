@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from . import kernels
 from .cache import KINDS
 from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.base import FLOATS
 from .checkpoint.blocks import Blocks
 from .checkpoint.documents import read_json
 from .compiled import compile_
@@ -94,7 +95,7 @@ def load(
         checkpoint.chat_template,
         chat_format=chat_format,
         sampling=checkpoint.sampling,
-        warnings=checkpoint.warnings,
+        warnings=[*checkpoint.warnings, *(rounded_again(checkpoint, pick_scheme(quantize)) if quantize else ())],
     )
 
 
@@ -282,6 +283,27 @@ def read_blocks(
         return rounded(lambda rows: blocks(rows).weight, shape, scheme)
     weight = to_layout(name, checkpoint.tensor(name), *order)
     return rounded(lambda rows: weight[rows], shape, scheme)
+
+
+def rounded_again(checkpoint: Checkpoint, scheme: Scheme) -> list[str]:
+    """A warning about linear layers that were rounded before, to other integers than the scheme's."""
+    before = set()
+    for name, shape in checkpoint.shapes.items():
+        embedding = name == "tok_embeddings.weight"
+        if len(shape) == 2 and (not embedding or checkpoint.config.tie_embeddings):
+            wanted = scheme_for("output" if embedding else name.removesuffix(".weight"), scheme)
+            stored = checkpoint.blocks(name, slice(0, 1))
+            same = stored and (stored.bits, stored.group, stored.offset is not None) == (
+                wanted.bits,
+                wanted.group,
+                wanted.offset,
+            )
+            if not same and checkpoint.stored(name) not in FLOATS.values():
+                before.add(checkpoint.stored(name))
+    if not before:
+        return []
+    kinds = ", ".join(sorted(before))
+    return [f"the source was rounded before ({kinds}); rounding it again loses more than rounding the original once"]
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
