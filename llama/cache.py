@@ -5,6 +5,7 @@ Letters: B batch, T new tokens, S cached tokens, KV key/value heads, D head_dim.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,9 +50,9 @@ class LayerCache:
         for buffer, part in zip(self.buffers, new, strict=True):
             if positions.dim() == 1:
                 buffer.index_copy_(2, positions, part)
-            else:  # each row of the batch at its own positions
-                slots = positions.view(len(positions), 1, -1, *(1,) * (part.dim() - 3))  # (B, 1, T, ..)
-                buffer.scatter_(2, slots.expand_as(part), part)
+            else:  # each row of the batch at its own positions; scatter_ would copy the whole buffer
+                rows = torch.arange(len(part), device=positions.device).unsqueeze(1)  # (B, 1)
+                buffer.transpose(1, 2).index_put_((rows, positions), part.transpose(1, 2))
         return [buffer if self.end is None else buffer[:, :, : self.end] for buffer in self.buffers]
 
     @property
@@ -127,6 +128,8 @@ class KVCache:
         layers[0].update(k, v, ..)   writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; so for each layer
         commit()                  length is 5. A forward pass that broke off in the middle has changed no length
         trim(4)                   forgets the last token
+
+    Rows of a batch that are filled to different lengths are worked on through `rows` (batch.py).
     """
 
     def __init__(
@@ -205,14 +208,45 @@ class KVCache:
         self.length = self.end = length
         self._filled = [min(row, length) for row in self._filled]
 
-    def _reserve(self, end: int, every_slot: bool) -> None:
+    def grow(self, end: int) -> bool:
+        """Make room for positions below `end`; whether that took new buffers. Raises ContextLengthError."""
         if end > self.max_len:
             raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
-        grown = min(max(end, 2 * self.slots), self.max_len) if end > self.slots else None
+        if end <= self.slots:
+            return False
+        grown = min(max(end, 2 * self.slots), self.max_len)
+        for layer in self.layers:
+            layer.grow(grown)
+        return True
+
+    def rows(self, first: int, last: int, length: int = 0) -> KVCache:
+        """Rows `first` to `last` of the batch as a cache of their own in the same memory, with `length` tokens in it.
+
+        It is fixed at the slots there are now, and of no use once this cache has grown.
+        """
+        part = copy.copy(self)
+        part.layers = [type(layer)(*(buffer[first:last] for buffer in layer.buffers)) for layer in self.layers]
+        part.batch, part.max_len, part.fixed, part.steps = last - first, self.slots, True, None
+        part.length = part.end = length
+        part._filled = part._placed = [length] * part.batch
+        return part
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Give row `target` the first tokens of row `source`."""
+        for layer in self.layers:
+            for buffer in layer.buffers:
+                buffer[target, :, :length] = buffer[source, :, :length]
+
+    def clear_row(self, row: int) -> None:
+        """Zeros: what is not finite must not stay behind a mask, see LayerCache.empty."""
+        for layer in self.layers:
+            for buffer in layer.buffers:
+                buffer[row] = 0
+
+    def _reserve(self, end: int, every_slot: bool) -> None:
+        self.grow(end)
         self.end = end
         for layer in self.layers:
-            if grown:
-                layer.grow(grown)
             layer.end = None if every_slot else end
         self.width = self.slots if every_slot else end
 

@@ -175,8 +175,11 @@ class Transformer(nn.Module):
         """
         return self.output(self.hidden(tokens, positions, cache)).float()
 
-    def new_cache(self, max_len: int | None = None, batch: int = 1) -> KVCache:
-        """An empty cache for this model's shape, dtype and device; for its whole context unless max_len is given."""
+    def new_cache(self, max_len: int | None = None, batch: int = 1, fixed: bool | None = None) -> KVCache:
+        """An empty cache for this model's shape, dtype and device; for its whole context unless max_len is given.
+
+        fixed  whether it has all its slots from the start; as `fixed_cache` says, unless given
+        """
         weight = self.norm.weight  # the one weight that is never packed
         return KVCache(
             self.config.n_layers,
@@ -186,6 +189,6 @@ class Transformer(nn.Module):
             batch=batch,
             dtype=weight.dtype,
             device=weight.device,
-            fixed=self.fixed_cache,
+            fixed=self.fixed_cache if fixed is None else fixed,
             kind=self.cache_kind,
         )

@@ -18,9 +18,10 @@ PACKAGE = ROOT / "llama"
 # Layers, top first: a module may import from layers below its own and, within a layer, never in a circle.
 LAYERS = [
     {"cli", "__main__"},
-    {"study", "text", "loader", "convert", "quantize", "verify", "evaluate", "benchmark"},
+    {"study", "text", "answer", "loader", "convert", "quantize", "verify", "evaluate", "benchmark"},
     {
         "generate",
+        "batch",
         "speculative",
         "chat",
         "tokenizer",

@@ -1,4 +1,4 @@
-"""clearllama generate: a prompt in, text out."""
+"""clearllama generate: a prompt in, text out; many at once are batch.py's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import sys
 
 from ..errors import UsageError
-from . import common
+from . import batch, common
 
 
 def add_parser(commands: common.Subparsers) -> None:
@@ -29,7 +29,10 @@ def add_parser(commands: common.Subparsers) -> None:
         action="store_true",
         help="one object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats",
     )
-    parser.add_argument("--logprobs", action="store_true", help="log-probability of each new token (with --json)")
+    parser.add_argument(
+        "--logprobs", action="store_true", help="log-probability of each new token (with --json or --prompts)"
+    )
+    batch.add_options(parser)
     common.add_chat_format(parser)
     common.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
     common.add_draft_options(parser)
@@ -39,6 +42,9 @@ def add_parser(commands: common.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.prompts is not None:
+        return batch.run(args)
+    batch.check_absent(args)
     prompt = read_prompt(args)
     if args.logprobs and not args.json:
         raise UsageError("--logprobs goes with --json")
