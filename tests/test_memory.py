@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_flatten
 
 from llama.cache import FIRST_SLOTS, LARGEST_STEP, KVCache
 from llama.errors import ContextLengthError
-from llama.generate import generate, prefill
+from llama.generate import prefill
 from llama.model import Transformer
-from llama.sampling import SamplingParams
 
 from . import tiny
 
