@@ -187,7 +187,7 @@ class Batch:
     @torch.inference_mode()
     def _feed(self, prompt: list[int], slot: Slot, source: Slot, cached: int, end: int) -> Tensor:
         """Take a prompt into a slot, its first tokens from another: logits (V,) after its last token."""
-        self.cache.grow(end)
+        self.cache.reserve(end)
         target = self.slots.index(slot)
         if slot.spoilt:
             self.cache.clear_row(target)

@@ -15,6 +15,9 @@ from torch import Tensor
 from .errors import ContextLengthError, UsageError
 
 FIRST_SLOTS = 1024  # tokens a cache has room for before it first grows
+# The most it grows by at once, beyond what is asked for. Decoding reads all of the cache for each token, so copying it
+# once in so many tokens costs a thousandth; doubling would leave half of a long cache empty.
+LARGEST_STEP = 4096
 
 
 class Rounded(NamedTuple):
@@ -65,11 +68,13 @@ class LayerCache:
         """All values, likewise."""
         return self.buffers[1]
 
-    def grow(self, slots: int) -> None:
-        """Make room for so many positions."""
+    def resize(self, slots: int) -> None:
+        """Have so many slots, and in them what was there."""
         for i, old in enumerate(self.buffers):
-            self.buffers[i] = old.new_zeros(*old.shape[:2], slots, *old.shape[3:])
-            self.buffers[i][:, :, : old.shape[2]] = old
+            if old.shape[2] != slots:
+                new = old.new_zeros(*old.shape[:2], slots, *old.shape[3:])
+                new[:, :, : old.shape[2]] = old[:, :, :slots]
+                self.buffers[i] = new
 
 
 class RoundedLayerCache(LayerCache):
@@ -118,9 +123,9 @@ KINDS: dict[str, type[LayerCache]] = {
 class KVCache:
     """One LayerCache for each layer, and how far they are filled.
 
-    The buffers grow with use, by doubling, up to max_len; so a long context costs memory only when it is filled. With
-    fixed=True they have max_len slots from the start, and a single token gets to see all of them, behind a mask:
-    tensors of one shape at each step, as compiled code and CUDA graphs want.
+    The buffers grow with use, by doubling and later in steps, and never beyond max_len slots; so a long context costs
+    memory only when it is filled. With fixed=True they have max_len slots from the start, and a single token gets to
+    see all of them, behind a mask: tensors of one shape at each step, as compiled code and CUDA graphs want.
     Whoever generates makes it and passes it in; the model keeps no state. It is used like this, for
     2 cached tokens and 3 new ones:
 
@@ -171,7 +176,7 @@ class KVCache:
     @property
     def slots(self) -> int:
         """Positions there is room for before the buffers grow."""
-        return self.layers[0].buffers[0].shape[2]
+        return self.layers[-1].buffers[-1].shape[2]  # the last to be resized, should memory run out in the middle
 
     def place(self, tokens: int, positions: Tensor | None = None) -> Tensor:
         """Make room for T new tokens and return their positions.
@@ -189,13 +194,13 @@ class KVCache:
         else:
             positions = positions.long()
             end = self._place_at(positions)
-        self._reserve(end, every_slot=self.fixed and tokens == 1)
+        self._hand_out(end, every_slot=self.fixed and tokens == 1)
         return positions
 
     def place_next(self) -> None:
         """`place(1)` for a device that knows the position itself (decoding.py): every slot is handed out."""
         self._placed = [self.length + 1] * self.batch
-        self._reserve(self.length + 1, every_slot=True)
+        self._hand_out(self.length + 1, every_slot=True)
 
     def commit(self) -> None:
         """The placed tokens are in every layer."""
@@ -208,16 +213,14 @@ class KVCache:
         self.length = self.end = length
         self._filled = [min(row, length) for row in self._filled]
 
-    def grow(self, end: int) -> bool:
-        """Make room for positions below `end`; whether that took new buffers. Raises ContextLengthError."""
+    def reserve(self, end: int) -> None:
+        """Have room for the positions below `end`. Raises ContextLengthError where that is beyond max_len."""
         if end > self.max_len:
             raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
-        if end <= self.slots:
-            return False
-        grown = min(max(end, 2 * self.slots), self.max_len)
-        for layer in self.layers:
-            layer.grow(grown)
-        return True
+        if end > self.slots:
+            slots = min(max(end, self.slots + min(self.slots, LARGEST_STEP)), self.max_len)
+            for layer in self.layers:  # one by one, so that only one is there twice
+                layer.resize(slots)
 
     def rows(self, first: int, last: int, length: int = 0) -> KVCache:
         """Rows `first` to `last` of the batch as a cache of their own in the same memory, with `length` tokens in it.
@@ -243,8 +246,8 @@ class KVCache:
             for buffer in layer.buffers:
                 buffer[row] = 0
 
-    def _reserve(self, end: int, every_slot: bool) -> None:
-        self.grow(end)
+    def _hand_out(self, end: int, every_slot: bool) -> None:
+        self.reserve(end)
         self.end = end
         for layer in self.layers:
             layer.end = None if every_slot else end

@@ -4,56 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
 
 from .answer import Answer, Completion, Piece, Stats, StopText
 from .batch import Batch, Ended, Request, Said, Started
-from .cache import KVCache
 from .chat import encode_chat
 from .errors import LlamaError, UsageError
 from .generate import generate
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
+from .session import Session
 from .speculative import Draft, make_draft, speculate
 from .tokenizer import Tokenizer
 
 __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
 BATCH_SIZE = 8  # answers under way at once
-
-
-@dataclass
-class Session:
-    """One conversation's KV cache and the ids it holds: a prompt that begins alike pays only for its new part."""
-
-    cache: KVCache | None = None
-    tokens: list[int] = field(default_factory=list)
-    busy: bool = False
-
-    def reuse(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
-        """The cache, trimmed to what it shares with `prompt`; at least the prompt's last token is left to be fed.
-
-        Raises UsageError while another stream is using it.
-        """
-        if self.busy:
-            raise UsageError(
-                "this session is in use by another stream; finish or close that one, or take a second session"
-            )
-        if self.cache is None:
-            self.cache = model.new_cache()
-        shared = 0
-        kept = [] if model.rope.by_length else self.tokens  # a longer prompt turns even its first token otherwise
-        for ours, theirs in zip(kept, prompt[:-1], strict=False):
-            if ours != theirs:
-                break
-            shared += 1
-        self.cache.trim(shared)
-        self.tokens = self.tokens[:shared]
-        self.busy = True
-        return self.cache
 
 
 class Llama:
@@ -107,7 +75,7 @@ class Llama:
             done[number] = piece.completion
         return [completion for completion in done if completion is not None]
 
-    def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
+    def stream(self, prompt: str, **options: Any) -> Generator[Piece]:
         """`generate` piece by piece; the texts joined are the completion's text."""
         if not isinstance(prompt, str):
             raise UsageError(f"prompt must be a string, got {type(prompt).__name__}")
@@ -133,7 +101,7 @@ class Llama:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         """`chat` piece by piece."""
         prompt = encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
         return self.stream_ids(prompt, **options)
@@ -148,7 +116,7 @@ class Llama:
         draft: str | Llama | Transformer | Draft | None = None,
         draft_tokens: int | None = None,
         **sampling: Any,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         """What the methods above stand on: prompt ids in, pieces of text out.
 
         session keeps the KV cache for the next call; a draft that is a speculative.Draft keeps its own. Bad options are
@@ -166,7 +134,7 @@ class Llama:
         logprobs: bool,
         session: Session | None,
         draft: Draft | None,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         cache = None if session is None else session.reuse(self.model, prompt)
         cached = 0 if cache is None else cache.length
         answer = Answer(self.tokenizer, len(prompt), stops)

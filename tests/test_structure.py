@@ -33,6 +33,7 @@ LAYERS = [
         "quant",
         "parallel",
         "sampling",
+        "session",
         "runtime",
         "hub",
         "repository",
@@ -41,7 +42,7 @@ LAYERS = [
     {"model"},
     {"rope", "attention", "cache"},
     {"rope_scaling"},
-    {"config", "kernels"},
+    {"config", "kernels", "memory"},
     {"errors", "temporary", "folders"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -16,9 +16,10 @@ from ..errors import CheckpointError, LlamaError, UsageError
 from ..hub import DEFAULT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ..model import Transformer
+    from ..session import Session
     from ..speculative import Draft
     from ..text import Llama, Stats
 
@@ -115,6 +116,20 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-tokens", type=int, metavar="N", help="most tokens to guess at once (default: 10)")
 
 
+def add_session_options(parser: argparse.ArgumentParser) -> None:
+    """The KV cache from one run to the next."""
+    group = parser.add_argument_group(
+        "session",
+        "the KV cache in a file: what a later prompt begins alike with is not computed again (docs/long-contexts.md)",
+    )
+    group.add_argument("--load-session", metavar="FILE", help="go on with a session that was saved")
+    group.add_argument(
+        "--save-session",
+        metavar="FILE",
+        help="save the session at the end, or at Ctrl-C; an older session there is replaced",
+    )
+
+
 def add_chat_format(parser: argparse.ArgumentParser) -> None:
     """How messages become tokens."""
     parser.add_argument(
@@ -170,6 +185,54 @@ def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:
     smaller = load_model(argparse.Namespace(**{**vars(args), **own}))
     check_match(smaller, model)
     return make_draft(smaller, args.draft_tokens)
+
+
+def check_session(args: argparse.Namespace) -> None:
+    """What is wrong with --load-session and --save-session, as far as it shows before the model is loaded."""
+    if args.load_session is None and args.save_session is None:
+        return
+    from ..session import check_target, open_session
+
+    if args.load_session is not None:
+        open_session(Path(args.load_session))
+    if args.save_session is not None:
+        check_target(Path(args.save_session))
+
+
+def load_session(args: argparse.Namespace, model: Transformer) -> Session | None:
+    """The session that --load-session names, or a new one to be saved; None without either option."""
+    if args.load_session is None and args.save_session is None:
+        return None
+    from ..session import Session, check_model
+
+    check_model(model)
+    if args.load_session is None:
+        return Session()
+    session = Session.load(args.load_session, model)
+    turns = f" and {len(session.messages)} messages" if session.messages else ""
+    say(args, f"{args.load_session}: a session of {len(session.tokens):,} tokens{turns}")
+    return session
+
+
+@contextlib.contextmanager
+def saving(args: argparse.Namespace, session: Session | None, model: Transformer) -> Iterator[None]:
+    """Save the session behind the block, where --save-session asks for it; also where a signal ends the block."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, BrokenPipeError):
+        _save_session(args, session, model)
+        raise
+    _save_session(args, session, model)
+
+
+def _save_session(args: argparse.Namespace, session: Session | None, model: Transformer) -> None:
+    if session is None or args.save_session is None:
+        return
+    if not session.tokens:
+        say(args, f"{args.save_session} was not saved: nothing has been computed yet")
+        return
+    size = session.save(args.save_session, model)
+    say(args, f"{args.save_session}: saved {len(session.tokens):,} tokens, {size / 1e6:,.1f} MB")
 
 
 def say(args: argparse.Namespace, line: str) -> None:
@@ -328,6 +391,8 @@ def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> Non
         return f" ({tps:,.0f} tok/s)" if tps else ""
 
     prompt = f"{stats.prompt_tokens} prompt tokens{speed(stats.prefill_tps)}"
+    if args.load_session is not None and stats.cached_tokens:
+        prompt += f", {stats.cached_tokens} of them from the session"
     new = f"{stats.new_tokens} new{speed(stats.decode_tps)}"
     if args.draft is not None:
         new += f", {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"

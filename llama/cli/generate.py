@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 
@@ -36,6 +37,7 @@ def add_parser(commands: common.Subparsers) -> None:
     common.add_chat_format(parser)
     common.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
     common.add_draft_options(parser)
+    common.add_session_options(parser)
     common.add_model_options(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
@@ -52,8 +54,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--suffix is for raw text: leave --system and --chat-format out")
     options = common.sampling_options(args)
     common.check_draft(args)
+    common.check_session(args)
     llm = common.load(args)
     options["draft"] = common.load_draft(args, llm.model)
+    session = options["session"] = common.load_session(args, llm.model)
+    if session is not None and session.messages:
+        common.say(
+            args, "the session's conversation is not continued here, but by clearllama chat; this is a new prompt"
+        )
+        session.messages = []
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
     raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
@@ -77,10 +86,11 @@ def run(args: argparse.Namespace) -> int:
         pieces = llm.stream_chat(messages, logprobs=args.logprobs, **options)
 
     completion = None
-    for piece in pieces:
-        if not args.json:
-            common.write(piece.text)
-        completion = piece.completion
+    with common.saving(args, session, llm.model), contextlib.closing(pieces):
+        for piece in pieces:
+            if not args.json:
+                common.write(piece.text)
+            completion = piece.completion
     if completion is None:
         raise RuntimeError("the stream ended without its completion")
     if args.json:
