@@ -18,7 +18,7 @@ PACKAGE = ROOT / "llama"
 # Layers, top first: a module may import from layers below its own and, within a layer, never in a circle.
 LAYERS = [
     {"cli", "__main__"},
-    {"study", "text", "loader", "convert", "quantize", "verify", "evaluate", "benchmark"},
+    {"study", "text", "loader", "convert", "quantize", "verify", "evaluate", "benchmark", "plan"},
     {
         "generate",
         "speculative",
@@ -28,6 +28,7 @@ LAYERS = [
         "compiled",
         "decoding",
         "fused",
+        "placement",
         "triton_kernels",
         "quant",
         "parallel",
