@@ -146,16 +146,17 @@ class KVCache:
         *,
         batch: int = 1,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | Sequence[torch.device] = "cpu",
         fixed: bool = False,
         kind: str = "model",
     ):
         if kind not in KINDS:
             raise UsageError(f"unknown kind of KV cache {kind!r}; known: {', '.join(KINDS)}")
         shape = (batch, n_kv_heads, max_len if fixed else min(max_len, FIRST_SLOTS), head_dim)
-        self.layers = [KINDS[kind].empty(shape, dtype, device) for _ in range(n_layers)]
+        devices = [device] * n_layers if isinstance(device, str | torch.device) else device  # one for each layer
+        self.layers = [KINDS[kind].empty(shape, dtype, devices[i]) for i in range(n_layers)]
         self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
-        self.device = self.layers[0].buffers[0].device
+        self.device = self.layers[-1].buffers[0].device  # where tokens and positions are made
         self.length = 0  # tokens whose keys are complete in every layer
         self.end = 0  # tokens whose keys are complete once the current forward pass is through
         self.width = 0  # keys that attention gets to see in the current forward pass, masked ones included
@@ -166,12 +167,17 @@ class KVCache:
     @property
     def k(self) -> Tensor:
         """All keys, (layer, B, KV, slots, D): a copy, to look at."""
-        return torch.stack([layer.k for layer in self.layers])
+        return torch.stack([layer.k.to(self.device) for layer in self.layers])
 
     @property
     def v(self) -> Tensor:
         """All values, likewise."""
-        return torch.stack([layer.v for layer in self.layers])
+        return torch.stack([layer.v.to(self.device) for layer in self.layers])
+
+    @property
+    def on_one_device(self) -> bool:
+        """Whether all layers lie together."""
+        return all(layer.buffers[0].device == self.device for layer in self.layers)
 
     @property
     def slots(self) -> int:

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "llama"
 # Layers, top first: a module may import from layers below its own and, within a layer, never in a circle.
 LAYERS = [
     {"cli", "__main__"},
-    {"study", "text", "answer", "loader", "convert", "quantize", "verify", "evaluate", "benchmark"},
+    {"study", "text", "answer", "loader", "convert", "quantize", "verify", "evaluate", "benchmark", "plan"},
     {
         "generate",
         "batch",
@@ -29,6 +29,7 @@ LAYERS = [
         "compiled",
         "decoding",
         "fused",
+        "placement",
         "triton_kernels",
         "quant",
         "parallel",

@@ -39,7 +39,14 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = DEF
         help="a folder of Meta's or Hugging Face's, a .gguf file, a known name, or ORG/NAME that was pulled"
         + (f" (default: {default})" if default else ""),
     )
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
+    group.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cpu, cuda, cuda:1, mps; cuda:0,cuda:1 spreads the layers (default: auto)",
+    )
+    group.add_argument(
+        "--gpu-layers", type=int, metavar="K", help="only the last K layers on the GPU, the others on the CPU"
+    )
     group.add_argument(
         "--dtype",
         default=dtype or "auto",
@@ -299,6 +306,12 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     return scaling
 
 
+def check_one_device(args: argparse.Namespace, command: str) -> None:
+    """Raise UsageError where a model would be split that the command has to see whole."""
+    if args.gpu_layers is not None or "," in args.device:
+        raise UsageError(f"{command} wants the model on one device; leave out --gpu-layers and all devices but one")
+
+
 def load(args: argparse.Namespace) -> Llama:
     """The model that the options name, with its tokenizer; says on stderr what was loaded and what is unusual."""
     from .. import loader, runtime
@@ -316,6 +329,7 @@ def load(args: argparse.Namespace) -> Llama:
         quantize=args.quantize,
         compile=args.compile,
         kv_cache=args.kv_cache,
+        gpu_layers=args.gpu_layers,
     )
     _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
@@ -345,13 +359,14 @@ def load_model(args: argparse.Namespace) -> Transformer:
         quantize=args.quantize,
         compile=args.compile,
         kv_cache=args.kv_cache,
+        gpu_layers=args.gpu_layers,
     )
     _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
     return model
 
 
 def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
-    from .. import quant
+    from .. import placement, quant
     from ..rope_scaling import reach, trained_length
 
     weight = model.norm.weight
@@ -359,7 +374,7 @@ def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence
     say(
         args,
         f"{args.model}: {_millions(model.config.n_params)} parameters,"
-        f" {dtype}{quant.told(model)} on {weight.device}, loaded in {seconds:.1f} s",
+        f" {dtype}{quant.told(model)} on {placement.told(model)}, loaded in {seconds:.1f} s",
     )
     for warning in warnings:
         say(args, f"warning: {warning}")
