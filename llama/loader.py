@@ -20,11 +20,13 @@ from .cache import KINDS
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.blocks import Blocks
 from .checkpoint.documents import read_json
+from .checkpoint.part import PartCheckpoint
 from .compiled import compile_
 from .config import ModelConfig
 from .errors import CheckpointError, UsageError
 from .hub import DEFAULT, resolve
 from .model import Transformer
+from .parallel import World, share
 from .quant import Integers, Scheme, embedding_of, linear_of, pick_scheme, rounded, scheme_for, taken
 from .rope import FORMS, Layout, to_half_layout, to_interleaved_layout
 from .rope_scaling import with_rope
@@ -52,6 +54,7 @@ def load(
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
     kv_cache: str = "model",
+    world: World | None = None,
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
@@ -67,6 +70,7 @@ def load(
                   {"rope_type": "default"} takes the checkpoint's off
     rope_theta    another base of the frequencies
     kv_cache      "model" keeps keys and values in the model's dtype, "int8" in 8 bits: for long contexts
+    world         the processes that share the model (parallel.join), of which this one loads its part
 
     Raises CheckpointError when the file can't be run, UsageError on a bad argument.
     """
@@ -86,6 +90,7 @@ def load(
         quantize=quantize,
         compile=compile,
         kv_cache=kv_cache,
+        world=world,
     )
     chat_format = checkpoint.chat_format(tokenizer) if checkpoint.chat_template is None else None
     return Llama(
@@ -150,6 +155,7 @@ def build(
     quantize: str | None = None,
     compile: bool = False,
     kv_cache: str = "model",
+    world: World | None = None,
 ) -> Transformer:
     """A model filled with a checkpoint's weights: each is read, reordered if need be, cast or rounded, handed over.
 
@@ -159,6 +165,7 @@ def build(
     quantize      a scheme of quant.SCHEMES for the linear layers
     compile       compile the decoding step (compiled.py); RoPE then runs in the real form instead of the complex one
     kv_cache      what caches of this model keep keys and values in, one of cache.KINDS
+    world         the processes that share the model: this one's slices are read, and only then cast or rounded
 
     A weight that needs no change stays in the mapped file; one that is rounded is read piece by piece. Strict both
     ways: CheckpointError lists tensors that are missing, unexpected or of another shape.
@@ -185,8 +192,17 @@ def build(
         rope = "real"  # the same arithmetic; the compiler has no complex numbers
     attention = pick_attention(torch_device) if pack else "sdpa"
     check_tensors(checkpoint)
+    sizes = config
+    if world is not None:
+        if compile:
+            raise UsageError("--compile is for one process; leave it out, or run the model in one")
+        checkpoint, sizes = PartCheckpoint(checkpoint, world.place), world.place.config(config)
+        if scheme is not None or as_stored:
+            checkpoint.check_groups(None if scheme is None else scheme.group)
     with torch.device("meta"), SkipInit():
-        model = Transformer(config, rope, attention, max_seq_len).requires_grad_(False).eval()
+        model = Transformer(sizes, rope, attention, max_seq_len).requires_grad_(False).eval()
+    if world is not None and world.place.stage:
+        model.tok_embeddings = model.output = nn.Identity()  # type: ignore[assignment]  # the first stage has them
     layers = {
         name: child for name, child in model.named_modules() if next(child.parameters(recurse=False), None) is not None
     }
@@ -248,6 +264,8 @@ def build(
         for _ in pool.map(fill, [name for name in names if name not in large]):
             pass
     model.cache_kind = kv_cache
+    if world is not None:
+        return share(model, config, world)
     return compile_(model) if compile else model
 
 
