@@ -60,13 +60,27 @@ class World:
     def __init__(self, place: Place, device: torch.device):
         self.place, self.device = place, device
         self.told: list[str] = []
+        self.loaded = False  # whether all ranks have come through `together`
         self.broken: str | None = None  # why the ranks are out of step
+        self.lost = False  # whether that is because another one ended
         work, idle = timedelta(seconds=WORK_SECONDS), timedelta(days=IDLE_DAYS)
         tensor, ranks = place.tensor, range(place.tensor * place.pipeline)
         self.orders = dist.new_group(timeout=idle, backend="gloo")
         self.all = dist.new_group(timeout=work)
         groups = [dist.new_group(list(ranks[s : s + tensor]), timeout=work) for s in ranks[::tensor]]  # by everybody
         self.stage = groups[place.stage]
+
+    def __str__(self) -> str:
+        stages = f" in {self.place.pipeline} stages" if self.place.pipeline > 1 else ""
+        return f"{self.size} processes{stages}"
+
+    def break_off(self, error: Exception) -> ParallelError:
+        """The ranks are out of step from now on: what to raise."""
+        self.broken = " ".join(str(error).split())[:200] or type(error).__name__
+        self.lost = isinstance(error, dist.DistError) or "gloo" in self.broken or "NCCL" in self.broken
+        if self.lost:
+            return ParallelError(f"another rank ended or can't be reached ({self.broken}); start again")
+        return ParallelError(f"rank {self.place.rank} broke off and the ranks are out of step: {self.broken}")
 
     @property
     def leader(self) -> bool:
@@ -221,11 +235,9 @@ def together(world: World | None) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    said = (
-        {"error": None} if failure is None else {"error": str(failure)[:1000], "usage": isinstance(failure, UsageError)}
-    )
+    said = {"error": failure and str(failure)[:500], "told": world.told}
     with _connected(world):
-        heard = [json.loads(text) for text in world.exchange(json.dumps({**said, "told": world.told}))]
+        heard = [json.loads(text) for text in world.exchange(json.dumps(said))]
     if failure is not None:
         raise failure
     for rank, other in enumerate(heard):
@@ -235,6 +247,7 @@ def together(world: World | None) -> Iterator[None]:
             pairs = zip(other["told"], heard[0]["told"], strict=False)
             theirs, ours = next(pair for pair in pairs if pair[0] != pair[1])
             raise ParallelError(f"rank {rank} has another model or other options than rank 0: {theirs}, not {ours}")
+    world.loaded = True
 
 
 @contextmanager
@@ -245,8 +258,7 @@ def _connected(world: World) -> Iterator[None]:
     except ParallelError:
         raise
     except Exception as error:
-        world.broken = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ParallelError(f"the ranks are out of step ({world.broken})") from error
+        raise world.break_off(error) from error
     except BaseException:
         world.broken = "interrupted"
         raise
@@ -434,11 +446,9 @@ def in_step(
     except (LlamaError, ValueError) as error:
         if not run.begun:
             raise
-        world.broken = str(error)[:200]
-        raise ParallelError(f"the ranks are out of step ({world.broken})") from error
+        raise world.break_off(error) from error
     except Exception as error:
-        world.broken = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ParallelError(f"the ranks are out of step ({world.broken})") from error
+        raise world.break_off(error) from error
 
 
 @torch.inference_mode()

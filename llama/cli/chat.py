@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..errors import ContextLengthError, LlamaError, TemplateError, UsageError
-from . import common
+from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
+from . import common, ranks
 
 HELP = """\
 /help          this list
@@ -33,6 +33,7 @@ def add_parser(commands: common.Subparsers) -> None:
     common.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
     common.add_draft_options(parser)
     common.add_model_options(parser)
+    ranks.add_options(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
                     return 0
             else:
                 chat.answer(args, line, options)
+        except ParallelError:  # no turn can follow
+            raise
         except (LlamaError, MemoryError, RuntimeError) as error:  # the turn failed, the conversation goes on
             if args.debug:
                 raise

@@ -7,7 +7,7 @@ import math
 import sys
 
 from ..errors import UsageError
-from . import common
+from . import common, ranks
 
 
 def add_parser(commands: common.Subparsers) -> None:
@@ -34,6 +34,7 @@ def add_parser(commands: common.Subparsers) -> None:
     common.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
     common.add_draft_options(parser)
     common.add_model_options(parser)
+    ranks.add_options(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
 
