@@ -208,6 +208,16 @@ class KVCache:
         self._placed = [self.length + 1] * self.batch
         self._hand_out(self.length + 1, every_slot=True)
 
+    @property
+    def filled(self) -> list[int]:
+        """How far each row of the batch is filled."""
+        return list(self._filled)
+
+    def fill_to(self, length: int, filled: list[int]) -> None:
+        """Take over the `length` and `filled` of another cache, whose like this one is (parallel.py)."""
+        self.length = self.end = length
+        self._filled = list(filled)
+
     def commit(self) -> None:
         """The placed tokens are in every layer."""
         self.length, self._filled = self.end, self._placed

@@ -34,7 +34,8 @@ class Choice(NamedTuple):
 
 def fits(model: Transformer, cache: KVCache) -> bool:
     """Whether `decode` can go on from a cache: one text on a CUDA device, under frequencies that stay as they are."""
-    return cache.device.type == "cuda" and cache.on_one_device and cache.batch == 1 and not model.rope.by_length
+    alone = cache.on_one_device and "hidden" not in vars(model)  # else somebody has to hear of each pass (parallel.py)
+    return cache.device.type == "cuda" and cache.batch == 1 and alone and not model.rope.by_length
 
 
 @torch.inference_mode()

@@ -33,5 +33,9 @@ class ContextLengthError(LlamaError, ValueError):
     """The tokens do not fit into the context."""
 
 
+class ParallelError(LlamaError, RuntimeError):
+    """A process that runs a part of the model is gone or out of step, so none of them can go on."""
+
+
 class NumericalError(LlamaError, ArithmeticError):
     """The model produced a number that is not finite."""

@@ -22,11 +22,13 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.base import FLOATS
 from .checkpoint.blocks import Blocks
 from .checkpoint.documents import read_json
+from .checkpoint.part import PartCheckpoint
 from .compiled import compile_
 from .config import ModelConfig
 from .errors import CheckpointError, UsageError
 from .hub import DEFAULT, resolve
 from .model import Transformer
+from .parallel import World, share
 from .placement import NO_COMPILING, Devices, pick_placement, run_placed
 from .quant import Integers, Scheme, embedding_of, linear_of, pick_scheme, rounded, scheme_for, taken
 from .rope import FORMS, Layout, to_half_layout, to_interleaved_layout
@@ -56,6 +58,7 @@ def load(
     rope_theta: float | None = None,
     kv_cache: str = "model",
     gpu_layers: int | None = None,
+    world: World | None = None,
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
@@ -72,6 +75,7 @@ def load(
     rope_theta    another base of the frequencies
     kv_cache      "model" keeps keys and values in the model's dtype, "int8" in 8 bits: for long contexts
     gpu_layers    only the last so many layers on the GPU, the others on the CPU (placement.py)
+    world         the processes that share the model (parallel.join), of which this one loads its part
 
     Raises CheckpointError when the file can't be run, UsageError on a bad argument.
     """
@@ -92,6 +96,7 @@ def load(
         compile=compile,
         kv_cache=kv_cache,
         gpu_layers=gpu_layers,
+        world=world,
     )
     chat_format = checkpoint.chat_format(tokenizer) if checkpoint.chat_template is None else None
     return Llama(
@@ -159,6 +164,7 @@ def build(
     compile: bool = False,
     kv_cache: str = "model",
     gpu_layers: int | None = None,
+    world: World | None = None,
 ) -> Transformer:
     """A model filled with a checkpoint's weights: each is read, reordered if need be, cast or rounded, handed over.
 
@@ -169,6 +175,7 @@ def build(
     compile       compile the decoding step (compiled.py); RoPE then runs in the real form instead of the complex one
     kv_cache      what caches of this model keep keys and values in, one of cache.KINDS
     gpu_layers    as in `load`; each layer is made for the device that it lies on
+    world         the processes that share the model: this one's slices are read, and only then cast or rounded
 
     A weight that needs no change stays in the mapped file; one that is rounded is read piece by piece. Strict both
     ways: CheckpointError lists tensors that are missing, unexpected or of another shape.
@@ -183,23 +190,36 @@ def build(
         raise UsageError(f"compile must be True or False, got {compile!r}")
     scheme = None if quantize is None else pick_scheme(quantize)
     config = with_rope(checkpoint.config, rope_scaling, rope_theta)
-    place = pick_placement(config, device, gpu_layers)
+    if kv_cache not in KINDS:
+        raise UsageError(f"unknown kind of KV cache {kv_cache!r}; known: {', '.join(KINDS)}")
+    sizes = config
+    if world is not None:
+        if compile:
+            raise UsageError("--compile is for one process; leave it out, or run the model in one")
+        if gpu_layers is not None:
+            raise UsageError("gpu_layers is for one process; leave it out, or run the model in one")
+        device, sizes = world.device, world.place.config(config)
+    place = pick_placement(sizes, device, gpu_layers)
     if compile and not place.single:
         raise UsageError(NO_COMPILING)
     torch_dtype = pick_dtype(dtype, place.output)
     takes_blocks = pack and (dtype in (None, "auto") or torch_dtype == torch.bfloat16)  # on a CPU
-    if kv_cache not in KINDS:
-        raise UsageError(f"unknown kind of KV cache {kv_cache!r}; known: {', '.join(KINDS)}")
     if compile and rope == "complex":
         rope = "real"  # the same arithmetic; the compiler has no complex numbers
     check_tensors(checkpoint)
+    if world is not None:
+        checkpoint = PartCheckpoint(checkpoint, world.place)
+        if scheme is not None or (takes_blocks and place.output.type == "cpu"):
+            checkpoint.check_groups(None if scheme is None else scheme.group)
     with torch.device("meta"), SkipInit():
-        model = Transformer(config, rope, max_seq_len=max_seq_len).requires_grad_(False).eval()
-    for block, device in zip(model.layers, place.layers, strict=True):
-        block.attention.attend = ATTENTION[pick_attention(device) if pack else "sdpa"]  # type: ignore[union-attr]
-    makers = {device: pick_linear(device, torch_dtype) if pack else None for device in {place.output, *place.layers}}
+        model = Transformer(sizes, rope, max_seq_len=max_seq_len).requires_grad_(False).eval()
+    if world is not None and world.place.stage:
+        model.tok_embeddings = model.output = nn.Identity()  # type: ignore[assignment]  # the first stage has them
+    for block, where in zip(model.layers, place.layers, strict=True):
+        block.attention.attend = ATTENTION[pick_attention(where) if pack else "sdpa"]  # type: ignore[union-attr]
+    makers = {where: pick_linear(where, torch_dtype) if pack else None for where in {place.output, *place.layers}}
     if compile:  # PackedLinear's weights are opaque to the compiler
-        makers = {device: None if make is PackedLinear else make for device, make in makers.items()}
+        makers = {where: None if make is PackedLinear else make for where, make in makers.items()}
     layers = {
         name: child for name, child in model.named_modules() if next(child.parameters(recurse=False), None) is not None
     }
@@ -265,6 +285,8 @@ def build(
         for _ in pool.map(fill, [name for name in names if name not in large]):
             pass
     model.cache_kind = kv_cache
+    if world is not None:
+        return share(model, config, world)
     run_placed(model, place)
     return compile_(model) if compile else model
 

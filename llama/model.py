@@ -22,6 +22,8 @@ swap them from outside; the number of heads is read off the tensors, so a slice 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -187,10 +189,11 @@ class Transformer(nn.Module):
         fixed  whether it has all its slots from the start; as `fixed_cache` says, unless given
         """
         weight = self.norm.weight  # the one weight that is never packed
+        attention: Any = self.layers[0].attention
         return KVCache(
-            self.config.n_layers,
-            self.config.n_kv_heads,
-            self.config.head_dim,
+            len(self.layers),
+            attention.wk.out_features // attention.head_dim,
+            attention.head_dim,
             self.max_seq_len if max_len is None else max_len,
             batch=batch,
             dtype=weight.dtype,

@@ -55,6 +55,11 @@ class Checkpoint(ABC):
     def tensor(self, name: str) -> Tensor:
         """One weight by the model's name for it, on the CPU, in floating point; it must not be written to."""
 
+    def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Some rows and columns of what `tensor` gives, without reading much else; of a vector, the entries `rows`."""
+        whole = self.tensor(name)
+        return whole[rows] if whole.dim() == 1 else whole[rows, columns]
+
     def file_name(self, name: str) -> str:
         """What the files call the tensor that the model calls `name`."""
         return name
@@ -63,8 +68,11 @@ class Checkpoint(ABC):
     def stored(self, name: str) -> str:
         """How the weight is stored: F32, BF16, F16, or the name of a quantization."""
 
-    def blocks(self, name: str, rows: slice = slice(None)) -> Blocks | None:
-        """Rows of a weight as the blocks of 4 or 8 bits they are stored in, or None if it is stored otherwise."""
+    def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
+        """Rows of a weight as the blocks of 4 or 8 bits they are stored in, or None if it is stored otherwise.
+
+        columns begin and end where groups do.
+        """
         return None
 
     def tiles(self, name: str) -> Tensor | None:

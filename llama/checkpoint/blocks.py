@@ -48,6 +48,16 @@ class Blocks(NamedTuple):
             offset=None if self.offset is None else self.offset[index],
         )
 
+    def columns(self, part: slice) -> Blocks:
+        """Some of the columns, whole groups of them."""
+        first, last, _ = part.indices(self.quants.shape[1])
+        group = self.group or self.quants.shape[1]
+        if self.group and (first % group or (last % group and last != self.quants.shape[1])):
+            raise ValueError(f"columns {first} to {last} are no whole groups of {group}")
+        own = slice(first // group, -(-last // group)) if self.group else slice(None)
+        offset = None if self.offset is None else self.offset[:, own]
+        return self._replace(quants=self.quants[:, first:last], scale=self.scale[:, own], offset=offset)
+
 
 def _halves(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """(.., n) bytes -> (.., 2n) quants: the low halves of all bytes first, then the high ones."""

@@ -297,21 +297,39 @@ class Part:
     def tensor(self, name: str) -> Tensor:
         """A tensor by the file's name for it, dequantized to float32 if it is in blocks."""
         info = self.header.tensors[name]
-        type_name, per_block, block_bytes = TENSOR_TYPES[info.type]
+        type_name, _, block_bytes = TENSOR_TYPES[info.type]
         count = info.nbytes // block_bytes
         if type_name in PLAIN:
             return torch.frombuffer(self.data, dtype=PLAIN[type_name], count=count, offset=info.offset).view(info.shape)
+        return self.numbers(self.raw(name), info.type).view(info.shape)
+
+    def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """`tensor(name)[rows, columns]` of a matrix; only the blocks are read that these lie in."""
+        info = self.header.tensors[name]
+        type_name, per_block, block_bytes = TENSOR_TYPES[info.type]
+        if type_name in PLAIN:
+            return self.tensor(name)[rows, columns]
+        first, last, _ = columns.indices(info.shape[1])
+        start, end = first // per_block, -(-last // per_block)  # blocks of a row
+        raw = self.raw(name).reshape(info.shape[0], -1)[rows, start * block_bytes : end * block_bytes]
+        numbers = self.numbers(np.ascontiguousarray(raw).reshape(-1), info.type).view(len(raw), -1)
+        return numbers[:, first - start * per_block : last - start * per_block]
+
+    @staticmethod
+    def numbers(raw: NDArray[np.uint8], type: int) -> Tensor:
+        """Blocks of a type, given as bytes (n,), dequantized: (m,) float32."""
         from gguf import GGMLQuantizationType, quants
 
-        raw = self.raw(name)
+        _, per_block, block_bytes = TENSOR_TYPES[type]
+        count = len(raw) // block_bytes
         out = np.empty(count * per_block, np.float32)
         # A matrix is one long row of blocks to the dequantizer; a million numbers at a time stay in the CPU's cache.
         step = 2**20 // per_block
         for first in range(0, count, step):
             part = raw[first * block_bytes : (first + step) * block_bytes]
-            numbers = quants.dequantize(part[None], GGMLQuantizationType(info.type))[0]
+            numbers = quants.dequantize(part[None], GGMLQuantizationType(type))[0]
             out[first * per_block : first * per_block + len(numbers)] = numbers
-        return torch.from_numpy(out).view(info.shape)
+        return torch.from_numpy(out)
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -370,13 +388,26 @@ class GGUFCheckpoint(Checkpoint):
         part, file_name = self._places[name]
         drop_pages(torch.from_numpy(part.raw(file_name)))
 
-    def blocks(self, name: str, rows: slice = slice(None)) -> Blocks | None:
+    def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
+        part, file_name = self._places[name]
+        if len(self.shapes[name]) == 1:
+            return part.tensor(file_name)[rows]
+        return part.piece(file_name, rows, columns)
+
+    def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
         part, file_name = self._places[name]
         info = part.header.tensors[file_name]
-        read = READERS.get(TENSOR_TYPES[info.type][0])
+        type_name, per_block, block_bytes = TENSOR_TYPES[info.type]
+        read = READERS.get(type_name)
         if read is None or len(info.shape) != 2:
             return None
-        return read(part.raw(file_name).reshape(info.shape[0], -1)[rows])
+        raw = part.raw(file_name).reshape(info.shape[0], -1)[rows]
+        if columns == slice(None):
+            return read(raw)
+        first, last, _ = columns.indices(info.shape[1])
+        start, end = first // per_block, -(-last // per_block)  # blocks of a row: they may hold several groups
+        blocks = read(np.ascontiguousarray(raw[:, start * block_bytes : end * block_bytes]))
+        return blocks.columns(slice(first - start * per_block, last - start * per_block))
 
     def tokenizer(self) -> Tokenizer:
         from ..tokenizer.gguf import from_metadata

@@ -117,6 +117,20 @@ class MetaCheckpoint(Checkpoint):
             whole = self._without_copies(whole, name)
         return self._spin(whole, name)
 
+    def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
+        source, axis = self._names[name]
+        turned = self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight"))
+        if axis is None or turned or self._spun(name):  # vectors, and what has to be put together to be read
+            return super().piece(name, rows, columns)
+        cut, other = (rows, columns) if axis == 0 else (columns, rows)
+        size = self._stored(name).shape[axis]  # of each shard
+        first, last, _ = cut.indices(size * len(self.shards))
+        pieces = []
+        for shard in range(first // size, -(-last // size)):
+            own = slice(max(first - shard * size, 0), min(last - shard * size, size))
+            pieces.append(self._slice(source, shard)[(own, other) if axis == 0 else (other, own)])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+
     def file_name(self, name: str) -> str:
         return their_name(name, STEMS)
 
@@ -302,10 +316,15 @@ class MetaCheckpoint(Checkpoint):
             )
         return heads[:, 0].flatten(0, 1)
 
+    def _spun(self, name: str) -> bool:
+        quantization = self.params.get("quantization_args")
+        return (
+            isinstance(quantization, Mapping) and bool(quantization.get("spinquant")) and name.endswith("w_down.weight")
+        )
+
     def _spin(self, weight: Tensor, name: str) -> Tensor:
         """SpinQuant turns the input of w2 by a Hadamard matrix at run time; turning the weight does the same."""
-        quantization = self.params.get("quantization_args")
-        if not (isinstance(quantization, Mapping) and quantization.get("spinquant") and name.endswith("w_down.weight")):
+        if not self._spun(name):
             return weight
         from .meta_quant import hadamard
 

@@ -98,15 +98,19 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         packed = self._packed(name)
         return super().stored(name) if packed is None else str(packed[0])
 
-    def blocks(self, name: str, rows: slice = slice(None)) -> Blocks | None:
+    def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
+        blocks = self.blocks(name, rows)
+        return super().piece(name, rows, columns) if blocks is None else blocks.weight[:, columns]
+
+    def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
         packed = self._packed(name)
         if packed is None:
             return None
-        kind, (count, columns) = packed
+        kind, (count, width) = packed
         first, last, _ = rows.indices(count)
         start = first // TILE * TILE  # only the tiles of these rows are read
         tiles = super().tensor(name)[start // TILE : -(-last // TILE)]
-        return unpack(tiles, last - start, columns, *kind).rows(slice(first - start, None))
+        return unpack(tiles, last - start, width, *kind).rows(slice(first - start, None)).columns(columns)
 
     def tiles(self, name: str) -> Tensor | None:
         return None if self._packed(name) is None else super().tensor(name)

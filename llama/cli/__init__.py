@@ -12,7 +12,22 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
-from . import bench, chat, convert, explain, generate, inspect, perplexity, plan, pull, quantize, study, trace, verify
+from . import (
+    bench,
+    chat,
+    convert,
+    explain,
+    generate,
+    inspect,
+    perplexity,
+    plan,
+    pull,
+    quantize,
+    ranks,
+    study,
+    trace,
+    verify,
+)
 from .common import describe, one_line, tell
 
 COMMANDS = (generate, chat, inspect, plan, convert, quantize, pull, verify, bench, perplexity, study, trace, explain)
@@ -59,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.run is not pull.run:
             _import_quietly()
-        code: int = args.run(args)
+        code = ranks.run(args, sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

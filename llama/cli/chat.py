@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ContextLengthError, LlamaError, TemplateError, UsageError
-from . import common
+from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
+from . import common, ranks
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -37,6 +37,7 @@ def add_parser(commands: common.Subparsers) -> None:
     common.add_draft_options(parser)
     common.add_session_options(parser)
     common.add_model_options(parser)
+    ranks.add_options(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -93,6 +94,8 @@ def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> i
                     return 0
             else:
                 chat.answer(args, line, options)
+        except ParallelError:  # no turn can follow
+            raise
         except (LlamaError, MemoryError, RuntimeError) as error:  # the turn failed, the conversation goes on
             if args.debug:
                 raise

@@ -188,7 +188,14 @@ def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:
 
     if args.draft is None or args.draft in DRAFTS:
         return make_draft(args.draft, args.draft_tokens)
-    own = {"model": args.draft, "max_seq_len": None, "rope_scaling": None, "rope_factor": None, "rope_theta": None}
+    own = {
+        "world": None,
+        "model": args.draft,
+        "max_seq_len": None,
+        "rope_scaling": None,
+        "rope_factor": None,
+        "rope_theta": None,
+    }
     smaller = load_model(argparse.Namespace(**{**vars(args), **own}))
     check_match(smaller, model)
     return make_draft(smaller, args.draft_tokens)
@@ -314,23 +321,26 @@ def check_one_device(args: argparse.Namespace, command: str) -> None:
 
 def load(args: argparse.Namespace) -> Llama:
     """The model that the options name, with its tokenizer; says on stderr what was loaded and what is unusual."""
-    from .. import loader, runtime
+    from .. import loader, parallel, runtime
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
-    llm = loader.load(
-        args.model,
-        device=args.device,
-        dtype=args.dtype,
-        rope=args.rope,
-        max_seq_len=args.max_seq_len,
-        rope_scaling=rope_scaling(args),
-        rope_theta=args.rope_theta,
-        quantize=args.quantize,
-        compile=args.compile,
-        kv_cache=args.kv_cache,
-        gpu_layers=args.gpu_layers,
-    )
+    world = getattr(args, "world", None)
+    with parallel.together(world):
+        llm = loader.load(
+            args.model,
+            device=args.device,
+            dtype=args.dtype,
+            rope=args.rope,
+            max_seq_len=args.max_seq_len,
+            rope_scaling=rope_scaling(args),
+            rope_theta=args.rope_theta,
+            quantize=args.quantize,
+            compile=args.compile,
+            kv_cache=args.kv_cache,
+            gpu_layers=args.gpu_layers,
+            world=world,
+        )
     _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
         wishes = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
@@ -340,27 +350,30 @@ def load(args: argparse.Namespace) -> Llama:
 
 def load_model(args: argparse.Namespace) -> Transformer:
     """The model that the options name as `load` has it; no tokenizer is needed."""
-    from .. import loader, runtime
+    from .. import loader, parallel, runtime
     from ..checkpoint import open_checkpoint
     from ..hub import resolve
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
-    checkpoint = open_checkpoint(resolve(args.model))
-    model = loader.build(
-        checkpoint,
-        args.device,
-        args.dtype,
-        args.rope,
-        args.max_seq_len,
-        pack=True,
-        rope_scaling=rope_scaling(args),
-        rope_theta=args.rope_theta,
-        quantize=args.quantize,
-        compile=args.compile,
-        kv_cache=args.kv_cache,
-        gpu_layers=args.gpu_layers,
-    )
+    world = getattr(args, "world", None)
+    with parallel.together(world):
+        checkpoint = open_checkpoint(resolve(args.model))
+        model = loader.build(
+            checkpoint,
+            args.device,
+            args.dtype,
+            args.rope,
+            args.max_seq_len,
+            pack=True,
+            rope_scaling=rope_scaling(args),
+            rope_theta=args.rope_theta,
+            quantize=args.quantize,
+            compile=args.compile,
+            kv_cache=args.kv_cache,
+            gpu_layers=args.gpu_layers,
+            world=world,
+        )
     _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
     return model
 
@@ -369,12 +382,13 @@ def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence
     from .. import placement, quant
     from ..rope_scaling import reach, trained_length
 
-    weight = model.norm.weight
+    weight, world = model.norm.weight, getattr(args, "world", None)
     dtype = str(weight.dtype).removeprefix("torch.")
     say(
         args,
         f"{args.model}: {_millions(model.config.n_params)} parameters,"
-        f" {dtype}{quant.told(model)} on {placement.told(model)}, loaded in {seconds:.1f} s",
+        f" {dtype}{quant.told(model)} on {placement.told(model)}{f' in {world}' if world else ''},"
+        f" loaded in {seconds:.1f} s",
     )
     for warning in warnings:
         say(args, f"warning: {warning}")

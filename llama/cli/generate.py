@@ -8,7 +8,7 @@ import math
 import sys
 
 from ..errors import UsageError
-from . import batch, common
+from . import batch, common, ranks
 
 
 def add_parser(commands: common.Subparsers) -> None:
@@ -39,6 +39,7 @@ def add_parser(commands: common.Subparsers) -> None:
     common.add_draft_options(parser)
     common.add_session_options(parser)
     common.add_model_options(parser)
+    ranks.add_options(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
 

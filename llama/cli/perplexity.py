@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from ..errors import UsageError
-from . import common
+from . import common, ranks
 
 
 def add_parser(commands: common.Subparsers) -> None:
@@ -22,6 +22,7 @@ def add_parser(commands: common.Subparsers) -> None:
     parser.add_argument("--window", type=int, metavar="N", help="tokens of a window (default: the model's context)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     common.add_model_options(parser)
+    ranks.add_options(parser)
     common.add_debug(parser)
     parser.set_defaults(run=run)
 

@@ -1,0 +1,230 @@
+"""Several ranks at once, without importing torch for each: one process imports it and forks them.
+
+Started as a program, this reads requests from stdin, one JSON object a line: how many ranks, and what each does (one of
+CASES, by name). It answers with the folder that holds what each returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llama import loader, parallel
+from llama.checkpoint import open_checkpoint
+from llama.checkpoint.part import Place
+from llama.errors import ContextLengthError
+from llama.generate import generate, prefill
+from llama.model import Transformer
+from llama.quant import TileEmbedding, TileLinear
+from llama.sampling import SamplingParams
+from llama.speculative import Draft, Guess, make_draft, speculate
+from llama.text import Session
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Ranks:
+    """The process that forks ranks."""
+
+    def __init__(self) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.ranks"]
+        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=env)
+
+    def run(self, tensor: int, pipeline: int, case: str, **arguments: Any) -> list[Any]:
+        """What each rank of a world returned from CASES[case](world, **arguments)."""
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            request = {"folder": folder, "tensor": tensor, "pipeline": pipeline, "case": case, "arguments": arguments}
+            self.server.stdin.write(json.dumps(request).encode() + b"\n")
+            self.server.stdin.flush()
+            answer = json.loads(self.server.stdout.readline())
+            assert not answer["failed"], "\n".join(answer["failed"])
+            ranks = range(tensor * pipeline)
+            return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in ranks]
+
+    def close(self) -> None:
+        self.server.communicate()  # it ends when its stdin does
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        children = {}
+        for rank in range(request["tensor"] * request["pipeline"]):
+            child = os.fork()
+            if child == 0:
+                become(rank, request)
+            children[child] = rank
+        failed, deadline = [], time.monotonic() + 60
+        while children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                if failed or time.monotonic() > deadline:
+                    failed.append(f"ranks {sorted(children.values())} were still running")
+                    for child in children:
+                        os.kill(child, signal.SIGKILL)
+                        os.waitpid(child, 0)
+                    break
+                time.sleep(0.005)
+                continue
+            rank = children.pop(pid)
+            if status:
+                errors = Path(request["folder"]) / f"{rank}.txt"
+                failed.append(f"rank {rank}: {errors.read_text() if errors.exists() else status}")
+                time.sleep(0.5)  # for the others to end on their own
+        sys.stdout.write(json.dumps({"failed": failed}) + "\n")
+        sys.stdout.flush()
+
+
+def become(rank: int, request: dict[str, Any]) -> None:
+    """Turn into a rank."""
+    folder, place = Path(request["folder"]), Place(rank, request["tensor"], request["pipeline"])
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(place.tensor * place.pipeline))
+    os.environ["CLEARLLAMA_STORE"] = str(folder / "store")
+    code = 1
+    try:
+        world = parallel.join(place, "cpu")
+        returned = CASES[request["case"]](world, **request["arguments"])
+        parallel.leave(world)
+        torch.save(returned, folder / f"{rank}.pt")
+        code = 0
+    except BaseException:
+        (folder / f"{rank}.txt").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+# ----------------------------------------------------------------------------------------------------------- cases
+def build(path: str, world: parallel.World | None = None, plain: bool = False, **options: Any) -> Transformer:
+    """A model in float32 with the kernels a user gets. plain: weights of few bits are the numbers they stand for."""
+    options = {"dtype": "float32", "device": "cpu", "pack": True, **options}
+    with parallel.together(world):
+        model = loader.build(open_checkpoint(path), world=world, **options)
+    for name, layer in list(model.named_modules()):
+        if plain and isinstance(layer, TileLinear):
+            linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            linear.weight = nn.Parameter(layer.weight, requires_grad=False)
+            if layer.bias is not None:
+                linear.bias = nn.Parameter(layer.bias, requires_grad=False)
+            model.set_submodule(name, linear)
+        if plain and isinstance(layer, TileEmbedding):
+            layer.dtype = torch.float32
+    return model.float() if plain else model
+
+
+def ask(world: parallel.World, path: str, what: str = "answers", **options: Any) -> dict[str, Tensor]:
+    """What a model of several ranks answers: on rank 0 all of it, on the others what they hold."""
+    model = build(path, world, **options)
+    held = {name: torch.tensor(tensor.shape) for name, tensor in model.state_dict().items()}
+    if world.leader:
+        return {**QUESTIONS[what](model), **held}
+    parallel.follow(model, world)
+    return held
+
+
+@torch.inference_mode()
+def answers(model: Transformer) -> dict[str, Tensor]:
+    """A model asked in every way that the program asks one: logits, and tokens."""
+    vocab = model.config.vocab_size
+    ids = torch.randint(vocab, (2, 24), generator=torch.Generator().manual_seed(1))  # (B, T)
+    row = ids[0].tolist()
+    out = {"whole": model(ids)}
+    cache = model.new_cache()
+    out["prefill"] = prefill(model, row[:20], cache, chunk=7)
+    out["decode"] = prefill(model, row[20:21], cache)
+    cache.trim(11)  # and other tokens in place of those
+    other = model.new_cache(40)
+    out["other"] = prefill(model, ids[1, :9].tolist(), other)
+    out["trimmed"] = prefill(model, ids[1, 11:18].tolist(), cache)
+    out["other again"] = prefill(model, ids[1, 9:12].tolist(), other)
+    del other
+    both = model.new_cache(30, batch=2)
+    out["batch"] = model(ids[:, :12], cache=both)
+    positions = torch.stack((torch.arange(12, 15), torch.arange(10, 13)))  # rows of their own lengths
+    out["ragged"] = model(ids[:, 12:15], positions, both)
+    grown = model.new_cache(1100)
+    prefill(model, (row * 43)[:1030], grown, chunk=512)  # beyond the slots it begins with
+    out["grown"] = prefill(model, row[:1], grown)
+    return {**out, **said(model, row)}
+
+
+def said(model: Transformer, row: list[int]) -> dict[str, Tensor]:
+    """What it says behind a prompt: greedy, drawn, with a draft, and in a session."""
+    greedy, drawn = SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=10, temperature=1.0, seed=3)
+    session = Session()
+    first = [token.id for token in generate(model, row, greedy, cache=session.reuse(model, row))]
+    session.tokens, session.busy = row + first[:-1], False
+    longer = [*row, *first[:5], 7, 8]
+    second = [token.id for token in generate(model, longer, greedy, cache=session.reuse(model, longer))]
+    draft = HalfRight(row + first)
+    guessed = [token.id for token in speculate(model, row, greedy, draft=draft)]
+    out = {"greedy": first, "session": second, "speculative": guessed, "kept": [draft.drafted, draft.accepted]}
+    if (ngrams := make_draft("ngram")) is not None:
+        out["ngram"] = [token.id for token in speculate(model, row * 2, greedy, draft=ngrams)]
+    out["drawn"] = [token.id for token in generate(model, row, drawn)]
+    return {name: torch.tensor(ids) for name, ids in out.items()}
+
+
+class HalfRight(Draft):
+    """Guesses what is known to follow, every third token wrong: so some guesses are kept and some are not."""
+
+    def __init__(self, text: list[int]):
+        super().__init__(4)
+        self.text = text
+
+    def length(self) -> int:
+        return self.most
+
+    def propose(self, tokens: list[int], limit: int, pick: Any) -> list[Guess]:
+        at = range(len(tokens), min(len(tokens) + limit, len(self.text)))
+        return [Guess(self.text[i] if i % 3 else 1 - min(1, self.text[i]), None) for i in at]
+
+
+@torch.inference_mode()
+def refusals(model: Transformer) -> dict[str, Tensor]:
+    """What is refused leaves all ranks in step."""
+    row = list(range(20))
+    cache = model.new_cache(16)
+    for bad in (lambda: prefill(model, row, cache), lambda: model(torch.tensor([row]), torch.arange(1, 21), cache)):
+        try:
+            bad()
+        except (ContextLengthError, ValueError):
+            continue
+        raise AssertionError("this should have been refused")
+    return {"after": prefill(model, row[:16], model.new_cache(16))}
+
+
+@torch.inference_mode()
+def logits(model: Transformer) -> dict[str, Tensor]:
+    """A few logits and tokens, where the rest has been seen to."""
+    row = list(range(3, 20))
+    cache = model.new_cache()
+    first = prefill(model, row, cache, chunk=8)
+    tokens = [token.id for token in generate(model, row, SamplingParams(max_new_tokens=6))]
+    return {"prefill": first, "decode": prefill(model, [5], cache), "greedy": torch.tensor(tokens)}
+
+
+QUESTIONS: dict[str, Callable[[Transformer], dict[str, Tensor]]] = {
+    "answers": answers,
+    "logits": logits,
+    "refusals": refusals,
+}
+CASES: dict[str, Callable[..., Any]] = {"ask": ask}
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,298 @@
+"""One model in several processes: the same logits and tokens as in one, whatever it was read from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from llama.checkpoint import open_checkpoint
+from llama.checkpoint.blocks import READERS
+from llama.checkpoint.gguf import NAMES
+from llama.checkpoint.part import PartCheckpoint, Place, check_world, fits, stages
+from llama.config import ModelConfig
+from llama.convert import convert
+from llama.errors import UsageError
+from llama.loader import expected_shapes
+from llama.quantize import quantize
+
+from . import ranks, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG = ModelConfig(
+    dim=64, n_layers=3, n_heads=8, n_kv_heads=4, head_dim=16, hidden_dim=96, vocab_size=323, max_seq_len=2048
+)
+CONFIGS = {
+    "grouped heads": CONFIG,
+    "all heads": dataclasses.replace(CONFIG, n_kv_heads=8),
+    "two key/value heads": dataclasses.replace(CONFIG, n_kv_heads=2),  # over 4 ranks each is there twice
+    "one key/value head": dataclasses.replace(CONFIG, n_kv_heads=1),
+    "tied": dataclasses.replace(CONFIG, tie_embeddings=True),
+    "biases": dataclasses.replace(CONFIG, attention_bias=True, mlp_bias=True, n_kv_heads=2),
+}
+# Wide enough for a quarter of the inputs to be whole groups, and for 8 shards.
+WIDE = ModelConfig(
+    dim=256, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=32, hidden_dim=512, vocab_size=328, max_seq_len=2048
+)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[ranks.Ranks]:
+    server = ranks.Ranks()
+    yield server
+    server.close()
+
+
+def write(folder: Path, config: ModelConfig, form: str = "hf", **options: Any) -> Path:
+    """A random model on disk."""
+    source = folder / "source.gguf"
+    if not source.exists():
+        metadata = {"llama.vocab_size": config.vocab_size}
+        tiny.write_gguf(source, config, metadata=metadata)
+    if form == "gguf":
+        return source
+    target = folder / (form + "".join(map(str, options.values())))
+    convert(source, target, form, **options)
+    return target
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-4) -> None:
+    assert expected
+    for name, value in expected.items():
+        if value.is_floating_point():
+            assert float((found[name] - value).abs().max()) < tolerance, name
+            assert float(value.abs().max()) > 0.1, name
+        else:
+            assert found[name].tolist() == value.tolist(), name
+
+
+def test_ranks_answer_as_one(world: ranks.Ranks, tmp_path: Path) -> None:
+    path = str(write(tmp_path, CONFIG))
+    expected = ranks.answers(ranks.build(path))
+    drafted, kept = expected["kept"].tolist()
+    assert 0 < kept < drafted
+    for tensor, pipeline in ((2, 1), (4, 1), (2, 2)):
+        found, *_ = world.run(tensor, pipeline, "ask", path=path)
+        check(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ranks_of_every_number_answer_as_one(name: str, world: ranks.Ranks, tmp_path: Path) -> None:
+    path = str(write(tmp_path, CONFIGS[name]))
+    for kv_cache in ("model", "int8"):
+        expected = ranks.answers(ranks.build(path, kv_cache=kv_cache))
+        for tensor, pipeline in ((2, 1), (4, 1), (8, 1), (1, 3), (2, 2), (4, 2)):
+            found, *_ = world.run(tensor, pipeline, "ask", path=path, kv_cache=kv_cache)
+            check(found, expected, 1e-4 if kv_cache == "model" else 1e-2)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "grouped heads"])
+def test_architectures(name: str, world: ranks.Ranks, tmp_path: Path) -> None:
+    path = str(write(tmp_path, CONFIGS[name]))
+    expected = ranks.logits(ranks.build(path))
+    for tensor, pipeline in ((2, 1), (4, 1)):
+        found, *_ = world.run(tensor, pipeline, "ask", path=path, what="logits")
+        check(found, expected)
+
+
+def test_what_is_refused_leaves_the_ranks_in_step(world: ranks.Ranks, tmp_path: Path) -> None:
+    path = str(write(tmp_path, CONFIG, "gguf"))
+    found, *_ = world.run(2, 1, "ask", path=path, what="refusals")
+    check(found, ranks.refusals(ranks.build(path)))
+
+
+@pytest.mark.parametrize("form", ["real", "half"])
+def test_forms_of_rope_and_an_8_bit_cache(form: str, world: ranks.Ranks, tmp_path: Path) -> None:
+    path = str(write(tmp_path, CONFIG, "hf" if form == "real" else "gguf"))
+    options: dict[str, Any] = {
+        "rope": form,
+        "kv_cache": "int8",
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+    }
+    expected = ranks.logits(ranks.build(path, **options))
+    found, *_ = world.run(2, 1, "ask", path=path, what="logits", **options)
+    check(found, expected)
+
+
+# ---------------------------------------------------------------------------------------------------- what is read
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_shards_of_meta_onto_ranks(shards: int, world: ranks.Ranks, tmp_path: Path) -> None:
+    for config in (WIDE, dataclasses.replace(WIDE, n_kv_heads=2)):
+        folder = tmp_path / str(config.n_kv_heads)
+        folder.mkdir()
+        path = str(write(folder, config, "meta", shards=shards))
+        expected = ranks.logits(ranks.build(str(folder / "source.gguf")))
+        for tensor in (2, 4) if config is WIDE else (4,):
+            found, *_ = world.run(tensor, 1, "ask", path=path, what="logits")
+            check(found, expected)
+
+
+# Where integers are, the numbers they stand for are held against each other: the kernels round what they multiply.
+SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "rounded to int8": ("hf", {"quantize": "int8", "plain": True}),
+    "rounded to int4": ("meta", {"quantize": "int4", "plain": True}),
+    "saved in int4": ("int4", {"plain": True, "dtype": "bfloat16"}),
+    "saved in int8, as numbers": ("int8", {}),
+    "Q8_0": ("Q8_0", {"plain": True, "dtype": "bfloat16"}),
+    "Q4_0": ("Q4_0", {"plain": True, "dtype": "bfloat16"}),
+    "Q4_1 as numbers": ("Q4_1", {}),
+    "bfloat16": ("hf", {"plain": True, "dtype": "bfloat16"}),
+}
+
+
+def source(folder: Path, form: str, config: ModelConfig = WIDE) -> str:
+    """A random model in a form, or in a scheme, or as a GGUF of a type."""
+    if form.startswith("Q"):
+        metadata = {"llama.vocab_size": config.vocab_size}
+        return str(tiny.write_gguf(folder / f"{form}.gguf", config, quantization=form, metadata=metadata))
+    if form.startswith("int"):
+        quantize(write(folder, config), folder / form, form)
+        return str(folder / form)
+    return str(write(folder, config, form))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_few_bits_and_other_files(name: str, world: ranks.Ranks, tmp_path: Path) -> None:
+    form, options = SOURCES[name]
+    for config in (WIDE, dataclasses.replace(WIDE, tie_embeddings=True, n_kv_heads=2)):
+        folder = tmp_path / str(config.n_kv_heads)
+        folder.mkdir()
+        path = source(folder, form, config)
+        expected = ranks.logits(ranks.build(path, **options))
+        found, *others = world.run(4, 1, "ask", path=path, what="logits", **options)
+        check(found, expected)
+        assert len(others) == 3
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_the_kernels_of_few_bits(quantize: str, world: ranks.Ranks, tmp_path: Path) -> None:
+    path = str(write(tmp_path, WIDE))
+    expected = ranks.logits(ranks.build(path, quantize=quantize))
+    found, *_ = world.run(2, 1, "ask", path=path, what="logits", quantize=quantize)
+    check(found, expected, 5e-2)  # a sum in another order tips the rounding of activations to 8 bits here and there
+
+
+def test_a_cut_through_a_group_of_integers_is_refused(tmp_path: Path) -> None:
+    narrow = dataclasses.replace(WIDE, hidden_dim=4 * 48)
+    checkpoint = open_checkpoint(source(tmp_path, "Q8_0", narrow))
+    PartCheckpoint(checkpoint, Place(0, 2)).check_groups()
+    with pytest.raises(UsageError, match=r"parts of 48 inputs, .* in groups of 32"):
+        PartCheckpoint(checkpoint, Place(1, 4)).check_groups()
+    PartCheckpoint(checkpoint, Place(1, 4)).check_groups(group=16)
+
+
+TYPES = ["F32", "F16", "BF16", *READERS]
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_a_piece_of_a_weight_is_the_weight_cut(type: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(WIDE, dim=512, hidden_dim=1024, n_heads=8, head_dim=64, vocab_size=48, n_layers=1)
+    kind = gguf.GGMLQuantizationType[type]
+    width, size = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(3)
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
+    for key, value in tiny.architecture(config).items():
+        (writer.add_float32 if key in tiny.FLOATS else writer.add_uint32)(key, value)
+    theirs = {ours: name for name, ours in NAMES.items()}
+    for name, shape in expected_shapes(config).items():
+        inner = name.removesuffix(".weight").removeprefix("layers.0.")
+        called = ("blk.0." if name.startswith("layers") else "") + theirs[inner] + ".weight"
+        if len(shape) == 1:
+            writer.add_tensor(called, draw.standard_normal(shape, dtype=np.float32))
+            continue
+        raw = draw.integers(0, 60, (shape[0], shape[1] // width * size), dtype=np.uint8)  # scales stay finite
+        writer.add_tensor(called, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = open_checkpoint(tmp_path / "x.gguf")
+    for name in ("output.weight", "layers.0.feed_forward.w_down.weight", "norm.weight"):
+        whole = checkpoint.tensor(name).float()
+        for rows, columns in (
+            (slice(16, 32), slice(None)),
+            (slice(None), slice(128, 320)),
+            (slice(3, 9), slice(32, 64)),
+        ):
+            cut = whole[rows] if whole.dim() == 1 else whole[rows, columns]
+            assert torch.equal(checkpoint.piece(name, rows, columns).float(), cut)
+            blocks = checkpoint.blocks(name, rows, columns) if whole.dim() == 2 else None
+            assert (blocks is None) == (whole.dim() == 1 or type not in READERS)
+            if blocks is not None:
+                torch.testing.assert_close(blocks.weight, cut)
+
+
+def test_ranks_hold_their_part_and_no_more(world: ranks.Ranks, tmp_path: Path) -> None:
+    path = str(write(tmp_path, WIDE))
+    whole = {name: tensor.numel() for name, tensor in ranks.build(path).state_dict().items()}
+    for tensor, pipeline in ((4, 1), (2, 2)):
+        held = [
+            sum(int(shape.prod()) for name, shape in rank.items() if "." in name)
+            for rank in world.run(tensor, pipeline, "ask", path=path, what="logits")
+        ]
+        norms = sum(count for name, count in whole.items() if "norm" in name)
+        assert sum(held) <= sum(whole.values()) + norms * tensor * pipeline
+        assert sum(held) >= sum(whole.values())
+        if pipeline == 1:
+            assert max(held) <= sum(whole.values()) / tensor + norms + 16 * WIDE.dim * 2  # a tile of the vocabulary
+
+
+# ------------------------------------------------------------------------------------------------- who has what
+@given(
+    st.integers(1, 8), st.integers(1, 8), st.integers(1, 40), st.integers(1, 600), st.integers(1, 9), st.integers(1, 9)
+)
+def test_parts_cover_the_model_once(
+    groups: int, shared: int, layers: int, vocab: int, tensor: int, pipeline: int
+) -> None:
+    config = ModelConfig(
+        dim=8, n_layers=layers, n_heads=groups * shared, n_kv_heads=groups, head_dim=2, hidden_dim=72, vocab_size=vocab
+    )
+    if not fits(config, tensor) or pipeline > layers:
+        with pytest.raises(UsageError, match="sizes that work: 1"):
+            check_world(config, tensor, pipeline)
+        return
+    check_world(config, tensor, pipeline)
+    places = [Place(rank, tensor, pipeline) for rank in range(tensor * pipeline)]
+    assert [i for place in places[::tensor] for i in place.layers(config)] == list(range(layers))
+    assert all(len(place.layers(config)) > 0 for place in places)
+    for name, shape in expected_shapes(config).items():
+        seen = torch.zeros(shape)
+        for place in places[:tensor]:
+            rows, columns = place.cut(name, config)
+            seen[(rows, columns)[: len(shape)]] += 1
+        copies = tensor if "norm" in name else max(1, tensor // groups) if ".wk." in name or ".wv." in name else 1
+        assert bool((seen == copies).all()), name
+    for place in places[:tensor]:  # each query head finds its key/value head where the whole model has it
+        own = place.config(config)
+        first, first_kv = (place.cut(f"layers.0.attention.{w}.weight", config)[0].start or 0 for w in ("wq", "wk"))
+        for head in range(own.n_heads):
+            whole_head = first // 2 + head
+            assert first_kv // 2 + head // (own.n_heads // own.n_kv_heads) == whole_head // shared
+
+
+def test_a_wrong_number_of_processes_is_refused_with_those_that_work() -> None:
+    config = dataclasses.replace(CONFIG, n_kv_heads=2)
+    with pytest.raises(UsageError, match=r"over 3 processes .* 8 heads, 2 key/value heads .*: 1, 2, 4, 8$"):
+        check_world(config, 3, 1)
+    with pytest.raises(UsageError, match=r"5 stages .* 3 layers; sizes that work: 1 to 3$"):
+        check_world(config, 2, 5)
+
+
+def test_stages_are_even() -> None:
+    official = ModelConfig(
+        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336, vocab_size=128256
+    )
+    assert stages(official, 2) == [14, 18]  # the embeddings weigh as much as five layers
+    assert stages(dataclasses.replace(official, vocab_size=100), 4) == [8, 8, 8, 8]
+    assert stages(dataclasses.replace(official, n_layers=3), 3) == [1, 1, 1]
