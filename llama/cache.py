@@ -161,6 +161,8 @@ class KVCache:
         self.end = 0  # tokens whose keys are complete once the current forward pass is through
         self.width = 0  # keys that attention gets to see in the current forward pass, masked ones included
         self.steps: object = None  # what decoding.py has recorded for these buffers
+        self.whole: tuple[KVCache, int] | None = None  # of what, and from which row on, this is some `rows`
+        self.moves: list[tuple[int | None, int, int]] | None = None  # of rows, for whoever keeps a like (parallel.py)
         self._filled = [0] * batch  # the same for each row of the batch, since rows may differ
         self._placed = [0] * batch
 
@@ -246,21 +248,27 @@ class KVCache:
         part = copy.copy(self)
         part.layers = [type(layer)(*(buffer[first:last] for buffer in layer.buffers)) for layer in self.layers]
         part.batch, part.max_len, part.fixed, part.steps = last - first, self.slots, True, None
-        part.length = part.end = length
+        part.length, part.end, part.whole = length, length, (self, first)
         part._filled = part._placed = [length] * part.batch
         return part
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Give row `target` the first tokens of row `source`."""
+        self._note(source, target, length)
         for layer in self.layers:
             for buffer in layer.buffers:
                 buffer[target, :, :length] = buffer[source, :, :length]
 
     def clear_row(self, row: int) -> None:
         """Zeros: what is not finite must not stay behind a mask, see LayerCache.empty."""
+        self._note(None, row, 0)
         for layer in self.layers:
             for buffer in layer.buffers:
                 buffer[row] = 0
+
+    def _note(self, source: int | None, target: int, length: int) -> None:
+        if self.moves is not None:
+            self.moves.append((source, target, length))
 
     def _hand_out(self, end: int, every_slot: bool) -> None:
         self.reserve(end)

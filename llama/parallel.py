@@ -414,12 +414,21 @@ class Leader:
 
     def describe(self, cache: KVCache) -> dict[str, Any]:
         """What the others need to know of a cache to hold its like: which it is, its shape, how far it is filled."""
-        if cache not in self.names:
+        whole, first = cache.whole or (cache, 0)
+        if whole not in self.names:
             self.made += 1
-            self.names[cache] = self.made
-            weakref.finalize(cache, self.gone_with, self.made).atexit = False
-        shape = {"batch": cache.batch, "max_len": cache.max_len}
-        return {"name": self.names[cache], **shape, "length": cache.length, "filled": cache.filled}
+            self.names[whole], whole.moves = self.made, whole.moves or []
+            weakref.finalize(whole, self.gone_with, self.made).atexit = False
+        moves, whole.moves = whole.moves, []
+        return {
+            "name": self.names[whole],
+            "shape": [whole.max_len, whole.batch],
+            "slots": whole.slots,
+            "moves": moves,
+            "rows": None if cache.whole is None else [first, first + cache.batch],
+            "length": cache.length,
+            "filled": cache.filled,
+        }
 
     def gone_with(self, name: int) -> None:
         """The cache of that name is no more."""
@@ -464,8 +473,13 @@ def follow(model: Transformer, world: World) -> None:
         told, cache = order["cache"], None
         if told is not None:
             if told["name"] not in caches:
-                caches[told["name"]] = model.new_cache(told["max_len"], told["batch"])
+                caches[told["name"]] = model.new_cache(*told["shape"])
             cache = caches[told["name"]]
+            cache.reserve(told["slots"])
+            for source, target, length in told["moves"]:
+                cache.clear_row(target) if source is None else cache.copy_row(source, target, length)
+            if told["rows"] is not None:
+                cache = cache.rows(*told["rows"])
             cache.fill_to(told["length"], told["filled"])
         tokens = torch.tensor(order["tokens"], device=device)  # (B, T)
         positions = None if order["positions"] is None else torch.tensor(order["positions"], device=device)

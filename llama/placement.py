@@ -150,7 +150,13 @@ class Placed:
         return model.norm(h.to(placement.output))
 
 
-def new_cache(model: Transformer, placement: Placement, max_len: int | None = None, batch: int = 1) -> KVCache:
+def new_cache(
+    model: Transformer,
+    placement: Placement,
+    max_len: int | None = None,
+    batch: int = 1,
+    fixed: bool | None = None,
+) -> KVCache:
     """`Transformer.new_cache` with each layer's keys and values on the layer's device."""
     config = model.config
     return KVCache(
@@ -161,7 +167,7 @@ def new_cache(model: Transformer, placement: Placement, max_len: int | None = No
         batch=batch,
         dtype=model.norm.weight.dtype,
         device=placement.layers,
-        fixed=model.fixed_cache,
+        fixed=model.fixed_cache if fixed is None else fixed,
         kind=model.cache_kind,
     )
 
