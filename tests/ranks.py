@@ -225,7 +225,7 @@ def many(model: Transformer) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(5)
     shared = torch.randint(model.config.vocab_size, (20,), generator=draw).tolist()
     requests = []
-    for i, length in enumerate((3, 30, 9, 25, 1, 17, 600)):
+    for i, length in enumerate((3, 30, 9, 25, 1, 17, 1030)):
         own = torch.randint(model.config.vocab_size, (length,), generator=draw).tolist()
         prompt = shared + own if i % 2 else own
         requests.append(Request(prompt, SamplingParams(max_new_tokens=3 + 2 * i, temperature=0.5 * (i % 3), seed=i)))
