@@ -185,6 +185,40 @@ def test_the_devices_of_these_tests_do_not_mix() -> None:
         tiny.model(CONFIG).to("away:0")(tiny.random_tokens(3, CONFIG))
 
 
+@pytest.mark.parametrize("where", ["cc00", "0011", "00cc"])
+def test_no_weight_is_sent_to_two_places(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the CPU and a GPU a parameter stays one object when it moves: tied, both layers would go where one goes."""
+    sent: dict[int, set[str]] = {}
+
+    def to(module: nn.Module, device: torch.device) -> nn.Module:
+        for weight in module.parameters():
+            sent.setdefault(id(weight), set()).add(str(device))
+        return module
+
+    monkeypatch.setattr(nn.Module, "to", to)
+    net = placed(replace(CONFIG, tie_embeddings=True), where)
+    assert {id(weight) for weight in net.parameters()} == set(sent)
+    assert all(len(places) == 1 for places in sent.values())
+    assert torch.equal(net.tok_embeddings.weight, net.output.weight)
+
+
+@pytest.mark.skipif(not kernels.ready(), reason="wants the C++ kernels")
+@pytest.mark.parametrize("tied", [False, True])
+def test_blocks_of_a_file_are_for_the_layers_on_the_cpu(tmp_path: Path, tied: bool) -> None:
+    config = replace(tiny.WIDE, n_layers=4, tie_embeddings=tied)
+    path = tiny.write_gguf(
+        tmp_path / "wide.gguf", config, quantization="Q8_0", without=("output.weight",) if tied else ()
+    )
+    net = build(open_checkpoint(path), "away:0", "bfloat16", gpu_layers=2, pack=True)
+    for i, block in enumerate(net.layers):
+        assert type(block.attention.wq) is (TileLinear if i < 2 else nn.Linear)
+    assert type(net.output) is nn.Linear
+    assert type(net.tok_embeddings) is TileEmbedding
+    tokens = tiny.random_tokens(9, config)
+    expected = build(open_checkpoint(path), "cpu", "float32")(tokens)
+    assert (raw(net(tokens)) - expected).norm() / expected.norm() < 0.05
+
+
 def test_one_device_runs_as_the_model_is_written() -> None:
     net = placed(CONFIG, "0000")
     assert not isinstance(net.run, Placed)
