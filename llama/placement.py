@@ -95,10 +95,16 @@ def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
     if len(devices) > config.n_layers:
         raise UsageError(f"{len(devices)} devices for {config.n_layers} layers; name at most one device for each layer")
     vocabulary = config.vocab_size * config.dim
-    held = config.n_params + (vocabulary if config.tie_embeddings and len(devices) > 1 else 0)  # tied: a copy on each
-    layer = (held - 2 * vocabulary) / config.n_layers
-    places = [int((vocabulary + (i + 0.5) * layer) / held * len(devices)) for i in range(config.n_layers)]
-    return Placement(devices[0], tuple(devices[place] for place in places), devices[-1])
+    layer = (config.n_params - vocabulary * (1 if config.tie_embeddings else 2)) / config.n_layers
+    held, count = [0.0] * len(devices), [0] * len(devices)
+    held[0] += vocabulary  # the embedding; if tied, too, where the output layer lies elsewhere
+    held[-1] += vocabulary
+    for _ in range(config.n_layers):  # layers are alike: each goes where least is
+        least = held.index(min(held))
+        held[least] += layer
+        count[least] += 1
+    layers = tuple(device for device, n in zip(devices, count, strict=True) for _ in range(n))
+    return Placement(devices[0], layers, devices[-1])
 
 
 def place_(model: Transformer, placement: Placement) -> Transformer:

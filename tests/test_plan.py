@@ -99,6 +99,14 @@ def test_quantized_weights_are_the_bytes_of_the_layers_for_a_gpu(scheme: str, ti
         kind = SCHEMES[SCHEMES[scheme].output or scheme] if wanted == "output" else SCHEMES[scheme]
         total += sum(buffer.nbytes for buffer in BlockLinear(quantize(weight, kind)).buffers())
     assert plan.weight_bytes(config, 2, SCHEMES[scheme]) == total
+    if tied:  # the first stage of two holds the very integers that the last one multiplies by
+        kind = SCHEMES[SCHEMES[scheme].output or scheme]
+        total += sum(
+            t.nbytes for t in BlockLinear(quantize(tiny.weights(config)["tok_embeddings.weight"], kind)).buffers()
+        )
+    halves = [replace(config, n_layers=1)] * 2
+    parts = [plan.weight_bytes(half, 2, SCHEMES[scheme], i == 0, i == 1) for i, half in enumerate(halves)]
+    assert sum(parts) == total
 
 
 @pytest.mark.parametrize(("shards", "published"), [(8, 101_470_976_045), (16, 51_268_302_389)])

@@ -250,12 +250,12 @@ def lines(facts: dict[str, Any]) -> list[str]:
     text += [f"  {label:<14}{memory[key] / 1e9:>9.2f}" for key, label in labels.items()]
     text += [f"  {'total':<14}{memory['total'] / 1e9:>9.2f}  of {memory['of'] / 1e9:.2f}"]
     text += ["", f"fits        {_verdict(facts)}", ""]
-    text += [f"{'weights':<12}{'all, GB':>9}{'a GPU, GB':>12}{'fits':>7}   fewest of these GPUs"]
+    text += [f"{'weights':<14}{'all, GB':>9}{'a GPU, GB':>12}{'fits':>7}   fewest of these GPUs"]
     for other in facts["alternatives"]:
         few = other["smallest"]
         told = f"{few['gpus']} ({few['tensor']} x {few['pipeline']})" if few else "none"
         text.append(
-            f"{other['quantize'] or facts['dtype']:<12}{other['weights'] / 1e9:>9.1f}{other['per_gpu'] / 1e9:>12.1f}"
+            f"{other['quantize'] or facts['dtype']:<14}{other['weights'] / 1e9:>9.1f}{other['per_gpu'] / 1e9:>12.1f}"
             f"{'yes' if other['fits'] else 'no':>7}   {told}"
         )
     if facts["decode"] is None:
