@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import memory
 from .errors import ContextLengthError, UsageError
 
 FIRST_SLOTS = 1024  # tokens a cache has room for before it first grows
@@ -146,10 +147,16 @@ class KVCache:
         device: torch.device | str = "cpu",
         fixed: bool = False,
         kind: str = "model",
+        check_memory: bool = True,
     ):
         if kind not in KINDS:
             raise UsageError(f"unknown kind of KV cache {kind!r}; known: {', '.join(KINDS)}")
-        shape = (batch, n_kv_heads, max_len if fixed else min(max_len, FIRST_SLOTS), head_dim)
+        slots = max_len if fixed else min(max_len, FIRST_SLOTS)
+        shape = (batch, n_kv_heads, slots, head_dim)
+        one = KINDS[kind].empty((*shape[:2], 1, head_dim), dtype, "meta")  # a slot of a layer
+        self._slot_bytes = sum(buffer.nbytes for buffer in one.buffers)
+        self._check_memory = check_memory
+        self._check_free(n_layers * slots, slots, device)
         self.layers = [KINDS[kind].empty(shape, dtype, device) for _ in range(n_layers)]
         self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
         self.device = self.layers[0].buffers[0].device
@@ -211,13 +218,24 @@ class KVCache:
         self._filled = [min(row, length) for row in self._filled]
 
     def reserve(self, end: int) -> None:
-        """Have room for the positions below `end`. Raises ContextLengthError where that is beyond max_len."""
+        """Have room for the positions below `end`.
+
+        Raises ContextLengthError where that is beyond max_len, MemoryLimitError where the memory is not free.
+        """
         if end > self.max_len:
             raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
         if end > self.slots:
             slots = min(max(end, self.slots + min(self.slots, LARGEST_STEP)), self.max_len)
+            added = len(self.layers) * (slots - self.slots) + self.slots  # one layer is there twice for a moment
+            self._check_free(added, slots, self.device)
             for layer in self.layers:  # one by one, so that only one is there twice
                 layer.resize(slots)
+
+    def _check_free(self, added: int, slots: int, device: torch.device | str) -> None:
+        """Ask before `added` slots of a layer are made, for a cache that will have `slots` in each."""
+        size = added * self._slot_bytes
+        if self._check_memory and size > memory.SMALL and torch.device(device).type != "meta":
+            memory.check_cache(size, slots, memory.rooms(device))
 
     def _hand_out(self, end: int, every_slot: bool) -> None:
         self.reserve(end)

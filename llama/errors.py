@@ -33,5 +33,9 @@ class ContextLengthError(LlamaError, ValueError):
     """The tokens do not fit into the context."""
 
 
+class MemoryLimitError(LlamaError, MemoryError):
+    """A run would take more memory than is free."""
+
+
 class NumericalError(LlamaError, ArithmeticError):
     """The model produced a number that is not finite."""

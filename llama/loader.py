@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from . import kernels
-from .cache import KINDS
+from . import kernels, memory
+from .cache import FIRST_SLOTS, KINDS
 from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.base import FLOATS
 from .checkpoint.blocks import Blocks
 from .checkpoint.documents import read_json
+from .checkpoint.tiles import TILE, tile_bytes
 from .compiled import compile_
 from .config import ModelConfig
 from .errors import CheckpointError, UsageError
@@ -52,6 +54,8 @@ def load(
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
     kv_cache: str = "model",
+    tokens: int | Callable[[Tokenizer], int] | None = None,
+    check_memory: bool = True,
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
@@ -67,8 +71,10 @@ def load(
                   {"rope_type": "default"} takes the checkpoint's off
     rope_theta    another base of the frequencies
     kv_cache      "model" keeps keys and values in the model's dtype, "int8" in 8 bits: for long contexts
+    tokens        how long prompt and answer will be, if that is known, or a function that tells it by the tokenizer
+    check_memory  hold what is needed for that against what is free, before a weight is read and before a cache grows
 
-    Raises CheckpointError when the file can't be run, UsageError on a bad argument.
+    Raises CheckpointError when the file can't be run, UsageError on a bad argument, MemoryLimitError for too much.
     """
     from .text import Llama
 
@@ -86,6 +92,8 @@ def load(
         quantize=quantize,
         compile=compile,
         kv_cache=kv_cache,
+        tokens=tokens(tokenizer) if callable(tokens) else tokens,
+        check_memory=check_memory,
     )
     chat_format = checkpoint.chat_format(tokenizer) if checkpoint.chat_template is None else None
     return Llama(
@@ -108,6 +116,7 @@ def load_model(
     *,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
+    check_memory: bool = True,
 ) -> Transformer:
     """The model alone, with plain nn.Linear weights to look at; no tokenizer is needed. Arguments as in `load`."""
     checkpoint = open_checkpoint(resolve(path_or_name))
@@ -120,6 +129,7 @@ def load_model(
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,
         quantize=quantize,
+        check_memory=check_memory,
     )
 
 
@@ -150,6 +160,8 @@ def build(
     quantize: str | None = None,
     compile: bool = False,
     kv_cache: str = "model",
+    tokens: int | None = None,
+    check_memory: bool = True,
 ) -> Transformer:
     """A model filled with a checkpoint's weights: each is read, reordered if need be, cast or rounded, handed over.
 
@@ -159,6 +171,7 @@ def build(
     quantize      a scheme of quant.SCHEMES for the linear layers
     compile       compile the decoding step (compiled.py); RoPE then runs in the real form instead of the complex one
     kv_cache      what caches of this model keep keys and values in, one of cache.KINDS
+    tokens        and check_memory as in `load`
 
     A weight that needs no change stays in the mapped file; one that is rounded is read piece by piece. Strict both
     ways: CheckpointError lists tensors that are missing, unexpected or of another shape.
@@ -187,6 +200,20 @@ def build(
     check_tensors(checkpoint)
     with torch.device("meta"), SkipInit():
         model = Transformer(config, rope, attention, max_seq_len).requires_grad_(False).eval()
+    model.cache_kind, model.check_memory = kv_cache, check_memory
+    if check_memory:
+        moved = model.rope.layout != checkpoint.layout
+        weights, mapped = held(checkpoint, torch_device, torch_dtype, scheme, make_linear, as_stored, moved, compile)
+        need = memory.need(
+            config,
+            weights,
+            itemsize=torch_dtype.itemsize,
+            tokens=min(FIRST_SLOTS if tokens is None else tokens, model.max_seq_len),
+            kind=kv_cache,
+            mapped=mapped,
+        )
+        remedies = memory.remedies(need, torch_dtype, quantize, kv_cache)
+        memory.check(str(checkpoint.path), need, memory.rooms(torch_device), remedies)
     layers = {
         name: child for name, child in model.named_modules() if next(child.parameters(recurse=False), None) is not None
     }
@@ -247,8 +274,50 @@ def build(
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         for _ in pool.map(fill, [name for name in names if name not in large]):
             pass
-    model.cache_kind = kv_cache
     return compile_(model) if compile else model
+
+
+def held(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    scheme: Scheme | None,
+    make_linear: Callable[..., nn.Module] | None,
+    as_stored: bool,
+    moved: bool,
+    compile: bool = False,
+) -> tuple[int, int]:
+    """Bytes that the weights will take as `build` holds them, and those of them that stay in the mapped file.
+
+    Arguments as `build` has them; moved says whether the rows of wq and wk change places. Nothing but headers is read.
+    """
+    weights = mapped = 0
+    on_cpu = device.type == "cpu"
+    kinds: dict[object, tuple[int, int, bool] | None] = {}  # (how it is stored, shape) -> bits, group, offset
+    for name, shape in checkpoint.shapes.items():
+        layer, stored = name.removesuffix(".weight"), checkpoint.stored(name)
+        if (stored, shape) not in kinds:
+            blocks = checkpoint.blocks(name, slice(0, 1)) if len(shape) == 2 else None
+            kinds[stored, shape] = None if blocks is None else (blocks.bits, blocks.group, blocks.offset is not None)
+        kind = kinds[stored, shape]
+        reordered = moved and name.endswith(ROTATED)
+        wanted = None
+        if layer == "tok_embeddings" and checkpoint.config.tie_embeddings:
+            layer = "output"
+        if len(shape) == 2 and scheme is not None and layer != "tok_embeddings":
+            chosen = scheme_for(layer, scheme)
+            wanted = chosen.bits, chosen.group, chosen.offset
+        taken = kind is not None and (kind == wanted or (wanted is None and as_stored and kernels.ready()))
+        few = kind if taken else wanted
+        if few is not None:
+            size = -(-shape[0] // TILE) * tile_bytes(shape[1], *few)
+            as_is = taken and not reordered and not compile and on_cpu and checkpoint.tiles(name) is not None
+        else:
+            size = math.prod(shape) * dtype.itemsize
+            as_is = stored == FLOATS[dtype] and not reordered and on_cpu and make_linear is not PackedLinear
+        weights += size
+        mapped += size if as_is else 0
+    return weights, mapped
 
 
 def read_blocks(
