@@ -185,6 +185,8 @@ def join(place: Place, device: str | torch.device | None = None, store: Store | 
             backend, store=store, rank=place.rank, world_size=size, timeout=timedelta(seconds=seconds)
         )
         return World(place, chosen)
+    except LlamaError:
+        raise
     except (RuntimeError, OSError, ValueError) as error:
         told = " ".join(str(error).split())[:200]
         raise ParallelError(
@@ -211,8 +213,13 @@ def meeting_point(rank: int, size: int, timeout: timedelta) -> Store:
         if ip_address(address[4][0]).is_loopback:
             with socket.socket(address[0], socket.SOCK_STREAM) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address[4])
-                listener.listen(128)
+                try:
+                    listener.bind(address[4])
+                    listener.listen(128)
+                except OSError as error:
+                    raise ParallelError(
+                        f"rank 0 can't open MASTER_PORT {port} of {host}: {error.strerror}; take another port"
+                    ) from None
                 listen = listener.detach()  # the store closes it
     tcp = distributed.TCPStore(
         host, port, size, rank == 0, timeout, wait_for_workers=False, use_libuv=listen is None, master_listen_fd=listen

@@ -210,6 +210,7 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
             "LOCAL_WORLD_SIZE": str(size),
             "CLEARLLAMA_STORE": str(Path(folder) / "store"),
             PARENT: str(os.getpid()),
+            **({} if args.debug else {"TORCH_CPP_LOG_LEVEL": "ERROR"}),
         }
         ranks = start_processes(
             "clearllama",
