@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from llama import loader, parallel
+from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.part import Place
 from llama.errors import ContextLengthError
@@ -133,8 +135,18 @@ def ask(world: parallel.World, path: str, what: str = "answers", **options: Any)
     held = {name: torch.tensor(tensor.shape) for name, tensor in model.state_dict().items()}
     if world.leader:
         return {**QUESTIONS[what](model), **held}
+    alive: weakref.WeakSet[KVCache] = weakref.WeakSet()
+    counts, new_cache = [0], model.new_cache
+
+    def counted(*args: Any) -> KVCache:
+        cache = new_cache(*args)
+        alive.add(cache)
+        counts.append(len(alive))
+        return cache
+
+    model.new_cache = counted  # type: ignore[method-assign]
     parallel.follow(model, world)
-    return held
+    return {**held, "caches made": torch.tensor(len(counts) - 1), "caches alive": torch.tensor(max(counts))}
 
 
 @torch.inference_mode()
@@ -224,7 +236,30 @@ QUESTIONS: dict[str, Callable[[Transformer], dict[str, Tensor]]] = {
     "logits": logits,
     "refusals": refusals,
 }
-CASES: dict[str, Callable[..., Any]] = {"ask": ask}
+
+
+def memory(world: parallel.World, path: str, **options: Any) -> dict[str, int]:
+    """Bytes that loading and running a model adds to what this process needs at most, mapped files included."""
+
+    def told(what: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+    before = told("VmRSS:")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    with parallel.together(world):
+        model = loader.build(open_checkpoint(path), device="cpu", pack=True, world=world, **options)
+    loaded = told("VmHWM:") - before
+    if world.leader:
+        for _ in range(2):
+            with torch.inference_mode():
+                model(torch.arange(8)[None])
+    else:
+        parallel.follow(model, world)
+    return {"loaded": loaded, "run": told("VmHWM:") - before}
+
+
+CASES: dict[str, Callable[..., Any]] = {"ask": ask, "memory": memory}
 
 if __name__ == "__main__":
     serve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,10 @@ def test_ranks_answer_as_one(world: ranks.Ranks, tmp_path: Path) -> None:
     drafted, kept = expected["kept"].tolist()
     assert 0 < kept < drafted
     for tensor, pipeline in ((2, 1), (2, 2)):
-        found, *_ = world.run(tensor, pipeline, "ask", path=path)
+        found, *others = world.run(tensor, pipeline, "ask", path=path)
         check(found, expected)
+        for other in others:  # a cache that rank 0 lets go is let go everywhere
+            assert int(other["caches alive"]) <= 5 < int(other["caches made"])
 
 
 @pytest.mark.slow
@@ -246,6 +249,42 @@ def test_ranks_hold_their_part_and_no_more(world: ranks.Ranks, tmp_path: Path) -
         assert sum(held) >= sum(whole.values())
         if pipeline == 1:
             assert max(held) <= sum(whole.values()) / tensor + norms + 16 * WIDE.dim * 2  # a tile of the vocabulary
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("hf", {"dtype": "bfloat16"}),
+        ("hf", {"dtype": "bfloat16", "quantize": "int8"}),
+        ("meta", {"dtype": "bfloat16", "rope": "half"}),
+        ("gguf", {"dtype": "float32"}),
+        ("Q8_0", {"dtype": "bfloat16"}),
+    ],
+)
+def test_the_memory_of_a_rank_is_its_part_and_a_tensor(
+    form: str, options: dict[str, Any], world: ranks.Ranks, tmp_path: Path
+) -> None:
+    config = ModelConfig(
+        dim=2048, n_layers=2, n_heads=16, n_kv_heads=16, head_dim=128, hidden_dim=8192, vocab_size=4096, max_seq_len=256
+    )
+    if form in ("hf", "meta"):
+        convert(tiny.write_gguf(tmp_path / "source.gguf", config), tmp_path / form, form, dtype=torch.bfloat16)
+        path = str(tmp_path / form)
+    else:
+        path = source(tmp_path, form, config)
+    used = {n: world.run(n, 1, "memory", path=path, **options) for n in (1, 4)}
+    bits = 32 if form == "gguf" else 8.5 if form == "Q8_0" or "quantize" in options else 16
+    size = config.n_params * bits / 8
+    assert size > 130e6
+    tensor = 4 * config.hidden_dim * config.dim  # bytes of the largest as numbers
+    pages = (
+        2**21 * 7 * config.n_layers
+    )  # Linux may map a file in huge pages, and those at a part's ends have other parts
+    assert 0.9 * size < used[1][0]["run"]
+    for rank in used[4]:
+        assert 0.9 * size / 4 < rank["run"] < size / 4 + tensor + pages + 20e6, used
 
 
 # ------------------------------------------------------------------------------------------------- who has what

@@ -186,6 +186,28 @@ def test_a_signal_to_the_parent_ends_all(number: signal.Signals, tiny_gguf: Path
     assert all("Traceback" not in line and "rror" not in line for line in err), err
 
 
+@pytest.mark.slow
+def test_an_interrupt_in_the_middle_of_an_answer_leaves_the_ranks_in_step(tiny_gguf: Path, clearllama: Any) -> None:
+    options = ("chat", "-m", str(tiny_gguf), "--dtype", "float32", "--device", "cpu", "-n", "150", "--temp", "0")
+    launched = Launched(*options, "--tensor-parallel", "2", stdin=subprocess.PIPE)
+    process = launched.process
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+    out, err = process.communicate("/clear\nhello\n", timeout=60)
+    launched.clear()
+    assert process.returncode == 0, err
+    assert err.count("clearllama: stopped") == 3
+    expected = clearllama(*options, stdin=b"hello\n").stdout.decode()
+    assert len(expected) > 50
+    assert out.endswith(expected)
+
+
 # ------------------------------------------------------------------------------------- what is refused at once
 def test_a_wrong_number_of_processes_is_refused_before_any_is_started(tiny_gguf: Path) -> None:
     launched = Launched(*PROMPT, "-m", str(tiny_gguf), "--tensor-parallel", "3")
