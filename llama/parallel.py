@@ -359,7 +359,8 @@ def share(model: Transformer, config: ModelConfig, world: World) -> Transformer:
     model.config = config
     model.run = Pass(model, world)  # type: ignore[method-assign]
     if world.leader:
-        model.hidden = Leader(model, world)  # type: ignore[method-assign]
+        leader = Leader(model, world)
+        model.hidden, model.new_cache = leader, leader.new_cache  # type: ignore[method-assign]
     weight = model.norm.weight
     facts = str(config), f"{weight.dtype} on {weight.device.type}", f"KV cache {model.cache_kind}", model.rope.form
     world.told += [f"{fact[:200]} ({hashlib.sha256(fact.encode()).hexdigest()[:8]})" for fact in facts]
@@ -422,11 +423,17 @@ class Leader:
     def describe(self, cache: KVCache) -> dict[str, Any]:
         """What the others need to know of a cache to hold its like: which it is, its shape, how far it is filled."""
         if cache not in self.names:
-            self.made += 1
-            self.names[cache] = self.made
-            weakref.finalize(cache, self.gone_with, self.made).atexit = False
+            raise UsageError("the ranks share the caches that new_cache of their model made, and not copies of them")
         shape = {"batch": cache.batch, "max_len": cache.max_len}
         return {"name": self.names[cache], **shape, "length": cache.length, "filled": cache.filled}
+
+    def new_cache(self, *args: Any, **options: Any) -> KVCache:
+        """`Transformer.new_cache`, and a name under which the others will know the cache."""
+        cache = Transformer.new_cache(self.model, *args, **options)
+        self.made += 1
+        self.names[cache] = self.made
+        weakref.finalize(cache, self.gone_with, self.made).atexit = False
+        return cache
 
     def gone_with(self, name: int) -> None:
         """The cache of that name is no more."""
@@ -444,17 +451,15 @@ def in_step(
     """`Transformer.hidden` as every rank does it.
 
     Arguments that it refuses are refused in all ranks, before they wait for each other: there they stay in step. After
-    any other error they are not.
+    any other error they are not; memory, for one, may be short in one rank alone.
     """
     run: Any = model.run
     run.begun = False
     try:
         return Transformer.hidden(model, tokens, positions, cache, **options)
-    except (LlamaError, ValueError) as error:
-        if not run.begun:
-            raise
-        raise world.break_off(error) from error
     except Exception as error:
+        if isinstance(error, ValueError) and not run.begun:
+            raise
         raise world.break_off(error) from error
 
 
@@ -478,7 +483,7 @@ def follow(model: Transformer, world: World) -> None:
         positions = None if order["positions"] is None else torch.tensor(order["positions"], device=device)
         try:
             in_step(world, model, tokens, positions, cache, order["options"])
-        except (LlamaError, ValueError):
+        except ValueError:  # rank 0 hears the same, and says so
             if world.broken is not None:
                 raise
 

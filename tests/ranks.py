@@ -6,6 +6,7 @@ CASES, by name). It answers with the folder that holds what each returned.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -212,7 +213,13 @@ def refusals(model: Transformer) -> dict[str, Tensor]:
     """What is refused leaves all ranks in step."""
     row = list(range(20))
     cache = model.new_cache(16)
-    for bad in (lambda: prefill(model, row, cache), lambda: model(torch.tensor([row]), torch.arange(1, 21), cache)):
+    foreign = copy.copy(model.new_cache(30)) if "hidden" in vars(model) else model.new_cache(3)
+    bads: list[Callable[[], Any]] = [
+        lambda: prefill(model, row, cache),
+        lambda: model(torch.tensor([row]), torch.arange(1, 21), cache),
+        lambda: prefill(model, row, foreign),  # whose keys the other ranks would have elsewhere
+    ]
+    for bad in bads:
         try:
             bad()
         except (ContextLengthError, ValueError):
