@@ -372,11 +372,17 @@ class Pass:
 
     def __init__(self, model: Transformer, world: World):
         self.model, self.world = model, world
-        self.begun = False  # whether the pass has come to where ranks wait for each other
+        self.begun: bool | None = (
+            None  # whether a pass has come to where ranks wait for each other; None: there is none
+        )
 
     def __call__(
         self, tokens: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
     ) -> Tensor:
+        if self.begun is None:  # nobody else would know
+            raise UsageError(
+                "a model in several processes is asked through `hidden`, which tells the others, not `run`"
+            )
         self.begun = True
         model, world, weight = self.model, self.world, self.model.norm.weight
         if world.place.stage == 0:
@@ -461,6 +467,8 @@ def in_step(
         if isinstance(error, ValueError) and not run.begun:
             raise
         raise world.break_off(error) from error
+    finally:
+        run.begun = None
 
 
 @torch.inference_mode()

@@ -219,6 +219,9 @@ def refusals(model: Transformer) -> dict[str, Tensor]:
         lambda: model(torch.tensor([row]), torch.arange(1, 21), cache),
         lambda: prefill(model, row, foreign),  # whose keys the other ranks would have elsewhere
     ]
+    if "hidden" in vars(model):  # what the others would not hear of
+        zeros, at = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+        bads.append(lambda: model.run(zeros, model.rope.rows(at, 1), None, at, None))
     for bad in bads:
         try:
             bad()
