@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from .rope import rotate_half as rotate_half
     from .rope_scaling import inverse_frequencies as inverse_frequencies
     from .sampling import SamplingParams as SamplingParams
+    from .session import Session as Session
     from .text import Completion as Completion
     from .text import Llama as Llama
-    from .text import Session as Session
     from .tokenizer import Tokenizer as Tokenizer
 
 # name -> the module that defines it. Importing torch takes a second, and `clearllama --help` should not.
@@ -50,7 +50,7 @@ _HOME = {
     "SamplingParams": "sampling",
     "Completion": "text",
     "Llama": "text",
-    "Session": "text",
+    "Session": "session",
     "Tokenizer": "tokenizer",
 }
 __all__ = ["__version__", *_HOME]

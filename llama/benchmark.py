@@ -146,9 +146,9 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, roo
 def feed(model: Transformer, rows: Sequence[Sequence[int]], cache: KVCache) -> list[int]:
     """Feed ids (B, T) into the model, `CHUNK` of each row at a time: the likeliest next id of each row."""
     tokens = torch.tensor(rows, device=cache.device)  # (B, T)
-    step = tokens.shape[1] if model.rope.by_length else CHUNK
-    for start in range(0, tokens.shape[1], step):
-        h = model.hidden(tokens[:, start : start + step], cache=cache)  # (B, t, C)
+    length = cache.length + tokens.shape[1]
+    for start in range(0, tokens.shape[1], CHUNK):
+        h = model.hidden(tokens[:, start : start + CHUNK], cache=cache, length=length)  # (B, t, C)
     ids: list[int] = model.output(h[:, -1]).argmax(-1).tolist()  # (B, V) -> (B,)
     return ids
 

@@ -5,6 +5,7 @@ Letters: B batch, T new tokens, S cached tokens, KV key/value heads, D head_dim.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from torch import Tensor
 from .errors import ContextLengthError, UsageError
 
 FIRST_SLOTS = 1024  # tokens a cache has room for before it first grows
+# The most it grows by at once, beyond what is asked for. Decoding reads all of the cache for each token, so copying it
+# once in so many tokens costs a thousandth; doubling would leave half of a long cache empty.
+LARGEST_STEP = 4096
 
 
 class Rounded(NamedTuple):
@@ -49,9 +53,9 @@ class LayerCache:
         for buffer, part in zip(self.buffers, new, strict=True):
             if positions.dim() == 1:
                 buffer.index_copy_(2, positions, part)
-            else:  # each row of the batch at its own positions
-                slots = positions.view(len(positions), 1, -1, *(1,) * (part.dim() - 3))  # (B, 1, T, ..)
-                buffer.scatter_(2, slots.expand_as(part), part)
+            else:  # each row of the batch at its own positions; scatter_ would copy the whole buffer
+                rows = torch.arange(len(part), device=positions.device).unsqueeze(1)  # (B, 1)
+                buffer.transpose(1, 2).index_put_((rows, positions), part.transpose(1, 2))
         return [buffer if self.end is None else buffer[:, :, : self.end] for buffer in self.buffers]
 
     @property
@@ -64,11 +68,13 @@ class LayerCache:
         """All values, likewise."""
         return self.buffers[1]
 
-    def grow(self, slots: int) -> None:
-        """Make room for so many positions."""
+    def resize(self, slots: int) -> None:
+        """Have so many slots, and in them what was there."""
         for i, old in enumerate(self.buffers):
-            self.buffers[i] = old.new_zeros(*old.shape[:2], slots, *old.shape[3:])
-            self.buffers[i][:, :, : old.shape[2]] = old
+            if old.shape[2] != slots:
+                new = old.new_zeros(*old.shape[:2], slots, *old.shape[3:])
+                new[:, :, : old.shape[2]] = old[:, :, :slots]
+                self.buffers[i] = new
 
 
 class RoundedLayerCache(LayerCache):
@@ -117,9 +123,9 @@ KINDS: dict[str, type[LayerCache]] = {
 class KVCache:
     """One LayerCache for each layer, and how far they are filled.
 
-    The buffers grow with use, by doubling, up to max_len; so a long context costs memory only when it is filled. With
-    fixed=True they have max_len slots from the start, and a single token gets to see all of them, behind a mask:
-    tensors of one shape at each step, as compiled code and CUDA graphs want.
+    The buffers grow with use, by doubling and later in steps, and never beyond max_len slots; so a long context costs
+    memory only when it is filled. With fixed=True they have max_len slots from the start, and a single token gets to
+    see all of them, behind a mask: tensors of one shape at each step, as compiled code and CUDA graphs want.
     Whoever generates makes it and passes it in; the model keeps no state. It is used like this, for
     2 cached tokens and 3 new ones:
 
@@ -127,6 +133,8 @@ class KVCache:
         layers[0].update(k, v, ..)   writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; so for each layer
         commit()                  length is 5. A forward pass that broke off in the middle has changed no length
         trim(4)                   forgets the last token
+
+    Rows of a batch that are filled to different lengths are worked on through `rows` (batch.py).
     """
 
     def __init__(
@@ -138,37 +146,45 @@ class KVCache:
         *,
         batch: int = 1,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | Sequence[torch.device] = "cpu",
         fixed: bool = False,
         kind: str = "model",
     ):
         if kind not in KINDS:
             raise UsageError(f"unknown kind of KV cache {kind!r}; known: {', '.join(KINDS)}")
         shape = (batch, n_kv_heads, max_len if fixed else min(max_len, FIRST_SLOTS), head_dim)
-        self.layers = [KINDS[kind].empty(shape, dtype, device) for _ in range(n_layers)]
+        devices = [device] * n_layers if isinstance(device, str | torch.device) else device  # one for each layer
+        self.layers = [KINDS[kind].empty(shape, dtype, devices[i]) for i in range(n_layers)]
         self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
-        self.device = self.layers[0].buffers[0].device
+        self.device = self.layers[-1].buffers[0].device  # where tokens and positions are made
         self.length = 0  # tokens whose keys are complete in every layer
         self.end = 0  # tokens whose keys are complete once the current forward pass is through
         self.width = 0  # keys that attention gets to see in the current forward pass, masked ones included
         self.steps: object = None  # what decoding.py has recorded for these buffers
+        self.whole: tuple[KVCache, int] | None = None  # of what, and from which row on, this is some `rows`
+        self.moves: list[tuple[int | None, int, int]] | None = None  # of rows, for whoever keeps a like (parallel.py)
         self._filled = [0] * batch  # the same for each row of the batch, since rows may differ
         self._placed = [0] * batch
 
     @property
     def k(self) -> Tensor:
         """All keys, (layer, B, KV, slots, D): a copy, to look at."""
-        return torch.stack([layer.k for layer in self.layers])
+        return torch.stack([layer.k.to(self.device) for layer in self.layers])
 
     @property
     def v(self) -> Tensor:
         """All values, likewise."""
-        return torch.stack([layer.v for layer in self.layers])
+        return torch.stack([layer.v.to(self.device) for layer in self.layers])
+
+    @property
+    def on_one_device(self) -> bool:
+        """Whether all layers lie together."""
+        return all(layer.buffers[0].device == self.device for layer in self.layers)
 
     @property
     def slots(self) -> int:
         """Positions there is room for before the buffers grow."""
-        return self.layers[0].buffers[0].shape[2]
+        return self.layers[-1].buffers[-1].shape[2]  # the last to be resized, should memory run out in the middle
 
     def place(self, tokens: int, positions: Tensor | None = None) -> Tensor:
         """Make room for T new tokens and return their positions.
@@ -186,13 +202,13 @@ class KVCache:
         else:
             positions = positions.long()
             end = self._place_at(positions)
-        self._reserve(end, every_slot=self.fixed and tokens == 1)
+        self._hand_out(end, every_slot=self.fixed and tokens == 1)
         return positions
 
     def place_next(self) -> None:
         """`place(1)` for a device that knows the position itself (decoding.py): every slot is handed out."""
         self._placed = [self.length + 1] * self.batch
-        self._reserve(self.length + 1, every_slot=True)
+        self._hand_out(self.length + 1, every_slot=True)
 
     @property
     def filled(self) -> list[int]:
@@ -215,14 +231,49 @@ class KVCache:
         self.length = self.end = length
         self._filled = [min(row, length) for row in self._filled]
 
-    def _reserve(self, end: int, every_slot: bool) -> None:
+    def reserve(self, end: int) -> None:
+        """Have room for the positions below `end`. Raises ContextLengthError where that is beyond max_len."""
         if end > self.max_len:
             raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
-        grown = min(max(end, 2 * self.slots), self.max_len) if end > self.slots else None
+        if end > self.slots:
+            slots = min(max(end, self.slots + min(self.slots, LARGEST_STEP)), self.max_len)
+            for layer in self.layers:  # one by one, so that only one is there twice
+                layer.resize(slots)
+
+    def rows(self, first: int, last: int, length: int = 0) -> KVCache:
+        """Rows `first` to `last` of the batch as a cache of their own in the same memory, with `length` tokens in it.
+
+        It is fixed at the slots there are now, and of no use once this cache has grown.
+        """
+        part = copy.copy(self)
+        part.layers = [type(layer)(*(buffer[first:last] for buffer in layer.buffers)) for layer in self.layers]
+        part.batch, part.max_len, part.fixed, part.steps = last - first, self.slots, True, None
+        part.length, part.end, part.whole = length, length, (self, first)
+        part._filled = part._placed = [length] * part.batch
+        return part
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Give row `target` the first tokens of row `source`."""
+        self._note(source, target, length)
+        for layer in self.layers:
+            for buffer in layer.buffers:
+                buffer[target, :, :length] = buffer[source, :, :length]
+
+    def clear_row(self, row: int) -> None:
+        """Zeros: what is not finite must not stay behind a mask, see LayerCache.empty."""
+        self._note(None, row, 0)
+        for layer in self.layers:
+            for buffer in layer.buffers:
+                buffer[row] = 0
+
+    def _note(self, source: int | None, target: int, length: int) -> None:
+        if self.moves is not None:
+            self.moves.append((source, target, length))
+
+    def _hand_out(self, end: int, every_slot: bool) -> None:
+        self.reserve(end)
         self.end = end
         for layer in self.layers:
-            if grown:
-                layer.grow(grown)
             layer.end = None if every_slot else end
         self.width = self.slots if every_slot else end
 

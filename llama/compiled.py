@@ -30,6 +30,7 @@ from .errors import UsageError
 from .folders import cache_folder, keep, kept
 from .fused import fuse
 from .model import RMSNorm, Transformer, TransformerBlock
+from .placement import NO_COMPILING, Placed
 from .quant import BlockLinear, TileLinear
 from .runtime import FewRowsLinear
 
@@ -47,6 +48,8 @@ def compile_(model: Transformer) -> Transformer:
     """
     if model.rope.form == "complex":
         raise UsageError("compiled code runs the real form of RoPE; load the model with rope='real'")
+    if isinstance(model.run, Placed):
+        raise UsageError(NO_COMPILING)
     if model.norm.weight.device.type == "cuda":
         return fuse(model)
     blocks: list[TransformerBlock] = list(model.layers)  # type: ignore[arg-type]

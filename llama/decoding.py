@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 
 def fits(model: Transformer, cache: KVCache) -> bool:
     """Whether `decode` can go on from a cache: one text on a CUDA device, under frequencies that stay as they are."""
-    alone = "hidden" not in vars(model)  # else somebody has to hear of each pass (parallel.py)
+    alone = cache.on_one_device and "hidden" not in vars(model)  # else somebody has to hear of each pass (parallel.py)
     return cache.device.type == "cuda" and cache.batch == 1 and alone and not model.rope.by_length
 
 
@@ -169,6 +169,10 @@ def next_logits(model: Transformer, token: Tensor, position: Tensor, cache: KVCa
     Their keys and values enter the cache, whose layers have been told to hand out all slots. Nothing waits for the
     device or depends on the position's value.
     """
+    if "hidden" in vars(model):  # others have to hear of it (parallel.py), and of how far the rows are filled
+        filled = position.expand(cache.batch, 1)[:, 0].tolist()
+        cache.fill_to(max(filled), filled)
+        return model.output(model.hidden(token, position, cache)[:, -1]).float()
     if isinstance(model.run, Fused) and model.run.fits(cache):
         model.rope.rows(position[:0], min(cache.slots, model.max_seq_len))  # no rows, but the table is there
         return model.run.next_logits(token, position, cache)[None]

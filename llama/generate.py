@@ -36,7 +36,8 @@ class Token:
 def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: int | None = None) -> Tensor:
     """Feed ids into the model, `chunk` at a time so that memory stays bounded: logits (V,) after the last of them.
 
-    chunk is 256 by default, and on CUDA 2,048: there it takes more to keep the device busy.
+    chunk is 256 by default, and on CUDA 2,048: there it takes more to keep the device busy. Every chunk knows how long
+    the whole will be, so also a RoPE that depends on the length turns all of it alike.
     """
     chunk = (2048 if cache.device.type == "cuda" else 256) if chunk is None else chunk
     if chunk < 1:
@@ -44,11 +45,11 @@ def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: in
     if not tokens:
         raise UsageError("prefill needs at least one token")
     device = cache.device
-    if model.rope.by_length:  # the whole prompt at once, since its length decides how its first token is turned
-        chunk = len(tokens)
+    length = cache.length + len(tokens)
+    cache.reserve(length)  # at once, so that nothing is copied on the way
     for start in range(0, len(tokens), chunk):
         part = torch.tensor([tokens[start : start + chunk]], device=device)  # (1, T)
-        h = model.hidden(part, cache=cache)  # (1, T, C)
+        h = model.hidden(part, cache=cache, length=length)  # (1, T, C)
     return model.output(h[:, -1])[0].float()  # (V,): only the last token needs logits
 
 

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import kernels
+from .attention import ATTENTION
 from .cache import KINDS
 from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.base import FLOATS
 from .checkpoint.blocks import Blocks
 from .checkpoint.documents import read_json
 from .checkpoint.part import PartCheckpoint
@@ -27,10 +29,11 @@ from .errors import CheckpointError, UsageError
 from .hub import DEFAULT, resolve
 from .model import Transformer
 from .parallel import World, share
+from .placement import NO_COMPILING, Devices, pick_placement, run_placed
 from .quant import Integers, Scheme, embedding_of, linear_of, pick_scheme, rounded, scheme_for, taken
 from .rope import FORMS, Layout, to_half_layout, to_interleaved_layout
 from .rope_scaling import with_rope
-from .runtime import FewRowsLinear, PackedLinear, pick_attention, pick_device, pick_dtype, pick_linear
+from .runtime import FewRowsLinear, PackedLinear, pick_attention, pick_dtype, pick_linear
 from .tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ LARGE = 2**26  # entries of a weight
 
 def load(
     path_or_name: str | os.PathLike[str] = DEFAULT,
-    device: str | torch.device | None = None,
+    device: Devices = None,
     dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
     compile: bool = False,
@@ -54,13 +57,14 @@ def load(
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
     kv_cache: str = "model",
+    gpu_layers: int | None = None,
     world: World | None = None,
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
     path_or_name  a folder of Meta's or Hugging Face's, a .gguf file, the name of a model that can be fetched
                   (hub.MODELS), or ORG/NAME in the Hugging Face cache
-    device        "cpu", "cuda", "cuda:1", ...; None takes the best there is
+    device        "cpu", "cuda", "cuda:1", ...; None takes the best there is; "cuda:0,cuda:1" spreads the layers evenly
     dtype         "float32", "bfloat16", "float16"; None takes the fastest the device computes in
     quantize      round the linear layers to a scheme of quant.SCHEMES: "int8", "int4", ...
     compile       compile the decoding step (compiled.py): some seconds the first time, then kept
@@ -70,6 +74,7 @@ def load(
                   {"rope_type": "default"} takes the checkpoint's off
     rope_theta    another base of the frequencies
     kv_cache      "model" keeps keys and values in the model's dtype, "int8" in 8 bits: for long contexts
+    gpu_layers    only the last so many layers on the GPU, the others on the CPU (placement.py)
     world         the processes that share the model (parallel.join), of which this one loads its part
 
     Raises CheckpointError when the file can't be run, UsageError on a bad argument.
@@ -90,6 +95,7 @@ def load(
         quantize=quantize,
         compile=compile,
         kv_cache=kv_cache,
+        gpu_layers=gpu_layers,
         world=world,
     )
     chat_format = checkpoint.chat_format(tokenizer) if checkpoint.chat_template is None else None
@@ -99,13 +105,13 @@ def load(
         checkpoint.chat_template,
         chat_format=chat_format,
         sampling=checkpoint.sampling,
-        warnings=checkpoint.warnings,
+        warnings=[*checkpoint.warnings, *(rounded_again(checkpoint, pick_scheme(quantize)) if quantize else ())],
     )
 
 
 def load_model(
     path_or_name: str | os.PathLike[str] = DEFAULT,
-    device: str | torch.device | None = None,
+    device: Devices = None,
     dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
     rope: str = "complex",
@@ -113,6 +119,7 @@ def load_model(
     *,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
+    gpu_layers: int | None = None,
 ) -> Transformer:
     """The model alone, with plain nn.Linear weights to look at; no tokenizer is needed. Arguments as in `load`."""
     checkpoint = open_checkpoint(resolve(path_or_name))
@@ -125,6 +132,7 @@ def load_model(
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,
         quantize=quantize,
+        gpu_layers=gpu_layers,
     )
 
 
@@ -145,7 +153,7 @@ def load_tokenizer(path_or_name: str | os.PathLike[str] = DEFAULT) -> Tokenizer:
 
 def build(
     checkpoint: Checkpoint,
-    device: str | torch.device | None = None,
+    device: Devices = None,
     dtype: str | torch.dtype | None = None,
     rope: str = "complex",
     max_seq_len: int | None = None,
@@ -155,6 +163,7 @@ def build(
     quantize: str | None = None,
     compile: bool = False,
     kv_cache: str = "model",
+    gpu_layers: int | None = None,
     world: World | None = None,
 ) -> Transformer:
     """A model filled with a checkpoint's weights: each is read, reordered if need be, cast or rounded, handed over.
@@ -165,6 +174,7 @@ def build(
     quantize      a scheme of quant.SCHEMES for the linear layers
     compile       compile the decoding step (compiled.py); RoPE then runs in the real form instead of the complex one
     kv_cache      what caches of this model keep keys and values in, one of cache.KINDS
+    gpu_layers    as in `load`; each layer is made for the device that it lies on
     world         the processes that share the model: this one's slices are read, and only then cast or rounded
 
     A weight that needs no change stays in the mapped file; one that is rounded is read piece by piece. Strict both
@@ -180,78 +190,89 @@ def build(
         raise UsageError(f"compile must be True or False, got {compile!r}")
     scheme = None if quantize is None else pick_scheme(quantize)
     config = with_rope(checkpoint.config, rope_scaling, rope_theta)
-    torch_device = pick_device(device)
-    torch_dtype = pick_dtype(dtype, torch_device)
-    as_stored = pack and torch_device.type == "cpu" and (dtype in (None, "auto") or torch_dtype == torch.bfloat16)
     if kv_cache not in KINDS:
         raise UsageError(f"unknown kind of KV cache {kv_cache!r}; known: {', '.join(KINDS)}")
-    make_linear = pick_linear(torch_device, torch_dtype) if pack else None
-    if compile and make_linear is PackedLinear:
-        make_linear = None  # its weights are opaque to the compiler
-    if compile and rope == "complex":
-        rope = "real"  # the same arithmetic; the compiler has no complex numbers
-    attention = pick_attention(torch_device) if pack else "sdpa"
-    check_tensors(checkpoint)
     sizes = config
     if world is not None:
         if compile:
             raise UsageError("--compile is for one process; leave it out, or run the model in one")
-        checkpoint, sizes = PartCheckpoint(checkpoint, world.place), world.place.config(config)
-        if scheme is not None or as_stored:
+        if gpu_layers is not None:
+            raise UsageError("gpu_layers is for one process; leave it out, or run the model in one")
+        device, sizes = world.device, world.place.config(config)
+    place = pick_placement(sizes, device, gpu_layers)
+    if compile and not place.single:
+        raise UsageError(NO_COMPILING)
+    torch_dtype = pick_dtype(dtype, place.output)
+    takes_blocks = pack and (dtype in (None, "auto") or torch_dtype == torch.bfloat16)  # on a CPU
+    if compile and rope == "complex":
+        rope = "real"  # the same arithmetic; the compiler has no complex numbers
+    check_tensors(checkpoint)
+    if world is not None:
+        checkpoint = PartCheckpoint(checkpoint, world.place)
+        if scheme is not None or (takes_blocks and place.output.type == "cpu"):
             checkpoint.check_groups(None if scheme is None else scheme.group)
     with torch.device("meta"), SkipInit():
-        model = Transformer(sizes, rope, attention, max_seq_len).requires_grad_(False).eval()
+        model = Transformer(sizes, rope, max_seq_len=max_seq_len).requires_grad_(False).eval()
     if world is not None and world.place.stage:
         model.tok_embeddings = model.output = nn.Identity()  # type: ignore[assignment]  # the first stage has them
+    for block, where in zip(model.layers, place.layers, strict=True):
+        block.attention.attend = ATTENTION[pick_attention(where) if pack else "sdpa"]  # type: ignore[union-attr]
+    makers = {where: pick_linear(where, torch_dtype) if pack else None for where in {place.output, *place.layers}}
+    if compile:  # PackedLinear's weights are opaque to the compiler
+        makers = {where: None if make is PackedLinear else make for where, make in makers.items()}
     layers = {
         name: child for name, child in model.named_modules() if next(child.parameters(recurse=False), None) is not None
     }
-    tied = config.tie_embeddings
+    tied = config.tie_embeddings and place.embedding == place.output  # else each has a copy
 
-    def plain(name: str) -> Tensor:
+    def plain(name: str, device: torch.device) -> Tensor:
         """A tensor in the order, the dtype and the place that the model wants."""
         stored = checkpoint.tensor(name)
         ordered = to_layout(name, stored, config.head_dim, checkpoint.layout, model.rope.layout)
-        value = _cast(ordered, name, torch_device, torch_dtype)
+        value = _cast(ordered, name, device, torch_dtype)
         if value.data_ptr() != stored.data_ptr():
             checkpoint.release(name)
         return value
 
     def fill(name: str) -> None:
-        layer, source = layers[name], "tok_embeddings" if tied and name == "output" else name
+        layer, device = layers[name], place.of(name)
+        source = "tok_embeddings" if config.tie_embeddings and name == "output" else name
+        as_stored, shared = takes_blocks and device.type == "cpu", tied and name == "output"
         kinds = [kind for kind, _ in layer.named_parameters(recurse=False)]  # weight, bias
-        bias = plain(f"{source}.bias") if "bias" in kinds else None
+        bias = plain(f"{source}.bias", device) if "bias" in kinds else None
         if isinstance(layer, nn.Linear):
             wanted = scheme and scheme_for(name, scheme)
             read = read_blocks(checkpoint, f"{source}.weight", model.rope.layout, wanted, as_stored)
-            made = None if read is None else linear_of(read, torch_device, bias)
+            made = None if read is None else linear_of(read, device, bias)
             if made is None and scheme is not None:
                 raise UsageError(f"{quantize} needs the C++ kernels on this CPU, and they can't be built; leave it out")
+            make_linear = makers[device]
             if made is None and make_linear is not None:
-                made = make_linear(plain(f"{source}.weight"), bias)
+                made = make_linear(plain(f"{source}.weight", device), bias)
             if made is not None:
                 model.set_submodule(name, made)
-                if source != name:
+                if shared:
                     embedding = embedding_of(made, torch_dtype)
                     if embedding is None:
-                        weight = made.weight if isinstance(made, FewRowsLinear) else plain(f"{source}.weight")
+                        weight = made.weight if isinstance(made, FewRowsLinear) else plain(f"{source}.weight", device)
                         model.tok_embeddings.weight = nn.Parameter(weight, requires_grad=False)
                     else:
                         model.tok_embeddings = embedding  # type: ignore[assignment]
                 if read is not None:
                     checkpoint.release(f"{source}.weight")
                 return
-        elif isinstance(layer, nn.Embedding) and as_stored and kernels.ready():
-            read = read_blocks(checkpoint, f"{name}.weight", model.rope.layout, None, as_stored)
-            made = None if read is None else linear_of(read, torch_device)
+        elif isinstance(layer, nn.Embedding) and (as_stored or scheme) and (device.type != "cpu" or kernels.ready()):
+            wanted = scheme_for("output", scheme) if scheme and config.tie_embeddings else None
+            read = read_blocks(checkpoint, f"{name}.weight", model.rope.layout, wanted, as_stored)
+            made = None if read is None else linear_of(read, device)
             if made is not None:
                 model.tok_embeddings = embedding_of(made, torch_dtype)  # type: ignore[assignment]
                 checkpoint.release(f"{name}.weight")
                 return
         for kind in kinds:
-            value = bias if kind == "bias" and bias is not None else plain(f"{source}.{kind}")
+            value = bias if kind == "bias" and bias is not None else plain(f"{source}.{kind}", device)
             setattr(layer, kind, nn.Parameter(value, requires_grad=False))
-        if source != name:
+        if shared:
             model.tok_embeddings.weight = layer.weight
 
     # Dequantization is numpy, which lets go of the interpreter lock, so several threads keep several cores busy; but
@@ -266,6 +287,7 @@ def build(
     model.cache_kind = kv_cache
     if world is not None:
         return share(model, config, world)
+    run_placed(model, place)
     return compile_(model) if compile else model
 
 
@@ -300,6 +322,27 @@ def read_blocks(
         return rounded(lambda rows: blocks(rows).weight, shape, scheme)
     weight = to_layout(name, checkpoint.tensor(name), *order)
     return rounded(lambda rows: weight[rows], shape, scheme)
+
+
+def rounded_again(checkpoint: Checkpoint, scheme: Scheme) -> list[str]:
+    """A warning about linear layers that were rounded before, to other integers than the scheme's."""
+    before = set()
+    for name, shape in checkpoint.shapes.items():
+        embedding = name == "tok_embeddings.weight"
+        if len(shape) == 2 and (not embedding or checkpoint.config.tie_embeddings):
+            wanted = scheme_for("output" if embedding else name.removesuffix(".weight"), scheme)
+            stored = checkpoint.blocks(name, slice(0, 1))
+            same = stored and (stored.bits, stored.group, stored.offset is not None) == (
+                wanted.bits,
+                wanted.group,
+                wanted.offset,
+            )
+            if not same and checkpoint.stored(name) not in FLOATS.values():
+                before.add(checkpoint.stored(name))
+    if not before:
+        return []
+    kinds = ", ".join(sorted(before))
+    return [f"the source was rounded before ({kinds}); rounding it again loses more than rounding the original once"]
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:

@@ -134,8 +134,14 @@ class Transformer(nn.Module):
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """The last hidden state, normed: (B, T) int64 -> (B, T, C). Arguments as in `forward`."""
+    def hidden(
+        self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None, length: int | None = None
+    ) -> Tensor:
+        """The last hidden state, normed: (B, T) int64 -> (B, T, C). Arguments as in `forward`.
+
+        length  how long the text will be of which these tokens are a part: a RoPE that depends on the length turns them
+                as it would in the whole text. None means that it ends here
+        """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be (B, T), got shape {tuple(tokens.shape)}")
         T = tokens.shape[1]
@@ -151,7 +157,7 @@ class Transformer(nn.Module):
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
             key_positions = positions  # (S,) or (B, S): the keys are the tokens themselves
-        turns = self.rope.rows(positions, end)  # these two once for all layers
+        turns = self.rope.rows(positions, end if length is None else max(end, length))  # these two once for all layers
         mask = None if sees_all else causal_mask(positions, key_positions)  # (T, S) or (B, 1, T, S)
         h = self.run(tokens, turns, mask, positions, cache)
         if cache is not None:
@@ -177,8 +183,11 @@ class Transformer(nn.Module):
         """
         return self.output(self.hidden(tokens, positions, cache)).float()
 
-    def new_cache(self, max_len: int | None = None, batch: int = 1) -> KVCache:
-        """An empty cache for this model's shape, dtype and device; for its whole context unless max_len is given."""
+    def new_cache(self, max_len: int | None = None, batch: int = 1, fixed: bool | None = None) -> KVCache:
+        """An empty cache for this model's shape, dtype and device; for its whole context unless max_len is given.
+
+        fixed  whether it has all its slots from the start; as `fixed_cache` says, unless given
+        """
         weight = self.norm.weight  # the one weight that is never packed
         attention: Any = self.layers[0].attention
         return KVCache(
@@ -189,6 +198,6 @@ class Transformer(nn.Module):
             batch=batch,
             dtype=weight.dtype,
             device=weight.device,
-            fixed=self.fixed_cache,
+            fixed=self.fixed_cache if fixed is None else fixed,
             kind=self.cache_kind,
         )

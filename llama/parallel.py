@@ -360,7 +360,7 @@ def share(model: Transformer, config: ModelConfig, world: World) -> Transformer:
     model.run = Pass(model, world)  # type: ignore[method-assign]
     if world.leader:
         leader = Leader(model, world)
-        model.hidden, model.new_cache = leader, leader.new_cache  # type: ignore[method-assign]
+        model.hidden, model.new_cache = leader, leader.new_cache  # type: ignore[assignment, method-assign]
     weight = model.norm.weight
     facts = str(config), f"{weight.dtype} on {weight.device.type}", f"KV cache {model.cache_kind}", model.rope.form
     world.told += [f"{fact[:200]} ({hashlib.sha256(fact.encode()).hexdigest()[:8]})" for fact in facts]
@@ -428,16 +428,25 @@ class Leader:
 
     def describe(self, cache: KVCache) -> dict[str, Any]:
         """What the others need to know of a cache to hold its like: which it is, its shape, how far it is filled."""
-        if cache not in self.names:
+        whole, first = cache.whole or (cache, 0)
+        if whole not in self.names:
             raise UsageError("the ranks share the caches that new_cache of their model made, and not copies of them")
-        shape = {"batch": cache.batch, "max_len": cache.max_len}
-        return {"name": self.names[cache], **shape, "length": cache.length, "filled": cache.filled}
+        moves, whole.moves = whole.moves, []
+        return {
+            "name": self.names[whole],
+            "shape": [whole.max_len, whole.batch],
+            "slots": whole.slots,
+            "moves": moves,
+            "rows": None if cache.whole is None else [first, first + cache.batch],
+            "length": cache.length,
+            "filled": cache.filled,
+        }
 
     def new_cache(self, *args: Any, **options: Any) -> KVCache:
         """`Transformer.new_cache`, and a name under which the others will know the cache."""
         cache = Transformer.new_cache(self.model, *args, **options)
         self.made += 1
-        self.names[cache] = self.made
+        self.names[cache], cache.moves = self.made, []
         weakref.finalize(cache, self.gone_with, self.made).atexit = False
         return cache
 
@@ -484,8 +493,13 @@ def follow(model: Transformer, world: World) -> None:
         told, cache = order["cache"], None
         if told is not None:
             if told["name"] not in caches:
-                caches[told["name"]] = model.new_cache(told["max_len"], told["batch"])
+                caches[told["name"]] = model.new_cache(*told["shape"])
             cache = caches[told["name"]]
+            cache.reserve(told["slots"])
+            for source, target, length in told["moves"]:
+                cache.clear_row(target) if source is None else cache.copy_row(source, target, length)
+            if told["rows"] is not None:
+                cache = cache.rows(*told["rows"])
             cache.fill_to(told["length"], told["filled"])
         tokens = torch.tensor(order["tokens"], device=device)  # (B, T)
         positions = None if order["positions"] is None else torch.tensor(order["positions"], device=device)

@@ -50,15 +50,16 @@ class Scheme:
 
 
 SCHEMES = {
-    "int8": Scheme(8, 32, False, "8 bits in groups of 32"),
+    "int8": Scheme(8, 32, True, "8 bits in groups of 32 with a zero point"),
+    "int8-sym": Scheme(8, 32, False, "8 bits in groups of 32, symmetric"),
     "int8-row": Scheme(8, 0, False, "8 bits, one scale for each row"),
-    "int4": Scheme(4, 32, True, "4 bits in groups of 32 with a zero point, the output layer as int8", "int8"),
-    "int4-g64": Scheme(4, 64, True, "4 bits in groups of 64 with a zero point, the output layer as int8", "int8"),
-    "int4-g128": Scheme(4, 128, True, "4 bits in groups of 128 with a zero point, the output layer as int8", "int8"),
-    "int4-sym": Scheme(4, 32, False, "4 bits in groups of 32, symmetric, the output layer as int8", "int8"),
-    "int4-sym-g64": Scheme(4, 64, False, "4 bits in groups of 64, symmetric, the output layer as int8", "int8"),
-    "int4-sym-g128": Scheme(4, 128, False, "4 bits in groups of 128, symmetric, the output layer as int8", "int8"),
-    "int4-all": Scheme(4, 32, True, "4 bits in groups of 32 with a zero point, the output layer too"),
+    "int4": Scheme(4, 32, True, "4 bits in groups of 32 with a zero point, output as int8-sym", "int8-sym"),
+    "int4-g64": Scheme(4, 64, True, "4 bits in groups of 64 with a zero point, output as int8-sym", "int8-sym"),
+    "int4-g128": Scheme(4, 128, True, "4 bits in groups of 128 with a zero point, output as int8-sym", "int8-sym"),
+    "int4-sym": Scheme(4, 32, False, "4 bits in groups of 32, symmetric, output as int8-sym", "int8-sym"),
+    "int4-sym-g64": Scheme(4, 64, False, "4 bits in groups of 64, symmetric, output as int8-sym", "int8-sym"),
+    "int4-sym-g128": Scheme(4, 128, False, "4 bits in groups of 128, symmetric, output as int8-sym", "int8-sym"),
+    "int4-all": Scheme(4, 32, True, "4 bits in groups of 32 with a zero point, output too"),
 }
 
 

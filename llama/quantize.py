@@ -16,7 +16,7 @@ from .checkpoint.quantized import LAYOUT, Kind, Packed, entries_of, write
 from .checkpoint.write import Model
 from .convert import NO_TEMPLATE, Progress, Proof, check_target, describe, put_whole, stored_dtype, tensor_hash
 from .errors import CheckpointError, ConfigError, UsageError
-from .loader import check_tensors, read_blocks
+from .loader import check_tensors, read_blocks, rounded_again
 from .quant import Scheme, pick_scheme, scheme_for
 
 
@@ -59,7 +59,7 @@ def quantize(
     packed = {name: Packed(kind, partial(read_tiles, name, kind)) for name, kind in kinds.items() if kind is not None}
     plain = describe(checkpoint, _dtypes(checkpoint, packed))
     model = Model(**{**plain.__dict__, "read": lambda name: noted(name, plain.read(name))})
-    warnings = _rounded_again(checkpoint, packed)
+    warnings = rounded_again(checkpoint, chosen)
 
     def fill(place: Path) -> Proof:
         warnings.extend(write(place, model, packed, scheme, shards))
@@ -112,20 +112,6 @@ def _dtypes(checkpoint: Checkpoint, packed: Mapping[str, Packed]) -> dict[str, t
     stored = {name: stored_dtype(checkpoint, name) for name in checkpoint.shapes}
     few_bits = {name: torch.bfloat16 if name in packed else torch.float32 for name in stored}
     return {name: kind if isinstance(kind, torch.dtype) else few_bits[name] for name, kind in stored.items()}
-
-
-def _rounded_again(checkpoint: Checkpoint, packed: Mapping[str, Packed]) -> list[str]:
-    """A warning about weights that were rounded before, to other integers."""
-    before = set()
-    for name, (kind, _) in packed.items():
-        stored = checkpoint.blocks(name, slice(0, 1))
-        same = stored is not None and kind == (stored.bits, stored.group, stored.offset is not None)
-        if not same and isinstance(told := stored_dtype(checkpoint, name), str):
-            before.add(told)
-    if not before:
-        return []
-    kinds = ", ".join(sorted(before))
-    return [f"the source was rounded before ({kinds}); rounding it again loses more than rounding the original once"]
 
 
 def _prove(place: Path, hashes: Mapping[str, str], progress: Progress) -> str:

@@ -4,153 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, overload
 
-from .cache import KVCache
+from .answer import Answer, Completion, Piece, Stats, StopText
+from .batch import Batch, Ended, Request, Said, Started
 from .chat import encode_chat
-from .errors import UsageError
+from .errors import LlamaError, UsageError
 from .generate import generate
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
+from .session import Session
 from .speculative import Draft, make_draft, speculate
-from .tokenizer import Decoder, Tokenizer
+from .tokenizer import Tokenizer
 
-FinishReason = Literal["stop", "length"]
+__all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
-
-@dataclass(frozen=True)
-class Stats:
-    """What a generation cost. Times in seconds; speeds in tokens per second, None where nothing was timed.
-
-    drafted_tokens were guessed by a draft, and accepted_tokens of them are what the model itself would have said.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    prefill_s: float
-    decode_s: float
-    seed: int
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    @property
-    def prefill_tps(self) -> float | None:
-        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else None
-
-    @property
-    def decode_tps(self) -> float | None:
-        """The first token comes out of the prefill, so it is not counted here."""
-        return (self.new_tokens - 1) / self.decode_s if self.decode_s and self.new_tokens > 1 else None
-
-    def as_dict(self) -> dict[str, Any]:
-        speeds = {"prefill_tps": self.prefill_tps, "decode_tps": self.decode_tps}
-        rounded = {key: None if value is None else round(value, 2) for key, value in speeds.items()}
-        times = {"prefill_s": round(self.prefill_s, 4), "decode_s": round(self.decode_s, 4)}
-        return {**dataclasses.asdict(self), **times, **rounded}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A bit of streamed text: whole characters, possibly none. The last piece carries the Completion."""
-
-    text: str
-    completion: Completion | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished generation.
-
-    text           the new text only, cut before a stop string
-    tokens         the new ids only, without the stop id that ended them; those of a stop string are among them
-    finish_reason  "stop" (a stop id or stop string) or "length" (max_new_tokens, or the context is full)
-    logprobs       natural log-probability of each of `tokens` in the model's own distribution, if asked for
-    """
-
-    text: str
-    tokens: list[int]
-    finish_reason: FinishReason
-    logprobs: list[float] | None
-    stats: Stats
-
-
-@dataclass
-class Session:
-    """One conversation's KV cache and the ids it holds: a prompt that begins alike pays only for its new part."""
-
-    cache: KVCache | None = None
-    tokens: list[int] = field(default_factory=list)
-    busy: bool = False
-
-    def reuse(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
-        """The cache, trimmed to what it shares with `prompt`; at least the prompt's last token is left to be fed.
-
-        Raises UsageError while another stream is using it.
-        """
-        if self.busy:
-            raise UsageError(
-                "this session is in use by another stream; finish or close that one, or take a second session"
-            )
-        if self.cache is None:
-            self.cache = model.new_cache()
-        shared = 0
-        kept = [] if model.rope.by_length else self.tokens  # a longer prompt turns even its first token otherwise
-        for ours, theirs in zip(kept, prompt[:-1], strict=False):
-            if ours != theirs:
-                break
-            shared += 1
-        self.cache.trim(shared)
-        self.tokens = self.tokens[:shared]
-        self.busy = True
-        return self.cache
-
-
-class StopText:
-    """Cuts a stream of text at the first stop string in it, and holds back only what may still become one.
-
-    Where pieces of the stream break makes no difference: while a stop that began earlier may still complete, a later
-    one waits.
-    """
-
-    def __init__(self, stops: Sequence[str]):
-        self.stops = stops
-        self.held = ""
-        self.found = False
-
-    def feed(self, text: str) -> str:
-        """The text that is certain now."""
-        self.held += text
-        first, pending = self._first(), self._pending()
-        if first < len(self.held) and first <= pending:
-            return self._cut(first)
-        out, self.held = self.held[:pending], self.held[pending:]
-        return out
-
-    def end(self) -> str:
-        """What was held back and became no stop string."""
-        first = self._first()
-        if first < len(self.held):
-            return self._cut(first)
-        out, self.held = self.held, ""
-        return out
-
-    def _cut(self, at: int) -> str:
-        out, self.held, self.found = self.held[:at], "", True
-        return out
-
-    def _first(self) -> int:
-        """Where the first whole stop string begins; the end where there is none."""
-        return min((at for stop in self.stops if (at := self.held.find(stop)) >= 0), default=len(self.held))
-
-    def _pending(self) -> int:
-        """Where the first unfinished stop string begins; the end where there is none."""
-        lengths = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
-        return len(self.held) - max(lengths, default=0)
+BATCH_SIZE = 8  # answers under way at once
 
 
 class Llama:
@@ -185,15 +56,26 @@ class Llama:
     def generate(self, prompt: str | Sequence[str], **options: Any) -> Completion | list[Completion]:
         """Continue raw text, exactly as it stands (begin-of-text is added where the model was trained with it).
 
-        A list of prompts gives a list of completions.
+        A list of prompts gives a list of completions, the same as one by one. They are worked on at once, batch_size
+        of them (default: 8); with a draft or a session, one after the other. The first error ends them all.
         """
         if isinstance(prompt, str):
             return _last(self.stream(prompt, **options))
         if not isinstance(prompt, Sequence) or not all(isinstance(p, str) for p in prompt):
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
-        return [_last(self.stream(p, **options)) for p in prompt]
+        batch_size = options.pop("batch_size", BATCH_SIZE)
+        if any(options.get(name) is not None for name in ("draft", "draft_tokens", "session")):
+            return [_last(self.stream(p, **options)) for p in prompt]
+        options = {name: value for name, value in options.items() if name not in ("draft", "draft_tokens", "session")}
+        pairs = [(self.tokenizer.encode_prompt(p), options) for p in prompt]
+        done: list[Completion | None] = [None] * len(pairs)
+        for number, piece in self.stream_batch(pairs, batch_size=batch_size):
+            if isinstance(piece, LlamaError):
+                raise piece
+            done[number] = piece.completion
+        return [completion for completion in done if completion is not None]
 
-    def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
+    def stream(self, prompt: str, **options: Any) -> Generator[Piece]:
         """`generate` piece by piece; the texts joined are the completion's text."""
         if not isinstance(prompt, str):
             raise UsageError(f"prompt must be a string, got {type(prompt).__name__}")
@@ -219,7 +101,7 @@ class Llama:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         """`chat` piece by piece."""
         prompt = encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
         return self.stream_ids(prompt, **options)
@@ -234,21 +116,13 @@ class Llama:
         draft: str | Llama | Transformer | Draft | None = None,
         draft_tokens: int | None = None,
         **sampling: Any,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         """What the methods above stand on: prompt ids in, pieces of text out.
 
         session keeps the KV cache for the next call; a draft that is a speculative.Draft keeps its own. Bad options are
         refused here, not at the first piece.
         """
-        known = {f.name for f in dataclasses.fields(SamplingParams)}
-        if unknown := sampling.keys() - known:
-            raise UsageError(
-                f"unknown option {sorted(unknown)[0]!r}; known:"
-                f" {', '.join(sorted(known | {'stop', 'logprobs', 'draft', 'draft_tokens'}))}"
-            )
-        params = SamplingParams(**{**self.sampling, **sampling})
-        if params.seed is None:
-            params = dataclasses.replace(params, seed=secrets.randbelow(LARGEST_SEED))
+        params = self._params(sampling)
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
         return self._stream(list(prompt), params, _check_stops(stop), logprobs, session, guesses)
 
@@ -260,16 +134,10 @@ class Llama:
         logprobs: bool,
         session: Session | None,
         draft: Draft | None,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         cache = None if session is None else session.reuse(self.model, prompt)
         cached = 0 if cache is None else cache.length
-        decoder, stop_text = Decoder(self.tokenizer), StopText(stops)
-        ids: list[int] = []
-        scores: list[float] = []
-        texts: list[str] = []
-        finish: FinishReason = "length"
-        started = time.perf_counter()
-        first = last = started
+        answer = Answer(self.tokenizer, len(prompt), stops)
         tokens = (generate if draft is None else partial(speculate, draft=draft))(
             self.model,
             prompt,
@@ -281,43 +149,76 @@ class Llama:
         )
         try:
             for token in tokens:
-                last = time.perf_counter()
-                first = last if first == started else first
-                if token.stop:
-                    finish = "stop"
-                    break
-                ids.append(token.id)
-                if token.logprob is not None:
-                    scores.append(token.logprob)
-                texts.append(stop_text.feed(decoder.feed(token.id)))
-                if texts[-1]:
-                    yield Piece(texts[-1])
-                if stop_text.found:
-                    finish = "stop"
+                if text := answer.feed(token):
+                    yield Piece(text)
+                if answer.done:
                     break
         finally:
             tokens.close()  # type: ignore[attr-defined]
             if session is not None and cache is not None:
-                session.tokens = (prompt + ids)[: cache.length]  # the last id is not in the cache yet
+                session.tokens = (prompt + answer.ids)[: cache.length]  # the last id is not in the cache yet
                 cache.trim(len(session.tokens))
                 session.busy = False
-        if not stop_text.found:
-            texts.append(stop_text.feed(decoder.end()) + stop_text.end())
-            finish = "stop" if stop_text.found else finish
-        else:
-            texts.append("")
-        stats = Stats(
-            prompt_tokens=len(prompt),
-            cached_tokens=cached,
-            new_tokens=len(ids),
-            prefill_s=first - started,
-            decode_s=last - first,
-            seed=params.seed if params.seed is not None else 0,
-            drafted_tokens=0 if draft is None else draft.drafted,
-            accepted_tokens=0 if draft is None else draft.accepted,
-        )
-        completion = Completion("".join(texts), ids, finish, scores if logprobs else None, stats)
-        yield Piece(texts[-1], completion)
+        drafted, accepted = (0, 0) if draft is None else (draft.drafted, draft.accepted)
+        yield answer.end(params, cached=cached, logprobs=logprobs, drafted=drafted, accepted=accepted)
+
+    def stream_batch(
+        self, prompts: Iterable[tuple[Sequence[int], Mapping[str, Any]]], *, batch_size: int = BATCH_SIZE
+    ) -> Iterator[tuple[int, Piece | LlamaError]]:
+        """Answers to many prompts at once, each as `stream_ids` gives it: (number of the prompt, its next piece).
+
+        prompts are pairs of ids and options (those of the class, without draft), taken when there is room. At most
+        batch_size answers are under way; a slot that one leaves goes to the next prompt (batch.py). A piece comes with
+        each token, so its text may be empty. A prompt that can't be run, or whose logits are not finite, gives its
+        error instead of its last piece; bad options are raised.
+        """
+        settings: dict[int, tuple[int, SamplingParams, list[str], bool]] = {}  # of prompts under way, by number
+
+        def request(number: int, prompt: Sequence[int], options: Mapping[str, Any]) -> Request:
+            sampling = dict(options)
+            stops, logprobs = _check_stops(sampling.pop("stop", None)), sampling.pop("logprobs", False)
+            params = self._params(sampling)
+            settings[number] = len(prompt), params, stops, logprobs
+            return Request(prompt, params, logprobs)
+
+        requests: Iterable[Request] = (request(number, *pair) for number, pair in enumerate(prompts))
+        if isinstance(prompts, Sequence):
+            requests = list(requests)
+        stop_ids, n_vocab = self.tokenizer.stop_ids, self.tokenizer.n_vocab
+        batch = Batch(self.model, requests, slots=batch_size, stop_ids=stop_ids, n_vocab=n_vocab)
+        answers: dict[int, tuple[Answer, int]] = {}
+        for event in batch:
+            number = event.number
+            match event:
+                case Started():
+                    prompt_tokens, _, stops, _ = settings[number]
+                    answers[number] = Answer(self.tokenizer, prompt_tokens, stops), event.cached
+                case Said():
+                    answer = answers[number][0]
+                    yield number, Piece(answer.feed(event.token))
+                    if answer.done:
+                        batch.finish(number)
+                case Ended():
+                    _, params, _, logprobs = settings.pop(number)
+                    if event.error is not None:
+                        answers.pop(number, None)
+                        yield number, event.error
+                    else:
+                        answer, cached = answers.pop(number)
+                        yield number, answer.end(params, cached=cached, logprobs=logprobs)
+
+    def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        """What the options say about sampling, with a seed. Raises UsageError on one that is not known."""
+        known = {f.name for f in dataclasses.fields(SamplingParams)}
+        if unknown := sampling.keys() - known:
+            raise UsageError(
+                f"unknown option {sorted(unknown)[0]!r}; known:"
+                f" {', '.join(sorted(known | {'stop', 'logprobs', 'draft', 'draft_tokens'}))}"
+            )
+        params = SamplingParams(**{**self.sampling, **sampling})
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=secrets.randbelow(LARGEST_SEED))
+        return params
 
 
 def _last(pieces: Iterator[Piece]) -> Completion:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from llama import decoding, triton_kernels
+from llama.attention import ATTENTION
 from llama.benchmark import cache_bytes, linear_bytes
 from llama.cache import KVCache
 from llama.checkpoint.blocks import Blocks
@@ -43,8 +44,11 @@ from llama.fused import fuse
 from llama.generate import generate, prefill, random_generator
 from llama.loader import SkipInit
 from llama.model import RMSNorm, Transformer
+from llama.placement import Placement, place_
+from llama.placement import told as told_place
 from llama.quant import SCHEMES, BlockEmbedding, BlockLinear, scheme_for
 from llama.rope import FORMS, to_half_layout
+from llama.runtime import pick_attention, pick_linear
 from llama.sampling import SamplingParams
 from llama.speculative import NGramDraft, speculate
 from llama.triton_kernels import Weight
@@ -563,6 +567,46 @@ def batches(run: Run) -> list[Row]:
     return rows
 
 
+def some_layers(run: Run) -> list[Row]:
+    """--gpu-layers: the last half of 8B's layers on the device and the others on the CPU, as the loader makes them."""
+    config, cpu = run.config("llama-3.1-8b"), torch.device("cpu")
+    model = random_model(run, config, run.dtype)
+    context, new = (16, 8) if run.tiny else (512, 32)
+    tokens = torch.tensor([ids(context, config)], device=run.device)
+    expected = model(tokens)
+    half = config.n_layers // 2
+    place_(model, Placement(cpu, (cpu,) * half + (run.device,) * (config.n_layers - half), run.device))
+    make = pick_linear(cpu, run.dtype)
+    for block in model.layers[:half]:
+        block.attention.attend = ATTENTION[pick_attention(cpu)]
+        for name, linear in [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear) and make is not None]:
+            block.set_submodule(name, make(linear.weight, linear.bias))
+    clear(run)
+    name = f"8B, {config.n_layers - half} of {config.n_layers} layers on the device"
+    cache = model.new_cache(context)
+    rows = [
+        told(f"{name}: where", told_place(model)),
+        at_most(f"{name}: error", relative(model(tokens), expected), 0.03),
+        at_most(f"{name}, cached: error", relative(model(tokens, cache=cache), expected), 0.03),
+        holds(f"{name}: caches lie with their layers", cache_devices(cache) == weight_devices(model)),
+    ]
+    steps = generate(model, ids(context, config), SamplingParams(max_new_tokens=new + 1))
+    next(steps)
+    began = time.perf_counter()
+    count = sum(1 for _ in steps)
+    return [*rows, told(f"{name}: decoding", count / (time.perf_counter() - began), "tok/s")]
+
+
+def cache_devices(cache: KVCache) -> list[torch.device]:
+    """Where the keys and values of each layer lie."""
+    return [layer.buffers[0].device for layer in cache.layers]
+
+
+def weight_devices(model: Transformer) -> list[torch.device]:
+    """Where each layer lies."""
+    return [block.attention_norm.weight.device for block in model.layers]
+
+
 def step_speed(run: Run, model: Transformer, cache: KVCache, steps: int) -> float:
     """Steps a second of a batch behind a filled cache."""
     token = torch.zeros(cache.batch, 1, dtype=torch.long, device=run.device)
@@ -686,6 +730,7 @@ PARTS: dict[str, tuple[Callable[[Run], list[Row]], int]] = {
     "1B": (little, 40),
     "transformers": (beside_transformers, 60),
     "batches": (batches, 40),
+    "gpu layers": (some_layers, 60),
     "speculative": (speculative, 25),
     "inductor": (by_inductor, 90),
     "tune": (tune, 200),

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from llama import loader, parallel
+from llama.batch import Batch, Request, Said, Started
 from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.part import Place
@@ -190,7 +191,7 @@ def said(model: Transformer, row: list[int]) -> dict[str, Tensor]:
     if (ngrams := make_draft("ngram")) is not None:
         out["ngram"] = [token.id for token in speculate(model, row * 2, greedy, draft=ngrams)]
     out["drawn"] = [token.id for token in generate(model, row, drawn)]
-    return {name: torch.tensor(ids) for name, ids in out.items()}
+    return {name: torch.tensor(ids, dtype=torch.long) for name, ids in out.items()}
 
 
 class HalfRight(Draft):
@@ -241,10 +242,30 @@ def logits(model: Transformer) -> dict[str, Tensor]:
     return {"prefill": first, "decode": prefill(model, [5], cache), "greedy": torch.tensor(tokens)}
 
 
+def many(model: Transformer) -> dict[str, Tensor]:
+    """Prompts of all lengths through three slots, some of which begin alike, with an error among them."""
+    draw = torch.Generator().manual_seed(5)
+    shared = torch.randint(model.config.vocab_size, (20,), generator=draw).tolist()
+    requests = []
+    for i, length in enumerate((3, 30, 9, 25, 1, 17, 1030)):
+        own = torch.randint(model.config.vocab_size, (length,), generator=draw).tolist()
+        prompt = shared + own if i % 2 else own
+        requests.append(Request(prompt, SamplingParams(max_new_tokens=3 + 2 * i, temperature=0.5 * (i % 3), seed=i)))
+    requests.insert(3, Request([], SamplingParams()))
+    out: dict[str, list[int]] = {str(number): [] for number in range(len(requests))}
+    for event in Batch(model, requests, slots=3):
+        if isinstance(event, Said):
+            out[str(event.number)].append(event.token.id)
+        elif isinstance(event, Started):
+            out[str(event.number)].append(-event.cached)
+    return {name: torch.tensor(ids, dtype=torch.long) for name, ids in out.items()}
+
+
 QUESTIONS: dict[str, Callable[[Transformer], dict[str, Tensor]]] = {
     "answers": answers,
     "logits": logits,
     "refusals": refusals,
+    "many": many,
 }
 
 

@@ -59,7 +59,14 @@ def keys_of(config: ModelConfig, size: int, tokens: int) -> int:
 
 # What is loaded -> bits a weight in the layers and in the output layer. A scale and an offset are 16 bits for each 32.
 STORED = {"F32": (16, 16), "Q8_0": (8.5, 8.5), "Q4_0": (4.5, 4.5), "Q4_1": (5, 5), "Q5_1": (9, 9)}
-ROUNDED = {"int8": (8.5, 8.5), "int4": (5, 8.5), "int4-g64": (4.5, 8.5), "int4-sym": (4.5, 8.5), "int4-all": (5, 5)}
+ROUNDED = {
+    "int8": (9, 9),
+    "int8-sym": (8.5, 8.5),
+    "int4": (5, 8.5),
+    "int4-g64": (4.5, 8.5),
+    "int4-sym": (4.5, 8.5),
+    "int4-all": (5, 5),
+}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -226,7 +233,7 @@ def test_a_scheme_is_used_and_named(file: Path, capsys: Capture) -> None:
     layers, output = weights_of(WIDE)
     size = getattr(torch, result["dtype"]).itemsize
     assert result["quantize"] == "int8"
-    assert result["bytes_per_token"] == (layers + output) * 8.5 / 8 + keys_of(WIDE, size, 20)
+    assert result["bytes_per_token"] == (layers + output) * 9 / 8 + keys_of(WIDE, size, 20)
 
 
 # ---------------------------------------------------------------------------------------------------- many settings

@@ -115,6 +115,16 @@ def test_what_is_refused_leaves_the_ranks_in_step(world: ranks.Ranks, tmp_path: 
     check(found, ranks.refusals(ranks.build(path)))
 
 
+@pytest.mark.parametrize("kv_cache", ["model", "int8"])
+def test_a_batch_of_many_prompts_is_one_processes(kv_cache: str, world: ranks.Ranks, tmp_path: Path) -> None:
+    path = str(write(tmp_path, CONFIG))
+    expected = ranks.many(ranks.build(path, kv_cache=kv_cache))
+    assert sum(-ids[0] for ids in expected.values() if len(ids)) >= 40  # tokens taken from other rows
+    for tensor, pipeline in ((2, 1), (2, 2)):
+        found, *_ = world.run(tensor, pipeline, "ask", path=path, what="many", kv_cache=kv_cache)
+        check(found, expected)
+
+
 @pytest.mark.parametrize("form", ["real", "half"])
 def test_forms_of_rope_and_an_8_bit_cache(form: str, world: ranks.Ranks, tmp_path: Path) -> None:
     path = str(write(tmp_path, CONFIG, "hf" if form == "real" else "gguf"))
@@ -183,7 +193,7 @@ def test_the_kernels_of_few_bits(quantize: str, world: ranks.Ranks, tmp_path: Pa
     path = str(write(tmp_path, WIDE))
     expected = ranks.logits(ranks.build(path, quantize=quantize))
     found, *_ = world.run(2, 1, "ask", path=path, what="logits", quantize=quantize)
-    check(found, expected, 2e-2)
+    check(found, expected, 5e-2)  # a sum in another order tips the rounding of activations to 8 bits here and there
 
 
 def test_a_cut_through_a_group_of_integers_is_refused(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def kind_of(scheme: Scheme) -> tuple[int, int, bool]:
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 1e30])
-@pytest.mark.parametrize("name", ["int8", "int8-row", "int4", "int4-sym"])
+@pytest.mark.parametrize("name", ["int8", "int8-sym", "int8-row", "int4", "int4-sym"])
 def test_a_weight_that_has_no_integers_is_an_error(name: str, wrong: float) -> None:
     w = numbers(20, 70)
     w[17, 69] = wrong
@@ -171,7 +171,7 @@ def test_a_weight_that_has_no_integers_is_an_error(name: str, wrong: float) -> N
 
 
 def test_an_unknown_scheme_is_an_error_that_names_the_others() -> None:
-    with pytest.raises(UsageError, match=r"unknown quantization scheme 'int3'; known: int8, int8-row, int4"):
+    with pytest.raises(UsageError, match=r"unknown quantization scheme 'int3'; known: int8, int8-sym, int8-row"):
         quantize_(tiny.model(), "int3")
 
 

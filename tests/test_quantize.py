@@ -31,7 +31,7 @@ from llama.cli import main
 from llama.config import ModelConfig
 from llama.convert import convert
 from llama.errors import CheckpointError, LlamaError, UsageError
-from llama.loader import build, check_tensors, expected_shapes, load_model, to_layout
+from llama.loader import build, check_tensors, expected_shapes, load, load_model, to_layout
 from llama.model import Transformer
 from llama.quant import SCHEMES, TileEmbedding, TileLinear, scheme_for
 from llama.quantize import quantize
@@ -222,7 +222,7 @@ def test_biases_and_rows_are_in_metas_order(sources: dict[str, Path], saved: Pat
 
 # ----------------------------------------------------------------------------------------- integers that are there
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("scheme", ["int8", "int8-row", "int4", "int4-sym", "int4-all"])
+@pytest.mark.parametrize("scheme", ["int8", "int8-sym", "int8-row", "int4", "int4-sym", "int4-all"])
 @pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q8_0"])
 def test_integers_of_a_gguf_are_kept_where_the_scheme_asks_for_them(
     tmp_path: Path, stored: str, scheme: str, tied: bool
@@ -251,8 +251,18 @@ def test_rounding_what_is_rounded_changes_nothing_in_the_same_scheme(saved: Path
     assert first.warnings == []
     assert files(tmp_path / "a") == files(saved)
     other = quantize(saved, tmp_path / "b", "int8")
-    assert [AGAIN in warning and "(int4-g32+offset)" in warning for warning in other.warnings] == [True]
+    assert [AGAIN in warning and "(int4-g32+offset, int8-g32)" in warning for warning in other.warnings] == [True]
     assert contents(built(tmp_path / "b")) == contents(built(saved, "int8"))
+
+
+@needs_kernels
+def test_loading_says_that_weights_are_rounded_again(saved: Path, sources: dict[str, Path]) -> None:
+    def said(path: Path, scheme: str) -> list[bool]:
+        return [AGAIN in warning for warning in load(path, "cpu", quantize=scheme).warnings if "round" in warning]
+
+    assert said(saved, "int4") == []
+    assert said(saved, "int8") == said(saved, "int4-g64") == [True]
+    assert said(sources["gguf, tied"], "int4") == [] == said(sources["hf"], "int4")
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 35])
@@ -309,7 +319,10 @@ def test_the_commands_know_the_folder(sources: dict[str, Path], tmp_path: Path, 
     assert facts["quantization"] == "int8"
     assert facts["mismatches"] == facts["warnings"] == []
     plain = 5 * 128 * 4
-    assert facts["stored_bytes"] == {"int8-g32": sum(facts["files"].values()) - headers(target) - plain, "F32": plain}
+    assert facts["stored_bytes"] == {
+        "int8-g32+offset": sum(facts["files"].values()) - headers(target) - plain,
+        "F32": plain,
+    }
     assert main(["verify", str(target), "--tensors"]) == 0
     assert "nothing failed" in capsys.readouterr().out
     talk = ["the hello", "-n", "8", "--temp", "2", "--seed", "1", "-q"]
@@ -352,7 +365,11 @@ def test_the_list_of_schemes(capsys: Capture) -> None:
 def test_usage_errors_are_one_line(sources: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
     source, target = str(sources["gguf"]), str(tmp_path / "q")
     for args, code, says in (
-        ([source, target, "--scheme", "int3"], 2, "unknown quantization scheme 'int3'; known: int8, int8-row, int4"),
+        (
+            [source, target, "--scheme", "int3"],
+            2,
+            "unknown quantization scheme 'int3'; known: int8, int8-sym, int8-row",
+        ),
         ([source], 2, "quantize needs SRC and DST"),
         ([source, target, "--shards", "-1"], 2, "must not be negative, got -1"),
         ([source, target, "--shards", "100"], 1, "21 weights can't be spread over 100 files"),

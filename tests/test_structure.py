@@ -18,9 +18,10 @@ PACKAGE = ROOT / "llama"
 # Layers, top first: a module may import from layers below its own and, within a layer, never in a circle.
 LAYERS = [
     {"cli", "__main__"},
-    {"study", "text", "loader", "convert", "quantize", "verify", "evaluate", "benchmark"},
+    {"study", "text", "answer", "loader", "convert", "quantize", "verify", "evaluate", "benchmark", "plan"},
     {
         "generate",
+        "batch",
         "speculative",
         "chat",
         "tokenizer",
@@ -28,10 +29,12 @@ LAYERS = [
         "compiled",
         "decoding",
         "fused",
+        "placement",
         "triton_kernels",
         "quant",
         "parallel",
         "sampling",
+        "session",
         "runtime",
         "hub",
         "repository",
@@ -40,7 +43,7 @@ LAYERS = [
     {"model"},
     {"rope", "attention", "cache"},
     {"rope_scaling"},
-    {"config", "kernels"},
+    {"config", "kernels", "memory"},
     {"errors", "temporary", "folders"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -66,7 +66,9 @@ def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
 
 
-@pytest.mark.parametrize("scheme", [None, "int8", "int8-row", "int4", "int4-g64", "int4-sym", "int4-sym-g128"])
+@pytest.mark.parametrize(
+    "scheme", [None, "int8", "int8-sym", "int8-row", "int4", "int4-g64", "int4-sym", "int4-sym-g128"]
+)
 @pytest.mark.parametrize(("rows", "columns"), [(6, 96), (9, 200), (4, 2100), (3, 33), (5, 24)])
 def test_a_product_is_the_weight_times_x(rows: int, columns: int, scheme: str | None) -> None:
     weight, numbers, bias = a_weight(rows, columns, scheme, bias=True)

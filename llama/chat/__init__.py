@@ -22,6 +22,7 @@ __all__ = [
     "Message",
     "ToolCall",
     "chat_format_of",
+    "check_messages",
     "codellama70b",
     "encode_chat",
     "llama2",

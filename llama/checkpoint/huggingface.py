@@ -355,6 +355,19 @@ def _spelled_out(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return out if kind is None else {**out, "rope_type": kind}
 
 
+class ConfigFile(HuggingFaceCheckpoint):
+    """A config.json by itself: the architecture, and nothing to load. Raises CheckpointError, ConfigError."""
+
+    def __init__(self, file: Path):
+        self.path = file
+        self.warnings = []
+        self.settings = read_json(file)
+        self.config = checked(self._config(Fields(self.settings, str(file))))
+
+    def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
+        """Shapes are the same however the weights are stored."""
+
+
 class WeightFile(ABC):
     """One file of weights: names, shapes and dtypes known, values mapped; metadata is what else its header says."""
 

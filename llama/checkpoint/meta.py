@@ -455,6 +455,29 @@ class MetaCheckpoint(Checkpoint):
         return context
 
 
+def read_params(file: Path) -> ModelConfig:
+    """The sizes in a params.json by itself. Raises ConfigError where it leaves one to the weights, as Llama 2 does."""
+    values = read_json(file)
+    params = Fields(values["model"] if isinstance(values.get("model"), dict) else values, str(file))
+    dim, n_heads, vocab_size = params.whole("dim"), params.whole("n_heads"), params.whole("vocab_size", -1)
+    hidden_dim = _hidden_dim(params, dim)
+    if vocab_size < 1 or hidden_dim is None or n_heads < 1:
+        raise ConfigError(
+            f"{file}: it leaves the size of the vocabulary or of the feed-forward network to the weights; name the"
+            " folder with its weights, or one of configs/"
+        )
+    return ModelConfig(
+        dim=dim,
+        n_layers=params.whole("n_layers"),
+        n_heads=n_heads,
+        n_kv_heads=params.whole("n_kv_heads", n_heads),
+        head_dim=params.whole("head_dim", dim // n_heads),
+        hidden_dim=hidden_dim,
+        vocab_size=vocab_size,
+        max_seq_len=params.whole("max_seq_len", 131072 if params.flag("use_scaled_rope", False) else 8192),
+    )
+
+
 def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
     """The shards of a model in order, and the names of torch files that are none of them."""
     files = sorted(file for file in folder.iterdir() if file.suffix in (".pth", ".pt"))

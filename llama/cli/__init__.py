@@ -12,10 +12,25 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
-from . import bench, chat, convert, explain, generate, inspect, perplexity, pull, quantize, ranks, study, trace, verify
+from . import (
+    bench,
+    chat,
+    convert,
+    explain,
+    generate,
+    inspect,
+    perplexity,
+    plan,
+    pull,
+    quantize,
+    ranks,
+    study,
+    trace,
+    verify,
+)
 from .common import describe, one_line, tell
 
-COMMANDS = (generate, chat, inspect, convert, quantize, pull, verify, bench, perplexity, study, trace, explain)
+COMMANDS = (generate, chat, inspect, plan, convert, quantize, pull, verify, bench, perplexity, study, trace, explain)
 
 
 class Parser(argparse.ArgumentParser):

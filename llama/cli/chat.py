@@ -7,10 +7,13 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
 from . import common, ranks
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 HELP = """\
 /help          this list
@@ -32,6 +35,7 @@ def add_parser(commands: common.Subparsers) -> None:
     common.add_chat_format(parser)
     common.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
     common.add_draft_options(parser)
+    common.add_session_options(parser)
     common.add_model_options(parser)
     ranks.add_options(parser)
     common.add_debug(parser)
@@ -43,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("standard input is closed, and chat reads its turns from it")
     options = common.sampling_options(args)
     common.check_draft(args)
+    common.check_session(args)
     llm = common.load(args)
     options["draft"] = common.load_draft(args, llm.model)
     if args.chat_format != "auto":
@@ -57,7 +62,18 @@ def run(args: argparse.Namespace) -> int:
     if not llm.sampling and "temperature" not in options:
         options = {"temperature": 0.6, "top_p": 0.9, **options}
     common.say(args, "/help lists the commands, /exit or Ctrl-D leaves")
-    chat = Chat(llm, args.system)
+    session = common.load_session(args, llm.model)
+    if args.system is not None and session is not None and session.messages:
+        raise UsageError("the session goes on with its own conversation: leave --system out, or set it with /system")
+    chat = Chat(llm, args.system, session)
+    if chat.messages:
+        common.say(args, f"the conversation goes on behind its {len(chat.messages)} messages; /clear begins a new one")
+    with common.saving(args, chat.session, llm.model):
+        return converse(args, chat, options)
+
+
+def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> int:
+    """Turn after turn, until the input ends or /exit."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     while True:
@@ -90,16 +106,28 @@ def run(args: argparse.Namespace) -> int:
 class Chat:
     """The messages of one conversation and the cache that holds them."""
 
-    def __init__(self, llm: Any, system: str | None):
-        from ..text import Session
+    def __init__(self, llm: Any, system: str | None, session: Session | None = None):
+        from ..session import Session
 
         self.llm, self.system = llm, system
-        self.session = Session()
-        self.messages: list[dict[str, str]] = []
-        self.clear()
+        self.session = Session() if session is None else session
+        if self.messages and self.messages[0]["role"] == "system":
+            self.system = self.messages[0]["content"]
+        elif not self.messages:
+            self.begin()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The session's, so that they are saved with it."""
+        return self.session.messages
+
+    def begin(self) -> None:
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
 
     def clear(self) -> None:
-        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.session.forget()
+        self.begin()
 
     def answer(self, args: argparse.Namespace, text: str, options: dict[str, Any]) -> None:
         """One turn. On an error the message is taken back; on Ctrl-C the part of the answer that was shown stays."""
@@ -114,7 +142,7 @@ class Chat:
         except KeyboardInterrupt:
             stream.close()
         common.write("\n")
-        self.messages = [*turn, {"role": "assistant", "content": said}]
+        self.session.messages = [*turn, {"role": "assistant", "content": said}]
         if completion is None:
             common.say(args, "stopped")
         else:

@@ -16,9 +16,10 @@ from ..errors import CheckpointError, LlamaError, UsageError
 from ..hub import DEFAULT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ..model import Transformer
+    from ..session import Session
     from ..speculative import Draft
     from ..text import Llama, Stats
 
@@ -38,7 +39,14 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = DEF
         help="a folder of Meta's or Hugging Face's, a .gguf file, a known name, or ORG/NAME that was pulled"
         + (f" (default: {default})" if default else ""),
     )
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
+    group.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cpu, cuda, cuda:1, mps; cuda:0,cuda:1 spreads the layers (default: auto)",
+    )
+    group.add_argument(
+        "--gpu-layers", type=int, metavar="K", help="only the last K layers on the GPU, the others on the CPU"
+    )
     group.add_argument(
         "--dtype",
         default=dtype or "auto",
@@ -115,6 +123,20 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-tokens", type=int, metavar="N", help="most tokens to guess at once (default: 10)")
 
 
+def add_session_options(parser: argparse.ArgumentParser) -> None:
+    """The KV cache from one run to the next."""
+    group = parser.add_argument_group(
+        "session",
+        "the KV cache in a file: what a later prompt begins alike with is not computed again (docs/long-contexts.md)",
+    )
+    group.add_argument("--load-session", metavar="FILE", help="go on with a session that was saved")
+    group.add_argument(
+        "--save-session",
+        metavar="FILE",
+        help="save the session at the end, or at Ctrl-C; an older session there is replaced",
+    )
+
+
 def add_chat_format(parser: argparse.ArgumentParser) -> None:
     """How messages become tokens."""
     parser.add_argument(
@@ -177,6 +199,54 @@ def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:
     smaller = load_model(argparse.Namespace(**{**vars(args), **own}))
     check_match(smaller, model)
     return make_draft(smaller, args.draft_tokens)
+
+
+def check_session(args: argparse.Namespace) -> None:
+    """What is wrong with --load-session and --save-session, as far as it shows before the model is loaded."""
+    if args.load_session is None and args.save_session is None:
+        return
+    from ..session import check_target, open_session
+
+    if args.load_session is not None:
+        open_session(Path(args.load_session))
+    if args.save_session is not None:
+        check_target(Path(args.save_session))
+
+
+def load_session(args: argparse.Namespace, model: Transformer) -> Session | None:
+    """The session that --load-session names, or a new one to be saved; None without either option."""
+    if args.load_session is None and args.save_session is None:
+        return None
+    from ..session import Session, check_model
+
+    check_model(model)
+    if args.load_session is None:
+        return Session()
+    session = Session.load(args.load_session, model)
+    turns = f" and {len(session.messages)} messages" if session.messages else ""
+    say(args, f"{args.load_session}: a session of {len(session.tokens):,} tokens{turns}")
+    return session
+
+
+@contextlib.contextmanager
+def saving(args: argparse.Namespace, session: Session | None, model: Transformer) -> Iterator[None]:
+    """Save the session behind the block, where --save-session asks for it; also where a signal ends the block."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, BrokenPipeError):
+        _save_session(args, session, model)
+        raise
+    _save_session(args, session, model)
+
+
+def _save_session(args: argparse.Namespace, session: Session | None, model: Transformer) -> None:
+    if session is None or args.save_session is None:
+        return
+    if not session.tokens:
+        say(args, f"{args.save_session} was not saved: nothing has been computed yet")
+        return
+    size = session.save(args.save_session, model)
+    say(args, f"{args.save_session}: saved {len(session.tokens):,} tokens, {size / 1e6:,.1f} MB")
 
 
 def say(args: argparse.Namespace, line: str) -> None:
@@ -243,6 +313,12 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     return scaling
 
 
+def check_one_device(args: argparse.Namespace, command: str) -> None:
+    """Raise UsageError where a model would be split that the command has to see whole."""
+    if args.gpu_layers is not None or "," in args.device:
+        raise UsageError(f"{command} wants the model on one device; leave out --gpu-layers and all devices but one")
+
+
 def load(args: argparse.Namespace) -> Llama:
     """The model that the options name, with its tokenizer; says on stderr what was loaded and what is unusual."""
     from .. import loader, parallel, runtime
@@ -262,6 +338,7 @@ def load(args: argparse.Namespace) -> Llama:
             quantize=args.quantize,
             compile=args.compile,
             kv_cache=args.kv_cache,
+            gpu_layers=args.gpu_layers,
             world=world,
         )
     _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
@@ -294,6 +371,7 @@ def load_model(args: argparse.Namespace) -> Transformer:
             quantize=args.quantize,
             compile=args.compile,
             kv_cache=args.kv_cache,
+            gpu_layers=args.gpu_layers,
             world=world,
         )
     _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
@@ -301,7 +379,7 @@ def load_model(args: argparse.Namespace) -> Transformer:
 
 
 def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
-    from .. import quant
+    from .. import placement, quant
     from ..rope_scaling import reach, trained_length
 
     weight, world = model.norm.weight, getattr(args, "world", None)
@@ -309,7 +387,8 @@ def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence
     say(
         args,
         f"{args.model}: {_millions(model.config.n_params)} parameters,"
-        f" {dtype}{quant.told(model)} on {weight.device}{f' in {world}' if world else ''}, loaded in {seconds:.1f} s",
+        f" {dtype}{quant.told(model)} on {placement.told(model)}{f' in {world}' if world else ''},"
+        f" loaded in {seconds:.1f} s",
     )
     for warning in warnings:
         say(args, f"warning: {warning}")
@@ -341,6 +420,8 @@ def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> Non
         return f" ({tps:,.0f} tok/s)" if tps else ""
 
     prompt = f"{stats.prompt_tokens} prompt tokens{speed(stats.prefill_tps)}"
+    if args.load_session is not None and stats.cached_tokens:
+        prompt += f", {stats.cached_tokens} of them from the session"
     new = f"{stats.new_tokens} new{speed(stats.decode_tps)}"
     if args.draft is not None:
         new += f", {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"

@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from ..rope_scaling import with_rope
     from ..study import explain
 
+    common.check_one_device(args, "explain")
     runtime.set_threads(args.threads)
     if args.model is None:
         for option, value, known in (("--device", args.device, "cpu"), ("--dtype", args.dtype, "float32")):

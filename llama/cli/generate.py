@@ -1,13 +1,14 @@
-"""clearllama generate: a prompt in, text out."""
+"""clearllama generate: a prompt in, text out; many at once are batch.py's."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 
 from ..errors import UsageError
-from . import common, ranks
+from . import batch, common, ranks
 
 
 def add_parser(commands: common.Subparsers) -> None:
@@ -29,10 +30,14 @@ def add_parser(commands: common.Subparsers) -> None:
         action="store_true",
         help="one object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats",
     )
-    parser.add_argument("--logprobs", action="store_true", help="log-probability of each new token (with --json)")
+    parser.add_argument(
+        "--logprobs", action="store_true", help="log-probability of each new token (with --json or --prompts)"
+    )
+    batch.add_options(parser)
     common.add_chat_format(parser)
     common.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
     common.add_draft_options(parser)
+    common.add_session_options(parser)
     common.add_model_options(parser)
     ranks.add_options(parser)
     common.add_debug(parser)
@@ -40,6 +45,9 @@ def add_parser(commands: common.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.prompts is not None:
+        return batch.run(args)
+    batch.check_absent(args)
     prompt = read_prompt(args)
     if args.logprobs and not args.json:
         raise UsageError("--logprobs goes with --json")
@@ -47,8 +55,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--suffix is for raw text: leave --system and --chat-format out")
     options = common.sampling_options(args)
     common.check_draft(args)
+    common.check_session(args)
     llm = common.load(args)
     options["draft"] = common.load_draft(args, llm.model)
+    session = options["session"] = common.load_session(args, llm.model)
+    if session is not None and session.messages:
+        common.say(
+            args, "the session's conversation is not continued here, but by clearllama chat; this is a new prompt"
+        )
+        session.messages = []
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
     raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
@@ -72,10 +87,11 @@ def run(args: argparse.Namespace) -> int:
         pieces = llm.stream_chat(messages, logprobs=args.logprobs, **options)
 
     completion = None
-    for piece in pieces:
-        if not args.json:
-            common.write(piece.text)
-        completion = piece.completion
+    with common.saving(args, session, llm.model), contextlib.closing(pieces):
+        for piece in pieces:
+            if not args.json:
+                common.write(piece.text)
+            completion = piece.completion
     if completion is None:
         raise RuntimeError("the stream ended without its completion")
     if args.json:

@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         max_seq_len=args.max_seq_len,
         rope_scaling=scaling,
         rope_theta=args.rope_theta,
+        gpu_layers=args.gpu_layers,
     )
     window = min(args.window or WINDOW, exact.max_seq_len)
     if args.window is not None and args.window > window:

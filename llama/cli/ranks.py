@@ -48,7 +48,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """args.run(args), in as many processes as the options and the environment ask for."""
-    sizes = [getattr(args, f"{name}_parallel", None) for name in ("tensor", "pipeline")]
+    shares = hasattr(args, "world")  # `plan` has options of the same names
+    sizes = [getattr(args, f"{name}_parallel") if shares else None for name in ("tensor", "pipeline")]
     for name, size in zip(("tensor", "pipeline"), sizes, strict=True):
         if size is not None and size < 1:
             raise UsageError(f"--{name}-parallel must be at least 1, got {size}")
@@ -100,7 +101,7 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank that waits inside of a collective hears no handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what an interrupt ends
-    if not hasattr(args, "tensor_parallel"):
+    if not hasattr(args, "world"):
         raise UsageError(
             f"clearllama {args.command} runs in one process, and {size} were started; see docs/parallel.md"
         )

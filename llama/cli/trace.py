@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{option} {file}: expected a file in a folder that exists")
     if args.html is not None and args.json is not None and args.html.resolve() == args.json.resolve():
         raise UsageError(f"--html and --json both name {args.html}; one would overwrite the other")
+    common.check_one_device(args, "trace")
     prompt = generate.read_prompt(args)
     scaling = common.rope_scaling(args)
     untouched = copy.copy(args)  # another rotation is an intervention here, so the model is loaded without

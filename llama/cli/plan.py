@@ -1,0 +1,334 @@
+"""clearllama plan: which GPUs a model wants, and how fast it could be on them, from its shapes and data sheets."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, UsageError
+from . import common
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..plan import Plan, Run, Split
+
+UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+OTHERS = (None, "int8", "int4")  # what the table of what fits compares
+GPU_OPTIONS = {
+    "memory": ("SIZE", "memory of a GPU: 80GB, 24GiB"),
+    "bandwidth": ("RATE", "bandwidth of its memory: 3350GB/s"),
+    "flops": ("RATE", "dense products of 16-bit numbers: 989TFLOP/s"),
+    "link": ("RATE", "to another GPU of the host, each way: 450GB/s"),
+    "network": ("RATE", "to another host, for each GPU and each way: 50GB/s"),
+}
+
+
+def add_parser(commands: common.Subparsers) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="show what GPUs a model needs, and how fast it could be",
+        description="Memory of each GPU, what fits and what does not, traffic, and the bounds of decoding and prefill."
+        " Nothing is loaded: all of it follows from the model's shapes and the data sheets of the GPUs. Exit code 1 if"
+        " the run does not fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--model",
+        "-m",
+        required=True,
+        metavar="PATH_OR_NAME",
+        help="a file of configs/ or its name, a config.json, a params.json, or a checkpoint as 'inspect' takes it",
+    )
+    parser.add_argument("--gpus", required=True, metavar="NxGPU", help="16xH100, 2xRTX4090, 4xcustom, 1xcpu")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens of each sequence (default: the model's, or 8192)"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: 1)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="%(default)s")
+    parser.add_argument("--quantize", metavar="SCHEME", help="linear layers as int8, int4, ... (as 'generate' has it)")
+    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="GPUs that share each layer")
+    parser.add_argument("--pipeline-parallel", type=int, metavar="P", help="stages of consecutive layers")
+    group = parser.add_argument_group("GPU", "what replaces the data sheet, or stands for it with custom and cpu")
+    for name, (metavar, text) in GPU_OPTIONS.items():
+        group.add_argument(f"--gpu-{name}", metavar=metavar, help=text)
+    group.add_argument("--gpus-per-host", type=int, metavar="N", help="GPUs of one host (default: 8)")
+    parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
+    common.add_debug(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from .. import plan
+    from ..quant import pick_scheme
+
+    own: dict[str, float | int | None] = {
+        name: quantity(value, f"--gpu-{name}")
+        for name in GPU_OPTIONS
+        if (value := getattr(args, f"gpu_{name}")) is not None
+    }
+    count, gpu = plan.parse_gpus(args.gpus, **own, per_host=args.gpus_per_host)
+    scheme = None if args.quantize is None else pick_scheme(args.quantize)
+    name, config = architecture(args.model)
+    context = min(config.max_seq_len, 8192) if args.context is None else args.context
+    wanted = plan.Run(config, args.batch, context, args.dtype, scheme)
+    made = plan.plan(wanted, count, gpu, args.tensor_parallel, args.pipeline_parallel)
+    facts = describe(made, name, args.quantize)
+    if args.json:
+        common.write_json(facts)
+    else:
+        common.write("\n".join(lines(facts)) + "\n")
+    return 0 if made.fits else 1
+
+
+def architecture(path_or_name: str) -> tuple[str, ModelConfig]:
+    """What to call a model, and its sizes: from a configuration by itself, or from a checkpoint's headers."""
+    from ..checkpoint import open_checkpoint
+    from ..checkpoint.documents import read_json
+    from ..checkpoint.huggingface import ConfigFile
+    from ..checkpoint.meta import read_params
+    from ..config import ModelConfig
+    from ..families import official
+    from ..hub import resolve
+
+    path = Path(path_or_name)
+    if path_or_name in official() and not path.exists():
+        return path_or_name, official()[path_or_name]
+    if path.suffix != ".json":
+        return common.model_name(path_or_name), open_checkpoint(resolve(path_or_name)).config
+    name = path.stem if path.stem not in ("config", "params") else path.resolve().parent.name
+    if path.is_dir() or not path.exists():
+        raise UsageError(f"{path}: there is no such file; known models: {', '.join(official())}")
+    values = read_json(path)
+    if "model_type" in values or "hidden_size" in values or "architectures" in values:
+        return name, ConfigFile(path).config
+    if "hidden_dim" not in values:
+        return name, read_params(path)
+    try:
+        return name, ModelConfig(**values)
+    except TypeError as error:
+        raise ConfigError(f"{path}: {str(error).removeprefix('ModelConfig.__init__() ')}; see configs/") from None
+
+
+def quantity(text: str, option: str) -> float:
+    """'3350GB/s' -> 3.35e12. Bytes, bytes a second or FLOP/s; a number without a unit is taken as it is."""
+    match = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmgtp]i?)?(?:b|flops?|flop)?(?:/s)?\s*", text, re.IGNORECASE
+    )
+    if not match or (match[2] or "").lower() not in UNITS:
+        raise UsageError(f"{option} is a number with a unit, as in 80GB, 3350GB/s or 989TFLOP/s, got {text!r:.60}")
+    return float(match[1]) * UNITS[(match[2] or "").lower()]
+
+
+# --------------------------------------------------------------------------------------------------------- the facts
+def describe(made: Plan, name: str, quantize: str | None) -> dict[str, Any]:
+    """Everything that is shown, in bytes, seconds and tokens a second."""
+    from .. import plan
+
+    run, gpu, split, full = made.run, made.gpu, made.split, made.fullest
+    config = run.config
+    copies = max(1, split.tensor // config.n_kv_heads)
+    costs = [plan.traffic(run, split, stage) for stage in made.stages]
+    facts: dict[str, Any] = {
+        "model": name,
+        "parameters": config.n_params,
+        "layers": config.n_layers,
+        "heads": config.n_heads,
+        "kv_heads": config.n_kv_heads,
+        "max_seq_len": config.max_seq_len,
+        "dtype": run.dtype,
+        "quantize": quantize,
+        "batch": run.batch,
+        "context": run.context,
+        "gpus": split.gpus,
+        "gpu": {key: getattr(gpu, key) for key in gpu.__dataclass_fields__},
+        "hosts": -(-split.gpus // gpu.per_host),
+        "split": _split(split),
+        "kv_head_copies": copies,
+        "memory": {
+            "weights": round(full.weights),
+            "kv_cache": full.cache,
+            "activations": full.activations,
+            "reserve": round(plan.RESERVE * gpu.memory),
+            "total": round(full.needs + plan.RESERVE * gpu.memory),
+            "of": round(gpu.memory),
+        },
+        "stages": [
+            {
+                "layers": stage.layers,
+                "weights": round(stage.weights),
+                "kv_cache": stage.cache,
+                "activations": stage.activations,
+                "weights_read": round(cost.weights),
+                "kv_cache_read": cost.cache * run.batch,
+                "flops_per_token": round(cost.flops),
+                "sent_per_token": round(cost.shared + cost.handed),
+            }
+            for stage, cost in zip(made.stages, costs, strict=True)
+        ],
+        "fits": made.fits,
+        "smallest": _split(made.smallest),
+        "largest_batch": made.largest_batch,
+        "largest_context": made.largest_context,
+        "alternatives": [_alternative(made, scheme) for scheme in dict.fromkeys((*OTHERS, quantize))],
+        "traffic": {
+            "all_reduces_per_step": 0 if split.tensor == 1 else 2 * config.n_layers + 1,
+            "all_reduce_bytes_per_layer": 0 if split.tensor == 1 else 2 * config.dim * run.size,
+            "sent_bytes_per_layer": round(2 * plan.reduce_bytes(run, split.tensor)),
+        },
+        "decode": None,
+        "prefill": None,
+    }
+    if made.decoding is not None and made.prefill is not None:
+        slowest = max(made.decoding.times, key=lambda times: times.bound)
+        facts["decode"] = {
+            "step_s": made.decoding.seconds,
+            "memory_s": slowest.memory,
+            "compute_s": slowest.compute,
+            "links_s": slowest.links,
+            "groups": made.decoding.groups,
+            "rows": made.decoding.rows,
+            "bound_by": made.decoding.by,
+            "tps_each": made.decoding.each_tps,
+            "tps_batch": made.decoding.batch_tps,
+        }
+        prompt = run.context / made.prefill.tps
+        facts["prefill"] = {"tps": made.prefill.tps, "bound_by": made.prefill.by, "prompt_s": prompt}
+    return facts
+
+
+def _split(split: Split | None) -> dict[str, Any] | None:
+    if split is None:
+        return None
+    layers = list(split.layers)
+    return {"gpus": split.gpus, "tensor": split.tensor, "pipeline": split.pipeline, "layers": layers}
+
+
+def _alternative(made: Plan, quantize: str | None) -> dict[str, Any]:
+    """The same run with other weights."""
+    from dataclasses import replace
+
+    from .. import plan
+    from ..quant import SCHEMES
+
+    other: Run = replace(made.run, scheme=None if quantize is None else SCHEMES[quantize])
+    held = plan.stages(other, made.split)
+    return {
+        "quantize": quantize,
+        "weights": round(plan.weight_bytes(other.config, other.size, other.scheme)),
+        "per_gpu": round(max(stage.needs for stage in held) + plan.RESERVE * made.gpu.memory),
+        "fits": plan.fits(other, made.split, made.gpu),
+        "smallest": _split(plan.smallest(other, made.gpu)),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- for people
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The facts as text, at most 100 columns wide."""
+    gpu, split, memory = facts["gpu"], facts["split"], facts["memory"]
+    kind = facts["quantize"] or facts["dtype"]
+    stages = "" if split["pipeline"] == 1 else f", layers {_ranges(split['layers'])}"
+    copies = facts["kv_head_copies"]
+    text = [
+        f"model       {facts['model']}: {facts['parameters']:,} parameters, {facts['layers']} layers,"
+        f" {facts['heads']} heads, {facts['kv_heads']} key/value heads",
+        f"run         {_count(facts['batch'], 'sequence')} of {facts['context']:,} tokens, weights {kind},"
+        f" keys and values {facts['dtype']}",
+        f"GPUs        {facts['gpus']} x {gpu['name']} in {_count(facts['hosts'], 'host')}:"
+        f" {_rate(gpu['memory'])}B, {_rate(gpu['bandwidth'])}B/s, {_rate(gpu['flops'])}FLOP/s in 16 bits",
+        f"links       {_rate(gpu['link'])}B/s each way in a host of {gpu['per_host']},"
+        f" {_rate(gpu['network'])}B/s between hosts",
+        f"source      {gpu['source']}",
+        f"split       tensor {split['tensor']} x pipeline {split['pipeline']}{stages}"
+        + (f"; each key/value head on {copies} GPUs" if copies > 1 else ""),
+    ]
+    if facts["context"] > facts["max_seq_len"]:
+        text.append(f"note        the model was made for {facts['max_seq_len']:,} tokens")
+    text += ["", "GB of the fullest GPU"]
+    labels = {"weights": "weights", "kv_cache": "keys, values", "activations": "activations", "reserve": "kept free"}
+    text += [f"  {label:<14}{memory[key] / 1e9:>9.2f}" for key, label in labels.items()]
+    text += [f"  {'total':<14}{memory['total'] / 1e9:>9.2f}  of {memory['of'] / 1e9:.2f}"]
+    text += ["", f"fits        {_verdict(facts)}", ""]
+    text += [f"{'weights':<14}{'all, GB':>9}{'a GPU, GB':>12}{'fits':>7}   fewest of these GPUs"]
+    for other in facts["alternatives"]:
+        few = other["smallest"]
+        told = f"{few['gpus']} ({few['tensor']} x {few['pipeline']})" if few else "none"
+        text.append(
+            f"{other['quantize'] or facts['dtype']:<14}{other['weights'] / 1e9:>9.1f}{other['per_gpu'] / 1e9:>12.1f}"
+            f"{'yes' if other['fits'] else 'no':>7}   {told}"
+        )
+    if facts["decode"] is None:
+        return text
+    return [*text, "", *_speed(facts)]
+
+
+def _verdict(facts: dict[str, Any]) -> str:
+    few = facts["smallest"]
+    fewest = (
+        f"fewest that hold it: {few['gpus']}, tensor {few['tensor']} x pipeline {few['pipeline']}"
+        if few
+        else "no number of these GPUs does"
+    )
+    if not facts["fits"]:
+        return f"no; {fewest}"
+    return (
+        f"yes, up to {facts['largest_batch']:,} sequences of {facts['context']:,} tokens,"
+        f" or {facts['batch']:,} of {facts['largest_context']:,}\n            {fewest}"
+    )
+
+
+def _speed(facts: dict[str, Any]) -> list[str]:
+    """Traffic and bounds."""
+    from ..plan import REACHED
+
+    decode, prefill, traffic = facts["decode"], facts["prefill"], facts["traffic"]
+    slow = max(facts["stages"], key=lambda stage: stage["weights_read"] + stage["kv_cache_read"])
+    groups = f"{decode['groups']} x " if decode["groups"] > 1 else ""
+    text = [
+        "a step, one token for each sequence",
+        f"  a GPU reads         {groups}{slow['weights_read'] / 1e9:.2f} GB of weights,"
+        f" {slow['kv_cache_read'] / 1e9:.2f} GB of keys and values",
+        f"  a GPU computes      {slow['flops_per_token'] * facts['batch'] / 1e9:,.1f} GFLOP",
+    ]
+    if traffic["all_reduces_per_step"]:
+        text.append(
+            f"  all-reduces         {traffic['all_reduces_per_step']} (2 a layer and the embedding),"
+            f" {traffic['all_reduce_bytes_per_layer'] / 1e3:,.1f} kB a layer and token"
+        )
+    sent = max(stage["sent_per_token"] for stage in facts["stages"])
+    if sent:
+        text.append(f"  a GPU sends         {sent / 1e6:.2f} MB a token, {sent * facts['batch'] / 1e6:.2f} MB")
+    shared = f", {decode['groups']} times for {decode['rows']:g}" if decode["groups"] > 1 else ""
+    text += [
+        "",
+        "upper bounds: what the data sheets allow if all overlaps and no call costs time",
+        f"  slowest GPU         memory {decode['memory_s'] * 1e3:.3f} ms, compute {decode['compute_s'] * 1e3:.3f} ms,"
+        f" links {decode['links_s'] * 1e3:.3f} ms{shared}",
+        f"  decoding            {decode['step_s'] * 1e3:.2f} ms a step by {decode['bound_by']}:"
+        f" {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in all",
+        f"  prefill             {prefill['tps']:,.0f} tok/s by {prefill['bound_by']}:"
+        f" {prefill['prompt_s']:.2f} s for {facts['context']:,} tokens",
+        f"  reached             {100 * min(REACHED.values()):.0f} to {100 * max(REACHED.values()):.0f} % of memory's"
+        " bound in bfloat16 at batch 1, by gpt-fast on A100s",
+    ]
+    return text
+
+
+def _ranges(layers: list[int]) -> str:
+    """63 + 63; or, where there are many stages, how many have how many."""
+    if len(layers) <= 8:
+        return " + ".join(map(str, layers))
+    return " and ".join(f"{layers.count(n)} x {n}" for n in dict.fromkeys(layers))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
+def _rate(value: float) -> str:
+    """3.35e12 -> '3.35 T': for GB, GB/s, TFLOP/s."""
+    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= factor:
+            return f"{value / factor:.4g} {unit}"
+    return f"{value:.4g} "

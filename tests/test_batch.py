@@ -1,0 +1,478 @@
+"""Many prompts at once: each row of a batch says exactly what it says alone, whatever its neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama import batch, compiled, kernels
+from llama.batch import Batch, Ended, Event, Request, Said, Started
+from llama.cache import KVCache
+from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
+from llama.generate import Token, generate, prefill
+from llama.model import Transformer
+from llama.quant import quantize_
+from llama.sampling import SamplingParams
+from llama.text import Llama
+
+from . import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDE = dataclasses.replace(tiny.WIDE, max_seq_len=300)
+needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights want the C++ kernels")
+
+
+def alone(net: Transformer, request: Request, **options: Any) -> list[Token]:
+    return list(generate(net, request.prompt, request.params, logprobs=request.logprobs, **options))
+
+
+def together(net: Transformer, requests: Iterable[Request], slots: int, **options: Any) -> list[list[Token]]:
+    """What each request was told, after a check that its events come in order."""
+    said: dict[int, list[Token]] = {}
+    state: dict[int, str] = {}
+    for event in Batch(net, requests, slots=slots, **options):
+        match event:
+            case Started(number, cached):
+                assert number not in state
+                assert cached >= 0
+                state[number], said[number] = "started", []
+            case Said(number, token):
+                assert state[number] == "started"
+                said[number].append(token)
+            case Ended(number, error):
+                assert error is None
+                assert state[number] == "started"
+                state[number] = "ended"
+    assert set(state.values()) <= {"ended"}
+    return [said[number] for number in sorted(said)]
+
+
+def ragged(rng: random.Random, count: int, vocab: int = 320, longest: int = 60, **params: Any) -> list[Request]:
+    """Requests of all lengths, greedy and sampled, some with a beginning in common."""
+    shared = [rng.randrange(vocab) for _ in range(20)]
+    made = []
+    for i in range(count):
+        prompt = shared * rng.randrange(2) + [rng.randrange(vocab) for _ in range(rng.randint(1, longest))]
+        how = rng.choice(
+            [{}, {"temperature": 1.5}, {"repetition_penalty": 1.3}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40}]
+        )
+        options = {"max_new_tokens": rng.randint(0, 12), "seed": i, **how, **params}
+        made.append(Request(prompt, SamplingParams(**options), logprobs=rng.random() < 0.5))
+    return made
+
+
+def assert_same(got: list[list[Token]], expected: list[list[Token]], tolerance: float = 1e-4) -> None:
+    assert [[token[:1] for token in map(dataclasses.astuple, row)] for row in got] == [
+        [token[:1] for token in map(dataclasses.astuple, row)] for row in expected
+    ]
+    for ours, theirs in zip(got, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.stop == other.stop
+            assert (one.logprob is None) == (other.logprob is None)
+            assert one.logprob == pytest.approx(other.logprob, abs=tolerance)
+
+
+# -------------------------------------------------------------------------------------------- the law, in every form
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 5, 9])
+def test_each_row_says_what_it_says_alone(slots: int) -> None:
+    net = tiny.model()
+    for seed in range(4):
+        requests = ragged(random.Random(seed), 11)
+        expected = [alone(net, request, stop_ids={3, 77}, n_vocab=300) for request in requests]
+        assert_same(together(net, requests, slots, stop_ids={3, 77}, n_vocab=300), expected)
+        lazily = together(net, iter(requests), slots, stop_ids={3, 77}, n_vocab=300)
+        assert_same(lazily, expected)
+
+
+def int8_cache(net: Transformer) -> Transformer:
+    net.cache_kind = "int8"
+    return net
+
+
+MODELS: dict[str, Callable[[], Transformer]] = {
+    "multi-head": lambda: tiny.model(dataclasses.replace(tiny.CONFIG, n_kv_heads=4)),
+    "one key head": lambda: tiny.model(dataclasses.replace(tiny.CONFIG, n_kv_heads=1)),
+    "tied": lambda: tiny.model(dataclasses.replace(tiny.CONFIG, tie_embeddings=True)),
+    "biased": lambda: tiny.model(dataclasses.replace(tiny.CONFIG, attention_bias=True, mlp_bias=True)),
+    "written out": lambda: tiny.model(attention="reference"),
+    "half": lambda: tiny.model(rope="half"),
+    "real": lambda: tiny.model(rope="real"),
+    "yarn": lambda: tiny.model(dataclasses.replace(tiny.CONFIG, rope_scaling={"rope_type": "yarn", "factor": 2.0})),
+    "8-bit cache": lambda: int8_cache(tiny.model()),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_in_every_kind_of_model(kind: str) -> None:
+    net, requests = MODELS[kind](), ragged(random.Random(5), 8)
+    assert_same(together(net, requests, 3), [alone(net, request) for request in requests])
+
+
+@needs_kernels
+@pytest.mark.parametrize("settings", [("int8", "model"), ("int4", "model"), ("int4", "int8")])
+def test_with_the_kernels_of_the_cpu(settings: tuple[str, str]) -> None:
+    scheme, kind = settings
+    net = quantize_(tiny.model(WIDE, attention="kernel"), scheme)
+    net.cache_kind = kind
+    requests = ragged(random.Random(6), 8)
+    assert_same(together(net, requests, 4), [alone(net, request) for request in requests], tolerance=0.05)
+
+
+@pytest.mark.parametrize("form", ["dynamic", "longrope"])
+def test_where_turns_depend_on_the_length_requests_run_alone(form: str) -> None:
+    scaling: dict[str, Any] = {"rope_type": form, "factor": 4.0}
+    if form == "longrope":
+        halves = tiny.CONFIG.head_dim // 2
+        scaling |= {"short_factor": [1.0] * halves, "long_factor": [3.0] * halves}
+        scaling |= {"original_max_position_embeddings": 32}
+    net = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=32, rope_scaling=scaling), max_seq_len=128)
+    assert net.rope.by_length
+    requests = ragged(random.Random(7), 6)
+    assert_same(together(net, requests, 3), [alone(net, request) for request in requests])
+
+
+@needs_kernels
+def test_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
+    config = dataclasses.replace(tiny.CONFIG, n_layers=1, max_seq_len=200)
+    requests = ragged(random.Random(8), 7, longest=30)
+    net = tiny.model(config, rope="real", attention="kernel")
+    expected = [alone(net, request) for request in requests]
+    fast = compiled.compile_(net)
+    assert fast.fixed_cache
+    for slots in (1, 4):
+        assert_same(together(fast, requests, slots), expected)
+
+
+def test_logits_of_a_row_are_those_it_has_alone() -> None:
+    """The whole distribution, not just what was drawn: rows at different positions, a slot taken over by another."""
+    net = tiny.model()
+    seen: list[torch.Tensor] = []
+    real = batch.next_logits
+
+    def spy(model: Transformer, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        seen.append(torch.cat((tokens, positions.view(-1, 1)), 1))
+        logits = real(model, tokens, positions, cache)
+        rows.append(logits.clone())
+        return logits
+
+    rows: list[torch.Tensor] = []
+    requests = ragged(random.Random(9), 6, temperature=0.0, repetition_penalty=1.0, max_new_tokens=9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "next_logits", spy)
+        told = together(net, requests, 3)
+    texts = [list(request.prompt) + [token.id for token in row] for request, row in zip(requests, told, strict=True)]
+    full = [net(torch.tensor([text]))[0] for text in texts]  # (T, V) each, without any cache
+    checked = 0
+    for fed, logits in zip(seen, rows, strict=True):
+        for (token, position), row in zip(fed.tolist(), logits, strict=True):
+            for text, expected in zip(texts, full, strict=True):
+                if (
+                    0 < position < len(text)
+                    and text[position] == token
+                    and torch.allclose(row, expected[position], atol=1e-4)
+                ):
+                    checked += 1
+                    break
+    assert checked == sum(len(row) - 1 for row in told)  # the first token of each comes out of the prefill
+
+
+# ------------------------------------------------------------------------------------------------- slots and shapes
+def test_requests_start_in_order_and_a_free_slot_is_taken_at_once() -> None:
+    net = tiny.model()
+    lengths = [9, 2, 5, 1, 3, 7]
+    requests = [Request([5 + i] * 3, SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths)]
+    active: set[int] = set()
+    started: list[int] = []
+    for event in Batch(net, requests, slots=2):
+        match event:
+            case Started(number):
+                active.add(number)
+                started.append(number)
+            case Said():
+                assert len(active) == 2 or len(started) == len(requests) or event.token is not None
+                if len(started) < len(requests) and event.number in active and len(started) >= 2:
+                    assert len(active) == 2
+            case Ended(number):
+                active.remove(number)
+    assert started == [0, 1, 2, 3, 4, 5]
+    assert not active
+
+
+def test_requests_are_taken_when_there_is_room_and_not_before() -> None:
+    net, taken = tiny.model(), []
+
+    def requests() -> Iterable[Request]:
+        for i in range(100):
+            taken.append(i)
+            yield Request([i + 1, 2, 3], SamplingParams(max_new_tokens=4))
+
+    events = iter(Batch(net, requests(), slots=3))
+    for event in events:
+        if isinstance(event, Said) and event.number == 2:
+            break
+    assert len(taken) == 3
+
+
+def test_steps_have_one_shape_until_no_prompt_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, shapes = tiny.model(), []
+    real = batch.next_logits
+    monkeypatch.setattr(
+        batch, "next_logits", lambda *given: (shapes.append((len(given[1]), given[3].slots)), real(*given))[1]
+    )
+    lengths = [30, 4, 20, 9, 16, 2, 7, 12, 5, 5, 3, 25]
+    requests = [Request([i + 1] * (i + 1), SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths)]
+    together(net, requests, 6)
+    widths = [width for width, _ in shapes]
+    assert len({slots for _, slots in shapes}) == 1
+    assert widths[0] == 6
+    assert widths == sorted(widths, reverse=True)
+    assert set(widths) <= {6, 4, 2, 1}
+    assert widths[-1] == 1
+    # No more rows than the next power of two of those in use: 25 tokens of the last, and what ran beside it.
+    assert sum(widths) <= sum(lengths) * 2
+
+
+def test_the_cache_has_no_more_slots_than_the_requests_need() -> None:
+    net, made = tiny.model(), []
+    real = net.new_cache
+    net.new_cache = lambda *a, **k: made.append(real(*a, **k)) or made[-1]  # type: ignore[method-assign]
+    requests = [Request([1] * 10, SamplingParams(max_new_tokens=5)), Request([1] * 3, SamplingParams(max_new_tokens=9))]
+    together(net, requests, 8)
+    assert (made[0].batch, made[0].slots) == (2, 15)
+
+
+def test_a_cache_that_must_grow_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama.cache.FIRST_SLOTS", 8)
+    net, requests = tiny.model(), ragged(random.Random(10), 9)
+    assert_same(together(net, iter(requests), 3), [alone(net, request) for request in requests])
+
+
+@pytest.mark.parametrize("slots", [0, -1, True, 1.5, "8", 10**6])
+def test_a_bad_number_of_slots_is_refused(slots: Any) -> None:
+    with pytest.raises(UsageError, match="batch size"):
+        Batch(tiny.model(), [], slots=slots)
+
+
+def test_no_request_no_event() -> None:
+    assert list(Batch(tiny.model(), [], slots=3)) == []
+    assert list(Batch(tiny.model(), iter([]), slots=3)) == []
+
+
+# ------------------------------------------------------------------------------------------------ a shared beginning
+def test_a_shared_prefix_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, fed = tiny.model(), []
+    monkeypatch.setattr(
+        batch, "prefill", lambda model, tokens, cache: (fed.append(len(tokens)), prefill(model, tokens, cache))[1]
+    )
+    system = tiny.random_tokens(50, seed=1)[0].tolist()
+    requests = [Request([*system, 7, i, 9], SamplingParams(max_new_tokens=5)) for i in range(7)]
+    cached = [event.cached for event in Batch(net, requests, slots=3) if isinstance(event, Started)]
+    assert fed == [53] + [2] * 6
+    assert cached == [0] + [51] * 6
+    monkeypatch.undo()
+    assert_same(together(net, requests, 3), [alone(net, request) for request in requests])
+
+
+def test_the_same_prompt_twice_still_feeds_its_last_token() -> None:
+    net = tiny.model()
+    requests = [Request(list(range(40)), SamplingParams(max_new_tokens=5, temperature=2.0, seed=i)) for i in range(5)]
+    assert_same(together(net, requests, 2), [alone(net, request) for request in requests])
+
+
+def test_few_shared_tokens_are_not_worth_a_copy() -> None:
+    net = tiny.model()
+    for shared in (15, 16):
+        requests = [Request([*range(shared), 50 + i], SamplingParams(max_new_tokens=2)) for i in range(2)]
+        cached = [event.cached for event in Batch(net, requests, slots=2) if isinstance(event, Started)]
+        assert cached == [0, shared if shared >= 16 else 0]
+
+
+# ------------------------------------------------------------------------------------------------------------- ends
+def test_finish_ends_a_row_at_once_and_no_other() -> None:
+    net = tiny.model()
+    requests = [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(5)]
+    run = Batch(net, requests, slots=2)
+    said: dict[int, int] = {}
+    for event in run:
+        if isinstance(event, Said):
+            said[event.number] = said.get(event.number, 0) + 1
+            if event.number in (1, 3) and said[event.number] == 4:
+                run.finish(event.number)
+    assert said == {0: 10, 1: 4, 2: 10, 3: 4, 4: 10}
+
+
+def test_finish_from_outside_is_heard_before_the_next_token() -> None:
+    net = tiny.model()
+    run = Batch(net, [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(3)], slots=3)
+    events: list[Event] = []
+    for event in run:
+        events.append(event)
+        if isinstance(event, Said) and event.number == 0 and len(events) > 8:
+            run.finish(2)
+    last = [i for i, event in enumerate(events) if isinstance(event, Said) and event.number == 0]
+    told = [i for i, event in enumerate(events) if isinstance(event, Said) and event.number == 2]
+    ended = [i for i, event in enumerate(events) if event == Ended(2, None)]
+    assert len(told) < 10
+    assert ended == [told[-1] + ended[0] - told[-1]]
+    assert len(last) == 10
+
+
+def test_a_request_that_cannot_run_ends_alone() -> None:
+    net = tiny.model()
+    params = SamplingParams(max_new_tokens=4)
+    good = [Request([1, 2, 3], params), Request([4] * 30, params)]
+    bad = [Request([], params), Request([1] * 256, params), Request([1, 9999], params), Request([-1], params)]
+    errors: dict[int, LlamaError | None] = {}
+    said: dict[int, list[Token]] = {0: [], 5: []}
+    for event in Batch(net, [good[0], *bad, good[1]], slots=2):
+        if isinstance(event, Ended):
+            errors[event.number] = event.error
+        if isinstance(event, Said):
+            said[event.number].append(event.token)
+    assert [type(errors[i]) for i in range(6)] == [
+        type(None), UsageError, ContextLengthError, UsageError, UsageError, type(None)
+    ]  # fmt: skip
+    assert_same([said[0], said[5]], [alone(net, request) for request in good])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("attention", ["sdpa", "reference", "kernel"])
+def test_a_row_that_is_not_finite_ends_with_an_error_and_spoils_no_other(attention: str, bad: float) -> None:
+    """Token 300 is poison. Its row is freed, and who takes the slot must not meet what it left behind."""
+    net = tiny.model(attention=attention)
+    params = SamplingParams(max_new_tokens=6)
+    clean = [Request([i + 1, 2, 3], params) for i in range(8)]
+    expected = [alone(net, request, n_vocab=300) for request in clean]
+    net.tok_embeddings.weight[300] = bad
+    poison = Request([7] * 30 + [300] + [8] * 20, params)
+    for slots in (1, 2, 3):
+        requests = list(clean)
+        for at in (0, 3, 7):
+            requests.insert(at, poison)
+        said: dict[int, list[Token]] = {}
+        errors: dict[int, LlamaError | None] = {}
+        for event in Batch(net, requests, slots=slots, n_vocab=300):
+            if isinstance(event, Said):
+                said.setdefault(event.number, []).append(event.token)
+            if isinstance(event, Ended):
+                errors[event.number] = event.error
+        poisoned = [i for i, request in enumerate(requests) if request is poison]
+        assert [i for i in errors if errors[i]] == poisoned
+        assert all(isinstance(errors[i], NumericalError) for i in poisoned)
+        assert "not finite" in str(errors[poisoned[0]])
+        assert_same([said[i] for i in range(len(requests)) if i not in poisoned], expected)
+
+
+def test_a_row_may_turn_bad_in_the_middle() -> None:
+    net = tiny.model()
+    requests = [Request([i + 1, 2, 3], SamplingParams(max_new_tokens=8)) for i in range(5)]
+    expected = [alone(net, request) for request in requests]
+    real, calls = batch.next_logits, [0]
+
+    def spoil(*given: Any) -> torch.Tensor:
+        logits: torch.Tensor = real(*given)
+        calls[0] += 1
+        if calls[0] == 3:
+            logits[1, 5] = torch.nan
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "next_logits", spoil)
+        events = list(Batch(net, requests, slots=3))
+    said = [[event.token for event in events if isinstance(event, Said) and event.number == i] for i in range(5)]
+    assert [event.number for event in events if isinstance(event, Ended) and event.error] == [1]
+    assert_same(said, [row if i != 1 else row[:3] for i, row in enumerate(expected)])
+
+
+# ----------------------------------------------------------------------------------------------------------- its text
+def test_generate_with_a_list_is_generate_one_by_one(tiny_llm: Llama) -> None:
+    rng = random.Random(0)
+    prompts = ["hello " * rng.randint(0, 8) + rng.choice("abcdefgh") for _ in range(9)]
+    for options in (
+        {"max_new_tokens": 12},
+        {"max_new_tokens": 30, "temperature": 2.0, "seed": 4, "logprobs": True},
+        {"max_new_tokens": 30, "temperature": 3.0, "seed": 5, "stop": ["a", "\n", "er"]},
+        {"max_new_tokens": 0},
+    ):
+        expected = [tiny_llm.generate(prompt, **options) for prompt in prompts]
+        for batch_size in (1, 4, 16):
+            got = tiny_llm.generate(prompts, **options, batch_size=batch_size)
+            for ours, theirs in zip(got, expected, strict=True):
+                assert (ours.text, ours.tokens, ours.finish_reason) == (
+                    theirs.text,
+                    theirs.tokens,
+                    theirs.finish_reason,
+                )
+                assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+                assert ours.stats.seed == theirs.stats.seed or "seed" not in options
+                assert ours.stats.prompt_tokens == theirs.stats.prompt_tokens
+
+
+def test_a_stop_string_frees_the_slot(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_new_tokens": 40, "temperature": 3.0, "seed": 5}
+    whole = tiny_llm.generate("hello", **options)
+    stop = whole.text[8:11]
+    steps: list[int] = []
+    real = batch.next_logits
+    monkeypatch.setattr(batch, "next_logits", lambda *given: (steps.append(len(given[1])), real(*given))[1])
+    stopped = tiny_llm.generate(["hello", "hello"], **options, stop=[stop])
+    assert [c.text for c in stopped] == [whole.text[: whole.text.index(stop)]] * 2
+    assert len(steps) == len(stopped[0].tokens) - 1
+
+
+def test_pieces_of_a_batch_joined_are_its_texts(tiny_llm: Llama) -> None:
+    pairs = [([5 + i, 9], {"max_new_tokens": 9, "temperature": 3.0, "seed": i}) for i in range(5)]
+    texts, completions = [""] * 5, {}
+    for number, piece in tiny_llm.stream_batch(iter(pairs), batch_size=2):
+        assert not isinstance(piece, LlamaError)
+        assert number not in completions
+        texts[number] += piece.text
+        if piece.completion:
+            completions[number] = piece.completion
+    assert [completions[i].text for i in range(5)] == texts
+
+
+def test_the_time_of_a_row_is_its_own(tiny_llm: Llama) -> None:
+    """None waits for a slot on the clock, and rows that run side by side take as long as the whole."""
+    import time
+
+    started = time.perf_counter()
+    done = tiny_llm.generate(["hello"] * 6, max_new_tokens=20, temperature=1.0, seed=1, batch_size=2)
+    whole = time.perf_counter() - started
+    times = [c.stats.prefill_s + c.stats.decode_s for c in done]
+    assert all(c.stats.prefill_s > 0 for c in done)
+    assert max(times) < whole
+    assert sum(times) <= 2 * whole
+
+
+def test_an_error_of_one_prompt_ends_generate_with_a_list(tiny_llm: Llama) -> None:
+    with pytest.raises(ContextLengthError):
+        tiny_llm.generate(["a", "b " * 400], max_new_tokens=3)
+    with pytest.raises(UsageError, match="unknown option 'nonsense'"):
+        tiny_llm.generate(["a"], nonsense=1)
+    with pytest.raises(UsageError, match="batch size"):
+        tiny_llm.generate(["a"], batch_size=0)
+
+
+def test_a_list_with_a_draft_runs_one_after_the_other(tiny_llm: Llama) -> None:
+    got = tiny_llm.generate(["hello hello", "the"], max_new_tokens=9, draft="ngram")
+    assert [c.tokens for c in got] == [c.tokens for c in tiny_llm.generate(["hello hello", "the"], max_new_tokens=9)]
+
+
+# ------------------------------------------------------------------------------------------------ the default model
+def test_the_default_model_in_float32(default_llm: Llama) -> None:
+    prompts = ["The capital of France is", "Once upon a time there was a", "def fib(n):\n", "2, 4, 6, 8,"]
+    options = {"max_new_tokens": 8, "logprobs": True}
+    got = default_llm.generate(prompts, **options, batch_size=3)
+    for ours, prompt in zip(got, prompts, strict=True):
+        theirs = default_llm.generate(prompt, **options)
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)

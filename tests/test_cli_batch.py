@@ -1,0 +1,413 @@
+"""`generate --prompts`: order, ids, errors by line, and that an interrupted run goes on as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+
+from llama import cli, loader
+from llama.text import Llama
+
+from .conftest import Run
+
+Lines = list[dict[str, Any]]
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def main(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command in this process, on a model that is loaded already; exit codes come back."""
+    monkeypatch.setattr(loader, "load", lambda *_, **__: tiny_llm)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+
+    def run(*args: str) -> int:
+        try:
+            return cli.main(["generate", "--quiet", *args])
+        except SystemExit as left:
+            return int(left.code or 0)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    return run
+
+
+def write(path: Path, lines: Lines) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(path: Path) -> Lines:
+    data = path.read_bytes()
+    assert data.endswith(b"\n") or not data
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def told(answers: Lines) -> Lines:
+    """Without what differs from run to run: times, and which neighbour a beginning was taken from."""
+    return [{**answer, "stats": answer.get("stats", {}).get("seed")} for answer in answers]
+
+
+def mixed(count: int, seed: int = 0) -> Lines:
+    rng = random.Random(seed)
+    made: Lines = []
+    for i in range(count):
+        line: dict[str, Any] = {"prompt": "hello " * rng.randint(0, 6) + rng.choice("abcdef")}
+        if rng.random() < 0.3:
+            line = {"messages": [{"role": "system", "content": "the"}, {"role": "user", "content": line["prompt"]}]}
+        if rng.random() < 0.5:
+            line = {"id": rng.choice([f"name {i}", i * 100]), **line}
+        if rng.random() < 0.5:
+            line |= {"max_new_tokens": rng.randint(0, 9), "temperature": 2.0, "seed": i}
+        if rng.random() < 0.3:
+            line |= {"stop": ["e", "\n"], "top_p": 0.9}
+        made.append(line)
+    return made
+
+
+# -------------------------------------------------------------------------------------------- what is asked and told
+@pytest.mark.parametrize("size", ["1", "3", "50"])
+def test_the_answers_are_those_of_one_by_one_in_order_with_their_ids(
+    main: Command, tiny_llm: Llama, tmp_path: Path, size: str
+) -> None:
+    lines = mixed(12)
+    source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    options = ("-n", "7", "--temp", "2", "--seed", "30", "--logprobs")
+    assert main("--prompts", str(source), "--output", str(target), "--batch-size", size, *options) == 0
+    answers = read(target)
+    assert [answer["id"] for answer in answers] == [line.get("id", n) for n, line in enumerate(lines, 1)]
+    for number, (line, answer) in enumerate(zip(lines, answers, strict=True), 1):
+        kind = "prompt" if "prompt" in line else "messages"
+        assert list(answer) == [
+            "id", kind, "text", "tokens", "prompt_tokens", "finish_reason", "logprobs", "stats"
+        ]  # fmt: skip
+        assert answer[kind] == line[kind]
+        own = {key: value for key, value in line.items() if key not in ("id", "prompt", "messages")}
+        messages = line.get("messages") or [{"role": "user", "content": line["prompt"]}]
+        settings = {"max_new_tokens": 7, "temperature": 2.0, "seed": 30 + number - 1, "logprobs": True, **own}
+        alone = tiny_llm.chat(messages, **settings)
+        assert (answer["text"], answer["tokens"]) == (alone.text, alone.tokens)
+        assert answer["finish_reason"] == alone.finish_reason
+        assert answer["logprobs"] == pytest.approx(alone.logprobs, abs=1e-4)
+        assert answer["stats"]["seed"] == settings["seed"]
+        assert answer["prompt_tokens"] == alone.stats.prompt_tokens
+        assert set(answer["stats"]) == set(alone.stats.as_dict())
+
+
+def test_raw_prompts_system_messages_and_formats(main: Command, tiny_llm: Llama, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in", [{"prompt": "hello"}, {"prompt": "a", "system": "own"}]), tmp_path / "out"
+    assert main("--prompts", str(source), "--output", str(target), "-n", "5", "--system", "common") == 0
+    for answer, system, prompt in zip(read(target), ("common", "own"), ("hello", "a"), strict=True):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+        assert answer["tokens"] == tiny_llm.chat(messages, max_new_tokens=5).tokens
+    write(source, [{"prompt": "hello"}])
+    target.unlink()
+    assert main("--prompts", str(source), "--output", str(target), "-n", "5", "--raw") == 0
+    assert read(target)[0]["tokens"] == tiny_llm.generate("hello", max_new_tokens=5).tokens
+
+
+def test_from_a_pipe_to_a_pipe(clearllama: Run, tiny_gguf: Path) -> None:
+    result = clearllama(
+        "generate", "-m", str(tiny_gguf), "--prompts", "-", "-n", "3", stdin=b'{"prompt": "caf\xc3\xa9"}\r\n{"prompt": "b"}'
+    )  # fmt: skip
+    assert result.returncode == 0
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(answer["id"], answer["prompt"]) for answer in answers] == [(1, "caf\xe9"), (2, "b")]
+    assert b"2 prompts, 6 new tokens" in result.stderr
+
+
+def test_a_terminal_gets_a_bar(tiny_gguf: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [{"prompt": "hello"}] * 3)
+    args = ["-m", "llama", "generate", "-m", str(tiny_gguf), "--prompts", str(source), "-n", "4"]
+    child = pexpect.spawn(sys.executable, [*args, "--output", str(tmp_path / "out")], timeout=60, dimensions=(24, 120))
+    child.expect(rb"prompts: 100%.*3/3.*tok/s")
+    child.expect(pexpect.EOF)
+    assert child.wait() == 0
+    assert len(read(tmp_path / "out")) == 3
+
+
+def test_a_prompt_that_cannot_run_is_an_error_in_its_place(
+    main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"prompt": "hello"}
+    lines: Lines = [
+        {"id": "long", "prompt": "x " * 400}, good, {"prompt": "\ud800"}, good,
+        {"messages": [{"role": "nobody", "content": "x"}]}, good, {"messages": []},
+    ]  # fmt: skip
+    source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    args = ("--prompts", str(source), "--output", str(target), "-n", "4", "--batch-size", "2")
+    assert main(*args) == 1
+    answers = read(target)
+    assert [set(answer) & {"error", "text"} for answer in answers] == [
+        {"error"}, {"text"}, {"error"}, {"text"}, {"error"}, {"text"}, {"error"}
+    ]  # fmt: skip
+    assert "context holds" in answers[0]["error"]
+    assert answers[0]["id"] == "long"
+    assert "role must be" in answers[4]["error"]
+    assert (
+        capsys.readouterr().err == "clearllama: error: 4 of 7 prompts could not be run; these answers hold an error\n"
+    )
+    before = target.read_bytes()
+    assert main(*args) == 1  # they count again, and nothing is done again
+    assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b"", "line 2 is empty"),
+        (b"   ", "line 2 is empty"),
+        (b"hello", "line 2:1:1"),
+        (b'{"prompt": "a"', "line 2:1"),
+        (b'["a"]', "line 2 holds list"),
+        (b'{"prompt": "\xff"}', "line 2 is not UTF-8"),
+        (b'{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN"),
+        (b'{"prompt": "a", "promt": "b"}', "line 2: unknown key 'promt'"),
+        (b'{"id": 3}', "line 2: expected either"),
+        (b'{"prompt": "a", "messages": []}', "line 2: expected either"),
+        (b'{"prompt": 5}', "line 2: prompt must be a string"),
+        (b'{"prompt": null}', "line 2: prompt must be a string"),
+        (b'{"messages": "a"}', "line 2: messages must be a list"),
+        (b'{"prompt": "a", "id": null}', "line 2: id must be"),
+        (b'{"prompt": "a", "id": true}', "line 2: id must be"),
+        (b'{"prompt": "a", "id": 1.5}', "line 2: id must be"),
+        (b'{"prompt": "a", "system": 1}', "line 2: system must be"),
+        (b'{"messages": [], "system": "a"}', "line 2: messages hold their own"),
+        (b'{"prompt": "a", "temperature": -1}', "line 2: temperature must be"),
+        (b'{"prompt": "a", "max_new_tokens": true}', "line 2: max_new_tokens must be"),
+        (b'{"prompt": "a", "top_p": "x"}', "line 2: top_p must be"),
+        (b'{"prompt": "a", "seed": -1}', "line 2: seed must be"),
+        (b'{"prompt": "a", "stop": ""}', "line 2: stop must be"),
+        (b'{"prompt": "a", "stop": ["b", 1]}', "line 2: stop must be"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_loaded_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: bytes, told: str
+) -> None:
+    monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b'{"prompt": "fine"}\n' + line + b'\n{"prompt": "fine"}\n')
+    assert cli.main(["generate", "--prompts", str(source), "--output", str(target)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert told in error
+    assert str(source) in error
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("hello",), "leave a prompt out"),
+        (("-p", "hello"), "leave --prompt out"),
+        (("--suffix", "x"), "leave --suffix out"),
+        (("--draft", "ngram"), "leave --draft out"),
+        (("--json",), "leave --json out"),
+        (("--batch-size", "0"), "--batch-size must be"),
+        (("--batch-size", "99999"), "--batch-size must be"),
+        (("--raw", "--system", "x"), "leave --raw out"),
+        (("--temp", "-1"), "temperature must be"),
+        (("--output", "IN"), "--output is the file that --prompts reads"),
+        (("--output", "."), "no regular file"),
+        (("--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
+        (("--prompts", "/dev/zero"), "is a device"),
+        (("--prompts", os.devnull), "is a device"),
+    ],
+)
+def test_options_that_make_no_sense_together(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: tuple[str, ...],
+    told: str,
+) -> None:
+    monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    given = [str(source) if arg == "IN" else arg for arg in args]
+    assert cli.main(["generate", "--prompts", str(source), *given]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [("--output", "x"), ("--batch-size", "4")])
+def test_options_for_many_prompts_want_prompts(capsys: pytest.CaptureFixture[str], args: tuple[str, ...]) -> None:
+    assert cli.main(["generate", "hello", *args]) == 2
+    assert "goes with --prompts" in capsys.readouterr().err
+
+
+def test_messages_want_a_chat(main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}])
+    for args in (("--raw",), ("--system", "x")):
+        assert main("--prompts", str(source), *args) == 2
+        assert "line 2" in capsys.readouterr().err
+    write(source, [{"prompt": "a", "system": "b"}])
+    assert main("--prompts", str(source), "--raw") == 2
+    source.write_bytes(b"")
+    assert main("--prompts", str(source)) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ interruptions
+def test_wherever_the_output_was_cut_the_next_run_completes_it(
+    main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llm: Llama
+) -> None:
+    lines: Lines = [{"id": "\xe9", "prompt": "a"}, {"prompt": "x " * 400}, {"prompt": "b", "temperature": 3.0}]
+    source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    args = ("--prompts", str(source), "--output", str(target), "-n", "1", "--batch-size", "2", "--seed", "1")
+    assert main(*args) == 1
+    parsed = cli.build_parser().parse_args(["generate", "--quiet", *args])
+    whole = target.read_bytes()
+    expected = told(read(target))
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    asked: list[int] = []
+    encode = tiny_llm.tokenizer.encode
+    monkeypatch.setattr(tiny_llm.tokenizer, "encode", lambda *a, **k: asked.append(1) or encode(*a, **k))
+    assert len(whole) > 600
+    for cut in range(len(whole) + 1):
+        target.write_bytes(whole[:cut])
+        asked.clear()
+        assert parsed.run(parsed) == 1
+        assert told(read(target)) == expected, cut
+        done = sum(end <= cut for end in ends)
+        assert target.read_bytes()[: ends[done - 1] if done else 0] == whole[: ends[done - 1] if done else 0]
+        assert (done == 3) == (not asked)  # what is done is not even looked at
+
+
+def test_what_was_dropped_is_said(main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = write(tmp_path / "in", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out"
+    args = ["generate", "--prompts", str(source), "--output", str(target), "-n", "1"]
+    assert main(*args[1:]) == 0
+    target.write_bytes(target.read_bytes()[:-7])
+    capsys.readouterr()
+    assert cli.main(args) == 0
+    error = capsys.readouterr().err
+    assert "dropped the last line, which was cut after" in error
+    assert "1 of 2 prompts are done already" in error
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"a poem\nof mine\n", "line 1 is no answer"),
+        (b"a poem without an end", "line 1 is no answer"),
+        (b'{"id": 1, "prompt": "b", "text": ""}\n', "line 1 has the prompt 'b'"),
+        (b'{"id": 2, "prompt": "a", "text": ""}\n', "line 1 has the id 2"),
+        (b'{"id": "1", "prompt": "a", "text": ""}\n', "line 1 has the id '1'"),
+        (b'{"prompt": "a", "text": ""}\n', "line 1 has the id None"),
+        (b'{"id": 1, "prompt": "a"}\n', "line 1 is no answer"),
+        (
+            b'{"id": 1, "prompt": "a", "error": "x"}\n{"id": 2, "prompt": "c", "text": ""}\n',
+            "line 2 has the prompt 'c'",
+        ),
+        (b'{"id": 1, "prompt": "a", "error": "x"}\n{"id": 2, "prompt": "c', "line 2 is no answer"),
+        (b'{"id": 1, "prompt": "a", "error": "x"}\n\n', "line 2 is no answer"),
+        (b'{"id": 1, "prompt": "a", "error": "x"}\n{"id": 2, "prompt": "b", "text": ""}\n{"id', "line 3 is there"),
+    ],
+)
+def test_an_output_of_something_else_is_left_alone(
+    main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, told: str
+) -> None:
+    source, target = write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out.jsonl"
+    target.write_bytes(content)
+    assert main("--prompts", str(source), "--output", str(target)) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "--output" in error
+    assert target.read_bytes() == content
+
+
+def start(args: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "llama", "generate", *args], stderr=subprocess.PIPE)
+
+
+def grown(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a file is larger than that, or the process is through."""
+    until = time.monotonic() + 60
+    while process.poll() is None and (not path.exists() or path.stat().st_size <= size):
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def test_killed_again_and_again_it_still_completes_the_same_file(
+    main: Command, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in.jsonl", mixed(120, seed=3))
+    once, target = tmp_path / "once.jsonl", tmp_path / "out.jsonl"
+    args = [
+        "-m",
+        str(tiny_gguf),
+        "--dtype",
+        "float32",
+        "--prompts",
+        str(source),
+        "-n",
+        "20",
+        "--temp",
+        "2",
+        "--seed",
+        "5",
+    ]
+    assert main(*args, "--output", str(once)) == 0
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        process = start([*args, "--output", str(target)])
+        grown(target, target.stat().st_size if target.exists() else 0, process)
+        process.send_signal(number)
+        code = process.wait()
+        assert code in (0, -number, 128 + number)
+        data = target.read_bytes()
+        assert told([json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]) == told(
+            read(once)[: data.count(b"\n")]
+        )
+    assert start([*args, "--output", str(target)]).wait() == 0
+    assert told(read(target)) == told(read(once))
+
+
+def test_a_second_writer_is_refused(main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import fcntl
+
+    source, target = write(tmp_path / "in", [{"prompt": "a"}]), tmp_path / "out"
+    with open(target, "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert main("--prompts", str(source), "--output", str(target)) == 2
+        assert "is being written by another clearllama" in capsys.readouterr().err
+    assert main("--prompts", str(source), "--output", str(target), "-n", "1") == 0
+    assert len(read(target)) == 1
+
+
+def test_two_processes_at_once_leave_one_whole_output(tiny_gguf: Path, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in", mixed(30)), tmp_path / "out"
+    args = ["-m", str(tiny_gguf), "--prompts", str(source), "--output", str(target), "-n", "30"]
+    both = [start(args), start(args)]
+    ends = [(process.communicate()[1], process.returncode) for process in both]
+    assert sorted(code for _, code in ends) in ([0, 2], [0, 0])  # or the second came when the first was through
+    assert all(code == 0 or b"is being written by another" in error for error, code in ends)
+    assert len(read(target)) == 30
+
+
+def test_a_full_disk_is_an_error_and_leaves_whole_lines(tiny_gguf: Path, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", [{"prompt": f"hello {i}"} for i in range(20)]), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "llama", "generate", "-m", str(tiny_gguf), "--prompts", str(source), "-n", "3"]
+    command += ["--output", str(target)]
+    limited = subprocess.run(
+        command,
+        stderr=subprocess.PIPE,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)),
+    )
+    assert limited.returncode == 1
+    assert str(target).encode() in limited.stderr.splitlines()[-1]
+    assert 0 < len(read(target)) < 20
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert [answer["id"] for answer in read(target)] == list(range(1, 21))

@@ -1,0 +1,124 @@
+"""docs/scale.md says what the command says, and its examples fit each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama.cli import main
+from llama.config import ModelConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "docs/scale.md").read_text()
+SHOWN = re.findall(r"```console\n\$ clearllama (.*?)\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def rows(heading: str) -> list[dict[str, str]]:
+    """A table behind a heading: column -> cell, a row each."""
+    lines = TEXT[TEXT.index(heading) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    table = []
+    for line in lines[first:]:
+        if not line.startswith("|"):
+            break
+        table.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [dict(zip(table[0], cells, strict=True)) for cells in table[2:]]
+
+
+def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    main(["plan", *arguments, "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(("command", "output"), SHOWN)
+def test_what_is_shown_is_what_the_command_prints(
+    command: str, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(command.split())
+    assert capsys.readouterr().out == output
+
+
+def test_both_examples_are_there() -> None:
+    assert len(SHOWN) == 2
+
+
+def test_the_table_is_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    table = rows("### Llama 3.1 on 1, 8 and 16 H100")
+    wanted = [(m, w, n) for m in ("8B", "70B", "405B") for w in ("bfloat16", "int8", "int4") for n in ("1", "8", "16")]
+    assert [(row["model"], row["weights"], row["GPUs"]) for row in table] == wanted
+    for row in table:
+        scheme = [] if row["weights"] == "bfloat16" else ["--quantize", row["weights"]]
+        model = f"configs/llama-3.1-{row['model'].lower()}.json"
+        run = ["-m", model, "--gpus", f"{row['GPUs']}xH100", "--context", "8192", "--batch", "8", *scheme]
+        found = facts(capsys, *run)
+        memory, split, speeds = found["memory"], found["split"], ["-"] * 4
+        if found["fits"]:
+            decode = found["decode"]["tps_each"], found["decode"]["tps_batch"]
+            speeds = [f"{value:,.0f}" for value in (*decode, found["prefill"]["tps"])] + [f"{found['largest_batch']:,}"]
+        expected = {
+            "tensor x pipeline": f"{split['tensor']} x {split['pipeline']}",
+            "weights, GB": f"{memory['weights'] / 1e9:.1f}",
+            "keys, values, GB": f"{memory['kv_cache'] / 1e9:.1f}",
+            "in all, GB": f"{memory['total'] / 1e9:.1f}",
+            "fits in 80": "yes" if found["fits"] else "no",
+            **dict(zip(("tok/s each", "tok/s in all", "prefill tok/s", "most sequences"), speeds, strict=True)),
+        }
+        assert {key: row[key] for key in expected} == expected, row
+
+
+def test_numbers_in_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    on = {n: facts(capsys, "-m", "llama-3.1-8b", "--gpus", f"{n}xH100", "--batch", str(n)) for n in (8, 16)}
+    assert f"each give {2 * on[8]['decode']['tps_batch']:,.0f} tokens a second" in TEXT
+    assert f"one on 16 GPUs {on[16]['decode']['tps_batch']:,.0f}," in TEXT
+    for name in ("8b", "70b", "405b"):
+        config = ModelConfig(**json.loads((ROOT / f"configs/llama-3.1-{name}.json").read_text()))
+        assert f"{config.n_params * 2 / 1e9:.1f} GB for {name.upper()}" in TEXT
+    whole = facts(capsys, "-m", "llama-3.1-405b", "--gpus", "16xH100", "--batch", "8")
+    assert f"({whole['traffic']['all_reduces_per_step']} of them a step above)" in TEXT
+
+
+def test_shares_are_those_of_the_rates_beside_them() -> None:
+    from llama.plan import GPUS, REACHED
+
+    table = rows("### What programs reach")
+    for row in table:
+        share = float(row["GB/s of a GPU"]) * 1e9 / GPUS["A100-80"].bandwidth
+        assert row["share"] == f"{share:.2f}"
+    plain = {int(row["GPUs"]): float(row["share"]) for row in table if row["weights"] == "bfloat16"}
+    assert plain == REACHED
+
+
+def test_what_is_handed_over_is_split_as_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    for gpus, sizes in (("8xH100", (8, 1)), ("16xH100", (8, 2))):
+        split = facts(capsys, "-m", "llama-3.1-405b", "--gpus", gpus, "--quantize", "int8")["split"]
+        assert (split["tensor"], split["pipeline"]) == sizes
+    served = re.findall(r"^vllm serve DST (.*?)(?:\s+#.*)?$", TEXT, re.MULTILINE)
+    assert len(served) == 3
+    assert [("--pipeline-parallel-size 2" in line, "--tensor-parallel-size 8" in line) for line in served] == [
+        (False, True), (True, True), (True, True),
+    ]  # fmt: skip
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    compile(code, "docs/scale.md", "exec")
+    copies, tensor = (int(re.search(pattern, code)[1]) for pattern in (r"concurrency=(\d+)", r'tensor_parallel_size": (\d+)'))  # type: ignore[index]  # fmt: skip
+    assert f"copies of the engine: {copies * tensor} GPUs" in code
+
+
+def test_every_option_that_is_named_exists() -> None:
+    from llama.cli import build_parser
+
+    known = set()
+    for action in build_parser()._subparsers._group_actions[0].choices.values():  # type: ignore[union-attr]
+        known |= {option for entry in action._actions for option in entry.option_strings}
+    theirs = {"--tensor-parallel-size", "--pipeline-parallel-size", "--nodes", "--node-rank", "--master-addr", "--headless", "--max-model-len"}  # fmt: skip
+    for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", TEXT):
+        assert option in known | theirs, option

@@ -1,0 +1,405 @@
+"""Sessions in files: what is loaded goes on as if it had never been away, and nothing else is taken for a session."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from llama import cli, loader
+from llama.cli import common
+from llama.errors import CheckpointError, ContextLengthError, UsageError
+from llama.generate import generate, prefill
+from llama.model import Transformer
+from llama.sampling import SamplingParams
+from llama.session import Session, is_session, sample
+from llama.text import Llama
+
+from . import tiny
+from .conftest import Run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LONG = dataclasses.replace(tiny.CONFIG, max_seq_len=4000)
+TEXT = tiny.random_tokens(1500)[0].tolist()
+
+
+def filled(model: Transformer, tokens: list[int]) -> Session:
+    session = Session(model.new_cache(), list(tokens))
+    prefill(model, tokens, session.cache)  # type: ignore[arg-type]
+    return session
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A session of 40 tokens of the model tiny.model(LONG)."""
+    model = tiny.model(LONG)
+    session = filled(model, TEXT[:40])
+    session.messages = [{"role": "user", "content": "<|im_end|> hello"}]
+    session.save(tmp_path / "s", model)
+    return tmp_path / "s"
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, str]], object]) -> None:
+    """The file as a program with other intentions would write it."""
+    with safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata())
+    tensors = load_file(path)
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+
+
+# ---------------------------------------------------------------------------------------------------------- the law
+@pytest.mark.parametrize("kind", ["model", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("length", "fixed"), [(1, False), (1500, False), (700, True)])
+def test_a_loaded_session_gives_the_logits_of_the_one_that_was_saved(
+    tmp_path: Path, kind: str, dtype: torch.dtype, length: int, fixed: bool
+) -> None:
+    model = tiny.model(LONG).to(dtype)
+    model.cache_kind, model.fixed_cache = kind, fixed
+    ours = filled(model, TEXT[:length])
+    assert ours.save(tmp_path / "s", model) == (tmp_path / "s").stat().st_size
+    theirs = Session.load(tmp_path / "s", model)
+    assert (theirs.tokens, theirs.messages) == (ours.tokens, [])
+    assert ours.cache is not None
+    assert theirs.cache is not None
+    for part in ([7], [5, 6, 7]):
+        assert torch.equal(prefill(model, part, ours.cache), prefill(model, part, theirs.cache))
+    assert torch.equal(ours.cache.k[..., : length + 4, :], theirs.cache.k[..., : length + 4, :])
+    assert torch.equal(ours.cache.v[..., : length + 4, :], theirs.cache.v[..., : length + 4, :])
+
+
+def test_generating_over_a_file_is_generating_in_one_go_and_feeds_the_shared_part_once(
+    tiny_llm: Llama, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    first, second = TEXT[:90], TEXT[:90] + TEXT[500:520]
+
+    def answer(llm: Llama, prompt: list[int], session: Session) -> Any:
+        return list(llm.stream_ids(prompt, session=session, max_new_tokens=9, logprobs=True))[-1].completion
+
+    one, two = Session(), Session()
+    answer(tiny_llm, first, one)
+    expected = answer(tiny_llm, second, one)
+    answer(tiny_llm, first, two)
+    two.save(tmp_path / "s", tiny_llm.model)
+    again = loader.load(tiny_gguf, dtype="float32", device="cpu")  # as another process would
+    got = answer(again, second, Session.load(tmp_path / "s", again.model))
+    assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
+    assert got.stats.cached_tokens == 90
+    params = SamplingParams(max_new_tokens=9, temperature=0.0)
+    tokenizer = tiny_llm.tokenizer
+    alone = generate(tiny_llm.model, second, params, stop_ids=tokenizer.stop_ids, n_vocab=tokenizer.n_vocab)
+    assert got.tokens == [token.id for token in alone if not token.stop]
+
+
+def test_the_file_holds_the_keys_and_values_of_a_full_pass_and_no_empty_slot(saved: Path) -> None:
+    model = tiny.model(LONG)
+    cache = model.new_cache(40)
+    model(torch.tensor([TEXT[:40]]), cache=cache)
+    tensors = load_file(saved)
+    assert tensors.pop("tokens").tolist() == TEXT[:40]
+    assert set(tensors) == {f"layers.{i}.{kind}" for i in range(2) for kind in "kv"}
+    for i in range(2):
+        torch.testing.assert_close(tensors[f"layers.{i}.k"], cache.k[i], rtol=0, atol=1e-6)
+        torch.testing.assert_close(tensors[f"layers.{i}.v"], cache.v[i], rtol=0, atol=1e-6)
+
+
+def test_messages_come_back_as_they_were(saved: Path) -> None:
+    assert Session.load(saved, tiny.model(LONG)).messages == [{"role": "user", "content": "<|im_end|> hello"}]
+
+
+# ----------------------------------------------------------------------------------- which model may go on with it
+SCALED = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rope_theta": 500000.0}, "saved with rope_theta 10000.0; this model has 500000.0"),
+        ({"rope_scaling": SCALED}, r"saved with rope_scaling none; this model has .*yarn"),
+        ({"norm_eps": 1e-6}, "norm_eps 1e-05; this model has 1e-06"),
+        ({"n_layers": 3}, "n_layers 2; this model has 3"),
+        ({"n_kv_heads": 4}, "n_kv_heads 2; this model has 4"),
+        ({"max_seq_len": 4096, "n_heads": 8}, "saved with max_seq_len 4000, n_heads 4; this model has 4096, 8"),
+    ],
+)
+def test_a_model_of_another_architecture_is_refused_by_what_differs(
+    saved: Path, change: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(CheckpointError, match=told) as caught:
+        Session.load(saved, tiny.model(dataclasses.replace(LONG, **change)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_held_otherwise_is_refused_by_what_differs(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="dtype float32; this model has bfloat16"):
+        Session.load(saved, tiny.model(LONG).bfloat16())
+    rounded = tiny.model(LONG)
+    rounded.cache_kind = "int8"
+    with pytest.raises(CheckpointError, match="kv_cache model; this model has int8"):
+        Session.load(saved, rounded)
+
+
+def test_quantized_weights_are_other_weights(tiny_gguf: Path, tmp_path: Path) -> None:
+    wide = tiny.write_gguf(tmp_path / "wide.gguf", tiny.WIDE)
+    plain, int8 = loader.load(wide, dtype="float32").model, loader.load(wide, dtype="float32", quantize="int8").model
+    filled(plain, TEXT[:9]).save(tmp_path / "s", plain)
+    with pytest.raises(CheckpointError, match="quantization none; this model has weights of 8 bits"):
+        Session.load(tmp_path / "s", int8)
+    filled(int8, TEXT[:9]).save(tmp_path / "s", int8)
+    assert Session.load(tmp_path / "s", loader.load(wide, dtype="float32", quantize="int8").model).tokens == TEXT[:9]
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("norm.weight", 31),
+        ("layers.1.ffn_norm.weight", -1),
+        ("layers.0.attention.wq.weight", 0),
+        ("layers.1.feed_forward.w_down.weight", -1),
+        ("tok_embeddings.weight", 255),
+        ("output.weight", -256),
+    ],
+)
+def test_other_weights_of_the_same_shape_are_refused(saved: Path, name: str, entry: int) -> None:
+    model = tiny.model(LONG)
+    model.get_parameter(name).view(-1)[entry] += 1e-3
+    with pytest.raises(CheckpointError, match="same shape and other weights"):
+        Session.load(saved, model)
+
+
+def test_the_sample_of_the_weights_reads_the_ends_of_matrices_and_all_of_each_norm() -> None:
+    model = tiny.model()
+    before = sample(model)
+    model.output.weight[160, 0] += 1  # the middle of a matrix is not looked at, as the docstring says
+    assert sample(model) == before
+    model.norm.weight[32] += 1
+    assert sample(model) != before
+
+
+def test_the_context_may_be_another_as_long_as_the_tokens_fit(saved: Path) -> None:
+    assert len(Session.load(saved, tiny.model(LONG, max_seq_len=40)).tokens) == 40
+    with pytest.raises(ContextLengthError, match="40 tokens and the model's context 39"):
+        Session.load(saved, tiny.model(LONG, max_seq_len=39))
+
+
+def test_keys_are_the_same_in_another_form_of_the_rotation(saved: Path) -> None:
+    assert Session.load(saved, tiny.model(LONG, rope="real")).tokens == TEXT[:40]
+
+
+def test_frequencies_that_depend_on_the_length_have_no_sessions(saved: Path, tmp_path: Path) -> None:
+    config = dataclasses.replace(LONG, max_seq_len=64, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    model = tiny.model(config)
+    with pytest.raises(UsageError, match="depend on the length"):
+        filled(model, TEXT[:40]).save(tmp_path / "t", model)
+    with pytest.raises(UsageError, match="depend on the length"):
+        Session.load(saved, model)
+
+
+# -------------------------------------------------------------------------------------------------- damaged, foreign
+def test_every_cut_and_every_flipped_byte_is_noticed(saved: Path) -> None:
+    model, whole = tiny.model(LONG), saved.read_bytes()
+    for size in [*range(0, 200, 7), *range(200, len(whole), 997), len(whole) - 1]:
+        saved.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError) as caught:
+            Session.load(saved, model)
+        assert str(saved) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    for at in [*range(0, 64, 3), *range(64, len(whole), 211)]:
+        raw = bytearray(whole)
+        raw[at] ^= 4
+        saved.write_bytes(raw)
+        if b'"format":"pt"' in raw:  # else it hit the one entry that nobody reads
+            with pytest.raises(CheckpointError):
+                Session.load(saved, model)
+    saved.write_bytes(whole)
+    assert Session.load(saved, model).tokens == TEXT[:40]
+
+
+def about(metadata: dict[str, str], **changes: Any) -> None:
+    metadata["about"] = json.dumps(json.loads(metadata["about"]) | changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda t, m: m.update(clearllama_session="2"), "format '2', and this version reads '1'"),
+        (lambda t, m: m.pop("clearllama_session"), "no session of clearllama"),
+        (lambda t, m: t.pop("tokens"), "no ids"),
+        (lambda t, m: t.update(tokens=t["tokens"].view(2, 20)), "no ids"),
+        (lambda t, m: t.update(tokens=t["tokens"][:0]), "no ids"),
+        (lambda t, m: t.update(tokens=t["tokens"].float()), "tokens is F32"),
+        (lambda t, m: t.update(tokens=t["tokens"] + 320), "between 0 and 319"),
+        (lambda t, m: t.update(tokens=t["tokens"] - 320), "between 0 and 319"),
+        (lambda t, m: t.update(tokens=t["tokens"][:39].clone()), r"layers.0.k is F32 \(1, 2, 40, 16\)"),
+        (lambda t, m: t.pop("layers.1.v"), "other tensors"),
+        (lambda t, m: t.update(more=torch.ones(1)), "other tensors"),
+        (lambda t, m: t.update({"layers.1.v": t["layers.1.v"].half()}), "layers.1.v is F16"),
+        (lambda t, m: t["layers.1.v"].add_(1), "not what was written"),
+        (lambda t, m: t["tokens"].add_(1).remainder_(320), "not what was written"),
+        (lambda t, m: m.pop("sha256"), "not what was written"),
+        (lambda t, m: m.update(about="{"), "damaged or not JSON"),
+        (lambda t, m: m.update(about="[" * 100_000), "nests too deep|damaged"),
+        (lambda t, m: about(m, settings=None), "lack the settings"),
+        (lambda t, m: about(m, settings={}), "saved with"),
+        (lambda t, m: about(m, messages=[{"role": "user", "content": "other"}]), "not what was written"),
+    ],
+)
+def test_a_file_that_was_tampered_with_is_refused(saved: Path, change: Any, told: str) -> None:
+    rewrite(saved, change)
+    with pytest.raises(CheckpointError, match=told):
+        Session.load(saved, tiny.model(LONG))
+
+
+def test_what_is_no_session_is_refused(tmp_path: Path, tiny_gguf: Path) -> None:
+    model = tiny.model(LONG)
+    (tmp_path / "text").write_text("hello")
+    save_file({"x": torch.ones(3)}, tmp_path / "other")
+    for path in (tmp_path / "text", tmp_path / "other", tmp_path / "missing", tmp_path, tiny_gguf, Path("/dev/null")):
+        assert not is_session(path)
+        with pytest.raises(CheckpointError, match=str(path)):
+            Session.load(path, model)
+
+
+# -------------------------------------------------------------------------------------------------------- the target
+def test_only_a_session_is_replaced(saved: Path, tmp_path: Path) -> None:
+    model = tiny.model(LONG)
+    session = filled(model, TEXT[:50])
+    (tmp_path / "text").write_text("mine")
+    with pytest.raises(UsageError, match=r"no session.*not overwritten"):
+        session.save(tmp_path / "text", model)
+    with pytest.raises(UsageError, match="is a folder"):
+        session.save(tmp_path, model)
+    with pytest.raises(UsageError, match="not a folder"):
+        session.save(tmp_path / "no" / "s", model)
+    link = tmp_path / "link"
+    link.symlink_to(saved)
+    session.save(link, model)
+    assert link.is_symlink()
+    assert Session.load(saved, model).tokens == TEXT[:50]
+    assert (tmp_path / "text").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "s", "text"]
+
+
+def test_a_full_disk_leaves_the_old_session(saved: Path) -> None:
+    model = tiny.model(LONG)
+    session = filled(model, TEXT)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large; the session was not saved"):
+            session.save(saved, model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert Session.load(saved, model).tokens == TEXT[:40]
+    assert [path.name for path in saved.parent.iterdir()] == ["s"]
+
+
+def test_a_session_that_is_empty_or_in_use_is_not_saved(tiny_llm: Llama, tmp_path: Path) -> None:
+    session = Session()
+    with pytest.raises(UsageError, match="no tokens yet"):
+        session.save(tmp_path / "s", tiny_llm.model)
+    stream = tiny_llm.stream_ids(TEXT[:9], session=session, max_new_tokens=30)
+    next(stream)
+    for call in (lambda: session.save(tmp_path / "s", tiny_llm.model), session.forget):
+        with pytest.raises(UsageError, match="in use by another stream"):
+            call()
+    stream.close()
+    session.save(tmp_path / "s", tiny_llm.model)
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+WORDS = "hello the hello " * 5
+
+
+def test_the_command_computes_a_document_once(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
+    at, options = str(tmp_path / "s"), ["-m", str(tiny_gguf), "--dtype", "float32", "--raw", "-n", "6", "--json"]
+    first = clearllama("generate", WORDS, *options, "--save-session", at)
+    assert first.returncode == 0, first.stderr
+    assert f"{at}: saved" in first.stderr.decode()
+    asked = WORDS + "the question"
+    alone = json.loads(clearllama("generate", asked, *options).stdout)
+    done = clearllama("generate", asked, *options, "--load-session", at)
+    again = json.loads(done.stdout)
+    assert again["tokens"] == alone["tokens"]
+    kept = again["stats"]["cached_tokens"]
+    assert json.loads(first.stdout)["prompt_tokens"] - 2 <= kept < again["prompt_tokens"]
+    assert f"{kept} of them from the session" in done.stderr.decode()
+    other = clearllama("generate", asked, *options, "--load-session", at, "--rope-theta", "500")
+    assert (other.returncode, other.stdout) == (1, b"")
+    assert "rope_theta 10000.0; this model has 500.0" in other.stderr.decode().splitlines()[-1]
+
+
+def test_what_can_not_be_saved_is_said_before_a_model_is_looked_for(clearllama: Run, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("mine")
+    for command in (["generate", "hello"], ["chat"]):
+        for option, code in (("--save-session", 2), ("--load-session", 1)):
+            done = clearllama(*command, "-m", "no-such-model", option, str(tmp_path / "text"))
+            assert done.returncode == code
+            assert "no session of clearllama" in done.stderr.decode()
+            assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_interrupted_answer_is_saved_as_far_as_it_got(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[str] = []
+
+    def write(text: str) -> None:
+        written.append(text)
+        if len(written) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(common, "write", write)
+    at = tmp_path / "s"
+    options = ["-m", str(tiny_gguf), "--dtype", "float32", "--device", "cpu"]
+    code = cli.main(["generate", "--raw", WORDS, "-n", "100", *options, "--save-session", str(at)])
+    assert code == 130
+    llm = loader.load(tiny_gguf, dtype="float32", device="cpu")
+    prompt = llm.tokenizer.encode_prompt(WORDS)
+    whole = list(llm.stream_ids(prompt, max_new_tokens=100))[-1].completion
+    session = Session.load(at, llm.model)
+    assert session.tokens == (prompt + (whole.tokens if whole else []))[: len(session.tokens)]
+    assert len(prompt) + 3 <= len(session.tokens) < len(prompt) + 100
+
+
+def test_a_conversation_goes_on_in_another_process(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
+    at = str(tmp_path / "s")
+    options = ["-m", str(tiny_gguf), "--dtype", "float32", "-n", "12", "--temp", "0"]
+    both = clearllama("chat", *options, "--system", "the", stdin=b"hello\nthe hello\n")
+    first = clearllama("chat", *options, "--system", "the", "--save-session", at, stdin=b"hello\n")
+    second = clearllama("chat", *options, "--load-session", at, "--save-session", at, stdin=b"the hello\n")
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert both.stdout == first.stdout + second.stdout
+    assert "goes on behind its 3 messages" in second.stderr.decode()
+    assert "of them from the session" in second.stderr.decode()
+    llm = loader.load(tiny_gguf, dtype="float32", device="cpu")
+    assert [m["role"] for m in Session.load(at, llm.model).messages] == ["system", *["user", "assistant"] * 2]
+    refused = clearllama("chat", *options, "--load-session", at, "--system", "other", stdin=b"hello\n")
+    assert refused.returncode == 2
+    assert "leave --system out" in refused.stderr.decode()
+
+
+def test_a_conversation_that_was_cleared_is_not_in_the_file(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
+    at = str(tmp_path / "s")
+    options = ["-m", str(tiny_gguf), "--dtype", "float32", "-n", "5", "--temp", "0", "--save-session", at]
+    done = clearllama("chat", *options, stdin=b"hello hello\n/clear\n")
+    assert "nothing has been computed" in done.stderr.decode()
+    assert not Path(at).exists()
+    clearllama("chat", *options, stdin=b"hello hello\n/clear\nthe\n")
+    llm = loader.load(tiny_gguf, dtype="float32", device="cpu")
+    session = Session.load(at, llm.model)
+    assert [m["content"] for m in session.messages[:1]] == ["the"]
+    assert "hello hello" not in llm.tokenizer.decode(session.tokens)
