@@ -218,6 +218,17 @@ def test_a_wrong_number_of_processes_is_refused_before_any_is_started(tiny_gguf:
     assert err[0].endswith("sizes that work: 1, 2, 4")
 
 
+@pytest.mark.parametrize("name", ranks.ALONE)
+def test_what_is_for_one_process_is_refused_at_once(name: str) -> None:
+    from llama.cli import build_parser
+
+    option = "--" + name.replace("_", "-")
+    value = {"compile": [], "gpu_layers": ["0"]}.get(name, ["x.safetensors"])
+    args = build_parser().parse_args(["generate", "x", "--tensor-parallel", "2", option, *value])
+    with pytest.raises(UsageError, match=f"{option} is for one process"):
+        ranks.start(args, [], 2, 1)
+
+
 ENVIRONMENTS = [
     ({"RANK": "0"}, "RANK set in the environment without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "WORLD_SIZE, MASTER_ADDR set .* without RANK, MASTER_PORT"),

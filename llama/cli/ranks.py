@@ -94,6 +94,19 @@ def environment() -> tuple[int, int] | None:
     return rank, size
 
 
+ALONE = ("compile", "gpu_layers", "save_session", "load_session")  # a session's file would hold one rank's keys
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise UsageError for an option that several processes can't follow."""
+    for name in ALONE:
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for one process, and several were asked for; leave one of both out"
+            )
+
+
 # ----------------------------------------------------------------------------------------------------------- a rank
 def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int | None]) -> int:
     """Be one of the ranks."""
@@ -114,6 +127,7 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
             f"--tensor-parallel {tensor} times --pipeline-parallel {pipeline} is not the number of processes that were"
             f" started, {size}"
         )
+    _check_options(args)
     if args.threads is None:
         args.threads = _share_of_threads()
     from .. import parallel
@@ -195,8 +209,7 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
     from ..checkpoint.part import check_world
     from ..hub import resolve
 
-    if args.compile:
-        raise UsageError("--compile is for one process; leave it out, or the number of processes")
+    _check_options(args)
     check_world(open_checkpoint(resolve(args.model)).config, tensor, pipeline)
     if not args.debug:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)  # what it says is said below
