@@ -28,7 +28,7 @@ from llama.batch import Batch, Request, Said, Started
 from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.part import Place
-from llama.errors import ContextLengthError
+from llama.errors import ContextLengthError, LlamaError
 from llama.generate import generate, prefill
 from llama.model import Transformer
 from llama.quant import TileEmbedding, TileLinear
@@ -290,7 +290,17 @@ def memory(world: parallel.World, path: str, **options: Any) -> dict[str, int]:
     return {"loaded": loaded, "run": told("VmHWM:") - before}
 
 
-CASES: dict[str, Callable[..., Any]] = {"ask": ask, "memory": memory}
+def differ(world: parallel.World, paths: list[str]) -> str:
+    """What a rank says when each loads a model of its own."""
+    try:
+        build(paths[world.place.rank], world)
+    except LlamaError as error:
+        world.broken = "as it should"  # so there is no orderly end
+        return str(error)
+    return "nothing"
+
+
+CASES: dict[str, Callable[..., Any]] = {"ask": ask, "memory": memory, "differ": differ}
 
 if __name__ == "__main__":
     serve()

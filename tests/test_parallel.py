@@ -138,6 +138,18 @@ def test_forms_of_rope_and_an_8_bit_cache(form: str, world: ranks.Ranks, tmp_pat
     check(found, expected)
 
 
+def test_ranks_with_other_models_do_not_begin(world: ranks.Ranks, tmp_path: Path) -> None:
+    paths = [
+        str(tiny.write_gguf(tmp_path / f"{theta}.gguf", tiny.CONFIG, metadata={"llama.rope.freq_base": theta}))
+        for theta in (1e4, 2e4)
+    ]
+    for said in world.run(2, 1, "differ", paths=paths):
+        assert said.startswith("rank 1 has another model or other options than rank 0: ModelConfig(")
+        assert "20000.0" in said
+    for said in world.run(2, 1, "differ", paths=[paths[0], str(tmp_path / "none.gguf")]):
+        assert "none.gguf: No such file" in said
+
+
 # ---------------------------------------------------------------------------------------------------- what is read
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 def test_shards_of_meta_onto_ranks(shards: int, world: ranks.Ranks, tmp_path: Path) -> None:

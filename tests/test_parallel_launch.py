@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llama.cli import ranks
 from llama.errors import UsageError
@@ -227,6 +228,13 @@ def test_what_is_for_one_process_is_refused_at_once(name: str) -> None:
     args = build_parser().parse_args(["generate", "x", "--tensor-parallel", "2", option, *value])
     with pytest.raises(UsageError, match=f"{option} is for one process"):
         ranks.start(args, [], 2, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_at_once(tiny_gguf: Path) -> None:
+    code, _, err = Launched(*PROMPT[:3], "-m", str(tiny_gguf), "--tensor-parallel", "2", "--device", "cuda").end(20)
+    assert code == 2
+    assert err == ["clearllama: error: device 'cuda' is not available; available here: cpu"]
 
 
 ENVIRONMENTS = [

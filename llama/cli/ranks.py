@@ -63,10 +63,14 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         return int(args.run(args))
     try:
         return _take_part(args, rank, size, sizes)
-    except (UsageError, ParallelError):
+    except (UsageError, ParallelError) as error:
         if rank == 0:
             raise
-        return 2  # rank 0 says so
+        told = common.describe(error)
+        if PARENT in os.environ or told.startswith("rank "):
+            common.tell(f"clearllama: error: {told}")
+        time.sleep(1)  # most likely rank 0 says the same
+        return 2
 
 
 def environment() -> tuple[int, int] | None:
@@ -203,13 +207,21 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
 
     They meet at a file, so nothing has to listen but the ranks themselves, on the loopback interface.
     """
+    import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
     from ..checkpoint import open_checkpoint
     from ..checkpoint.part import check_world
     from ..hub import resolve
+    from ..runtime import pick_device
 
     _check_options(args)
+    device = pick_device(args.device)
+    if device.type == "cuda" and torch.cuda.device_count() < tensor * pipeline:
+        raise UsageError(
+            f"{tensor * pipeline} processes want a GPU each; this host has {torch.cuda.device_count()}: take fewer, or"
+            " --device cpu"
+        )
     check_world(open_checkpoint(resolve(args.model)).config, tensor, pipeline)
     if not args.debug:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)  # what it says is said below
