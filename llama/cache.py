@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import memory
 from .errors import ContextLengthError, UsageError
 
 FIRST_SLOTS = 1024  # tokens a cache has room for before it first grows
@@ -149,11 +150,17 @@ class KVCache:
         device: torch.device | str | Sequence[torch.device] = "cpu",
         fixed: bool = False,
         kind: str = "model",
+        check_memory: bool = True,
     ):
         if kind not in KINDS:
             raise UsageError(f"unknown kind of KV cache {kind!r}; known: {', '.join(KINDS)}")
-        shape = (batch, n_kv_heads, max_len if fixed else min(max_len, FIRST_SLOTS), head_dim)
-        devices = [device] * n_layers if isinstance(device, str | torch.device) else device  # one for each layer
+        slots = max_len if fixed else min(max_len, FIRST_SLOTS)
+        shape = (batch, n_kv_heads, slots, head_dim)
+        devices = [device] * n_layers if isinstance(device, str | torch.device) else list(device)  # one for each layer
+        one = KINDS[kind].empty((*shape[:2], 1, head_dim), dtype, "meta")  # a slot of a layer
+        self._slot_bytes = sum(buffer.nbytes for buffer in one.buffers)
+        self._check_memory = check_memory
+        self._check_free(slots, slots, devices)
         self.layers = [KINDS[kind].empty(shape, dtype, devices[i]) for i in range(n_layers)]
         self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
         self.device = self.layers[-1].buffers[0].device  # where tokens and positions are made
@@ -232,11 +239,16 @@ class KVCache:
         self._filled = [min(row, length) for row in self._filled]
 
     def reserve(self, end: int) -> None:
-        """Have room for the positions below `end`. Raises ContextLengthError where that is beyond max_len."""
+        """Have room for the positions below `end`.
+
+        Raises ContextLengthError where that is beyond max_len, MemoryLimitError where the memory is not free.
+        """
         if end > self.max_len:
             raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
         if end > self.slots:
             slots = min(max(end, self.slots + min(self.slots, LARGEST_STEP)), self.max_len)
+            devices = [layer.buffers[0].device for layer in self.layers]
+            self._check_free(slots - self.slots, slots, devices, self.slots)  # one layer is there twice for a moment
             for layer in self.layers:  # one by one, so that only one is there twice
                 layer.resize(slots)
 
@@ -269,6 +281,16 @@ class KVCache:
     def _note(self, source: int | None, target: int, length: int) -> None:
         if self.moves is not None:
             self.moves.append((source, target, length))
+
+    def _check_free(self, added: int, slots: int, devices: Sequence[torch.device | str], more: int = 0) -> None:
+        """Ask before `added` slots are made for a layer on each of the devices, and `more` for one of them.
+
+        The cache will have `slots` in each layer.
+        """
+        for device in dict.fromkeys(devices):
+            size = (devices.count(device) * added + more) * self._slot_bytes
+            if self._check_memory and size > memory.SMALL and torch.device(device).type != "meta":
+                memory.check_cache(size, slots, memory.rooms(device))
 
     def _hand_out(self, end: int, every_slot: bool) -> None:
         self.reserve(end)

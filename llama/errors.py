@@ -37,5 +37,9 @@ class ParallelError(LlamaError, RuntimeError):
     """A process that runs a part of the model is gone or out of step, so none of them can go on."""
 
 
+class MemoryLimitError(LlamaError, MemoryError):
+    """A run would take more memory than is free."""
+
+
 class NumericalError(LlamaError, ArithmeticError):
     """The model produced a number that is not finite."""

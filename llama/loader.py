@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from . import kernels
+from . import kernels, memory
 from .attention import ATTENTION
-from .cache import KINDS
+from .cache import FIRST_SLOTS, KINDS
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.base import FLOATS
 from .checkpoint.blocks import Blocks
 from .checkpoint.documents import read_json
 from .checkpoint.part import PartCheckpoint
+from .checkpoint.tiles import TILE, tile_bytes
 from .compiled import compile_
 from .config import ModelConfig
 from .errors import CheckpointError, UsageError
@@ -59,6 +61,8 @@ def load(
     kv_cache: str = "model",
     gpu_layers: int | None = None,
     world: World | None = None,
+    tokens: int | Callable[[Tokenizer], int] | None = None,
+    check_memory: bool = True,
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
@@ -76,8 +80,10 @@ def load(
     kv_cache      "model" keeps keys and values in the model's dtype, "int8" in 8 bits: for long contexts
     gpu_layers    only the last so many layers on the GPU, the others on the CPU (placement.py)
     world         the processes that share the model (parallel.join), of which this one loads its part
+    tokens        how long prompt and answer will be, if that is known, or a function that tells it by the tokenizer
+    check_memory  hold what is needed for that against what is free, before a weight is read and before a cache grows
 
-    Raises CheckpointError when the file can't be run, UsageError on a bad argument.
+    Raises CheckpointError when the file can't be run, UsageError on a bad argument, MemoryLimitError for too much.
     """
     from .text import Llama
 
@@ -97,6 +103,8 @@ def load(
         kv_cache=kv_cache,
         gpu_layers=gpu_layers,
         world=world,
+        tokens=tokens(tokenizer) if callable(tokens) else tokens,
+        check_memory=check_memory,
     )
     chat_format = checkpoint.chat_format(tokenizer) if checkpoint.chat_template is None else None
     return Llama(
@@ -120,6 +128,7 @@ def load_model(
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
     gpu_layers: int | None = None,
+    check_memory: bool = True,
 ) -> Transformer:
     """The model alone, with plain nn.Linear weights to look at; no tokenizer is needed. Arguments as in `load`."""
     checkpoint = open_checkpoint(resolve(path_or_name))
@@ -133,6 +142,7 @@ def load_model(
         rope_theta=rope_theta,
         quantize=quantize,
         gpu_layers=gpu_layers,
+        check_memory=check_memory,
     )
 
 
@@ -165,6 +175,8 @@ def build(
     kv_cache: str = "model",
     gpu_layers: int | None = None,
     world: World | None = None,
+    tokens: int | None = None,
+    check_memory: bool = True,
 ) -> Transformer:
     """A model filled with a checkpoint's weights: each is read, reordered if need be, cast or rounded, handed over.
 
@@ -176,6 +188,7 @@ def build(
     kv_cache      what caches of this model keep keys and values in, one of cache.KINDS
     gpu_layers    as in `load`; each layer is made for the device that it lies on
     world         the processes that share the model: this one's slices are read, and only then cast or rounded
+    tokens        and check_memory as in `load`
 
     A weight that needs no change stays in the mapped file; one that is rounded is read piece by piece. Strict both
     ways: CheckpointError lists tensors that are missing, unexpected or of another shape.
@@ -220,6 +233,26 @@ def build(
     makers = {where: pick_linear(where, torch_dtype) if pack else None for where in {place.output, *place.layers}}
     if compile:  # PackedLinear's weights are opaque to the compiler
         makers = {where: None if make is PackedLinear else make for where, make in makers.items()}
+    model.cache_kind, model.check_memory = kv_cache, check_memory
+    if check_memory:
+        moved = model.rope.layout != checkpoint.layout
+        ranks = 1 if world is None else world.on_this_host
+        for where in dict.fromkeys((*place.layers, place.output)):
+            as_stored = takes_blocks and where.type == "cpu"
+            names = [name for name in checkpoint.shapes if place.of(name) == where]
+            weights, mapped = held(
+                checkpoint, names, where, torch_dtype, scheme, makers[where], as_stored, moved, compile
+            )
+            need = memory.need(
+                dataclasses.replace(sizes, n_layers=place.layers.count(where) or 1),
+                weights,
+                itemsize=torch_dtype.itemsize,
+                tokens=min(FIRST_SLOTS if tokens is None else tokens, model.max_seq_len),
+                kind=kv_cache,
+                mapped=mapped,
+            )
+            remedies = memory.remedies(need, torch_dtype, quantize, kv_cache)
+            memory.check(str(checkpoint.path), need, memory.rooms(where), remedies, ranks if where.type == "cpu" else 1)
     layers = {
         name: child for name, child in model.named_modules() if next(child.parameters(recurse=False), None) is not None
     }
@@ -284,11 +317,54 @@ def build(
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         for _ in pool.map(fill, [name for name in names if name not in large]):
             pass
-    model.cache_kind = kv_cache
     if world is not None:
         return share(model, config, world)
     run_placed(model, place)
     return compile_(model) if compile else model
+
+
+def held(
+    checkpoint: Checkpoint,
+    names: Iterable[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    scheme: Scheme | None,
+    make_linear: Callable[..., nn.Module] | None,
+    as_stored: bool,
+    moved: bool,
+    compile: bool = False,
+) -> tuple[int, int]:
+    """Bytes that these weights will take as `build` holds them, and those of them that stay in the mapped file.
+
+    Arguments as `build` has them; moved says whether the rows of wq and wk change places. Nothing but headers is read.
+    """
+    weights = mapped = 0
+    on_cpu = device.type == "cpu"
+    kinds: dict[object, tuple[int, int, bool] | None] = {}  # (how it is stored, shape) -> bits, group, offset
+    for name in names:
+        layer, shape, stored = name.removesuffix(".weight"), checkpoint.shapes[name], checkpoint.stored(name)
+        if (stored, shape) not in kinds:
+            blocks = checkpoint.blocks(name, slice(0, 1)) if len(shape) == 2 else None
+            kinds[stored, shape] = None if blocks is None else (blocks.bits, blocks.group, blocks.offset is not None)
+        kind = kinds[stored, shape]
+        reordered = moved and name.endswith(ROTATED)
+        wanted = None
+        if layer == "tok_embeddings" and checkpoint.config.tie_embeddings:
+            layer = "output"
+        if len(shape) == 2 and scheme is not None and layer != "tok_embeddings":
+            chosen = scheme_for(layer, scheme)
+            wanted = chosen.bits, chosen.group, chosen.offset
+        taken = kind is not None and (kind == wanted or (wanted is None and as_stored and kernels.ready()))
+        few = kind if taken else wanted
+        if few is not None:
+            size = -(-shape[0] // TILE) * tile_bytes(shape[1], *few)
+            as_is = taken and not reordered and not compile and on_cpu and checkpoint.tiles(name) is not None
+        else:
+            size = math.prod(shape) * dtype.itemsize
+            as_is = stored == FLOATS[dtype] and not reordered and on_cpu and make_linear is not PackedLinear
+        weights += size
+        mapped += size if as_is else 0
+    return weights, mapped
 
 
 def read_blocks(

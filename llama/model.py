@@ -125,6 +125,7 @@ class Transformer(nn.Module):
         )
         self.fixed_cache = False  # whether new_cache makes tensors of one shape; compiled code wants them (compiled.py)
         self.cache_kind = "model"  # what new_cache keeps keys and values in, one of cache.KINDS
+        self.check_memory = True  # whether a cache asks what is free before it grows
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(
             TransformerBlock(config, layer, self.rope, attention) for layer in range(config.n_layers)
@@ -200,4 +201,5 @@ class Transformer(nn.Module):
             device=weight.device,
             fixed=self.fixed_cache if fixed is None else fixed,
             kind=self.cache_kind,
+            check_memory=self.check_memory,
         )

@@ -87,6 +87,11 @@ class World:
         return self.place.rank == 0
 
     @property
+    def on_this_host(self) -> int:
+        """Ranks that share this host's memory."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or self.size)
+
+    @property
     def size(self) -> int:
         return self.place.tensor * self.place.pipeline
 

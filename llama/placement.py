@@ -175,6 +175,7 @@ def new_cache(
         device=placement.layers,
         fixed=model.fixed_cache if fixed is None else fixed,
         kind=model.cache_kind,
+        check_memory=model.check_memory,
     )
 
 

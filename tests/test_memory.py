@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +15,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from llama import cli, loader, memory
 from llama.cache import FIRST_SLOTS, LARGEST_STEP, KVCache
-from llama.errors import ContextLengthError
+from llama.checkpoint import open_checkpoint
+from llama.cli import inspect
+from llama.errors import ContextLengthError, MemoryLimitError
 from llama.generate import prefill
 from llama.model import Transformer
 
@@ -19,6 +27,7 @@ from . import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 TRAINED = 64
 PAIRS = tiny.CONFIG.head_dim // 2
 SCALINGS: dict[str, dict[str, Any] | None] = {
@@ -105,12 +114,12 @@ def held(cache: KVCache) -> int:
 
 def fill(cache: KVCache, end: int, step: int = 512) -> None:
     """Keys and values for all positions up to `end`, by the cache's own interface."""
-    shape = cache.layers[0].buffers[0].shape
+    shape, dtype = cache.layers[0].buffers[0].shape, cache.layers[0].buffers[0].dtype
     while cache.length < end:
         count = min(step, end - cache.length)
         positions = cache.place(count)
         for layer in cache.layers:
-            layer.update(*torch.ones(2, cache.batch, shape[1], count, shape[3]), positions)
+            layer.update(*torch.ones(2, cache.batch, shape[1], count, shape[3], dtype=dtype), positions)
         cache.commit()
 
 
@@ -151,3 +160,428 @@ def test_a_cache_whose_growth_broke_off_can_be_used_and_grown_again() -> None:
     assert cache.slots == FIRST_SLOTS
     torch.testing.assert_close(prefill(model, tokens[1000:], cache), expected, rtol=0, atol=1e-4)
     assert {buffer.shape[2] for layer in cache.layers for buffer in layer.buffers} == {cache.slots}
+
+
+# ------------------------------------------------------------------------------------------- predicted against held
+def test_inspect_predicts_the_bytes_of_a_cache_to_the_last(tiny_gguf: Path) -> None:
+    model = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=5000))
+    facts = inspect.describe(open_checkpoint(tiny_gguf), 3000, 3)["kv_cache_bytes"]
+    for dtype, kind, told in (
+        (torch.float32, "model", "float32"),
+        (torch.bfloat16, "model", "bfloat16"),
+        (torch.bfloat16, "int8", "int8"),
+    ):
+        model.cache_kind = kind
+        cache = model.to(dtype).new_cache(3000, batch=3)
+        fill(cache, 3000)
+        assert held(cache) == facts[f"{told}, 3000 tokens x 3"]
+        assert held(cache) == memory.cache_bytes(model.config, 3000, dtype.itemsize, kind, 3)
+
+
+def peaks_of(*codes: str) -> list[int]:
+    """VmHWM in bytes of processes that run some code, each forked off one that has imported torch."""
+    fork = """
+import os, sys
+import torch
+from llama import cache, generate
+torch.set_num_threads(1)
+for code in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        exec(code)
+        print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.run([sys.executable, "-c", fork, *codes], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [int(line) * 1024 for line in done.stdout.split()]
+
+
+FILL = """
+import torch
+from llama.cache import KVCache
+cache = KVCache(8, 8, 64, {length}, batch=2, dtype=torch.bfloat16, kind="{kind}")
+cache.reserve({length})
+"""
+
+
+@linux
+def test_a_process_grows_by_what_is_predicted_of_its_cache() -> None:
+    config = dataclasses.replace(tiny.CONFIG, n_layers=8, n_kv_heads=8, n_heads=8, head_dim=64)
+    wanted = [(kind, length) for kind in ("model", "int8") for length in (4000, 20_000)]
+    plain, more_plain, few, more_few = peaks_of(*(FILL.format(kind=kind, length=length) for kind, length in wanted))
+    for kind, grown in (("model", more_plain - plain), ("int8", more_few - few)):
+        assert grown == pytest.approx(memory.cache_bytes(config, 16_000, 2, kind, batch=2), rel=0.02)
+
+
+PREFILL = """
+import dataclasses, torch
+from llama.generate import prefill
+from tests import tiny
+config = dataclasses.replace(tiny.CONFIG, max_seq_len=64, rope_scaling={{"rope_type": "dynamic", "factor": 4.0}})
+model = tiny.model(config, max_seq_len=20000)
+prefill(model, tiny.random_tokens({length})[0].tolist(), model.new_cache({length}))
+"""
+
+
+@linux
+@pytest.mark.slow
+def test_the_peak_of_a_prefill_is_linear_in_its_length() -> None:
+    """Also where the RoPE depends on the length. A mask of 16,384 x 16,384 truth values alone has 268 MB."""
+    four, eight, sixteen = peaks_of(*(PREFILL.format(length=length) for length in (4096, 8192, 16384)))
+    assert sixteen - eight < 2.5 * max(eight - four, 8 * 2**20)
+    assert sixteen - four < 100 * 2**20
+
+
+def test_activations_are_bounded_by_their_formula() -> None:
+    """The tensors that a chunk makes, added up as they live, against the bound; weights and cache are not counted."""
+    for kind in ("model", "int8"):
+        model = model_with("default")
+        model.cache_kind = kind
+        cache = model.new_cache(3000)
+        prefill(model, tiny.random_tokens(2744)[0].tolist(), cache)
+        cache.reserve(3000)
+        with Living() as living:
+            prefill(model, [5] * 256, cache)
+        bound = memory.activation_bytes(model.config, 3000, 256, 4, kind)
+        assert bound / 4 < living.peak < bound
+
+
+class Living(TorchDispatchMode):
+    """The most bytes that tensors made inside hold at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {value.untyped_storage().data_ptr() for value in tree_flatten((args, kwargs))[0] if is_tensor(value)}
+        out = func(*args, **(kwargs or {}))
+        for value in tree_flatten(out)[0]:
+            if is_tensor(value):
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in known | self.seen and storage.nbytes():
+                    self.seen.add(storage.data_ptr())
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def gone(self, where: int, size: int) -> None:
+        self.seen.discard(where)
+        self.now -= size
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+# ------------------------------------------------------------------------------------------------------ what is free
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:  8000 kB\nMemFree: 100 kB\nMemAvailable:    5000 kB\n"}
+V1 = "9:cpu:/a\n4:memory:/docker/abc\n0::/\n"
+V2 = "0::/user.slice/run\n"
+GROUP = "sys/fs/cgroup/user.slice"
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, None),
+        ({"proc/meminfo": "MemTotal: 8000 kB\n"}, None),
+        (MEMINFO, 5_120_000),
+        # version 2: no limit, a limit, what files hold in memory, the parent's limit, limits above what there is
+        ({**MEMINFO, "proc/self/cgroup": V2, f"{GROUP}/run/memory.max": "max\n"}, 5_120_000),
+        (
+            {
+                **MEMINFO,
+                "proc/self/cgroup": V2,
+                f"{GROUP}/run/memory.max": "3000000\n",
+                f"{GROUP}/run/memory.current": "2500000\n",
+                f"{GROUP}/run/memory.stat": "anon 1900000\ninactive_file 400000\nactive_file 200000\n",
+            },
+            1_100_000,
+        ),
+        (
+            {
+                **MEMINFO,
+                "proc/self/cgroup": V2,
+                f"{GROUP}/run/memory.max": "3000000\n",
+                f"{GROUP}/run/memory.current": "1000\n",
+                f"{GROUP}/memory.max": "4000000\n",
+                f"{GROUP}/memory.current": "3900000\n",
+            },
+            100_000,
+        ),
+        (
+            {
+                **MEMINFO,
+                "proc/self/cgroup": V2,
+                f"{GROUP}/memory.max": "900000000\n",
+                f"{GROUP}/memory.current": "1\n",
+            },
+            5_120_000,
+        ),
+        ({"proc/self/cgroup": V2, f"{GROUP}/memory.max": "10\n", f"{GROUP}/memory.current": "30\n"}, 0),
+        # a container that sees its own group at the mount, whatever the path says
+        (
+            {
+                **MEMINFO,
+                "proc/self/cgroup": "0::/../../x\n",
+                "sys/fs/cgroup/memory.max": "50000\n",
+                "sys/fs/cgroup/memory.current": "20000\n",
+            },
+            30_000,
+        ),
+        # version 1
+        (
+            {
+                **MEMINFO,
+                "proc/self/cgroup": V1,
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "4096\n",
+            },
+            5_120_000,
+        ),
+        (
+            {
+                **MEMINFO,
+                "proc/self/cgroup": V1,
+                "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": "2000000\n",
+                "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": "1700000\n",
+                "sys/fs/cgroup/memory/docker/abc/memory.stat": "cache 1\ntotal_inactive_file 40000\n"
+                "total_active_file 2000\ninactive_file 7\n",
+            },
+            342_000,
+        ),
+        # nonsense is no limit
+        (
+            {
+                **MEMINFO,
+                "proc/self/cgroup": "nonsense\n\n0:\n",
+                "sys/fs/cgroup/memory.max": "x\n",
+                "sys/fs/cgroup/memory.current": "",
+            },
+            5_120_000,
+        ),
+    ],
+)
+def test_the_least_of_all_limits_is_free(tmp_path: Path, files: dict[str, str], free: int | None) -> None:
+    assert memory.free_memory("cpu", tree(tmp_path, files)) == free
+
+
+@linux
+def test_a_limit_of_addresses_leaves_what_is_not_mapped_yet() -> None:
+    code = """
+import resource, sys
+from pathlib import Path
+from llama import memory
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 300_000_000,) * 2)
+[room] = [room for room in memory.rooms() if room.addresses]
+assert 250_000_000 < room.bytes <= 300_000_000, room
+need = memory.Need(400_000_000, 0, 0, mapped=350_000_000, runtime=0)
+memory.check("it", need, [room], [])  # what is mapped has its addresses
+"""
+    peaks_of(code)
+
+
+@linux
+def test_this_machine_has_some_and_says_so_quickly() -> None:
+    found = memory.rooms()
+    assert found
+    started = time.perf_counter()
+    for _ in range(20):
+        memory.rooms()
+    assert (time.perf_counter() - started) / 20 < 0.005
+
+
+# ------------------------------------------------------------------------------------------------------- the refusal
+def test_too_much_is_refused_with_the_numbers_and_what_to_lower() -> None:
+    need = memory.Need(16 * 2**30, 4 * 2**30, 2**30, runtime=0)
+    rooms = [memory.Room(100 * 2**30, "are free on this machine"), memory.Room(12 * 2**30, "are left here")]
+    with pytest.raises(MemoryLimitError) as caught:
+        memory.check("big.gguf", need, rooms, memory.remedies(need, torch.float32, None, "model"))
+    told = str(caught.value)
+    assert "big.gguf needs 21.0 GiB of memory (16.0 GiB weights, 4.0 GiB KV cache, 1.0 GiB to compute)" in told
+    assert "12.0 GiB are left here" in told
+    for option in ("--quantize", "--dtype", "--max-seq-len", "--kv-cache int8", "--no-memory-check"):
+        assert option in told
+    assert "\n" not in told
+    memory.check("big.gguf", need, rooms[:1], [])
+    memory.check("big.gguf", need, [], [])  # nothing is known, so nothing is refused
+    memory.check("big.gguf", need, [memory.Room(need.total, "")], [])
+    with pytest.raises(MemoryLimitError):
+        memory.check("big.gguf", need, [memory.Room(need.total - 1, "")], [])
+
+
+def test_what_is_no_remedy_is_not_offered() -> None:
+    def of(weights: int, cache: int, dtype: torch.dtype, quantize: str | None, kv_cache: str) -> str:
+        return " ".join(memory.remedies(memory.Need(weights, cache, 0), dtype, quantize, kv_cache))
+
+    assert "--quantize" not in of(10, 0, torch.bfloat16, "int4", "model")
+    assert "--dtype" not in of(10, 0, torch.bfloat16, None, "model")
+    assert "--kv-cache" not in of(10, 10, torch.bfloat16, None, "int8")
+    assert "--max-seq-len" not in of(100, 1, torch.bfloat16, None, "model")
+
+
+def small(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(memory, "rooms", lambda *_: [memory.Room(free, "are free on this machine")])
+
+
+def test_a_model_is_refused_before_a_weight_is_read(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch, 2**20)
+    read: list[str] = []
+    checkpoint = open_checkpoint(tiny_gguf)
+    monkeypatch.setattr(type(checkpoint), "tensor", lambda self, name: read.append(name))
+    with pytest.raises(MemoryLimitError, match=r"tiny.gguf needs .* 1 MiB are free on this machine"):
+        loader.build(checkpoint)
+    assert read == []
+    monkeypatch.undo()
+    small(monkeypatch, 2**20)
+    assert loader.load_model(tiny_gguf, check_memory=False).check_memory is False
+    assert loader.load(tiny_gguf, check_memory=False).generate("hello", max_new_tokens=2).tokens
+
+
+def test_the_length_asked_for_decides(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs: list[memory.Need] = []
+    monkeypatch.setattr(memory, "check", lambda what, need, *_: needs.append(need))
+    for tokens in (10, 200, 10**9, lambda tokenizer: len(tokenizer.encode("the")) + 7):
+        loader.load(tiny_gguf, dtype="float32", tokens=tokens)
+    one, words = tiny.CONFIG.kv_cache_bytes(1, 4), len(loader.load_tokenizer(tiny_gguf).encode("the"))
+    assert [need.cache for need in needs] == [10 * one, 200 * one, 256 * one, (words + 7) * one]  # a context of 256
+    assert {need.weights for need in needs} == {4 * tiny.CONFIG.n_params}
+
+
+def linear_like_bytes(model: Transformer) -> int:
+    """Bytes of every tensor of a model, each storage once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"quantize": "int8"}, {"quantize": "int4"}], ids=str)
+def test_weights_are_predicted_as_they_are_held(
+    tmp_path: Path, tied: bool, quantization: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(tiny.WIDE, tie_embeddings=tied)
+    path = tiny.write_gguf(tmp_path / "m.gguf", config, tiny.weights(config), quantization=quantization)
+    needs: list[memory.Need] = []
+    monkeypatch.setattr(memory, "check", lambda what, need, *_: needs.append(need))
+    model = loader.load(path, device="cpu", **options).model
+    assert needs[0].weights == pytest.approx(linear_like_bytes(model), rel=1e-6)
+
+
+def test_what_stays_in_the_file_is_counted_as_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny.write_gguf(tmp_path / "m.gguf", tiny.WIDE)
+    needs: list[memory.Need] = []
+    monkeypatch.setattr(memory, "check", lambda what, need, *_: needs.append(need))
+    for dtype in ("float32", "bfloat16"):
+        loader.load_model(path, device="cpu", dtype=dtype)
+    assert [need.mapped for need in needs] == [needs[0].weights, 0]
+
+
+def test_a_cache_asks_before_it_is_made_and_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SMALL", 0)
+    small(monkeypatch, 10**6)
+    with pytest.raises(MemoryLimitError, match="1,000 tokens needs"):
+        KVCache(1, 2, 64, 1000, fixed=True)  # 1.02 million bytes
+    with pytest.raises(MemoryLimitError, match=r"--kv-cache int8.*--no-memory-check"):
+        KVCache(4, 2, 64, 900)
+    KVCache(4, 2, 64, 900, check_memory=False)
+    KVCache(4, 2, 64, 900, kind="int8", dtype=torch.bfloat16)  # half of it, and a bit
+    model = model_with("default")
+    long = model.new_cache()
+    prefill(model, [5] * 1000, long)
+    small(monkeypatch, 1000)
+    with pytest.raises(MemoryLimitError, match="KV cache"):
+        prefill(model, [5] * 100, long)
+    assert (long.length, long.slots) == (1000, FIRST_SLOTS)
+    small(monkeypatch, 10**9)
+    prefill(model, [5] * 100, long)  # the refusal has broken nothing
+    assert long.length == 1100
+
+
+def test_the_command_refuses_and_can_be_told_not_to(
+    tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    small(monkeypatch, 2**20)
+    command = ["generate", "--raw", "hello", "-n", "3", "-m", str(tiny_gguf)]
+    assert cli.main(command) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert "needs" in err
+    assert "1 MiB are free on this machine" in err
+    assert cli.main([*command, "--no-memory-check"]) == 0
+
+
+# ------------------------------------------------------------------------------- what the system refuses all the same
+BROKEN = """
+import resource, sys
+from pathlib import Path
+import torch
+from llama import loader
+from llama.errors import MemoryLimitError
+torch.set_num_threads(1)
+llm = loader.load(sys.argv[1], dtype="float32", max_seq_len=400_000, check_memory={check})
+before = llm.generate("hello the", max_new_tokens=4).tokens
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limits = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 120_000_000, limits[1]))
+cache = llm.model.new_cache()
+try:
+    cache.reserve(390_000)  # 200 MB
+except {error} as error:
+    print("caught", str(error).replace(chr(10), " ")[:200])
+del cache
+assert llm.generate("hello the", max_new_tokens=4).tokens == before
+"""
+
+
+@linux
+@pytest.mark.parametrize(("check", "error"), [(True, "MemoryLimitError"), (False, "RuntimeError")])
+def test_memory_that_runs_out_in_the_middle_leaves_a_process_that_works(
+    tiny_gguf: Path, check: bool, error: str
+) -> None:
+    code = BROKEN.format(check=check, error=error)
+    done = subprocess.run([sys.executable, "-c", code, str(tiny_gguf)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ulimit -v" in done.stdout if check else "allocate memory" in done.stdout
+
+
+@linux
+def test_the_command_says_in_a_line_that_memory_ran_out(tmp_path: Path) -> None:
+    """With the check off, the allocator fails where the prompt gets its slots."""
+    config = dataclasses.replace(tiny.CONFIG, n_heads=8, n_kv_heads=8, head_dim=32)
+    path = tiny.write_gguf(tmp_path / "m.gguf", config)  # 8 KB of keys and values a token
+    code = """
+import resource, sys
+from pathlib import Path
+from llama import cli, loader
+from llama.cli import common
+load = common.load
+def limited(*args):
+    llm = load(*args)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 60_000_000,) * 2)
+    return llm
+common.load = limited
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    command = ["generate", "--raw", "-", "-m", str(path), "--max-seq-len", "90000", "--quiet"]
+    argv = [sys.executable, "-c", code, *command, "--dtype", "float32", "--threads", "1"]
+    for extra, told in ((["--no-memory-check"], "out of memory"), ([], "a KV cache for")):
+        done = subprocess.run([*argv, *extra], capture_output=True, text=True, check=False, input="hello " * 12_000)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.splitlines()[-1].startswith(f"clearllama: error: {told}"), done.stderr
+        assert "Traceback" not in done.stderr

@@ -16,12 +16,13 @@ from ..errors import CheckpointError, LlamaError, UsageError
 from ..hub import DEFAULT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ..model import Transformer
     from ..session import Session
     from ..speculative import Draft
     from ..text import Llama, Stats
+    from ..tokenizer import Tokenizer
 
 LARGEST_FACTOR = 10_000  # nobody stretches a context further
 
@@ -78,6 +79,9 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = DEF
         default="model",
         choices=["model", "int8"],
         help="what keys and values are kept in: the model's dtype, or 8 bits for long contexts (default: %(default)s)",
+    )
+    group.add_argument(
+        "--no-memory-check", action="store_true", help="try it, even if it needs more memory than is free"
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one for each core)")
 
@@ -319,8 +323,11 @@ def check_one_device(args: argparse.Namespace, command: str) -> None:
         raise UsageError(f"{command} wants the model on one device; leave out --gpu-layers and all devices but one")
 
 
-def load(args: argparse.Namespace) -> Llama:
-    """The model that the options name, with its tokenizer; says on stderr what was loaded and what is unusual."""
+def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = None) -> Llama:
+    """The model that the options name, with its tokenizer; says on stderr what was loaded and what is unusual.
+
+    tokens tells, by the tokenizer, how long prompt and answer will be, so that there is memory for them.
+    """
     from .. import loader, parallel, runtime
 
     runtime.set_threads(args.threads)
@@ -340,6 +347,8 @@ def load(args: argparse.Namespace) -> Llama:
             kv_cache=args.kv_cache,
             gpu_layers=args.gpu_layers,
             world=world,
+            tokens=tokens,
+            check_memory=not args.no_memory_check,
         )
     _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
@@ -373,6 +382,7 @@ def load_model(args: argparse.Namespace) -> Transformer:
             kv_cache=args.kv_cache,
             gpu_layers=args.gpu_layers,
             world=world,
+            check_memory=not args.no_memory_check,
         )
     _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
     return model

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     options = common.sampling_options(args)
     common.check_draft(args)
     common.check_session(args)
-    llm = common.load(args)
+    llm = common.load(args, lambda tokenizer: len(tokenizer.encode_prompt(prompt)) + args.max_new_tokens)
     options["draft"] = common.load_draft(args, llm.model)
     session = options["session"] = common.load_session(args, llm.model)
     if session is not None and session.messages:

@@ -56,6 +56,7 @@ def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]
     """The facts, in the order in which they are shown."""
     from ..families import named
     from ..loader import mismatches
+    from ..memory import cache_bytes
 
     config = checkpoint.config
     architecture = dataclasses.asdict(config)
@@ -80,8 +81,8 @@ def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]
         "stored_bytes": stored,
         "weight_bytes": {dtype: size * config.n_params for dtype, size in BYTES.items()},
         "kv_cache_bytes": {
-            f"{dtype}, {tokens} tokens x {batch}": batch * config.kv_cache_bytes(tokens, size)
-            for dtype, size in BYTES.items()
+            f"{dtype}, {tokens} tokens x {batch}": cache_bytes(config, tokens, size, dtype, batch)
+            for dtype, size in [*BYTES.items(), ("int8", 1)]
             for tokens in dict.fromkeys((1, context))
         },
         "decided_here": list(checkpoint.notes),
