@@ -190,6 +190,8 @@ def join(place: Place, device: str | torch.device | None = None, store: Store | 
             backend, store=store, rank=place.rank, world_size=size, timeout=timedelta(seconds=seconds)
         )
         return World(place, chosen)
+    except LlamaError:
+        raise
     except (RuntimeError, OSError, ValueError) as error:
         told = " ".join(str(error).split())[:200]
         raise ParallelError(
@@ -216,8 +218,13 @@ def meeting_point(rank: int, size: int, timeout: timedelta) -> Store:
         if ip_address(address[4][0]).is_loopback:
             with socket.socket(address[0], socket.SOCK_STREAM) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address[4])
-                listener.listen(128)
+                try:
+                    listener.bind(address[4])
+                    listener.listen(128)
+                except OSError as error:
+                    raise ParallelError(
+                        f"rank 0 can't open MASTER_PORT {port} of {host}: {error.strerror}; take another port"
+                    ) from None
                 listen = listener.detach()  # the store closes it
     tcp = distributed.TCPStore(
         host, port, size, rank == 0, timeout, wait_for_workers=False, use_libuv=listen is None, master_listen_fd=listen
@@ -357,7 +364,8 @@ def share(model: Transformer, config: ModelConfig, world: World) -> Transformer:
     model.config = config
     model.run = Pass(model, world)  # type: ignore[method-assign]
     if world.leader:
-        model.hidden = Leader(model, world)  # type: ignore[assignment, method-assign]
+        leader = Leader(model, world)
+        model.hidden, model.new_cache = leader, leader.new_cache  # type: ignore[assignment, method-assign]
     weight = model.norm.weight
     facts = str(config), f"{weight.dtype} on {weight.device.type}", f"KV cache {model.cache_kind}", model.rope.form
     world.told += [f"{fact[:200]} ({hashlib.sha256(fact.encode()).hexdigest()[:8]})" for fact in facts]
@@ -369,11 +377,17 @@ class Pass:
 
     def __init__(self, model: Transformer, world: World):
         self.model, self.world = model, world
-        self.begun = False  # whether the pass has come to where ranks wait for each other
+        self.begun: bool | None = (
+            None  # whether a pass has come to where ranks wait for each other; None: there is none
+        )
 
     def __call__(
         self, tokens: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
     ) -> Tensor:
+        if self.begun is None:  # nobody else would know
+            raise UsageError(
+                "a model in several processes is asked through `hidden`, which tells the others, not `run`"
+            )
         self.begun = True
         model, world, weight = self.model, self.world, self.model.norm.weight
         if world.place.stage == 0:
@@ -421,9 +435,7 @@ class Leader:
         """What the others need to know of a cache to hold its like: which it is, its shape, how far it is filled."""
         whole, first = cache.whole or (cache, 0)
         if whole not in self.names:
-            self.made += 1
-            self.names[whole], whole.moves = self.made, whole.moves or []
-            weakref.finalize(whole, self.gone_with, self.made).atexit = False
+            raise UsageError("the ranks share the caches that new_cache of their model made, and not copies of them")
         moves, whole.moves = whole.moves, []
         return {
             "name": self.names[whole],
@@ -434,6 +446,14 @@ class Leader:
             "length": cache.length,
             "filled": cache.filled,
         }
+
+    def new_cache(self, *args: Any, **options: Any) -> KVCache:
+        """`Transformer.new_cache`, and a name under which the others will know the cache."""
+        cache = Transformer.new_cache(self.model, *args, **options)
+        self.made += 1
+        self.names[cache], cache.moves = self.made, []
+        weakref.finalize(cache, self.gone_with, self.made).atexit = False
+        return cache
 
     def gone_with(self, name: int) -> None:
         """The cache of that name is no more."""
@@ -451,18 +471,18 @@ def in_step(
     """`Transformer.hidden` as every rank does it.
 
     Arguments that it refuses are refused in all ranks, before they wait for each other: there they stay in step. After
-    any other error they are not.
+    any other error they are not; memory, for one, may be short in one rank alone.
     """
     run: Any = model.run
     run.begun = False
     try:
         return Transformer.hidden(model, tokens, positions, cache, **options)
-    except (LlamaError, ValueError) as error:
-        if not run.begun:
+    except Exception as error:
+        if isinstance(error, ValueError) and not run.begun:
             raise
         raise world.break_off(error) from error
-    except Exception as error:
-        raise world.break_off(error) from error
+    finally:
+        run.begun = None
 
 
 @torch.inference_mode()
@@ -490,7 +510,7 @@ def follow(model: Transformer, world: World) -> None:
         positions = None if order["positions"] is None else torch.tensor(order["positions"], device=device)
         try:
             in_step(world, model, tokens, positions, cache, order["options"])
-        except (LlamaError, ValueError):
+        except ValueError:  # rank 0 hears the same, and says so
             if world.broken is not None:
                 raise
 

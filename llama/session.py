@@ -154,7 +154,9 @@ class Session:
 
 # ------------------------------------------------------------------------------------------------------ the checks
 def check_model(model: Transformer) -> None:
-    """Raise UsageError where a session can't be kept: under a RoPE whose frequencies depend on the length."""
+    """Raise UsageError where a session can't be kept: under a RoPE that depends on the length, or in several parts."""
+    if "hidden" in vars(model):  # parallel.py
+        raise UsageError("a session can't be kept of a model in several processes: each has some of its keys only")
     if model.rope.by_length:
         raise UsageError(
             "a session can't be saved or loaded under a RoPE whose frequencies depend on the length (dynamic,"

@@ -6,6 +6,7 @@ CASES, by name). It answers with the folder that holds what each returned.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,10 @@ from torch import Tensor, nn
 
 from llama import loader, parallel
 from llama.batch import Batch, Request, Said, Started
+from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.part import Place
-from llama.errors import ContextLengthError
+from llama.errors import ContextLengthError, LlamaError
 from llama.generate import generate, prefill
 from llama.model import Transformer
 from llama.quant import TileEmbedding, TileLinear
@@ -134,8 +137,18 @@ def ask(world: parallel.World, path: str, what: str = "answers", **options: Any)
     held = {name: torch.tensor(tensor.shape) for name, tensor in model.state_dict().items()}
     if world.leader:
         return {**QUESTIONS[what](model), **held}
+    alive: weakref.WeakSet[KVCache] = weakref.WeakSet()
+    counts, new_cache = [0], model.new_cache
+
+    def counted(*args: Any) -> KVCache:
+        cache = new_cache(*args)
+        alive.add(cache)
+        counts.append(len(alive))
+        return cache
+
+    model.new_cache = counted  # type: ignore[method-assign]
     parallel.follow(model, world)
-    return held
+    return {**held, "caches made": torch.tensor(len(counts) - 1), "caches alive": torch.tensor(max(counts))}
 
 
 @torch.inference_mode()
@@ -201,7 +214,16 @@ def refusals(model: Transformer) -> dict[str, Tensor]:
     """What is refused leaves all ranks in step."""
     row = list(range(20))
     cache = model.new_cache(16)
-    for bad in (lambda: prefill(model, row, cache), lambda: model(torch.tensor([row]), torch.arange(1, 21), cache)):
+    foreign = copy.copy(model.new_cache(30)) if "hidden" in vars(model) else model.new_cache(3)
+    bads: list[Callable[[], Any]] = [
+        lambda: prefill(model, row, cache),
+        lambda: model(torch.tensor([row]), torch.arange(1, 21), cache),
+        lambda: prefill(model, row, foreign),  # whose keys the other ranks would have elsewhere
+    ]
+    if "hidden" in vars(model):  # what the others would not hear of
+        zeros, at = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+        bads.append(lambda: model.run(zeros, model.rope.rows(at, 1), None, at, None))
+    for bad in bads:
         try:
             bad()
         except (ContextLengthError, ValueError):
@@ -245,7 +267,40 @@ QUESTIONS: dict[str, Callable[[Transformer], dict[str, Tensor]]] = {
     "refusals": refusals,
     "many": many,
 }
-CASES: dict[str, Callable[..., Any]] = {"ask": ask}
+
+
+def memory(world: parallel.World, path: str, **options: Any) -> dict[str, int]:
+    """Bytes that loading and running a model adds to what this process needs at most, mapped files included."""
+
+    def told(what: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+    before = told("VmRSS:")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    with parallel.together(world):
+        model = loader.build(open_checkpoint(path), device="cpu", pack=True, world=world, **options)
+    loaded = told("VmHWM:") - before
+    if world.leader:
+        for _ in range(2):
+            with torch.inference_mode():
+                model(torch.arange(8)[None])
+    else:
+        parallel.follow(model, world)
+    return {"loaded": loaded, "run": told("VmHWM:") - before}
+
+
+def differ(world: parallel.World, paths: list[str]) -> str:
+    """What a rank says when each loads a model of its own."""
+    try:
+        build(paths[world.place.rank], world)
+    except LlamaError as error:
+        world.broken = "as it should"  # so there is no orderly end
+        return str(error)
+    return "nothing"
+
+
+CASES: dict[str, Callable[..., Any]] = {"ask": ask, "memory": memory, "differ": differ}
 
 if __name__ == "__main__":
     serve()

@@ -72,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it is, and stays so
             signal.signal(number, _unwind)
     try:
+        if "RANK" in os.environ and not args.debug:
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch warns of is said in one line
         if args.run is not pull.run:
             _import_quietly()
         code = ranks.run(args, sys.argv[1:] if argv is None else argv)

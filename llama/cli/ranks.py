@@ -63,10 +63,14 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         return int(args.run(args))
     try:
         return _take_part(args, rank, size, sizes)
-    except (UsageError, ParallelError):
+    except (UsageError, ParallelError) as error:
         if rank == 0:
             raise
-        return 2  # rank 0 says so
+        told = common.describe(error)
+        if PARENT in os.environ or told.startswith("rank "):
+            common.tell(f"clearllama: error: {told}")
+        time.sleep(1)  # most likely rank 0 says the same
+        return 2
 
 
 def environment() -> tuple[int, int] | None:
@@ -94,6 +98,19 @@ def environment() -> tuple[int, int] | None:
     return rank, size
 
 
+ALONE = ("compile", "gpu_layers", "save_session", "load_session")  # a session's file would hold one rank's keys
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise UsageError for an option that several processes can't follow."""
+    for name in ALONE:
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for one process, and several were asked for; leave one of both out"
+            )
+
+
 # ----------------------------------------------------------------------------------------------------------- a rank
 def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int | None]) -> int:
     """Be one of the ranks."""
@@ -114,6 +131,7 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
             f"--tensor-parallel {tensor} times --pipeline-parallel {pipeline} is not the number of processes that were"
             f" started, {size}"
         )
+    _check_options(args)
     if args.threads is None:
         args.threads = _share_of_threads()
     from .. import parallel
@@ -189,14 +207,21 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
 
     They meet at a file, so nothing has to listen but the ranks themselves, on the loopback interface.
     """
+    import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
     from ..checkpoint import open_checkpoint
     from ..checkpoint.part import check_world
     from ..hub import resolve
+    from ..runtime import pick_device
 
-    if args.compile:
-        raise UsageError("--compile is for one process; leave it out, or the number of processes")
+    _check_options(args)
+    device = pick_device(args.device)
+    if device.type == "cuda" and torch.cuda.device_count() < tensor * pipeline:
+        raise UsageError(
+            f"{tensor * pipeline} processes want a GPU each; this host has {torch.cuda.device_count()}: take fewer, or"
+            " --device cpu"
+        )
     check_world(open_checkpoint(resolve(args.model)).config, tensor, pipeline)
     if not args.debug:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)  # what it says is said below
@@ -211,6 +236,7 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
             "LOCAL_WORLD_SIZE": str(size),
             "CLEARLLAMA_STORE": str(Path(folder) / "store"),
             PARENT: str(os.getpid()),
+            **({} if args.debug else {"TORCH_CPP_LOG_LEVEL": "ERROR"}),
         }
         ranks = start_processes(
             "clearllama",

@@ -1,0 +1,294 @@
+"""Several processes as a user starts them: what they say, and that they end together, whatever happens to one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama.cli import ranks
+from llama.errors import UsageError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+HERE = Path(__file__).resolve().parent
+PROMPT = ("generate", "hello there", "--raw", "--dtype", "float32", "--device", "cpu")
+
+
+class Launched:
+    """A command in a process of its own, and the processes that it starts, which all bear a mark."""
+
+    def __init__(self, *args: str, module: tuple[str, ...] = ("-m", "llama"), stdin: Any = None, **env: str):
+        self.mark = f"CLEARLLAMA_TEST_MARK={uuid.uuid4().hex}"
+        name, value = self.mark.split("=")
+        cleaned = {key: v for key, v in os.environ.items() if key not in ("OMP_NUM_THREADS", *ranks.NEEDED)}
+        path = os.pathsep.join([str(HERE / "faulty"), str(HERE.parent)])
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, *module, *args],
+            env={**cleaned, "PYTHONPATH": path, name: value, **env},
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self, timeout: float = 60) -> tuple[int, str, list[str]]:
+        """Exit code, stdout and the lines of stderr; no process may be left."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        finally:
+            self.clear()
+        assert self.left == [], "processes were left"
+        return self.process.returncode, out, err.splitlines()
+
+    def marked(self) -> list[int]:
+        """The processes that are alive and bear the mark."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if not entry.name.isdigit() or self.mark.encode() not in (entry / "environ").read_bytes():
+                    continue
+                if (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":  # dead, not yet buried
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def wait_for(self, count: int, seconds: float = 20) -> list[int]:
+        """The marked processes, as soon as there are so many."""
+        deadline = time.monotonic() + seconds
+        while len(found := self.marked()) != count and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def clear(self) -> None:
+        self.left = self.wait_for(0, 3)
+        for pid in self.left:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def chatting(tiny_gguf: Path) -> Iterator[Launched]:
+    """A conversation of two processes that has come to its second turn."""
+    options = ("--dtype", "float32", "--device", "cpu", "-n", "4", "--temp", "0", "--tensor-parallel", "2")
+    launched = Launched("chat", "-m", str(tiny_gguf), *options, stdin=subprocess.PIPE)
+    assert launched.process.stdin is not None
+    assert launched.process.stderr is not None
+    launched.process.stdin.write("hello\n")
+    launched.process.stdin.flush()
+    for line in launched.process.stderr:
+        if "prompt tokens" in line:
+            break
+    yield launched
+    launched.process.kill()
+    launched.process.communicate()
+    launched.clear()
+
+
+def test_the_command_answers_as_in_one_process(tiny_gguf: Path, clearllama: Any) -> None:
+    args = (*PROMPT, "-m", str(tiny_gguf), "-n", "12", "--json")
+    one = clearllama(*args)
+    code, out, err = Launched(*args, "--tensor-parallel", "2").end()
+    assert code == one.returncode == 0, err
+    assert json.loads(out)["tokens"] == json.loads(one.stdout)["tokens"]
+    assert any("in 2 processes" in line for line in err)
+    assert len(err) == len(one.stderr.decode().splitlines())  # what rank 0 says, and nothing twice
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_torchrun_starts_it_as_well(number: int, tiny_gguf: Path, clearllama: Any) -> None:
+    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), "-m", "llama")
+    args = (*PROMPT, "-m", str(tiny_gguf), "-n", "12", "--json")
+    code, out, err = Launched(*args, "--pipeline-parallel", "2", module=module).end()
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == json.loads(clearllama(*args).stdout)["tokens"]
+    assert any(f"in {number} processes in 2 stages" in line for line in err)
+
+
+FAULTS = [("1 load kill", "SIGKILL"), ("1 prefill 13", "exit code 13"), ("1 decode kill", "SIGKILL")]
+MORE_FAULTS = [
+    ("1 load 13", "exit code 13"),
+    ("1 prefill kill", "SIGKILL"),
+    ("1 decode 13", "exit code 13"),
+    ("0 load kill", "SIGKILL"),
+    ("0 decode kill", "SIGKILL"),
+]
+
+
+@pytest.mark.parametrize(("fault", "told"), [*FAULTS, *(pytest.param(*f, marks=pytest.mark.slow) for f in MORE_FAULTS)])
+def test_a_rank_that_ends_ends_all_with_one_line(fault: str, told: str, tiny_gguf: Path) -> None:
+    args = (*PROMPT, "-m", str(tiny_gguf), "-n", "100", "--quiet", "--tensor-parallel", "2")
+    launched = Launched(*args, CLEARLLAMA_TEST_FAULT=fault)
+    code, _, err = launched.end(30)
+    assert code == 1
+    assert len(err) == 1, err
+    assert err[0].startswith(f"clearllama: error: rank {fault[0]} ")
+    assert told in err[0]
+    assert err[0].endswith("; the other ranks were stopped")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["1 load raise", "1 decode raise"])
+def test_an_error_of_one_rank_is_told_by_its_name(fault: str, tiny_gguf: Path) -> None:
+    args = (*PROMPT, "-m", str(tiny_gguf), "-n", "100", "--quiet", "--tensor-parallel", "2")
+    code, _, err = Launched(*args, CLEARLLAMA_TEST_FAULT=fault).end(30)
+    assert code == 1
+    assert len(err) == 1, err
+    assert "rank 1" in err[0]
+    assert "made up" in err[0]
+
+
+def test_a_conversation_listens_to_this_host_only_goes_on_after_an_interrupt_and_ends_with_its_parent(
+    chatting: Launched,
+) -> None:
+    pids = chatting.wait_for(3)
+    assert len(pids) == 3
+    sockets = {link for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if (link := os.readlink(fd))}
+    listening = []
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = row.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in sockets:
+                listening.append(columns[1].split(":")[0])
+    assert listening
+    assert set(listening) <= {"0100007F", "00000000000000000000000001000000"}
+    process, stderr = chatting.process, chatting.process.stderr
+    assert process.stdin is not None
+    assert stderr is not None
+    process.send_signal(signal.SIGINT)  # at the prompt: drops the line, and the conversation goes on
+    time.sleep(0.3)
+    process.stdin.write("and again\n")
+    process.stdin.flush()
+    assert any("prompt tokens" in line for line in stderr)
+    process.kill()
+    assert chatting.wait_for(0, 10) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_to_the_parent_ends_all(number: signal.Signals, tiny_gguf: Path) -> None:
+    args = (*PROMPT, "-m", str(tiny_gguf), "-n", "200", "--tensor-parallel", "2")
+    launched = Launched(*args)
+    assert launched.process.stderr is not None
+    assert "in 2 processes" in launched.process.stderr.readline()
+    launched.process.send_signal(number)
+    code, _, err = launched.end(20)
+    assert code == 128 + number
+    assert all("Traceback" not in line and "rror" not in line for line in err), err
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_the_middle_of_an_answer_leaves_the_ranks_in_step(tiny_gguf: Path, clearllama: Any) -> None:
+    options = ("chat", "-m", str(tiny_gguf), "--dtype", "float32", "--device", "cpu", "-n", "150", "--temp", "0")
+    launched = Launched(*options, "--tensor-parallel", "2", stdin=subprocess.PIPE)
+    process = launched.process
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+    out, err = process.communicate("/clear\nhello\n", timeout=60)
+    launched.clear()
+    assert process.returncode == 0, err
+    assert err.count("clearllama: stopped") == 3
+    expected = clearllama(*options, stdin=b"hello\n").stdout.decode()
+    assert len(expected) > 50
+    assert out.endswith(expected)
+
+
+# ------------------------------------------------------------------------------------- what is refused at once
+def test_a_wrong_number_of_processes_is_refused_before_any_is_started(tiny_gguf: Path) -> None:
+    launched = Launched(*PROMPT, "-m", str(tiny_gguf), "--tensor-parallel", "3")
+    code, _, err = launched.end(20)
+    assert code == 2
+    assert len(err) == 1
+    assert "4 heads, 2 key/value heads" in err[0]
+    assert err[0].endswith("sizes that work: 1, 2, 4")
+
+
+@pytest.mark.parametrize("name", ranks.ALONE)
+def test_what_is_for_one_process_is_refused_at_once(name: str) -> None:
+    from llama.cli import build_parser
+
+    option = "--" + name.replace("_", "-")
+    value = {"compile": [], "gpu_layers": ["0"]}.get(name, ["x.safetensors"])
+    args = build_parser().parse_args(["generate", "x", "--tensor-parallel", "2", option, *value])
+    with pytest.raises(UsageError, match=f"{option} is for one process"):
+        ranks.start(args, [], 2, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_at_once(tiny_gguf: Path) -> None:
+    code, _, err = Launched(*PROMPT[:3], "-m", str(tiny_gguf), "--tensor-parallel", "2", "--device", "cuda").end(20)
+    assert code == 2
+    assert err == ["clearllama: error: device 'cuda' is not available; available here: cpu"]
+
+
+ENVIRONMENTS = [
+    ({"RANK": "0"}, "RANK set in the environment without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "WORLD_SIZE, MASTER_ADDR set .* without RANK, MASTER_PORT"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT .* 'x', expected"),
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "a rank lies between 0 and 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), ENVIRONMENTS)
+def test_half_an_environment_is_refused(given: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ranks.NEEDED:
+        monkeypatch.delenv(name, raising=False)
+    assert ranks.environment() is None
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=told):
+        ranks.environment()
+
+
+def test_an_address_without_a_rank_is_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ranks.NEEDED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert ranks.environment() is None
+
+
+def test_ranks_that_do_not_come_are_waited_for_and_no_longer(tiny_gguf: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        free = str(taken.getsockname()[1])
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free}
+    code, _, err = Launched(*PROMPT, "-m", str(tiny_gguf), **told, CLEARLLAMA_JOIN_SECONDS="2").end(30)
+    assert code == 1
+    assert len(err) == 1, err
+    assert "rank 0 of 2 did not meet the others within 2 s" in err[0]
+
+
+def test_a_port_in_use_is_said(tiny_gguf: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        code, _, err = Launched(*PROMPT, "-m", str(tiny_gguf), **told).end(30)
+    assert code == 1
+    assert len(err) == 1, err
+    assert f"MASTER_PORT {told['MASTER_PORT']}" in err[0]
+    assert "in use" in err[0]
+
+
+@pytest.mark.slow
+def test_other_commands_are_refused(tiny_gguf: Path) -> None:
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    code, _, err = Launched("bench", "-m", str(tiny_gguf), **told).end(30)
+    assert code == 2
+    assert "clearllama bench runs in one process, and 2 were started" in err[0]
