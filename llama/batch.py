@@ -31,6 +31,7 @@ from .model import Transformer
 from .sampling import SamplingParams
 
 SHORTEST_PREFIX = 16  # tokens that are worth copying from another row
+CHUNK = 256  # most tokens of a prompt in one pass
 MOST_SLOTS = 4096
 
 
@@ -194,7 +195,9 @@ class Batch:
         if cached and source is not slot:
             self.cache.copy_row(self.slots.index(source), target, cached)
         slot.ids, slot.spoilt = [], True  # until it is through
-        logits = prefill(self.model, prompt[cached:], self.cache.rows(target, target + 1, cached))
+        rest = prompt[cached:]
+        chunk = -(-len(rest) // -(-len(rest) // CHUNK))  # shares of one size: a short one would cost like a longer one
+        logits = prefill(self.model, rest, self.cache.rows(target, target + 1, cached), chunk)
         slot.ids, slot.spoilt = prompt, False
         return logits[: self.n_vocab]
 
