@@ -138,6 +138,7 @@ def test_where_turns_depend_on_the_length_requests_run_alone(form: str) -> None:
     assert_same(together(net, requests, 3), [alone(net, request) for request in requests])
 
 
+@pytest.mark.slow  # two libraries to build
 @needs_kernels
 def test_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))

@@ -164,6 +164,12 @@ def test_a_prompt_that_cannot_run_is_an_error_in_its_place(
     assert target.read_bytes() == before
 
 
+def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in", [{"prompt": "\ud800"}] * 3), tmp_path / "out"
+    assert main("--prompts", str(source), "--output", str(target)) == 1
+    assert [answer["id"] for answer in read(target) if "error" in answer] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
