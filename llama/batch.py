@@ -31,6 +31,7 @@ from .model import Transformer
 from .sampling import SamplingParams
 
 SHORTEST_PREFIX = 16  # tokens that are worth copying from another row
+CHUNK = 256  # most tokens of a prompt in one pass
 MOST_SLOTS = 4096
 
 
@@ -194,7 +195,11 @@ class Batch:
         if cached and source is not slot:
             self.cache.copy_row(self.slots.index(source), target, cached)
         slot.ids, slot.spoilt = [], True  # until it is through
-        logits = prefill(self.model, prompt[cached:], self.cache.rows(target, target + 1, cached))
+        rest = prompt[cached:]
+        chunk = None  # prefill's own
+        if self.cache.device.type == "cpu":  # shares of one size: a short one would cost like a longer one
+            chunk = -(-len(rest) // -(-len(rest) // CHUNK))
+        logits = prefill(self.model, rest, self.cache.rows(target, target + 1, cached), chunk)
         slot.ids, slot.spoilt = prompt, False
         return logits[: self.n_vocab]
 
@@ -214,7 +219,8 @@ class Batch:
         """Feed the next id of every row: (B, V). A slot without an answer is fed something at its start."""
         device, B = self.cache.device, self._width
         fed = [(slot.next, len(slot.ids)) if slot.row else (0, 0) for slot in self.slots[:B]]
-        tokens, positions = torch.tensor(fed, device=device).T.unsqueeze(-1)  # (B, 1) twice
+        # (B, 1) each, and without gaps: compiled code takes for granted how its arguments lie in memory
+        tokens, positions = torch.tensor(fed, device=device).T.contiguous().unsqueeze(-1)
         positions = positions[0] if B == 1 else positions  # (T,): as one text has it, for code made for one
         return next_logits(self.model, tokens, positions, self.cache.rows(0, B))[:, : self.n_vocab]
 

@@ -55,8 +55,9 @@ class LayerCache:
             if positions.dim() == 1:
                 buffer.index_copy_(2, positions, part)
             else:  # each row of the batch at its own positions; scatter_ would copy the whole buffer
-                rows = torch.arange(len(part), device=positions.device).unsqueeze(1)  # (B, 1)
-                buffer.transpose(1, 2).index_put_((rows, positions), part.transpose(1, 2))
+                rows = torch.arange(part.shape[0], device=positions.device).view(-1, 1, 1)  # (B, 1, 1)
+                heads = torch.arange(part.shape[1], device=positions.device).view(-1, 1)  # (KV, 1)
+                buffer.index_put_((rows, heads, positions.unsqueeze(1)), part)  # (B, KV, T, ..)
         return [buffer if self.end is None else buffer[:, :, : self.end] for buffer in self.buffers]
 
     @property

@@ -4,7 +4,8 @@ torch.export traces the block for one token with its weights as arguments, Induc
 every layer calls that with its own weights. So compiling takes as long for 80 layers as for one, nothing is ever
 compiled again for another context length, and the library, kept in the cache folder, loads in milliseconds.
 
-Prompts and batches run as before: there the time goes into matrix products, which compiling does not make faster.
+Batches (batch.py) have a library of their own, for any number of rows; it is made when the first batch comes. Prompts
+run as before: there the time goes into matrix products, which compiling does not make faster.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
+from .attention import causal_mask
 from .cache import KINDS, LayerCache
 from .checkpoint.tiles import TILE
 from .errors import UsageError
@@ -32,11 +34,12 @@ from .fused import fuse
 from .model import RMSNorm, Transformer, TransformerBlock
 from .placement import NO_COMPILING, Placed
 from .quant import BlockLinear, TileLinear
-from .runtime import FewRowsLinear
+from .runtime import FEW_ROWS, FewRowsLinear
 
 Step = Callable[[list[Tensor]], Tensor]  # from the arguments of Trace, one after the other
 # Layers that read the same x: their packed weights are put one behind the other and multiplied at once.
 JOINED = (("attention", ("wq", "wk", "wv")), ("feed_forward", ("w_gate", "w_up")))
+FEWEST_ROWS = FEW_ROWS + 1  # of a batch; up to there FewRowsLinear multiplies otherwise, which would be another trace
 SOURCES = ("attention.py", "cache.py", "compiled.py", "kernels.py", "model.py", "quant.py", "rope.py")
 
 
@@ -62,9 +65,10 @@ def compile_(model: Transformer) -> Transformer:
             )
     shells = [shell(block) for block in blocks]
     step = load_step(model, shells[0])
+    rows_step = functools.cache(lambda: load_step(model, shells[0], rows=True))
     for block, traced in zip(blocks, shells, strict=True):
         weights = [tensor for _, tensor in tensors(traced)]
-        block.forward = functools.partial(forward, block, step, weights)  # type: ignore[method-assign]
+        block.forward = functools.partial(forward, block, step, rows_step, weights)  # type: ignore[method-assign]
     model.fixed_cache = True
     return model
 
@@ -72,6 +76,7 @@ def compile_(model: Transformer) -> Transformer:
 def forward(
     block: TransformerBlock,
     step: Step,
+    rows_step: Callable[[], Step],
     weights: list[Tensor],
     h: Tensor,
     turns: tuple[Tensor, ...],
@@ -79,9 +84,12 @@ def forward(
     positions: Tensor,
     cache: LayerCache | None,
 ) -> Tensor:
-    """What a compiled block does: the step for one token behind a fixed cache, its own code for all else."""
-    if cache is not None and cache.end is None and mask is not None and h.shape[:2] == (1, 1) and mask.dim() == 2:
-        return step([h, *turns, mask, positions, *cache.buffers, *weights])
+    """What a compiled block does: the steps for one token behind a fixed cache, its own code for all else."""
+    if cache is not None and cache.end is None and mask is not None and h.shape[1] == 1:
+        if h.shape[0] == 1 and mask.dim() == 2:
+            return step([h, *turns, mask, positions, *cache.buffers, *weights])
+        if h.shape[0] >= FEWEST_ROWS and mask.dim() == 4:  # a position for each row
+            return rows_step()([h, *turns, mask, positions, *cache.buffers, *weights])
     return type(block).forward(block, h, turns, mask, positions, cache)
 
 
@@ -174,17 +182,21 @@ class Trace(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------- the library
-def load_step(model: Transformer, block: nn.Module) -> Step:
-    """The compiled step for a model's blocks, from the cache folder or made now and put there."""
-    folder, name = cache_folder() / "compiled", fingerprint(model, block)
+def load_step(model: Transformer, block: nn.Module, rows: bool = False) -> Step:
+    """The compiled step for a model's blocks, from the cache folder or made now and put there.
+
+    rows  for a batch whose rows have positions of their own, and not for one text
+    """
+    folder, name = cache_folder() / "compiled", fingerprint(model, block) + "-rows" * rows
     target = kept(folder, name, ".pt2")
     if target is None:
-        print("clearllama: compiling the decoding step; it is kept for the next time", file=sys.stderr)
+        what = "the decoding step of batches" if rows else "the decoding step"
+        print(f"clearllama: compiling {what}; it is kept for the next time", file=sys.stderr)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
                 made = Path(work) / "step.pt2"
-                build(model, block, made)
+                build(model, block, made, rows)
                 target = keep(made, folder, name)
         except OSError as error:
             raise UsageError(
@@ -201,21 +213,30 @@ def load_step(model: Transformer, block: nn.Module) -> Step:
     return step
 
 
-def build(model: Transformer, block: nn.Module, path: Path) -> None:
-    """Trace a block for one token and compile the trace into a package."""
+def build(model: Transformer, block: nn.Module, path: Path, rows: bool = False) -> None:
+    """Trace a block for one token, or one in each row of a batch, and compile the trace into a package."""
     config, like = model.config, model.norm.weight
-    slots = 128  # any number: it is no part of the trace
-    positions = torch.zeros(1, dtype=torch.long, device=like.device)  # (T,)
-    h = torch.zeros(1, 1, config.dim, dtype=like.dtype, device=like.device)  # (B, T, C)
+    slots, batch = 128, 2 * FEWEST_ROWS if rows else 1  # any numbers: they are no part of the trace
+    positions = torch.zeros((batch, 1) if rows else 1, dtype=torch.long, device=like.device)  # (B, T) or (T,)
+    h = torch.zeros(batch, 1, config.dim, dtype=like.dtype, device=like.device)  # (B, T, C)
     turns = model.rope.rows(positions, 1)
-    mask = torch.ones(1, slots, dtype=torch.bool, device=like.device)  # (T, S)
+    mask = causal_mask(positions, torch.arange(slots, device=like.device))  # (B, 1, T, S) or (T, S)
     kind = KINDS[model.cache_kind]
     buffers = kind.empty(
-        (1, config.n_kv_heads, slots, config.head_dim), like.dtype, like.device
+        (batch, config.n_kv_heads, slots, config.head_dim), like.dtype, like.device
     ).buffers  # (B, KV, S, ..)
     weights = [tensor for _, tensor in tensors(block)]
     S = torch.export.Dim("S", min=2, max=2**30)
-    shapes = (None, (None,) * len(turns), {1: S}, None, [{2: S}] * len(buffers), [None] * len(weights))
+    B = torch.export.Dim("B", min=FEWEST_ROWS, max=2**20)
+    by_row = {0: B} if rows else None
+    shapes = (
+        by_row,
+        (by_row,) * len(turns),
+        {0: B, 3: S} if rows else {1: S},
+        by_row,
+        [{0: B, 2: S} if rows else {2: S}] * len(buffers),
+        [None] * len(weights),
+    )
     level = logging.getLogger("torch").level
     try:
         logging.getLogger("torch").setLevel(logging.ERROR)

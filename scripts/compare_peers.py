@@ -358,10 +358,10 @@ WORKERS: dict[str, Callable[[dict[str, Any]], Iterator[dict[str, Any]]]] = {
 
 # ------------------------------------------------------------------------------------------------------- taking turns
 class Worker:
-    """A process of this script, in some environment, that answers with lines of JSON. Raises RuntimeError if not."""
+    """A process of a script, in some environment, that answers with lines of JSON. Raises RuntimeError if not."""
 
-    def __init__(self, python: str, spec: dict[str, Any]):
-        words = [python, __file__, "--worker", json.dumps(spec)]
+    def __init__(self, python: str, spec: dict[str, Any], script: str = __file__):
+        words = [python, script, "--worker", json.dumps(spec)]
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  closed in stop
         try:
             pipe = subprocess.PIPE

@@ -164,6 +164,12 @@ def test_a_prompt_that_cannot_run_is_an_error_in_its_place(
     assert target.read_bytes() == before
 
 
+def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in", [{"prompt": "\ud800"}] * 3), tmp_path / "out"
+    assert main("--prompts", str(source), "--output", str(target)) == 1
+    assert [answer["id"] for answer in read(target) if "error" in answer] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -263,7 +269,7 @@ def test_messages_want_a_chat(main: Command, tmp_path: Path, capsys: pytest.Capt
 def test_wherever_the_output_was_cut_the_next_run_completes_it(
     main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llm: Llama
 ) -> None:
-    lines: Lines = [{"id": "\xe9", "prompt": "a"}, {"prompt": "x " * 400}, {"prompt": "b", "temperature": 3.0}]
+    lines: Lines = [{"id": "\xe9", "prompt": "a"}, {"prompt": "\ud800"}, {"prompt": "b", "temperature": 3.0}]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     args = ("--prompts", str(source), "--output", str(target), "-n", "1", "--batch-size", "2", "--seed", "1")
     assert main(*args) == 1

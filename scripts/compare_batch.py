@@ -1,0 +1,201 @@
+"""Throughput of clearllama's batches beside transformers' and llama.cpp: the same weights, prompts and machine.
+
+usage: python scripts/compare_batch.py --peers-python PYTHON [--model GGUF_OR_NAME] [--sizes 8,16,32,64] [--rounds 2]
+
+64 prompts of 16 to 512 random ids, 128 new tokens each, greedy, no end of text. Each engine runs in a process of its
+own, loads and warms up, and they take turns at the whole job; the others sleep meanwhile. In the first round
+clearllama and transformers do it with every batch size, in the later ones with their best.
+
+    clearllama     the file as `clearllama generate --prompts` runs it, with and without --compile
+    transformers   bfloat16, batches of so many prompts as they come, left-padded to the longest among them
+    llama.cpp      one prompt after the other: llama-cpp-python has no call that generates for several
+
+The environment of the peers is that of compare_peers.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from compare_peers import PAUSE, PEERS, Worker, here, load_llama_cpp
+
+Job = Callable[[list[list[int]], int, int], None]  # prompts, new tokens, batch size
+
+
+def prompts_of(count: int, shortest: int, longest: int, vocabulary: int) -> list[list[int]]:
+    """The same for every engine: lengths and ids are drawn from one seed."""
+    rng = random.Random(0)
+    lengths = [rng.randint(shortest, longest) for _ in range(count)]
+    return [[rng.randrange(min(3, vocabulary - 1), vocabulary) for _ in range(length)] for length in lengths]
+
+
+# ---------------------------------------------------------------------------------------- inside an engine's process
+def load_ours(spec: dict[str, Any]) -> tuple[Job, int]:
+    """A job, and the size of the vocabulary; so for the peers."""
+    import torch
+
+    from llama import loader
+    from llama.batch import Batch, Request, Said
+    from llama.checkpoint import open_checkpoint
+    from llama.sampling import SamplingParams
+
+    torch.set_num_threads(spec["threads"])
+    model = loader.build(open_checkpoint(Path(spec["path"])), device="cpu", pack=True, compile=spec["compile"])
+
+    def job(prompts: list[list[int]], new: int, size: int) -> None:
+        requests = [Request(prompt, SamplingParams(max_new_tokens=new)) for prompt in prompts]
+        said = sum(isinstance(event, Said) for event in Batch(model, requests, slots=size))
+        check(said, len(prompts) * new)
+
+    return job, model.config.vocab_size
+
+
+def load_transformers(spec: dict[str, Any]) -> tuple[Job, int]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(spec["threads"])
+    path = Path(spec["path"])
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+
+    @torch.inference_mode()
+    def job(prompts: list[list[int]], new: int, size: int) -> None:
+        for first in range(0, len(prompts), size):
+            some = prompts[first : first + size]
+            longest = max(map(len, some))
+            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in some])  # (B, T)
+            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in some])
+            out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+            check(out.shape[1] - longest, new)
+
+    return job, model.config.vocab_size
+
+
+def load_one_by_one(spec: dict[str, Any]) -> tuple[Job, int]:
+    """llama.cpp."""
+    lengths = {"prompt_tokens": spec["longest"], "new_tokens": spec["new"]}
+    step, vocabulary, _ = load_llama_cpp({**spec, **lengths})
+
+    def job(prompts: list[list[int]], new: int, size: int) -> None:
+        for prompt in prompts:
+            token = step(prompt, 0)
+            for place in range(len(prompt), len(prompt) + new - 1):
+                token = step([token], place)
+
+    return job, vocabulary
+
+
+def check(got: int, expected: int) -> None:
+    """Every engine must have done the same work."""
+    if got != expected:
+        raise SystemExit(f"expected {expected} new tokens, got {got}")
+
+
+LOADERS: dict[str, Callable[[dict[str, Any]], tuple[Job, int]]] = {
+    "clearllama": load_ours,
+    "transformers": load_transformers,
+    "llama.cpp": load_one_by_one,
+}
+
+
+def worker(spec: dict[str, Any]) -> int:
+    """Load, warm up, say {"ready": 1}; then a job for each line of stdin, which is a batch size: {"seconds": ..}."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    job, vocabulary = LOADERS[spec["engine"]](spec)
+    prompts = prompts_of(spec["prompts"], spec["shortest"], spec["longest"], vocabulary)
+    job([prompt[:16] for prompt in prompts[:4]], 4, 4)
+    print(json.dumps({"ready": 1}), file=answers, flush=True)
+    for line in sys.stdin:
+        started = time.perf_counter()
+        job(prompts, spec["new"], int(line))
+        print(json.dumps({"seconds": time.perf_counter() - started}), file=answers, flush=True)
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def turns(sizes: list[int], rounds: int, live: list[str], times: dict[tuple[str, int], list[float]]) -> Iterator[tuple]:
+    """(round, engine, batch size): all sizes first, then each engine's best so far."""
+    for number in range(1, rounds + 1):
+        for engine in live[:: 1 if number % 2 else -1]:
+            mine = [size for name, size in times if name == engine]
+            best = sorted(mine, key=lambda size: statistics.median(times[engine, size]))[:1]
+            for size in [1] if engine == "llama.cpp" else best if number > 1 else sizes:
+                yield number, engine, size
+
+
+def main() -> int:
+    """Take turns, then print the table and what it was measured with."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", metavar="GGUF_OR_NAME", help="default: clearllama's default model")
+    parser.add_argument("--peers-python", default=sys.executable, metavar="PYTHON", help="default: this one")
+    parser.add_argument("--sizes", default="8,16,32,64", help="batch sizes to try (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--lengths", default="16,512", help="shortest and longest prompt (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    parser.add_argument("--engines", default="clearllama,clearllama --compile,transformers,llama.cpp")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="default: %(default)s")
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args.worker)
+    from llama import hub
+
+    shortest, longest = map(int, args.lengths.split(","))
+    sizes = [int(size) for size in args.sizes.split(",")]
+    spec = {"path": str(hub.resolve(args.model or hub.DEFAULT)), "options": {}, "threads": args.threads}
+    spec |= {"prompts": args.prompts, "shortest": shortest, "longest": longest, "new": args.new_tokens}
+    times: dict[tuple[str, int], list[float]] = {}
+    live = args.engines.split(",")
+    versions = {"torch": importlib.metadata.version("torch")}
+    workers: dict[str, Worker] = {}
+    try:
+        for engine in live:
+            name, compiled = engine.split(" ")[0], engine.endswith("--compile")
+            python = args.peers_python if name in PEERS else sys.executable
+            workers[engine] = Worker(python, {**spec, "engine": name, "compile": compiled}, __file__)
+            workers[engine].answer()
+            if name in PEERS:
+                asked = Worker(python, {"engine": "check", "peer": name})
+                versions |= {(f"{key} (peers)" if key == "torch" else key): v for key, v in asked.answer().items()}
+                asked.stop()
+        for number, engine, size in turns(sizes, args.rounds, live, times):
+            time.sleep(PAUSE)
+            seconds = workers[engine].turn(str(size), {"seconds"})["seconds"]
+            times.setdefault((engine, size), []).append(seconds)
+            print(f"round {number}  {engine:<22} {size:>3}  {seconds:6.1f} s", file=sys.stderr)
+    finally:
+        for process in workers.values():
+            process.stop()
+    new = args.prompts * args.new_tokens
+    best = {engine: min(statistics.median(times[key]) for key in times if key[0] == engine) for engine in live}
+    print("| engine | at once | runs | seconds | new tok/s | of transformers |\n|---|---|---|---|---|---|")
+    for (engine, size), found in times.items():
+        middle = statistics.median(found)
+        beside = f"{best['transformers'] / middle:.2f}" if "transformers" in best else ""
+        print(f"| {engine} | {size} | {len(found)} | {middle:.1f} | {new / middle:,.0f} | {beside} |")
+    where = here()
+    print(f"\n{datetime.date.today()}: {where['cores']} cores, {where['cpu']}, {args.threads} threads")
+    print(", ".join(f"{name} {version}" for name, version in versions.items()))
+    print(
+        f"{args.prompts} prompts of {shortest} to {longest} tokens, {args.new_tokens} new, {args.model or hub.DEFAULT}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
