@@ -78,7 +78,8 @@ def activation_bytes(
     Of each new token: its hidden state, that state normed in float32, and the larger of what attention and what the
     feed-forward network have at once. For each pair of a new token and a key: the mask as truth values and as numbers.
     Scores are not kept, since the fused kernels work through them in tiles. Of each key, in one layer: in 8 bits the
-    numbers it stands for, and what a cache that grows has twice. At last the logits of one token.
+    numbers it stands for, and what a cache that grows has twice. At last the logits of one token. Of each position: the
+    table of RoPE and what it is made of.
     """
     T, S = min(chunk, tokens), tokens
     q, kv = config.n_heads * config.head_dim, 2 * config.n_kv_heads * config.head_dim
@@ -86,10 +87,11 @@ def activation_bytes(
     feed_forward = 4 * config.hidden_dim * itemsize  # gate, silu(gate), up, their product
     new = T * (config.dim * (3 * itemsize + 8) + max(attention, feed_forward))
     mask = T * S * (1 + itemsize)
-    keys = S * kv * (itemsize + 8) if kind == "int8" else 0
+    keys = S * kv * (itemsize + 4) if kind == "int8" else 0
     growth = cache_bytes(config, S, itemsize, kind) // config.n_layers
     logits = config.vocab_size * 4 * 4
-    return batch * (new + max(mask + keys, growth) + logits)
+    table = S * config.head_dim // 2 * (8 + 16)
+    return batch * (new + max(mask + keys, growth) + logits) + table
 
 
 def need(

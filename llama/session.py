@@ -247,6 +247,8 @@ def open_session(path: Path) -> tuple[Any, dict[str, Any]]:
     """A session's file, open, and {settings, messages, sha256, text} of its metadata. Raises CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is no session of clearllama, and no file at all")  # a pipe would never end
     try:
         with open(path, "rb") as bare:
             bare.read(1)  # for an error in the system's own words

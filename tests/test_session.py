@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import signal
 from collections.abc import Callable
@@ -265,7 +266,16 @@ def test_what_is_no_session_is_refused(tmp_path: Path, tiny_gguf: Path) -> None:
     model = tiny.model(LONG)
     (tmp_path / "text").write_text("hello")
     save_file({"x": torch.ones(3)}, tmp_path / "other")
-    for path in (tmp_path / "text", tmp_path / "other", tmp_path / "missing", tmp_path, tiny_gguf, Path("/dev/null")):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (
+        tmp_path / "text",
+        tmp_path / "other",
+        tmp_path / "pipe",
+        tmp_path / "missing",
+        tmp_path,
+        tiny_gguf,
+        Path("/dev/null"),
+    ):
         assert not is_session(path)
         with pytest.raises(CheckpointError, match=str(path)):
             Session.load(path, model)

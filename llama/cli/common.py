@@ -238,6 +238,8 @@ def saving(args: argparse.Namespace, session: Session | None, model: Transformer
     try:
         yield
     except (KeyboardInterrupt, SystemExit, BrokenPipeError):
+        if args.save_session is not None:
+            tell("")  # the answer broke off in the middle of a line
         _save_session(args, session, model)
         raise
     _save_session(args, session, model)

@@ -6,9 +6,15 @@ import argparse
 import contextlib
 import math
 import sys
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from . import batch, common, ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from ..text import Piece
 
 
 def add_parser(commands: common.Subparsers) -> None:
@@ -86,8 +92,15 @@ def run(args: argparse.Namespace) -> int:
         messages.append({"role": "user", "content": prompt})
         pieces = llm.stream_chat(messages, logprobs=args.logprobs, **options)
 
+    with common.saving(args, session, llm.model):
+        answer(args, prompt, pieces)
+    return 0
+
+
+def answer(args: argparse.Namespace, prompt: str, pieces: Generator[Piece]) -> None:
+    """Write an answer as it comes, or as one JSON object at its end."""
     completion = None
-    with common.saving(args, session, llm.model), contextlib.closing(pieces):
+    with contextlib.closing(pieces):
         for piece in pieces:
             if not args.json:
                 common.write(piece.text)
@@ -110,7 +123,6 @@ def run(args: argparse.Namespace) -> int:
     elif completion.text:
         common.write("\n")
     common.say_stats(args, completion.stats, completion.finish_reason)
-    return 0
 
 
 def read_prompt(args: argparse.Namespace) -> str:
