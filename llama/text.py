@@ -169,8 +169,8 @@ class Llama:
 
         prompts are pairs of ids and options (those of the class, without draft), taken when there is room. At most
         batch_size answers are under way; a slot that one leaves goes to the next prompt (batch.py). A piece comes with
-        each token, so its text may be empty. A prompt that can't be run, or whose logits are not finite, gives its
-        error instead of its last piece; bad options are raised.
+        each of its tokens, so the text may be empty. A prompt that can't be run, or whose logits are not finite, gives
+        its error instead of its last piece; bad options are raised.
         """
         settings: dict[int, tuple[int, SamplingParams, list[str], bool]] = {}  # of prompts under way, by number
 
@@ -195,7 +195,9 @@ class Llama:
                     answers[number] = Answer(self.tokenizer, prompt_tokens, stops), event.cached
                 case Said():
                     answer = answers[number][0]
-                    yield number, Piece(answer.feed(event.token))
+                    text = answer.feed(event.token)
+                    if not event.token.stop:
+                        yield number, Piece(text)
                     if answer.done:
                         batch.finish(number)
                 case Ended():

@@ -300,7 +300,7 @@ def test_what_was_dropped_is_said(main: Command, tmp_path: Path, capsys: pytest.
     assert cli.main(args) == 0
     error = capsys.readouterr().err
     assert "dropped the last line, which was cut after" in error
-    assert "1 of 2 prompts are done already" in error
+    assert "1 of 2 prompts done already" in error
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
         if cut:
             common.say(args, f"{args.output}: dropped the last line, which was cut after {cut} bytes")
         if done:
-            common.say(args, f"{args.output}: {done} of {len(lines)} prompts are done already")
+            common.say(args, f"{args.output}: {done} of {len(lines)} prompts done already")
         if done < len(lines):
             llm = common.load(args)
             errors += answer_all(args, llm, lines, done, size, options, output)
@@ -410,4 +410,5 @@ def progress(args: argparse.Namespace, total: int, done: int) -> Iterator[Any]:
             bar.close()
     seconds = time.perf_counter() - started
     speed = f"{tokens / seconds:,.0f} tok/s" if tokens else "none"
-    common.say(args, f"{total - first} prompts, {tokens} new tokens in {seconds:.1f} s ({speed})")
+    count = f"{total - first} prompt{'s' * (total - first != 1)}"
+    common.say(args, f"{count}, {tokens} new tokens in {seconds:.1f} s ({speed})")
