@@ -266,8 +266,9 @@ def test_messages_want_a_chat(main: Command, tmp_path: Path, capsys: pytest.Capt
 
 
 # ------------------------------------------------------------------------------------------------------ interruptions
+@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_wherever_the_output_was_cut_the_next_run_completes_it(
-    main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llm: Llama
+    step: int, main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llm: Llama
 ) -> None:
     lines: Lines = [{"id": "\xe9", "prompt": "a"}, {"prompt": "\ud800"}, {"prompt": "b", "temperature": 3.0}]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
@@ -281,7 +282,8 @@ def test_wherever_the_output_was_cut_the_next_run_completes_it(
     encode = tiny_llm.tokenizer.encode
     monkeypatch.setattr(tiny_llm.tokenizer, "encode", lambda *a, **k: asked.append(1) or encode(*a, **k))
     assert len(whole) > 600
-    for cut in range(len(whole) + 1):
+    beside = {at for end in (0, *ends) for at in (end - 1, end, end + 1) if 0 <= at <= len(whole)}
+    for cut in sorted(beside | set(range(0, len(whole), step))):
         target.write_bytes(whole[:cut])
         asked.clear()
         assert parsed.run(parsed) == 1
@@ -346,6 +348,7 @@ def grown(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_still_completes_the_same_file(
     main: Command, tiny_gguf: Path, tmp_path: Path
 ) -> None:

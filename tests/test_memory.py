@@ -562,6 +562,7 @@ def test_memory_that_runs_out_in_the_middle_leaves_a_process_that_works(
     assert "ulimit -v" in done.stdout if check else "allocate memory" in done.stdout
 
 
+@pytest.mark.slow
 @linux
 def test_the_command_says_in_a_line_that_memory_ran_out(tmp_path: Path) -> None:
     """With the check off, the allocator fails where the prompt gets its slots."""
