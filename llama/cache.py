@@ -187,7 +187,7 @@ class KVCache:
     @property
     def on_one_device(self) -> bool:
         """Whether all layers lie together."""
-        return all(layer.buffers[0].device == self.device for layer in self.layers)
+        return len({layer.buffers[0].device for layer in self.layers}) == 1
 
     @property
     def slots(self) -> int:

@@ -20,9 +20,9 @@ from torch import Tensor
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.write import Model, Writer, raw_bytes
 from .errors import CheckpointError, ConfigError, TokenizerError, UsageError
-from .loader import check_tensors, to_layout
 from .temporary import own_temporary, sweep
 from .tokenizer import Tokenizer
+from .weights import check_tensors, to_layout
 
 T = TypeVar("T")
 # (what is being done, weights done, weights in all)

@@ -2,7 +2,7 @@
 
 Otherwise the system ends the process without a word, or turns to swapping and stands still. What is needed:
 
-    weights      as they will be held: of a file's own blocks, rounded, or cast (loader.held)
+    weights      as they will be held: of a file's own blocks, rounded, or cast (weights.held)
     cache        keys and values of the tokens
     activations  what a chunk of the prompt has in the air at once
     runtime      what torch takes at its first products: code, threads, buffers of its kernels

@@ -16,8 +16,8 @@ from .checkpoint.quantized import LAYOUT, Kind, Packed, entries_of, write
 from .checkpoint.write import Model
 from .convert import NO_TEMPLATE, Progress, Proof, check_target, describe, put_whole, stored_dtype, tensor_hash
 from .errors import CheckpointError, ConfigError, UsageError
-from .loader import check_tensors, read_blocks, rounded_again
 from .quant import Scheme, pick_scheme, scheme_for
+from .weights import check_tensors, read_blocks, rounded_again
 
 
 def quantize(

@@ -24,8 +24,8 @@ from . import hub
 from .checkpoint import Checkpoint, gguf, huggingface, meta, open_checkpoint, torchfile
 from .checkpoint.documents import parse_json, read_json
 from .errors import CheckpointError, LlamaError, TokenizerError, UsageError
-from .loader import mismatches
 from .tokenizer import open_tokenizer
+from .weights import mismatches
 
 Status = Literal["ok", "warn", "fail"]
 # (what is being read, bytes or weights done, of how many)

@@ -42,7 +42,6 @@ from llama.config import ModelConfig
 from llama.errors import NumericalError
 from llama.fused import fuse
 from llama.generate import generate, prefill, random_generator
-from llama.loader import SkipInit
 from llama.model import RMSNorm, Transformer
 from llama.placement import Placement, place_
 from llama.placement import told as told_place
@@ -52,6 +51,7 @@ from llama.runtime import pick_attention, pick_linear
 from llama.sampling import SamplingParams
 from llama.speculative import NGramDraft, speculate
 from llama.triton_kernels import Weight
+from llama.weights import SkipInit
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ModelConfig(512, 4, 8, 2, 64, 1408, 2048, rope_theta=500000.0, max_seq_len=4096)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import llama
-from llama import loader
+from llama import loader, weights
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.meta_quant import hadamard
 from llama.config import ModelConfig
@@ -45,7 +45,7 @@ def test_there_is_a_configuration_of_every_official_model() -> None:
 @pytest.mark.parametrize("like", PARAMETERS)
 def test_official_sizes_on_the_meta_device(like: str) -> None:
     config = make_tiny.real_config(like)
-    with torch.device("meta"), loader.SkipInit():
+    with torch.device("meta"), weights.SkipInit():
         model = llama.Transformer(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[like] == config.n_params
 

@@ -13,8 +13,8 @@ from llama.cache import KVCache
 from llama.config import ModelConfig
 from llama.errors import ConfigError, ContextLengthError
 from llama.generate import prefill
-from llama.loader import to_layout
 from llama.model import RMSNorm, Transformer
+from llama.weights import to_layout
 
 from . import tiny
 

@@ -23,8 +23,8 @@ from llama.checkpoint.part import PartCheckpoint, Place, check_world, fits, stag
 from llama.config import ModelConfig
 from llama.convert import convert
 from llama.errors import UsageError
-from llama.loader import expected_shapes
 from llama.quantize import quantize
+from llama.weights import expected_shapes
 
 from . import ranks, tiny
 

@@ -229,10 +229,11 @@ def test_one_device_runs_as_the_model_is_written() -> None:
 
 def test_steps_ahead_of_the_device_are_for_one_device() -> None:
     """decoding.py records what one GPU does; a cache over several is none of its business."""
-    cache = KVCache(2, 1, 2, 4)
-    cache.device = torch.device("cuda")  # as far as the question goes
-    assert not decoding.fits(tiny.model(CONFIG), cache)
-    assert KVCache(2, 1, 2, 4).on_one_device
+    split = KVCache(2, 1, 2, 4, device=[torch.device("cpu"), torch.device("away:0")])
+    whole = KVCache(2, 1, 2, 4)
+    split.device = whole.device = torch.device("cuda")  # as far as the question goes
+    assert not decoding.fits(tiny.model(CONFIG), split)
+    assert decoding.fits(tiny.model(CONFIG), whole)
 
 
 # ------------------------------------------------------------------------------------------------------- which goes where
@@ -252,7 +253,7 @@ def test_gpu_layers_are_the_last_ones_with_the_output() -> None:
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_bytes_are_spread_as_evenly_as_whole_layers_allow(name: str, count: int) -> None:
     from llama.families import official
-    from llama.loader import expected_shapes
+    from llama.weights import expected_shapes
 
     config = official()[name]
     found = spread(config, devices("01234567"[:count]))

@@ -21,9 +21,9 @@ from llama.cli.plan import architecture, quantity
 from llama.config import ModelConfig
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.families import official
-from llama.loader import expected_shapes
 from llama.plan import GPUS, Run, Split, parse_gpus
 from llama.quant import SCHEMES, BlockLinear, quantize
+from llama.weights import expected_shapes
 
 from . import tiny
 

@@ -31,10 +31,11 @@ from llama.cli import main
 from llama.config import ModelConfig
 from llama.convert import convert
 from llama.errors import CheckpointError, LlamaError, UsageError
-from llama.loader import build, check_tensors, expected_shapes, load, load_model, to_layout
+from llama.loader import build, load, load_model
 from llama.model import Transformer
 from llama.quant import SCHEMES, TileEmbedding, TileLinear, scheme_for
 from llama.quantize import quantize
+from llama.weights import check_tensors, expected_shapes, to_layout
 
 from . import test_huggingface, tiny
 from .scripts import make_tiny

@@ -32,6 +32,7 @@ LAYERS = [
         "placement",
         "triton_kernels",
         "quant",
+        "weights",
         "parallel",
         "sampling",
         "session",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from llama.config import ModelConfig
-from llama.loader import expected_shapes
 from llama.model import Transformer
+from llama.weights import expected_shapes
 
 CONFIG = ModelConfig(
     dim=64,

@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]:
     """The facts, in the order in which they are shown."""
     from ..families import named
-    from ..loader import mismatches
     from ..memory import cache_bytes
+    from ..weights import mismatches
 
     config = checkpoint.config
     architecture = dataclasses.asdict(config)

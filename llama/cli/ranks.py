@@ -213,6 +213,7 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
     from ..checkpoint import open_checkpoint
     from ..checkpoint.part import check_world
     from ..hub import resolve
+    from ..weights import check_tensors
     from ..runtime import pick_device
 
     _check_options(args)
@@ -222,7 +223,9 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
             f"{tensor * pipeline} processes want a GPU each; this host has {torch.cuda.device_count()}: take fewer, or"
             " --device cpu"
         )
-    check_world(open_checkpoint(resolve(args.model)).config, tensor, pipeline)
+    checkpoint = open_checkpoint(resolve(args.model))
+    check_tensors(checkpoint)
+    check_world(checkpoint.config, tensor, pipeline)
     if not args.debug:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)  # what it says is said below
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP"

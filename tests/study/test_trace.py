@@ -24,12 +24,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama.cli import main
 from llama.errors import NumericalError, UsageError
-from llama.loader import to_layout
 from llama.model import Transformer
 from llama.study import trace as tracing
 from llama.study import trace_page
 from llama.study.intervene import Intervention
 from llama.text import Llama
+from llama.weights import to_layout
 
 from .. import tiny
 
