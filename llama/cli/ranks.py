@@ -213,8 +213,8 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
     from ..checkpoint import open_checkpoint
     from ..checkpoint.part import check_world
     from ..hub import resolve
-    from ..weights import check_tensors
     from ..runtime import pick_device
+    from ..weights import check_tensors
 
     _check_options(args)
     device = pick_device(args.device)
