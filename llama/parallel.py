@@ -182,7 +182,7 @@ def join(place: Place, device: str | torch.device | None = None, store: Store | 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    seconds = float(os.environ.get("CLEARLLAMA_JOIN_SECONDS", JOIN_SECONDS))
+    seconds = join_seconds()
     try:
         store = meeting_point(place.rank, size, timedelta(seconds=seconds)) if store is None else store
         store.set_timeout(timedelta(seconds=seconds))
@@ -198,6 +198,18 @@ def join(place: Place, device: str | torch.device | None = None, store: Store | 
             f"rank {place.rank} of {size} did not meet the others within {seconds:g} s ({told}); are all of them"
             " started, with the same MASTER_ADDR and MASTER_PORT, and can they reach each other?"
         ) from error
+
+
+def join_seconds() -> float:
+    """How long ranks wait for each other at the start. Raises UsageError where the environment has no such number."""
+    told = os.environ.get("CLEARLLAMA_JOIN_SECONDS", str(JOIN_SECONDS))
+    try:
+        seconds = float(told)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < 1e6:
+        raise UsageError(f"CLEARLLAMA_JOIN_SECONDS is {told!r:.40}; expected a number of seconds above 0")
+    return seconds
 
 
 def meeting_point(rank: int, size: int, timeout: timedelta) -> Store:

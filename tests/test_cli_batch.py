@@ -221,6 +221,10 @@ def test_a_bad_line_is_named_before_anything_is_loaded_or_written(
         (("-p", "hello"), "leave --prompt out"),
         (("--suffix", "x"), "leave --suffix out"),
         (("--draft", "ngram"), "leave --draft out"),
+        (("--save-session", "x"), "leave --save-session out"),
+        (("--load-session", "x"), "leave --load-session out"),
+        (("--output", ""), "--output '': No such file"),
+        (("--output", "no/such/folder/x"), "--output 'no/such/folder/x': No such file"),
         (("--json",), "leave --json out"),
         (("--batch-size", "0"), "--batch-size must be"),
         (("--batch-size", "99999"), "--batch-size must be"),
@@ -245,6 +249,16 @@ def test_options_that_make_no_sense_together(
     given = [str(source) if arg == "IN" else arg for arg in args]
     assert cli.main(["generate", "--prompts", str(source), *given]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_dash_is_standard_output(
+    main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    assert main("--prompts", str(source), "--output", "-", "-n", "2") == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "a"
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.parametrize("args", [("--output", "x"), ("--batch-size", "4")])

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from llama import parallel
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.blocks import READERS
 from llama.checkpoint.gguf import NAMES
@@ -361,3 +362,12 @@ def test_stages_are_even() -> None:
     assert stages(official, 2) == [14, 18]  # the embeddings weigh as much as five layers
     assert stages(dataclasses.replace(official, vocab_size=100), 4) == [8, 8, 8, 8]
     assert stages(dataclasses.replace(official, n_layers=3), 3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("told", ["x", "", "nan", "-1", "0", "inf"])
+def test_a_time_to_wait_is_a_number(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARLLAMA_JOIN_SECONDS", told)
+    with pytest.raises(UsageError, match=r"CLEARLLAMA_JOIN_SECONDS is .*expected a number"):
+        parallel.join_seconds()
+    monkeypatch.setenv("CLEARLLAMA_JOIN_SECONDS", "2.5")
+    assert parallel.join_seconds() == 2.5

@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " seed N + n - 1",
     )
     group.add_argument("--prompts", metavar="FILE", help="a file of prompts, - for standard input")
-    group.add_argument("--output", metavar="FILE", help="where the answers go (default: standard output)")
+    group.add_argument("--output", metavar="FILE", help="where the answers go (default: standard output, or -)")
     group.add_argument("--batch-size", type=int, metavar="N", help="answers under way at once (default: 8)")
 
 
@@ -148,7 +148,10 @@ class Output:
             return
         if os.path.exists(name) and not os.path.isfile(name):
             raise UsageError(f"--output {name} is no regular file; leave --output out to write to standard output")
-        self.file = os.open(name, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            self.file = os.open(name, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except OSError as error:
+            raise UsageError(f"--output {name!r}: {error.strerror}; name a file that can be written to") from None
         try:
             import fcntl
         except ImportError:  # Windows: nothing keeps a second writer away
@@ -237,7 +240,7 @@ def encode(answer: dict[str, Any]) -> bytes:
 def run(args: argparse.Namespace) -> int:
     """Answer the lines that have no answer yet; 1 where some could not be run."""
     where = "standard input" if args.prompts == "-" else args.prompts
-    for name in ("text", "prompt", "suffix", "draft", "draft_tokens"):
+    for name in ("text", "prompt", "suffix", "draft", "draft_tokens", "load_session", "save_session"):
         if getattr(args, name) is not None:
             told = "a prompt" if name == "text" else f"--{name.replace('_', '-')}"
             raise UsageError(f"--prompts reads the prompts from {where}: leave {told} out")
@@ -255,6 +258,8 @@ def run(args: argparse.Namespace) -> int:
     options = common.sampling_options(args)
     lines = read_lines(args.prompts)
     check_lines(args, lines, where)
+    if args.output == "-":
+        args.output = None
     output = Output(args.output)
     try:
         done, errors, cut = output.resume(lines, where)
