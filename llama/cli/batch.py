@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import stat
 import sys
@@ -371,17 +370,7 @@ def line_options(options: dict[str, Any], item: Item, number: int, logprobs: boo
 
 def answered(item: Item, completion: Completion) -> dict[str, Any]:
     """The line of the output for an answer."""
-    logprobs = completion.logprobs
-    return {
-        "id": item.id,
-        **item.asked,
-        "text": completion.text,
-        "tokens": completion.tokens,
-        "prompt_tokens": completion.stats.prompt_tokens,
-        "finish_reason": completion.finish_reason,
-        "logprobs": logprobs and [x if math.isfinite(x) else None for x in logprobs],
-        "stats": completion.stats.as_dict(),
-    }
+    return {"id": item.id, **item.asked, **common.answer_facts(completion)}
 
 
 def failed(item: Item, error: LlamaError) -> dict[str, Any]:

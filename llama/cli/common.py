@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import stat
 import sys
 import time
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ..model import Transformer
     from ..session import Session
     from ..speculative import Draft
-    from ..text import Llama, Stats
+    from ..text import Completion, Llama, Stats
     from ..tokenizer import Tokenizer
 
 LARGEST_FACTOR = 10_000  # nobody stretches a context further
@@ -334,24 +335,8 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
-    world = getattr(args, "world", None)
-    with parallel.together(world):
-        llm = loader.load(
-            args.model,
-            device=args.device,
-            dtype=args.dtype,
-            rope=args.rope,
-            max_seq_len=args.max_seq_len,
-            rope_scaling=rope_scaling(args),
-            rope_theta=args.rope_theta,
-            quantize=args.quantize,
-            compile=args.compile,
-            kv_cache=args.kv_cache,
-            gpu_layers=args.gpu_layers,
-            world=world,
-            tokens=tokens,
-            check_memory=not args.no_memory_check,
-        )
+    with parallel.together(getattr(args, "world", None)):
+        llm = loader.load(args.model, tokens=tokens, **_model_options(args))
     _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
         wishes = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
@@ -367,27 +352,22 @@ def load_model(args: argparse.Namespace) -> Transformer:
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
-    world = getattr(args, "world", None)
-    with parallel.together(world):
+    with parallel.together(getattr(args, "world", None)):
         checkpoint = open_checkpoint(resolve(args.model))
-        model = loader.build(
-            checkpoint,
-            args.device,
-            args.dtype,
-            args.rope,
-            args.max_seq_len,
-            pack=True,
-            rope_scaling=rope_scaling(args),
-            rope_theta=args.rope_theta,
-            quantize=args.quantize,
-            compile=args.compile,
-            kv_cache=args.kv_cache,
-            gpu_layers=args.gpu_layers,
-            world=world,
-            check_memory=not args.no_memory_check,
-        )
+        model = loader.build(checkpoint, pack=True, **_model_options(args))
     _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
     return model
+
+
+def _model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of a model as `loader.load` and `loader.build` name them."""
+    names = ("device", "dtype", "rope", "max_seq_len", "rope_theta", "quantize", "compile", "kv_cache", "gpu_layers")
+    return {
+        **{name: getattr(args, name) for name in names},
+        "rope_scaling": rope_scaling(args),
+        "world": getattr(args, "world", None),
+        "check_memory": not args.no_memory_check,
+    }
 
 
 def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
@@ -438,6 +418,19 @@ def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> Non
     if args.draft is not None:
         new += f", {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"
     say(args, f"{prompt}, {new}, finish: {finish_reason}, seed {stats.seed}")
+
+
+def answer_facts(completion: Completion) -> dict[str, Any]:
+    """What the JSON of an answer holds, whatever asked for it."""
+    logprobs = completion.logprobs
+    return {
+        "text": completion.text,
+        "tokens": completion.tokens,
+        "prompt_tokens": completion.stats.prompt_tokens,
+        "finish_reason": completion.finish_reason,
+        "logprobs": logprobs and [x if math.isfinite(x) else None for x in logprobs],  # JSON has no infinity
+        "stats": completion.stats.as_dict(),
+    }
 
 
 def model_name(path_or_name: str) -> str:

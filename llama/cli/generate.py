@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 from typing import TYPE_CHECKING
 
@@ -108,18 +107,7 @@ def answer(args: argparse.Namespace, prompt: str, pieces: Generator[Piece]) -> N
     if completion is None:
         raise RuntimeError("the stream ended without its completion")
     if args.json:
-        logprobs = completion.logprobs
-        common.write_json(
-            {
-                "prompt": prompt,
-                "text": completion.text,
-                "tokens": completion.tokens,
-                "prompt_tokens": completion.stats.prompt_tokens,
-                "finish_reason": completion.finish_reason,
-                "logprobs": logprobs and [x if math.isfinite(x) else None for x in logprobs],
-                "stats": completion.stats.as_dict(),
-            }
-        )
+        common.write_json({"prompt": prompt, **common.answer_facts(completion)})
     elif completion.text:
         common.write("\n")
     common.say_stats(args, completion.stats, completion.finish_reason)
