@@ -421,10 +421,10 @@ def test_chat_at_a_terminal(default_gguf: Path) -> None:
 
 
 def test_control_characters_are_harmless_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from llama.cli import common
+    from llama.cli import streams
 
-    common.write("a\x1b[2Jb\n\t")
+    streams.write("a\x1b[2Jb\n\t")
     assert capsys.readouterr().out == "a\x1b[2Jb\n\t"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    common.write("a\x1b[2Jb\x9b\n\t")
+    streams.write("a\x1b[2Jb\x9b\n\t")
     assert capsys.readouterr().out == "a\\x1b[2Jb\\x9b\n\t"

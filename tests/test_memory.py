@@ -572,14 +572,14 @@ def test_the_command_says_in_a_line_that_memory_ran_out(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 from llama import cli, loader
-from llama.cli import common
-load = common.load
+from llama.cli import loading
+load = loading.load
 def limited(*args):
     llm = load(*args)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 60_000_000,) * 2)
     return llm
-common.load = limited
+loading.load = limited
 sys.exit(cli.main(sys.argv[1:]))
 """
     command = ["generate", "--raw", "-", "-m", str(path), "--max-seq-len", "90000", "--quiet"]

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from llama import sampling
-from llama.cli import common
+from llama.cli import arguments
 from llama.errors import LlamaError, NumericalError, UsageError
 from llama.generate import choose, generate
 from llama.sampling import SamplingParams, probs, sample
@@ -140,7 +140,7 @@ def test_help_states_the_order_that_runs() -> None:
     import argparse
 
     parser = argparse.ArgumentParser()
-    common.add_sampling_options(parser, 1, "greedy")
+    arguments.add_sampling_options(parser, 1, "greedy")
     assert sampling.ORDER in " ".join(parser.format_help().split())
 
 

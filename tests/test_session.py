@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from llama import cli, loader
-from llama.cli import common
+from llama.cli import streams
 from llama.errors import CheckpointError, ContextLengthError, UsageError
 from llama.generate import generate, prefill
 from llama.model import Transformer
@@ -372,7 +372,7 @@ def test_an_interrupted_answer_is_saved_as_far_as_it_got(
         if len(written) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(common, "write", write)
+    monkeypatch.setattr(streams, "write", write)
     at = tmp_path / "s"
     options = ["-m", str(tiny_gguf), "--dtype", "float32", "--device", "cpu"]
     code = cli.main(["generate", "--raw", WORDS, "-n", "100", *options, "--save-session", str(at)])

@@ -28,7 +28,7 @@ from . import (
     trace,
     verify,
 )
-from .common import describe, one_line, tell
+from .streams import describe, one_line, tell
 
 COMMANDS = (generate, chat, inspect, plan, convert, quantize, pull, verify, bench, perplexity, study, trace, explain)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, LlamaError, UsageError
-from . import common
+from . import answers, arguments, loading, streams
 
 if TYPE_CHECKING:
     from ..text import Completion, Llama
@@ -211,7 +211,7 @@ class Output:
     def write(self, answer: dict[str, Any]) -> None:
         """Append a line. Where the disk is full, none of it stays."""
         if self.name is None:
-            common.write_json(answer)
+            streams.write_json(answer)
             return
         rest = memoryview(encode(answer))
         end = os.lseek(self.file, 0, os.SEEK_END)
@@ -254,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
         with contextlib.suppress(OSError):
             if os.path.samefile(args.prompts, args.output):
                 raise UsageError("--output is the file that --prompts reads; take another one")
-    options = common.sampling_options(args)
+    options = arguments.sampling_options(args)
     lines = read_lines(args.prompts)
     check_lines(args, lines, where)
     if args.output == "-":
@@ -263,17 +263,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         done, errors, cut = output.resume(lines, where)
         if cut:
-            common.say(args, f"{args.output}: dropped the last line, which was cut after {cut} bytes")
+            streams.say(args, f"{args.output}: dropped the last line, which was cut after {cut} bytes")
         if done:
-            common.say(args, f"{args.output}: {done} of {len(lines)} prompts done already")
+            streams.say(args, f"{args.output}: {done} of {len(lines)} prompts done already")
         if done < len(lines):
-            llm = common.load(args)
+            llm = loading.load(args)
             errors += answer_all(args, llm, lines, done, size, options, output)
     finally:
         output.close()
     if errors:
         held = f"{'this' if errors == 1 else 'these'} answer{'s' if errors > 1 else ''} hold{'s' * (errors == 1)}"
-        common.tell(f"clearllama: error: {errors} of {len(lines)} prompts could not be run; {held} an error")
+        streams.tell(f"clearllama: error: {errors} of {len(lines)} prompts could not be run; {held} an error")
     return 1 if errors else 0
 
 
@@ -294,7 +294,7 @@ def answer_all(
     if raw and args.system is not None:
         raise UsageError("--system needs a chat: name a format with --chat-format")
     how = "continued as it is" if raw else "one user message"
-    common.say(args, f"a prompt is {how}, {min(size, len(lines) - done)} at once")
+    streams.say(args, f"a prompt is {how}, {min(size, len(lines) - done)} at once")
     ready: dict[int, dict[str, Any]] = {}  # answers that wait for their turn, by line (from 0)
     items: dict[int, Item] = {}  # under way, by line
     line_of: list[int] = []  # of the prompts that the batch has been given
@@ -335,7 +335,8 @@ def answer_all(
             show(done, tokens)
         except (KeyboardInterrupt, SystemExit):
             if args.output is not None:
-                common.say(args, f"{done} of {len(lines)} answers are in {args.output}; the same command goes on there")
+                told = f"{done} of {len(lines)} answers are in {args.output}"
+                streams.say(args, f"{told}; the same command goes on there")
             raise
     return errors
 
@@ -370,12 +371,12 @@ def line_options(options: dict[str, Any], item: Item, number: int, logprobs: boo
 
 def answered(item: Item, completion: Completion) -> dict[str, Any]:
     """The line of the output for an answer."""
-    return {"id": item.id, **item.asked, **common.answer_facts(completion)}
+    return {"id": item.id, **item.asked, **answers.answer_facts(completion)}
 
 
 def failed(item: Item, error: LlamaError) -> dict[str, Any]:
     """The line of the output for a prompt that can't be run."""
-    return {"id": item.id, **item.asked, "error": common.one_line(str(error))}
+    return {"id": item.id, **item.asked, "error": streams.one_line(str(error))}
 
 
 @contextlib.contextmanager
@@ -405,4 +406,4 @@ def progress(args: argparse.Namespace, total: int, done: int) -> Iterator[Any]:
     seconds = time.perf_counter() - started
     speed = f"{tokens / seconds:,.0f} tok/s" if tokens else "none"
     count = f"{total - first} prompt{'s' * (total - first != 1)}"
-    common.say(args, f"{count}, {tokens} new tokens in {seconds:.1f} s ({speed})")
+    streams.say(args, f"{count}, {tokens} new tokens in {seconds:.1f} s ({speed})")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from . import common, quality
+from . import arguments, loading, quality, streams
 
 # What says something about speed only, and what it is when nobody says: --quality refuses these.
 SPEED = {
@@ -47,7 +47,7 @@ class Setting:
         return f"{self.dtype}-{self.quantize or 'none'}-{compiled}-batch{self.batch}-context{self.prompt_tokens}"
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure speed and memory, or what few bits cost in quality",
@@ -57,7 +57,7 @@ def add_parser(commands: common.Subparsers) -> None:
         allow_abbrev=False,
         conflict_handler="resolve",  # some of the model's options are lists here
     )
-    common.add_model_options(parser)
+    arguments.add_model_options(parser)
     group = parser.add_argument_group(
         "settings",
         "a list, as in --quantize none,int8,int4, runs every combination, each in a process of its own",
@@ -76,7 +76,7 @@ def add_parser(commands: common.Subparsers) -> None:
     )
     quality.add_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object for each setting")
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -99,11 +99,11 @@ def run(args: argparse.Namespace) -> int:
         return _run_each(args, chosen)
     result = measure(args, chosen[0])
     if args.json:
-        common.write_json(result)
+        streams.write_json(result)
         return 0
     costs = result.pop("profile", None)
     for key, value in result.items():
-        common.write(f"{key:<18} {value}\n")
+        streams.write(f"{key:<18} {value}\n")
     if costs:
         _write_costs(costs, args.profile)
     return 0
@@ -157,7 +157,7 @@ def measure(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
         key: value for key, value in dataclasses.asdict(setting).items() if key in ("dtype", "quantize", "compile")
     }
     started = time.perf_counter()
-    model = common.load_model(argparse.Namespace(**{**vars(args), **wanted}))
+    model = loading.load_model(argparse.Namespace(**{**vars(args), **wanted}))
     load_s = time.perf_counter() - started
     if setting.prompt_tokens + args.new_tokens > model.max_seq_len:
         raise UsageError(
@@ -190,27 +190,27 @@ def _run_each(args: argparse.Namespace, chosen: list[Setting]) -> int:
     """One line for each setting as soon as it is measured; 1 if any failed."""
     failed, costs = 0, []
     if not args.json:
-        common.write(COLUMNS)
+        streams.write(COLUMNS)
     for number, setting in enumerate(chosen, 1):
-        common.say(args, f"{number} of {len(chosen)}: {setting}")
+        streams.say(args, f"{number} of {len(chosen)}: {setting}")
         own = {"profile": args.profile and args.profile / str(setting)}
         result = _in_a_process(argparse.Namespace(**{**vars(args), **own}), setting)
         if "error" in result:
             failed += 1
-            common.tell(f"clearllama: error: {setting}: {result['error']}")
+            streams.tell(f"clearllama: error: {setting}: {result['error']}")
             facts = dataclasses.asdict(setting)
             facts["context"] = facts.pop("prompt_tokens")
             result = {"engine": "clearllama", "model": Path(args.model).name, **facts, **result}
         if args.json:
-            common.write_json(result)
+            streams.write_json(result)
         else:
-            common.write(_row(result))
+            streams.write(_row(result))
             if "profile" in result:
                 costs.append((own["profile"], result["profile"]))
     for folder, found in costs:
         _write_costs(found, folder)
     if failed:
-        common.tell(f"clearllama: error: {failed} of {len(chosen)} settings could not be measured")
+        streams.tell(f"clearllama: error: {failed} of {len(chosen)} settings could not be measured")
     return 1 if failed else 0
 
 
@@ -242,7 +242,7 @@ def _measure_and_send(args: argparse.Namespace, setting: Setting, sender: Connec
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        sender.send({"error": common.describe(error)})
+        sender.send({"error": streams.describe(error)})
 
 
 # ----------------------------------------------------------------------------------------------------------- tables
@@ -262,7 +262,7 @@ def _row(result: dict[str, Any]) -> str:
 def _write_costs(costs: dict[str, list[dict[str, Any]]], folder: Path) -> None:
     """The costliest operators of each phase."""
     for phase, rows in costs.items():
-        common.write(f"\n{phase}, costliest operators (all of it: {folder / phase}.json)\n")
-        common.write("   self ms   share    calls  operator\n")
+        streams.write(f"\n{phase}, costliest operators (all of it: {folder / phase}.json)\n")
+        streams.write("   self ms   share    calls  operator\n")
         for row in rows:
-            common.write(f"{row['self_ms']:>10,.2f}  {row['share']:>6.1%}  {row['calls']:>7,}  {row['operator']}\n")
+            streams.write(f"{row['self_ms']:>10,.2f}  {row['share']:>6.1%}  {row['calls']:>7,}  {row['operator']}\n")

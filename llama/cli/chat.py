@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
-from . import common, ranks
+from . import answers, arguments, drafts, loading, ranks, sessions, streams
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -24,7 +24,7 @@ HELP = """\
 Ctrl-C stops an answer; what was said so far stays in the conversation."""
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk to a model",
@@ -32,24 +32,24 @@ def add_parser(commands: common.Subparsers) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    common.add_chat_format(parser)
-    common.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
-    common.add_draft_options(parser)
-    common.add_session_options(parser)
-    common.add_model_options(parser)
+    arguments.add_chat_format(parser)
+    arguments.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
+    arguments.add_draft_options(parser)
+    arguments.add_session_options(parser)
+    arguments.add_model_options(parser)
     ranks.add_options(parser)
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise UsageError("standard input is closed, and chat reads its turns from it")
-    options = common.sampling_options(args)
-    common.check_draft(args)
-    common.check_session(args)
-    llm = common.load(args)
-    options["draft"] = common.load_draft(args, llm.model)
+    options = arguments.sampling_options(args)
+    drafts.check_draft(args)
+    sessions.check_session(args)
+    llm = loading.load(args)
+    options["draft"] = drafts.load_draft(args, llm.model)
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
     if llm.chat_template is None and llm.chat_format is None:
@@ -58,17 +58,17 @@ def run(args: argparse.Namespace) -> int:
             " names a built-in format"
         )
     if llm.chat_format is not None:
-        common.say(args, f"messages are written in the format {llm.chat_format}")
+        streams.say(args, f"messages are written in the format {llm.chat_format}")
     if not llm.sampling and "temperature" not in options:
         options = {"temperature": 0.6, "top_p": 0.9, **options}
-    common.say(args, "/help lists the commands, /exit or Ctrl-D leaves")
-    session = common.load_session(args, llm.model)
+    streams.say(args, "/help lists the commands, /exit or Ctrl-D leaves")
+    session = sessions.load_session(args, llm.model)
     if args.system is not None and session is not None and session.messages:
         raise UsageError("the session goes on with its own conversation: leave --system out, or set it with /system")
     chat = Chat(llm, args.system, session)
     if chat.messages:
-        common.say(args, f"the conversation goes on behind its {len(chat.messages)} messages; /clear begins a new one")
-    with common.saving(args, chat.session, llm.model):
+        streams.say(args, f"the conversation goes on behind its {len(chat.messages)} messages; /clear begins a new one")
+    with sessions.saving(args, chat.session, llm.model):
         return converse(args, chat, options)
 
 
@@ -81,10 +81,10 @@ def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> i
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             if sys.stdin.isatty():
-                common.write("\n")
+                streams.write("\n")
             return 0
         except KeyboardInterrupt:  # at the prompt: drop the line
-            common.write("\n")
+            streams.write("\n")
             continue
         if not line:
             continue
@@ -100,7 +100,7 @@ def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> i
             if args.debug:
                 raise
             hint = "; /clear forgets the conversation" if isinstance(error, ContextLengthError) else ""
-            common.tell(f"clearllama: error: {common.describe(error)}{hint}")
+            streams.tell(f"clearllama: error: {streams.describe(error)}{hint}")
 
 
 class Chat:
@@ -136,17 +136,17 @@ class Chat:
         said, completion = "", None
         try:
             for piece in stream:
-                common.write(piece.text)
+                streams.write(piece.text)
                 said += piece.text
                 completion = piece.completion
         except KeyboardInterrupt:
             stream.close()
-        common.write("\n")
+        streams.write("\n")
         self.session.messages = [*turn, {"role": "assistant", "content": said}]
         if completion is None:
-            common.say(args, "stopped")
+            streams.say(args, "stopped")
         else:
-            common.say_stats(args, completion.stats, completion.finish_reason)
+            answers.say_stats(args, completion.stats, completion.finish_reason)
 
     def command(self, line: str) -> bool:
         """Carry out a /command; False ends the conversation."""
@@ -156,16 +156,16 @@ class Chat:
             return False
         if name == "/clear":
             self.clear()
-            common.tell("the conversation is forgotten")
+            streams.tell("the conversation is forgotten")
         elif name == "/system":
             self.system = rest or None
             self.clear()
             done = "set" if self.system else "removed"
-            common.tell(f"the system message is {done}, the conversation is forgotten")
+            streams.tell(f"the system message is {done}, the conversation is forgotten")
         elif name == "/save":
-            common.tell(common.one_line(self.save(rest)))
+            streams.tell(streams.one_line(self.save(rest)))
         else:
-            common.tell(HELP if name == "/help" else f"unknown command {name}\n{HELP}")
+            streams.tell(HELP if name == "/help" else f"unknown command {name}\n{HELP}")
         return True
 
     def save(self, name: str) -> str:

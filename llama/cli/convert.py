@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import common
+from . import arguments, streams
 
 if TYPE_CHECKING:
     from ..convert import Progress
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "convert",
         help="write a checkpoint in another format",
@@ -37,7 +37,7 @@ def add_parser(commands: common.Subparsers) -> None:
     )
     parser.add_argument("--force", action="store_true", help="replace a target that exists")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -58,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     for warning in proof.warnings:
-        common.say(args, f"warning: {warning}")
+        streams.say(args, f"warning: {warning}")
     if args.json:
-        common.write_json({"path": str(proof.path), "tensors": proof.tensors, "sha256": proof.sha256})
+        streams.write_json({"path": str(proof.path), "tensors": proof.tensors, "sha256": proof.sha256})
     else:
-        common.write(f"{proof.path}\n{proof.tensors} weights read back equal, sha256 {proof.sha256}\n")
+        streams.write(f"{proof.path}\n{proof.tensors} weights read back equal, sha256 {proof.sha256}\n")
     return 0
 
 

@@ -9,7 +9,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from . import common
+from . import streams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,7 @@ def _list(args: argparse.Namespace) -> int:
     from ..study.errata.base import KINDS, passes
 
     if not args.json:
-        common.write("class " + "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items()) + "\n")
+        streams.write("class " + "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items()) + "\n")
     rows: list[dict[str, Any]] = []
     for erratum in ERRATA.values():
         checks = erratum.proof()
@@ -91,13 +91,13 @@ def _list(args: argparse.Namespace) -> int:
         )
         if not args.json:
             word = "PASS" if passed else "FAIL"
-            common.write(f"{word}  {erratum.id:<4}  {erratum.kind:<2}  {erratum.matter}\n")
+            streams.write(f"{word}  {erratum.id:<4}  {erratum.kind:<2}  {erratum.matter}\n")
     count = sum(row["passed"] for row in rows)
     if args.json:
-        common.write_json({"errata": rows, "passed": count == len(rows)})
+        streams.write_json({"errata": rows, "passed": count == len(rows)})
     else:
-        common.write(f"{'PASS' if count == len(rows) else 'FAIL'}: {count} of {len(rows)}\n")
-        common.say(args, "clearllama study errata E33 shows one; --quiz is an exercise")
+        streams.write(f"{'PASS' if count == len(rows) else 'FAIL'}: {count} of {len(rows)}\n")
+        streams.say(args, "clearllama study errata E33 shows one; --quiz is an exercise")
     return 0 if count == len(rows) else 1
 
 
@@ -115,7 +115,7 @@ def _one(args: argparse.Namespace, erratum: Erratum) -> int:
     says = [line for label, text in parts.items() for line in _labelled(label, text)]
     report = reports.Report(erratum.id, erratum.matter, erratum.proof(), says=says)
     if args.json:
-        common.write_json(
+        streams.write_json(
             {
                 "id": erratum.id,
                 **parts,
@@ -126,9 +126,9 @@ def _one(args: argparse.Namespace, erratum: Erratum) -> int:
             }
         )
     else:
-        common.write(reports.text(report))
+        streams.write(reports.text(report))
         if erratum.quiz is not None:
-            common.say(args, f"clearllama study errata --quiz {erratum.id} asks for the right form")
+            streams.say(args, f"clearllama study errata --quiz {erratum.id} asks for the right form")
     return 0 if report.passed else 1
 
 
@@ -149,16 +149,16 @@ def _quiz(args: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     questions = _questions(args)
-    common.write(f"Mend the line. An answer may hold {SPELLING}.\n")
-    common.write("An empty line shows the answer, the end of the input ends the quiz.\n")
+    streams.write(f"Mend the line. An answer may hold {SPELLING}.\n")
+    streams.write("An empty line shows the answer, the end of the input ends the quiz.\n")
     right = done = 0
     for place, erratum in enumerate(questions, 1):
-        common.write(f"\n{erratum.id} ({place} of {len(questions)}): {erratum.where}\n")
+        streams.write(f"\n{erratum.id} ({place} of {len(questions)}): {erratum.where}\n")
         verdict = _ask(erratum, args.seed or 0)
         if verdict is None:
             break
         done, right = done + 1, right + verdict
-    common.write(f"\nscore: {right} of {done}{'' if done == len(questions) else f', {len(questions) - done} left'}\n")
+    streams.write(f"\nscore: {right} of {done}{'' if done == len(questions) else f', {len(questions) - done} left'}\n")
     return 0
 
 
@@ -193,7 +193,7 @@ def _ask(erratum: Erratum, seed: int) -> bool | None:
         return False
     names = "; ".join(f"{name}: {number.meaning}" for name, number in quiz.names.items())
     for label, text in (("printed", quiz.line), ("wanted", quiz.ask), ("names", names)):
-        common.write("".join(f"  {line}\n" for line in _labelled(label, text)))
+        streams.write("".join(f"  {line}\n" for line in _labelled(label, text)))
     tries = refusals = 0
     while tries < TRIES and refusals < REFUSALS:
         line = _read()
@@ -205,16 +205,16 @@ def _ask(erratum: Erratum, seed: int) -> bool | None:
             verdict = judge(quiz, line, seed)
         except UsageError as error:  # no expression: this costs no try
             refusals += 1
-            common.write(f"  refused: {common.one_line(str(error))}\n")
+            streams.write(f"  refused: {streams.one_line(str(error))}\n")
             continue
         if verdict.right:
-            common.write("".join(f"  {text}\n" for text in _labelled("right", erratum.why)))
+            streams.write("".join(f"  {text}\n" for text in _labelled("right", erratum.why)))
             return True
         tries += 1
         at = ", ".join(f"{name} = {value:.6g}" for name, value in verdict.values.items())
-        common.write(f"  no ({tries} of {TRIES}): at {at} that is {verdict.given:.9g}, not {verdict.expected:.9g}\n")
+        streams.write(f"  no ({tries} of {TRIES}): at {at} that is {verdict.given:.9g}, not {verdict.expected:.9g}\n")
     for label, text in (("answer", quiz.answer), ("why", erratum.why)):
-        common.write("".join(f"  {text}\n" for text in _labelled(label, text)))
+        streams.write("".join(f"  {text}\n" for text in _labelled(label, text)))
     return False
 
 
@@ -225,5 +225,5 @@ def _read() -> str | None:
             return input("> ")
         return sys.stdin.readline(LONGEST_LINE) or None
     except EOFError:
-        common.write("\n")
+        streams.write("\n")
         return None

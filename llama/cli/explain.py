@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from ..errors import UsageError
-from . import common
+from . import arguments, loading, streams
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "explain",
         help="follow one token through one block, step by step",
@@ -23,8 +23,8 @@ def add_parser(commands: common.Subparsers) -> None:
     parser.add_argument("--token", type=int, metavar="N", help="which token to follow, from 0 (default: the last)")
     parser.add_argument("--layer", type=int, default=0, metavar="N", help="which block (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    common.add_model_options(parser, default=None, dtype="float32")
-    common.add_debug(parser)
+    arguments.add_model_options(parser, default=None, dtype="float32")
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from ..rope_scaling import with_rope
     from ..study import explain
 
-    common.check_one_device(args, "explain")
+    arguments.check_one_device(args, "explain")
     runtime.set_threads(args.threads)
     if args.model is None:
         for option, value, known in (("--device", args.device, "cpu"), ("--dtype", args.dtype, "float32")):
@@ -41,19 +41,19 @@ def run(args: argparse.Namespace) -> int:
                 raise UsageError(
                     f"{option} {value} is for a model of yours (-m); the tiny one runs in float32 on the CPU"
                 )
-        config = with_rope(explain.TINY, common.rope_scaling(args), args.rope_theta)
+        config = with_rope(explain.TINY, arguments.rope_scaling(args), args.rope_theta)
         net = explain.tiny_model(config, args.rope, args.max_seq_len)
         ids = list(args.text.encode(errors="surrogateescape"))
         name, texts = "tiny, random", [bytes([id]).decode("latin-1") for id in ids]
     else:
         from ..study.trace import spelled
 
-        llm = common.load(args)
+        llm = loading.load(args)
         net, ids = llm.model, llm.tokenizer.encode_prompt(args.text)
-        name, texts = common.model_name(args.model), [spelled(llm.tokenizer, id) for id in ids]
+        name, texts = loading.model_name(args.model), [spelled(llm.tokenizer, id) for id in ids]
     explanation = explain.explain(net, ids, args.token, args.layer, texts, {"model": name})
     if args.json:
-        common.write_json(explain.as_dict(explanation))
+        streams.write_json(explain.as_dict(explanation))
     else:
-        common.write(explain.text(explanation))
+        streams.write(explain.text(explanation))
     return 0 if explanation.report.passed else 1

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from . import batch, common, ranks
+from . import answers, arguments, batch, drafts, loading, ranks, sessions, streams
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..text import Piece
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "generate",
         help="answer or continue a prompt",
@@ -39,13 +39,13 @@ def add_parser(commands: common.Subparsers) -> None:
         "--logprobs", action="store_true", help="log-probability of each new token (with --json or --prompts)"
     )
     batch.add_options(parser)
-    common.add_chat_format(parser)
-    common.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
-    common.add_draft_options(parser)
-    common.add_session_options(parser)
-    common.add_model_options(parser)
+    arguments.add_chat_format(parser)
+    arguments.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
+    arguments.add_draft_options(parser)
+    arguments.add_session_options(parser)
+    arguments.add_model_options(parser)
     ranks.add_options(parser)
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -58,14 +58,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--logprobs goes with --json")
     if args.suffix is not None and (args.system is not None or args.chat_format != "auto"):
         raise UsageError("--suffix is for raw text: leave --system and --chat-format out")
-    options = common.sampling_options(args)
-    common.check_draft(args)
-    common.check_session(args)
-    llm = common.load(args, lambda tokenizer: len(tokenizer.encode_prompt(prompt)) + args.max_new_tokens)
-    options["draft"] = common.load_draft(args, llm.model)
-    session = options["session"] = common.load_session(args, llm.model)
+    options = arguments.sampling_options(args)
+    drafts.check_draft(args)
+    sessions.check_session(args)
+    llm = loading.load(args, lambda tokenizer: len(tokenizer.encode_prompt(prompt)) + args.max_new_tokens)
+    options["draft"] = drafts.load_draft(args, llm.model)
+    session = options["session"] = sessions.load_session(args, llm.model)
     if session is not None and session.messages:
-        common.say(
+        streams.say(
             args, "the session's conversation is not continued here, but by clearllama chat; this is a new prompt"
         )
         session.messages = []
@@ -75,23 +75,23 @@ def run(args: argparse.Namespace) -> int:
     if raw and args.system is not None:
         raise UsageError("--system needs a chat: leave --raw out, or name a format with --chat-format")
     if args.suffix is not None:
-        common.say(args, "the text between prompt and suffix is filled in")
+        streams.say(args, "the text between prompt and suffix is filled in")
         ids = llm.tokenizer.encode_infill(prompt, args.suffix)
         pieces = llm.stream_ids(ids, logprobs=args.logprobs, **options)
     elif raw:
         why = "--raw" if args.raw else "the model has no chat template"
         if not args.raw and llm.chat_format is not None:
             why += f"; if it was made to chat: --chat-format {llm.chat_format}"
-        common.say(args, f"the prompt is continued as it is ({why})")
+        streams.say(args, f"the prompt is continued as it is ({why})")
         pieces = llm.stream(prompt, logprobs=args.logprobs, **options)
     else:
         form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
-        common.say(args, f"the prompt is one user message in {form} (--raw: continue it as it is)")
+        streams.say(args, f"the prompt is one user message in {form} (--raw: continue it as it is)")
         messages = [{"role": "system", "content": args.system}] if args.system is not None else []
         messages.append({"role": "user", "content": prompt})
         pieces = llm.stream_chat(messages, logprobs=args.logprobs, **options)
 
-    with common.saving(args, session, llm.model):
+    with sessions.saving(args, session, llm.model):
         answer(args, prompt, pieces)
     return 0
 
@@ -102,15 +102,15 @@ def answer(args: argparse.Namespace, prompt: str, pieces: Generator[Piece]) -> N
     with contextlib.closing(pieces):
         for piece in pieces:
             if not args.json:
-                common.write(piece.text)
+                streams.write(piece.text)
             completion = piece.completion
     if completion is None:
         raise RuntimeError("the stream ended without its completion")
     if args.json:
-        common.write_json({"prompt": prompt, **common.answer_facts(completion)})
+        streams.write_json({"prompt": prompt, **answers.answer_facts(completion)})
     elif completion.text:
-        common.write("\n")
-    common.say_stats(args, completion.stats, completion.finish_reason)
+        streams.write("\n")
+    answers.say_stats(args, completion.stats, completion.finish_reason)
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -123,7 +123,7 @@ def read_prompt(args: argparse.Namespace) -> str:
             f'no prompt: clearllama {args.command} "your text", or pipe it in; for a conversation, clearllama chat'
         )
     if prompt is None or prompt == "-":
-        return common.read_stdin()
+        return streams.read_stdin()
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # Python passes bytes that are not UTF-8 on as lone surrogates

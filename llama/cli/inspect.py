@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import LlamaError, UsageError
 from ..hub import DEFAULT
-from . import common
+from . import arguments, streams
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -18,7 +18,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 NEXT = "\n" + " " * 19  # a new line below the value
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "inspect",
         help="show what a checkpoint is",
@@ -30,7 +30,7 @@ def add_parser(commands: common.Subparsers) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="tokens to compute memory for (default: the model's)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows to compute memory for (default: 1)")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(resolve(args.model))
     facts = describe(checkpoint, args.context or checkpoint.config.max_seq_len, args.batch)
     if args.json:
-        common.write_json(facts)
+        streams.write_json(facts)
     else:
         for label, value in facts.items():
-            common.write(f"{label.replace('_', ' '):<18} {_text(value)}\n")
+            streams.write(f"{label.replace('_', ' '):<18} {_text(value)}\n")
     return 1 if facts["mismatches"] else 0
 
 

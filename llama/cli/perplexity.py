@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 
 from ..errors import UsageError
-from . import common, ranks
+from . import arguments, loading, ranks, streams
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "perplexity",
         help="how well a model predicts a text",
@@ -21,21 +21,21 @@ def add_parser(commands: common.Subparsers) -> None:
     parser.add_argument("text", type=Path, metavar="FILE", help="a text file, UTF-8; '-' reads standard input")
     parser.add_argument("--window", type=int, metavar="N", help="tokens of a window (default: the model's context)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    common.add_model_options(parser)
+    arguments.add_model_options(parser)
     ranks.add_options(parser)
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.window is not None and args.window < 2:
         raise UsageError(f"--window must be at least 2 tokens, got {args.window}")
-    text = common.read_stdin() if str(args.text) == "-" else common.read_text(args.text)
+    text = streams.read_stdin() if str(args.text) == "-" else streams.read_text(args.text)
     from tqdm import tqdm
 
     from ..evaluate import nats, windows
 
-    llm = common.load(args)
+    llm = loading.load(args)
     model = llm.model
     window = min(args.window or model.max_seq_len, model.max_seq_len)
     if args.window is not None and args.window > window:
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
         "perplexity": math.exp(total / predicted),
     }
     if args.json:
-        common.write_json(facts)
+        streams.write_json(facts)
     else:
-        common.write(
+        streams.write(
             f"perplexity {facts['perplexity']:.4f} over {predicted:,} tokens, windows: {len(parts)} of {window:,};"
             f" {facts['bits_per_byte']:.4f} bits a byte\n"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, UsageError
-from . import common
+from . import arguments, loading, streams
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -25,7 +25,7 @@ GPU_OPTIONS = {
 }
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "plan",
         help="show what GPUs a model needs, and how fast it could be",
@@ -55,7 +55,7 @@ def add_parser(commands: common.Subparsers) -> None:
         group.add_argument(f"--gpu-{name}", metavar=metavar, help=text)
     group.add_argument("--gpus-per-host", type=int, metavar="N", help="GPUs of one host (default: 8)")
     parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     made = plan.plan(wanted, count, gpu, args.tensor_parallel, args.pipeline_parallel)
     facts = describe(made, name, args.quantize)
     if args.json:
-        common.write_json(facts)
+        streams.write_json(facts)
     else:
-        common.write("\n".join(lines(facts)) + "\n")
+        streams.write("\n".join(lines(facts)) + "\n")
     return 0 if made.fits else 1
 
 
@@ -96,7 +96,7 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig]:
     if path_or_name in official() and not path.exists():
         return path_or_name, official()[path_or_name]
     if path.suffix != ".json":
-        return common.model_name(path_or_name), open_checkpoint(resolve(path_or_name)).config
+        return loading.model_name(path_or_name), open_checkpoint(resolve(path_or_name)).config
     name = path.stem if path.stem not in ("config", "params") else path.resolve().parent.name
     if path.is_dir() or not path.exists():
         raise UsageError(f"{path}: there is no such file; known models: {', '.join(official())}")

@@ -12,13 +12,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ..hub import DEFAULT
-from . import common
+from . import arguments, streams
 
 if TYPE_CHECKING:
     from ..repository import HubId
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "pull",
         help="fetch a model",
@@ -37,7 +37,7 @@ def add_parser(commands: common.Subparsers) -> None:
     )
     parser.add_argument("--meta", action="store_true", help="of a repository take Meta's own files, in original/")
     parser.add_argument("--force", action="store_true", help="fetch it even if it is here")
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -62,7 +62,7 @@ def _leaving_at_once(wanted: HubId) -> Iterator[None]:
         for path in repository.unfinished(wanted) - before:
             with contextlib.suppress(OSError):
                 path.unlink()
-        common.tell(f"\nclearllama: interrupted; clearllama pull {wanted} goes on: files that are complete are kept")
+        streams.tell(f"\nclearllama: interrupted; clearllama pull {wanted} goes on: files that are complete are kept")
         os._exit(128 + number)
 
     numbers = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}

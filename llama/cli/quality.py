@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from . import common
+from . import arguments, loading, streams
 
 if TYPE_CHECKING:
     from ..model import Transformer
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         if scheme != "none":
             pick_scheme(scheme)
     path = tiny_folder() / SHIPPED if args.quality == SHIPPED else args.quality
-    text = common.read_text(path)
-    scaling = common.rope_scaling(args)
+    text = streams.read_text(path)
+    scaling = arguments.rope_scaling(args)
     runtime.set_threads(args.threads)
     exact = loader.load_model(
         args.model,
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if not parts:
         raise UsageError(f"{path} has {tokens} tokens; perplexity needs at least 2")
     predicted = sum(len(part) - 1 for part in parts)
-    common.say(
+    streams.say(
         args, f"{path.name}: {tokens:,} tokens in {len(parts)} windows of {window}, through {1 + len(schemes)} models"
     )
     base = _nats(args, exact, parts, "float32")
@@ -86,11 +86,11 @@ def run(args: argparse.Namespace) -> int:
         "schemes": [],
     }
     if not args.json:
-        common.write(f"{'weights':<14} {'perplexity':>10}    change, standard error and goal in %\n")
-        common.write(f"{'float32':<14} {facts['float32']:>10.4f}\n")
+        streams.write(f"{'weights':<14} {'perplexity':>10}    change, standard error and goal in %\n")
+        streams.write(f"{'float32':<14} {facts['float32']:>10.4f}\n")
     for scheme in schemes:
         own = {"quantize": None if scheme == "none" else scheme, "compile": False}
-        model = common.load(argparse.Namespace(**{**vars(args), **own})).model
+        model = loading.load(argparse.Namespace(**{**vars(args), **own})).model
         found = compare(base, _nats(args, model, parts, scheme), predicted)
         goal = None if scheme == "none" else GOALS[pick_scheme(scheme).bits]
         facts["schemes"].append(
@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
         )
         del model
         if not args.json:
-            common.write(_row(scheme, facts["schemes"][-1]))
+            streams.write(_row(scheme, facts["schemes"][-1]))
     if args.json:
-        common.write_json(facts)
+        streams.write_json(facts)
     return 0
 
 

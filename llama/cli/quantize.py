@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from ..errors import UsageError
-from . import common, convert
+from . import arguments, convert, streams
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "quantize",
         help="round a checkpoint to 4 or 8 bits and save it",
@@ -28,7 +28,7 @@ def add_parser(commands: common.Subparsers) -> None:
     parser.add_argument("--shards", type=int, default=0, metavar="N", help="files to spread the weights over")
     parser.add_argument("--force", action="store_true", help="replace a target that exists")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -47,18 +47,18 @@ def run(args: argparse.Namespace) -> int:
         proof = quantize(source, args.target, args.scheme, shards=args.shards, force=args.force, progress=progress)
     after = sum(open_checkpoint(proof.path).parts.values())
     for warning in proof.warnings:
-        common.say(args, f"warning: {warning}")
+        streams.say(args, f"warning: {warning}")
     seconds = time.perf_counter() - started
-    common.say(
+    streams.say(
         args, f"{before / 1e6:,.0f} MB of weights became {after / 1e6:,.0f} MB ({args.scheme}) in {seconds:.1f} s"
     )
     if args.json:
-        common.write_json(
+        streams.write_json(
             {"path": str(proof.path), "scheme": args.scheme, "tensors": proof.tensors, "sha256": proof.sha256}
             | {"bytes_before": before, "bytes_after": after}
         )
     else:
-        common.write(f"{proof.path}\n{proof.tensors} tensors read back equal, sha256 {proof.sha256}\n")
+        streams.write(f"{proof.path}\n{proof.tensors} tensors read back equal, sha256 {proof.sha256}\n")
     return 0
 
 
@@ -67,10 +67,10 @@ def show_schemes(as_json: bool) -> int:
     from ..quant import SCHEMES
 
     if as_json:
-        common.write_json(
+        streams.write_json(
             {name: {"bits_per_weight": s.bits_per_weight, "about": s.about} for name, s in SCHEMES.items()}
         )
         return 0
     for name, scheme in SCHEMES.items():
-        common.write(f"{name:<14} {scheme.bits_per_weight:>5.2f} bits a weight   {scheme.about}\n")
+        streams.write(f"{name:<14} {scheme.bits_per_weight:>5.2f} bits a weight   {scheme.about}\n")
     return 0

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ..errors import LlamaError, ParallelError, UsageError
-from . import common
+from . import loading, streams
 
 PARENT = "CLEARLLAMA_PARENT"  # the process that started the ranks and watches over them
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells each rank
@@ -66,9 +66,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     except (UsageError, ParallelError) as error:
         if rank == 0:
             raise
-        told = common.describe(error)
+        told = streams.describe(error)
         if PARENT in os.environ or told.startswith("rank "):
-            common.tell(f"clearllama: error: {told}")
+            streams.tell(f"clearllama: error: {told}")
         time.sleep(1)  # most likely rank 0 says the same
         return 2
 
@@ -160,7 +160,7 @@ def _follow(args: argparse.Namespace) -> int:
 
     args.quiet, world = True, args.world
     try:
-        model = common.load_model(args)
+        model = loading.load_model(args)
     except LlamaError:
         if world.broken is None:
             return 0  # all ranks know, and rank 0 says so
@@ -172,7 +172,7 @@ def _follow(args: argparse.Namespace) -> int:
             return 0
     except ParallelError as error:
         if not world.lost:  # it was not another one that ended
-            common.tell(f"clearllama: error: rank {world.place.rank}: {common.describe(error)}")
+            streams.tell(f"clearllama: error: rank {world.place.rank}: {streams.describe(error)}")
             return 1
     if PARENT in os.environ:
         time.sleep(2 * CLOSE_SECONDS)  # as above
@@ -271,7 +271,7 @@ def _told(args: argparse.Namespace, result: Any) -> int:
     rank, failure = next(iter(result.failures.items()))  # the first that failed; the others were stopped
     if args.debug:
         for log in result.stderrs.values():
-            common.tell(Path(log).read_text(errors="replace") if log else "")
+            streams.tell(Path(log).read_text(errors="replace") if log else "")
     if rank == 0 and failure.exitcode > 0:
         return int(failure.exitcode)
     lines = Path(result.stderrs[rank]).read_text(errors="replace").strip().splitlines() if rank else []
@@ -282,5 +282,5 @@ def _told(args: argparse.Namespace, result: Any) -> int:
         told = f"rank {rank} was ended by {name}" + " (was there too little memory?)" * (name == "SIGKILL")
     else:
         told = f"rank {rank} ended with exit code {failure.exitcode}"
-    common.tell(f"clearllama: error: {common.one_line(told)}; the other ranks were stopped")
+    streams.tell(f"clearllama: error: {streams.one_line(told)}; the other ranks were stopped")
     return 1

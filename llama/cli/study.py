@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from . import common, errata
+from . import arguments, errata, streams
 
 # option -> keyword of a topic's report
 OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", "rope_factor": "factor"} | {
@@ -15,7 +15,7 @@ OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", 
 }
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "study",
         help="learn RoPE: every claim, computed on the spot",
@@ -55,7 +55,7 @@ def add_parser(commands: common.Subparsers) -> None:
     )
     group.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16")
     errata.add_arguments(parser)
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         if args.figures is not None:
             return _draw_all(args, list(topics.TOPICS), {})
         for name, question in topics.TOPICS.items():
-            common.write(f"{name:<12} {question}\n")
+            streams.write(f"{name:<12} {question}\n")
         return 0
     topic = topics.find(args.topic)
     from ..study import report as reports
@@ -93,11 +93,11 @@ def run(args: argparse.Namespace) -> int:
     if args.figure is not None:
         _draw(args, figure, args.figure, given)
     if args.json:
-        common.write_json(reports.as_dict(report))
+        streams.write_json(reports.as_dict(report))
     else:
-        common.write(reports.text(report))
+        streams.write(reports.text(report))
         if topic.figures:
-            common.say(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FILE)")
+            streams.say(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FILE)")
     return 0 if report.passed or not report.checks else 1  # nothing to check is no failure
 
 
@@ -107,7 +107,7 @@ def _write_page(args: argparse.Namespace) -> int:
     if args.json or any(getattr(args, name) is not None for name in ("topic", "figure", "which", *OPTIONS)):
         raise UsageError("--html writes one page with controls of its own; it takes no TOPIC and no other option")
     size = page.write(args.html)
-    common.say(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
+    streams.say(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
     return 0
 
 
@@ -130,7 +130,7 @@ def _draw(args: argparse.Namespace, figure: Any, file: Path, given: dict[str, An
     taken = {key: value for key, value in given.items() if key in options_of(figure.data)}
     figures.save(figure, file, **taken)
     ignored = ", ".join(key for key in given if key not in taken and key != "progress")
-    common.say(args, f"{file}: figure {figure.name}{f' (it shows its own {ignored})' if ignored else ''}")
+    streams.say(args, f"{file}: figure {figure.name}{f' (it shows its own {ignored})' if ignored else ''}")
 
 
 def _draw_all(args: argparse.Namespace, names: list[str], given: dict[str, Any]) -> int:

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 from ..errors import UsageError
-from . import common, generate
+from . import arguments, generate, loading, streams
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "trace",
         help="see what the model computes on a text, and what changes without a part of it",
@@ -37,8 +37,8 @@ def add_parser(commands: common.Subparsers) -> None:
     )
     group.add_argument("--layers", metavar="FIRST:END", help="run only these layers, as 0:8 for layers 0 to 7")
     group.add_argument("--no-rope", action="store_true", help="rotate nothing")
-    common.add_model_options(parser, dtype="float32")
-    common.add_debug(parser)
+    arguments.add_model_options(parser, dtype="float32")
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{option} {file}: expected a file in a folder that exists")
     if args.html is not None and args.json is not None and args.html.resolve() == args.json.resolve():
         raise UsageError(f"--html and --json both name {args.html}; one would overwrite the other")
-    common.check_one_device(args, "trace")
+    arguments.check_one_device(args, "trace")
     prompt = generate.read_prompt(args)
-    scaling = common.rope_scaling(args)
+    scaling = arguments.rope_scaling(args)
     untouched = copy.copy(args)  # another rotation is an intervention here, so the model is loaded without
     untouched.rope_scaling = untouched.rope_factor = untouched.rope_theta = None
     from ..rope_scaling import reach, with_rope
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         intervene.head_numbers(text)
     if args.layers is not None:
         intervene.layer_numbers(args.layers)
-    llm = common.load(untouched)
+    llm = loading.load(untouched)
     config = llm.model.config
     changed = with_rope(config, scaling, args.rope_theta)
     stretched = reach(changed.max_seq_len, changed.rope_scaling)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         )
     traced = trace.trace(llm.model, ids, intervention)
     about = {
-        "model": common.model_name(args.model),
+        "model": loading.model_name(args.model),
         "prompt": prompt,
         "dtype": str(llm.model.tok_embeddings.weight.dtype).removeprefix("torch."),
         "n_layers": config.n_layers,
@@ -98,13 +98,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         whole = facts | {"attention": trace.attention_rows(traced.weights)}
         text = json.dumps(whole, allow_nan=False) + "\n"
-        common.write_file(args.json, text)
-        common.say(args, f"{args.json}: {len(text) / 1000:,.0f} kB")
+        streams.write_file(args.json, text)
+        streams.say(args, f"{args.json}: {len(text) / 1000:,.0f} kB")
     if args.html is not None:
         text = trace_page.render(facts, trace.packed_maps(traced.weights))
-        common.write_file(args.html, text)
-        common.say(args, f"{args.html}: {len(text.encode()) / 1000:,.0f} kB; open it in a browser")
-    common.write(trace.summary(facts))
+        streams.write_file(args.html, text)
+        streams.say(args, f"{args.html}: {len(text.encode()) / 1000:,.0f} kB; open it in a browser")
+    streams.write(trace.summary(facts))
     if args.html is None and args.json is None:
-        common.say(args, "--html FILE draws it")
+        streams.say(args, "--html FILE draws it")
     return 0

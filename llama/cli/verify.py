@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError
-from . import common
+from . import arguments, streams
 
 if TYPE_CHECKING:
     from ..verify import Finding, Progress
 
 
-def add_parser(commands: common.Subparsers) -> None:
+def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "verify",
         help="check that a checkpoint is whole and undamaged",
@@ -32,7 +32,7 @@ def add_parser(commands: common.Subparsers) -> None:
         "--tensors", action="store_true", help="also read every weight, for NaN, infinity and matrices of zeros"
     )
     parser.add_argument("--json", action="store_true", help="one object: path, format, ok, findings")
-    common.add_debug(parser)
+    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -46,13 +46,13 @@ def run(args: argparse.Namespace) -> int:
             findings.append(finding)
             if not args.json:
                 clear()
-                common.write(common.one_line(_line(finding)) + "\n")
+                streams.write(streams.one_line(_line(finding)) + "\n")
     counts: Counter[str] = Counter(finding.status for finding in findings)
     if args.json:
         report = {"path": str(path), "format": format_of(path), "ok": not counts["fail"]}
-        common.write_json({**report, "findings": [dataclasses.asdict(finding) for finding in findings]})
+        streams.write_json({**report, "findings": [dataclasses.asdict(finding) for finding in findings]})
     else:
-        common.write(_summary(counts) + "\n")
+        streams.write(_summary(counts) + "\n")
     return 1 if counts["fail"] else 0
 
 
