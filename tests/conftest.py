@@ -30,6 +30,15 @@ hypothesis.settings.register_profile("clearllama", deadline=None)  # shared mach
 hypothesis.settings.load_profile("clearllama")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--row", metavar="ID", help="only the cases of this fault, A03 for example")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if row := config.getoption("--row"):
+        items[:] = [item for item in items if any(mark.args[0] == row for mark in item.iter_markers("row"))]
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For tests of tiny models: two threads cost more in waiting for each other than they save."""
@@ -59,6 +68,13 @@ def default_gguf() -> Path:
 @pytest.fixture(scope="session")
 def default_llm(default_gguf: Path) -> Llama:
     return loader.load(default_gguf, dtype="float32", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def _row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """Write down for docs/reliability.md which fault a test is a case of."""
+    for mark in request.node.iter_markers("row"):
+        record_property("row", mark.args[0])
 
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,17 +16,30 @@ from pathlib import Path
 
 
 class Forked:
-    """The process that forks. `run` is subprocess.run for `python -m llama ARGS`, with this process' environment."""
+    """The process that forks. `run` is subprocess.run for `python -m llama ARGS`, with this process' environment.
+
+    seconds: after so long the child is killed by SIGALRM, exit code -14. memory: bytes of addresses it may take beyond
+    what the process has after its imports.
+    """
 
     def __init__(self) -> None:
         self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def run(self, args: tuple[str, ...], stdin: bytes | None) -> subprocess.CompletedProcess[bytes]:
+    def run(
+        self, args: tuple[str, ...], stdin: bytes | None, seconds: int = 0, memory: int = 0
+    ) -> subprocess.CompletedProcess[bytes]:
         with tempfile.TemporaryDirectory() as work:
             streams = [Path(work) / name for name in ("stdin", "stdout", "stderr")]
             for path, content in zip(streams, (stdin or b"", b"", b""), strict=True):
                 path.write_bytes(content)
-            request = {"args": args, "env": dict(os.environ), "cwd": os.getcwd(), "streams": [str(s) for s in streams]}
+            request = {
+                "args": args,
+                "env": dict(os.environ),
+                "cwd": os.getcwd(),
+                "streams": [str(s) for s in streams],
+                "seconds": seconds,
+                "memory": memory,
+            }
             assert self.server.stdin is not None
             assert self.server.stdout is not None
             self.server.stdin.write(json.dumps(request).encode() + b"\n")
@@ -60,6 +75,11 @@ def become(request: dict) -> None:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.argv = ["clearllama", *request["args"]]
+    signal.alarm(request["seconds"])  # nothing handles it: it ends a child that hangs in C as well
+    if request["memory"]:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + request["memory"]
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     code = 1
     try:
         code = main()

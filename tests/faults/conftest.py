@@ -1,0 +1,60 @@
+"""A child for every bad input, with limits, a canary and a folder that must stay as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ..forked import Forked
+from .harness import Outcome, Trial, snapshot
+
+Try = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    server = Forked()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def attempt(
+    forked: Forked,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> Iterator[Try]:
+    """Run `clearllama ARGS` in a child: attempt("inspect", path). Counts the inputs that were tried.
+
+    The child has 10 seconds and 1 GiB of addresses beyond what the imports took. CANARY names a file that no input
+    may bring about. What lay in the test's folder before must be there afterwards, to the byte, and nothing else:
+    writes=(names,) excepts what the command was asked to write.
+    """
+    canary = tmp_path.parent / f"{tmp_path.name}.canary"
+    monkeypatch.setenv("CANARY", str(canary))
+    tried = 0
+
+    def run(
+        *args: object,
+        stdin: bytes | None = None,
+        seconds: int = 10,
+        memory: int = 1 << 30,
+        writes: tuple[str, ...] = (),
+    ) -> Outcome:
+        nonlocal tried
+        tried += 1
+        before = snapshot(tmp_path)
+        done = forked.run(tuple(str(a) for a in args), stdin, seconds, memory)
+        after = snapshot(tmp_path)
+        for name in writes:
+            before.pop(name, None)
+            after.pop(name, None)
+        assert after == before, f"{args}: files were changed, made or lost"
+        assert not canary.exists(), f"{args}: code in the input was run"
+        return Outcome(Trial(args), done.returncode, done.stdout, done.stderr)
+
+    yield run
+    record_property("inputs", max(tried, 1))

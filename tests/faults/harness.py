@@ -1,0 +1,94 @@
+"""What a command may do with a bad input, and how bad inputs are made out of good ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Where a count, a length or an offset stands in a file, these are tried, wrapped to its width.
+INTEGERS = (0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    args: tuple[object, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a child ended. `code` is negative where a signal ended it: -14 is the time limit, -11 a crash."""
+
+    trial: Trial
+    code: int
+    stdout: bytes
+    stderr: bytes
+
+    @property
+    def error(self) -> str:
+        return self.stderr.decode()
+
+    def refused(self, *words: str, code: int = 1) -> str:
+        """The contract for what is refused: the exit code, nothing on stdout, one line on stderr with all the words."""
+        told = f"{self.trial.args}\nexit code {self.code}\nstdout {self.stdout[:500]!r}\nstderr {self.error}"
+        assert self.code == code, told
+        assert self.stdout == b"", told
+        self._one_error(told)
+        for word in words:
+            assert word in self.error, f"expected {word!r} in\n{told}"
+        return self.error
+
+    def survived(self) -> bool:
+        """True: it ran (exit code 0). False: it was refused by the contract. Anything else fails the test."""
+        if self.code != 0:
+            self.refused(code=self.code if self.code in (1, 2) else 1)
+            return False
+        assert b"Traceback" not in self.stderr, self.error
+        return True
+
+    def _one_error(self, told: str) -> None:
+        """Warnings and words of progress may stand before it; the error is one line, the last, and foreseen."""
+        lines = [line for line in self.error.splitlines() if "error" in line.split(": ")[:2][-1]]
+        assert len(lines) == 1, told
+        assert self.error.rstrip("\n").endswith(lines[0]), told
+        assert lines[0].isprintable(), told
+        assert "Traceback" not in self.error, told
+        assert "unexpected " not in lines[0], told
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, str]]:
+    """Mode and hash of everything below a folder; a link counts by where it points."""
+    found: dict[str, tuple[int, str]] = {}
+    for path in sorted(folder.rglob("*")):
+        at = path.lstat()
+        if path.is_symlink():
+            content = os.readlink(path)
+        else:
+            content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        found[str(path.relative_to(folder))] = at.st_mode, content
+    return found
+
+
+def cuts(data: bytes, header: int, every: int = 1) -> Iterator[tuple[str, bytes]]:
+    """The file cut at every byte of its header, and at a few behind it."""
+    for end in [*range(0, header, every), (header + len(data)) // 2, len(data) - 1]:
+        yield f"cut at {end}", data[:end]
+
+
+def flips(data: bytes, header: int, every: int = 1) -> Iterator[tuple[str, bytes]]:
+    """The file with one bit of its header flipped, each in turn; every: one in so many."""
+    for bit in range(0, 8 * header, every):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        yield f"bit {bit % 8} of byte {bit // 8}", bytes(changed)
+
+
+def integers(data: bytes, at: int, width: int) -> Iterator[tuple[str, bytes]]:
+    """The file with the little-endian integer of `width` bytes at `at` replaced by each of INTEGERS."""
+    there = int.from_bytes(data[at : at + width], "little")
+    for value in (*INTEGERS, there - 1, there + 1):
+        new = (value % (1 << 8 * width)).to_bytes(width, "little")
+        if new != data[at : at + width]:
+            yield f"{value} at {at}", data[:at] + new + data[at + width :]
