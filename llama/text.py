@@ -21,7 +21,7 @@ from .tokenizer import Tokenizer
 
 __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
-BATCH_SIZE = 8  # answers under way at once
+BATCH_SIZE = 16  # answers under way at once
 
 
 class Llama:
@@ -57,7 +57,7 @@ class Llama:
         """Continue raw text, exactly as it stands (begin-of-text is added where the model was trained with it).
 
         A list of prompts gives a list of completions, the same as one by one. They are worked on at once, batch_size
-        of them (default: 8); with a draft or a session, one after the other. The first error ends them all.
+        of them (default: 16); with a draft or a session, one after the other. The first error ends them all.
         """
         if isinstance(prompt, str):
             return _last(self.stream(prompt, **options))

@@ -31,12 +31,12 @@ hypothesis.settings.load_profile("clearllama")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--row", metavar="ID", help="only the cases of this fault, A03 for example")
+    parser.addoption("--row", metavar="ID", help="only the cases of a fault, A03, or of any")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if row := config.getoption("--row"):
-        items[:] = [item for item in items if any(mark.args[0] == row for mark in item.iter_markers("row"))]
+        items[:] = [item for item in items if any(row in (mark.args[0], "any") for mark in item.iter_markers("row"))]
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--prompts", metavar="FILE", help="a file of prompts, - for standard input")
     group.add_argument("--output", metavar="FILE", help="where the answers go (default: standard output, or -)")
-    group.add_argument("--batch-size", type=int, metavar="N", help="answers under way at once (default: 8)")
+    group.add_argument("--batch-size", type=int, metavar="N", help="answers under way at once (default: 16)")
 
 
 def check_absent(args: argparse.Namespace) -> None:
@@ -238,6 +238,8 @@ def encode(answer: dict[str, Any]) -> bytes:
 # ---------------------------------------------------------------------------------------------------------------- run
 def run(args: argparse.Namespace) -> int:
     """Answer the lines that have no answer yet; 1 where some could not be run."""
+    from ..text import BATCH_SIZE
+
     where = "standard input" if args.prompts == "-" else args.prompts
     for name in ("text", "prompt", "suffix", "draft", "draft_tokens", "load_session", "save_session"):
         if getattr(args, name) is not None:
@@ -247,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--prompts writes JSON lines anyway: leave --json out")
     if args.raw and args.system is not None:
         raise UsageError("--system needs a chat: leave --raw out")
-    size = 8 if args.batch_size is None else args.batch_size
+    size = BATCH_SIZE if args.batch_size is None else args.batch_size
     if not 1 <= size <= 4096:
         raise UsageError(f"--batch-size must be a whole number from 1 to 4096, got {size}")
     if args.output is not None and args.prompts != "-" and os.path.exists(args.output):

@@ -1,0 +1,175 @@
+"""Run the fault suite and write what it did to docs/reliability.md.
+
+usage: python scripts/reliability.py [--quick] [--output docs/reliability.md]
+
+Every test that is a case of a fault is run, the slow ones too, then every defect is planted. With --quick neither
+the slow cases nor the defects are run; the page says so. Exit code 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.faults.planted import DEFECTS  # noqa: E402
+from tests.faults.rows import GROUPS, ROWS, SILENT  # noqa: E402
+
+INTRODUCTION = """\
+# Reliability
+
+What was done to this program, and what it did. `python scripts/reliability.py` runs the fault suite and writes this
+page; this is its run of {today}, {versions}{quick}.
+
+A *row* is a kind of bad input or fault. A *case* is a test of it and tries one or many *inputs*: files cut at each
+byte, each bit flipped, each number replaced by the worst ones. Files go to a process of its own with a limit of 10
+seconds and 1 GiB, a canary that hostile code would touch, and a folder that must stay as it is. There it runs, or it
+ends with the right exit code, nothing on stdout, and one line that names file, item, what was found and what to do.
+
+"""
+
+SILENCE = """\
+## What passes in silence elsewhere
+
+{count} rows are faults that programs of this kind let pass without an error: that nothing was raised proves nothing
+there. Each has a case that holds two independent computations against each other, and each case was proved: the
+defect was planted in the source, and the case failed.
+
+"""
+
+
+@dataclasses.dataclass
+class Tally:
+    """What became of the cases of a row."""
+
+    cases: int = 0
+    inputs: int = 0
+    passed: int = 0
+    skipped: int = 0
+    names: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def failed(self) -> int:
+        return self.cases - self.passed - self.skipped
+
+
+def pytest(*options: str) -> list[ElementTree.Element]:
+    """The test cases of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *options]
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        if done.returncode > 1:  # 0 all passed, 1 some failed; else it did not run
+            raise SystemExit(f"{' '.join(command)} ended with exit code {done.returncode}")
+        return list(ElementTree.parse(report).iter("testcase"))
+
+
+def ended(case: ElementTree.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    return "skipped" if case.find("skipped") is not None else "passed"
+
+
+def tally(cases: list[ElementTree.Element]) -> dict[str, Tally]:
+    """By row. A case of two rows counts for both."""
+    found: dict[str, Tally] = collections.defaultdict(Tally)
+    for case in cases:
+        properties = [(p.get("name"), p.get("value")) for p in case.iter("property")]
+        inputs = sum(int(value or 1) for name, value in properties if name == "inputs")
+        for row in {value for name, value in properties if name == "row" and value}:
+            mine = found[row]
+            mine.cases += 1
+            outcome = ended(case)
+            mine.passed += outcome == "passed"
+            mine.skipped += outcome == "skipped"
+            mine.inputs += 0 if outcome == "skipped" else max(inputs, 1)
+            name = (case.get("name") or "").split("[")[0]
+            if name not in mine.names:
+                mine.names.append(name)
+    return found
+
+
+def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
+    """docs/reliability.md."""
+
+    def total(name: str, rows: list[str]) -> int:
+        return sum(getattr(found[row], name) for row in rows if row in found)
+
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "safetensors", "tokenizers")
+    )
+    lines = [
+        *INTRODUCTION.format(
+            today=datetime.date.today(),
+            versions=f"Python {platform.python_version()}, {versions}, {platform.system()}, {os.cpu_count()} cores",
+            quick=", without slow cases and planted defects (`--quick`)" if quick else "",
+        ).splitlines(),
+        "| group | rows | cases | inputs | passed | skipped here | failed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for group, name in GROUPS.items():
+        rows = [row for row in ROWS if row[0] == group]
+        numbers = [total(what, rows) for what in ("cases", "inputs", "passed", "skipped", "failed")]
+        lines.append(f"| {group} {name} | {len(rows)} | " + " | ".join(f"{n:,}" for n in numbers) + " |")
+    numbers = [total(what, list(ROWS)) for what in ("cases", "inputs", "passed", "skipped", "failed")]
+    lines.append(f"| all | {len(ROWS)} | " + " | ".join(f"{n:,}" for n in numbers) + " |")
+    lines += [
+        "",
+        *SILENCE.format(count=len(SILENT)).splitlines(),
+        "| row | fault | the defect that was planted | its cases noticed |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {d.row} | {ROWS[d.row]} | {d.what} | {caught.get(name(d), 'not run')} |" for d in DEFECTS if d.row in SILENT
+    ]
+    others = [d for d in DEFECTS if d.row not in SILENT]
+    if others:
+        lines += ["", "Planted in other rows:", "", "| row | fault | the defect that was planted | its cases noticed |"]
+        lines += ["|---|---|---|---|"]
+        lines += [f"| {d.row} | {ROWS[d.row]} | {d.what} | {caught.get(name(d), 'not run')} |" for d in others]
+    lines += ["", "## Every row", "", "| row | fault | cases | inputs | tests |", "|---|---|---|---|---|"]
+    for row, what in ROWS.items():
+        mine = found.get(row, Tally())
+        tests = ", ".join(f"`{n}`" for n in mine.names[:4]) + (
+            f" and {len(mine.names) - 4} more" if len(mine.names) > 4 else ""
+        )
+        lines.append(f"| {row} | {what} | {mine.cases} | {mine.inputs:,} | {tests} |")
+    return "\n".join(lines) + "\n"
+
+
+def name(defect: object) -> str:
+    return f"{defect.row} {defect.what}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="neither slow cases nor planted defects")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "reliability.md")
+    args = parser.parse_args()
+    cases = pytest("--row", "any", *(() if args.quick else ("-m", "")))
+    planted = [] if args.quick else pytest("-m", "slow", "tests/faults/test_planted.py")
+    caught = {
+        (case.get("name") or "").split("[", 1)[-1].removesuffix("]"): {"passed": "yes", "failed": "**no**"}[ended(case)]
+        for case in planted
+    }
+    found = tally(cases)
+    args.output.write_text(page(found, caught, args.quick))
+    failed = sum(mine.failed for mine in found.values()) + list(caught.values()).count("**no**")
+    print(f"{args.output}: {len(cases)} cases, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
