@@ -259,7 +259,7 @@ def together(world: World | None) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    said = {"error": failure and str(failure)[:500], "told": world.told}
+    said = {"error": failure and (str(failure)[:500] or type(failure).__name__), "told": world.told}
     with _connected(world):
         heard = [json.loads(text) for text in world.exchange(json.dumps(said))]
     if failure is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..errors import LlamaError, ParallelError, UsageError
+from ..errors import ParallelError, UsageError
 from . import loading, streams
 
 PARENT = "CLEARLLAMA_PARENT"  # the process that started the ranks and watches over them
@@ -161,7 +161,7 @@ def _follow(args: argparse.Namespace) -> int:
     args.quiet, world = True, args.world
     try:
         model = loading.load_model(args)
-    except LlamaError:
+    except Exception:  # one that is no LlamaError as well, memory that ran out for example
         if world.broken is None:
             return 0  # all ranks know, and rank 0 says so
         model = None
