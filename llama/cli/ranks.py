@@ -140,7 +140,9 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
     world = args.world = parallel.join(Place(rank, tensor, pipeline), args.device)
     args.device = str(world.device)
     if rank:
-        return _follow(args)
+        code = _follow(args)
+        sys.stderr.flush()
+        os._exit(code)  # where rank 0 is gone already, closing the connections would abort this process
     try:
         code = int(args.run(args))
     except Exception:
@@ -170,7 +172,9 @@ def _follow(args: argparse.Namespace) -> int:
             parallel.follow(model, world)
             parallel.leave(world)
             return 0
-    except ParallelError as error:
+    except Exception as error:
+        if args.debug:
+            raise
         if not world.lost:  # it was not another one that ended
             streams.tell(f"clearllama: error: rank {world.place.rank}: {streams.describe(error)}")
             return 1
