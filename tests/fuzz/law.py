@@ -26,7 +26,8 @@ FORBIDDEN = (
 )  # fmt: skip
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Modules are imported when they are first needed, and libraries look at the machine.
-LIBRARIES = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2] / "llama"), "/proc/", "/sys/")
+ROOT = Path(__file__).parents[2]
+LIBRARIES = (sys.prefix, sys.base_prefix, str(ROOT / "llama"), str(ROOT / "configs"), "/proc/", "/sys/")
 
 Call = Callable[[], object]
 
