@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from llama import folders, kernels
-from llama.checkpoint import documents
+from llama.checkpoint import documents, open_checkpoint
+from llama.errors import CheckpointError
 from llama.tokenizer import common
 
 from . import fuzz
 from .fuzz import law
+from .scripts import make_tiny
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "SECURITY.md").read_text()
@@ -49,3 +52,19 @@ def test_code_is_loaded_only_from_what_the_cache_keeps() -> None:
     }
     assert found == {("kernels.py", "str(build(form))"), ("compiled.py", "str(target)")}
     assert kernels.kept is folders.kept
+
+
+@pytest.mark.parametrize(
+    ("content", "size", "words"), [(b"ab\xff", 3, "not UTF-8 (byte 2)"), (b"", 2**30, "1073741824 bytes")]
+)
+def test_a_template_in_a_file_of_its_own_is_read_with_suspicion(
+    content: bytes, size: int, words: str, tmp_path: Path
+) -> None:
+    path = make_tiny.make(tmp_path / "hf", "llama-3-8b", format="hf")
+    file = path / "chat_template.jinja"
+    file.write_bytes(content)
+    os.truncate(file, size)
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(path)
+    assert str(file) in str(error.value)
+    assert words in str(error.value)

@@ -17,7 +17,7 @@ from . import law
 # the first byte of an input -> (folder, document)
 DOCUMENTS = {
     b"p": ("meta", "params.json"), b"c": ("hf", "config.json"), b"g": ("hf", "generation_config.json"),
-    b"t": ("hf", "tokenizer_config.json"),
+    b"t": ("hf", "tokenizer_config.json"), b"j": ("hf", "chat_template.jinja"),
 }  # fmt: skip
 SCALED = (
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -55,6 +55,8 @@ class Harness(law.Harness):
         yield b'g{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [5, 7], "bos_token_id": 4}'
         yield b't{"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|end_of_text|>"}, "add_bos_token": true}'
         yield b't{"chat_template": [{"name": "default", "template": "{{ messages }}"}]}'
+
+        yield b"j{{ messages }} \xc3\xa9"
 
     def calls(self, data: bytes) -> Iterator[law.Call]:
         place, name = DOCUMENTS.get(data[:1], DOCUMENTS[b"c"])
