@@ -1,10 +1,21 @@
 """The errors a user can meet. Each message is one line: what was expected, what came, the likely cause, the remedy."""
 
 
+def one_line(text: str) -> str:
+    """A text without line breaks and control characters; what can't be printed is written as in Python's source."""
+    return "".join(c if c.isprintable() else " " if c in "\r\n\t" else repr(c)[1:-1] for c in text)
+
+
 class LlamaError(Exception):
-    """Base of every error this package raises on purpose; the command line prints it and exits with `exit_code`."""
+    """Base of every error this package raises on purpose; the command line prints it and exits with `exit_code`.
+
+    Its text is one printable line, whatever a file put into it: it may end up in a terminal or a log.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class UsageError(LlamaError, ValueError):

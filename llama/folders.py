@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 from pathlib import Path
+
+from .errors import UsageError
 
 
 def cache_folder() -> Path:
@@ -16,9 +19,19 @@ def cache_folder() -> Path:
 
 
 def kept(folder: Path, name: str, suffix: str) -> Path | None:
-    """The file that `keep` has put into a folder under a name, or None. A damaged one is removed."""
+    """The file that `keep` has put into a folder under a name, or None. A damaged one is removed.
+
+    Raises UsageError where it or the folder is open to other users: what is kept here is run.
+    """
+    for place in (folder, folder.parent):
+        if place.is_dir() and place.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise UsageError(f"{place} can be written by every user, and code is kept there: chmod o-w {place}")
     for path in sorted(folder.glob(f"{name}-*{suffix}")):
         with contextlib.suppress(OSError):
+            if hasattr(os, "getuid") and path.stat().st_uid not in (os.getuid(), 0):
+                raise UsageError(
+                    f"{path} is another user's, and would be run as code; remove it, or set CLEARLLAMA_CACHE"
+                )
             if path.name == _name_of(path, name):
                 return path
             path.unlink()

@@ -75,7 +75,7 @@ def _load() -> bool:
         return False
     try:
         torch.ops.load_library(str(build(form)))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, UsageError, subprocess.SubprocessError) as error:
         _say(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         return False
     for name, fake in (("linear_blocks", _fake_blocks), ("linear_bf16", _fake_bf16), ("attend", _fake_attend)):

@@ -58,13 +58,16 @@ class SamplingParams:
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise UsageError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
+        raise UsageError(f"{name} must be a whole number from {low} to {high}, got {value!r:.80}")
 
 
 def _real(name: str, value: object, low: float, high: float) -> None:
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.nan
     if not low <= number <= high:  # also false for NaN
-        raise UsageError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
+        raise UsageError(f"{name} must be a number from {low:g} to {high:g}, got {value!r:.80}")
 
 
 # ------------------------------------------------------------------------------------------------------ filters

@@ -563,7 +563,8 @@ def _names(folder: Path) -> set[str]:
 
 
 def _is_plain(name: str) -> bool:
-    return re.fullmatch(r"[^/\\\0]+", name) is not None and name not in (".", "..")
+    short = len(name.encode(errors="replace")) <= 255  # bytes; a longer one no file system has
+    return short and re.fullmatch(r"[^/\\\0]+", name) is not None and name not in (".", "..")
 
 
 def _with_all_parts(name: str) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from llama.errors import UsageError
 from llama.folders import keep, kept
 
 
@@ -38,3 +40,28 @@ def test_a_folder_in_its_place_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "avx2-0123-ffff.so").mkdir()
     path = put(tmp_path, b"library")
     assert kept(tmp_path, "avx2-0123", ".so") == path
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="users are a matter of POSIX")
+def test_code_that_another_user_could_have_put_there_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache" / "kernels"
+    folder.mkdir(parents=True)
+    made = tmp_path / "made.so"
+    made.write_bytes(b"code")
+    target = keep(made, folder, "form")
+    assert kept(folder, "form", ".so") == target
+    for place in (folder, folder.parent):
+        mode = place.stat().st_mode
+        place.chmod(0o777)
+        with pytest.raises(UsageError, match="can be written by every user"):
+            kept(folder, "form", ".so")
+        place.chmod(mode)
+    owner = target.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    if owner == 0:  # root's files are trusted by everybody
+        assert kept(folder, "form", ".so") == target
+        os.chown(target, 12345, -1)
+    with pytest.raises(UsageError, match="another user's"):
+        kept(folder, "form", ".so")

@@ -24,7 +24,7 @@ from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, their_name
-from .documents import Fields, parse_json, read_json
+from .documents import LARGEST, Fields, parse_json, read_json
 from .meta import check_vocabulary
 
 CONFIG = "config.json"
@@ -340,7 +340,14 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _chat_template(self) -> str | None:
         file = self.path / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            if (size := file.stat().st_size) > LARGEST:
+                raise CheckpointError(f"{file} has {size} bytes; expected a chat template of some thousands")
+            try:
+                return file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise CheckpointError(
+                    f"{file} is not UTF-8 (byte {error.start}); fetch it again, or remove it to go without a template"
+                ) from None
         template = self.tokenizer_settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}

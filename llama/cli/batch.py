@@ -192,7 +192,7 @@ class Output:
         """Whether the answer in a line is an error. Raises UsageError where it answers something else."""
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or not {"text", "error"} & found.keys():
             raise self._other(f"line {number} is no answer")

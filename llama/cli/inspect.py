@@ -143,12 +143,15 @@ def _shortened(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A value for people: groups of three digits, one line for each entry where there are many."""
+    """A value for people: groups of three digits, one line for each entry where there are many.
+
+    A line break in a name of the file's makes no line, or it could look like a fact.
+    """
     if isinstance(value, dict):
-        items = [f"{key} {_text(item)}".strip() for key, item in value.items()]
+        items = [f"{streams.one_line(key)} {_text(item)}".strip() for key, item in value.items()]
         return (NEXT if len(", ".join(items)) > 100 else ", ").join(items) or "none"
     if isinstance(value, list):
-        return NEXT.join(map(str, value)) or "none"
+        return NEXT.join(streams.one_line(str(item)) for item in value) or "none"
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else streams.one_line(str(value))

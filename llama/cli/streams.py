@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LlamaError, UsageError
+from ..errors import one_line as one_line
 
 
 def say(args: argparse.Namespace, line: str) -> None:
-    """A line on stderr, unless --quiet."""
+    """A line on stderr, unless --quiet; what a file put into it can not steer a terminal."""
     if not args.quiet:
-        tell(f"clearllama: {line}")
+        tell(f"clearllama: {one_line(line)}")
 
 
 def tell(text: str) -> None:
@@ -35,11 +36,6 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or 'input or output'}: {error.strerror or error}"
     return f"unexpected {type(error).__name__}: {one_line(str(error))[:300]}; --debug shows where"
-
-
-def one_line(text: str) -> str:
-    """A text without line breaks and control characters."""
-    return "".join(c if c.isprintable() else " " if c in "\r\n\t" else repr(c)[1:-1] for c in text)
 
 
 def write(text: str) -> None:

@@ -18,6 +18,8 @@ from .common import CODE_LLAMA_CONTROL, PRE, byte_piece, library_errors, looks_c
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
+DAMAGED = "not a SentencePiece model, or a damaged one; fetch it again"
+
 # Fields of ModelProto, of SentencePiece and of NormalizerSpec; values of SentencePiece.type
 PIECE, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
 TYPE = 3
@@ -103,6 +105,10 @@ class SentencePieceModelTokenizer(Tokenizer):
         self.kind = "SentencePiece model"
         self._where = where
         self.data = data
+        with library_errors(where, DAMAGED):  # the library lets some damage through until it is asked
+            self._build(data, where)
+
+    def _build(self, data: bytes, where: str) -> None:
         library = self._load(data)
         top = [(number, value) for number, value, _ in read_fields(data) if isinstance(value, bytes)]
         pieces = [value for number, value in top if number == PIECE]
@@ -142,7 +148,7 @@ class SentencePieceModelTokenizer(Tokenizer):
     def _load(self, model: bytes) -> SentencePieceProcessor:
         from sentencepiece import SentencePieceProcessor
 
-        with library_errors(self._where, "not a SentencePiece model, or a damaged one; fetch it again"):
+        with library_errors(self._where, DAMAGED):
             return SentencePieceProcessor(model_proto=model)
 
     def _bytes_of(self, id: int, piece: str) -> bytes:

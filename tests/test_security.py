@@ -1,0 +1,70 @@
+"""What SECURITY.md names is there: files, commands, bounds."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from llama import folders, kernels
+from llama.checkpoint import documents, open_checkpoint
+from llama.errors import CheckpointError
+from llama.tokenizer import common
+
+from . import fuzz
+from .fuzz import law
+from .scripts import make_tiny
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "SECURITY.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:tests|llama|\.ci)/[\w./]*|pyproject\.toml)`", TEXT))))
+def test_files_that_are_named_are_there(name: str) -> None:
+    assert (ROOT / name).exists()
+
+
+def test_numbers_that_are_named_are_so() -> None:
+    assert f"may have {documents.LARGEST >> 20} MiB, tokenizer files {common.MAX_FILE_BYTES >> 20}." in TEXT
+    assert f"{law.SECONDS:g} s of processor time, {law.MEMORY >> 20} MB" in TEXT
+    assert f"tries {['', '', '', '', '', '', '', '', 'eight', 'nine'][len(fuzz.NAMES)]} kinds" in TEXT
+    assert "--seconds 20" in (ROOT / ".ci/run").read_text()
+
+
+def test_torch_is_never_asked_to_read_more_than_weights() -> None:
+    calls = [
+        call
+        for path in (ROOT / "llama").rglob("*.py")
+        for call in re.findall(r"torch\.load\([^\n]*|pickle\.loads?\(.*|weights_only=False\)", path.read_text())
+    ]
+    assert calls
+    assert all("weights_only=True" in call for call in calls), calls
+
+
+def test_code_is_loaded_only_from_what_the_cache_keeps() -> None:
+    loading = re.compile(r"load_library\((.*)\)|AOTIModelPackageLoader\((.*?),")
+    found = {
+        (path.name, next(filter(None, match.groups())))
+        for path in (ROOT / "llama").rglob("*.py")
+        for match in loading.finditer(path.read_text())
+    }
+    assert found == {("kernels.py", "str(build(form))"), ("compiled.py", "str(target)")}
+    assert kernels.kept is folders.kept
+
+
+@pytest.mark.parametrize(
+    ("content", "size", "words"), [(b"ab\xff", 3, "not UTF-8 (byte 2)"), (b"", 2**30, "1073741824 bytes")]
+)
+def test_a_template_in_a_file_of_its_own_is_read_with_suspicion(
+    content: bytes, size: int, words: str, tmp_path: Path
+) -> None:
+    path = make_tiny.make(tmp_path / "hf", "llama-3-8b", format="hf")
+    file = path / "chat_template.jinja"
+    file.write_bytes(content)
+    os.truncate(file, size)
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(path)
+    assert str(file) in str(error.value)
+    assert words in str(error.value)
