@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
 from .base import Checkpoint, checked, drop_pages, stored_bytes, their_name
@@ -416,6 +416,11 @@ class GGUFCheckpoint(Checkpoint):
         from ..tokenizer.gguf import from_metadata
 
         tokenizer = from_metadata(self.metadata, str(self.path))
+        if tokenizer.add_bos and tokenizer.bos_id is None:
+            raise TokenizerError(
+                f"{self.path}: every text of this model begins with a begin-of-text id and the key"
+                f" tokenizer.ggml.bos_token_id is missing; the vocabulary is damaged, fetch the file again"
+            )
         check_vocabulary(tokenizer, self.config, str(self.path))
         return tokenizer
 
