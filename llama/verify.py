@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from . import hub
 from .checkpoint import Checkpoint, gguf, huggingface, meta, open_checkpoint, torchfile
-from .checkpoint.documents import parse_json, read_json
+from .checkpoint.documents import read_json
+from .checkpoint.safetensors_header import read_header
 from .errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from .tokenizer import open_tokenizer
 from .weights import mismatches
@@ -34,7 +35,6 @@ Progress = Callable[[str, int, int], None]
 CHUNK = 2**20  # bytes of a file in memory at a time
 ELEMENTS = 2**22  # numbers of a weight looked at at a time
 LARGEST_CHECKLIST = 2**20
-LARGEST_HEADER = 100_000_000  # of a safetensors file, by its specification
 
 TORCH = (".pth", ".pt", ".bin")
 WEIGHTS = (*TORCH, ".safetensors", ".gguf")
@@ -219,8 +219,8 @@ def check_size(file: Path, root: Path) -> Finding:
         with open(file, "rb") as opened:
             torchfile.refuse_mistakes(file, opened.read(64))
         if file.suffix == ".safetensors":
-            header = safetensors_header(file)
-            return f"{file.stat().st_size:,} bytes, as its header says: {len(header):,} tensors"
+            header = read_header(file)
+            return f"{file.stat().st_size:,} bytes, as its header says: {len(header.tensors):,} tensors"
         if file.suffix in TORCH:
             return torch_size(file)
         if file.suffix in (".json", ".model", ".chk"):
@@ -229,32 +229,6 @@ def check_size(file: Path, root: Path) -> Finding:
         return f"{file.stat().st_size:,} bytes, as its header says: {len(tensors):,} tensors"
 
     return _outcome("size", file, root, look)
-
-
-def safetensors_header(file: Path) -> dict[str, Any]:
-    """The tensors a safetensors file says it holds. Raises CheckpointError unless they fill it to the last byte."""
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
-        start = opened.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > min(size - 8, LARGEST_HEADER):
-            raise CheckpointError(
-                f"{file} has {size:,} bytes and its header would take {length:,} of them; it is cut off or no"
-                f" safetensors file, fetch it again"
-            )
-        header = parse_json(opened.read(length), f"{file} (header)")
-    header.pop("__metadata__", None)
-    try:
-        ends = [entry["data_offsets"][1] + 0 for entry in header.values()]
-    except (TypeError, LookupError):
-        raise CheckpointError(f"{file}: the header does not say where a tensor lies; the file is damaged") from None
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        verdict = "it is cut off" if size < expected else "bytes were added"
-        raise CheckpointError(
-            f"{file} has {size:,} bytes and by its header {expected:,} are expected; {verdict}, fetch it again"
-        )
-    return header
 
 
 def torch_size(file: Path) -> str:
@@ -284,8 +258,7 @@ def check_total_size(folder: Path, sound: list[Path]) -> Iterator[Finding]:
         return
     announced = read_json(index).get("metadata")
     said = announced.get("total_size") if isinstance(announced, dict) else None
-    headers = [safetensors_header(file) for file in shards]
-    found = sum(max((entry["data_offsets"][1] for entry in header.values()), default=0) for header in headers)
+    found = sum(entry.end - entry.begin for file in shards for entry in read_header(file).tensors.values())
     if said is None:
         yield Finding("size", "warn", index.name, "does not say the total size of the weights")
     elif said == found:

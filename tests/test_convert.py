@@ -116,6 +116,7 @@ def test_metas_code_reads_shards_that_are_written(tmp_path: Path, ranks: int) ->
 
 
 @pytest.mark.parametrize("like", ["llama-2-7b", "codellama-34b", "llama-3.1-8b", "llama-3.2-3b"])
+@pytest.mark.row("C08")
 def test_transformers_reads_what_is_written(tmp_path: Path, like: str) -> None:
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -343,6 +344,7 @@ def test_a_wrong_byte_is_found_by_the_proof(source: Path, tmp_path: Path, monkey
     assert os.listdir(tmp_path) == ["source"]
 
 
+@pytest.mark.row("C08")
 def test_a_forgotten_permutation_is_found_by_the_proof(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

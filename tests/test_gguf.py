@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +121,7 @@ def test_k_quants_against_a_reading_of_the_layout(
     torch.testing.assert_close(part.tensor("w"), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.row("D14")
 def test_every_quantization_listed_has_a_dequantizer_and_the_right_block() -> None:
     for type, (name, per_block, size) in TENSOR_TYPES.items():
         kind = gguf.GGMLQuantizationType(type)
@@ -131,6 +131,7 @@ def test_every_quantization_listed_has_a_dequantizer_and_the_right_block() -> No
         assert gguf.quants.dequantize(zeros, kind).size >= 256
 
 
+@pytest.mark.row("D12")
 def test_rope_freqs_are_honoured(tmp_path: Path) -> None:
     divisors = torch.linspace(1, 8, 8)
     path = tiny.write_gguf(tmp_path / "x.gguf", extra={"rope_freqs.weight": divisors})
@@ -196,6 +197,7 @@ def test_longrope_tables_are_honoured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factor", [8.0, 32.0, 4.0])
 @pytest.mark.parametrize("length", [64, 8192])
+@pytest.mark.row("D12")
 def test_divisors_made_by_llama3_are_known_again(tmp_path: Path, factor: float, length: int) -> None:
     made = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": length}  # fmt: skip
@@ -228,6 +230,7 @@ def split(tmp_path: Path, tensors: int = 5) -> list[Path]:
     return sorted(tmp_path.glob("part-*.gguf"))
 
 
+@pytest.mark.row("D13")
 def test_a_split_model_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
     parts = split(tmp_path)
     assert len(parts) > 2
@@ -240,6 +243,7 @@ def test_a_split_model_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
         assert torch.equal(loader.build(checkpoint, "cpu", "float32")(tokens), expected)
 
 
+@pytest.mark.row("D13")
 def test_split_models_with_faults(tmp_path: Path) -> None:
     parts = split(tmp_path)
     with pytest.raises(CheckpointError, match=r"holds 2 GGUF models .*; name one of them"):
@@ -258,6 +262,7 @@ def test_split_models_with_faults(tmp_path: Path) -> None:
         open_checkpoint(stray)
 
 
+@pytest.mark.row("D13")
 def test_a_split_model_with_another_count_of_tensors(tmp_path: Path) -> None:
     parts = split(tmp_path)
     data = bytearray(parts[0].read_bytes())
@@ -322,154 +327,6 @@ def test_folders_devices_and_missing_files(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
-# -------------------------------------------------------------------------------------------------- damaged files
-def string(text: bytes, length: int | None = None) -> bytes:
-    return struct.pack("<Q", len(text) if length is None else length) + text
-
-
-def entry(key: bytes, type: int, value: bytes) -> bytes:
-    return string(key) + struct.pack("<I", type) + value
-
-
-def array(type: int, count: int, items: bytes = b"") -> bytes:
-    return struct.pack("<IQ", type, count) + items
-
-
-def tensor(name: bytes = b"t", dims: tuple[int, ...] = (32,), type: int = 0, offset: int = 0) -> bytes:
-    shape = struct.pack("<I", len(dims)) + b"".join(struct.pack("<Q", d) for d in dims)
-    return string(name) + shape + struct.pack("<IQ", type, offset)
-
-
-def file(entries: list[bytes], tensors: list[bytes] = (), data: int = 0, **header: Any) -> bytes:  # type: ignore[assignment]
-    head = header.get("magic", b"GGUF") + struct.pack(
-        "<IQQ", header.get("version", 3), header.get("n_tensors", len(tensors)), header.get("n_kv", len(entries))
-    )
-    body = head + b"".join(entries) + b"".join(tensors)
-    return body + bytes(-len(body) % 32) + bytes(data)
-
-
-HUGE = [2**31, 2**32, 2**63, 2**64 - 1]
-BAD_HEADERS = {
-    "version 1": file([], version=1),
-    "version 99": file([], version=99),
-    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
-    "unknown value type": file([entry(b"k", 13, bytes(8))]),
-    "empty key": file([entry(b"", 0, b"x")]),
-    "key not UTF-8": file([entry(b"\xff\xfe", 0, b"x")]),
-    "key with a control character": file([entry(b"a\x1b[2J", 0, b"x")]),
-    "duplicate key": file([entry(b"k", 0, b"x")] * 2),
-    "string not UTF-8": file([entry(b"k", 8, string(b"\xff"))]),
-    "nested array": file([entry(b"k", 9, array(9, 1, array(0, 1, b"x")))]),
-    "nested 5,000 deep": file([entry(b"k", 9, array(9, 1) * 5000)]),
-    "strings overrun": file([entry(b"k", 9, array(8, 2, string(b"a") + string(b"b", 2**62)))]),
-    "alignment 0": file([entry(b"general.alignment", 4, struct.pack("<I", 0))]),
-    "alignment 3": file([entry(b"general.alignment", 4, struct.pack("<I", 3))]),
-    "alignment 2^30": file([entry(b"general.alignment", 4, struct.pack("<I", 2**30))]),
-    "alignment as text": file([entry(b"general.alignment", 8, string(b"32"))]),
-    "rank 0": file([], [tensor(dims=())]),
-    "rank 5": file([], [tensor(dims=(1, 1, 1, 1, 32))], 128),
-    "rank 10^6": file([], [string(b"t") + struct.pack("<I", 10**6) + bytes(64)]),
-    "size 0": file([], [tensor(dims=(0, 32))]),
-    "unknown tensor type": file([], [tensor(type=999)], 128),
-    "no dequantizer (Q8_1)": file([], [tensor(type=9)], 128),
-    "ragged quantized row": file([], [tensor(dims=(33,), type=2)], 128),
-    "sizes whose product wraps 2^64": file([], [tensor(dims=(2**32, 2**32, 4))], 128),
-    "duplicate tensor": file([], [tensor(), tensor(offset=128)], 256),
-    "two tensors on the same bytes": file([], [tensor(b"a"), tensor(b"b")], 256),
-    "hole between tensors": file([], [tensor(b"a"), tensor(b"b", offset=256)], 512),
-    "offset not aligned": file([], [tensor(b"a"), tensor(b"b", offset=129)], 512),
-    "data cut off": file([], [tensor()], 127),
-    "bytes after the data": file([], [tensor()], 128 + 64),
-    **{f"{n} tensors": file([], n_tensors=n) for n in HUGE},
-    **{f"{n} entries": file([], n_kv=n) for n in HUGE},
-    **{f"string of {n}": file([entry(b"k", 8, string(b"", n))]) for n in HUGE},
-    **{f"array of {n} bytes": file([entry(b"k", 9, array(0, n))]) for n in HUGE},
-    **{f"array of {n} doubles": file([entry(b"k", 9, array(12, n))]) for n in HUGE},
-    **{f"array of {n} strings": file([entry(b"k", 9, array(8, n))]) for n in HUGE},
-}
-
-
-# What the message must say, by the beginning of the case's name: another check that happens to fail is no proof.
-SAYS = {
-    "version": "has GGUF version",
-    "big-endian": "big-endian",
-    "unknown value type": "unknown type 13",
-    "empty key": "not a name",
-    "key not UTF-8": "not UTF-8",
-    "key with": "not a name",
-    "duplicate key": "key k occurs twice",
-    "string not UTF-8": "not UTF-8",
-    "nested": "no use for",
-    "strings overrun": "string 1 of k reaches past the end",
-    "alignment": "general.alignment must be",
-    "rank": "dimensions, expected 1 to 4",
-    "size 0": "sizes must be above 0",
-    "unknown tensor type": "type 999, which can't be read",
-    "no dequantizer": "type 9, which can't be read",
-    "ragged": "whole blocks of 32",
-    "sizes whose product": "reaches to byte",
-    "duplicate tensor": "tensor t occurs twice",
-    "two tensors": "where the one before it ends",
-    "hole": "where the one before it ends",
-    "offset not": "where the one before it ends",
-    "data cut off": "cut off",
-    "bytes after": "follow the last tensor",
-    "string of": "are left",
-    "array of": "are left|more than the file can hold",
-    "2147483648 ": "more than fit",
-    "4294967296 ": "more than fit",
-    "9223372036854775808 ": "more than fit",
-    "18446744073709551615 ": "more than fit",
-}
-
-
-@pytest.mark.parametrize("name", BAD_HEADERS)
-def test_damaged_headers_are_one_clear_error(name: str, tmp_path: Path) -> None:
-    import time
-    import tracemalloc
-
-    path = tmp_path / "bad.gguf"
-    path.write_bytes(BAD_HEADERS[name])
-    tracemalloc.start()
-    started = time.perf_counter()
-    with pytest.raises(CheckpointError) as error:
-        open_checkpoint(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert time.perf_counter() - started < 1
-    assert peak < 5_000_000
-    assert re.search(next(says for start, says in SAYS.items() if name.startswith(start)), str(error.value))
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_the_builder_of_bad_files_builds_good_ones_too() -> None:
-    good = file([entry(b"k", 9, array(8, 1, string(b"a")))], [tensor(), tensor(b"u", offset=128)], 256)
-    assert list(read_header(good, "good").tensors) == ["t", "u"]
-
-
-def test_a_file_cut_at_any_byte_of_its_header_is_an_error(tiny_gguf: Path) -> None:
-    data = tiny_gguf.read_bytes()
-    end = min(info.offset for info in read_header(data, "x").tensors.values())
-    for length in [*range(4, end, 7), end, len(data) // 2, len(data) - 1]:
-        with pytest.raises(CheckpointError):
-            read_header(data[:length], "cut")
-
-
-def test_a_flipped_bit_in_the_header_is_an_error_or_another_valid_header(tiny_gguf: Path) -> None:
-    data = bytearray(tiny_gguf.read_bytes())
-    end = min(info.offset for info in read_header(bytes(data), "x").tensors.values())
-    refused = 0
-    for at in range(4, end, 11):
-        data[at] ^= 1 << (at % 8)
-        try:
-            read_header(bytes(data), "flipped")
-        except CheckpointError:
-            refused += 1
-        data[at] ^= 1 << (at % 8)
-    assert refused > 50
-
-
 # --------------------------------------------------------------------------------------------- wrong architectures
 @pytest.mark.parametrize(
     ("metadata", "says"),
@@ -493,6 +350,7 @@ def test_a_flipped_bit_in_the_header_is_an_error_or_another_valid_header(tiny_gg
         ({"split.count": 3, "split.no": 1}, r"part 1 \(from 0\) of 3"),
     ],
 )
+@pytest.mark.row("D10")
 def test_architectures_that_contradict_the_file(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", metadata=metadata)
     with pytest.raises(LlamaError, match=says):

@@ -389,6 +389,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
+@pytest.mark.row("C07")
 def test_only_what_is_complete_is_found(cache: Path) -> None:
     assert hub.find("org/name") is None
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
@@ -417,6 +418,7 @@ def test_gguf_in_the_cache(cache: Path) -> None:
         hub.find("org/name")
 
 
+@pytest.mark.row("C07")
 def test_a_broken_index_in_the_cache(cache: Path) -> None:
     (cache / "config.json").write_text("{}")
     (cache / "model.safetensors.index.json").write_text("<html>")

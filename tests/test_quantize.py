@@ -666,7 +666,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a name of nobody": (rename({f"{UP}.tiles": "model.layers.1.mlp.side_proj.tiles"}), "'model.layers.1.mlp.side_proj.tiles' is not part of a LLaMA"),
     "tiles of a bias": (rename({f"{UP}.tiles": f"{UP}.bias.tiles"}), r"up_proj\.bias\.tiles' is not part of a LLaMA"),
     "the source's own weights": (take_original, rf"model\.safetensors: (.*)\.weight is F32, and a linear layer of this folder is stored as \1\.tiles; the file is of another model, {REMEDY}"),
-    "half a file": (lambda d: os.truncate(d / "model.safetensors", 30_000), "is damaged or no safetensors file"),
+    "half a file": (lambda d: os.truncate(d / "model.safetensors", 30_000), "it is cut off, fetch it again"),
     "no file": (lambda d: (d / "model.safetensors").unlink(), r"has a config\.json but no weights"),
 }  # fmt: skip
 

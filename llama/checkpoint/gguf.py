@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
 from .base import Checkpoint, checked, drop_pages, stored_bytes, their_name
@@ -362,8 +362,11 @@ class GGUFCheckpoint(Checkpoint):
             self.config = checked(_config(self.metadata, self.shapes, tables))
         except ConfigError as error:
             raise CheckpointError(f"{where}: {error}") from error
-        template = self.metadata.get("tokenizer.chat_template")
-        self.chat_template = template if isinstance(template, str) else None
+        self.chat_template = self.metadata.get("tokenizer.chat_template")
+        if not isinstance(self.chat_template, str | None):
+            raise CheckpointError(
+                f"{where}: tokenizer.chat_template must be a text, got {_shown(self.chat_template)}; fetch it again"
+            )
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -413,6 +416,11 @@ class GGUFCheckpoint(Checkpoint):
         from ..tokenizer.gguf import from_metadata
 
         tokenizer = from_metadata(self.metadata, str(self.path))
+        if tokenizer.add_bos and tokenizer.bos_id is None:
+            raise TokenizerError(
+                f"{self.path}: every text of this model begins with a begin-of-text id and the key"
+                f" tokenizer.ggml.bos_token_id is missing; the vocabulary is damaged, fetch the file again"
+            )
         check_vocabulary(tokenizer, self.config, str(self.path))
         return tokenizer
 
@@ -428,24 +436,22 @@ def _open_parts(path: Path) -> list[Part]:
         path = files[0]
     named = Part(path)
     count, number = (named.header.metadata.get(f"split.{key}", default) for key, default in (("count", 1), ("no", 0)))
+    for key, value in (("count", count), ("no", number)):
+        if type(value) is not int:
+            raise CheckpointError(f"{path}: split.{key} must be a whole number, got {_shown(value)}; fetch it again")
     if count in (0, 1):
         return [named]
     match = PART.fullmatch(path.name)
-    if (
-        not match
-        or not isinstance(count, int)
-        or not 1 < count < 10**5
-        or int(match[3]) != count
-        or int(match[2]) != number + 1
-    ):
+    if not match or not 1 < count < 10**5 or int(match[3]) != count or int(match[2]) != number + 1:
         raise CheckpointError(
             f"{path} is part {number} (from 0) of {count}; parts are found by names like"
             f" NAME-00001-of-00003.gguf, so give it its own name back"
         )
     files = [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}{match[4]}") for i in range(count)]
-    if missing := [file.name for file in files if not file.is_file()]:
+    there = {file.name for file in path.parent.iterdir()}  # once, for a name may speak of 99,999 parts
+    if missing := [file.name for file in files if file.name not in there or not file.is_file()]:
         raise CheckpointError(
-            f"{path} is one of {count} parts, and {len(missing)} are missing: {', '.join(missing[:4])}"
+            f"{path} is one of {count} parts, and {len(missing)} are missing: {', '.join(missing[:4])}; fetch them"
         )
     parts = [named if file == path else Part(file) for file in files]
     for i, part in enumerate(parts):
@@ -463,7 +469,7 @@ def _open_parts(path: Path) -> list[Part]:
 
 
 def _model_name(file_name: str, where: str) -> str:
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", file_name)
+    match = re.fullmatch(r"(?:blk\.([0-9]{1,6})\.)?(\w+)\.(weight|bias)", file_name)
     if not match or match[2] not in NAMES:
         raise CheckpointError(f"{where}: tensor {file_name} is not part of a LLaMA decoder; this model can't be run")
     return (f"layers.{match[1]}." if match[1] else "") + f"{NAMES[match[2]]}.{match[3]}"
@@ -473,7 +479,7 @@ def _config(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]]
 ) -> ModelConfig:
     """The architecture from the metadata; sizes that the tensors know are held against them by the loader."""
-    architecture = metadata.get("general.architecture")
+    architecture = _single(metadata, "general.architecture")
     if architecture != "llama":
         raise ConfigError(f"the architecture is {architecture!r}; only 'llama' can be run")
 
@@ -482,14 +488,14 @@ def _config(
         if value is None:
             raise ConfigError(f"the key llama.{key} is missing")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"llama.{key} must be one number, got {value!r:.60}")
+            raise ConfigError(f"llama.{key} must be one number, got {_shown(value)}")
         return _decimal(value)
 
     if number("expert_count", 0):
         raise ConfigError(f"it is a mixture of {number('expert_count')} experts, which is not a LLaMA decoder")
     for key, plain in PLAIN_VALUES.items():
-        if metadata.get("llama." + key, plain) != plain:
-            raise ConfigError(f"llama.{key} is {metadata['llama.' + key]!r:.40}, which is no LLaMA; expected {plain!r}")
+        if (value := _single(metadata, "llama." + key, plain)) != plain:
+            raise ConfigError(f"llama.{key} is {value!r:.40}, which is no LLaMA; expected {plain!r}")
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     if number("vocab_size", shapes["tok_embeddings.weight"][0]) != shapes["tok_embeddings.weight"][0]:
@@ -521,6 +527,21 @@ def _config(
     )
 
 
+def _single(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """A value that is one thing: compared with another, an array would give an array."""
+    value = metadata.get(key, default)
+    if isinstance(value, list | np.ndarray):
+        raise ConfigError(f"{key} must be one value, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value of the metadata for a message."""
+    if isinstance(value, list | np.ndarray):
+        return f"an array of {len(value)}: {list(value[:4])!r:.60}" if len(value) else "an empty array"
+    return f"{value!r:.60}"
+
+
 def _decimal(value: float) -> float:
     """The shortest decimal that a float32 of the file stands for: 1e-05 and not 9.999999747378752e-06."""
     return value if isinstance(value, int) or float(np.float32(value)) != value else float(str(np.float32(value)))
@@ -534,10 +555,12 @@ def _rope_scaling(
     given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     for key, value in given.items():
         if key not in ("type", "finetuned") and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"{prefix}{key} must be one number, got {value!r:.60}")
+            raise ConfigError(f"{prefix}{key} must be one number, got {_shown(value)}")
     numbers = {key: _decimal(value) for key, value in given.items() if isinstance(value, int | float)}
-    factor = numbers.get("factor", metadata.get("llama.rope.scale_linear"))
-    kind = given.get("type", "linear")  # llama.cpp's default where only a factor is given; a factor of 0 is none
+    factor = numbers.get("factor", _single(metadata, "llama.rope.scale_linear"))
+    kind = _single(
+        metadata, prefix + "type", "linear"
+    )  # llama.cpp's default where only a factor is given; a factor of 0 is none
     if kind == "linear" and factor in (None, 0, 0.0, 1, 1.0):
         kind = "none"
     if kind in ("none", "linear") and numbers.get("attn_factor", 1) != 1:

@@ -24,8 +24,9 @@ from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, their_name
-from .documents import LARGEST, Fields, parse_json, read_json
+from .documents import LARGEST, Fields, read_json
 from .meta import check_vocabulary
+from .safetensors_header import read_header
 
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -161,7 +162,7 @@ class HuggingFaceCheckpoint(Checkpoint):
                 continue
             # Saved without its head, a model has the same names without "model." in front.
             full = self._weight_name(source if source.startswith(("model.", "lm_head.")) else f"model.{source}")
-            match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", full)
+            match = re.fullmatch(r"(?:model\.layers\.([0-9]{1,6})\.)?([\w.]+)\.(weight|bias)", full)
             if not match or match[2] not in NAMES:
                 raise CheckpointError(
                     f"{file.path}: {source!r:.80} is not part of a LLaMA decoder; this model can't be run"
@@ -407,19 +408,18 @@ class _Safetensors(WeightFile):
                 # A length may begin with the same bytes as a torch file; a header behind it tells.
                 if start.startswith((torchfile.ZIP, torchfile.PICKLE)) and start[8:9] != b"{":
                     raise CheckpointError(f"{path} is a torch file and no safetensors file; its ending is wrong")
-                self._file = safe_open(path, framework="pt")  # checks that the parts cover the file, once each
-                file.seek(0)
-                length = int.from_bytes(file.read(8), "little")
-                header = parse_json(file.read(length), f"{path} (header)")  # the library takes names that occur twice
+            header = read_header(path)
+            self._file = safe_open(path, framework="pt")
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
         except SafetensorError as error:
             raise CheckpointError(
-                f"{path} is damaged or no safetensors file ({' '.join(str(error).split())[:160]}); fetch it again"
+                f"{path}: the safetensors library finds it damaged ({' '.join(str(error).split())[:160]});"
+                f" fetch it again"
             ) from None
-        self.metadata = header.pop("__metadata__", None) or {}
-        self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-        self.dtypes = {name: entry["dtype"] for name, entry in header.items()}
+        self.metadata = header.metadata
+        self.shapes = {name: entry.shape for name, entry in header.tensors.items()}
+        self.dtypes = {name: entry.dtype for name, entry in header.tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
@@ -448,7 +448,7 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
         (BIN_INDEX, "pytorch_model.bin", ".bin", _TorchFile),
     ):
         if (folder / index).is_file():
-            files = _open_indexed(folder, index, reader)
+            files = _open_indexed(folder, index, reader, warnings)
             if (folder / single).is_file() and single not in {file.path.name for file in files}:
                 raise CheckpointError(
                     f"{folder} holds both {index} and {single}; which of them holds is unclear: remove one"
@@ -458,14 +458,14 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
         if (folder / single).is_file():
             if aside := [file.name for file in found if file.name != single]:
                 warnings.append(f"besides {single} there are files left aside: {', '.join(aside[:4])}")
-            return [reader(folder / single)]
+            return [_open(reader, folder / single)]
         adapters = [file for file in found if file.name.startswith("adapter_")]
         if found and len(adapters) == len(found):
             raise CheckpointError(
                 f"{folder} holds an adapter ({found[0].name}), not a model; merge it into its base model"
             )
         if found:
-            return [reader(file) for file in found if file not in adapters]
+            return [_open(reader, file) for file in found if file not in adapters]
     if half := [file.name for file in folder.iterdir() if file.name.endswith((".incomplete", ".part"))]:
         raise CheckpointError(f"{folder} is not fetched completely ({half[0]}); resume the download")
     if (folder / "original").is_dir():
@@ -475,7 +475,17 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
     raise CheckpointError(f"{folder} has a {CONFIG} but no weights (model.safetensors); fetch them")
 
 
-def _open_indexed(folder: Path, index: str, reader: type[Any]) -> list[WeightFile]:
+def _open(reader: type[Any], path: Path) -> WeightFile:
+    """A file of weights. A pipe in its place would be waited for, and a link may lead nowhere."""
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{path} is a link to a file that is not there; resume the download")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no regular file; put the file of weights in its place")
+    file: WeightFile = reader(path)
+    return file
+
+
+def _open_indexed(folder: Path, index: str, reader: type[Any], warnings: list[str]) -> list[WeightFile]:
     """The files of an index, each opened, and their tensors held against what the index says."""
     where = str(folder / index)
     document = read_json(folder / index)
@@ -491,7 +501,7 @@ def _open_indexed(folder: Path, index: str, reader: type[Any]) -> list[WeightFil
         raise CheckpointError(
             f"{folder}: of {len(names)} files {len(missing)} are missing: {', '.join(missing[:4])}; resume the download"
         )
-    files: list[WeightFile] = [reader(folder / name) for name in names]
+    files = [_open(reader, folder / name) for name in names]
     held = {(name, file.path.name) for file in files for name in file.shapes}
     told = set(places.items())
     if lost := sorted(told - held):
@@ -501,5 +511,13 @@ def _open_indexed(folder: Path, index: str, reader: type[Any]) -> list[WeightFil
     if extra := sorted(held - told):
         raise CheckpointError(
             f"{folder / extra[0][1]} holds {extra[0][0]!r:.80}, which {index} places elsewhere or not at all"
+        )
+    about = document.get("metadata")
+    said = about.get("total_size") if isinstance(about, dict) else None
+    found = sum(file.nbytes(name) for file in files for name in file.shapes)
+    if said is not None and said != found:
+        warnings.append(
+            f"{index}: total_size is {said!r:.40} and the files hold {found} bytes of weights; they may be of different"
+            f" versions"
         )
     return files

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -68,8 +70,8 @@ def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     model = metadata.get("tokenizer.ggml.model")
     if model is None:
         raise TokenizerError(f"{where}: the file carries no tokenizer (no key tokenizer.ggml.model)")
-    if model not in KINDS:
-        raise TokenizerError(f"{where}: tokenizer model {model!r} is not supported; supported: {', '.join(KINDS)}")
+    if not isinstance(model, str) or model not in KINDS:
+        raise TokenizerError(f"{where}: tokenizer model {model!r:.60} is not supported; supported: {', '.join(KINDS)}")
     with library_errors(where, "the vocabulary can't be built"):
         return KINDS[model](metadata, where)
 
@@ -85,12 +87,11 @@ class GGUFTokenizer(Tokenizer):
         self._backend: Backend
         self.tokens = _strings(metadata, "tokenizer.ggml.tokens", where)
         self.n_vocab = len(self.tokens)
-        types = metadata.get("tokenizer.ggml.token_type")
-        self.types: list[int] = [NORMAL] * self.n_vocab if types is None else [int(t) for t in types]
-        if len(self.types) != self.n_vocab:
-            raise TokenizerError(
-                f"{where}: {self.n_vocab} tokens but {len(self.types)} token types; the vocabulary is damaged"
-            )
+        types = _numbers(metadata, "tokenizer.ggml.token_type", where, self.n_vocab, "token types")
+        kinds = [NORMAL] * self.n_vocab if types is None else types.tolist()
+        if odd := set(kinds) - set(range(BYTE + 1)):
+            raise TokenizerError(f"{where}: tokenizer.ggml.token_type holds {min(odd)}; types go from 0 to {BYTE}")
+        self.types: list[int] = kinds
         for id, token in enumerate(self.tokens):
             # Some converters mark control strings as user-defined; written like <|this|> they are control all the same.
             if token in self.always_control or (self.types[id] == USER_DEFINED and looks_control(token)):
@@ -131,12 +132,12 @@ class ByteLevelTokenizer(GGUFTokenizer):
     def __init__(self, metadata: Mapping[str, Any], where: str):
         super().__init__(metadata, where)
         pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-        if pre not in PRE:
-            raise TokenizerError(f"{where}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE)}")
+        if not isinstance(pre, str) or pre not in PRE:
+            raise TokenizerError(f"{where}: pre-tokenizer {pre!r:.60} is not supported; supported: {', '.join(PRE)}")
         words, ignore_merges, add_bos = PRE[pre]
         self.pre: str = pre
         self.kind = f"byte-level BPE ({pre})"
-        self.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+        self.add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", add_bos, where)
         plain = self._plain()
         self._missing = missing_bytes(plain)
         self.merges = [_pair(m, i, where) for i, m in enumerate(_strings(metadata, "tokenizer.ggml.merges", where))]
@@ -169,15 +170,12 @@ class SentencePieceTokenizer(GGUFTokenizer):
     def __init__(self, metadata: Mapping[str, Any], where: str):
         super().__init__(metadata, where)
         self.kind = "SentencePiece BPE with byte fallback"
-        self.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", True))
-        prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        self.add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", True, where)
+        prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", True, where)
         self.strips_leading_space = prefix
-        scores = metadata.get("tokenizer.ggml.scores")
-        if scores is None or len(scores) != self.n_vocab:
-            raise TokenizerError(
-                f"{where}: {self.n_vocab} tokens but {0 if scores is None else len(scores)} scores;"
-                f" the vocabulary is damaged"
-            )
+        scores = _numbers(metadata, "tokenizer.ggml.scores", where, self.n_vocab, "scores")
+        if scores is None:
+            raise TokenizerError(f"{where}: {self.n_vocab} tokens but 0 scores; the vocabulary is damaged")
         unknown = next((token for id, token in enumerate(self.tokens) if self.types[id] == UNKNOWN), None)
         pieces = self._plain()
         # SentencePiece merges the neighbours whose union scores best; a merge list in order of score does the same.
@@ -225,6 +223,29 @@ def _strings(metadata: Mapping[str, Any], key: str, where: str) -> Sequence[str]
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         found = "nothing" if value is None else f"an array of something else ({type(value).__name__})"
         raise TokenizerError(f"{where}: {key} must be an array of strings, found {found}")
+    return value
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, where: str, count: int, what: str) -> NDArray[np.generic] | None:
+    """An array of `count` numbers, none of them NaN; None where the file has none."""
+    value = metadata.get(key)
+    if value is None:
+        return None
+    array = np.asarray(value)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        found = "an array of something else" if array.ndim else f"{value!r:.60}"
+        raise TokenizerError(f"{where}: {key} must be an array of numbers, found {found}; the vocabulary is damaged")
+    if len(array) != count:
+        raise TokenizerError(f"{where}: {count} tokens but {len(array)} {what}; the vocabulary is damaged")
+    if np.isnan(array).any():
+        raise TokenizerError(f"{where}: {key} holds NaN; the vocabulary is damaged, fetch the file again")
+    return array
+
+
+def _flag(metadata: Mapping[str, Any], key: str, default: bool, where: str) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise TokenizerError(f"{where}: {key} must be true or false, got {value!r:.60}; the vocabulary is damaged")
     return value
 
 

@@ -58,6 +58,26 @@ class Outcome:
         assert "unexpected " not in lines[0], told
 
 
+def loads(path: Path, what: str) -> bool:
+    """Whether a model can be loaded and run in this process; where not, it must be an error of the library's."""
+    import llama
+    from llama.errors import CheckpointError, LlamaError, TokenizerError
+
+    try:
+        llama.load(path, device="cpu", dtype="float32").generate("a", max_new_tokens=1)
+        return True
+    except LlamaError as error:
+        caught = error
+    except Exception as error:
+        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+    told = f"{what}: {caught}"
+    if isinstance(caught, CheckpointError | TokenizerError):
+        assert path.name in str(caught), told
+    assert "\n" not in told, told
+    assert len(told) < 2000, told
+    return False
+
+
 def snapshot(folder: Path) -> dict[str, tuple[int, str]]:
     """Mode and hash of everything below a folder; a link counts by where it points."""
     found: dict[str, tuple[int, str]] = {}

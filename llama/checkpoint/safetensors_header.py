@@ -1,0 +1,130 @@
+"""The header of a safetensors file, checked before the library sees it, so that each fault is told in plain words.
+
+The file is 8 bytes with the length of the header, the header in JSON, then the tensors' bytes. The rules are those of
+https://github.com/huggingface/safetensors#format and the tensors must cover the bytes in one piece each, without a
+gap, to the last one. Numbers of the header are Python's unbounded integers and size nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointError
+from .documents import parse_json
+
+LARGEST = 10_000_000  # bytes of a header; the format allows ten times that, and one of a 405B model has 0.2 million
+REMEDY = "the file is damaged, fetch it again"
+
+# dtype -> bytes of a number
+SIZES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """A tensor: begin and end count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Header(NamedTuple):
+    """The tensors by name, and what else the file says of itself."""
+
+    tensors: dict[str, Entry]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file, all of it checked. Raises CheckpointError, or OSError where the file can't be read."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(size - 8, LARGEST):
+            raise CheckpointError(
+                f"{path} has {size:,} bytes and its header would take {length:,} of them; it is cut off or no"
+                f" safetensors file, fetch it again"
+            )
+        raw = file.read(length)
+    where = f"{path} (header)"
+    if not raw.startswith(b"{"):
+        raise CheckpointError(
+            f"{where} begins with {raw[:8]!r} instead of b'{{'; it is no safetensors file or {REMEDY}"
+        )
+    try:
+        document = parse_json(raw, where)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {REMEDY}") from None
+    metadata = document.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{where}: __metadata__ must map names to texts, got {metadata!r:.60}; {REMEDY}")
+    try:
+        "".join((*document, *metadata, *metadata.values())).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{where}: a name in it holds half a character (a surrogate); {REMEDY}") from None
+    tensors = {name: _entry(name, told, where) for name, told in document.items()}
+    _check_cover(tensors, path, size - 8 - length)
+    return Header(tensors, metadata)
+
+
+def _entry(name: str, told: Any, where: str) -> Entry:
+    """One tensor of the header; its size must be that of its shape."""
+    told = told if isinstance(told, dict) else {}
+    dtype, shape, place = (told.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in SIZES:
+        raise CheckpointError(
+            f"{where}: {name!r:.80} is stored as {dtype!r:.40}, which is not known; {REMEDY}, or take one in BF16"
+        )
+    if not _are_sizes(shape):
+        raise CheckpointError(
+            f"{where}: the shape of {name!r:.80} must be a list of sizes, got {shape!r:.60}; {REMEDY}"
+        )
+    if not _are_sizes(place) or len(place) != 2 or place[0] > place[1]:
+        raise CheckpointError(
+            f"{where}: data_offsets of {name!r:.80} must be where it begins and ends, got {place!r:.60}; {REMEDY}"
+        )
+    begin, end = place
+    expected = math.prod(shape) * SIZES[dtype]
+    if end - begin != expected:
+        raise CheckpointError(
+            f"{where}: {name!r:.80} is {dtype} of shape {tuple(shape)!s:.80}, which takes {_count(expected)} bytes,"
+            f" and has {_count(end - begin)}; {REMEDY}"
+        )
+    return Entry(dtype, tuple(shape), begin, end)
+
+
+def _check_cover(tensors: Mapping[str, Entry], path: Path, available: int) -> None:
+    """Each tensor begins where the one before it ends, and the last ends with the file."""
+    expected, before = 0, "the header"
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != expected:
+            raise CheckpointError(
+                f"{path} (header): {name!r:.80} begins at byte {_count(entry.begin)} of the data, expected"
+                f" {_count(expected)}, where {before} ends; {REMEDY}"
+            )
+        expected, before = entry.end, f"{name!r:.80}"
+    if expected != available:
+        verdict = "it is cut off" if available < expected else "bytes were added"
+        raise CheckpointError(
+            f"{path} has {available:,} bytes of tensors and by its header {_count(expected)} are expected; {verdict},"
+            f" fetch it again"
+        )
+
+
+def _are_sizes(value: Any) -> bool:
+    """Few and below 2^63, so that nothing that is computed from them takes long."""
+    few = isinstance(value, list) and len(value) <= 16
+    return few and all(type(number) is int and 0 <= number < 2**63 for number in value)
+
+
+def _count(number: int) -> str:
+    """A number for people, also one of a hundred digits."""
+    return f"{number:,}" if number < 10**30 else "more than 10^30"
