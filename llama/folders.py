@@ -7,12 +7,20 @@ import hashlib
 import os
 from pathlib import Path
 
+from .errors import UsageError
+
 
 def cache_folder() -> Path:
-    """CLEARLLAMA_CACHE, or the user's cache folder as the operating system has it."""
+    """CLEARLLAMA_CACHE, or the user's cache folder as the operating system has it. UsageError where there is none."""
     import platformdirs
 
-    return Path(os.environ.get("CLEARLLAMA_CACHE") or platformdirs.user_cache_dir("clearllama")).expanduser()
+    folder = Path(os.environ.get("CLEARLLAMA_CACHE") or platformdirs.user_cache_dir("clearllama"))
+    try:
+        return folder.expanduser()
+    except RuntimeError:  # no HOME, and the system does not know this user
+        raise UsageError(
+            f"{folder}: the home folder is not known; set HOME, or CLEARLLAMA_CACHE to a folder that can be written"
+        ) from None
 
 
 def kept(folder: Path, name: str, suffix: str) -> Path | None:
