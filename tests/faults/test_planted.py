@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -28,10 +29,9 @@ def test_a_planted_defect_is_caught(defect: Defect, tmp_path: Path) -> None:
     text = file.read_text()
     assert text.count(defect.old) == 1, f"expected {defect.old!r} once in {defect.file}, found {text.count(defect.old)}"
     file.write_text(text.replace(defect.old, defect.new))
-    cases = [
-        str(path) for path in (tmp_path / "tests").rglob("test_*.py") if f'row("{defect.row}")' in path.read_text()
-    ]
+    cases = [str(path) for path in (tmp_path / "tests").rglob("test_*.py") if f'"{defect.row}"' in path.read_text()]
     options = ["-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", "--row", defect.row]
     command = [sys.executable, "-m", "pytest", *options, *cases]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}  # or children would take the package as it is installed
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 1, f"{defect.row} did not notice it:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
