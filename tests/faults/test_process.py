@@ -35,6 +35,11 @@ TELLING = {
     "plan": ("plan", "-m", "MODEL", "--gpus", "2xH100"),
     "quantize --list": ("quantize", "--list"),
 }
+# The same for a few, and for all of them when there is time.
+SOME = [
+    pytest.param(name, marks=() if name in ("version", "generate", "inspect --json", "study") else pytest.mark.slow)
+    for name in TELLING
+]
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ READ_ONLY = "import os; os.dup2(os.open('/dev/null', os.O_RDONLY), 1)"
 
 
 @pytest.mark.row("I01")
-@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("name", SOME)
 def test_a_reader_that_is_gone_ends_it_quietly(attempt: Try, model: Path, name: str) -> None:
     ended = attempt(*command(name, model), before=NOBODY_READS)
     assert ended.code == 141
@@ -66,7 +71,7 @@ def test_a_reader_that_is_gone_ends_it_quietly(attempt: Try, model: Path, name: 
 
 
 @pytest.mark.row("I02")
-@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("name", SOME)
 def test_output_that_nobody_can_get_is_no_success(attempt: Try, model: Path, name: str) -> None:
     """The same command with a stdout says something and succeeds, so with none it must not: the answer would be lost.
 
@@ -86,7 +91,7 @@ def test_nothing_is_converted_without_a_stdout(attempt: Try, model: Path, tmp_pa
 
 @pytest.mark.row("I03")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
-@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize("name", SOME)
 def test_a_full_stdout_is_one_line(attempt: Try, model: Path, name: str) -> None:
     attempt(*command(name, model), before=FULL).refused("standard output: No space left on device")
 
@@ -133,7 +138,7 @@ def test_chat_is_told_what_is_no_text(attempt: Try, model: Path) -> None:
 
 @pytest.mark.row("I05")
 @pytest.mark.parametrize("name", ["generate", "inspect", "study", "help", "trace"])
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_an_encoding_that_lacks_characters_gets_escapes(attempt: Try, model: Path, name: str, encoding: str) -> None:
     """Held against the same command on UTF-8; the text has what none of both encodings can say."""
     args = command(name, model)
@@ -185,7 +190,7 @@ cli.tell = tell
 def test_a_signal_ends_it_with_its_code_and_no_word_of_python(
     attempt: Try, model: Path, moment: str, number: signal.Signals
 ) -> None:
-    for count in (1, 2):
+    for count in (1, 2) if number == signal.SIGINT else (1,):
         at = AT.format(moment=MOMENTS[moment], count=count, number=int(number))
         if count == 2 and number == signal.SIGINT:
             at += TWICE
@@ -224,7 +229,10 @@ def test_no_bars_and_no_colours_where_there_is_no_terminal(attempt: Try, model: 
 
 
 @pytest.mark.row("I08")
-@pytest.mark.parametrize(("env", "bars"), [({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, True)])
+@pytest.mark.parametrize(
+    ("env", "bars"),
+    [({"TERM": "dumb"}, False), pytest.param({"TERM": "xterm", "NO_COLOR": "1"}, True, marks=pytest.mark.slow)],
+)
 def test_a_dumb_terminal_gets_no_bars_and_no_terminal_gets_colours(
     model: Path, tmp_path: Path, env: dict[str, str], bars: bool
 ) -> None:
@@ -264,7 +272,7 @@ NO_SOCKET = (
 
 
 @pytest.mark.row("I10")
-@pytest.mark.parametrize("name", [name for name in TELLING if name not in ("help", "version")])
+@pytest.mark.parametrize("name", SOME)
 def test_what_is_here_is_used_without_a_network(attempt: Try, model: Path, name: str) -> None:
     assert attempt(*command(name, model), before=NO_SOCKET).survived()
 
@@ -337,6 +345,7 @@ print(json.dumps([told, answer.getvalue(), __debug__]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.row("I11")
 def test_python_without_asserts_and_with_strict_warnings_checks_the_same(model: Path, tmp_path: Path) -> None:
     """-OO takes asserts and docstrings away, -W error makes every warning fatal: neither changes a word."""
