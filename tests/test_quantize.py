@@ -535,7 +535,7 @@ def test_killed_at_any_moment_the_target_is_absent_or_whole(sources: dict[str, P
     assert set(outcomes) == {"absent", "whole"}
     shutil.rmtree(target)
     assert die_at(steps // 2) == "killed"
-    assert len(os.listdir(tmp_path)) == 2  # what was begun, and the one that warmed up
+    assert len(os.listdir(tmp_path)) == 3  # what was begun, its lock, and the one that warmed up
     assert int(die_at(-1)) > steps
     process.communicate()
     assert files(target) == whole
