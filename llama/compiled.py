@@ -15,8 +15,6 @@ import functools
 import hashlib
 import logging
 import platform
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +33,9 @@ from .model import RMSNorm, Transformer, TransformerBlock
 from .placement import NO_COMPILING, Placed
 from .quant import BlockLinear, TileLinear
 from .runtime import FEW_ROWS, FewRowsLinear
+from .temporary import own_temporary
 
+LOG = logging.getLogger(__name__)
 Step = Callable[[list[Tensor]], Tensor]  # from the arguments of Trace, one after the other
 # Layers that read the same x: their packed weights are put one behind the other and multiplied at once.
 JOINED = (("attention", ("wq", "wk", "wv")), ("feed_forward", ("w_gate", "w_up")))
@@ -191,11 +191,11 @@ def load_step(model: Transformer, block: nn.Module, rows: bool = False) -> Step:
     target = kept(folder, name, ".pt2")
     if target is None:
         what = "the decoding step of batches" if rows else "the decoding step"
-        print(f"clearllama: compiling {what}; it is kept for the next time", file=sys.stderr)
+        LOG.info("clearllama: compiling %s; it is kept for the next time", what)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
-                made = Path(work) / "step.pt2"
+            with own_temporary(folder, ".build") as work:
+                made = work / "step.pt2"
                 build(model, block, made, rows)
                 target = keep(made, folder, name)
         except OSError as error:

@@ -6,6 +6,7 @@ At the end the new files are read again and every weight is held against the sou
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -20,11 +21,12 @@ from torch import Tensor
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.write import Model, Writer, raw_bytes
 from .errors import CheckpointError, ConfigError, TokenizerError, UsageError
-from .temporary import own_temporary, sweep
+from .temporary import abandoned, alone, own_temporary, swap, sweep
 from .tokenizer import Tokenizer
 from .weights import check_tensors, to_layout
 
 T = TypeVar("T")
+PREFIX = ".convert"  # of what lies beside a target while it is written
 # (what is being done, weights done, weights in all)
 Progress = Callable[[str, int, int], None]
 
@@ -128,17 +130,23 @@ def put_whole(target: Path, is_folder: bool, force: bool, needed: int, fill: Cal
     Returns what `fill` returns. Raises CheckpointError where the system does not let it happen; nothing is left behind.
     """
     try:
-        _check_space(target, needed)
-        sweep(target.parent, ".convert")
-        with own_temporary(target.parent, ".convert") as work:
-            place = work / target.name
-            if is_folder:
-                place.mkdir()
-            made = fill(place)
-            _sync(place)
-            _put(place, target, force, work)
+        with alone(target, PREFIX):
+            _restore(target)
+            sweep(target.parent, PREFIX)
+            _check_space(target, needed)
+            with own_temporary(target.parent, PREFIX) as work:
+                place = work / target.name
+                if is_folder:
+                    place.mkdir()
+                made = fill(place)
+                _sync(place)
+                _put(place, target, force, work)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or target}: {error.strerror or error}; nothing was changed") from error
+        why = f"{error.filename or target}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(target.parent).free
+            why += f"; {free // 10**6} MB are free and the new files need {needed // 10**6} MB"
+        raise CheckpointError(f"{why}; nothing was changed") from error
     return made
 
 
@@ -314,11 +322,27 @@ def _put(place: Path, target: Path, force: bool, work: Path) -> None:
         return
     if not force:
         raise CheckpointError(f"{target} appeared in the meantime; nothing was changed")
-    old = target.with_name(f".{target.name}.{work.name}")  # beside the work, which is swept if we are killed here
-    os.rename(target, old)
+    if swap(place, target):
+        return  # the old one is in the work folder now and goes with it
+    old = target.with_name(f"{_old(target)}{work.name}")
+    os.rename(target, old)  # killed behind this line, the next conversion to this target takes it back
     try:
         os.rename(place, target)
     except OSError:
         os.rename(old, target)
         raise
     shutil.rmtree(old)
+
+
+def _old(target: Path) -> str:
+    """How the name of a target's old folder begins while the new one takes its place."""
+    return f".{target.name}"
+
+
+def _restore(target: Path) -> None:
+    """Give back, or clear away, the old folder of a conversion that was killed when two names could not be swapped."""
+    for old in abandoned(target.parent, f"{_old(target)}{PREFIX}"):
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(old, target)

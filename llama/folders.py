@@ -12,10 +12,20 @@ from .errors import UsageError
 
 
 def cache_folder() -> Path:
-    """CLEARLLAMA_CACHE, or the user's cache folder as the operating system has it."""
+    """CLEARLLAMA_CACHE, or the user's cache folder as the operating system has it. UsageError where there is none."""
     import platformdirs
 
-    return Path(os.environ.get("CLEARLLAMA_CACHE") or platformdirs.user_cache_dir("clearllama")).expanduser()
+    wanted = os.environ.get("CLEARLLAMA_CACHE")
+    try:
+        folder = Path(wanted or platformdirs.user_cache_dir("clearllama")).expanduser()
+    except RuntimeError:  # no HOME, and the system does not know this user
+        folder = Path("~")
+    if folder.parts[:1] == ("~",):  # older versions of platformdirs leave it so
+        raise UsageError(
+            "the home folder is not known, and with it where to keep what is fetched; set HOME, or CLEARLLAMA_CACHE to"
+            " a folder that can be written"
+        )
+    return folder
 
 
 def kept(folder: Path, name: str, suffix: str) -> Path | None:

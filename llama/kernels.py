@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,9 @@ from torch import Tensor
 
 from .errors import UsageError
 from .folders import cache_folder, keep, kept
+from .temporary import own_temporary
 
+LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # it includes its neighbours
 
 # form -> what the compiler may use. "plain" runs anywhere but is for tests, so it is made quickly, not quick.
@@ -101,9 +103,9 @@ def build(form: str) -> Path:
         raise RuntimeError("there is no C++ compiler (c++, g++, clang++); install one, or name it in CXX")
     folder.mkdir(parents=True, exist_ok=True)
     if sys.stderr is not None and sys.stderr.isatty():
-        print("clearllama: building the C++ kernels, some seconds; they are kept for the next time", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
-        made = Path(work) / f"{name}.so"
+        LOG.info("clearllama: building the C++ kernels, some seconds; they are kept for the next time")
+    with own_temporary(folder, ".build") as work:
+        made = work / f"{name}.so"
         command = [*compiler.split(), *flags, f"-I{root / 'include'}", str(SOURCE), "-o", str(made)]
         command += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -114,7 +116,7 @@ def build(form: str) -> Path:
 
 
 def _say(why: str) -> None:
-    print(f"clearllama: running on torch's own operators, slower than its C++ kernels: {why}", file=sys.stderr)
+    LOG.warning("clearllama: running on torch's own operators, slower than its C++ kernels: %s", why)
 
 
 # --------------------------------------------------------------------------------------------------- the operators

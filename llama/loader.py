@@ -56,6 +56,7 @@ def load(
     world: World | None = None,
     tokens: int | Callable[[Tokenizer], int] | None = None,
     check_memory: bool = True,
+    quiet: bool = False,
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
@@ -75,12 +76,13 @@ def load(
     world         the processes that share the model (parallel.join), of which this one loads its part
     tokens        how long prompt and answer will be, if that is known, or a function that tells it by the tokenizer
     check_memory  hold what is needed for that against what is free, before a weight is read and before a cache grows
+    quiet         say nothing on stderr if the model has to be fetched
 
     Raises CheckpointError when the file can't be run, UsageError on a bad argument, MemoryLimitError for too much.
     """
     from .text import Llama
 
-    checkpoint = open_checkpoint(resolve(path_or_name))
+    checkpoint = open_checkpoint(resolve(path_or_name, quiet))
     tokenizer = checkpoint.tokenizer()
     model = build(
         checkpoint,

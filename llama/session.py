@@ -27,7 +27,7 @@ from .checkpoint.write import raw_bytes
 from .errors import CheckpointError, ContextLengthError, UsageError
 from .model import Transformer
 from .quant import told
-from .temporary import own_temporary, sweep
+from .temporary import check_writable, own_temporary
 
 FORMAT = "1"  # of the file; raised when its content changes
 MARK = "clearllama_session"  # the entry of the metadata that holds it
@@ -97,7 +97,6 @@ class Session:
         metadata = {MARK: FORMAT, "about": about, "sha256": digest.hexdigest()}
         place = target.resolve()  # a link stays a link
         try:
-            sweep(place.parent, ".session")
             with own_temporary(place.parent, ".session") as work:
                 made = work / place.name
                 write_safetensors(made, entries, metadata)
@@ -173,8 +172,13 @@ def check_target(path: Path) -> None:
     folder = path.resolve().parent
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; make it first")
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"{folder} can't be written to, so the session can't be saved there")
+    try:
+        check_writable(folder, ".session")
+    except OSError as error:
+        raise UsageError(
+            f"{folder} can't be written to ({error.strerror or error}), so the session can't be saved there; name"
+            f" another file"
+        ) from None
 
 
 def is_session(path: Path) -> bool:

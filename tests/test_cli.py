@@ -204,12 +204,14 @@ def test_debug_shows_the_traceback(clearllama: Run) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ pipes and signals
+@pytest.mark.row("I01")
 def test_a_reader_that_leaves_ends_it_quietly(tiny_gguf: Path) -> None:
     command = f"{sys.executable} -m llama generate -q -m {tiny_gguf} hello -n 200 --temp 3 --seed 1; echo $? >&2"
     result = subprocess.run(["bash", "-c", f"({command}) | true"], capture_output=True, check=False)
     assert result.stderr.decode().split() == ["141"]
 
 
+@pytest.mark.row("I03")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
 def test_a_full_disk_is_one_line_and_exit_1(clearllama: Run, tiny_gguf: Path) -> None:
     with open("/dev/full", "wb") as full:
@@ -218,6 +220,7 @@ def test_a_full_disk_is_one_line_and_exit_1(clearllama: Run, tiny_gguf: Path) ->
     assert "No space left" in error_line(result)
 
 
+@pytest.mark.row("I02")
 def test_a_closed_stdout_is_one_line_and_exit_1(tiny_gguf: Path) -> None:
     command = f"{sys.executable} -m llama generate -q -m {tiny_gguf} hello >&-"
     result = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
@@ -225,6 +228,7 @@ def test_a_closed_stdout_is_one_line_and_exit_1(tiny_gguf: Path) -> None:
     assert "standard output is closed" in error_line(result)
 
 
+@pytest.mark.row("I03")
 def test_a_closed_stderr_puts_nothing_else_on_stdout(clearllama: Run, tiny_gguf: Path) -> None:
     args = ("-m", "llama", "generate", "-m", str(tiny_gguf), "hello", *FAST)
     command = " ".join((sys.executable, *args))
@@ -235,6 +239,7 @@ def test_a_closed_stderr_puts_nothing_else_on_stdout(clearllama: Run, tiny_gguf:
     assert full.stdout == closed.stdout
 
 
+@pytest.mark.row("I04")
 def test_chat_without_stdin_is_one_line(tiny_gguf: Path) -> None:
     command = f"{sys.executable} -m llama chat -q -m {tiny_gguf} <&-"
     result = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
@@ -242,6 +247,7 @@ def test_chat_without_stdin_is_one_line(tiny_gguf: Path) -> None:
     assert "standard input is closed" in error_line(result)
 
 
+@pytest.mark.row("I06")
 @pytest.mark.parametrize("after", [0.15, 0.25, 0.4, 0.6, 0.9])
 def test_an_interrupt_while_loading_ends_it(default_gguf: Path, after: float) -> None:
     command = [sys.executable, "-m", "llama", "generate", "-m", str(default_gguf), "--raw", "Once", "-n", "4000"]
@@ -254,6 +260,7 @@ def test_an_interrupt_while_loading_ends_it(default_gguf: Path, after: float) ->
     assert b"Traceback" not in stderr or b"llama" not in stderr
 
 
+@pytest.mark.row("I05")
 def test_an_ascii_terminal_gets_escapes(clearllama: Run, tiny_gguf: Path) -> None:
     args = ("generate", "-q", "-m", str(tiny_gguf), "hello", "-n", "60", "--temp", "9", "--seed", "3")
     plain = clearllama(*args).stdout.decode()
@@ -265,6 +272,7 @@ def test_an_ascii_terminal_gets_escapes(clearllama: Run, tiny_gguf: Path) -> Non
     assert json.loads(as_json.stdout)["text"] == plain.removesuffix("\n")
 
 
+@pytest.mark.row("I06")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_it_with_their_code(default_gguf: Path, number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "llama", "generate", "-m", str(default_gguf), "--raw", "Once", "-n", "4000"]
@@ -277,6 +285,7 @@ def test_signals_end_it_with_their_code(default_gguf: Path, number: signal.Signa
     assert b"Traceback" not in stderr
 
 
+@pytest.mark.row("I06")
 def test_nohup_stays_in_force(default_gguf: Path) -> None:
     command = [
         "nohup",
@@ -300,6 +309,7 @@ def test_nohup_stays_in_force(default_gguf: Path) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.row("I11")
 def test_optimized_python_checks_as_much(tiny_gguf: Path) -> None:
     command = [sys.executable, "-OO", "-m", "llama", "generate", "-m", str(tiny_gguf), "--top-p", "7", "x"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
@@ -381,6 +391,7 @@ def test_chat_goes_on_after_a_turn_that_is_too_long(clearllama: Run, tiny_gguf: 
     assert result.stderr.count(b"prompt tokens") == 2
 
 
+@pytest.mark.row("I06")
 def test_chat_at_a_terminal(default_gguf: Path) -> None:
     """Ctrl-C stops the answer and not the program; Ctrl-D leaves."""
     command = [

@@ -280,6 +280,7 @@ def test_messages_want_a_chat(main: Command, tmp_path: Path, capsys: pytest.Capt
 
 
 # ------------------------------------------------------------------------------------------------------ interruptions
+@pytest.mark.row("F03")
 @pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_wherever_the_output_was_cut_the_next_run_completes_it(
     step: int, main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llm: Llama
@@ -362,6 +363,7 @@ def grown(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.row("F03")
 @pytest.mark.slow
 def test_killed_again_and_again_it_still_completes_the_same_file(
     main: Command, tiny_gguf: Path, tmp_path: Path
@@ -397,6 +399,7 @@ def test_killed_again_and_again_it_still_completes_the_same_file(
     assert told(read(target)) == told(read(once))
 
 
+@pytest.mark.row("F04")
 def test_a_second_writer_is_refused(main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import fcntl
 
@@ -409,6 +412,7 @@ def test_a_second_writer_is_refused(main: Command, tmp_path: Path, capsys: pytes
     assert len(read(target)) == 1
 
 
+@pytest.mark.row("F04")
 def test_two_processes_at_once_leave_one_whole_output(tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", mixed(30)), tmp_path / "out"
     args = ["-m", str(tiny_gguf), "--prompts", str(source), "--output", str(target), "-n", "30"]
@@ -419,6 +423,7 @@ def test_two_processes_at_once_leave_one_whole_output(tiny_gguf: Path, tmp_path:
     assert len(read(target)) == 30
 
 
+@pytest.mark.row("F01")
 def test_a_full_disk_is_an_error_and_leaves_whole_lines(tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [{"prompt": f"hello {i}"} for i in range(20)]), tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "llama", "generate", "-m", str(tiny_gguf), "--prompts", str(source), "-n", "3"]

@@ -44,6 +44,7 @@ def files(folder: Path) -> dict[str, str]:
             for file in sorted(folder.rglob("*")) if file.is_file()}  # fmt: skip
 
 
+@pytest.mark.row("F08")
 @pytest.mark.parametrize(
     "like", ["llama-1-7b", "llama-2-70b", "codellama-7b", "llama-3-8b", "llama-3.1-405b", "llama-3.2-1b"]
 )
@@ -70,6 +71,7 @@ def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) 
     assert len({tokenizer.stop_ids for tokenizer in tokenizers}) == 1
 
 
+@pytest.mark.row("F08")
 @pytest.mark.parametrize("shards", [1, 2, 4, 8, 16])
 def test_shards_that_are_written_merge_to_the_same(tmp_path: Path, shards: int) -> None:
     config = make_tiny.tiny_config("llama-3.1-405b", 16)
@@ -257,6 +259,7 @@ def source(tmp_path: Path) -> Path:
     return make_tiny.make(tmp_path / "source", "llama-3-8b")
 
 
+@pytest.mark.row("F05")
 def test_targets_that_exist(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "hf", "hf")
     before = files(tmp_path / "hf")
@@ -287,6 +290,8 @@ def test_targets_that_exist(source: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["hf", "photos", "source"]
 
 
+@pytest.mark.row("F01")
+@pytest.mark.row("F02")
 def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match=r"0 MB free and the new files need"):
@@ -297,11 +302,12 @@ def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match="No space left on device; nothing was changed"):
+    with pytest.raises(CheckpointError, match=r"No space left on device; .* MB are free and .* nothing was changed"):
         convert(source, tmp_path / "hf", "hf")
     assert os.listdir(tmp_path) == ["source"]
 
 
+@pytest.mark.row("F05")
 def test_an_old_target_comes_back_if_the_new_one_cannot_take_its_place(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +320,7 @@ def test_an_old_target_comes_back_if_the_new_one_cannot_take_its_place(
         rename(old, new)
 
     monkeypatch.setattr(os, "rename", fail_once)
+    monkeypatch.setattr(convert_module, "swap", lambda one, other: False)  # a disk that can't
     with pytest.raises(CheckpointError, match="Input/output error; nothing was changed"):
         convert(source, tmp_path / "hf", "hf", force=True)
     assert files(tmp_path / "hf") == before
@@ -358,6 +365,7 @@ def test_a_forgotten_permutation_is_found_by_the_proof(
 KILLS = 6
 
 
+@pytest.mark.row("F03")
 def test_killed_at_any_moment_the_target_is_absent_or_whole(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "model"
     target.parent.mkdir()

@@ -27,6 +27,7 @@ def test_what_was_kept_is_found_by_its_name(tmp_path: Path) -> None:
     assert kept(tmp_path, "avx2-0123", ".pt2") is None
 
 
+@pytest.mark.row("F03")
 @pytest.mark.parametrize("damage", [b"", b"librar", b"librarz", b"library\0"])
 def test_what_was_damaged_is_removed(tmp_path: Path, damage: bytes) -> None:
     path = put(tmp_path, b"library")

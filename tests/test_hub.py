@@ -140,6 +140,8 @@ def test_after_a_pull_torchs_compiler_can_be_imported(shop: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.row("F05")
+@pytest.mark.row("I10")
 def test_a_cache_folder_that_cannot_be_written(shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path / "file" / "cache"))
@@ -147,6 +149,7 @@ def test_a_cache_folder_that_cannot_be_written(shop: Path, tmp_path: Path, monke
         hub.pull("tiny")
 
 
+@pytest.mark.row("F03")
 def test_what_a_killed_pull_left_is_swept_by_the_next(shop: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -167,6 +170,8 @@ def test_unknown_names() -> None:
         hub.resolve("no-such-model")
 
 
+@pytest.mark.row("F03")
+@pytest.mark.row("I06")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """pip is a process that never ends here; ours is stopped, takes it along, and clears its folder."""

@@ -245,6 +245,8 @@ def test_meta_takes_the_original_files(clearllama: Run, server: Hub, env: dict[s
     assert "holds no complete model of that name" in resolve("meta-llama/Tiny", env)
 
 
+@pytest.mark.row("F03")
+@pytest.mark.row("I06")
 def test_an_interrupted_pull_ends_at_once_and_the_next_goes_on(
     clearllama: Run, server: Hub, env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -303,6 +305,7 @@ def test_what_is_not_there(clearllama: Run, server: Hub, env: dict[str, str]) ->
     assert server.served == []
 
 
+@pytest.mark.row("I10")
 def test_offline_and_unreachable(clearllama: Run, env: dict[str, str]) -> None:
     line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_HUB_OFFLINE": "1"}))
     assert "HF_HUB_OFFLINE is set and the Hugging Face cache holds no complete copy of org/sharded" in line
@@ -426,6 +429,7 @@ def test_a_broken_index_in_the_cache(cache: Path) -> None:
         hub.find("org/name")
 
 
+@pytest.mark.row("I10")
 def test_loading_fetches_nothing_and_says_how(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "pull_repository", lambda *_: pytest.fail("the hub was asked"))
     with pytest.raises(CheckpointError, match=r"fetch it with: clearllama pull other/name$"):
@@ -434,6 +438,7 @@ def test_loading_fetches_nothing_and_says_how(cache: Path, monkeypatch: pytest.M
         hub.resolve("models/x.gguf")
 
 
+@pytest.mark.row("I12")
 def test_without_the_library(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"pip install 'clearllama\[hub\]'$"):
@@ -461,6 +466,8 @@ def standins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.row("F01")
+@pytest.mark.row("I10")
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -476,6 +483,7 @@ def test_failures_in_the_middle(standins: dict[str, Any], error: Exception, says
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.row("F02")
 def test_too_little_space_is_said_before_anything_is_fetched(
     standins: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,6 +282,7 @@ def test_what_is_no_session_is_refused(tmp_path: Path, tiny_gguf: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- the target
+@pytest.mark.row("F05")
 def test_only_a_session_is_replaced(saved: Path, tmp_path: Path) -> None:
     model = tiny.model(LONG)
     session = filled(model, TEXT[:50])
@@ -301,6 +302,7 @@ def test_only_a_session_is_replaced(saved: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "s", "text"]
 
 
+@pytest.mark.row("F01")
 def test_a_full_disk_leaves_the_old_session(saved: Path) -> None:
     model = tiny.model(LONG)
     session = filled(model, TEXT)
@@ -362,6 +364,7 @@ def test_what_can_not_be_saved_is_said_before_a_model_is_looked_for(clearllama: 
             assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.row("I06")
 def test_an_interrupted_answer_is_saved_as_far_as_it_got(
     tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

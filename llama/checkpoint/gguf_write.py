@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,10 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for values in tables.values():
-        writer.write_tensor_data(np.array(values, np.float32))
+        _put(writer, np.array(values, np.float32))
     for name, type in types.items():
         tensor = model.read(name)
-        writer.write_tensor_data(raw_bytes(tensor.float() if type == "F32" else tensor))
+        _put(writer, raw_bytes(tensor.float() if type == "F32" else tensor))
     writer.close()
     return warnings
 
@@ -116,6 +117,17 @@ def rope_tables(config: ModelConfig) -> dict[str, list[float]]:
     plain, _ = inverse_frequencies(config.head_dim, config.rope_theta)
     scaled, _ = inverse_frequencies(config.head_dim, config.rope_theta, scaling, max_seq_len=config.max_seq_len)
     return {ROPE_FREQS: (plain.double() / scaled.double()).tolist()}
+
+
+def _put(writer: Any, values: Any) -> None:
+    """Write the values of the next tensor. Raises OSError."""
+    try:
+        writer.write_tensor_data(values)
+    except OSError as error:
+        if error.errno is None:  # numpy counts what it wrote and does not say why it stopped; the system does
+            for _ in range(2):
+                os.write(writer.fout[0].fileno(), bytes(2**16))
+        raise
 
 
 def add(writer: Any, key: str, value: Any) -> None:

@@ -143,7 +143,8 @@ class TorchWriter:
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]):
         self._keys = {name: str(i) for i, name in enumerate(shapes)}
-        self._writer = torch._C.PyTorchFileWriter(str(path))
+        self._sink = _Sink(path)
+        self._writer = torch._C.PyTorchFileWriter(self._sink)  # type: ignore[call-overload]
         table = {name: _Described(self._keys[name], shape, dtypes[name]) for name, shape in shapes.items()}
         buffer = io.BytesIO()
         _Pickler(buffer, protocol=2).dump(table)
@@ -155,16 +156,47 @@ class TorchWriter:
         part = tensor.contiguous()
         if part.untyped_storage().nbytes() != part.nbytes:  # the writer takes whole storages
             part = part.clone()
-        self._writer.write_record(f"data/{self._keys.pop(name)}", part.untyped_storage(), part.nbytes)  # type: ignore[arg-type]
+        self._writer.write_record(f"data/{self._keys.pop(name)}", part.untyped_storage(), part.nbytes)
+        self._sink.check()
 
     def close(self) -> None:
         """Write the archive's table of contents."""
         if self._keys:
             raise RuntimeError(f"tensors were not written: {sorted(self._keys)[:3]}")
         self._writer.write_end_of_file()
+        self._sink.close()
 
     def _record(self, name: str, data: bytes) -> None:
         self._writer.write_record(name, data, len(data))
+        self._sink.check()
+
+
+class _Sink:
+    """A file that keeps an error for `check`: raised inside of torch's writer, it would end the whole process."""
+
+    def __init__(self, path: Path):
+        self._path, self._file = path, open(path, "wb")  # noqa: SIM115  (closed by close)
+        self._error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
+        return len(data)
+
+    def check(self) -> None:
+        """Raise the error there was."""
+        if self._error is not None:
+            raise OSError(self._error.errno, self._error.strerror, str(self._path))
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            self._error = self._error or error
+        self.check()
 
 
 class _Described:

@@ -24,6 +24,7 @@ from . import (
     pull,
     quantize,
     ranks,
+    streams,
     study,
     trace,
     verify,
@@ -31,6 +32,8 @@ from . import (
 from .streams import describe, one_line, tell
 
 COMMANDS = (generate, chat, inspect, plan, convert, quantize, pull, verify, bench, perplexity, study, trace, explain)
+
+ENDING = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,8 +70,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that can't show a character gets \uXXXX, not a traceback
             stream.reconfigure(errors="backslashreplace")
-    args = build_parser().parse_args(argv)
-    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+    if os.environ.get("TERM") == "dumb":
+        os.environ.setdefault("TQDM_DISABLE", "1")  # it can't go back to the beginning of a line
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as left:  # --help, --version and usage errors; the text may still be in the buffer
+        try:
+            streams.out("")
+        except OSError as error:
+            _drop_stdout()
+            if isinstance(error, BrokenPipeError):
+                return 141
+            tell(f"clearllama: error: {describe(error)}")
+            return 1
+        raise left
+    streams.listen(args.quiet)
+    for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it is, and stays so
             signal.signal(number, _unwind)
     try:
@@ -77,9 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.run is not pull.run:
             _import_quietly()
         code = ranks.run(args, sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
+        streams.out("")
         return code
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one finds nothing to end
         tell("\nclearllama: interrupted")
         return 130
     except BrokenPipeError:  # the reader of our output has seen enough
@@ -95,16 +113,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import_quietly() -> None:
-    """Import torch, which takes a second. An interrupt inside it would be lost or leave it half imported: just end."""
+    """Import torch, which takes a second. A signal inside it would be lost or leave it half imported: just end."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
-        os.write(2, b"\nclearllama: interrupted\n")
-        os._exit(130)
+        if number == signal.SIGINT:
+            os.write(2, b"\nclearllama: interrupted\n")
+        os._exit(128 + number)
 
-    previous = signal.signal(signal.SIGINT, leave)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, leave)
     from .. import loader, text  # noqa: F401
 
-    signal.signal(signal.SIGINT, previous)
+    for number, handler in previous.items():
+        signal.signal(number, handler)
 
 
 def _unwind(number: int, frame: FrameType | None) -> NoReturn:

@@ -67,7 +67,7 @@ def read_lines(name: str) -> list[bytes]:
     if name == "-":
         if sys.stdin is None:
             raise UsageError("--prompts - reads standard input, and it is closed")
-        data = sys.stdin.buffer.read()
+        data = streams.read_input()
     else:
         try:
             if stat.S_ISCHR(os.stat(name).st_mode):

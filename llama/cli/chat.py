@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
+from ..temporary import write_whole
 from . import answers, arguments, drafts, loading, ranks, sessions, streams
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ HELP = """\
 /save FILE     write the conversation to a JSON file that does not exist yet
 /exit          leave, as Ctrl-D does
 Ctrl-C stops an answer; what was said so far stays in the conversation."""
+
+LONGEST_TURN = 2**24  # bytes of one line from a pipe
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -78,7 +81,7 @@ def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> i
         import readline  # noqa: F401  (line editing and history for input())
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
+            line = read_turn()
         except EOFError:
             if sys.stdin.isatty():
                 streams.write("\n")
@@ -101,6 +104,23 @@ def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> i
                 raise
             hint = "; /clear forgets the conversation" if isinstance(error, ContextLengthError) else ""
             streams.tell(f"clearllama: error: {streams.describe(error)}{hint}")
+
+
+def read_turn() -> str:
+    """The next line. Raises EOFError at the end, UsageError where a pipe's line has no end or is not UTF-8."""
+    if sys.stdin.isatty():
+        return input("> ").strip()
+    line = sys.stdin.buffer.readline(LONGEST_TURN + 1)
+    if not line:
+        raise EOFError
+    if len(line) > LONGEST_TURN:
+        raise UsageError(f"a line of standard input holds more than {LONGEST_TURN // 2**20} MiB, or has no end")
+    try:
+        return line.decode().strip()
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"a line of standard input is not UTF-8: byte {error.start} is 0x{line[error.start]:02x}; convert it first"
+        ) from None
 
 
 class Chat:
@@ -174,8 +194,8 @@ class Chat:
             return "usage: /save FILE"
         try:
             path = Path(name).expanduser()
-            with open(path, "x", encoding="utf-8") as file:
-                json.dump(self.messages, file, ensure_ascii=False, indent=1)
+            text = json.dumps(self.messages, ensure_ascii=False, indent=1)
+            write_whole(path, text.encode(), new=True)
         except FileExistsError:
             return f"{path} exists already; choose another name"
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~nobody; ValueError: a NUL in the name

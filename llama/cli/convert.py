@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = None if args.dtype is None else pick_dtype(args.dtype, pick_device("cpu"))
     with progress_bar(args.quiet) as progress:
         proof = convert(
-            resolve(args.source),
+            resolve(args.source, args.quiet),
             args.target,
             args.to,
             shards=args.shards,

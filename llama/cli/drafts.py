@@ -24,7 +24,7 @@ def check_draft(args: argparse.Namespace) -> None:
         raise UsageError(f"--draft-tokens must be at least 1, got {args.draft_tokens}")
     if args.draft is not None and args.draft not in DRAFTS:
         try:
-            resolve(args.draft)
+            resolve(args.draft, args.quiet)
         except CheckpointError as error:
             raise CheckpointError(f"--draft is {', '.join(DRAFTS)} or a model, and {error}") from None
 

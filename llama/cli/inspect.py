@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from ..checkpoint import open_checkpoint
     from ..hub import resolve
 
-    checkpoint = open_checkpoint(resolve(args.model))
+    checkpoint = open_checkpoint(resolve(args.model, args.quiet))
     facts = describe(checkpoint, args.context or checkpoint.config.max_seq_len, args.batch)
     if args.json:
         streams.write_json(facts)

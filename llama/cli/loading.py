@@ -27,7 +27,7 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     runtime.set_threads(args.threads)
     started = time.perf_counter()
     with parallel.together(getattr(args, "world", None)):
-        llm = loader.load(args.model, tokens=tokens, **arguments.model_options(args))
+        llm = loader.load(args.model, tokens=tokens, quiet=args.quiet, **arguments.model_options(args))
     _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
         wishes = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
@@ -44,7 +44,7 @@ def load_model(args: argparse.Namespace) -> Transformer:
     runtime.set_threads(args.threads)
     started = time.perf_counter()
     with parallel.together(getattr(args, "world", None)):
-        checkpoint = open_checkpoint(resolve(args.model))
+        checkpoint = open_checkpoint(resolve(args.model, args.quiet))
         model = loader.build(checkpoint, pack=True, **arguments.model_options(args))
     _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
     return model

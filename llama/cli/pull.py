@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = None if args.name in hub.MODELS else repository.hub_id(args.name)
     with contextlib.nullcontext() if wanted is None else _leaving_at_once(wanted):
         path = hub.pull(args.name, force=args.force, check=True, meta=args.meta, quiet=args.quiet)
-    sys.stdout.write(f"{path}\n")
+    streams.out(f"{path}\n")
     return 0
 
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from ..hub import resolve
     from ..quantize import quantize
 
-    source, started = resolve(args.source), time.perf_counter()
+    source, started = resolve(args.source, args.quiet), time.perf_counter()
     before = sum(open_checkpoint(source).parts.values())
     with convert.progress_bar(args.quiet) as progress:
         proof = quantize(source, args.target, args.scheme, shards=args.shards, force=args.force, progress=progress)

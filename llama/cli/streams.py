@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import stat
 import sys
 import unicodedata
@@ -13,6 +14,9 @@ from typing import Any
 
 from ..errors import LlamaError, UsageError
 from ..errors import one_line as one_line
+from ..temporary import check_writable, write_whole
+
+LARGEST_INPUT = 2**28  # bytes that are read from a pipe, which may have no end
 
 
 def say(args: argparse.Namespace, line: str) -> None:
@@ -25,6 +29,20 @@ def tell(text: str) -> None:
     """A text on stderr. A stderr that can't be written to must not cost the answer on stdout."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+class Teller(logging.Handler):
+    """What the library has to say while it works, as lines of the command."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(one_line(record.getMessage()))
+
+
+def listen(quiet: bool) -> None:
+    """Tell on stderr what the library says, or under --quiet nothing of it."""
+    log = logging.getLogger("llama")
+    log.handlers = [Teller()]
+    log.setLevel(logging.ERROR if quiet else logging.INFO)
 
 
 def describe(error: BaseException) -> str:
@@ -42,8 +60,17 @@ def write(text: str) -> None:
     """Text to stdout at once. On a terminal, control characters of the model's are shown and not obeyed."""
     if sys.stdout.isatty():
         text = "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    out(text)
+
+
+def out(text: str) -> None:
+    """Text to stdout as it is, at once. An OSError then names standard output as its file."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        error.filename = "standard output"
+        raise
 
 
 def write_json(value: Any) -> None:
@@ -52,16 +79,29 @@ def write_json(value: Any) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, allow_nan=False)
     if sys.stdout.isatty():  # JSON escapes the control characters below U+0020 by itself, but not these
         text = "".join(c if unicodedata.category(c) != "Cc" else f"\\u{ord(c):04x}" for c in text)
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    out(text + "\n")
 
 
 def write_file(path: Path, text: str) -> None:
-    """A text into a file. Raises UsageError, naming the file, where that can't be done."""
+    """A text into a file, whole or not at all. Raises UsageError, naming the file, where that can't be done."""
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text.encode())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raise UsageError where write_file would fail, before anything is computed for it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: expected a file in a folder that exists")
+    if path.exists() and not path.is_file():  # a pipe
+        return
+    try:
+        check_writable(path.resolve().parent)
+    except OSError as error:
+        raise UsageError(
+            f"{option} {path}: a file can't be made there ({error.strerror or error}); name another"
+        ) from None
 
 
 def read_text(path: Path) -> str:
@@ -78,11 +118,25 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it") from None
 
 
+def read_input() -> bytes:
+    """All of stdin. Raises UsageError where it does not end within LARGEST_INPUT bytes."""
+    pieces, size = [], 0
+    while piece := sys.stdin.buffer.read(2**20):
+        pieces.append(piece)
+        size += len(piece)
+        if size > LARGEST_INPUT:
+            raise UsageError(
+                f"standard input holds more than {LARGEST_INPUT // 2**20} MiB, or has no end; no context holds that,"
+                f" and many prompts can come from a file"
+            )
+    return b"".join(pieces)
+
+
 def read_stdin() -> str:
     """All of stdin, as UTF-8, without the newline that `echo` adds."""
     if sys.stdin is None:
         raise UsageError("no prompt was given and standard input is closed")
-    data = sys.stdin.buffer.read()
+    data = read_input()
     if not data:
         raise UsageError("no prompt: standard input is empty; give the text as an argument")
     try:

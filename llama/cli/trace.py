@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if args.max_tokens < 1:
         raise UsageError(f"--max-tokens must be at least 1, got {args.max_tokens}")
     for option, file in (("--html", args.html), ("--json", args.json)):
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            raise UsageError(f"{option} {file}: expected a file in a folder that exists")
+        if file is not None:
+            streams.check_file(option, file)
     if args.html is not None and args.json is not None and args.html.resolve() == args.json.resolve():
         raise UsageError(f"--html and --json both name {args.html}; one would overwrite the other")
     arguments.check_one_device(args, "trace")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from .. import __version__
 from ..errors import UsageError
 from ..rope_scaling import inverse_frequencies
-from ..temporary import own_temporary, sweep
+from ..temporary import write_whole
 
 METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
 # head_dim, base, trained length, stretch of the settings that the page checks itself at; the first are Llama 1 to 3.1
@@ -50,11 +49,7 @@ def write(path: Path) -> int:
         raise UsageError(f"{path}: {target.parent} is not a folder; make it first")
     page = html().encode()
     try:
-        sweep(target.parent, ".page")
-        with own_temporary(target.parent, ".page") as work:
-            place = work / target.name
-            place.write_bytes(page)
-            os.replace(place, target)
+        write_whole(target, page)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     return len(page)

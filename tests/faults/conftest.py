@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def attempt(
 
     The child has 10 seconds and 1 GiB of addresses beyond what the imports took. CANARY names a file that no input
     may bring about. What lay in the test's folder before must be there afterwards, to the byte, and nothing else:
-    writes=(names,) excepts what the command was asked to write.
+    writes=(patterns,) excepts what the command was asked to write. file_size and before as in Forked.run.
     """
     canary = tmp_path.parent / f"{tmp_path.name}.canary"
     monkeypatch.setenv("CANARY", str(canary))
@@ -39,20 +40,22 @@ def attempt(
 
     def run(
         *args: object,
-        stdin: bytes | None = None,
+        stdin: bytes | Path | None = None,
         seconds: int = 10,
         memory: int = 1 << 30,
         writes: tuple[str, ...] = (),
+        file_size: int = 0,
+        before: str = "",
     ) -> Outcome:
         nonlocal tried
         tried += 1
-        before = snapshot(tmp_path)
-        done = forked.run(tuple(str(a) for a in args), stdin, seconds, memory)
-        after = snapshot(tmp_path)
-        for name in writes:
-            before.pop(name, None)
-            after.pop(name, None)
-        assert after == before, f"{args}: files were changed, made or lost"
+        earlier = snapshot(tmp_path)
+        done = forked.run(tuple(str(a) for a in args), stdin, seconds, memory, file_size, before)
+        later = snapshot(tmp_path)
+        for state in (earlier, later):
+            for name in [name for name in state if any(fnmatch.fnmatchcase(name, pattern) for pattern in writes)]:
+                del state[name]
+        assert later == earlier, f"{args}: files were changed, made or lost"
         assert not canary.exists(), f"{args}: code in the input was run"
         return Outcome(Trial(args), done.returncode, done.stdout, done.stderr)
 

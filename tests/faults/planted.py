@@ -82,10 +82,88 @@ GGUF: tuple[Defect, ...] = (
     ),
 )
 TOKENIZERS: tuple[Defect, ...] = ()
-WRITES: tuple[Defect, ...] = ()
+WRITES = (
+    Defect(
+        "F03",
+        "a file is written in its place",
+        "llama/temporary.py",
+        """    place = target if new else target.resolve()
+""",
+        """    place = target if new else target.resolve()
+    place.write_bytes(content)
+    return
+""",
+    ),
+    Defect(
+        "F03",
+        "what a killed process left is never removed",
+        "llama/temporary.py",
+        """        shutil.rmtree(stale, ignore_errors=True)
+""",
+        """        pass
+""",
+    ),
+    Defect(
+        "F04",
+        "two conversions work at one target",
+        "llama/convert.py",
+        """        with alone(target, PREFIX):
+""",
+        """        with contextlib.nullcontext():
+""",
+    ),
+)
 SAMPLING: tuple[Defect, ...] = ()
 CHAT: tuple[Defect, ...] = ()
-PROCESS: tuple[Defect, ...] = ()
+PROCESS = (
+    Defect(
+        "I02",
+        "output goes nowhere when standard output is closed",
+        "llama/cli/__init__.py",
+        """        return 1
+    for stream in (sys.stdout, sys.stderr):
+""",
+        """        sys.stdout = open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+""",
+    ),
+    Defect(
+        "I02",
+        "an answer that can't be written is dropped",
+        "llama/cli/streams.py",
+        """        error.filename = "standard output"
+        raise
+""",
+        """        pass
+""",
+    ),
+    Defect(
+        "I05",
+        "a character that the encoding lacks ends the answer",
+        "llama/cli/__init__.py",
+        """            stream.reconfigure(errors="backslashreplace")
+""",
+        """            pass
+""",
+    ),
+    Defect(
+        "I05",
+        "a character that the encoding lacks is left out",
+        "llama/cli/__init__.py",
+        """stream.reconfigure(errors="backslashreplace")""",
+        """stream.reconfigure(errors="ignore")""",
+    ),
+    Defect(
+        "I11",
+        "a check is an assert, which -O takes away",
+        "llama/sampling.py",
+        """    if not low <= number <= high:  # also false for NaN
+        raise UsageError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
+""",
+        """    assert low <= number <= high, name
+""",
+    ),
+)
 MEMORY: tuple[Defect, ...] = ()
 RANKS: tuple[Defect, ...] = ()
 

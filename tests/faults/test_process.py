@@ -1,0 +1,427 @@
+"""Group I: what may happen to a process and its streams, whatever it computes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pexpect
+import pytest
+
+from llama.cli import answers, streams
+
+from ..scripts import make_tiny
+from .conftest import Try
+
+CPU = ("--device", "cpu", "--dtype", "float32")
+GENERATE = ("generate", *CPU, "--raw", "hello", "-n", "4", "--temp", "0")
+# Commands that write to stdout in ways of their own; MODEL stands for the path of a small model.
+TELLING = {
+    "help": ("--help",),
+    "version": ("--version",),
+    "generate": (*GENERATE, "-m", "MODEL"),
+    "generate --json": (*GENERATE, "-m", "MODEL", "--json"),
+    "inspect": ("inspect", "MODEL"),
+    "inspect --json": ("inspect", "MODEL", "--json"),
+    "study": ("study",),
+    "explain": ("explain", "-m", "MODEL"),
+    "trace": ("trace", "hello", "-m", "MODEL", "--device", "cpu"),
+    "plan": ("plan", "-m", "MODEL", "--gpus", "2xH100"),
+    "quantize --list": ("quantize", "--list"),
+}
+# The same for a few, and for all of them when there is time.
+SOME = [
+    pytest.param(name, marks=() if name in ("version", "generate", "inspect --json", "study") else pytest.mark.slow)
+    for name in TELLING
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny.make(tmp_path / "model", "llama-3-8b")
+
+
+def command(name: str, model: Path) -> tuple[str, ...]:
+    return tuple(str(model) if word == "MODEL" else word for word in TELLING[name])
+
+
+# ------------------------------------------------------------------------------------------------------ the streams
+NOBODY_READS = (
+    "import os, sys; r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w); sys.stdout = os.fdopen(1, 'w')"
+)
+CLOSED = "import os, sys; sys.stdout = None; os.close(1)"
+FULL = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+READ_ONLY = "import os; os.dup2(os.open('/dev/null', os.O_RDONLY), 1)"
+
+
+@pytest.mark.row("I01")
+@pytest.mark.parametrize("name", SOME)
+def test_a_reader_that_is_gone_ends_it_quietly(attempt: Try, model: Path, name: str) -> None:
+    ended = attempt(*command(name, model), before=NOBODY_READS)
+    assert ended.code == 141
+    assert "error" not in ended.error
+    assert "Traceback" not in ended.error
+    assert "Exception" not in ended.error
+
+
+@pytest.mark.row("I02")
+@pytest.mark.parametrize("name", SOME)
+def test_output_that_nobody_can_get_is_no_success(attempt: Try, model: Path, name: str) -> None:
+    """The same command with a stdout says something and succeeds, so with none it must not: the answer would be lost.
+
+    A file that is opened may then get the number of stdout, and must not be written to.
+    """
+    good = attempt(*command(name, model))
+    assert good.code == 0
+    assert good.stdout
+    attempt(*command(name, model), before=CLOSED).refused("standard output is closed")
+    attempt(*command(name, model), before=READ_ONLY).refused("standard output: Bad file descriptor")
+
+
+@pytest.mark.row("I02")
+def test_nothing_is_converted_without_a_stdout(attempt: Try, model: Path, tmp_path: Path) -> None:
+    attempt("convert", model, tmp_path / "new", "--to", "hf", before=CLOSED).refused("standard output is closed")
+
+
+@pytest.mark.row("I03")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+@pytest.mark.parametrize("name", SOME)
+def test_a_full_stdout_is_one_line(attempt: Try, model: Path, name: str) -> None:
+    attempt(*command(name, model), before=FULL).refused("standard output: No space left on device")
+
+
+@pytest.mark.row("I03")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+def test_many_prompts_to_a_full_stdout(attempt: Try, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    args = ("generate", *CPU, "-m", model, "--raw", "-n", "2", "--prompts", tmp_path / "in")
+    attempt(*args, before=FULL).refused("standard output: No space left on device")
+
+
+@pytest.mark.row("I04")
+@pytest.mark.parametrize("args", [("generate",), ("generate", "--prompts", "-"), ("chat",), ("trace",)])
+def test_a_closed_stdin_is_said(attempt: Try, model: Path, args: tuple[str, ...]) -> None:
+    closed = "import os, sys; sys.stdin = None; os.close(0)"
+    attempt(*args, "-m", model, before=closed).refused("standard input", "closed", code=2)
+
+
+@pytest.mark.row("I04")
+@pytest.mark.parametrize(
+    ("args", "code"), [(("generate",), 2), (("generate", "--prompts", "-"), 2), (("trace",), 2), (("chat",), 2)]
+)
+def test_a_stdin_without_end_is_refused(attempt: Try, model: Path, args: tuple[str, ...], code: int) -> None:
+    """/dev/zero, and no more than 1 GiB of addresses."""
+    more = ("--chat-format", "llama3", *CPU) if args == ("chat",) else ()
+    attempt(*args, *more, "-m", model, stdin=Path("/dev/zero")).refused("or has no end", code=code)
+
+
+@pytest.mark.row("I04")
+def test_a_terminal_without_a_prompt_is_not_waited_for(model: Path) -> None:
+    child = pexpect.spawn(sys.executable, ["-m", "llama", "generate", "-m", str(model)], encoding="utf-8", timeout=60)
+    child.expect('no prompt: clearllama generate "your text"')
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 2
+
+
+@pytest.mark.row("I04")
+def test_chat_is_told_what_is_no_text(attempt: Try, model: Path) -> None:
+    args = ("chat", "-m", model, *CPU, "--chat-format", "llama3", "-n", "3", "-q")
+    attempt(*args, stdin=b"\xff\n").refused("not UTF-8: byte 0 is 0xff", code=2)
+
+
+@pytest.mark.row("I05")
+@pytest.mark.parametrize("name", ["generate", "inspect", "study", "help", "trace"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
+def test_an_encoding_that_lacks_characters_gets_escapes(attempt: Try, model: Path, name: str, encoding: str) -> None:
+    """Held against the same command on UTF-8; the text has what none of both encodings can say."""
+    args = command(name, model)
+    if name in ("generate", "trace"):
+        at = args.index("hello")
+        args = (*args[:at], "日本語 é – 😀", *args[at + 1 :])
+        args = (*args, "-q", *(("-n", "30", "--temp", "9", "--seed", "3") if name == "generate" else ()))
+    if name == "trace":
+        assert not attempt(*args).stdout.isascii()
+    narrow = f"import sys; [s.reconfigure(encoding={encoding!r}, errors='strict') for s in (sys.stdout, sys.stderr)]"
+    plain, escaped = attempt(*args), attempt(*args, before=narrow)
+    assert (plain.code, escaped.code) == (0, 0), escaped.error
+    assert escaped.stdout == plain.stdout.decode().encode(encoding, "backslashreplace")
+
+
+# ------------------------------------------------------------------------------------------------------ the signals
+# A signal at the beginning of what a function does, so that the moment is known; once or twice.
+MOMENTS = {
+    "load": "from llama import loader as m; name = 'build'",
+    "prefill": "from llama import generate as m; name = 'prefill'",
+    "decode": "from llama.cli import streams as m; name = 'write'",
+}
+AT = """
+import os, signal
+{moment}
+real = getattr(m, name)
+def sent(*args, **options):
+    for _ in range({count}):
+        os.kill(os.getpid(), {number})
+    return real(*args, **options)
+setattr(m, name, sent)
+"""
+TWICE = """
+from llama.cli import streams
+real, count = streams.tell, []
+def tell(text):
+    if not count:
+        count.append(1)
+        os.kill(os.getpid(), signal.SIGINT)  # while the first one is being told of
+    real(text)
+import llama.cli as cli
+cli.tell = tell
+"""
+
+
+@pytest.mark.row("I06")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_ends_it_with_its_code_and_no_word_of_python(
+    attempt: Try, model: Path, moment: str, number: signal.Signals
+) -> None:
+    for count in (1, 2) if number == signal.SIGINT else (1,):
+        at = AT.format(moment=MOMENTS[moment], count=count, number=int(number))
+        if count == 2 and number == signal.SIGINT:
+            at += TWICE
+        ended = attempt(*GENERATE, "-q", "-m", model, before=at)
+        assert ended.code == 128 + number, ended.error
+        assert "Traceback" not in ended.error
+        assert ended.error.split("\n") in (["", "clearllama: interrupted", ""], [""])
+        assert ("interrupted" in ended.error) == (number == signal.SIGINT)
+
+
+@pytest.mark.row("I06")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_said_before_a_signal_is_there(attempt: Try, model: Path, number: signal.Signals) -> None:
+    whole = attempt(*GENERATE, "-q", "-m", model, "-n", "20").stdout
+    at = (
+        "import os\nfrom llama.cli import streams\nreal, said = streams.write, []\n"
+        "def write(text):\n    real(text); said.append(text)\n"
+        f"    len(said) == 5 and os.kill(os.getpid(), {int(number)})\n"
+        "streams.write = write"
+    )
+    part = attempt(*GENERATE, "-q", "-m", model, "-n", "20", before=at)
+    assert part.code == 128 + number
+    assert part.stdout
+    assert whole.startswith(part.stdout)
+    assert len(part.stdout) < len(whole)
+
+
+# ------------------------------------------------------------------------------------------------ terminals and bars
+@pytest.mark.row("I08")
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_no_bars_and_no_colours_where_there_is_no_terminal(attempt: Try, model: Path, tmp_path: Path, to: str) -> None:
+    ended = attempt("convert", model, tmp_path / "new", "--to", to, writes=("new*",))
+    assert ended.survived()
+    assert not {b"\r", b"\x1b"} & {bytes([byte]) for byte in ended.stdout + ended.stderr}
+    assert len(ended.stdout.splitlines()) == 2
+
+
+@pytest.mark.row("I08")
+@pytest.mark.parametrize(
+    ("env", "bars"),
+    [({"TERM": "dumb"}, False), pytest.param({"TERM": "xterm", "NO_COLOR": "1"}, True, marks=pytest.mark.slow)],
+)
+def test_a_dumb_terminal_gets_no_bars_and_no_terminal_gets_colours(
+    model: Path, tmp_path: Path, env: dict[str, str], bars: bool
+) -> None:
+    args = ["-m", "llama", "convert", str(model), str(tmp_path / "new"), "--to", "gguf"]
+    child = pexpect.spawn(sys.executable, args, encoding="utf-8", timeout=60, env={**os.environ, **env})
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    assert ("weight/s" in child.before) == bars
+    assert "\x1b[3" not in child.before
+    assert "weights read back equal" in child.before
+
+
+# ------------------------------------------------------------------------------------------------------------- JSON
+@pytest.mark.row("I09")
+@pytest.mark.parametrize("number", [-math.inf, math.inf, math.nan])
+def test_numbers_that_json_lacks_are_null(number: float, capsys: pytest.CaptureFixture[str]) -> None:
+    stats = SimpleNamespace(prompt_tokens=1, as_dict=dict)
+    completion = SimpleNamespace(text="a", tokens=[1, 2], finish_reason="stop", logprobs=[number, -0.5], stats=stats)
+    facts = answers.answer_facts(completion)  # type: ignore[arg-type]
+    streams.write_json(facts)
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert found["logprobs"] == [None, -0.5]
+    with pytest.raises(ValueError, match="JSON compliant"):  # nothing of the kind gets out unnoticed elsewhere
+        streams.write_json({"x": number})
+    assert capsys.readouterr().out == ""
+
+
+# ------------------------------------------------------------------------------------------------------ environment
+NO_SOCKET = (
+    "import os, sys\n"
+    "def hook(event, args):\n"
+    "    if event.startswith('socket.'):\n"
+    "        os.write(2, b'a socket was used'); os._exit(99)\n"
+    "sys.addaudithook(hook)\n"
+)
+
+
+@pytest.mark.row("I10")
+@pytest.mark.parametrize("name", SOME)
+def test_what_is_here_is_used_without_a_network(attempt: Try, model: Path, name: str) -> None:
+    assert attempt(*command(name, model), before=NO_SOCKET).survived()
+
+
+@pytest.mark.row("I10")
+@pytest.mark.parametrize("name", ["org/name", "no-such-model"])
+def test_what_is_not_here_is_refused_without_a_network(
+    attempt: Try, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path.parent / f"{tmp_path.name}.hf"))
+    attempt("generate", "a", "-m", name, before=NO_SOCKET).refused(name, "there is no file or folder")
+
+
+@pytest.mark.row("I10")
+def test_without_a_home(attempt: Try, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user that the system does not know, as in many containers. What is named by its path runs all the same."""
+    for name in ("HOME", "CLEARLLAMA_CACHE", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    unknown = "import pwd\ndef getpwuid(uid): raise KeyError(uid)\npwd.getpwuid = getpwuid\n"
+    monkeypatch.chdir(tmp_path)
+    assert attempt(*GENERATE, "-m", model, before=unknown).survived()
+    attempt("pull", before=unknown + NO_SOCKET).refused("the home folder is not known", "CLEARLLAMA_CACHE", code=2)
+
+
+@pytest.mark.row("I10")
+def test_a_cache_that_can_not_be_written(
+    attempt: Try, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc lets nobody make a file, root neither. A model that is here runs; what has to be kept is refused."""
+    if not os.path.isdir("/proc/self"):
+        pytest.skip("needs /proc")
+    monkeypatch.setenv("CLEARLLAMA_CACHE", "/proc/self/cache")
+    attempt("pull", before=NO_SOCKET).refused("/proc/self/cache", "CLEARLLAMA_CACHE")
+    assert attempt(*GENERATE, "-m", model).survived()
+    refused = attempt(*GENERATE, "-m", model, "--compile").refused("/proc/self/cache", "leave --compile out", code=2)
+    assert "CLEARLLAMA_CACHE" in refused
+
+
+# ---------------------------------------------------------------------------------------------- Python's own options
+WRONG = [
+    ["generate", "a", "-m", "MODEL", "--top-p", "7"],
+    ["generate", "a", "-m", "MODEL", "--max-seq-len", "0"],
+    ["generate", "a", "-m", "MODEL", "--stop", ""],
+    ["generate", "a", "-m", "MODEL", "--seed", "-1"],
+    ["generate", "a", "-m", "CUT"],
+    ["generate", "-q", "--raw", "a" * 9000, "-m", "MODEL"],
+    ["inspect", "CUT"],
+    ["inspect", "none"],
+    ["convert", "MODEL", "MODEL", "--to", "hf", "--force"],
+    ["convert", "MODEL", "new", "--to", "meta", "--shards", "3"],
+    ["convert", "CUT", "new", "--to", "gguf"],
+    ["quantize", "MODEL", "new", "--scheme", "int3"],
+    ["trace", "-q", "a", "-m", "MODEL", "--ablate-head", "9.9"],
+    ["generate", "--prompts", "MODEL/params.json", "-m", "MODEL"],
+]
+ASK = """
+import contextlib, io, json, sys
+from llama import cli
+told = []
+for args in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(args)
+    told.append([code, out.getvalue(), err.getvalue()])
+answer = io.StringIO()
+with contextlib.redirect_stdout(answer), contextlib.redirect_stderr(io.StringIO()):
+    cli.main(json.loads(sys.argv[2]))
+print(json.dumps([told, answer.getvalue(), __debug__]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.row("I11")
+def test_python_without_asserts_and_with_strict_warnings_checks_the_same(model: Path, tmp_path: Path) -> None:
+    """-OO takes asserts and docstrings away, -W error makes every warning fatal: neither changes a word."""
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    for file in model.iterdir():
+        (cut / file.name).write_bytes(file.read_bytes()[:-100])
+    places = {
+        "MODEL": str(model),
+        "CUT": str(cut),
+        "new": str(tmp_path / "new"),
+        "MODEL/params.json": str(model / "params.json"),
+    }
+    wrong = [[places.get(word, word) for word in args] for args in WRONG]
+    right = [*GENERATE, "-m", str(model)]
+    found = []
+    for options in ([], ["-OO", "-W", "error"]):
+        ask = [sys.executable, *options, "-c", ASK, json.dumps(wrong), json.dumps(right)]
+        done = subprocess.run(ask, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    (told, answer, debug), (told_too, answer_too, debug_too) = found
+    assert (debug, debug_too) == (True, False)
+    assert told == told_too
+    assert answer == answer_too != ""
+    for args, (code, out, err) in zip(WRONG, told, strict=True):
+        assert code in (1, 2), args
+        assert (out, err.count("\n")) == ("", 1), (args, err)
+        assert "unexpected" not in err, err
+
+
+# -------------------------------------------------------------------------------------------------------- the extras
+def without(*names: str) -> str:
+    """Python in which these packages are not installed."""
+    return (
+        "import importlib.util, sys\nreal = importlib.util.find_spec\n"
+        f"for name in {names!r}: sys.modules[name] = None\n"
+        f"importlib.util.find_spec = lambda name, package=None: None if name in {names!r} else real(name, package)\n"
+    )
+
+
+@pytest.mark.row("I12")
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_without_matplotlib(attempt: Try, tmp_path: Path, ending: str) -> None:
+    args = ("study", "clock", "--figure", tmp_path / f"x.{ending}")
+    attempt(*args, before=without("matplotlib")).refused("pip install 'clearllama[study]'", code=2)
+    attempt("study", "clock", "--figures", tmp_path / "all", before=without("matplotlib")).refused(
+        "pip install 'clearllama[study]'", code=2
+    )
+    table = attempt("study", "clock", "--figure", tmp_path / "x.csv", before=without("matplotlib"), writes=("x.csv",))
+    assert table.survived()
+
+
+@pytest.mark.row("I12")
+def test_without_huggingface_hub(attempt: Try, model: Path) -> None:
+    gone = without("huggingface_hub")
+    attempt("pull", "org/name", before=gone).refused("org/name", "pip install 'clearllama[hub]'")
+    attempt("generate", "a", "-m", "org/name", before=gone).refused("org/name", "pip install 'clearllama[hub]'")
+    assert attempt(*GENERATE, "-m", model, before=gone).survived()
+
+
+# ------------------------------------------------------------------------------------------------------------ quiet
+def test_quiet_silences_what_the_library_says_as_well(attempt: Try, model: Path) -> None:
+    """The compiler itself is left out: what it would be told is what matters."""
+    said = (
+        "import logging; from llama import loader\nreal = loader.build\n"
+        "def build(*args, **options):\n"
+        "    logging.getLogger('llama.compiled').info('clearllama: compiling the decoding step')\n"
+        "    return real(*args, **options)\n"
+        "loader.build = build"
+    )
+    assert "clearllama: compiling the decoding step\n" in attempt(*GENERATE, "-m", model, before=said).error
+    assert attempt(*GENERATE, "-q", "-m", model, before=said).error == ""
+
+
+def test_only_the_command_listens_to_the_library() -> None:
+    """Importing it adds no handler, so a program that uses the library decides for itself."""
+    code = "import logging, llama, llama.loader, llama.compiled; print(logging.getLogger('llama').handlers)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
