@@ -16,7 +16,6 @@ import hashlib
 import logging
 import platform
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +34,7 @@ from .model import RMSNorm, Transformer, TransformerBlock
 from .placement import NO_COMPILING, Placed
 from .quant import BlockLinear, TileLinear
 from .runtime import FEW_ROWS, FewRowsLinear
+from .temporary import own_temporary, sweep
 
 Step = Callable[[list[Tensor]], Tensor]  # from the arguments of Trace, one after the other
 # Layers that read the same x: their packed weights are put one behind the other and multiplied at once.
@@ -194,8 +194,9 @@ def load_step(model: Transformer, block: nn.Module, rows: bool = False) -> Step:
         print(f"clearllama: compiling {what}; it is kept for the next time", file=sys.stderr)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
-                made = Path(work) / "step.pt2"
+            sweep(folder, ".build")
+            with own_temporary(folder, ".build") as work:
+                made = work / "step.pt2"
                 build(model, block, made, rows)
                 target = keep(made, folder, name)
         except OSError as error:

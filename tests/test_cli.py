@@ -50,6 +50,7 @@ def test_loading_a_model_imports_no_compiler(tiny_gguf: Path) -> None:
         "quantize",
         "pull",
         "verify",
+        "doctor",
         "bench",
         "perplexity",
         "study",
