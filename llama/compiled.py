@@ -15,6 +15,7 @@ import functools
 import hashlib
 import logging
 import platform
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,10 @@ def load_step(model: Transformer, block: nn.Module, rows: bool = False) -> Step:
     folder, name = cache_folder() / "compiled", fingerprint(model, block) + "-rows" * rows
     target = kept(folder, name, ".pt2")
     if target is None:
+        command = kernels.compiler()
+        if model.norm.weight.device.type == "cpu" and (command is None or shutil.which(command.split()[0]) is None):
+            why = "there is none (c++, g++, clang++)" if command is None else f"{command} (CXX) does not run"
+            raise UsageError(f"--compile wants a C++ compiler, and {why}; install one, or leave --compile out")
         what = "the decoding step of batches" if rows else "the decoding step"
         LOG.info("clearllama: compiling %s; it is kept for the next time", what)
         try:

@@ -90,28 +90,45 @@ def sources() -> str:
     return "\n".join(path.read_text() for path in sorted(SOURCE.parent.iterdir()))
 
 
+def compiler() -> str | None:
+    """The C++ compiler of this machine as it is called; None where there is none. CXX overrides."""
+    return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+
+
+def built(form: str) -> Path | None:
+    """The library for a form, if the cache folder has it."""
+    return kept(*_place(form), ".so")
+
+
+def _place(form: str) -> tuple[Path, str]:
+    """The folder of the library for a form, and its name there, which tells what it was made of."""
+    told = "\0".join((sources(), *_flags(form), torch.__version__))
+    return cache_folder() / "kernels", f"{form}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+
+
+def _flags(form: str) -> list[str]:
+    return [*COMMON.split(), *FORMS[form].split()]
+
+
 def build(form: str) -> Path:
     """The library for a form, compiled unless the cache folder has it. OSError or RuntimeError say why not."""
-    root = Path(torch.__file__).parent
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    flags = [*COMMON.split(), *FORMS[form].split()]
-    told = "\0".join((sources(), *flags, torch.__version__))
-    folder, name = cache_folder() / "kernels", f"{form}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
-    if found := kept(folder, name, ".so"):
+    if found := built(form):
         return found
-    if compiler is None:
+    root, command = Path(torch.__file__).parent, compiler()
+    folder, name = _place(form)
+    if command is None:
         raise RuntimeError("there is no C++ compiler (c++, g++, clang++); install one, or name it in CXX")
     folder.mkdir(parents=True, exist_ok=True)
     if sys.stderr is not None and sys.stderr.isatty():
         LOG.info("clearllama: building the C++ kernels, some seconds; they are kept for the next time")
     with own_temporary(folder, ".build") as work:
         made = work / f"{name}.so"
-        command = [*compiler.split(), *flags, f"-I{root / 'include'}", str(SOURCE), "-o", str(made)]
-        command += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        words = [*command.split(), *_flags(form), f"-I{root / 'include'}", str(SOURCE), "-o", str(made)]
+        words += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             why = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-            raise RuntimeError(f"{compiler} could not build {SOURCE.name}: {why.strip()}")
+            raise RuntimeError(f"{command} could not build {SOURCE.name}: {why.strip()}")
         return keep(made, folder, name)
 
 

@@ -32,7 +32,7 @@ from .rope import FORMS
 from .rope_scaling import with_rope
 from .runtime import FewRowsLinear, PackedLinear, pick_attention, pick_dtype, pick_linear
 from .tokenizer import Tokenizer, is_tokenizer, open_tokenizer
-from .weights import SkipInit, cast, check_tensors, held, read_blocks, rounded_again, to_layout
+from .weights import SkipInit, cast, check_tensors, held, read_blocks, rounded_again, sample_hash, to_layout
 
 if TYPE_CHECKING:
     from .text import Llama
@@ -216,6 +216,7 @@ def build(
     if compile and rope == "complex":
         rope = "real"  # the same arithmetic; the compiler has no complex numbers
     if world is not None:
+        world.told.append(f"weights whose sample has the hash {sample_hash(checkpoint)}")
         checkpoint = PartCheckpoint(checkpoint, world.place)
         if scheme is not None or (takes_blocks and place.output.type == "cpu"):
             checkpoint.check_groups(None if scheme is None else scheme.group)

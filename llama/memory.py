@@ -89,9 +89,13 @@ def activation_bytes(
     mask = T * S * (1 + itemsize)
     keys = S * kv * (itemsize + 4) if kind == "int8" else 0
     growth = cache_bytes(config, S, itemsize, kind) // config.n_layers
-    logits = config.vocab_size * 4 * 4
     table = S * config.head_dim // 2 * (8 + 16)
-    return batch * (new + max(mask + keys, growth) + logits) + table
+    return batch * (new + max(mask + keys, growth) + logits_bytes(config)) + table
+
+
+def logits_bytes(config: ModelConfig) -> int:
+    """A bound on what the logits of one token take, and what choosing by them does: four times in float32."""
+    return config.vocab_size * 4 * 4
 
 
 def need(

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from . import memory
 from .config import ModelConfig
 from .errors import UsageError
 from .quant import Scheme, scheme_for
@@ -187,15 +188,8 @@ def weight_bytes(
 
 
 def activation_bytes(config: ModelConfig, size: int, batch: int, context: int) -> int:
-    """An estimate of what a slice needs besides: a chunk of a prompt in the widest place of a block, and logits.
-
-    The hidden state and its norm, with the norm's float32; gate, up and their product, or queries, keys and values
-    with the float32 of their rotation; the mask; float32 logits of each sequence.
-    """
-    tokens = min(CHUNK, context)
-    heads = config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)  # q, k, v, and what attention gives
-    widest = max(3 * config.hidden_dim * size, heads * (size + 4))
-    return tokens * (config.dim * (2 * size + 4) + widest + context) + 4 * batch * config.vocab_size
+    """What a slice needs besides, as memory.py bounds it: a chunk of one prompt at a time, logits of each sequence."""
+    return memory.activation_bytes(config, context, CHUNK, size) + (batch - 1) * memory.logits_bytes(config)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     if name is not None and name != "auto":
         if name not in DTYPES:
             raise UsageError(f"unknown dtype {name!r}; known: auto, {', '.join(DTYPES)}")
+        if DTYPES[name] == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise UsageError(f"{device} can't compute in bfloat16; take --dtype float16, or leave it out")
         return DTYPES[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

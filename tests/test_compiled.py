@@ -54,6 +54,7 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, CONFIG.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.row("J07")
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [
@@ -83,6 +84,26 @@ def test_compiled_is_eager_at_any_length_with_one_build(
     ]
     assert len(builds) == 1
     assert dict(torch._dynamo.utils.counters["stats"]) == graphs  # nothing was compiled while decoding
+
+
+@pytest.mark.row("J07")
+@needs_kernels
+def test_every_step_of_every_layer_is_the_compiled_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Falling back to the block's own code would give the same tokens, and nobody would notice."""
+    load_step, steps = compiled.load_step, []
+
+    def counted(*args: object, **options: object) -> compiled.Step:
+        step = load_step(*args, **options)
+        return lambda arguments: (steps.append(len(arguments)), step(arguments))[1]
+
+    monkeypatch.setattr(compiled, "load_step", counted)
+    fast = compiled.compile_(model(**PACKED))
+    cache = fast.new_cache(40)
+    prefill(fast, ids_of(9), cache)
+    assert steps == []  # a prompt runs as it is written
+    for count, token in enumerate(ids_of(12, 1), 1):
+        prefill(fast, [token], cache)
+        assert len(steps) == count * CONFIG.n_layers
 
 
 @needs_kernels
@@ -127,6 +148,7 @@ def test_a_word_is_no_answer_to_whether_to_compile(tiny_gguf: Path) -> None:
         load(tiny_gguf, compile="no")
 
 
+@pytest.mark.row("J07")
 @needs_kernels
 def test_prompts_batches_and_given_positions_run_uncompiled(folder: Path) -> None:
     eager, fast = model(**PACKED), compiled.compile_(model(**PACKED))

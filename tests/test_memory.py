@@ -295,6 +295,7 @@ V2 = "0::/user.slice/run\n"
 GROUP = "sys/fs/cgroup/user.slice"
 
 
+@pytest.mark.row("J01")
 @pytest.mark.parametrize(
     ("files", "free"),
     [
@@ -381,6 +382,7 @@ def test_the_least_of_all_limits_is_free(tmp_path: Path, files: dict[str, str], 
     assert memory.free_memory("cpu", tree(tmp_path, files)) == free
 
 
+@pytest.mark.row("J01")
 @linux
 def test_a_limit_of_addresses_leaves_what_is_not_mapped_yet() -> None:
     code = """
@@ -408,6 +410,7 @@ def test_this_machine_has_some_and_says_so_quickly() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the refusal
+@pytest.mark.row("J01")
 def test_too_much_is_refused_with_the_numbers_and_what_to_lower() -> None:
     need = memory.Need(16 * 2**30, 4 * 2**30, 2**30, runtime=0)
     rooms = [memory.Room(100 * 2**30, "are free on this machine"), memory.Room(12 * 2**30, "are left here")]
@@ -440,6 +443,7 @@ def small(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(memory, "rooms", lambda *_: [memory.Room(free, "are free on this machine")])
 
 
+@pytest.mark.row("J01")
 def test_a_model_is_refused_before_a_weight_is_read(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch, 2**20)
     read: list[str] = []
@@ -493,6 +497,7 @@ def test_what_stays_in_the_file_is_counted_as_mapped(tmp_path: Path, monkeypatch
     assert [need.mapped for need in needs] == [needs[0].weights, 0]
 
 
+@pytest.mark.row("J01")
 def test_a_cache_asks_before_it_is_made_and_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SMALL", 0)
     small(monkeypatch, 10**6)
@@ -514,6 +519,7 @@ def test_a_cache_asks_before_it_is_made_and_before_it_grows(monkeypatch: pytest.
     assert long.length == 1100
 
 
+@pytest.mark.row("J01")
 def test_the_command_refuses_and_can_be_told_not_to(
     tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -551,6 +557,7 @@ assert llm.generate("hello the", max_new_tokens=4).tokens == before
 """
 
 
+@pytest.mark.row("J02")
 @linux
 @pytest.mark.parametrize(("check", "error"), [(True, "MemoryLimitError"), (False, "RuntimeError")])
 def test_memory_that_runs_out_in_the_middle_leaves_a_process_that_works(
@@ -562,6 +569,7 @@ def test_memory_that_runs_out_in_the_middle_leaves_a_process_that_works(
     assert "ulimit -v" in done.stdout if check else "allocate memory" in done.stdout
 
 
+@pytest.mark.row("J02")
 @pytest.mark.slow
 @linux
 def test_the_command_says_in_a_line_that_memory_ran_out(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from llama.config import ModelConfig
 from llama.convert import convert
 from llama.errors import UsageError
 from llama.quantize import quantize
-from llama.weights import expected_shapes
+from llama.weights import expected_shapes, sample_hash
 
 from . import ranks, tiny
 
@@ -78,6 +78,7 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
             assert found[name].tolist() == value.tolist(), name
 
 
+@pytest.mark.row("K05")
 def test_ranks_answer_as_one(world: ranks.Ranks, tmp_path: Path) -> None:
     path = str(write(tmp_path, CONFIG))
     expected = ranks.answers(ranks.build(path))
@@ -138,6 +139,26 @@ def test_forms_of_rope_and_an_8_bit_cache(form: str, world: ranks.Ranks, tmp_pat
     check(found, expected)
 
 
+@pytest.mark.row("K04")
+def test_ranks_with_other_weights_do_not_begin(world: ranks.Ranks, tmp_path: Path) -> None:
+    """The same architecture to the last entry; in one pair a single matrix differs, as with an adapter merged."""
+    plain = tiny.weights(tiny.CONFIG)
+    merged = dict(plain)
+    merged["layers.0.attention.wv.weight"] = plain["layers.0.attention.wv.weight"] * 1.01
+    for name, state in {"plain": plain, "other": tiny.weights(tiny.CONFIG, seed=1), "merged": merged}.items():
+        tiny.write_gguf(tmp_path / f"{name}.gguf", tiny.CONFIG, state)
+    for other in ("other", "merged"):
+        paths = [str(tmp_path / f"{name}.gguf") for name in ("plain", other)]
+        for said in world.run(2, 1, "differ", paths=paths):
+            assert "rank 1 has another model or other options than rank 0: weights whose sample has the hash" in said
+    hashes = []
+    for form in ("hf", "meta"):  # the same weights are the same in any format
+        convert(tmp_path / "plain.gguf", tmp_path / form, form)
+        hashes.append(sample_hash(open_checkpoint(tmp_path / form)))
+    assert set(hashes) == {sample_hash(open_checkpoint(tmp_path / "plain.gguf"))}
+
+
+@pytest.mark.row("K04")
 def test_ranks_with_other_models_do_not_begin(world: ranks.Ranks, tmp_path: Path) -> None:
     paths = [
         str(tiny.write_gguf(tmp_path / f"{theta}.gguf", tiny.CONFIG, metadata={"llama.rope.freq_base": theta}))
@@ -151,6 +172,7 @@ def test_ranks_with_other_models_do_not_begin(world: ranks.Ranks, tmp_path: Path
 
 
 # ---------------------------------------------------------------------------------------------------- what is read
+@pytest.mark.row("K02")
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 def test_shards_of_meta_onto_ranks(shards: int, world: ranks.Ranks, tmp_path: Path) -> None:
     for config in (WIDE, dataclasses.replace(WIDE, n_kv_heads=2)):
@@ -347,6 +369,7 @@ def test_parts_cover_the_model_once(
             assert first_kv // 2 + head // (own.n_heads // own.n_kv_heads) == whole_head // shared
 
 
+@pytest.mark.row("K02")
 def test_a_wrong_number_of_processes_is_refused_with_those_that_work() -> None:
     config = dataclasses.replace(CONFIG, n_kv_heads=2)
     with pytest.raises(UsageError, match=r"over 3 processes .* 8 heads, 2 key/value heads .*: 1, 2, 4, 8$"):
@@ -364,6 +387,7 @@ def test_stages_are_even() -> None:
     assert stages(dataclasses.replace(official, n_layers=3), 3) == [1, 1, 1]
 
 
+@pytest.mark.row("K03")
 @pytest.mark.parametrize("told", ["x", "", "nan", "-1", "0", "inf"])
 def test_a_time_to_wait_is_a_number(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARLLAMA_JOIN_SECONDS", told)

@@ -126,6 +126,7 @@ MORE_FAULTS = [
 ]
 
 
+@pytest.mark.row("K01")
 @pytest.mark.parametrize(("fault", "told"), [*FAULTS, *(pytest.param(*f, marks=pytest.mark.slow) for f in MORE_FAULTS)])
 def test_a_rank_that_ends_ends_all_with_one_line(fault: str, told: str, tiny_gguf: Path) -> None:
     args = (*PROMPT, "-m", str(tiny_gguf), "-n", "100", "--quiet", "--tensor-parallel", "2")
@@ -138,6 +139,7 @@ def test_a_rank_that_ends_ends_all_with_one_line(fault: str, told: str, tiny_ggu
     assert err[0].endswith("; the other ranks were stopped")
 
 
+@pytest.mark.row("K01")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["1 load raise", "1 decode raise"])
 def test_an_error_of_one_rank_is_told_by_its_name(fault: str, tiny_gguf: Path) -> None:
@@ -149,6 +151,8 @@ def test_an_error_of_one_rank_is_told_by_its_name(fault: str, tiny_gguf: Path) -
     assert "made up" in err[0]
 
 
+@pytest.mark.row("K01")
+@pytest.mark.row("K06")
 def test_a_conversation_listens_to_this_host_only_goes_on_after_an_interrupt_and_ends_with_its_parent(
     chatting: Launched,
 ) -> None:
@@ -210,6 +214,7 @@ def test_an_interrupt_in_the_middle_of_an_answer_leaves_the_ranks_in_step(tiny_g
 
 
 # ------------------------------------------------------------------------------------- what is refused at once
+@pytest.mark.row("K02")
 def test_a_wrong_number_of_processes_is_refused_before_any_is_started(tiny_gguf: Path) -> None:
     launched = Launched(*PROMPT, "-m", str(tiny_gguf), "--tensor-parallel", "3")
     code, _, err = launched.end(20)
@@ -230,6 +235,7 @@ def test_what_is_for_one_process_is_refused_at_once(name: str) -> None:
         ranks.start(args, [], 2, 1)
 
 
+@pytest.mark.row("K05")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_said_at_once(tiny_gguf: Path) -> None:
     code, _, err = Launched(*PROMPT[:3], "-m", str(tiny_gguf), "--tensor-parallel", "2", "--device", "cuda").end(20)
@@ -245,6 +251,7 @@ ENVIRONMENTS = [
 ]
 
 
+@pytest.mark.row("K03")
 @pytest.mark.parametrize(("given", "told"), ENVIRONMENTS)
 def test_half_an_environment_is_refused(given: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ranks.NEEDED:
@@ -263,6 +270,7 @@ def test_an_address_without_a_rank_is_no_environment(monkeypatch: pytest.MonkeyP
     assert ranks.environment() is None
 
 
+@pytest.mark.row("K03")
 def test_ranks_that_do_not_come_are_waited_for_and_no_longer(tiny_gguf: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -274,6 +282,7 @@ def test_ranks_that_do_not_come_are_waited_for_and_no_longer(tiny_gguf: Path) ->
     assert "rank 0 of 2 did not meet the others within 2 s" in err[0]
 
 
+@pytest.mark.row("K03")
 def test_a_port_in_use_is_said(tiny_gguf: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -270,6 +270,7 @@ def test_bytes_are_spread_as_evenly_as_whole_layers_allow(name: str, count: int)
     assert max(filled) - layer <= min(held)  # a layer moved from the fullest would fill another as much
 
 
+@pytest.mark.row("J03")
 def test_what_can_t_be_placed_is_refused() -> None:
     here = r"available: .*cpu"
     for value in (-1, True, 1.5, "3"):
@@ -291,6 +292,7 @@ def test_what_can_t_be_placed_is_refused() -> None:
     assert pick_placement(CONFIG, [CPU, torch.device("away:1")]).layers[0] == CPU
 
 
+@pytest.mark.row("J03")
 @pytest.mark.skipif(torch.accelerator.is_available() and torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_command_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = str(tiny.write_gguf(tmp_path / "small.gguf"))

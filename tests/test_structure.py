@@ -18,7 +18,7 @@ PACKAGE = ROOT / "llama"
 # Layers, top first: a module may import from layers below its own and, within a layer, never in a circle.
 LAYERS = [
     {"cli", "__main__"},
-    {"study", "text", "answer", "loader", "convert", "quantize", "verify", "evaluate", "benchmark", "plan"},
+    {"study", "text", "answer", "loader", "convert", "quantize", "verify", "evaluate", "benchmark", "plan", "doctor"},
     {
         "generate",
         "batch",
@@ -45,7 +45,7 @@ LAYERS = [
     {"rope", "attention", "cache"},
     {"rope_scaling"},
     {"config", "kernels", "memory"},
-    {"errors", "temporary", "folders"},
+    {"errors", "temporary", "folders", "limits"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

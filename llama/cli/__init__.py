@@ -12,10 +12,12 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
+from ..limits import check_import
 from . import (
     bench,
     chat,
     convert,
+    doctor,
     explain,
     generate,
     inspect,
@@ -31,7 +33,22 @@ from . import (
 )
 from .streams import describe, one_line, tell
 
-COMMANDS = (generate, chat, inspect, plan, convert, quantize, pull, verify, bench, perplexity, study, trace, explain)
+COMMANDS = (
+    generate,
+    chat,
+    inspect,
+    plan,
+    convert,
+    quantize,
+    pull,
+    verify,
+    doctor,
+    bench,
+    perplexity,
+    study,
+    trace,
+    explain,
+)
 
 ENDING = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
@@ -90,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, _unwind)
     try:
         if "RANK" in os.environ and not args.debug:
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch warns of is said in one line
-        if args.run is not pull.run:
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what fails is said in one line, without its stack
+        if args.run not in (pull.run, doctor.run):  # which need none of it, or ask a process of their own
             _import_quietly()
         code = ranks.run(args, sys.argv[1:] if argv is None else argv)
         streams.out("")
@@ -114,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _import_quietly() -> None:
     """Import torch, which takes a second. A signal inside it would be lost or leave it half imported: just end."""
+
+    check_import()
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         if number == signal.SIGINT:

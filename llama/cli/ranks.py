@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if PARENT in os.environ or told.startswith("rank "):
             streams.tell(f"clearllama: error: {told}")
         time.sleep(1)  # most likely rank 0 says the same
-        return 2
+        return error.exit_code
 
 
 def environment() -> tuple[int, int] | None:
@@ -103,6 +103,11 @@ ALONE = ("compile", "gpu_layers", "save_session", "load_session")  # a session's
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise UsageError for an option that several processes can't follow."""
+    if args.device is not None and "," in args.device:
+        raise UsageError(
+            f"--device {args.device} names several devices, which are for one process; several processes take --device"
+            " cpu or --device cuda, each a GPU of its own"
+        )
     for name in ALONE:
         value = getattr(args, name, None)
         if value is not None and value is not False:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import logging
 import stat
@@ -14,6 +15,7 @@ from typing import Any
 
 from ..errors import LlamaError, UsageError
 from ..errors import one_line as one_line
+from ..limits import MIB, address_limit
 from ..temporary import check_writable, write_whole
 
 LARGEST_INPUT = 2**28  # bytes that are read from a pipe, which may have no end
@@ -47,13 +49,23 @@ def listen(quiet: bool) -> None:
 
 def describe(error: BaseException) -> str:
     """An error as one printable line."""
+    told = one_line(str(error))
+    refused = "Cannot allocate memory" in told or getattr(error, "errno", None) == errno.ENOMEM
     if isinstance(error, LlamaError):
-        return one_line(str(error))
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error):
-        return f"out of memory ({one_line(str(error))[:200]}); use a smaller model, dtype or --max-seq-len"
+        return told + (_limit() if refused else "")
+    if isinstance(error, MemoryError) or refused or "can't allocate memory" in told or "out of memory" in told:
+        return f"out of memory{f' ({told[:200]})' * bool(told)}; use a smaller model, dtype or --max-seq-len{_limit()}"
     if isinstance(error, OSError):
         return f"{error.filename or 'input or output'}: {error.strerror or error}"
     return f"unexpected {type(error).__name__}: {one_line(str(error))[:300]}; --debug shows where"
+
+
+def _limit() -> str:
+    """What to do about the limit that memory most likely ran out under, if there is one."""
+    limit = address_limit()
+    if limit is None:
+        return ""
+    return f"; the limit of this shell (ulimit -v) is {limit // MIB:,} MiB of addresses: raise it"
 
 
 def write(text: str) -> None:

@@ -1,0 +1,100 @@
+"""Group K: several processes. Most of its cases stand in tests/test_parallel_launch.py and tests/test_parallel.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..test_parallel_launch import PROMPT, Launched
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+
+
+def nobody() -> str:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return str(taken.getsockname()[1])
+
+
+@pytest.mark.row("K03")
+def test_a_rank_whose_master_is_absent_says_one_line(tiny_gguf: Path) -> None:
+    """It printed torch's stack as well, and ended with the exit code for usage."""
+    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": nobody()}
+    code, out, err = Launched(*PROMPT, "-m", str(tiny_gguf), **told, CLEARLLAMA_JOIN_SECONDS="1").end(60)
+    assert (code, out) == (1, "")
+    assert len(err) == 1, err
+    assert "rank 1 of 2 did not meet the others within 1 s" in err[0]
+    assert "MASTER_ADDR and MASTER_PORT" in err[0]
+
+
+def pair(folder: Path, *each: tuple[str, ...]) -> list[tuple[int, str, list[str]]]:
+    """Two ranks that were started with arguments of their own, and how they ended."""
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "CLEARLLAMA_STORE": str(folder / "store")}
+    ranks = [Launched(*args, **told, RANK=str(i), LOCAL_RANK=str(i)) for i, args in enumerate(each)]
+    return [rank.end(60) for rank in ranks]
+
+
+@pytest.mark.row("K04")
+def test_rank_0_decides_the_prompt_the_seed_and_the_end(tiny_gguf: Path, tmp_path: Path, clearllama: Any) -> None:
+    model = ("-m", str(tiny_gguf), "--raw", "--dtype", "float32", "--device", "cpu", "--json", "--temp", "1.5")
+    first = ("generate", "hello there", *model, "-n", "12", "--seed", "5")
+    other = ("generate", "the hello the", *model, "-n", "3", "--seed", "6")
+    (code, out, err), (code1, out1, err1) = pair(tmp_path, first, other)
+    assert (code, code1) == (0, 0), (err, err1)
+    assert (out1, err1) == ("", [])
+    alone, wrong = (json.loads(clearllama(*args).stdout)["tokens"] for args in (first, other))
+    assert json.loads(out)["tokens"] == alone
+    assert alone[:3] != wrong
+
+
+@pytest.mark.row("K04")
+@pytest.mark.slow
+def test_ranks_with_other_options_do_not_begin(tiny_gguf: Path, tmp_path: Path) -> None:
+    options = ("--raw", "hello", "-m", str(tiny_gguf), "--device", "cpu", "--dtype", "float32")
+    for number, more in enumerate((("--kv-cache", "int8"), ("--rope", "half"), ("--rope-theta", "5"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ends = pair(folder, ("generate", *options), ("generate", *options, *more))
+        assert ends[0][0] == 1
+        assert "rank 1 has another model or other options than rank 0" in ends[0][2][-1]
+        assert ends[1][1] == ends[0][1] == ""
+
+
+@pytest.mark.row("K06")
+def test_a_rank_that_waits_for_the_others_listens_to_this_host_only(tiny_gguf: Path) -> None:
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": nobody()}
+    launched = Launched(*PROMPT, "-m", str(tiny_gguf), **told, CLEARLLAMA_JOIN_SECONDS="60")
+    heard: set[str] = set()
+    deadline = time.monotonic() + 50
+    while not heard and time.monotonic() < deadline and launched.process.poll() is None:
+        time.sleep(0.1)
+        heard = listening(launched.marked())
+    launched.process.kill()
+    launched.end()
+    assert heard
+    assert {address.split(":")[0] for address in heard} <= {"0100007F", "00000000000000000000000001000000"}, heard
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Where these processes listen, in /proc/net's notation."""
+    found, sockets = set(), set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                sockets.add(os.readlink(entry))
+            except OSError:
+                continue
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = row.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in sockets:
+                found.add(columns[1])
+    return found
