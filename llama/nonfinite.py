@@ -137,7 +137,7 @@ def _place(found: Begins, n_layers: int) -> str:
         number, part, what = number - 1, "feed-forward", "where its result is added to the hidden state"
     else:
         part, what = BEFORE[leaf]
-    return f"in layer {number} of 0 to {n_layers - 1}, in its {part}, {what}"
+    return f"in layer {number} (of 0 to {n_layers - 1}), in its {part}, {what}"
 
 
 def damage(name: str, module: nn.Module) -> Iterator[Damage]:
