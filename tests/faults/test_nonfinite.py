@@ -26,7 +26,7 @@ from llama.session import Session
 from llama.speculative import ModelDraft, NGramDraft, speculate
 from llama.text import Llama
 
-from .. import ranks, tiny
+from .. import tiny
 from .conftest import Try
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.row("G10")]
@@ -282,21 +282,6 @@ def test_a_compiled_model_says_where() -> None:
     message = told(fast, max_new_tokens=9)
     assert f"new token {at + 2} " in message
     assert f"tok_embeddings.weight holds 1 NaN of 20,480 numbers, the first at [{said[at]}, 5]" in message
-
-
-def test_a_model_of_several_processes_says_the_step_and_does_not_wait(tmp_path: Path) -> None:
-    state = tiny.weights()
-    state["layers.1.attention.wv.weight"][4, 7] = math.nan
-    path = tiny.write_gguf(tmp_path / "x.gguf", state=state)
-    server = ranks.Ranks()
-    try:
-        for tensor, pipeline in ((2, 1), (1, 2)):
-            found, *_ = server.run(tensor, pipeline, "ask", path=str(path), what="not_finite")
-            message = bytes(found["told"].tolist()).decode()
-            assert "logits of new token 1 are not finite" in message
-            assert "overflow in float32" in message
-    finally:
-        server.close()
 
 
 def test_what_stands_in_the_way_of_the_search_is_said(broken: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:

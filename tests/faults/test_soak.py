@@ -48,7 +48,7 @@ def descriptors() -> int:
 
 
 def run(path: Path, calls: int, every: int, fresh: int, bound: float, seed: int) -> None:
-    """`calls` calls; every so many the result is compared with a fresh model's, the first `fresh` also with a process'."""
+    """`calls` calls; one in so many is compared with a fresh model's, the first `fresh` also with a process'."""
     models = soak.load(path)
     counts: dict[str, int] = {}
     points: list[tuple[int, int]] = []

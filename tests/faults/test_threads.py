@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from llama.session import Session
 from llama.speculative import ModelDraft, NGramDraft, speculate
 from llama.text import Llama
 
-from .. import ranks, tiny
+from .. import tiny
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.row("G18")]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 14, "temperature": 1.5}
@@ -239,16 +238,6 @@ def test_after_an_error_in_the_middle_of_a_pass_the_next_call_is_a_fresh_models(
         expected = fresh.generate(prompt, max_new_tokens=20)
         assert llm.generate(prompt, session=session, draft=draft, max_new_tokens=20).tokens == expected.tokens
         assert llm.generate([prompt, "a"], max_new_tokens=20)[0].tokens == expected.tokens
-
-
-def test_two_threads_ask_a_model_of_several_processes(tmp_path: Path) -> None:
-    path, server = tiny.write_gguf(tmp_path / "x.gguf"), ranks.Ranks()
-    try:
-        for tensor, pipeline in ((2, 1), (1, 2)):
-            found, *_ = server.run(tensor, pipeline, "ask", path=str(path), what="threads")
-            assert torch.equal(found["at once"], found["alone"])
-    finally:
-        server.close()
 
 
 def test_a_closed_speculative_stream_frees_its_draft() -> None:
