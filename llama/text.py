@@ -33,6 +33,9 @@ class Llama:
     stop=[...] strings that end the text, logprobs=True, and draft="ngram" or draft=a smaller Llama or Transformer with
     the same vocabulary, which makes it faster where the draft guesses well; draft_tokens is the most it guesses at once
     (speculative.py).
+
+    Threads may call it at once, and each gets the answer it would get alone. A Session or a Draft serves one stream at
+    a time; a second one is refused with a UsageError.
     """
 
     def __init__(
