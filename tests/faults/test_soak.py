@@ -18,7 +18,7 @@ from llama.cache import KVCache
 
 from . import soak
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.row("G18")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
 
 # Bytes a call by which memory may grow. A cache of the tiny model in 8 bits takes 40 KB and an answer with its pieces
@@ -82,6 +82,7 @@ def run(path: Path, calls: int, every: int, fresh: int, bound: float, seed: int)
     assert [json.loads(line) for line in done.stdout.splitlines()] == list(results.values())
 
 
+@pytest.mark.row("G18")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="counts memory as Linux tells it")
 def test_a_hundred_and_fifty_calls_leave_nothing_behind(
     tiny_gguf: Path, record_property: Callable[[str, object], None]
