@@ -17,8 +17,9 @@ next power of two of rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from .decoding import next_logits
 from .errors import LlamaError, UsageError
 from .generate import Token, check_top, choose, generate, prefill, random_generator, room_for
 from .model import Transformer
+from .nonfinite import locate
 from .sampling import SamplingParams
 
 SHORTEST_PREFIX = 16  # tokens that are worth copying from another row
@@ -132,6 +134,7 @@ class Batch:
         self.requests = enumerate(requests)
         self.slots = [Slot() for _ in range(slots)]
         self.longest = longest  # no request needs more positions
+        self._begun = False
 
     def finish(self, number: int) -> None:
         """Say no more for request `number`, as when a stop string was found in its text; it ends at once."""
@@ -140,6 +143,9 @@ class Batch:
                 slot.row.done = True
 
     def __iter__(self) -> Iterator[Event]:
+        if self._begun:
+            raise UsageError("a batch is iterated over once; make another one for the same requests")
+        self._begun = True
         if self.model.rope.by_length:
             yield from self._one_by_one()
             return
@@ -254,7 +260,7 @@ class Batch:
             yield Ended(row.number, None)
             return
         try:
-            token = self._choose(row, logits, best)
+            token = self._choose(row, logits, best, partial(locate, self.model, slot.ids))
         except LlamaError as error:
             slot.row, slot.ids, slot.spoilt = None, [], True
             yield Ended(row.number, error)
@@ -268,13 +274,13 @@ class Batch:
         elif row.seen is not None:
             row.seen = torch.cat((row.seen, row.seen.new_tensor([token.id])))
 
-    def _choose(self, row: Row, logits: Tensor, best: tuple[int, float] | None) -> Token:
+    def _choose(self, row: Row, logits: Tensor, best: tuple[int, float] | None, where: Callable[[], str]) -> Token:
         params = row.request.params
         if best is not None and params.greedy and row.seen is None:
             id, top = best
-            check_top(top, f"new token {row.said + 1}")
+            check_top(top, f"new token {row.said + 1}", where)
         else:
-            id = choose(logits, params, row.seen, row.generator, row.said)
+            id = choose(logits, params, row.seen, row.generator, row.said, where)
         logprob = float(logits.log_softmax(-1)[id]) if row.request.logprobs else None
         return Token(id, logprob, id in self.stop_ids)
 

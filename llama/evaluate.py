@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .errors import ContextLengthError, UsageError
+from .errors import ContextLengthError, NumericalError, UsageError
 from .model import Transformer
+from .nonfinite import locate
 from .tokenizer import Tokenizer
 
 
@@ -71,10 +72,16 @@ def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[lis
 def nats(
     model: Transformer, parts: Sequence[Sequence[int]], progress: Callable[[int], object] | None = None
 ) -> list[float]:
-    """-log p of each window, summed over all of its tokens but the first, from which the others are predicted."""
+    """-log p of each window, summed over all of its tokens but the first, from which the others are predicted.
+
+    Raises NumericalError where a log-probability is no number.
+    """
     device = model.norm.weight.device
     found = []
     for part in parts:
         logprobs = token_logprobs(model, torch.tensor([part], device=device), progress=progress)
+        if bool(logprobs.isnan().any()):
+            at = int(logprobs[0].isnan().nonzero()[0]) + 1
+            raise NumericalError(f"the logits of token {at} are not finite; {locate(model, part[:at])}")
         found.append(-float(logprobs.double().sum()))
     return found

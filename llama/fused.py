@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,10 @@ class FusedBlock(NamedTuple):
 
 
 class Fused:
-    """`Transformer.run`, and a step from a token to the next one's logits, on buffers of its own."""
+    """`Transformer.run`, and a step from a token to the next one's logits, on buffers of its own.
+
+    Threads may run it at once: a lock keeps what one orders of the device together, and results are no such buffers.
+    """
 
     def __init__(self, model: Transformer):
         config, like = model.config, model.norm.weight
@@ -70,7 +74,7 @@ class Fused:
         self.q = like.new_empty(config.n_heads, config.head_dim)
         self.y = like.new_empty(config.n_heads, config.head_dim)
         self.inner = like.new_empty(config.hidden_dim)
-        self.logits = torch.empty(config.vocab_size, dtype=torch.float32, device=like.device)
+        self.turn = Lock()
         self.shares = Shares.empty(config.n_heads, config.n_kv_heads, config.head_dim, like.device)
 
     def __call__(
@@ -81,9 +85,10 @@ class Fused:
             return Transformer.run(self.model, tokens, turns, mask, positions, cache)
         h = self.model.tok_embeddings(tokens)[0].contiguous()  # (T, C); a padded weight gives rows with gaps
         if len(h) == 1:
-            self.h.copy_(h[0])
-            self.step(positions, cache)
-            h = self.h[None]
+            with self.turn:
+                self.h.copy_(h[0])
+                self.step(positions, cache)
+                h = self.h[None].clone()
         else:
             for block, layer in zip(self.blocks, cache.layers, strict=True):
                 h = self.prompt(block, h, cache.length, layer, cache.end)
@@ -97,11 +102,12 @@ class Fused:
         """Logits (V,) float32 after a token (1, 1) at a position (1,); its key and value enter the cache.
 
         Nothing here waits for the device or depends on the position's value, so it can be captured in a CUDA graph.
-        The result is overwritten by the next call.
         """
-        self.h.copy_(self.model.tok_embeddings(token).view(-1))
-        self.step(position, cache)
-        return kernels.linear(packed(self.model.output), self.h, self.logits, norm=self.model.norm.weight, eps=self.eps)
+        with self.turn:
+            self.h.copy_(self.model.tok_embeddings(token).view(-1))
+            self.step(position, cache)
+            logits = torch.empty(self.model.config.vocab_size, dtype=torch.float32, device=self.h.device)  # (V,)
+            return kernels.linear(packed(self.model.output), self.h, logits, norm=self.model.norm.weight, eps=self.eps)
 
     def step(self, position: Tensor, cache: KVCache) -> None:
         """Take `h`, the embedding of one token, through all blocks."""

@@ -6,9 +6,11 @@ It reads like what happens: the prompt goes through the model in chunks (prefill
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +19,11 @@ from . import decoding
 from .cache import KVCache
 from .errors import ContextLengthError, NumericalError, UsageError
 from .model import Transformer
+from .nonfinite import locate
 from .sampling import SamplingParams, probs, sample
+
+# Below this neither a penalty nor a low temperature can make a logit infinite, and probabilities with it.
+LARGEST_LOGIT = 1e30
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ def generate(
     cache    the KV cache to use and to leave filled; a fresh one by default
 
     Raises ContextLengthError when the prompt leaves no room for one new token, NumericalError when a logit is
-    not finite.
+    not finite, naming the step and the layer where that began.
     """
     prompt = list(prompt)
     room = room_for(model, prompt, params, cache)
@@ -85,6 +91,8 @@ def generate(
     if params.repetition_penalty != 1:
         seen = torch.tensor([id for id in prompt if n_vocab is None or id < n_vocab], device=device, dtype=torch.long)
 
+    text = list(prompt)  # and what is said
+    where = partial(locate, model, text)
     logits = prefill(model, prompt[cache.length :], cache, chunk)  # (V,)
     if decoding.fits(model, cache):
         steps = decoding.decode(
@@ -92,14 +100,16 @@ def generate(
         )
         with closing(steps):
             for step, choice in enumerate(steps):
-                check_top(choice.top, f"new token {step + 1}")
+                check_top(choice.top, f"new token {step + 1}", where)
+                text.append(choice.id)
                 yield Token(choice.id, choice.logprob, choice.id in stop_ids)
                 if choice.id in stop_ids:
                     return
         return
     for step in range(room):
         logits = logits[:n_vocab]
-        next_id = choose(logits, params, seen, generator, step)
+        next_id = choose(logits, params, seen, generator, step, where)
+        text.append(next_id)
         logprob = float(logits.log_softmax(-1)[next_id]) if logprobs else None
         stop = next_id in stop_ids
         yield Token(next_id, logprob, stop)
@@ -139,23 +149,32 @@ def random_generator(params: SamplingParams, device: torch.device) -> torch.Gene
     return generator
 
 
-def choose(logits: Tensor, params: SamplingParams, seen: Tensor | None, generator: torch.Generator, step: int) -> int:
+def choose(
+    logits: Tensor,
+    params: SamplingParams,
+    seen: Tensor | None,
+    generator: torch.Generator,
+    step: int,
+    where: Callable[[], str] | None = None,
+) -> int:
     """One id from logits (V,). A NaN or +inf would pick some token without a word, so it is an error."""
-    check_finite(logits, f"new token {step + 1}")
+    check_finite(logits, f"new token {step + 1}", where)
     if params.greedy and seen is None:
         return int(logits.argmax())
     return int(sample(probs(logits, params, seen), generator))
 
 
-def check_finite(logits: Tensor, what: str) -> None:
-    """Raise NumericalError, naming what was to be chosen, where the largest of the logits (V,) is no finite number."""
-    check_top(float(logits.amax()), what)  # NaN wins every maximum, so one number tells
+def check_finite(logits: Tensor, what: str, where: Callable[[], str] | None = None) -> None:
+    """Raise NumericalError, naming what was to be chosen, where the largest of the logits (V,) is no finite number.
+
+    where  what tells the layer it began in, asked only then (nonfinite.py)
+    """
+    check_top(float(logits.amax()), what, where)  # NaN wins every maximum, so one number tells
 
 
-def check_top(top: float, what: str) -> None:
+def check_top(top: float, what: str, where: Callable[[], str] | None = None) -> None:
     """`check_finite` for the largest of the logits."""
-    if not -torch.inf < top < torch.inf:
-        raise NumericalError(
-            f"the logits of {what} are not finite (their maximum is {top}); the weights hold NaN or"
-            f" infinity, or overflow in this dtype: try --dtype float32"
-        )
+    if not -LARGEST_LOGIT < top < LARGEST_LOGIT:
+        told = f"not finite (their maximum is {top})" if not math.isfinite(top) else f"as large as {top:.3g}"
+        why = "the weights hold NaN or infinity, or overflow in this dtype: try --dtype float32"
+        raise NumericalError(f"the logits of {what} are {told}; {why if where is None else where()}")

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from ipaddress import ip_address
+from threading import Lock
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class World:
         self.loaded = False  # whether all ranks have come through `together`
         self.broken: str | None = None  # why the ranks are out of step
         self.lost = False  # whether that is because another one ended
+        self.turn = Lock()  # held by a thread of rank 0 from an order until it is carried out
         work, idle = timedelta(seconds=WORK_SECONDS), timedelta(days=IDLE_DAYS)
         tensor, ranks = place.tensor, range(place.tensor * place.pipeline)
         self.orders = dist.new_group(timeout=idle, backend="gloo")
@@ -349,7 +351,7 @@ class GatheredOutput(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         world = self.world
-        with whole(), _connected(world):
+        with world.turn, whole(), _connected(world):
             world.tell({"do": "output", "shape": list(h.shape)})
             return self.share(h)
 
@@ -427,6 +429,13 @@ class Leader:
     def __call__(
         self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None, **options: Any
     ) -> Tensor:
+        with self.world.turn:
+            return self.order(tokens, positions, cache, options)
+
+    def order(
+        self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, options: Mapping[str, Any]
+    ) -> Tensor:
+        """One pass of all ranks."""
         world = self.world
         if world.broken is not None:
             raise ParallelError(f"the ranks are out of step ({world.broken}); start again")

@@ -18,6 +18,7 @@ Letters: B batch, T tokens, H heads, KV key/value heads, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -206,6 +207,9 @@ FORMS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], Callable[..., tup
 }
 
 
+GROWING = Lock()  # no thread may replace a table by a shorter one
+
+
 class Rope:
     """The turns of positions 0, 1, 2, ... in one of FORMS, computed up to the furthest position seen so far.
 
@@ -234,9 +238,7 @@ class Rope:
         self._trained_len = max_seq_len if trained_len is None else trained_len
         self.by_length = kind_of(scaling) in BY_LENGTH
         self.form, self.max_seq_len = form, max_seq_len
-        self.end = 0  # positions the table has
-        self.table: tuple[Tensor, ...] = ()
-        self._grow(min(max_seq_len, 1024))
+        self.table = self._table(min(max_seq_len, 1024))
 
     def rows(self, positions: Tensor, end: int) -> tuple[Tensor, ...]:
         """The table's rows for positions (T,) or (B, T), all below `end`, on their device.
@@ -252,16 +254,25 @@ class Rope:
         if self.by_length:
             inv_freq, factor = self.frequencies(end)
             return self._make_table(freqs_cis_at(positions, inv_freq.to(positions.device), factor))
-        if end > self.end:
-            self._grow(min(max(end, 2 * self.end), self.max_seq_len))
-        if self.table[0].device != positions.device:
-            self.table = tuple(t.to(positions.device) for t in self.table)
-        return tuple(t[positions] for t in self.table)
+        table = self.table  # held here, since another thread may replace it by a shorter one than this needs
+        if end > len(table[0]):
+            table = self._table(min(max(end, 2 * len(table[0])), self.max_seq_len))
+        if table[0].device != positions.device:
+            table = tuple(t.to(positions.device) for t in table)
+        if table is not self.table:
+            with GROWING:
+                if len(table[0]) >= len(self.table[0]):
+                    self.table = table
+        return tuple(t[positions] for t in table)
 
-    def _grow(self, end: int) -> None:
+    @property
+    def end(self) -> int:
+        """Positions the table has."""
+        return len(self.table[0])
+
+    def _table(self, end: int) -> tuple[Tensor, ...]:
         with torch.device("cpu"):  # the model around it may be under construction on the meta device
-            self.table = self._make_table(freqs_cis_at(torch.arange(end), *self.frequencies(end)))
-        self.end = end
+            return self._make_table(freqs_cis_at(torch.arange(end), *self.frequencies(end)))
 
     def frequencies(self, seq_len: int) -> tuple[Tensor, float]:
         """inv_freq (D/2,) and the factor for cos and sin that a sequence of this length is turned by."""

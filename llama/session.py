@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 ENDS = 1024  # bytes from the beginning and the end of a weight that its hash is made of
 
 
+TAKING = Lock()  # held while a stream looks whether a session is free and takes it; threads may do so at once
+
+
 @dataclass
 class Session:
     """One conversation's KV cache and the ids it holds: a prompt that begins alike pays only for its new part.
@@ -53,7 +57,16 @@ class Session:
 
         Raises UsageError while another stream is using it.
         """
-        self._check_idle()
+        with TAKING:
+            self._check_idle()
+            self.busy = True
+        try:
+            return self._share(model, prompt)
+        except BaseException:
+            self.busy = False
+            raise
+
+    def _share(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
         if self.cache is None:
             self.cache = model.new_cache()
         shared = 0
@@ -64,8 +77,19 @@ class Session:
             shared += 1
         self.cache.trim(shared)
         self.tokens = self.tokens[:shared]
-        self.busy = True
         return self.cache
+
+    def give_back(self, tokens: Sequence[int], spoilt: bool) -> None:
+        """The stream is over, which fed `tokens` or fewer. spoilt: the cache may hold what is not finite, so it goes.
+
+        Behind a mask a NaN is not out of the way: its weight is 0, and 0 times NaN is NaN.
+        """
+        if self.cache is not None:
+            self.tokens = list(tokens[: self.cache.length])  # the last id is not in the cache yet
+            self.cache.trim(len(self.tokens))
+        if spoilt:
+            self.cache, self.tokens = None, []
+        self.busy = False
 
     def forget(self) -> None:
         """Drop what is cached, and the messages."""

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import takewhile, zip_longest
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -25,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import KVCache
-from .errors import UsageError
+from .errors import NumericalError, UsageError
 from .generate import Token, check_finite, prefill, random_generator, room_for
 from .model import Transformer
+from .nonfinite import locate
 from .sampling import SamplingParams, probs, sample
 
 DRAFT_TOKENS = 10  # most guesses in one pass, unless told otherwise
@@ -37,6 +40,9 @@ ROW_COST = 0.12
 # in it, and how fast it comes back while nothing is guessed. The speed is flat around all three.
 FIRST_RATE, WEIGHT, RETURN = 0.5, 0.2, 0.01
 SHORTEST, LONGEST = 2, 4  # n-grams that are looked up; too many things follow a single token
+
+
+TAKING = Lock()  # held while a stream looks whether a draft is free and takes it; threads may do so at once
 
 
 class Guess(NamedTuple):
@@ -86,13 +92,13 @@ def speculate(
     cache = model.new_cache(end) if cache is None else cache
     generator = random_generator(params, cache.device)
 
-    def distribution(logits: Tensor, text: Sequence[int], whose: str) -> Tensor:
-        check_finite(logits, f"{whose} {len(text) - len(prompt) + 1}")
+    def distribution(logits: Tensor, text: Sequence[int], whose: str, by: Transformer) -> Tensor:
+        check_finite(logits, f"{whose} {len(text) - len(prompt) + 1}", partial(locate, by, text))
         seen = [] if params.repetition_penalty == 1 else [id for id in text if n_vocab is None or id < n_vocab]
         return probs(logits, params, torch.tensor(seen, device=logits.device, dtype=torch.long))
 
     def pick(logits: Tensor, text: Sequence[int]) -> Guess:
-        q = distribution(logits[:n_vocab], text, "the draft model for new token")
+        q = distribution(logits[:n_vocab], text, "the draft model for new token", draft.model or model)
         return Guess(int(sample(q, generator)), q)
 
     draft.start(model, tokens)
@@ -102,7 +108,7 @@ def speculate(
         logits, guesses = prefill(model, tokens[cache.length :], cache, chunk)[None], list[Guess]()  # (1, V), none yet
         while True:
             for row, guess in zip_longest(logits[:, :n_vocab], guesses):  # after the last token, after each guess
-                p = distribution(row, tokens, "new token")
+                p = distribution(row, tokens, "new token", model)
                 if guess is None:  # every guess was kept, and the pass has one more distribution to offer
                     id, kept = int(sample(p, generator)), False
                 else:
@@ -126,6 +132,9 @@ def speculate(
             fed = torch.tensor([[tokens[-1], *(guess.id for guess in guesses)]], device=cache.device)  # (1, T)
             with torch.inference_mode():
                 logits = model(fed, cache=cache)[0]  # (T, V)
+    except NumericalError:
+        draft.forget()
+        raise
     finally:
         cache.trim(min(cache.length, len(tokens)))  # a guess may be fed and its turn not come
         draft.busy = False
@@ -141,12 +150,14 @@ def _same_turns(model: Transformer, length: int, longer: int) -> bool:
 class Draft(ABC):
     """Guesses tokens, and how many are worth guessing. It serves one text at a time.
 
+    model     what guesses, if it is a model
     most      most guesses in one pass
     cost      what a guess costs, in passes of the model over a single token
     drafted   how many were made since `start`, and `accepted` how many of them were kept
     """
 
     cost = ROW_COST
+    model: Transformer | None = None
 
     def __init__(self, most: int = DRAFT_TOKENS):
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
@@ -155,13 +166,21 @@ class Draft(ABC):
 
     def start(self, model: Transformer, prompt: Sequence[int]) -> None:
         """Begin a text of the model's. UsageError while another stream is using the draft."""
-        if self.busy:
-            raise UsageError("this draft is in use by another stream; finish or close that one, or make a second draft")
-        self.rate, self.drafted, self.accepted, self.busy = FIRST_RATE, 0, 0, True
+        with TAKING:
+            if self.busy:
+                raise UsageError(
+                    "this draft is in use by another stream; finish or close that one, or make a second draft"
+                )
+            self.busy = True
+        self.rate, self.drafted, self.accepted = FIRST_RATE, 0, 0
 
     @abstractmethod
     def propose(self, tokens: list[int], limit: int, pick: Pick) -> list[Guess]:
         """Up to `limit` guesses of what follows the prompt and the answer so far."""
+
+    def forget(self) -> None:
+        """Drop what is kept from one text to the next: it may hold what is not finite."""
+        self.rate = FIRST_RATE
 
     def length(self) -> int:
         """How many tokens to guess: one more as long as the chance that it is kept, and all before it, is worth it."""
@@ -201,6 +220,8 @@ class NGramDraft(Draft):
 class ModelDraft(Draft):
     """A smaller model with the same vocabulary. Its KV cache stays, so the next turn of a chat feeds its new part."""
 
+    model: Transformer
+
     def __init__(self, model: Transformer, most: int = DRAFT_TOKENS):
         super().__init__(most)
         self.model, self.cache = model, model.new_cache()
@@ -211,6 +232,10 @@ class ModelDraft(Draft):
         super().start(model, prompt)
         # Decoding reads every weight once. A draft as large as the model never pays, but who asks for it gets it.
         self.cost = ROW_COST + min(self.model.config.n_params / model.config.n_params, 0.3)
+
+    def forget(self) -> None:
+        super().forget()
+        self.cache, self._held = self.model.new_cache(), []
 
     def propose(self, tokens: list[int], limit: int, pick: Pick) -> list[Guess]:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._held, tokens[:-1], strict=False)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, overload
 
 from .answer import Answer, Completion, Piece, Stats, StopText
 from .batch import Batch, Ended, Request, Said, Started
 from .chat import encode_chat
-from .errors import LlamaError, UsageError
+from .errors import LlamaError, NumericalError, UsageError
 from .generate import generate
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
@@ -32,6 +33,9 @@ class Llama:
     stop=[...] strings that end the text, logprobs=True, and draft="ngram" or draft=a smaller Llama or Transformer with
     the same vocabulary, which makes it faster where the draft guesses well; draft_tokens is the most it guesses at once
     (speculative.py).
+
+    Threads may call it at once, and each gets the answer it would get alone. A Session or a Draft serves one stream at
+    a time; a second one is refused with a UsageError.
     """
 
     def __init__(
@@ -57,21 +61,34 @@ class Llama:
         """Continue raw text, exactly as it stands (begin-of-text is added where the model was trained with it).
 
         A list of prompts gives a list of completions, the same as one by one. They are worked on at once, batch_size
-        of them (default: 16); with a draft or a session, one after the other. The first error ends them all.
+        of them (default: 16); with a draft or a session, one after the other. The first error ends them all, and says
+        which prompt it is of.
         """
         if isinstance(prompt, str):
             return _last(self.stream(prompt, **options))
-        if not isinstance(prompt, Sequence) or not all(isinstance(p, str) for p in prompt):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
+        for number, one in enumerate(prompt):
+            if not isinstance(one, str):
+                with _named(number, prompt):
+                    raise UsageError(f"a prompt must be a string, got {type(one).__name__}")
         batch_size = options.pop("batch_size", BATCH_SIZE)
         if any(options.get(name) is not None for name in ("draft", "draft_tokens", "session")):
-            return [_last(self.stream(p, **options)) for p in prompt]
+            one_by_one = []
+            for number, one in enumerate(prompt):
+                with _named(number, prompt):
+                    one_by_one.append(_last(self.stream(one, **options)))
+            return one_by_one
         options = {name: value for name, value in options.items() if name not in ("draft", "draft_tokens", "session")}
-        pairs = [(self.tokenizer.encode_prompt(p), options) for p in prompt]
+        pairs = []
+        for number, one in enumerate(prompt):
+            with _named(number, prompt):
+                pairs.append((self.tokenizer.encode_prompt(one), options))
         done: list[Completion | None] = [None] * len(pairs)
         for number, piece in self.stream_batch(pairs, batch_size=batch_size):
             if isinstance(piece, LlamaError):
-                raise piece
+                with _named(number, prompt):
+                    raise piece
             done[number] = piece.completion
         return [completion for completion in done if completion is not None]
 
@@ -147,18 +164,20 @@ class Llama:
             cache=cache,
             logprobs=logprobs,
         )
+        spoilt = False
         try:
             for token in tokens:
                 if text := answer.feed(token):
                     yield Piece(text)
                 if answer.done:
                     break
+        except NumericalError:
+            spoilt = True
+            raise
         finally:
             tokens.close()  # type: ignore[attr-defined]
-            if session is not None and cache is not None:
-                session.tokens = (prompt + answer.ids)[: cache.length]  # the last id is not in the cache yet
-                cache.trim(len(session.tokens))
-                session.busy = False
+            if session is not None:
+                session.give_back(prompt + answer.ids, spoilt)
         drafted, accepted = (0, 0) if draft is None else (draft.drafted, draft.accepted)
         yield answer.end(params, cached=cached, logprobs=logprobs, drafted=drafted, accepted=accepted)
 
@@ -221,6 +240,15 @@ class Llama:
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbelow(LARGEST_SEED))
         return params
+
+
+@contextmanager
+def _named(number: int, prompts: Sequence[object]) -> Iterator[None]:
+    """Let an error say which prompt of a list it is about, number (from 0), counted from 1."""
+    try:
+        yield
+    except LlamaError as error:
+        raise type(error)(f"prompt {number + 1} of {len(prompts)}: {error}") from error
 
 
 def _last(pieces: Iterator[Piece]) -> Completion:

@@ -17,6 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from llama.batch import Batch, Request, Said, Started
 from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.part import Place
-from llama.errors import ContextLengthError, LlamaError
+from llama.errors import ContextLengthError, LlamaError, NumericalError
 from llama.generate import generate, prefill
 from llama.model import Transformer
 from llama.quant import TileEmbedding, TileLinear
@@ -261,11 +262,33 @@ def many(model: Transformer) -> dict[str, Tensor]:
     return {name: torch.tensor(ids, dtype=torch.long) for name, ids in out.items()}
 
 
+def not_finite(model: Transformer) -> dict[str, Tensor]:
+    """What is told where a weight holds a NaN, and that the ranks are still in step."""
+    told = []
+    for _ in range(2):
+        try:
+            list(generate(model, [1, 2, 3], SamplingParams(max_new_tokens=3)))
+        except NumericalError as error:
+            told.append(str(error))
+    return {"told": torch.tensor(list(told[1].encode()))}
+
+
+def threads(model: Transformer) -> dict[str, Tensor]:
+    """Answers of two threads at once, after the same one by one."""
+    requests = [([5 + i, 6, 7], SamplingParams(max_new_tokens=12, temperature=1.0, seed=i)) for i in range(4)]
+    alone = [[token.id for token in generate(model, *request)] for request in requests]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        at_once = list(pool.map(lambda request: [token.id for token in generate(model, *request)], requests))
+    return {"alone": torch.tensor(alone), "at once": torch.tensor(at_once)}
+
+
 QUESTIONS: dict[str, Callable[[Transformer], dict[str, Tensor]]] = {
     "answers": answers,
     "logits": logits,
     "refusals": refusals,
     "many": many,
+    "not_finite": not_finite,
+    "threads": threads,
 }
 
 

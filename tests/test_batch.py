@@ -81,6 +81,8 @@ def assert_same(got: list[list[Token]], expected: list[list[Token]], tolerance: 
 
 # -------------------------------------------------------------------------------------------- the law, in every form
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 5, 9])
+@pytest.mark.row("G12")
+@pytest.mark.row("G13")
 def test_each_row_says_what_it_says_alone(slots: int) -> None:
     net = tiny.model()
     for seed in range(4):
@@ -257,11 +259,13 @@ def test_a_cache_that_must_grow_changes_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("slots", [0, -1, True, 1.5, "8", 10**6])
+@pytest.mark.row("G13")
 def test_a_bad_number_of_slots_is_refused(slots: Any) -> None:
     with pytest.raises(UsageError, match="batch size"):
         Batch(tiny.model(), [], slots=slots)
 
 
+@pytest.mark.row("G13")
 def test_no_request_no_event() -> None:
     assert list(Batch(tiny.model(), [], slots=3)) == []
     assert list(Batch(tiny.model(), iter([]), slots=3)) == []
@@ -297,6 +301,7 @@ def test_few_shared_tokens_are_not_worth_a_copy() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- ends
+@pytest.mark.row("G13")
 def test_finish_ends_a_row_at_once_and_no_other() -> None:
     net = tiny.model()
     requests = [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(5)]
@@ -342,6 +347,8 @@ def test_a_request_that_cannot_run_ends_alone() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("attention", ["sdpa", "reference", "kernel"])
+@pytest.mark.row("G10")
+@pytest.mark.row("G20")
 def test_a_row_that_is_not_finite_ends_with_an_error_and_spoils_no_other(attention: str, bad: float) -> None:
     """Token 300 is poison. Its row is freed, and who takes the slot must not meet what it left behind."""
     net = tiny.model(attention=attention)

@@ -176,6 +176,7 @@ def test_a_file_that_is_no_model_is_one_line_and_exit_1(clearllama: Run, tmp_pat
     assert path.read_bytes() == b"GGUF" + bytes(20)
 
 
+@pytest.mark.row("G02")
 def test_a_prompt_longer_than_the_context_names_both_numbers(clearllama: Run, tiny_gguf: Path) -> None:
     result = clearllama("generate", "-q", "-m", str(tiny_gguf), "x" * 400, "--raw")
     assert result.returncode == 1
@@ -195,6 +196,7 @@ def test_bytes_that_are_not_utf8(clearllama: Run, tiny_gguf: Path) -> None:
     assert "byte 3 is 0xff" in error_line(result)
 
 
+@pytest.mark.row("G04")
 def test_no_new_tokens_is_an_empty_answer(clearllama: Run, tiny_gguf: Path) -> None:
     result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", "-n", "0")
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")

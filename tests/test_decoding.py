@@ -145,6 +145,7 @@ def test_the_cache_may_grow_on_the_way(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.row("G10")
 def test_numbers_that_are_not_finite_are_found_at_their_step(behind: Callable[..., list[Token]], bad: float) -> None:
     model, params = tiny.model(), SamplingParams(max_new_tokens=30)
     said = [token.id for token in plain(model, PROMPT, params)]

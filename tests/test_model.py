@@ -142,6 +142,7 @@ def test_every_form_of_rope_gives_the_same_logits(attention: str) -> None:
         torch.testing.assert_close(model(tokens), expected, **TOLERANCE)
 
 
+@pytest.mark.row("G19")
 def test_cached_equals_uncached_at_every_position() -> None:
     model, tokens = tiny.model(), tiny.random_tokens(40)
     expected = model(tokens)  # (1, 40, V)
@@ -151,6 +152,7 @@ def test_cached_equals_uncached_at_every_position() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.row("G22")
 def test_prefill_in_chunks_gives_the_same_logits(chunk: int) -> None:
     model, tokens = tiny.model(), tiny.random_tokens(40)
     logits = prefill(model, tokens[0].tolist(), model.new_cache(), chunk)
@@ -183,6 +185,7 @@ def test_rows_of_a_batch_may_stand_at_positions_of_their_own() -> None:
     torch.testing.assert_close(step[1, 0], model(torch.cat((long, torch.tensor([[8]])), 1))[0, -1], **TOLERANCE)
 
 
+@pytest.mark.row("G18")
 def test_an_interrupted_pass_leaves_the_cache_as_it_was() -> None:
     model, tokens = tiny.model(), tiny.random_tokens(12)
     cache = model.new_cache()
@@ -195,6 +198,7 @@ def test_an_interrupted_pass_leaves_the_cache_as_it_was() -> None:
     torch.testing.assert_close(model(tokens[:, 6:], cache=cache), model(tokens)[:, 6:], **TOLERANCE)
 
 
+@pytest.mark.row("G21")
 def test_positions_outside_the_model_are_errors() -> None:
     model = tiny.model()
     with pytest.raises(ContextLengthError):

@@ -395,3 +395,29 @@ def test_a_time_to_wait_is_a_number(told: str, monkeypatch: pytest.MonkeyPatch) 
         parallel.join_seconds()
     monkeypatch.setenv("CLEARLLAMA_JOIN_SECONDS", "2.5")
     assert parallel.join_seconds() == 2.5
+
+
+# ------------------------------------------------------------------------------------------ what goes wrong, and threads
+@pytest.mark.row("G10")
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_logits_that_are_not_finite_end_with_the_step_and_nobody_waits(
+    world: ranks.Ranks, tmp_path: Path, tensor: int, pipeline: int
+) -> None:
+    """No second pass looks for the layer: the other ranks would have no part in it."""
+    state = tiny.weights()
+    state["layers.1.attention.wv.weight"][4, 7] = torch.nan
+    path = str(tiny.write_gguf(tmp_path / "x.gguf", state=state))
+    found, *_ = world.run(tensor, pipeline, "ask", path=path, what="not_finite")
+    message = bytes(found["told"].tolist()).decode()
+    assert "logits of new token 1 are not finite" in message
+    assert "overflow in float32" in message
+
+
+@pytest.mark.row("G18")
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_two_threads_of_rank_0_get_the_answers_of_one(
+    world: ranks.Ranks, tmp_path: Path, tensor: int, pipeline: int
+) -> None:
+    path = str(tiny.write_gguf(tmp_path / "x.gguf"))
+    found, *_ = world.run(tensor, pipeline, "ask", path=path, what="threads")
+    assert torch.equal(found["at once"], found["alone"])

@@ -34,6 +34,8 @@ def kept(logits: torch.Tensor) -> list[int]:
 
 
 @given(logits_lists, st.integers(1, 40))
+@pytest.mark.row("G09")
+@pytest.mark.row("G10")
 def test_top_k_keeps_the_k_largest_and_ties(values: list[float], k: int) -> None:
     smallest = sorted(values, reverse=True)[min(k, len(values)) - 1]
     expected = [i for i, value in enumerate(values) if value >= smallest]
@@ -71,6 +73,7 @@ def test_min_p_keeps_what_is_likely_enough(values: list[float], p: float) -> Non
     penalty=st.floats(0.5, 2), seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=60)
+@pytest.mark.row("G05")
 def test_the_chain_equals_transformers_warpers(
     temperature: float, k: int, p: float, m: float, penalty: float, seed: int
 ) -> None:
@@ -106,6 +109,8 @@ def test_draws_follow_the_distribution() -> None:
     assert float((frequencies - wanted).abs().max()) < 0.018
 
 
+@pytest.mark.row("G06")
+@pytest.mark.row("G10")
 def test_greedy_is_one_hot_and_takes_the_first_of_equals() -> None:
     assert probs(torch.tensor([1.0, 3.0, 3.0]), SamplingParams()).tolist() == [0, 1, 0]
     assert SamplingParams(temperature=1e-30).greedy
@@ -123,6 +128,13 @@ def test_greedy_is_one_hot_and_takes_the_first_of_equals() -> None:
         {"seed": -1}, {"seed": 2**63}, {"seed": 1.5},
     ],
 )  # fmt: skip
+@pytest.mark.row("G04")
+@pytest.mark.row("G05")
+@pytest.mark.row("G06")
+@pytest.mark.row("G07")
+@pytest.mark.row("G08")
+@pytest.mark.row("G09")
+@pytest.mark.row("G11")
 def test_values_outside_the_range_are_usage_errors(options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))) as error:
         SamplingParams(**options)  # type: ignore[arg-type]
@@ -130,6 +142,8 @@ def test_values_outside_the_range_are_usage_errors(options: dict[str, object]) -
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.0}, {"top_p": 1e-9}, {"top_k": 10**6}, {"temperature": 1e6}])
+@pytest.mark.row("G08")
+@pytest.mark.row("G09")
 def test_values_at_the_edge_keep_a_token(options: dict[str, float]) -> None:
     params = SamplingParams(**{"temperature": 1.0, **options})  # type: ignore[arg-type]
     p = probs(torch.randn(20), params)
@@ -155,6 +169,7 @@ def run(prompt: list[int], **options: object) -> list[int]:
     [{}, {"temperature": 1.0}, {"temperature": 2.0, "top_k": 5}, {"temperature": 1.0, "top_p": 0.5},
      {"temperature": 1.5, "min_p": 0.1}, {"temperature": 1.0, "repetition_penalty": 1.3}],
 )  # fmt: skip
+@pytest.mark.row("G11")
 def test_the_same_seed_gives_the_same_tokens(options: dict[str, object]) -> None:
     assert run([5, 6, 7], seed=42, **options) == run([5, 6, 7], seed=42, **options)
 
@@ -192,16 +207,19 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 @pytest.mark.parametrize(("length", "new"), [(253, 3), (254, 2), (255, 1)])
+@pytest.mark.row("G03")
 def test_the_context_ends_the_answer(length: int, new: int) -> None:
     assert len(run(tiny.random_tokens(length)[0].tolist(), max_new_tokens=50)) == new
 
 
 @pytest.mark.parametrize("length", [256, 257, 1000])
+@pytest.mark.row("G02")
 def test_a_prompt_that_leaves_no_room_is_an_error_with_both_counts(length: int) -> None:
     with pytest.raises(LlamaError, match=rf"{length} tokens and the context holds 256"):
         run(tiny.random_tokens(length)[0].tolist())
 
 
+@pytest.mark.row("G04")
 def test_no_new_tokens_is_an_empty_answer() -> None:
     assert run([5], max_new_tokens=0) == []
 
@@ -219,6 +237,7 @@ def test_rows_without_a_token_are_never_chosen() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.row("G10")
 def test_logits_that_are_not_finite_stop_with_the_step(bad: float) -> None:
     with pytest.raises(NumericalError, match="new token 3"):
         choose(torch.full((5,), bad), SamplingParams(), None, torch.Generator(), 2)

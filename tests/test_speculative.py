@@ -293,6 +293,7 @@ def test_answers_are_distributed_as_the_model_alone_says_them(
     assert p > 1e-4
 
 
+@pytest.mark.row("G11")
 def test_the_same_seed_gives_the_same_tokens() -> None:
     model, prompt = tiny.model(CONFIG), [1, 2, 3] * 4
     for draft in drafts(0, model, 5):
@@ -393,6 +394,7 @@ def test_a_draft_with_another_vocabulary_is_refused_with_both_sizes() -> None:
         next(stream)
 
 
+@pytest.mark.row("G18")
 def test_two_streams_with_one_draft_are_refused() -> None:
     model, draft = tiny.model(CONFIG), NGramDraft()
     one = speculate(model, [1, 2, 1, 2], SamplingParams(), draft)

@@ -34,6 +34,7 @@ LAYERS = [
         "quant",
         "weights",
         "parallel",
+        "nonfinite",
         "sampling",
         "session",
         "runtime",

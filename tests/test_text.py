@@ -31,6 +31,7 @@ def test_streamed_pieces_joined_are_the_text_and_the_decoded_ids(tiny_llm: Llama
 
 
 @given(st.lists(st.integers(0, 265), max_size=40))
+@pytest.mark.row("G15")
 def test_decoding_id_by_id_equals_decoding_all_bytes(ids: list[int]) -> None:
     from llama.tokenizer.gguf import from_metadata
 
@@ -40,6 +41,7 @@ def test_decoding_id_by_id_equals_decoding_all_bytes(ids: list[int]) -> None:
     assert streamed == b"".join(tokenizer.token_bytes(id) for id in ids).decode("utf-8", "replace")
 
 
+@pytest.mark.row("G15")
 def test_half_a_character_is_never_shown(tiny_llm: Llama) -> None:
     text = "👨‍👩‍👧 é 漢字"
     decoder = Decoder(tiny_llm.tokenizer)
@@ -49,6 +51,7 @@ def test_half_a_character_is_never_shown(tiny_llm: Llama) -> None:
     assert decoder.end() == ""
 
 
+@pytest.mark.row("G15")
 def test_a_text_that_ends_inside_a_character_ends_with_one_mark(tiny_llm: Llama) -> None:
     ids = tiny_llm.tokenizer.encode("a👨")[:-1]
     assert tiny_llm.tokenizer.decode(ids) == "a\ufffd"
@@ -72,6 +75,7 @@ def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool, list[str]]:
     st.lists(st.text("ab🙂\n", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(0, 30), max_size=8),
 )
+@pytest.mark.row("G14")
 def test_stop_strings_cut_at_the_first_wherever_pieces_break(text: str, stops: list[str], cuts: list[int]) -> None:
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
@@ -81,12 +85,14 @@ def test_stop_strings_cut_at_the_first_wherever_pieces_break(text: str, stops: l
     assert found == any(stop in text for stop in stops)
 
 
+@pytest.mark.row("G14")
 def test_only_what_may_become_a_stop_is_held_back() -> None:
     _, found, shown = cut(["one E", "N", "x two EN", "D three"], ["END"])
     assert shown == ["one ", "", "ENx two ", ""]
     assert found
 
 
+@pytest.mark.row("G14")
 def test_a_stop_that_began_earlier_goes_first() -> None:
     for pieces in (["xabcd"], ["xabc", "d"], ["xab", "c", "d"]):
         assert cut(pieces, ["abcd", "bc"])[:2] == ("x", True)
@@ -94,10 +100,12 @@ def test_a_stop_that_began_earlier_goes_first() -> None:
     assert cut(["xabc"], ["abcd", "bc"])[:2] == ("xa", True)
 
 
+@pytest.mark.row("G14")
 def test_what_was_held_back_is_shown_at_the_end() -> None:
     assert cut(["say EN"], ["END"])[0] == "say EN"
 
 
+@pytest.mark.row("G14")
 def test_stop_strings_across_tokens(tiny_llm: Llama) -> None:
     whole = tiny_llm.generate("hello", **OPTIONS)
     middle = whole.text[10:14]
@@ -107,11 +115,13 @@ def test_stop_strings_across_tokens(tiny_llm: Llama) -> None:
     assert stopped.tokens == whole.tokens[: len(stopped.tokens)]
 
 
+@pytest.mark.row("G14")
 def test_a_stop_string_in_the_prompt_does_not_stop(tiny_llm: Llama) -> None:
     assert len(tiny_llm.generate("hello", max_new_tokens=5, seed=1, temperature=3.0, stop="hello").tokens) == 5
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], [5]])
+@pytest.mark.row("G14")
 def test_empty_stop_strings_are_usage_errors(tiny_llm: Llama, stop: object) -> None:
     with pytest.raises(UsageError):
         tiny_llm.generate("x", stop=stop)
@@ -127,6 +137,7 @@ def test_a_list_of_prompts_gives_each_its_own_answer(tiny_llm: Llama) -> None:
     assert tiny_llm.generate([]) == []
 
 
+@pytest.mark.row("G17")
 def test_stop_ids_end_the_answer_and_are_not_in_it(tiny_llm: Llama) -> None:
     for seed in range(200):
         completion = tiny_llm.generate("hello", temperature=3.0, seed=seed, max_new_tokens=40)
@@ -136,6 +147,7 @@ def test_stop_ids_end_the_answer_and_are_not_in_it(tiny_llm: Llama) -> None:
     assert not set(completion.tokens) & tiny_llm.tokenizer.stop_ids
 
 
+@pytest.mark.row("G17")
 def test_a_stop_id_in_the_prompt_does_not_stop(tiny_llm: Llama) -> None:
     pieces = list(tiny_llm.stream_ids([2, 0, 5], max_new_tokens=4, temperature=3.0, seed=1))
     assert pieces[-1].completion is not None
@@ -161,6 +173,7 @@ def test_the_seed_that_was_drawn_is_reported_and_repeats_the_answer(tiny_llm: Ll
         lambda llm: llm.tokenizer.encode(None),
     ],
 )
+@pytest.mark.row("G01")
 def test_wrong_arguments_are_named_errors(tiny_llm: Llama, call) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  (each subclass says its own words)
         call(tiny_llm)
@@ -188,6 +201,7 @@ def test_a_session_feeds_only_what_is_new_and_changes_nothing(tiny_llm: Llama) -
         messages.append({"role": "assistant", "content": completion.text})
 
 
+@pytest.mark.row("G18")
 def test_two_streams_on_one_session_are_refused(tiny_llm: Llama) -> None:
     session = Session()
     one = tiny_llm.stream_ids([5, 6], session=session, temperature=3.0, seed=1)
@@ -198,6 +212,7 @@ def test_two_streams_on_one_session_are_refused(tiny_llm: Llama) -> None:
     assert next(tiny_llm.stream_ids([5, 6], session=session, temperature=3.0, seed=1))
 
 
+@pytest.mark.row("G18")
 def test_a_stream_that_is_dropped_leaves_the_session_right(tiny_llm: Llama) -> None:
     session = Session()
     messages = [{"role": "user", "content": "hello"}]

@@ -301,6 +301,7 @@ def piece_kinds(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @given(texts)
 @many
+@pytest.mark.row("G16")
 def test_piece_kinds_agree(piece_kinds: dict[str, Any], text: str) -> None:
     expected = piece_kinds["library"].encode(text)
     for name in ("model", "legacy", "gguf"):

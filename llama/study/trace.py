@@ -24,6 +24,7 @@ from torch import Tensor
 from ..attention import reference_weights
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
+from ..nonfinite import locate
 from ..tokenizer import Tokenizer
 from .intervene import Intervention
 from .measures import turns
@@ -203,11 +204,10 @@ def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | N
             lens = logit_lens(model, seen.hidden, logits)
             inv_freq, factor = model.rope.frequencies(len(ids))
             rope_theta, rope_scaling = model.config.rope_theta, model.config.rope_scaling
-        for answer in (logits, untouched):
-            if answer is not None and not bool(torch.isfinite(answer).all()):
-                raise NumericalError(
-                    "the model gave logits that are not finite; if its weights are whole, try --dtype float32"
-                )
+        if not bool(torch.isfinite(logits if untouched is None else untouched).all()):
+            raise NumericalError(f"the logits of this text are not finite; {locate(model, ids)}")
+        if not bool(torch.isfinite(logits).all()):
+            raise NumericalError("under this intervention the logits are not finite; without it they are")
     return Trace(
         tokens[0],
         logits,

@@ -1,0 +1,494 @@
+"""Group G: prompts, limits and sampling options at and beyond their edges, stops, streams, caches and batches.
+
+Most cases stand where their subject is tested and carry the row there. Here are those that were missing, and those that
+want another program's numbers: logits of transformers over the whole text, without any cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama import attention, batch, loader
+from llama.attention import causal_mask
+from llama.batch import Batch, Ended, Request, Said
+from llama.cache import KINDS, KVCache
+from llama.config import ModelConfig
+from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
+from llama.generate import LARGEST_LOGIT, choose, generate, prefill
+from llama.sampling import SamplingParams, probs
+from llama.text import Llama, Session
+from llama.weights import to_layout
+
+from .. import tiny
+from .conftest import Try
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RUN = ("generate", "-q", "--raw", "--device", "cpu", "--dtype", "float32")
+NAMES = {
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w_gate", "mlp.up_proj": "feed_forward.w_up",
+    "mlp.down_proj": "feed_forward.w_down", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm", "embed_tokens": "tok_embeddings", "lm_head": "output",
+}  # fmt: skip
+
+
+def transformers_model(config: ModelConfig, state: dict[str, torch.Tensor]) -> LlamaForCausalLM:
+    """The same weights in the other program."""
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=config.dim, num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads, head_dim=config.head_dim, intermediate_size=config.hidden_dim,
+            vocab_size=config.vocab_size, rms_norm_eps=config.norm_eps, max_position_embeddings=config.max_seq_len,
+            rope_parameters={"rope_theta": config.rope_theta, "rope_type": "default"}, tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    given_names = {}
+    for name in theirs.state_dict():
+        ours = name.removeprefix("model.")
+        for a, b in NAMES.items():
+            ours = ours.replace(a, b)
+        given_names[name] = to_layout(ours, state[ours], config.head_dim, "interleaved", "half")
+    theirs.load_state_dict(given_names)
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Callable[[list[int]], torch.Tensor]:
+    """Logits (T, V) of the tiny model as transformers computes them: the whole text at once, no cache."""
+    model = transformers_model(tiny.CONFIG, tiny.weights())
+    return lambda ids: model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def said(prompt: list[int], **options: Any) -> list[int]:
+    return [token.id for token in generate(tiny.model(), prompt, SamplingParams(**options))]
+
+
+# --------------------------------------------------------------------------------------------------------- the prompt
+@pytest.mark.row("G01")
+def test_an_empty_text_is_begin_of_text_alone(tiny_llm: Llama) -> None:
+    bos = tiny_llm.tokenizer.bos_id
+    assert bos is not None
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
+    expected = [piece.completion for piece in tiny_llm.stream_ids([bos], **options)][-1]
+    assert expected is not None
+    assert tiny_llm.generate("", **options).tokens == expected.tokens
+    assert [c.tokens for c in tiny_llm.generate(["", ""], **options)] == [expected.tokens] * 2
+
+
+@pytest.mark.row("G01")
+@pytest.mark.parametrize("text", [" ", "\n", "\t \r\n", "\0", "\u3000"])
+def test_white_space_is_a_text_like_any_other(tiny_llm: Llama, text: str) -> None:
+    ids = tiny_llm.tokenizer.encode_prompt(text)
+    assert tiny_llm.tokenizer.decode(ids) == text
+    assert tiny_llm.generate(text, max_new_tokens=2).stats.prompt_tokens == len(ids)
+
+
+@pytest.mark.row("G01")
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, b"x", {"a": 1}, [None], ["a", 5], [["a"]], {"a"}])
+def test_what_is_no_text_is_a_usage_error(tiny_llm: Llama, prompt: Any) -> None:
+    with pytest.raises(UsageError, match="must be a string"):
+        tiny_llm.generate(prompt)
+
+
+@pytest.mark.row("G01")
+def test_without_begin_of_text_an_empty_prompt_is_refused(tmp_path: Path, attempt: Try) -> None:
+    path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"tokenizer.ggml.bos_token_id": None})
+    attempt(*RUN, "-m", path, "", "-n", "2").refused("no begin-of-text id", "give some text", code=2)
+    llm = loader.load(path, dtype="float32", device="cpu")
+    with pytest.raises(UsageError, match=r"^prompt 2 of 3: the prompt has no tokens"):
+        llm.generate(["a", "", "b"], max_new_tokens=2)
+    for way in ({"draft": "ngram"}, {"session": Session()}):
+        with pytest.raises(UsageError, match=r"^prompt 2 of 3: the prompt has no tokens"):
+            llm.generate(["a", "", "b"], max_new_tokens=2, **way)
+
+
+@pytest.mark.row("G01")
+@pytest.mark.parametrize(
+    ("prompts", "kind", "says"),
+    [
+        (["a", "\ud800"], LlamaError, r"^prompt 2 of 2: .*lone surrogate"),
+        (["a", 7], UsageError, r"^prompt 2 of 2: a prompt must be a string, got int"),
+        (["b " * 400, "a"], ContextLengthError, r"^prompt 1 of 2: the prompt has \d+ tokens and the context holds 256"),
+    ],
+)
+def test_an_error_in_a_list_says_which_prompt(tiny_llm: Llama, prompts: Any, kind: type, says: str) -> None:
+    for way in ({}, {"batch_size": 1}, {"draft": "ngram"}):
+        with pytest.raises(kind, match=says):
+            tiny_llm.generate(prompts, max_new_tokens=2, **way)
+
+
+@pytest.mark.row("G02")
+@pytest.mark.parametrize("how", ["alone", "batch", "command"])
+def test_a_prompt_of_the_context_less_one_is_answered_and_one_more_is_refused(
+    how: str, theirs: Callable[..., torch.Tensor], tiny_llm: Llama, tiny_gguf: Path, attempt: Try
+) -> None:
+    """What llama-models does there, an answer of nothing, would be silent."""
+    text = "a" * 255  # byte by byte
+    ids = tiny_llm.tokenizer.encode_prompt(text)
+    assert len(ids) == 255
+    best = int(theirs(ids)[-1, : tiny_llm.tokenizer.n_vocab].argmax())
+    for longer, count in ((text + "a", 256), (text + "aa", 257)):
+        told = f"{count} tokens and the context holds 256"
+        if how == "command":
+            attempt(*RUN, "-m", tiny_gguf, longer, "-n", "5").refused(told, "--max-seq-len")
+        else:
+            with pytest.raises(ContextLengthError, match=told):
+                tiny_llm.generate(longer if how == "alone" else [longer], max_new_tokens=5)
+    if how == "command":
+        done = json.loads(attempt(*RUN, "-m", tiny_gguf, text, "-n", "5", "--json").stdout)
+        tokens, finish = done["tokens"], done["finish_reason"]
+    else:
+        answer = tiny_llm.generate([text], max_new_tokens=5)[0] if how == "batch" else tiny_llm.generate(text)
+        tokens, finish = answer.tokens, answer.finish_reason
+    assert tokens == ([] if best in tiny_llm.tokenizer.stop_ids else [best])
+    assert finish == ("stop" if best in tiny_llm.tokenizer.stop_ids else "length")
+
+
+@pytest.mark.row("G03")
+@pytest.mark.parametrize("how", ["alone", "batch", "draft", "fixed cache", "8-bit cache"])
+def test_an_answer_ends_with_the_context_and_every_token_of_it_is_right(
+    how: str, theirs: Callable[..., torch.Tensor], tiny_llm: Llama
+) -> None:
+    net, prompt = tiny.model(), tiny.random_tokens(240)[0].tolist()
+    net.fixed_cache, net.cache_kind = how == "fixed cache", "int8" if how == "8-bit cache" else "model"
+    llm = Llama(net, copy.copy(tiny_llm.tokenizer))
+    llm.tokenizer.stop_ids = frozenset()
+    if how == "batch":
+        pieces = [piece for _, piece in llm.stream_batch([(prompt, {"max_new_tokens": 1000})] * 2)]
+        answers = [p.completion for p in pieces if not isinstance(p, LlamaError) and p.completion]
+    else:
+        draft = {"draft": "ngram"} if how == "draft" else {}
+        answers = [p.completion for p in llm.stream_ids(prompt, max_new_tokens=1000, **draft) if p.completion]
+    for answer in answers:
+        assert answer.finish_reason == "length"
+        assert len(answer.tokens) == 16
+        logits = theirs(prompt + answer.tokens)[239:-1, : llm.tokenizer.n_vocab]  # (16, V)
+        chosen = logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        near = 0.2 if how == "8-bit cache" else 1e-4  # ties aside, the likeliest
+        assert bool((chosen >= logits.amax(-1) - near).all())
+
+
+@pytest.mark.row("G03")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_cache_refuses_what_lies_beyond_its_end(kind: str, fixed: bool) -> None:
+    """A slice past the end is empty, and writing one token there is no error of torch's."""
+    cache = KVCache(1, 2, 4, max_len=8, fixed=fixed, kind=kind)
+    cache.layers[0].update(*(torch.randn(1, 2, 8, 4) for _ in "kv"), cache.place(8))
+    cache.commit()
+    before = [buffer.clone() for buffer in cache.layers[0].buffers]
+    for tokens, at in ((1, None), (3, None), (1, torch.tensor([8]))):
+        with pytest.raises(ContextLengthError, match="holds 8"):
+            cache.place(tokens, at)
+    assert cache.length == 8
+    assert all(torch.equal(a, b) for a, b in zip(before, cache.layers[0].buffers, strict=True))
+
+
+# -------------------------------------------------------------------------------------------------------- the options
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(pytest.param("-n", v, marks=pytest.mark.row("G04")) for v in ("-1", str(2**63), "1.5", "x")),
+        *(pytest.param("--temperature", v, marks=pytest.mark.row("G05")) for v in ("-1", "-0.001", "-inf")),
+        *(pytest.param("--temperature", v, marks=pytest.mark.row("G06")) for v in ("nan", "inf", "1e9")),
+        *(pytest.param("--top-p", v, marks=pytest.mark.row("G07")) for v in ("1.5", "nan", "inf")),
+        *(pytest.param("--top-p", v, marks=pytest.mark.row("G08")) for v in ("-0.1", "-1e-9")),
+        *(pytest.param("--top-k", v, marks=pytest.mark.row("G09")) for v in ("-1", "1.5")),
+        *(pytest.param("--seed", v, marks=pytest.mark.row("G11")) for v in ("-1", str(2**63), str(2**64), "1.5")),
+        pytest.param("--stop", "", marks=pytest.mark.row("G14")),
+    ],
+)
+def test_the_command_refuses_it_with_exit_code_2(option: str, value: str, tiny_gguf: Path, attempt: Try) -> None:
+    attempt(*RUN, "-m", tiny_gguf, "a", f"{option}={value}" if option != "-n" else f"-n{value}").refused(code=2)
+
+
+@pytest.mark.row("G05")
+@pytest.mark.row("G07")
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"temperature": -1e-9}, {"top_p": 1.5}, {"top_p": 1 + 1e-9}, {"top_p": math.nan}]
+)
+def test_no_way_in_takes_what_would_pass_in_silence(tiny_llm: Llama, bad: dict[str, float]) -> None:
+    """A negative temperature turns the distribution around, a top_p above 1 is the same as none."""
+    (name, value), *_ = bad.items()
+    own = Llama(tiny_llm.model, tiny_llm.tokenizer, sampling=bad)  # as a generation_config.json would give it
+    ways: list[Callable[[], Any]] = [
+        lambda: SamplingParams(**bad),
+        lambda: dataclasses.replace(SamplingParams(), **bad),
+        lambda: tiny_llm.generate("a", **bad),
+        lambda: tiny_llm.generate(["a"], **bad),
+        lambda: tiny_llm.generate("a", draft="ngram", **bad),
+        lambda: list(tiny_llm.stream_batch(iter([([5], bad)]))),
+        lambda: own.generate("a"),
+    ]
+    for way in ways:
+        with pytest.raises(UsageError, match=f"{name} must be a number from 0 to .*, got {value}"):
+            way()
+
+
+@pytest.mark.row("G05")
+@given(
+    st.lists(st.floats(-9, 9, width=16), min_size=2, max_size=20, unique=True),
+    st.floats(0.05, 20),
+)
+def test_a_temperature_keeps_the_order_of_what_is_likely(values: list[float], temperature: float) -> None:
+    """The law that a negative one breaks: of two tokens the likelier stays the likelier, by exp(difference / T)."""
+    logits = torch.tensor(values)
+    p = probs(logits, SamplingParams(temperature=temperature)).double()
+    expected = [math.exp((value - max(values)) / temperature) for value in values]
+    total = sum(expected)
+    torch.testing.assert_close(p, torch.tensor([e / total for e in expected], dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+@pytest.mark.row("G07")
+@pytest.mark.row("G08")
+@given(st.lists(st.floats(-9, 9, width=16), min_size=2, max_size=20), st.floats(0, 1))
+def test_top_p_leaves_a_token_and_no_more_than_p_wants(values: list[float], p: float) -> None:
+    logits = torch.tensor(values)
+    kept = probs(logits, SamplingParams(temperature=1.0, top_p=p)) > 0
+    chances = logits.double().softmax(-1)
+    assert bool(kept.any())
+    without_least = float(chances[kept].sum() - chances[kept].min())
+    assert p == 1 or without_least <= p + 1e-5
+    assert float(chances[kept].sum()) >= p - 1e-5
+
+
+@pytest.mark.row("G06")
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-30, 5e-324, 9.9e-6])
+def test_no_temperature_is_greedy(temperature: float, theirs: Callable[..., torch.Tensor]) -> None:
+    ids = [5, 6, 7]
+    for id in said(ids, temperature=temperature, max_new_tokens=8, seed=1):
+        assert id == int(theirs(ids)[-1].argmax())
+        ids = [*ids, id]
+
+
+@pytest.mark.row("G06")
+def test_the_least_and_the_most_temperature_give_probabilities() -> None:
+    logits = torch.tensor([30000.0, 29999.9, -30000.0])
+    assert probs(logits, SamplingParams(temperature=1e-5)).tolist() == [1, 0, 0]
+    torch.testing.assert_close(probs(logits / 1e5, SamplingParams(temperature=1e6)), torch.full((3,), 1 / 3))
+
+
+@pytest.mark.row("G09")
+@pytest.mark.parametrize("k", [0, 320, 321, 2**31])
+def test_a_top_k_of_the_whole_vocabulary_or_more_is_none(k: int) -> None:
+    options: dict[str, Any] = {"temperature": 1.3, "seed": 7, "max_new_tokens": 12}
+    assert said([5, 6], top_k=k, **options) == said([5, 6], **options)
+
+
+@pytest.mark.row("G10")
+@given(
+    st.lists(st.one_of(st.just(-math.inf), st.floats(-(2.0**100), 2.0**100, width=32)), min_size=1, max_size=12),
+    st.floats(0, 1e6), st.integers(0, 14), st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 100), st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=150)
+def test_every_chain_of_filters_leaves_something_to_draw(
+    values: list[float], temperature: float, k: int, p: float, m: float, penalty: float, seed: int
+) -> None:
+    """Whatever the largest logit is: never a NaN, never nothing, and the draw is of a token that may be drawn."""
+    logits = torch.tensor(values)
+    params = SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=m, repetition_penalty=penalty)
+    seen = torch.arange(len(values)) if penalty != 1 else None
+    top = float(logits.amax())
+    if not -LARGEST_LOGIT < top < LARGEST_LOGIT:
+        with pytest.raises(NumericalError, match="new token 5 "):
+            choose(logits, params, seen, torch.Generator(), 4)
+        return
+    chances = probs(logits, params, seen)
+    assert float(chances.sum()) == pytest.approx(1, abs=1e-5)
+    id = choose(logits, params, seen, torch.Generator().manual_seed(seed), 4)
+    assert float(chances[id]) > 0
+    assert math.isfinite(values[id])
+
+
+@pytest.mark.row("G10")
+def test_ties_are_decided_alike_every_time() -> None:
+    logits = torch.zeros(50)
+    logits[[7, 30]] = 2.0
+    assert {choose(logits, SamplingParams(), None, torch.Generator(), 0) for _ in range(5)} == {7}
+    drawn = [choose(logits, SamplingParams(temperature=1.0, top_p=0.3), None, torch.Generator().manual_seed(4), 0)]
+    assert drawn * 5 == [
+        choose(logits, SamplingParams(temperature=1.0, top_p=0.3), None, torch.Generator().manual_seed(4), 0)
+        for _ in range(5)
+    ]
+
+
+@pytest.mark.row("G11")
+@pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1])
+@pytest.mark.parametrize("way", [{}, {"draft": "ngram"}, {"logprobs": True}, {"stop": ["zq"]}], ids=str)
+def test_a_seed_decides_every_token_in_every_way_to_ask(tiny_llm: Llama, seed: int, way: dict[str, Any]) -> None:
+    options = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
+    options |= {"max_new_tokens": 12, "seed": seed, **way}
+    first, again = (tiny_llm.generate("hello hello", **options) for _ in range(2))
+    assert first.tokens == again.tokens
+    assert first.stats.seed == seed
+    if "draft" not in way:  # which draws more than once for a token
+        listed = tiny_llm.generate(["the", "hello hello"], **options)
+        assert listed[1].tokens == first.tokens
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+@pytest.mark.row("G12")
+def test_rows_of_1_7_and_64_tokens_are_what_transformers_says(theirs: Callable[..., torch.Tensor]) -> None:
+    net = tiny.model()
+    prompts = [tiny.random_tokens(n, seed=n)[0].tolist() for n in (1, 7, 64)]
+    told: list[list[int]] = [[], [], []]
+    for event in Batch(net, [Request(p, SamplingParams(max_new_tokens=9)) for p in prompts], slots=3):
+        if isinstance(event, Said):
+            told[event.number].append(event.token.id)
+    for prompt, ids in zip(prompts, told, strict=True):
+        assert ids == [token.id for token in generate(net, prompt, SamplingParams(max_new_tokens=9))]
+        logits = theirs(prompt + ids)[len(prompt) - 1 : -1]
+        assert ids == logits.argmax(-1).tolist()
+
+
+@pytest.mark.row("G13")
+def test_a_batch_is_iterated_over_once() -> None:
+    run = Batch(tiny.model(), [Request([1, 2], SamplingParams(max_new_tokens=3))] * 3, slots=2)
+    events = iter(run)
+    next(events)
+    with pytest.raises(UsageError, match="once"):
+        next(iter(run))
+    assert sum(isinstance(event, Ended) for event in events) == 3
+
+
+@pytest.mark.row("G20")
+@pytest.mark.parametrize("name", attention.ATTENTION)
+def test_rows_without_an_answer_make_no_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of a batch that have ended or not begun are fed something too; what they say is finite and nobody's."""
+    net, real, rows = tiny.model(attention=name), batch.next_logits, [0]
+
+    def finite(*given: Any) -> torch.Tensor:
+        logits: torch.Tensor = real(*given)
+        assert bool(torch.isfinite(logits).all())
+        rows[0] += len(logits)
+        return logits
+
+    monkeypatch.setattr(batch, "next_logits", finite)
+    lengths = (1, 9, 2, 1, 12, 5)
+    requests = (Request([i + 1] * (i + 1), SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths))
+    said = sum(isinstance(event, Said) for event in Batch(net, requests, slots=5))
+    assert said == sum(lengths)
+    assert rows[0] > said - len(lengths)  # some rows were nobody's
+
+
+@pytest.mark.row("G20")
+@given(st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_every_query_sees_itself_so_no_row_is_wholly_masked(positions: list[list[int]]) -> None:
+    where = torch.tensor(positions)  # (B, T)
+    mask = causal_mask(where, torch.arange(31))  # (B, 1, T, S)
+    assert bool(mask.any(-1).all())
+    for row, seen in zip(positions, mask[:, 0], strict=True):
+        assert [int(line.sum()) for line in seen] == [position + 1 for position in row]
+
+
+# ------------------------------------------------------------------------------------------------- stops and streaming
+@pytest.mark.row("G14")
+@pytest.mark.parametrize("stop", ["\U0001f642", "a\U0001f642b", "\U0001f642\U0001f642"])
+def test_a_stop_string_with_an_emoji_over_several_tokens(tiny_llm: Llama, stop: str) -> None:
+    """Four bytes, four tokens: the model is made to say them, and nothing of the stop is ever shown."""
+    from llama.answer import Answer
+    from llama.generate import Token
+
+    text = f"ab\U0001f643{stop}c"  # the first emoji shares three bytes with the other
+    answer, shown = Answer(tiny_llm.tokenizer, 1, [stop]), []
+    for id in tiny_llm.tokenizer.encode(text):
+        shown.append(answer.feed(Token(id, None, False)))
+        if answer.done:
+            break
+    done = answer.end(SamplingParams()).completion
+    assert done is not None
+    assert "".join(shown) == done.text == "ab\U0001f643"
+    assert done.finish_reason == "stop"
+
+
+@pytest.mark.row("G17")
+@pytest.mark.parametrize("stops", [(2,), (0, 2), (0, 1, 2)])
+def test_an_end_at_once_is_an_empty_answer(tiny_llm: Llama, stops: tuple[int, ...]) -> None:
+    net = tiny.model()
+    net.output.weight.zero_()
+    net.norm.weight.fill_(1)
+    net.output.weight[stops[-1]] = net.norm(net.hidden(torch.tensor([[5, 6]])))[0, -1]  # the likeliest, by far
+    llm = Llama(net, copy.copy(tiny_llm.tokenizer))
+    llm.tokenizer.stop_ids = frozenset(stops)
+    for answer in (
+        [p.completion for p in llm.stream_ids([5, 6])][-1],
+        [p.completion for p in llm.stream_ids([5, 6], draft="ngram")][-1],
+        [p.completion for _, p in llm.stream_batch([([5, 6], {})]) if not isinstance(p, LlamaError)][-1],
+    ):
+        assert answer is not None
+        assert (answer.text, answer.tokens, answer.finish_reason) == ("", [], "stop")
+
+
+@pytest.mark.row("G17")
+def test_the_command_ends_well_with_an_empty_answer(tmp_path: Path, attempt: Try) -> None:
+    state = tiny.weights()
+    state["output.weight"] = torch.zeros_like(state["output.weight"])  # all alike: greedy takes the first, id 0
+    path = tiny.write_gguf(tmp_path / "x.gguf", state=state, metadata={"tokenizer.ggml.eos_token_id": 0})
+    done = attempt(*RUN, "-m", path, "hello")
+    assert (done.code, done.stdout, done.stderr) == (0, b"", b"")
+
+
+# ------------------------------------------------------------------------------------------- caches, tables, positions
+@pytest.mark.row("G19")
+@pytest.mark.parametrize("kind", ["growing", "fixed"])
+@pytest.mark.parametrize("name", attention.ATTENTION)
+def test_every_position_behind_a_cache_is_what_transformers_says_without_one(
+    name: str, kind: str, theirs: Callable[..., torch.Tensor]
+) -> None:
+    net, ids = tiny.model(attention=name), tiny.random_tokens(30)[0].tolist()
+    net.fixed_cache = kind == "fixed"
+    expected, cache = theirs(ids), net.new_cache(40)
+    for at, id in enumerate(ids):
+        torch.testing.assert_close(prefill(net, [id], cache), expected[at], rtol=0, atol=1e-4)
+
+
+@pytest.mark.row("G19")
+@pytest.mark.row("G22")
+@pytest.mark.parametrize("chunk", [1, 3, 30])
+@pytest.mark.parametrize("name", attention.ATTENTION)
+def test_chunks_behind_a_cache_are_what_transformers_says(
+    name: str, chunk: int, theirs: Callable[..., torch.Tensor]
+) -> None:
+    net, ids = tiny.model(attention=name), tiny.random_tokens(30)[0].tolist()
+    expected, cache = theirs(ids), net.new_cache(40)
+    for start in range(0, 30, chunk):
+        logits = net(torch.tensor([ids[start : start + chunk]]), cache=cache)[0]
+        torch.testing.assert_close(logits, expected[start : start + chunk], rtol=0, atol=1e-4)
+
+
+@pytest.mark.row("G21")
+@pytest.mark.parametrize("form", ["complex", "real"])
+def test_turns_far_beyond_the_first_table_are_those_of_transformers(form: str) -> None:
+    """The table has 1,024 rows at first; a slice of it past its end would be shorter, in silence."""
+    config = dataclasses.replace(tiny.CONFIG, n_layers=1, max_seq_len=2500)
+    net, ids = tiny.model(config, rope=form), tiny.random_tokens(1300)
+    first = net.rope.end
+    assert first == 1024
+    expected = transformers_model(config, tiny.weights(config))(ids, use_cache=False).logits
+    torch.testing.assert_close(net(ids), expected, rtol=0, atol=5e-4)
+    assert 1300 <= net.rope.end <= 2500
+    cache = net.new_cache()
+    stepwise = prefill(net, ids[0, :1299].tolist(), cache), prefill(net, ids[0, 1299:].tolist(), cache)
+    torch.testing.assert_close(torch.stack(stepwise), expected[0, -2:], rtol=0, atol=5e-4)
+
+
+@pytest.mark.row("G21")
+@pytest.mark.parametrize("form", ["complex", "real", "half", "elementwise", "matrix"])
+def test_a_position_without_a_row_is_refused_and_never_dropped(form: str) -> None:
+    rope = tiny.model(rope=form).rope
+    assert all(len(part) == 256 for part in rope.rows(torch.arange(256), 256))
+    for end in (257, 1000, 10**6):
+        with pytest.raises(ContextLengthError, match=f"position {end - 1} .*256 positions"):
+            rope.rows(torch.arange(end - 2, end), end)
