@@ -395,7 +395,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "json deep": (lambda d: (d / "params.json").write_text("[" * 10**5), r"params\.json: "),
     "json digits": (lambda d: (d / "params.json").write_text('{"dim": ' + "9" * 5000 + "}"), r"params\.json: "),
     "json bom": (lambda d: (d / "params.json").write_bytes(b'\xef\xbb\xbf{"dim": 1}'), r"params\.json"),
-    "json list": (lambda d: (d / "params.json").write_text("[1]"), "holds list where an object"),
+    "json list": (lambda d: (d / "params.json").write_text("[1]"), "holds a list where an object"),
 }
 
 

@@ -368,7 +368,7 @@ class MetaCheckpoint(Checkpoint):
             )
         theta = params.number("rope_theta", 10000.0)
         scaled = params.flag("use_scaled_rope", False)
-        tied = self._tied()
+        tied = self._tied((dim, n_layers))
         for name in ("tok_embeddings.weight", "output.weight"):  # what was compared need not stay in memory
             if name in self._names:
                 self.release(name)
@@ -404,10 +404,14 @@ class MetaCheckpoint(Checkpoint):
             copies *= 2
         return copies
 
-    def _tied(self) -> bool:
+    def _tied(self, size: tuple[int, int]) -> bool:
         """Meta's files always hold an output matrix; for the two small models of 3.2 it is the embedding again."""
         if "output.weight" not in self._names:
-            return True
+            if size in SMALL_32:
+                return True
+            raise ConfigError(
+                "output.weight is missing, and only Llama 3.2 1B and 3B can do without; the files are incomplete"
+            )
         (_, axis), (_, out_axis) = self._names["tok_embeddings.weight"], self._names["output.weight"]
         if self._merged_shape("tok_embeddings.weight") != self._merged_shape("output.weight"):
             return False

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .documents import size_of
 
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name. Raises CheckpointError when it holds anything but {str: dense CPU tensor}."""
+    size = size_of(path)
     try:
-        size = path.stat().st_size
         with open(path, "rb") as file:
-            start = file.read(64)
+            start = file.read(512)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     refuse_mistakes(path, start)
@@ -32,7 +33,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
     if mapped and not zipfile.is_zipfile(path):
         raise CheckpointError(f"{path} ({size} bytes) is cut off: the end of its archive is missing; fetch it again")
     if not mapped and not start.startswith(PICKLE):
-        raise CheckpointError(f"{path} is not a torch file: it begins with {start[:8]!r}")
+        raise CheckpointError(f"{path} is not a torch file: {_what_it_is(start)}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks on its own storage classes
@@ -68,6 +69,29 @@ MISTAKES = [
 ]
 
 
+def _what_it_is(start: bytes) -> str:
+    """What a file is that neither torch's archive nor its older pickle begins like."""
+    for sign, at, meaning in OTHERS:
+        if start[at:].startswith(sign):
+            return f"it is {meaning}"
+    return f"it begins with {start[:8]!r}; fetch it again"
+
+
+# (first bytes, where they stand, what they are the sign of)
+OTHERS = [
+    (b"GGUF", 0, "a GGUF file; give it the ending .gguf and name it itself"),
+    (b'{"', 8, "a safetensors file, which belongs into a folder of Hugging Face's with its config.json"),
+    (
+        b"\x80",
+        0,
+        "a pickle of Python's, which can run code when read and is refused; get the weights as torch saves them",
+    ),
+    (b"\x1f\x8b", 0, "a gzip archive; unpack it first"),
+    (b"ustar", 257, "a tar archive; unpack it first"),
+    (b"{", 0, "a JSON text, perhaps the answer of a server instead of the download; fetch it again"),
+]
+
+
 def _reason(error: Exception, path: Path, size: int) -> str:
     text = " ".join(str(error).split())
     asked = torch.serialization.get_unsafe_globals_in_checkpoint
@@ -80,9 +104,19 @@ def _reason(error: Exception, path: Path, size: int) -> str:
         return (
             f"it holds objects other than tensors{wants}, which could run code, and is refused; get the weights alone"
         )
+    if "not in a subdirectory" in text:
+        return "it is a zip archive, but none that torch wrote; unpack it, or fetch the weights again"
     if isinstance(error, EOFError) or "central directory" in text or "PytorchStreamReader" in text:
         return f"it is damaged or cut off ({size} bytes); fetch it again"
     return f"torch can't read it ({type(error).__name__}: {text[:120]}); it is damaged, or no file of weights"
+
+
+def _storage_of(tensor: Tensor) -> str:
+    """How a tensor is stored that is not simply its numbers, one after another."""
+    if tensor.device.type == "meta":
+        return "a tensor without values (on the device 'meta')"
+    kind = "nested" if tensor.is_nested else "quantized by torch" if tensor.is_quantized else ""
+    return f"a tensor {kind or f'of the kind {tensor.layout}'.replace('torch.', '')} on {tensor.device}"
 
 
 def _checked(value: Any, path: Path) -> dict[str, Tensor]:
@@ -95,7 +129,7 @@ def _checked(value: Any, path: Path) -> dict[str, Tensor]:
             kind = type(tensor).__name__
             raise CheckpointError(f"{path}: {name} is a {kind} and no tensor; expected the weights alone")
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_quantized:
-            kind = f"{tensor.layout} on {tensor.device}"
+            kind = _storage_of(tensor)
             raise CheckpointError(f"{path}: {name} is {kind}; expected a dense tensor with its values in the file")
         if tensor.untyped_storage().nbytes() < tensor.nbytes:  # strides of 0: kilobytes that claim terabytes
             raise CheckpointError(
