@@ -5,10 +5,12 @@ Started as a program, this reads requests from stdin, one JSON object a line, an
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -19,14 +21,14 @@ class Forked:
     """The process that forks. `run` is subprocess.run for `python -m llama ARGS`, with this process' environment.
 
     seconds: after so long the child is killed by SIGALRM, exit code -14. memory: bytes of addresses it may take beyond
-    what the process has after its imports.
+    what the process has after its imports. bound: root's right to pass over the modes of files is given up (Linux).
     """
 
     def __init__(self) -> None:
         self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(
-        self, args: tuple[str, ...], stdin: bytes | None, seconds: int = 0, memory: int = 0
+        self, args: tuple[str, ...], stdin: bytes | None, seconds: int = 0, memory: int = 0, bound: bool = False
     ) -> subprocess.CompletedProcess[bytes]:
         with tempfile.TemporaryDirectory() as work:
             streams = [Path(work) / name for name in ("stdin", "stdout", "stderr")]
@@ -39,6 +41,7 @@ class Forked:
                 "streams": [str(s) for s in streams],
                 "seconds": seconds,
                 "memory": memory,
+                "bound": bound,
             }
             assert self.server.stdin is not None
             assert self.server.stdout is not None
@@ -80,6 +83,8 @@ def become(request: dict) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + request["memory"]
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if request["bound"]:
+        give_up_rights()
     code = 1
     try:
         code = main()
@@ -91,6 +96,13 @@ def become(request: dict) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
+
+
+def give_up_rights() -> None:
+    """Drop every capability: the modes of files then hold for root, too, as for the owner of its files."""
+    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3, this process; none of the three sets
+    if os.getuid() == 0 and ctypes.CDLL(None).capset(header, none):
+        raise OSError("capset failed")
 
 
 if __name__ == "__main__":

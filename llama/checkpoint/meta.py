@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import zipfile
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -208,7 +207,7 @@ class MetaCheckpoint(Checkpoint):
 
     @cached_property
     def _mapped(self) -> list[bool]:
-        return [zipfile.is_zipfile(file) for file in self.files]
+        return [torchfile.is_archive(file) for file in self.files]
 
     def _match_names(self) -> dict[str, tuple[str, int | None]]:
         first = self.shards[0].keys()
@@ -341,7 +340,7 @@ class MetaCheckpoint(Checkpoint):
         self._kv_copies = 1
         for name in ("attention.wq", "attention.wk", "feed_forward.w_gate"):
             if f"layers.0.{name}.weight" not in self._names:
-                raise ConfigError(f"layers.0.{name}.weight is missing; the files are incomplete")
+                raise ConfigError(f"{self.file_name(f'layers.0.{name}.weight')} is missing; the files are incomplete")
         rows = self._stored("layers.0.attention.wq.weight").shape[0]
         if rows * n != dim:
             found = f"{n} shard{'s' * (n > 1)} hold {rows * n} rows of wq and {PARAMS} asks for {dim}"

@@ -6,8 +6,11 @@ read the file again with weights_only=False, which would run whatever code the f
 
 from __future__ import annotations
 
+import contextlib
+import re
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +33,54 @@ def read_torch(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     refuse_mistakes(path, start)
     mapped = start.startswith(ZIP)
-    if mapped and not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path} ({size} bytes) is cut off: the end of its archive is missing; fetch it again")
+    if mapped:
+        _records(path)
     if not mapped and not start.startswith(PICKLE):
         raise CheckpointError(f"{path} is not a torch file: {_what_it_is(start)}")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _nameable(path) as name:
             warnings.simplefilter("ignore")  # torch remarks on its own storage classes
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            value = torch.load(name, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(f"{path}: {_reason(error, path, size)}") from None
     return _checked(value, path)
 
 
+@contextlib.contextmanager
+def _nameable(path: Path) -> Iterator[Path]:
+    """A way to the file whose name is UTF-8: torch opens no other."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with open(path, "rb") as file:
+            yield Path(f"/proc/self/fd/{file.fileno()}")
+    else:
+        yield path
+
+
 def checksums(path: Path) -> tuple[int, ...]:
     """The CRC-32 of each tensor's bytes as the archive lists them; empty for files of the older kind."""
-    if not zipfile.is_zipfile(path):
+    if not is_archive(path):
         return ()
-    with zipfile.ZipFile(path) as archive:
-        return tuple(item.CRC for item in archive.infolist() if "/data/" in item.filename and item.file_size)
+    return tuple(item.CRC for item in _records(path) if "/data/" in item.filename and item.file_size)
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file is of torch's newer kind, a zip archive, by its first bytes."""
+    with open(path, "rb") as file:
+        return file.read(4) == ZIP
+
+
+def _records(path: Path) -> list[zipfile.ZipInfo]:
+    """The table of contents at the end of an archive."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.infolist()
+    except Exception:  # BadZipFile, and what else Python meets in a table of contents that is none
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size} bytes) is cut off or damaged: the table of contents at the end of its"
+            f" archive is missing or can't be read; fetch it again"
+        ) from None
 
 
 def refuse_mistakes(path: Path, start: bytes) -> None:
@@ -98,8 +130,8 @@ def _reason(error: Exception, path: Path, size: int) -> str:
     if "Unsupported global" in text or "weights_only" in text or "WeightsUnpickler" in text:
         try:
             names = ", ".join(sorted(asked(path))[:3])
-        except Exception:
-            names = ""
+        except Exception:  # of the older kind, or damaged: torch has told the first it met
+            names = ", ".join(re.findall(r"GLOBAL ([\w.]+)", text)[:1])
         wants = f" (it asks for {names})" if names else ""
         return (
             f"it holds objects other than tensors{wants}, which could run code, and is refused; get the weights alone"

@@ -31,7 +31,7 @@ def attempt(
 
     The child has 10 seconds and 1 GiB of addresses beyond what the imports took. CANARY names a file that no input
     may bring about. What lay in the test's folder before must be there afterwards, to the byte, and nothing else:
-    writes=(names,) excepts what the command was asked to write.
+    writes=(names,) excepts what the command was asked to write. bound=True: the modes of files hold for root, too.
     """
     canary = tmp_path.parent / f"{tmp_path.name}.canary"
     monkeypatch.setenv("CANARY", str(canary))
@@ -43,11 +43,12 @@ def attempt(
         seconds: int = 10,
         memory: int = 1 << 30,
         writes: tuple[str, ...] = (),
+        bound: bool = False,
     ) -> Outcome:
         nonlocal tried
         tried += 1
         before = snapshot(tmp_path)
-        done = forked.run(tuple(str(a) for a in args), stdin, seconds, memory)
+        done = forked.run(tuple(str(a) for a in args), stdin, seconds, memory, bound)
         after = snapshot(tmp_path)
         for name in writes:
             before.pop(name, None)
