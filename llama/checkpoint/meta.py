@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import ModelConfig
+from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..tokenizer import Tokenizer
 from . import torchfile
@@ -59,6 +59,7 @@ VISION = ("vision_chunk_size", "vision_max_num_chunks", "vision_num_cross_attent
 # use_scaled_rope stands for these (llama-models, apply_scaling); the factor is 32 for the two small models of 3.2.
 SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
+MOST_SHARDS = 128  # no model came in more than 16; a count beyond this is a wrong dim
 SMALL_32 = {(2048, 16), (3072, 28)}  # (dim, n_layers) of Llama 3.2 1B and 3B
 
 
@@ -334,8 +335,10 @@ class MetaCheckpoint(Checkpoint):
         """The architecture, by params.json and the shapes; sets how often each key/value head is stored."""
         params, n = Fields(self.params, PARAMS), len(self.shards)
         dim, n_layers, n_heads = params.whole("dim"), params.whole("n_layers"), params.whole("n_heads")
-        if dim < 1 or n_heads < 1 or dim % n_heads:
-            raise ConfigError(f"{PARAMS}: dim must be a multiple of n_heads, got {dim} and {n_heads}")
+        if not 1 <= dim <= LARGEST_SIZE:
+            raise ConfigError(f"{PARAMS}: dim must lie between 1 and {LARGEST_SIZE}, got {str(dim)[:40]}")
+        if n_heads < 1 or dim % n_heads:
+            raise ConfigError(f"{PARAMS}: dim must be a multiple of n_heads, got {dim} and {str(n_heads)[:40]}")
         head_dim = dim // n_heads
         self._kv_copies = 1
         for name in ("attention.wq", "attention.wk", "feed_forward.w_gate"):
@@ -344,7 +347,7 @@ class MetaCheckpoint(Checkpoint):
         rows = self._stored("layers.0.attention.wq.weight").shape[0]
         if rows * n != dim:
             found = f"{n} shard{'s' * (n > 1)} hold {rows * n} rows of wq and {PARAMS} asks for {dim}"
-            if rows and dim % rows == 0 and dim // rows > n:
+            if rows and dim % rows == 0 and n < dim // rows <= MOST_SHARDS:
                 last = f"consolidated.{dim // rows - 1:02d}.pth"
                 raise ConfigError(f"{found}; the model has {dim // rows} shards, up to {last}: fetch the missing ones")
             raise ConfigError(f"{found}; files and {PARAMS} do not belong together")
