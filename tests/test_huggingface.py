@@ -81,6 +81,7 @@ def compare(folder: Path, model: Any, lengths: tuple[int, ...] = (20, 64)) -> No
     ],
     ids=str,
 )
+@pytest.mark.row("B09")
 def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     compare(tmp_path, write(tmp_path, **changes))
 
