@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -33,5 +34,6 @@ def test_a_planted_defect_is_caught(defect: Defect, tmp_path: Path) -> None:
     ]
     options = ["-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", "--row", defect.row]
     command = [sys.executable, "-m", "pytest", *options, *cases]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+    own = {**os.environ, "PYTHONPATH": str(tmp_path)}  # children, too, are to run the copy
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280, env=own)
     assert done.returncode == 1, f"{defect.row} did not notice it:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
