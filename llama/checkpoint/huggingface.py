@@ -210,7 +210,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         if kind is None and fields.get("architectures") == ["LlamaForCausalLM"]:
             kind = "llama"
         if kind != "llama":
-            found = "missing" if kind is None else f"{kind!r:.60}"
+            found = "missing" if kind is None else told(kind)
             raise ConfigError(f"{where}: model_type is {found}; only 'llama' can be run")
         self._check_quantization(fields.mapping("quantization_config"), where)
         for key, allowed in MUST_BE.items():
@@ -312,7 +312,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             for id in value if isinstance(value, list) else [] if value is None else [value]:
                 if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < n_vocab:
                     self.warnings.append(
-                        f"{name}: {key} {id!r:.40} is no id of the vocabulary of {n_vocab} and is left out"
+                        f"{name}: {key} {told(id)} is no id of the vocabulary of {n_vocab} and is left out"
                     )
                 else:
                     found.append(id)

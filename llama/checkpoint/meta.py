@@ -359,7 +359,7 @@ class MetaCheckpoint(Checkpoint):
             raise ConfigError(f"{PARAMS} says {said_kv} key/value heads and the files hold {stored_kv}")
         vocab_size, _ = self._merged_shape("tok_embeddings.weight")
         said_vocab = params.whole("vocab_size", -1)
-        if said_vocab > 0 and said_vocab != vocab_size:
+        if said_vocab not in (-1, vocab_size):  # Llama 2 leaves it to the tokenizer by -1
             raise ConfigError(f"{PARAMS} says vocab_size {said_vocab} and the embedding has {vocab_size} rows")
         hidden_dim = self._merged_shape("layers.0.feed_forward.w_gate.weight")[0]
         said_hidden = _hidden_dim(params, dim)

@@ -77,10 +77,19 @@ TEXTS: dict[str, tuple[Callable[[bytes], bytes], tuple[str, ...], str]] = {
 }
 
 
+B01, B02 = pytest.mark.row("B01"), pytest.mark.row("B02")
+FIRST = ("empty", "cut", "byte order mark", "NaN")  # one reader reads both documents, so these do for config.json
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("form", "name"),
     [
-        pytest.param(name, marks=pytest.mark.row("B01") if row == "B01" else pytest.mark.row("B02"))
+        pytest.param(
+            form,
+            name,
+            marks=[B01 if row == "B01" else B02, *([pytest.mark.slow] * (form == "hf" and name not in FIRST))],
+        )
+        for form in DOCUMENT
         for name, (_, _, row) in TEXTS.items()
     ],
 )
@@ -127,7 +136,9 @@ def test_a_size_of_another_kind_stops_the_run(document: Path, form: str, attempt
 
 @pytest.mark.row("B04")
 @pytest.mark.parametrize(
-    "value", [0, -1, 2**31 + 1, 2**40, 2**63, 2**64 - 1, 10**400], ids=lambda value: str(value)[:25]
+    "value",
+    [0, -1, 2**40, 10**400, *(pytest.param(n, marks=pytest.mark.slow) for n in (2**31 + 1, 2**63, 2**64 - 1))],
+    ids=lambda value: str(value)[:25],
 )
 def test_a_size_out_of_range_sizes_nothing(document: Path, form: str, attempt: Try, value: int) -> None:
     keys = SIZES[form] if value == 2**40 else [SIZES[form][value % 4]]
@@ -207,15 +218,15 @@ def survive(document: Path, attempt: Try, every: int) -> tuple[int, int]:
             ran += outcome.survived()
         except AssertionError as error:
             raise AssertionError(f"{what}: {error}") from None
-        assert not any(word in outcome.error for word in ("None", "True", "NoneType", "Exceeds")), outcome.error
+        assert not any(word in outcome.error for word in ("None", "True", "False", "Exceeds")), outcome.error
         tried += 1
     return tried, ran
 
 
 @pytest.mark.row("B03")
 def test_any_other_value_is_refused_or_harmless(document: Path, attempt: Try) -> None:
-    tried, ran = survive(document, attempt, 23)
-    assert tried > 8
+    tried, ran = survive(document, attempt, 39)
+    assert tried >= 5
     assert ran < tried
 
 
@@ -224,7 +235,7 @@ def test_any_other_value_is_refused_or_harmless(document: Path, attempt: Try) ->
 @pytest.mark.row("B03")
 def test_any_other_value_is_refused_or_harmless_at_length(document: Path, attempt: Try) -> None:
     tried, ran = survive(document, attempt, 1)
-    assert tried > 200
+    assert tried >= 200
     assert ran < tried
 
 
@@ -400,7 +411,10 @@ def test_code_that_a_configuration_names_is_not_run(document: Path, attempt: Try
 
 @pytest.mark.row("B11")
 @pytest.mark.parametrize("form", ["hf"])
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "hqq", 5, None])
+@pytest.mark.parametrize(
+    "method",
+    ["gptq", None, *(pytest.param(m, marks=pytest.mark.slow) for m in ("awq", "bitsandbytes", "fp8", "hqq", 5))],
+)
 def test_a_quantization_of_others_is_named(document: Path, attempt: Try, method: Any) -> None:
     edit(document, quantization_config={"quant_method": method, "bits": 4})
     words = "quantized" if not isinstance(method, str) else f"quantized ({method!r})"
