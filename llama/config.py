@@ -53,7 +53,7 @@ class ModelConfig:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
             if not 1 <= value <= LARGEST_SIZE:
-                raise ConfigError(f"{name} must lie between 1 and {LARGEST_SIZE}, got {value}")
+                raise ConfigError(f"{name} must lie between 1 and {LARGEST_SIZE}, got {str(value)[:40]}")
         for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):

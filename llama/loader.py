@@ -258,7 +258,7 @@ def build(
         """A tensor in the order, the dtype and the place that the model wants."""
         stored = checkpoint.tensor(name)
         ordered = to_layout(name, stored, config.head_dim, checkpoint.layout, model.rope.layout)
-        value = cast(ordered, name, device, torch_dtype)
+        value = cast(ordered, f"{checkpoint.path}: {checkpoint.file_name(name)}", device, torch_dtype)
         if value.data_ptr() != stored.data_ptr():
             checkpoint.release(name)
         return value

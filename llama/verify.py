@@ -22,7 +22,7 @@ import torch
 
 from . import hub
 from .checkpoint import Checkpoint, gguf, huggingface, meta, open_checkpoint, torchfile
-from .checkpoint.documents import read_json
+from .checkpoint.documents import read_json, size_of
 from .checkpoint.safetensors_header import read_header
 from .errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from .tokenizer import open_tokenizer
@@ -341,8 +341,10 @@ def find_checklists(files: list[Path], root: Path) -> list[Path]:
 def read_checklist(path: Path) -> tuple[list[Sum], list[str]]:
     """(the checksums of a list as md5sum writes it, what is wrong with its other lines)."""
     try:
-        size = path.stat().st_size
+        size = size_of(path)
         text = path.read_text(encoding="utf-8") if size <= LARGEST_CHECKLIST else None
+    except CheckpointError as error:
+        return [], [str(error)]
     except UnicodeDecodeError:
         return [], ["is not UTF-8; it is damaged, fetch it again"]
     except OSError as error:

@@ -6,11 +6,13 @@ Started as a program, this reads requests from stdin, one JSON object a line, an
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,8 @@ class Forked:
 
     seconds: after so long the child is killed by SIGALRM, exit code -14. memory: bytes of addresses it may take beyond
     what the process has after its imports. file_size: bytes that a file may grow to, for a disk that is full. stdin as
-    a path is opened and not copied. before: Python to run first, to bring a fault about that no input can.
+    a path is opened and not copied. before: Python to run first, to bring a fault about that no input can. bound:
+    root's right to pass over the modes of files is given up (Linux).
     """
 
     def __init__(self) -> None:
@@ -40,6 +43,7 @@ class Forked:
         file_size: int = 0,
         before: str = "",
         kill: tuple[int, float, int] | None = None,
+        bound: bool = False,
     ) -> subprocess.CompletedProcess[bytes]:
         """kill (N, S, SIGNAL): that signal, S seconds after the child's N-th step, which is a thing it does to files.
 
@@ -62,6 +66,7 @@ class Forked:
                 "file_size": file_size,
                 "before": before,
                 "kill": kill,
+                "bound": bound,
             }
             assert self.server.stdin is not None
             assert self.server.stdout is not None
@@ -120,6 +125,8 @@ def become(request: dict, tell: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     if request["file_size"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], request["file_size"]))
+    if request["bound"]:
+        give_up_rights()
     code = 1
     if request["before"]:
         exec(request["before"], {})
@@ -137,6 +144,13 @@ def become(request: dict, tell: int) -> None:
                 with contextlib.suppress(OSError):
                     stream.flush()
         os._exit(code)
+
+
+def give_up_rights() -> None:
+    """Drop every capability: the modes of files then hold for root, too, as for the owner of its files."""
+    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3, this process; none of the three sets
+    if os.getuid() == 0 and ctypes.CDLL(None).capset(header, none):
+        raise OSError("capset failed")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ def compare(folder: Path, model: Any, lengths: tuple[int, ...] = (20, 64)) -> No
     ids=str,
 )
 @pytest.mark.row("C08")
+@pytest.mark.row("B09")
 def test_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     compare(tmp_path, write(tmp_path, **changes))
 
@@ -422,13 +423,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "trained length must be above 1",
     ),
     "single beside index": (lambda d: shutil.copy(first(d), d / "model.safetensors"), "which of them holds is unclear"),
-    "no family": (lambda d: edit(d, remove=("model_type", "architectures")), "model_type is None"),
+    "no family": (lambda d: edit(d, remove=("model_type", "architectures")), "model_type is missing"),
     "quantized": (lambda d: edit(d, quantization_config={"quant_method": "gptq"}), "quantized .'gptq'."),
     "window": (lambda d: edit(d, sliding_window=4096), "sliding_window is 4096"),
     "activation": (lambda d: edit(d, hidden_act="gelu"), "hidden_act is 'gelu'"),
     "dim string": (lambda d: edit(d, hidden_size="64"), "hidden_size must be a whole number, got '64' .a string."),
     "dim fraction": (lambda d: edit(d, hidden_size=64.0), "hidden_size must be a whole number, got 64.0"),
-    "dim true": (lambda d: edit(d, hidden_size=True), "hidden_size must be a whole number, got True"),
+    "dim true": (lambda d: edit(d, hidden_size=True), "hidden_size must be a whole number, got true"),
     "dim gone": (lambda d: edit(d, remove=("hidden_size",)), "the key hidden_size is missing"),
     "dim zero": (lambda d: edit(d, hidden_size=0, head_dim=16), "dim must lie between 1"),
     "dim huge": (lambda d: edit(d, hidden_size=2**40), "dim must lie between 1"),

@@ -87,6 +87,7 @@ OFFICIAL = [("llama-1-65b", 8), ("llama-2-13b", 2), ("llama-2-70b", 8), ("codell
 
 
 @pytest.mark.parametrize("like", [like for like, _ in OFFICIAL])
+@pytest.mark.row("A11")
 def test_any_number_of_shards_gives_the_same_logits_bit_for_bit(tmp_path: Path, like: str) -> None:
     config = make_tiny.tiny_config(like, 16)
     dtype = torch.float16 if like.startswith("llama-1") else torch.bfloat16
@@ -395,7 +396,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "json deep": (lambda d: (d / "params.json").write_text("[" * 10**5), r"params\.json: "),
     "json digits": (lambda d: (d / "params.json").write_text('{"dim": ' + "9" * 5000 + "}"), r"params\.json: "),
     "json bom": (lambda d: (d / "params.json").write_bytes(b'\xef\xbb\xbf{"dim": 1}'), r"params\.json"),
-    "json list": (lambda d: (d / "params.json").write_text("[1]"), "holds list where an object"),
+    "json list": (lambda d: (d / "params.json").write_text("[1]"), "holds a list where an object"),
 }
 
 
@@ -417,7 +418,11 @@ def two_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny.make(tmp_path_factory.mktemp("two"), "llama-3-8b", shards=2)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SHARDS = ("gap", "last missing", "copy", "stranger", "other seed", "other dtype", "html")
+ROWS = dict.fromkeys(SHARDS, pytest.mark.row("A12")) | {"only in shard 1": pytest.mark.row("A13")}
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, marks=ROWS.get(fault, ())) for fault in FAULTS])
 def test_faults_are_told_in_one_line(two_shards: Path, tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(two_shards, folder)
@@ -431,6 +436,7 @@ def test_faults_are_told_in_one_line(two_shards: Path, tmp_path: Path, fault: st
 
 
 @pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.row("A05")
 def test_code_in_a_file_is_not_run(two_shards: Path, tmp_path: Path, zipped: bool) -> None:
     folder, canary = tmp_path / "model", tmp_path / "canary"
     shutil.copytree(two_shards, folder)
@@ -451,6 +457,7 @@ def test_every_cut_is_an_error(two_shards: Path, tmp_path: Path) -> None:
             open_checkpoint(tmp_path / "model")
 
 
+@pytest.mark.row("A12")
 def test_a_folder_with_foreign_files_says_so(two_shards: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(two_shards, folder)

@@ -174,6 +174,7 @@ def test_ranks_with_other_models_do_not_begin(world: ranks.Ranks, tmp_path: Path
 # ---------------------------------------------------------------------------------------------------- what is read
 @pytest.mark.row("K02")
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.row("A11")
 def test_shards_of_meta_onto_ranks(shards: int, world: ranks.Ranks, tmp_path: Path) -> None:
     for config in (WIDE, dataclasses.replace(WIDE, n_kv_heads=2)):
         if config is not WIDE and shards < 4:  # from there on key/value heads are stored twice and more

@@ -124,6 +124,7 @@ def test_what_is_whole_passes(copy: Copy, form: str) -> None:
     assert {file: file.read_bytes() for file in path.parent.rglob("*") if file.is_file()} == before
 
 
+@pytest.mark.row("A04")
 def test_what_could_not_be_verified_is_said(copy: Copy) -> None:
     for form, item in (("hf", "model.safetensors, tokenizer.json"), ("gguf", "tiny.gguf"), ("meta", "tokenizer.model")):
         warnings = [f for f in verify(copy(form)) if f.status == "warn"]
@@ -219,6 +220,7 @@ def flip(file: Path, at: int, bit: int = 0) -> None:
 
 
 @pytest.mark.parametrize("form", ["meta", "bin"])
+@pytest.mark.row("A03")
 def test_any_flipped_bit_in_a_weight_is_found_and_its_record_named(copy: Copy, form: str) -> None:
     path = copy(form)
     (path / "checklist.chk").unlink(missing_ok=True)
@@ -241,6 +243,8 @@ def test_any_flipped_bit_in_a_weight_is_found_and_its_record_named(copy: Copy, f
     assert failures(path) == []
 
 
+@pytest.mark.row("A03")
+@pytest.mark.row("A04")
 def test_a_flipped_bit_anywhere_is_against_the_checklist(copy: Copy) -> None:
     path = copy("meta")
     rng = random.Random(1)
@@ -292,6 +296,7 @@ def test_md5sum_reads_checklists_alike(copy: Copy) -> None:
         ("x" * 2**20, "it is something else"),
     ],
 )
+@pytest.mark.row("A04")
 def test_bad_checklists(copy: Copy, line: str, says: str) -> None:
     path = copy("meta")
     text = line.format(md5="d41d8cd98f00b204e9800998ecf8427e")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,14 +14,35 @@ from ..errors import CheckpointError, ConfigError
 LARGEST = 200 * 2**20  # bytes; a tokenizer.json has 10 million, an index of a 405B model 0.1 million
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file. Raises CheckpointError where it is a pipe, which may never answer, a device or a folder."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((kind for holds, kind in KINDS if holds(found.st_mode)), "no regular file")
+        raise CheckpointError(f"{path} is {kind}; expected a file, fetch it again")
+    return found.st_size
+
+
+KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError, with line and column, on anything else.
 
-    Refused besides what is not JSON: a key that occurs twice, NaN and Infinity, a byte order mark, numbers beyond
-    4,300 digits, nesting beyond Python's stack, files beyond 200 MiB.
+    Refused besides what is not JSON: a key that occurs twice, NaN, Infinity and numbers as large, a byte order mark,
+    numbers beyond 4,300 digits, nesting beyond Python's stack, files beyond 200 MiB.
     """
+    size = size_of(path)
     try:
-        size = path.stat().st_size
         if size > LARGEST:
             raise CheckpointError(f"{path} has {size} bytes; a JSON file of a checkpoint has at most {LARGEST}")
         raw = path.read_bytes()
@@ -37,16 +60,22 @@ def parse_json(raw: bytes, where: str) -> dict[str, Any]:
             f"{where} is a git-lfs pointer, not the file itself; run 'git lfs pull' where it came from"
         )
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=_no_repeats, parse_constant=_no_constants)
+        text = raw.decode()
+        if text.startswith("\ufeff"):
+            raise CheckpointError(f"{where} begins with a byte order mark, which JSON has none of; save it without one")
+        value = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_no_constants, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where} is not UTF-8 (byte {error.start}); it is damaged or not JSON") from None
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{where}:{error.lineno}:{error.colno}: {error.msg}; it is damaged or not JSON") from None
-    except (_Refused, ValueError, RecursionError) as error:
-        reason = "it nests too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{where}: {reason}") from None
+    except _Refused as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    except RecursionError:
+        raise CheckpointError(f"{where}: it nests too deep; it is damaged or forged") from None
+    except ValueError:  # all that is left: Python turns no longer text into a number
+        raise CheckpointError(f"{where}: it holds a number of thousands of digits; it is damaged or forged") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} holds {type(value).__name__} where an object {{...}} is expected")
+        raise CheckpointError(f"{where} holds {_kind(value)} where an object {{...}} is expected")
     return value
 
 
@@ -65,6 +94,14 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constants(name: str) -> NoReturn:
     raise _Refused(f"{name} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    """JSON sets no limit to numbers; Python makes infinity of what is too large."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise _Refused(f"the number {text:.40} is larger than any that can be computed with")
+    return value
 
 
 class Fields:
@@ -86,28 +123,28 @@ class Fields:
         """A whole number; without a default it must be there."""
         value = self._given(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{self.where}: {key} must be a whole number, got {value!r:.60} ({_kind(value)})")
+            raise ConfigError(f"{self.where}: {key} must be a whole number, got {told(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number; without a default it must be there."""
         value = self._given(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value in (float("inf"), float("-inf")):
-            raise ConfigError(f"{self.where}: {key} must be a finite number, got {value!r:.60} ({_kind(value)})")
+            raise ConfigError(f"{self.where}: {key} must be a finite number, got {told(value)}")
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """True or false."""
         value = self._given(key, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {key} must be true or false, got {value!r:.60} ({_kind(value)})")
+            raise ConfigError(f"{self.where}: {key} must be true or false, got {told(value)}")
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any] | None:
         """An object, or None where there is none."""
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{self.where}: {key} must be an object, got {value!r:.60} ({_kind(value)})")
+            raise ConfigError(f"{self.where}: {key} must be an object, got {told(value)}")
         return value
 
     def unknown(self) -> list[str]:
@@ -121,6 +158,13 @@ class Fields:
         return default if value is None else value
 
 
+def told(value: Any) -> str:
+    """A value for a message, in JSON's words and with its kind: null, true, [1, 2] (a list)."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value!r:.60} ({_kind(value)})"
+
+
 def _kind(value: Any) -> str:
-    names = {str: "a string", float: "a fraction", bool: "true/false", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
+    names = {str: "a string", int: "a whole number", float: "a fraction", list: "a list", dict: "an object"}
+    return "null" if value is None else "true/false" if isinstance(value, bool) else names.get(type(value), "no number")

@@ -6,6 +6,7 @@ Sources: transformers' configuration_llama.py, modeling_rope_utils.py; https://g
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, their_name
-from .documents import LARGEST, Fields, read_json
+from .documents import LARGEST, Fields, read_json, told
 from .meta import check_vocabulary
 from .safetensors_header import read_header
 
@@ -210,12 +211,13 @@ class HuggingFaceCheckpoint(Checkpoint):
         if kind is None and fields.get("architectures") == ["LlamaForCausalLM"]:
             kind = "llama"
         if kind != "llama":
-            raise ConfigError(f"{where}: model_type is {kind!r:.60}; only 'llama' can be run")
+            found = "missing" if kind is None else told(kind)
+            raise ConfigError(f"{where}: model_type is {found}; only 'llama' can be run")
         self._check_quantization(fields.mapping("quantization_config"), where)
         for key, allowed in MUST_BE.items():
             if fields.get(key) not in (None, *allowed):
                 raise ConfigError(
-                    f"{where}: {key} is {fields.get(key)!r:.60}, which is no LLaMA; expected {allowed[0]!r}"
+                    f"{where}: {key} is {told(fields.get(key))}, which is no LLaMA; expected {told(allowed[0])}"
                 )
         kinds = fields.get("layer_types")
         if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention"}):
@@ -295,7 +297,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     # -------------------------------------------------------------------------------------- tokens and sampling
     def _read_optional(self, name: str) -> dict[str, Any]:
         """A document that a model can do without: where it is broken, that is said and the defaults hold."""
-        if not (self.path / name).is_file():
+        if not os.path.lexists(self.path / name):
             return {}
         try:
             return read_json(self.path / name)
@@ -311,7 +313,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             for id in value if isinstance(value, list) else [] if value is None else [value]:
                 if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < n_vocab:
                     self.warnings.append(
-                        f"{name}: {key} {id!r:.40} is no id of the vocabulary of {n_vocab} and is left out"
+                        f"{name}: {key} {told(id)} is no id of the vocabulary of {n_vocab} and is left out"
                     )
                 else:
                     found.append(id)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import zipfile
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import ModelConfig
+from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..tokenizer import Tokenizer
 from . import torchfile
@@ -60,6 +59,7 @@ VISION = ("vision_chunk_size", "vision_max_num_chunks", "vision_num_cross_attent
 # use_scaled_rope stands for these (llama-models, apply_scaling); the factor is 32 for the two small models of 3.2.
 SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
+MOST_SHARDS = 128  # no model came in more than 16; a count beyond this is a wrong dim
 SMALL_32 = {(2048, 16), (3072, 28)}  # (dim, n_layers) of Llama 3.2 1B and 3B
 
 
@@ -208,7 +208,7 @@ class MetaCheckpoint(Checkpoint):
 
     @cached_property
     def _mapped(self) -> list[bool]:
-        return [zipfile.is_zipfile(file) for file in self.files]
+        return [torchfile.is_archive(file) for file in self.files]
 
     def _match_names(self) -> dict[str, tuple[str, int | None]]:
         first = self.shards[0].keys()
@@ -335,17 +335,19 @@ class MetaCheckpoint(Checkpoint):
         """The architecture, by params.json and the shapes; sets how often each key/value head is stored."""
         params, n = Fields(self.params, PARAMS), len(self.shards)
         dim, n_layers, n_heads = params.whole("dim"), params.whole("n_layers"), params.whole("n_heads")
-        if dim < 1 or n_heads < 1 or dim % n_heads:
-            raise ConfigError(f"{PARAMS}: dim must be a multiple of n_heads, got {dim} and {n_heads}")
+        if not 1 <= dim <= LARGEST_SIZE:
+            raise ConfigError(f"{PARAMS}: dim must lie between 1 and {LARGEST_SIZE}, got {str(dim)[:40]}")
+        if n_heads < 1 or dim % n_heads:
+            raise ConfigError(f"{PARAMS}: dim must be a multiple of n_heads, got {dim} and {str(n_heads)[:40]}")
         head_dim = dim // n_heads
         self._kv_copies = 1
         for name in ("attention.wq", "attention.wk", "feed_forward.w_gate"):
             if f"layers.0.{name}.weight" not in self._names:
-                raise ConfigError(f"layers.0.{name}.weight is missing; the files are incomplete")
+                raise ConfigError(f"{self.file_name(f'layers.0.{name}.weight')} is missing; the files are incomplete")
         rows = self._stored("layers.0.attention.wq.weight").shape[0]
         if rows * n != dim:
             found = f"{n} shard{'s' * (n > 1)} hold {rows * n} rows of wq and {PARAMS} asks for {dim}"
-            if rows and dim % rows == 0 and dim // rows > n:
+            if rows and dim % rows == 0 and n < dim // rows <= MOST_SHARDS:
                 last = f"consolidated.{dim // rows - 1:02d}.pth"
                 raise ConfigError(f"{found}; the model has {dim // rows} shards, up to {last}: fetch the missing ones")
             raise ConfigError(f"{found}; files and {PARAMS} do not belong together")
@@ -357,7 +359,7 @@ class MetaCheckpoint(Checkpoint):
             raise ConfigError(f"{PARAMS} says {said_kv} key/value heads and the files hold {stored_kv}")
         vocab_size, _ = self._merged_shape("tok_embeddings.weight")
         said_vocab = params.whole("vocab_size", -1)
-        if said_vocab > 0 and said_vocab != vocab_size:
+        if said_vocab not in (-1, vocab_size):  # Llama 2 leaves it to the tokenizer by -1
             raise ConfigError(f"{PARAMS} says vocab_size {said_vocab} and the embedding has {vocab_size} rows")
         hidden_dim = self._merged_shape("layers.0.feed_forward.w_gate.weight")[0]
         said_hidden = _hidden_dim(params, dim)
@@ -368,7 +370,7 @@ class MetaCheckpoint(Checkpoint):
             )
         theta = params.number("rope_theta", 10000.0)
         scaled = params.flag("use_scaled_rope", False)
-        tied = self._tied()
+        tied = self._tied((dim, n_layers))
         for name in ("tok_embeddings.weight", "output.weight"):  # what was compared need not stay in memory
             if name in self._names:
                 self.release(name)
@@ -404,10 +406,14 @@ class MetaCheckpoint(Checkpoint):
             copies *= 2
         return copies
 
-    def _tied(self) -> bool:
+    def _tied(self, size: tuple[int, int]) -> bool:
         """Meta's files always hold an output matrix; for the two small models of 3.2 it is the embedding again."""
         if "output.weight" not in self._names:
-            return True
+            if size in SMALL_32:
+                return True
+            raise ConfigError(
+                "output.weight is missing, and only Llama 3.2 1B and 3B can do without; the files are incomplete"
+            )
         (_, axis), (_, out_axis) = self._names["tok_embeddings.weight"], self._names["output.weight"]
         if self._merged_shape("tok_embeddings.weight") != self._merged_shape("output.weight"):
             return False

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import CheckpointError, LlamaError
 from . import gguf, huggingface, meta, quantized, torchfile
 from .base import Checkpoint
+from .documents import size_of
 
 # (is the path of this format?, its reader): a new format adds one line. A folder may hold two formats, as the
 # repositories of Meta's on the hub do; the first one here is taken.
@@ -48,6 +49,11 @@ def _no_folder(path: Path, names: list[str]) -> str:
     """What is wrong with a folder that is no checkpoint."""
     if not names:
         return f"{path} is an empty folder; expected config.json, params.json or a .gguf file in it"
+    for name in {meta.PARAMS, huggingface.CONFIG} & set(names):  # it is there and was not taken for a file
+        try:
+            size_of(path / name)
+        except CheckpointError as error:
+            return str(error)
     if "adapter_config.json" in names:
         return f"{path} holds an adapter, not a model; merge it into its base model"
     if any(name.startswith("tokenizer") for name in names):

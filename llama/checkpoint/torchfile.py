@@ -6,8 +6,11 @@ read the file again with weights_only=False, which would run whatever code the f
 
 from __future__ import annotations
 
+import contextlib
+import re
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +18,69 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .documents import size_of
 
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name. Raises CheckpointError when it holds anything but {str: dense CPU tensor}."""
+    size = size_of(path)
     try:
-        size = path.stat().st_size
         with open(path, "rb") as file:
-            start = file.read(64)
+            start = file.read(512)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     refuse_mistakes(path, start)
     mapped = start.startswith(ZIP)
-    if mapped and not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path} ({size} bytes) is cut off: the end of its archive is missing; fetch it again")
+    if mapped:
+        _records(path)
     if not mapped and not start.startswith(PICKLE):
-        raise CheckpointError(f"{path} is not a torch file: it begins with {start[:8]!r}")
+        raise CheckpointError(f"{path} is not a torch file: {_what_it_is(start)}")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _nameable(path) as name:
             warnings.simplefilter("ignore")  # torch remarks on its own storage classes
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            value = torch.load(name, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(f"{path}: {_reason(error, path, size)}") from None
     return _checked(value, path)
 
 
+@contextlib.contextmanager
+def _nameable(path: Path) -> Iterator[Path]:
+    """A way to the file whose name is UTF-8: torch opens no other."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with open(path, "rb") as file:
+            yield Path(f"/proc/self/fd/{file.fileno()}")
+    else:
+        yield path
+
+
 def checksums(path: Path) -> tuple[int, ...]:
     """The CRC-32 of each tensor's bytes as the archive lists them; empty for files of the older kind."""
-    if not zipfile.is_zipfile(path):
+    if not is_archive(path):
         return ()
-    with zipfile.ZipFile(path) as archive:
-        return tuple(item.CRC for item in archive.infolist() if "/data/" in item.filename and item.file_size)
+    return tuple(item.CRC for item in _records(path) if "/data/" in item.filename and item.file_size)
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file is of torch's newer kind, a zip archive, by its first bytes."""
+    with open(path, "rb") as file:
+        return file.read(4) == ZIP
+
+
+def _records(path: Path) -> list[zipfile.ZipInfo]:
+    """The table of contents at the end of an archive."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.infolist()
+    except Exception:  # BadZipFile, and what else Python meets in a table of contents that is none
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size} bytes) is cut off or damaged: the table of contents at the end of its"
+            f" archive is missing or can't be read; fetch it again"
+        ) from None
 
 
 def refuse_mistakes(path: Path, start: bytes) -> None:
@@ -68,21 +101,54 @@ MISTAKES = [
 ]
 
 
+def _what_it_is(start: bytes) -> str:
+    """What a file is that neither torch's archive nor its older pickle begins like."""
+    for sign, at, meaning in OTHERS:
+        if start[at:].startswith(sign):
+            return f"it is {meaning}"
+    return f"it begins with {start[:8]!r}; fetch it again"
+
+
+# (first bytes, where they stand, what they are the sign of)
+OTHERS = [
+    (b"GGUF", 0, "a GGUF file; give it the ending .gguf and name it itself"),
+    (b'{"', 8, "a safetensors file, which belongs into a folder of Hugging Face's with its config.json"),
+    (
+        b"\x80",
+        0,
+        "a pickle of Python's, which can run code when read and is refused; get the weights as torch saves them",
+    ),
+    (b"\x1f\x8b", 0, "a gzip archive; unpack it first"),
+    (b"ustar", 257, "a tar archive; unpack it first"),
+    (b"{", 0, "a JSON text, perhaps the answer of a server instead of the download; fetch it again"),
+]
+
+
 def _reason(error: Exception, path: Path, size: int) -> str:
     text = " ".join(str(error).split())
     asked = torch.serialization.get_unsafe_globals_in_checkpoint
     if "Unsupported global" in text or "weights_only" in text or "WeightsUnpickler" in text:
         try:
             names = ", ".join(sorted(asked(path))[:3])
-        except Exception:
-            names = ""
+        except Exception:  # of the older kind, or damaged: torch has told the first it met
+            names = ", ".join(re.findall(r"GLOBAL ([\w.]+)", text)[:1])
         wants = f" (it asks for {names})" if names else ""
         return (
             f"it holds objects other than tensors{wants}, which could run code, and is refused; get the weights alone"
         )
+    if "not in a subdirectory" in text:
+        return "it is a zip archive, but none that torch wrote; unpack it, or fetch the weights again"
     if isinstance(error, EOFError) or "central directory" in text or "PytorchStreamReader" in text:
         return f"it is damaged or cut off ({size} bytes); fetch it again"
     return f"torch can't read it ({type(error).__name__}: {text[:120]}); it is damaged, or no file of weights"
+
+
+def _storage_of(tensor: Tensor) -> str:
+    """How a tensor is stored that is not simply its numbers, one after another."""
+    if tensor.device.type == "meta":
+        return "a tensor without values (on the device 'meta')"
+    kind = "nested" if tensor.is_nested else "quantized by torch" if tensor.is_quantized else ""
+    return f"a tensor {kind or f'of the kind {tensor.layout}'.replace('torch.', '')} on {tensor.device}"
 
 
 def _checked(value: Any, path: Path) -> dict[str, Tensor]:
@@ -95,7 +161,7 @@ def _checked(value: Any, path: Path) -> dict[str, Tensor]:
             kind = type(tensor).__name__
             raise CheckpointError(f"{path}: {name} is a {kind} and no tensor; expected the weights alone")
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_quantized:
-            kind = f"{tensor.layout} on {tensor.device}"
+            kind = _storage_of(tensor)
             raise CheckpointError(f"{path}: {name} is {kind}; expected a dense tensor with its values in the file")
         if tensor.untyped_storage().nbytes() < tensor.nbytes:  # strides of 0: kilobytes that claim terabytes
             raise CheckpointError(

@@ -229,7 +229,7 @@ void attend_queries(const Piece<C>& p, int64_t first) {
     float weights[QUERIES][CHUNK];
     f32x16 top[QUERIES];
     for (int r = 0; r < QUERIES; r++) top[r] = f32x16{} - INFINITY;
-    i32x16 lane, odd{};  // odd: lanes that met a NaN
+    i32x16 lane, odd{};  // odd: lanes that met a NaN or, which a product of finite numbers can't be, -inf
     for (int i = 0; i < 16; i++) lane[i] = i;
     for (int64_t s = 0; s < p.n; s += 16) {
         const int64_t count = std::min<int64_t>(16, p.n - s);
@@ -250,7 +250,7 @@ void attend_queries(const Piece<C>& p, int64_t first) {
                 visible &= __builtin_convertvector(mask, i32x16) != 0;
             }
             const f32x16 w = visible ? scores[r] * scale : f32x16{} - INFINITY;
-            odd |= w != w;
+            odd |= visible & ~(w > -INFINITY);
             top[r] = w > top[r] ? w : top[r];
             std::memcpy(weights[r] + s, &w, 64);
         }
@@ -268,7 +268,8 @@ void attend_queries(const Piece<C>& p, int64_t first) {
             e = e == 0.0f ? e : e * scale;
             std::memcpy(weights[r] + s, &e, 64);
         }
-        p.largest[first + r] = most, p.sum[first + r] = nan || most == INFINITY ? NAN : sum_of(total);
+        p.largest[first + r] = nan && most == -INFINITY ? 0 : most;  // -inf would say that there was nothing to see
+        p.sum[first + r] = nan || most == INFINITY ? NAN : sum_of(total);
     }
     float out[QUERIES][WIDEST];
     queries.values(weights, out);

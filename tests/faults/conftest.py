@@ -32,7 +32,7 @@ def attempt(
 
     The child has 10 seconds and 1 GiB of addresses beyond what the imports took. CANARY names a file that no input
     may bring about. What lay in the test's folder before must be there afterwards, to the byte, and nothing else:
-    writes=(patterns,) excepts what the command was asked to write. file_size and before as in Forked.run.
+    writes=(patterns,) excepts what the command was asked to write. file_size, before, bound: as in Forked.run.
     """
     canary = tmp_path.parent / f"{tmp_path.name}.canary"
     monkeypatch.setenv("CANARY", str(canary))
@@ -46,11 +46,12 @@ def attempt(
         writes: tuple[str, ...] = (),
         file_size: int = 0,
         before: str = "",
+        bound: bool = False,
     ) -> Outcome:
         nonlocal tried
         tried += 1
         earlier = snapshot(tmp_path)
-        done = forked.run(tuple(str(a) for a in args), stdin, seconds, memory, file_size, before)
+        done = forked.run(tuple(str(a) for a in args), stdin, seconds, memory, file_size, before, bound=bound)
         later = snapshot(tmp_path)
         for state in (earlier, later):
             for name in [name for name in state if any(fnmatch.fnmatchcase(name, pattern) for pattern in writes)]:

@@ -2,32 +2,594 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import socket
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import llama
+from llama import convert
+from llama.attention import reference
+from llama.checkpoint import open_checkpoint
+from llama.errors import LlamaError, NumericalError
+from llama.weights import check_tensors
 
 from ..scripts import make_tiny
 from .conftest import Try
+from .harness import INTEGERS, cuts, flips, integers
 
-RUN = ("--raw", "a", "-n", "1", "--device", "cpu", "--dtype", "float32")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RUN = ("--raw", "a", "-n", "6", "--device", "cpu", "--dtype", "float32", "--temperature", "0")
+FILE, PARAMS = "consolidated.00.pth", "params.json"
+WQ = "layers.1.attention.wq.weight"
+State = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny.make(tmp_path_factory.mktemp("whole") / "meta", "llama-3-8b")
 
 
 @pytest.fixture
-def meta(tmp_path: Path) -> Path:
-    return Path(make_tiny.make(tmp_path / "meta", "llama-3-8b") or tmp_path / "meta")
+def meta(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "meta"))
 
 
+def save(folder: Path, change: Callable[[State], object], **options: Any) -> Path:
+    """The weights changed and written again."""
+    state = torch.load(folder / FILE, weights_only=True)
+    change(state)
+    torch.save(state, folder / FILE, **options)
+    return folder
+
+
+def put(name: str, value: object) -> Callable[[State], None]:
+    return lambda state: state.__setitem__(name, value)
+
+
+def opened(folder: Path) -> llama.checkpoint.Checkpoint:
+    checkpoint = open_checkpoint(folder)
+    check_tensors(checkpoint)
+    return checkpoint
+
+
+# ---------------------------------------------------------------------------------------------------------- the file
 @pytest.mark.row("A01")
 def test_an_empty_file(meta: Path, attempt: Try) -> None:
-    (meta / "consolidated.00.pth").write_bytes(b"")
-    attempt("generate", *RUN, "-m", meta).refused("consolidated.00.pth", "empty")
+    (meta / FILE).write_bytes(b"")
+    attempt("generate", *RUN, "-m", meta).refused(FILE, "empty")
 
 
 @pytest.mark.row("A02")
 @pytest.mark.parametrize("keep", [1, 100, 0.5, -10])
 def test_a_file_that_was_cut(meta: Path, attempt: Try, keep: float) -> None:
-    file = meta / "consolidated.00.pth"
+    file = meta / FILE
     data = file.read_bytes()
     file.write_bytes(data[: int(len(data) * keep) if 0 < keep < 1 else int(keep)])
-    error = attempt("generate", *RUN, "-m", meta).refused("consolidated.00.pth")
+    error = attempt("generate", *RUN, "-m", meta).refused(FILE)
     assert "weights_only" not in error
+
+
+@pytest.mark.row("A03")
+def test_a_flipped_bit_in_a_weight_is_for_verify_to_find(meta: Path, attempt: Try) -> None:
+    """Two oracles, the archive's CRC-32 and the md5 in checklist.chk; a run says nothing of what it did not look at."""
+    data = bytearray((meta / FILE).read_bytes())
+    with zipfile.ZipFile(meta / FILE) as archive:
+        record = max(archive.infolist(), key=lambda item: item.file_size)
+    data[record.header_offset + record.file_size // 2] ^= 1
+    (meta / FILE).write_bytes(data)
+    ran = attempt("generate", *RUN, "-m", meta)
+    assert ran.survived()
+    assert not re.search("verif|intact|checksum", ran.error)
+    found = attempt("verify", meta)
+    assert found.code == 1
+    lines = [line for line in found.stdout.decode().splitlines() if line.startswith("FAIL")]
+    assert [line.split()[1:3] for line in lines] == [["md5", f"{FILE}:"], ["crc", f"{FILE}:"]]
+    assert record.filename in lines[1]
+
+
+class Payload:
+    """What a hostile pickle does: run something when it is read. It goes by the environment of who reads it."""
+
+    def __init__(self, call: Callable[..., object], *args: object):
+        self.call, self.args = call, args
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self.call, self.args
+
+
+PAYLOADS = {
+    "system": Payload(os.system, 'touch "$CANARY"'),
+    "exec": Payload(exec, "import os; open(os.environ['CANARY'], 'w').close()"),
+    "eval in a list": [Payload(eval, "open(__import__('os').environ['CANARY'], 'w')")],
+}
+
+
+@pytest.mark.row("A05")
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_code_in_a_file_is_named_and_not_run(meta: Path, attempt: Try, payload: str, zipped: bool) -> None:
+    save(meta, put("norm.weight", PAYLOADS[payload]), _use_new_zipfile_serialization=zipped)
+    wants = {"system": "system", "exec": "exec", "eval in a list": "eval"}[payload]
+    error = attempt("generate", *RUN, "-m", meta).refused(FILE, wants, "could run code", "get the weights alone")
+    assert "weights_only" not in error
+
+
+# What was saved in place of the weights -> what the message calls it
+STRANGERS: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
+    "pickle": (lambda f: f.write_bytes(pickle.dumps({"a": 1})), ("a pickle", "refused"), "A06"),
+    "old pickle": (lambda f: f.write_bytes(pickle.dumps({"a": 1}, 0)), ("not a torch file",), "A06"),
+    "module": (lambda f: torch.save(torch.nn.Linear(2, 2), f), ("objects other than tensors", "Linear"), "A06"),
+    "page": (lambda f: f.write_text("<!DOCTYPE html><p>403"), ("web page", "fetch it again"), "A07"),
+    "pointer": (lambda f: f.write_text("version https://git-lfs.github.com/spec/v1\n"), ("git lfs pull",), "A07"),
+    "answer": (lambda f: f.write_text('{"error": "no such file"}'), ("JSON", "fetch it again"), "A07"),
+    "safetensors": (lambda f: save_file({"a": torch.ones(2)}, f), ("a safetensors file", "config.json"), "A07"),
+    "gguf": (lambda f: f.write_bytes(b"GGUF\x03\0\0\0" + bytes(99)), ("a GGUF file", "ending .gguf"), "A07"),
+    "gzip": (lambda f: f.write_bytes(b"\x1f\x8b\x08" + bytes(99)), ("gzip", "unpack"), "A07"),
+    "zip": (lambda f: zipfile.ZipFile(f, "w").writestr("a", "b"), ("zip archive", "none that torch wrote"), "A07"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.row("A06") if row == "A06" else pytest.mark.row("A07"))
+        for name, (_, _, row) in STRANGERS.items()
+    ],
+)
+def test_what_is_no_file_of_weights_is_called_by_its_name(meta: Path, attempt: Try, name: str) -> None:
+    make, words, _ = STRANGERS[name]
+    make(meta / FILE)
+    assert "weights_only" not in attempt("generate", *RUN, "-m", meta).refused(FILE, *words)
+
+
+@pytest.mark.row("A08")
+def test_a_file_of_the_older_kind_gives_the_same_text(meta: Path, attempt: Try) -> None:
+    expected = attempt("generate", *RUN, "-m", meta)
+    assert expected.survived()
+    save(meta, lambda state: None, _use_new_zipfile_serialization=False)
+    assert not zipfile.is_zipfile(meta / FILE)
+    assert attempt("generate", *RUN, "-m", meta).stdout == expected.stdout != b""
+
+
+@pytest.mark.row("A09")
+@pytest.mark.parametrize("name", [WQ, "norm.weight", "tok_embeddings.weight"])
+def test_a_tensor_that_repeats_one_number_asks_for_no_memory(meta: Path, attempt: Try, name: str) -> None:
+    shape = (2**40,) if name == "norm.weight" else (2**20, 2**20)
+    save(meta, put(name, torch.zeros(1).expand(shape)))
+    attempt("generate", *RUN, "-m", meta).refused(FILE, name, str(2**40 if name == "norm.weight" else 2**20), "forged")
+
+
+NOT_PLAIN: dict[str, tuple[Callable[[State], object], tuple[str, ...]]] = {
+    "in a dict": (lambda s: {"model": s}, ("model", "dict", "expected the weights alone")),
+    "a list": (lambda s: list(s.values()), ("a list", "mapping of names")),
+    "numbers": (lambda s: dict(enumerate(s.values())), ("named 0", "expected names")),
+    "none": (lambda s: {}, ("tok_embeddings.weight is missing",)),
+    "no text": (lambda s: {**s, "\x1b[2Jx": s[WQ]}, ("expected names",)),
+    "meta": (lambda s: {**s, WQ: s[WQ].to("meta")}, (WQ, "without values", "expected a dense tensor")),
+    "sparse": (lambda s: {**s, WQ: s[WQ].float().to_sparse()}, (WQ, "sparse_coo", "expected a dense tensor")),
+    "rows": (lambda s: {**s, WQ: s[WQ].float().to_sparse_csr()}, (WQ, "sparse_csr", "expected a dense tensor")),
+    "nested": (lambda s: {**s, WQ: torch.nested.nested_tensor([s[WQ][0]])}, (WQ, "nested", "expected a dense")),
+    "rounded": (lambda s: {**s, WQ: torch.quantize_per_tensor(s[WQ].float(), 0.1, 0, torch.qint8)}, (WQ, "quantized")),
+}
+
+
+@pytest.mark.row("A10")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_whatever_is_not_names_and_dense_tensors_is_refused(meta: Path, attempt: Try, name: str) -> None:
+    make, words = NOT_PLAIN[name]
+    torch.save(make(torch.load(meta / FILE, weights_only=True)), meta / FILE)
+    attempt("generate", *RUN, "-m", meta).refused(FILE, *words)
+
+
+# ------------------------------------------------------------------------------------------------------- the tensors
+def names(folder: Path) -> list[str]:
+    return list(torch.load(folder / FILE, weights_only=True))
+
+
+@pytest.mark.row("A14")
+def test_each_tensor_that_is_missing_is_named(whole: Path, tmp_path: Path) -> None:
+    state = torch.load(whole / FILE, weights_only=True)
+    shutil.copy(whole / PARAMS, tmp_path)
+    for name in state:
+        torch.save({n: t for n, t in state.items() if n != name}, tmp_path / FILE)
+        with pytest.raises(LlamaError, match=rf"{re.escape(name)}.*missing|missing.*{re.escape(name)}"):
+            opened(tmp_path)
+
+
+@pytest.mark.row("A14")
+def test_a_tensor_that_is_missing_stops_the_run(meta: Path, attempt: Try) -> None:
+    save(meta, lambda state: (state.pop(WQ), state.pop("layers.1.feed_forward.w2.weight")))
+    attempt("generate", *RUN, "-m", meta).refused("2 tensors are missing", WQ, "feed_forward.w2")
+
+
+@pytest.mark.row("A15")
+@pytest.mark.parametrize("name", ["layers.1.bonus.weight", "lm_head.weight", "layers.2.attention.wq.weight", "x", ""])
+def test_a_tensor_too_many_is_named(meta: Path, attempt: Try, name: str) -> None:
+    save(meta, put(name, torch.ones(64, 64).bfloat16()))
+    words = ("2 layers", "tensors of 3") if "layers.2" in name else (name, "not part of a LLaMA")
+    attempt("generate", *RUN, "-m", meta).refused(*words)
+
+
+@pytest.mark.row("A15")
+@pytest.mark.parametrize("name", ["rope.freqs", "layers.0.attention.inner_attention.rope.freqs"])
+def test_tables_that_are_computed_anew_change_nothing(meta: Path, name: str) -> None:
+    tokens = torch.arange(20)[None]
+    expected = llama.load_model(meta, dtype="float32", device="cpu")(tokens)
+    save(meta, put(name, torch.full((8,), 3.0)))
+    assert torch.equal(llama.load_model(meta, dtype="float32", device="cpu")(tokens), expected)
+
+
+@pytest.mark.row("A16")
+def test_each_tensor_of_another_shape_is_named(whole: Path, tmp_path: Path) -> None:
+    state = torch.load(whole / FILE, weights_only=True)
+    shutil.copy(whole / PARAMS, tmp_path)
+    tried = 0
+    for name, tensor in state.items():
+        shapes = {tensor[:-1].shape, tensor.flatten().shape, tensor[None].shape, tensor[:0].shape}
+        for shape in sorted(shapes - {tensor.shape}):
+            torch.save({**state, name: torch.ones(shape).bfloat16()}, tmp_path / FILE)
+            with pytest.raises(LlamaError, match=str(tmp_path)):
+                opened(tmp_path)
+            tried += 1
+    assert tried > 3 * 18
+
+
+@pytest.mark.row("A16")
+def test_both_shapes_are_told(meta: Path, attempt: Try) -> None:
+    save(meta, put("layers.1.feed_forward.w2.weight", torch.ones(224, 64).bfloat16()))
+    attempt("generate", *RUN, "-m", meta).refused("layers.1.feed_forward.w2", "(224, 64)", "(64, 224)")
+
+
+def transformers_model(folder: Path) -> LlamaForCausalLM:
+    """transformers' model of a folder of Meta's, names and the order of rows written out here."""
+    state, params = torch.load(folder / FILE, weights_only=True), json.loads((folder / PARAMS).read_text())
+    heads, kv, dim = params["n_heads"], params["n_kv_heads"], params["dim"]
+    config = LlamaConfig(
+        hidden_size=dim, num_hidden_layers=params["n_layers"], num_attention_heads=heads, num_key_value_heads=kv,
+        intermediate_size=len(state["layers.0.feed_forward.w1.weight"]), vocab_size=params["vocab_size"],
+        rms_norm_eps=params["norm_eps"], max_position_embeddings=8192, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": params["rope_theta"]},
+    )  # fmt: skip
+
+    def halves(weight: torch.Tensor, count: int) -> torch.Tensor:  # pairs (0, 1), (2, 3), ... of a head become halves
+        rows = weight.reshape(count, dim // heads, dim)
+        return torch.cat([rows[:, 0::2], rows[:, 1::2]], 1).reshape(-1, dim)
+
+    theirs = {"model.embed_tokens.weight": state["tok_embeddings.weight"], "model.norm.weight": state["norm.weight"],
+              "lm_head.weight": state["output.weight"]}  # fmt: skip
+    for i in range(params["n_layers"]):
+        ours, out = f"layers.{i}.", f"model.layers.{i}."
+        theirs[f"{out}self_attn.q_proj.weight"] = halves(state[f"{ours}attention.wq.weight"], heads)
+        theirs[f"{out}self_attn.k_proj.weight"] = halves(state[f"{ours}attention.wk.weight"], kv)
+        for a, b in (("attention.wv", "self_attn.v_proj"), ("attention.wo", "self_attn.o_proj"),
+                     ("feed_forward.w1", "mlp.gate_proj"), ("feed_forward.w2", "mlp.down_proj"),
+                     ("feed_forward.w3", "mlp.up_proj"), ("attention_norm", "input_layernorm"),
+                     ("ffn_norm", "post_attention_layernorm")):  # fmt: skip
+            theirs[f"{out}{b}.weight"] = state[f"{ours}{a}.weight"]
+    model = LlamaForCausalLM(config).eval()
+    model.load_state_dict({name: tensor.float() for name, tensor in theirs.items()})
+    return model
+
+
+@pytest.mark.row("A16")
+def test_no_square_matrix_is_read_the_other_way_round(whole: Path) -> None:
+    """No shape tells a square matrix from its transpose; the logits of transformers do."""
+    tokens = torch.randint(768, (1, 60), generator=torch.Generator().manual_seed(0))
+    expected = transformers_model(whole)(tokens).logits
+    ours = llama.load_model(whole, dtype="float32", device="cpu")
+    assert ours.config.dim == ours.config.n_heads * ours.config.head_dim  # so wq and wo are square
+    assert float(expected.std()) > 0.3
+    assert float((ours(tokens) - expected).abs().max()) < 2e-4
+
+
+DTYPES = (torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64,
+          torch.float8_e5m2, torch.float8_e4m3fn)  # fmt: skip
+
+
+@pytest.mark.row("A17")
+@pytest.mark.parametrize("name", [WQ, "norm.weight", "output.weight"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_of_another_kind_are_refused(meta: Path, name: str, dtype: torch.dtype) -> None:
+    save(meta, lambda state: put(name, state[name].float().to(dtype))(state))
+    words = "float8 and their scales are missing" if "e4m3" in str(dtype) else f"{name} is stored as {dtype}"
+    with pytest.raises(LlamaError, match=re.escape(words.replace("torch.", ""))):
+        llama.load_model(meta, dtype="float32", device="cpu")
+
+
+@pytest.mark.row("A17")
+def test_integers_in_place_of_fractions_stop_the_run(meta: Path, attempt: Try) -> None:
+    save(meta, lambda state: put(WQ, (100 * state[WQ].float()).to(torch.int8))(state))
+    attempt("generate", *RUN, "-m", meta).refused(FILE, WQ, "int8", "expected one of float32, bfloat16, float16")
+
+
+@pytest.mark.row("A18")
+@pytest.mark.parametrize("name", [WQ, "norm.weight", "tok_embeddings.weight", "layers.0.feed_forward.w2.weight"])
+def test_a_number_beyond_float16_is_not_made_infinity(meta: Path, attempt: Try, name: str) -> None:
+    save(meta, lambda state: state[name].view(-1)[5].fill_(1e5))
+    run = [*RUN[:-3], "float16", *RUN[-2:]]
+    attempt("generate", *run, "-m", meta).refused(name.removesuffix(".weight"), "65504", "--dtype bfloat16 or float32")
+    assert llama.load_model(meta, dtype="bfloat16", device="cpu") is not None
+
+
+# ------------------------------------------------------------------------------------------------ not finite numbers
+def finite_after(folder: Path, dtype: str, **options: Any) -> list[int]:
+    llm = llama.load(folder, device="cpu", dtype=dtype, **options)
+    return list(llm.generate("a b", max_new_tokens=4).tokens)
+
+
+MATRICES = ["tok_embeddings", "layers.0.attention.wq", "layers.1.attention.wk", "layers.1.attention.wv",
+            "layers.0.attention.wo", "layers.1.feed_forward.w1", "layers.0.feed_forward.w2", "layers.1.ffn_norm",
+            "layers.0.attention_norm", "norm", "output"]  # fmt: skip
+
+
+@pytest.mark.row("A19")
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_number_that_is_none_stops_the_first_step(meta: Path, name: str) -> None:
+    """One NaN in any tensor reaches the logits, whichever kernels run: in attention it must not count as unseen."""
+    where = (97, 3) if name == "tok_embeddings" else (3,) if "norm" in name else (3, 3)  # 97: the letter a
+    save(meta, lambda state: state[f"{name}.weight"].__setitem__(where, torch.nan))
+    for dtype, options in itertools.product(("float32", "bfloat16"), ({}, {"kv_cache": "int8"})):
+        with pytest.raises(NumericalError, match="not finite"):
+            finite_after(meta, dtype, **options)
+
+
+@pytest.mark.row("A19")
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_the_run_ends_with_the_cause(meta: Path, attempt: Try, value: str) -> None:
+    save(meta, lambda state: state[WQ].fill_(float(value)))
+    attempt("generate", *RUN, "-m", meta).refused("logits", "not finite", "weights")
+    found = attempt("verify", meta, "--tensors")
+    assert found.code == 1
+    assert b"FAIL  tensors   layers.1.attention.wq.weight: holds" in found.stdout
+
+
+@pytest.mark.row("A19")
+@pytest.mark.parametrize("form", ["sdpa", "kernel"])
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_attention_passes_on_what_is_not_a_number(form: str, which: str) -> None:
+    """Against attention written out: where that is NaN the fused kernels are, at every length."""
+    from llama.attention import ATTENTION
+
+    generator = torch.Generator().manual_seed(0)
+    for T, S in ((1, 1), (1, 2), (1, 9), (1, 17), (1, 31), (1, 32), (1, 33), (1, 300), (2, 2), (5, 30), (16, 16)):
+        for part in ("first", "all"):
+            q, k, v = (torch.randn(2, n, m, 16, generator=generator) for n, m in ((4, T), (2, S), (2, S)))
+            broken = q if which == "q" else k
+            broken[1, 0, 0 if part == "first" else slice(None), 3] = torch.nan
+            mask = None if T == 1 else torch.arange(S)[None] <= torch.arange(S - T, S)[:, None]
+            expected, found = reference(q, k, v, mask), ATTENTION[form](q, k, v, mask)
+            assert bool(found[expected.isnan()].isnan().all()), (T, S, part)
+            assert bool(found[0].isfinite().all()), "the other row of the batch is not touched"
+
+
+@pytest.mark.row("A20")
+@pytest.mark.parametrize("like", ["llama-3-8b", "llama-3.2-1b"])
+def test_no_model_is_tied_for_want_of_an_output_matrix(tmp_path: Path, attempt: Try, like: str) -> None:
+    folder = make_tiny.make(tmp_path / "meta", like)
+    save(folder, lambda state: state.pop("output.weight"))
+    attempt("generate", *RUN, "-m", folder).refused("output.weight is missing", "1B and 3B")
+
+
+@pytest.mark.row("A20")
+def test_llama_3_2_may_do_without(tmp_path: Path) -> None:
+    """The one case in which the size says that the matrices are tied."""
+    config = dataclasses.replace(
+        make_tiny.tiny_config("llama-3.2-1b"), dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
+        hidden_dim=16, vocab_size=32,
+    )  # fmt: skip
+    state = make_tiny.weights(dataclasses.replace(config, n_layers=1))
+    for i, (name, tensor) in itertools.product(range(1, 16), list(state.items())):
+        if name.startswith("layers.0."):
+            state[name.replace("layers.0.", f"layers.{i}.")] = tensor
+    del state["output.weight"]
+    torch.save(state, tmp_path / FILE)
+    params = {**make_tiny.params("llama-3.2-1b", config, 1)}
+    del params["multiple_of"], params["ffn_dim_multiplier"]
+    (tmp_path / PARAMS).write_text(json.dumps(params))
+    assert opened(tmp_path).config.tie_embeddings
+
+
+# ------------------------------------------------------------------------------------------ whose file, and which one
+@pytest.mark.row("A21")
+def test_a_conversion_to_the_same_place_leaves_the_mapped_weights_alone(whole: Path, tmp_path: Path) -> None:
+    """A file that is cut while it is mapped ends the process with SIGBUS; none of our own writers does that."""
+    other = make_tiny.make(tmp_path / "other", "llama-3-8b", seed=1)
+    target = tmp_path / "target"
+    convert.convert(whole, target, "meta")
+    mapped = open_checkpoint(target)
+    expected = {name: open_checkpoint(whole).tensor(name).clone() for name in mapped.shapes}
+    convert.convert(other, target, "meta", force=True)
+    assert all(torch.equal(mapped.tensor(name), tensor) for name, tensor in expected.items())
+    assert not torch.equal(open_checkpoint(target).tensor("norm.weight"), expected["norm.weight"])
+
+
+def replace_by(kind: str, path: Path) -> None:
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with contextlib.chdir(path.parent), contextlib.closing(socket.socket(socket.AF_UNIX)) as server:
+            server.bind(path.name)  # short, whatever the folder is called
+    else:
+        path.symlink_to({"device": "/dev/zero", "null": "/dev/null", "loop": path.name, "nowhere": "gone"}[kind])
+
+
+@pytest.mark.row("A22")
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device", "null", "loop", "nowhere"])
+@pytest.mark.parametrize("name", [FILE, PARAMS])
+def test_what_is_no_regular_file_is_refused_at_once(meta: Path, attempt: Try, name: str, kind: str) -> None:
+    replace_by(kind, meta / name)
+    said = {"null": "device", "loop": "symbolic links", "nowhere": "No such file"}.get(kind, kind)
+    attempt("generate", *RUN, "-m", meta).refused(name, said)
+
+
+@pytest.mark.row("A22")
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_verify_waits_for_no_pipe(meta: Path, attempt: Try, kind: str) -> None:
+    for name in (FILE, PARAMS, "checklist.chk", "tokenizer.model"):
+        replace_by(kind, meta / name)
+    assert attempt("verify", meta).code == 1
+
+
+@pytest.mark.row("A22")
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_the_path_itself_may_be_none(tmp_path: Path, attempt: Try, kind: str) -> None:
+    (tmp_path / "model").touch()
+    replace_by(kind, tmp_path / "model")
+    attempt("generate", *RUN, "-m", tmp_path / "model").refused("model", "neither a regular file nor a folder")
+
+
+# The path's bytes -> how an error shows it
+PATHS = {
+    "spaces": ("two words, and ' \" quotes", None),
+    "letters": ("模型 modèle 😀", None),
+    "bytes": (os.fsdecode(b"\xff\xfe model"), "\\udcff\\udcfe model"),
+    "long": ("m" * 255, None),
+    "control": ("a\nb\x1b[2J", "a b\\x1b[2J"),
+}
+
+
+@pytest.mark.row("A23")
+@pytest.mark.parametrize("name", PATHS)
+def test_paths_of_any_bytes_work_and_can_be_shown(meta: Path, tmp_path: Path, attempt: Try, name: str) -> None:
+    expected = attempt("generate", *RUN, "-m", meta)
+    folder, shown = tmp_path / PATHS[name][0], PATHS[name][1] or PATHS[name][0]
+    meta.rename(folder)
+    assert attempt("generate", *RUN, "-m", folder).stdout == expected.stdout != b""
+    (folder / FILE).write_bytes(b"")
+    attempt("generate", *RUN, "-m", folder).refused(shown, FILE, "empty")
+
+
+@pytest.mark.row("A23")
+def test_links_work_as_caches_make_them(meta: Path, tmp_path: Path, attempt: Try) -> None:
+    expected = attempt("generate", *RUN, "-m", meta)
+    (tmp_path / "blobs").mkdir()
+    for number, file in enumerate(sorted(meta.iterdir())):
+        blob = tmp_path / "blobs" / f"{number:064x}"
+        file.rename(blob)
+        file.symlink_to(Path("..", "blobs", blob.name))
+    (tmp_path / "link").symlink_to("meta")
+    assert attempt("generate", *RUN, "-m", tmp_path / "link").stdout == expected.stdout != b""
+
+
+@pytest.mark.row("A24")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="root obeys modes only where it can give up its rights"
+)
+@pytest.mark.parametrize("name", [FILE, PARAMS, "."])
+def test_what_may_not_be_read_is_named(meta: Path, attempt: Try, name: str) -> None:
+    mode = (meta / name).stat().st_mode
+    (meta / name).chmod(0)
+    try:
+        attempt("generate", *RUN, "-m", meta, bound=True).refused(str(meta), "" if name == "." else name, "Permission")
+    finally:
+        (meta / name).chmod(mode)
+    assert attempt("generate", *RUN, "-m", meta, bound=True).survived()
+
+
+# ------------------------------------------------------------------------------------------------------- by mutation
+@dataclasses.dataclass(frozen=True)
+class Archive:
+    """Where things are in a .pth file: the pickle's bytes, the local headers, the table of contents and its end."""
+
+    data: bytes
+    pickle: range
+    headers: tuple[range, ...]
+    contents: range
+    end: range
+
+    @classmethod
+    def of(cls, path: Path) -> Archive:
+        data = path.read_bytes()
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+            start = archive.start_dir
+        headers = []
+        for record in records:
+            name, extra = struct.unpack_from("<HH", data, record.header_offset + 26)
+            headers.append(range(record.header_offset, record.header_offset + 30 + name + extra))
+        at = next(i for i, record in enumerate(records) if record.filename.endswith("data.pkl"))
+        body = range(headers[at].stop, headers[at].stop + records[at].file_size)
+        end = data.rindex(b"PK\x05\x06")
+        return cls(data, body, tuple(headers), range(start, end), range(end, len(data)))
+
+
+def mutations(archive: Archive, every: int) -> Iterator[tuple[str, bytes]]:
+    """Files cut, bits flipped and integers replaced where the archive and the pickle are described; one in `every`."""
+    data = archive.data
+    behind = len(data) - archive.contents.start
+
+    def moved(found: Iterator[tuple[str, bytes]], at: int) -> Iterator[tuple[str, bytes]]:
+        return ((f"{what} from {at}", data[:at] + changed) for what, changed in found)
+
+    streams = [
+        cuts(data, archive.pickle.stop),
+        moved(cuts(data[archive.contents.start :], behind), archive.contents.start),
+        flips(data, archive.pickle.stop),
+        moved(flips(data[archive.contents.start :], behind), archive.contents.start),
+        *(moved(flips(data[h.start :], 30), h.start) for h in archive.headers[1:]),
+        *(integers(data, at, 4) for at in archive.end if at + 4 <= archive.end.stop),
+        *(integers(data, h.start + at, 4) for h in archive.headers for at in (14, 18, 22)),  # crc, both sizes
+        *(integers(data, at, 2) for at in archive.pickle if data[at - 1 : at] == b"M"),  # BININT2: shapes, strides
+        *(integers(data, at, 4) for at in archive.pickle if data[at - 1 : at] == b"J"),  # BININT: sizes of storages
+    ]
+    return itertools.islice(itertools.chain(*streams), random.Random(every).randrange(every), None, every)
+
+
+def survive(whole: Path, folder: Path, attempt: Try, every: int) -> tuple[int, int]:
+    """(files that were tried, those of them that ran). Each runs with the same kind of answer or is refused."""
+    shutil.copytree(whole, folder)
+    tried = ran = 0
+    for what, data in mutations(Archive.of(whole / FILE), every):
+        (folder / FILE).write_bytes(data)
+        outcome = attempt("generate", *RUN, "-m", folder)
+        try:
+            ran += outcome.survived()
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from None
+        assert "weights_only" not in outcome.error, what
+        tried += 1
+    return tried, ran
+
+
+@pytest.mark.row("A02")
+def test_damage_in_any_header_is_refused_or_harmless(whole: Path, tmp_path: Path, attempt: Try) -> None:
+    tried, _ = survive(whole, tmp_path / "meta", attempt, 2999)
+    assert tried > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.row("A02")
+@pytest.mark.parametrize("part", range(4))
+def test_damage_in_any_header_is_refused_or_harmless_at_length(
+    whole: Path, tmp_path: Path, attempt: Try, part: int
+) -> None:
+    tried, _ = survive(whole, tmp_path / "meta", attempt, 61 + 6 * part)
+    assert tried > 200
+
+
+def test_integers_are_those_that_break_readers() -> None:
+    assert {0, -1, 2**31, 2**63, 2**64 - 1} <= set(INTEGERS)
