@@ -27,6 +27,8 @@ CONTROL, USER_DEFINED = 3, 4
 # How a field's value is written: a number of 7 bits a byte, 8 bytes, a length and as many bytes, 4 bytes
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
+DAMAGED = "not a SentencePiece model, or a damaged one; fetch it again"
+
 
 def recognizes(start: bytes) -> bool:
     """True if a message begins whose first field is a message of its own that begins with text: a piece."""
@@ -103,6 +105,10 @@ class SentencePieceModelTokenizer(Tokenizer):
         self.kind = "SentencePiece model"
         self._where = where
         self.data = data
+        with library_errors(where, DAMAGED):  # the library reads pieces that are not UTF-8, and fails to hand them out
+            self._build(data, where)
+
+    def _build(self, data: bytes, where: str) -> None:
         library = self._load(data)
         top = [(number, value) for number, value, _ in read_fields(data) if isinstance(value, bytes)]
         pieces = [value for number, value in top if number == PIECE]
@@ -142,7 +148,7 @@ class SentencePieceModelTokenizer(Tokenizer):
     def _load(self, model: bytes) -> SentencePieceProcessor:
         from sentencepiece import SentencePieceProcessor
 
-        with library_errors(self._where, "not a SentencePiece model, or a damaged one; fetch it again"):
+        with library_errors(self._where, DAMAGED):
             return SentencePieceProcessor(model_proto=model)
 
     def _bytes_of(self, id: int, piece: str) -> bytes:

@@ -150,6 +150,16 @@ def test_a_tokenizer_model_with_a_bit_flipped(made: dict[str, Path], tmp_path: P
             attempt("generate", *RAW, "-m", replace(folder, "tokenizer.model", changed)).survived()
 
 
+@pytest.mark.row("E04")
+def test_a_piece_that_is_not_utf8(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
+    """The sentencepiece library opens such a model and fails when asked for the piece."""
+    folder = copy(made["llama-2-7b"], tmp_path / "model")
+    data = (folder / "tokenizer.model").read_bytes()
+    at = data.index("▁the".encode())
+    replace(folder, "tokenizer.model", data[:at] + b"\xa2" + data[at + 1 :])
+    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "damaged", "fetch it again")
+
+
 HOSTILE = [
     "(a+)+$", "(a|a)*$", "(a|ab)+?c", r"(?:\p{L}+\s?)*x", "((a*))*", "(?:a+){2,}b", "([a]|b+)+", "a*a*a*b",
     r"(\w+)++", "(a?){50}", "(a{1,50}){1,50}", r"(?i:(?:x+x+)+y)", "[[a]b]*[a]*[a]*x", r"(?:[^\]]+\])*(",
