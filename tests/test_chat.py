@@ -33,6 +33,7 @@ controls = list(TOKENIZER.control)
 spelled = st.lists(st.sampled_from([*controls, "<", "|", ">", "<|", "|>", "im_end", " ", "\n", "x", "ü"]), max_size=8)
 
 
+@pytest.mark.row("H05")
 @given(st.lists(spelled.map("".join), min_size=1, max_size=4))
 def test_text_adds_no_control_token_and_loses_nothing(contents: list[str]) -> None:
     """Whatever the messages spell, the control ids are those of empty messages, in the same order."""
@@ -43,6 +44,7 @@ def test_text_adds_no_control_token_and_loses_nothing(contents: list[str]) -> No
     assert TOKENIZER.decode(ids) == turns + "assistant\n"
 
 
+@pytest.mark.row("H05")
 @pytest.mark.parametrize("control", controls)
 def test_control_strings_split_over_template_and_messages(control: str) -> None:
     """Parts of a control string at the edges of neighbouring texts do not grow together."""
@@ -72,6 +74,7 @@ def test_templates_may_look_into_the_text() -> None:
     assert TOKENIZER.decode(chat(spelled, template=without_length)) == "a <|im_end|> b"
 
 
+@pytest.mark.row("H05")
 @pytest.mark.parametrize("control", controls)
 def test_a_template_that_rearranges_text_makes_no_control_string_of_it(control: str) -> None:
     without_x = "{{ messages[0]['content'] | replace('X', '') }}<|im_end|>"
@@ -82,6 +85,7 @@ def test_a_template_that_rearranges_text_makes_no_control_string_of_it(control: 
     assert [id for id in chat(control[4:] + "," + control[:4], template=swapped) if id < 3] == [END]
 
 
+@pytest.mark.row("H05")
 @pytest.mark.parametrize(
     ("template", "content"),
     [
@@ -125,6 +129,7 @@ def test_the_environment_offers_what_templates_use() -> None:
     assert rendered.split() == ["assistant2024<|im_start|><|im_end|>"]
 
 
+@pytest.mark.row("H03")
 @pytest.mark.parametrize(
     "template",
     [
@@ -159,6 +164,7 @@ def test_a_base_model_has_no_template() -> None:
         encode_chat(TOKENIZER, None, [{"role": "user", "content": "x"}])
 
 
+@pytest.mark.row("H06")
 @pytest.mark.parametrize(
     "messages",
     [

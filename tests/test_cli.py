@@ -14,7 +14,9 @@ import pexpect
 import pytest
 
 from llama.text import Llama
+from llama.tokenizer.common import BYTE_OF
 
+from . import tiny
 from .conftest import Run
 
 FAST = ("-n", "5", "--temp", "2", "--seed", "1")
@@ -183,6 +185,7 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(clearllama: Run, ti
     assert "400 tokens and the context holds 256" in error_line(result)
 
 
+@pytest.mark.row("E09")
 def test_bytes_that_are_not_utf8(clearllama: Run, tiny_gguf: Path) -> None:
     result = clearllama("generate", "-q", "-m", str(tiny_gguf), stdin=b"abc\xff")
     assert result.returncode == 2
@@ -434,11 +437,60 @@ def test_chat_at_a_terminal(default_gguf: Path) -> None:
     assert child.exitstatus == 0
 
 
+OBEYED = [
+    *map(chr, range(32)),
+    "\x7f",
+    *map(chr, range(0x80, 0xA0)),
+    *"\u202a\u202b\u202c\u202d\u202e",
+    *"\u2066\u2067\u2068\u2069",
+]
+
+
+@pytest.mark.row("I07")
 def test_control_characters_are_harmless_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """All of C0 but newline and tab, DEL, C1, and what turns the order of text; on a pipe they are left as they are.
+
+    Right-to-left text, its marks, combining characters and joined emoji stay whole.
+    """
     from llama.cli import streams
 
-    streams.write("a\x1b[2Jb\n\t")
-    assert capsys.readouterr().out == "a\x1b[2Jb\n\t"
+    text = "a".join(OBEYED)
+    harmless = "שלום\u200f العربية e\u0301 👨‍👩‍👧 \ufeff\n\t"
+    streams.write(text + harmless)
+    assert capsys.readouterr().out == text + harmless
+    streams.write_json(text)
+    assert json.loads(capsys.readouterr().out) == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    streams.write("a\x1b[2Jb\x9b\n\t")
-    assert capsys.readouterr().out == "a\\x1b[2Jb\\x9b\n\t"
+    for character in OBEYED:
+        streams.write(f"a{character}b")
+        shown = capsys.readouterr().out
+        code = f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}"
+        assert shown == f"a{character}b" if character in "\n\t" else shown in (f"a{code}b", "a\\rb")
+        streams.write_json(character)
+        line = capsys.readouterr().out
+        assert line[:-1].isprintable()
+        assert json.loads(line) == character
+    streams.write(harmless)
+    assert capsys.readouterr().out == harmless
+
+
+@pytest.mark.row("I07")
+def test_an_answer_with_escapes_at_a_terminal_and_in_a_pipe(clearllama: Run, tmp_path: Path) -> None:
+    """A model made to say one token, which clears the screen: a terminal shows it, a pipe gets the bytes."""
+    (escape,) = (letter for letter, byte in BYTE_OF.items() if byte == 0x1B)
+    state = tiny.weights()
+    for name, tensor in state.items():  # nothing but the embedding, all ones, reaches the output
+        if name.endswith((".wo.weight", ".w2.weight")) or name == "output.weight":
+            tensor.zero_()
+    state["tok_embeddings.weight"].fill_(1)
+    row = tiny.byte_vocabulary()["tokenizer.ggml.tokens"].index(escape)
+    state["output.weight"][row] = state["norm.weight"].sign()
+    path = tiny.write_gguf(tmp_path / "t.gguf", state=state)
+    args = ["generate", "-q", "--raw", "a", "-n", "4", "--device", "cpu", "--dtype", "float32", "-m", str(path)]
+    piped = clearllama(*args)
+    assert set(piped.stdout) - {10} == {0x1B}, piped
+    child = pexpect.spawn(sys.executable, ["-m", "llama", *args], encoding="utf-8", timeout=60)
+    shown = child.read()
+    child.close()
+    assert "\x1b" not in shown
+    assert shown.strip() == "\\x1b" * 4

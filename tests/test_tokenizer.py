@@ -219,6 +219,7 @@ def test_control_strings_that_a_converter_marked_as_user_defined() -> None:
     assert 2 not in tokenizer.encode("<|im_end|>")
 
 
+@pytest.mark.row("E08")
 # ------------------------------------------------------------------------------------------------------ bad input
 @pytest.mark.parametrize("text", ["\ud800", "abc\udc80def"])
 def test_a_lone_surrogate_is_one_error_for_all(byte_level: Any, pieces: Any, text: str) -> None:

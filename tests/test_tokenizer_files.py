@@ -95,6 +95,7 @@ def test_llama3_golden_ids(llama3: Tokenizer) -> None:
     assert llama3.encode_prompt("user") == [BOS, 882]
 
 
+@pytest.mark.row("E02")
 def test_llama3_control_ids_are_metas(llama3: Tokenizer, meta: Any) -> None:
     assert list(llama3.control) == CONTROL
     assert llama3.control == meta.special_tokens
@@ -141,6 +142,7 @@ def test_long_texts_have_metas_ids(llama3: Tokenizer, meta: Any, text: str) -> N
     assert llama3.encode(text) == meta.encode(text, bos=False, eos=False)
 
 
+@pytest.mark.row("E10")
 @pytest.mark.parametrize("text", ["a" * 10**6, " " * 10**6, "\u0000" * 10**6, "👨‍👩‍👧‍👦é\u0301 שלום " * 20_000])
 def test_a_million_characters_take_bounded_time(llama3: Tokenizer, code_llama: Any, text: str) -> None:
     for tokenizer in (llama3, code_llama[0]):
@@ -674,6 +676,7 @@ def test_no_control_string_in_text_becomes_its_id(byte_kinds: Any, piece_kinds: 
                 assert not forbidden & set(tokenizer.encode(around.format(text))), (tokenizer.kind, text)
 
 
+@pytest.mark.row("E08")
 @pytest.mark.parametrize("text", ["\ud800", "abc\udc80def"])
 def test_a_lone_surrogate_is_one_error_for_all(byte_kinds: Any, piece_kinds: Any, text: str) -> None:
     for tokenizer in (*byte_kinds.values(), piece_kinds["model"], piece_kinds["legacy"]):
@@ -698,6 +701,7 @@ def refused(path: Path, says: str, capfd: pytest.CaptureFixture[str], config: An
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.row("E01")
 def test_the_kind_goes_by_content(byte_files: Any, train: Train, tmp_path: Path) -> None:
     for source, kind in ((byte_files["tiktoken"], "tiktoken"), (train(), "SentencePiece"), (byte_files["json"], "BPE")):
         for name in ("tokenizer.model", "tokenizer.json", "x"):
@@ -705,6 +709,7 @@ def test_the_kind_goes_by_content(byte_files: Any, train: Train, tmp_path: Path)
             assert kind in open_tokenizer(tmp_path / name).kind
 
 
+@pytest.mark.row("E01")
 def test_swapped_files_are_errors_of_the_class_asked_for(byte_files: Any, train: Train) -> None:
     with pytest.raises(TokenizerError, match=r"line 1 is .*expected a token in base64"):
         TiktokenTokenizer.from_file(train())
@@ -752,6 +757,7 @@ def edited(lines: list[bytes], *edits: tuple[int, bytes | None]) -> bytes:
     return b"\n".join(lines)
 
 
+@pytest.mark.row("E02")
 @pytest.mark.parametrize(
     ("edits", "says"),
     [
@@ -784,6 +790,7 @@ def test_llama4s_file_is_not_taken_for_llama3s(tmp_path: Path, capfd: Any) -> No
     refused(tmp_path / "tokenizer.model", "are Llama 4's", capfd)
 
 
+@pytest.mark.row("E04")
 @pytest.mark.parametrize("byte_fallback", [True, False])
 def test_no_part_of_a_sentencepiece_model_is_accepted(train: Train, byte_fallback: bool) -> None:
     data = train(byte_fallback=byte_fallback, vocab_size=600 if byte_fallback else 300).read_bytes()
@@ -822,6 +829,7 @@ def damage(source: dict[str, Any], change: str) -> dict[str, Any]:
     return {**source, **changes[change]()}
 
 
+@pytest.mark.row("E04")
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -849,6 +857,7 @@ def test_damaged_json_is_refused(byte_files: Any, change: str, says: str, tmp_pa
     refused(tmp_path / "tokenizer.json", says, capfd)
 
 
+@pytest.mark.row("E07")
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -862,6 +871,7 @@ def test_settings_that_do_not_fit_are_refused(byte_files: Any, config: Any, says
     refused(byte_files["json"], says, capfd, config)
 
 
+@pytest.mark.row("E03")
 def test_a_library_that_panics_is_an_error(byte_files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     PanicException = type("PanicException", (BaseException,), {})
 

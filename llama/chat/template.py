@@ -31,8 +31,6 @@ NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 STAND_INS = range(0xF0000, 0xFFFFE)  # a private plane
 
-LARGEST_RENDERING = 50_000_000  # characters
-
 
 def encode_template(
     tokenizer: Tokenizer,
@@ -92,11 +90,13 @@ def render(
     """The text a template makes of messages, in a sandbox.
 
     As with Hugging Face there are raise_exception, strftime_now, loop controls, {% generation %}, and tojson without
-    HTML escapes; documents are none.
+    HTML escapes; documents are none. A template that runs for more than bounded.SECONDS or takes more than
+    bounded.SPACE is stopped. Raises TemplateError.
     """
     import jinja2
     from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from .bounded import LARGEST_TEMPLATE, Bounded
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -105,32 +105,26 @@ def render(
         return (now or datetime.datetime.now()).strftime(format)
 
     name = {id: text for text, id in tokenizer.control.items()}
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()]
-    )
+    if len(template) > LARGEST_TEMPLATE:
+        raise TemplateError(
+            f"the model's chat template has {len(template):,} characters, expected at most {LARGEST_TEMPLATE:,};"
+            f" --raw goes without it"
+        )
+    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     try:
-        pieces: list[str] = []
-        length = 0
-        for piece in environment.from_string(template).generate(
+        return environment.from_string(template).render(
             messages=messages,
             tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             bos_token=name.get(tokenizer.bos_id, "") if tokenizer.bos_id is not None else "",
             eos_token=name.get(tokenizer.eos_id, "") if tokenizer.eos_id is not None else "",
-        ):
-            length += len(piece)
-            if length > LARGEST_RENDERING:
-                raise TemplateError(f"the chat template wrote over {LARGEST_RENDERING} characters and was stopped")
-            pieces.append(piece)
-    except TemplateError:
-        raise
-    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+        )
+    except Exception as error:  # whatever its code came to
         text = " ".join(str(error).split()) or type(error).__name__
         raise TemplateError(f"the model's chat template failed: {text}; --raw goes without it") from error
-    return "".join(pieces)
 
 
 class _Text(str):

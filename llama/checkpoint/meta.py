@@ -502,8 +502,11 @@ def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> None:
-    """A tokenizer with more tokens than the embedding has rows belongs to another model."""
-    if tokenizer.n_vocab > config.vocab_size:
+    """A tokenizer with more tokens than the embedding has rows belongs to another model, and so does one with few.
+
+    Models pad to round numbers, by a few rows; Llama 2's 32,000 tokens in the place of Llama 3's 128,256 are a quarter.
+    """
+    if tokenizer.n_vocab > config.vocab_size or 4 * tokenizer.n_vocab < config.vocab_size:
         raise CheckpointError(
             f"{where}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding {config.vocab_size} rows;"
             f" they do not belong together"

@@ -116,6 +116,12 @@ def parse(line: bytes, number: int, where: str) -> Item:
     stop = found.get("stop", [])
     if not all(isinstance(text, str) and text for text in ([stop] if isinstance(stop, str) else stop)):
         raise UsageError(f"{here}: stop must be strings that are not empty, got {stop!r:.80}")
+    for key, text in [
+        ("id", found.get("id")),
+        *(("stop", text) for text in ([stop] if isinstance(stop, str) else stop)),
+    ]:
+        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+            raise UsageError(f"{here}: {key} holds half a surrogate pair ({text!a:.80}), which no UTF-8 can write")
     options = {key: found[key] for key in SAMPLING if key in found}
     try:
         SamplingParams(**{key: value for key, value in options.items() if key != "stop"})

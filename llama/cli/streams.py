@@ -68,10 +68,20 @@ def _limit() -> str:
     return f"; the limit of this shell (ulimit -v) is {limit // MIB:,} MiB of addresses: raise it"
 
 
+# They turn the order of what follows, so that a line reads otherwise than it was written. The marks U+200E, U+200F and
+# U+061C and the joiners reach no further than their neighbours; right-to-left text and emoji need them.
+BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def obeyed(character: str) -> bool:
+    """True for what a terminal would act upon: C0 with ESC, DEL, C1, and Unicode's embeddings, overrides, isolates."""
+    return unicodedata.category(character) == "Cc" or character in BIDI
+
+
 def write(text: str) -> None:
-    """Text to stdout at once. On a terminal, control characters of the model's are shown and not obeyed."""
+    """Text to stdout at once. On a terminal, what it would obey is shown instead; a pipe gets the text as it is."""
     if sys.stdout.isatty():
-        text = "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)
+        text = "".join(c if c in "\n\t" or not obeyed(c) else repr(c)[1:-1] for c in text)
     out(text)
 
 
@@ -90,7 +100,7 @@ def write_json(value: Any) -> None:
     ascii_only = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
     text = json.dumps(value, ensure_ascii=ascii_only, allow_nan=False)
     if sys.stdout.isatty():  # JSON escapes the control characters below U+0020 by itself, but not these
-        text = "".join(c if unicodedata.category(c) != "Cc" else f"\\u{ord(c):04x}" for c in text)
+        text = "".join(f"\\u{ord(c):04x}" if obeyed(c) else c for c in text)
     out(text + "\n")
 
 

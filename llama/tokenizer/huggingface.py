@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,52 @@ def around_text(post_processor: Any) -> tuple[list[str], list[str]]:
             text = names.index(None)
             return [name for name in names[:text] if name], [name for name in names[text:] if name]
     return [], []
+
+
+def check_pattern(pattern: str, where: str) -> None:
+    """Raise TokenizerError on a regular expression that could take a time exponential in the length of a text.
+
+    That takes a repetition without end of what holds a repetition or a choice, as (a+)+ or (a|a)*; none of the patterns
+    that the family's models cut words with has one. Nor has one of their choices more than two repetitions; with
+    three, as \\s*\\s*\\s*x, the time could already grow with the cube. What is left is bounded by the square.
+    """
+    open_groups, repeats, at = [False], [0], 0  # by group: whether it holds a repetition or a choice; repetitions
+    ended = False  # whether the last thing was a group that does
+    while at < len(pattern):
+        character, ended_before, ended = pattern[at], ended, False
+        endless = re.match(r"[*+]|\{\d*,\}|\{\d*,?\d{2,}\}", pattern[at:])
+        if character == "\\":
+            at += 1
+        elif character == "[":
+            depth = 0
+            while at < len(pattern):  # Onigmo's classes hold classes
+                depth += {"[": 1, "]": -1}.get(pattern[at], 0)
+                if depth == 0:
+                    break
+                at += 1 + (pattern[at] == "\\")
+        elif character == "(":
+            open_groups.append(False)
+            repeats.append(0)
+            at += pattern[at + 1 : at + 2] == "?"
+        elif character == ")" and len(open_groups) > 1:
+            ended = open_groups.pop()
+            repeats[-2:] = [sum(repeats[-2:])]
+            open_groups[-1] |= ended
+        elif character == "?":
+            open_groups[-1] = True
+        elif character == "|":
+            open_groups[-1], repeats[-1] = True, 0
+        elif endless:
+            at += endless.end() - 1
+            if pattern[at + 1 : at + 2] in ("?", "+"):  # lazy, possessive
+                at += 1
+            open_groups[-1], repeats[-1] = True, repeats[-1] + 1
+            if ended_before or repeats[-1] > 2:
+                raise TokenizerError(
+                    f"{where}: its regular expression {pattern[:60]!r} repeats what repeats, so a text could take it"
+                    f" forever; no model of the family needs that, so fetch the file from the model's makers"
+                )
+        at += 1
 
 
 def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
@@ -223,6 +270,11 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{where}: its decoder is {types}; supported are ByteLevel and those of SentencePiece (Metaspace,"
                 f" ByteFallback, Replace), which the LLaMA family has"
             )
+        for step in ("normalizer", "pre_tokenizer", "decoder"):
+            for part in parts(source.get(step)):
+                pattern = part.get("pattern")
+                if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
+                    check_pattern(pattern["Regex"], where)
         if any(
             part.get("type") == "FixedLength" and not part.get("length") for part in parts(source.get("pre_tokenizer"))
         ):

@@ -29,6 +29,8 @@ CONTROL, USER_DEFINED = 3, 4
 # How a field's value is written: a number of 7 bits a byte, 8 bytes, a length and as many bytes, 4 bytes
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
+DAMAGED = "not a SentencePiece model, or a damaged one; fetch it again"
+
 
 def recognizes(start: bytes) -> bool:
     """True if a message begins whose first field is a message of its own that begins with text: a piece."""
@@ -105,7 +107,7 @@ class SentencePieceModelTokenizer(Tokenizer):
         self.kind = "SentencePiece model"
         self._where = where
         self.data = data
-        with library_errors(where, DAMAGED):  # the library lets some damage through until it is asked
+        with library_errors(where, DAMAGED):  # the library reads pieces that are not UTF-8, and fails to hand them out
             self._build(data, where)
 
     def _build(self, data: bytes, where: str) -> None:

@@ -138,7 +138,6 @@ CONFIG: tuple[Defect, ...] = (
     Defect("B12", "no word of a context beyond the trained one", "llama/cli/loading.py",
            "    if args.max_seq_len and args.max_seq_len >", "    if False and args.max_seq_len >"),
 )  # fmt: skip
-TOKENIZERS: tuple[Defect, ...] = ()
 WRITES = (
     Defect(
         "F03",
@@ -249,7 +248,6 @@ SAMPLING: tuple[Defect, ...] = (
         "            positions = positions.clamp(max=len(table[0]) - 1)\n",
     ),
 )
-CHAT: tuple[Defect, ...] = ()
 PROCESS = (
     Defect(
         "I02",
@@ -336,6 +334,55 @@ RANKS: tuple[Defect, ...] = (
         "llama/parallel.py",
         """        tokens = torch.tensor(order["tokens"], device=device)  # (B, T)""",
         """        tokens = torch.tensor(order["tokens"], device=device) + 1  # (B, T)""",
+    ),
+)
+TOKENIZERS: tuple[Defect, ...] = (
+    Defect(
+        "E02",
+        "a malformed line of the tokenizer file is skipped, and all control ids shift",
+        "llama/tokenizer/tiktoken.py",
+        """        if not (match and token):
+            raise""",
+        """        if not (match and token):
+            continue
+            raise""",
+    ),
+    Defect(
+        "E08",
+        "half a surrogate pair becomes U+FFFD",
+        "llama/tokenizer/base.py",
+        "        text.encode()\n",
+        "        return text.encode(errors='surrogatepass').decode(errors='replace')\n",
+    ),
+    Defect(
+        "E11",
+        "begin-of-text is put in front of what a template wrote",
+        "llama/chat/template.py",
+        "    ids: list[int] = []\n",
+        "    ids: list[int] = tokenizer.encode('', bos=True)\n",
+    ),
+    Defect(
+        "E12",
+        "rows of the embedding without a token are drawn",
+        "llama/text.py",
+        "            n_vocab=self.tokenizer.n_vocab,\n",
+        "            n_vocab=None,\n",
+    ),
+)
+CHAT: tuple[Defect, ...] = (
+    Defect(
+        "H02",
+        "a loop's turns are not counted",
+        "llama/chat/bounded.py",
+        '        node.iter = self._hook("a turn", node.iter)\n',
+        "",
+    ),
+    Defect(
+        "H05",
+        "a control string in a user's text becomes its id",
+        "llama/chat/template.py",
+        "    ids: list[int] = []\n",
+        "    sparse = full = cut(str)\n    ids: list[int] = []\n",
     ),
 )
 

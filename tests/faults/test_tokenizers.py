@@ -1,0 +1,350 @@
+"""Group E: tokenizer files, damaged and hostile, and texts that are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama import loader
+from llama.errors import TokenizerError
+from llama.text import Llama
+from llama.tokenizer import Tokenizer, open_tokenizer
+from llama.tokenizer.common import LLAMA3_WORDS
+from llama.tokenizer.huggingface import check_pattern
+
+from .. import tiny
+from ..scripts import make_tiny
+from .conftest import Try
+from .harness import cuts, flips
+
+RUN = ("-n", "1", "--device", "cpu", "--dtype", "float32")
+RAW = ("--raw", "a", *RUN)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("made")
+    return {
+        "llama-2-7b": make_tiny.make(root / "llama2", "llama-2-7b"),
+        "llama-3-8b": make_tiny.make(root / "llama3", "llama-3-8b"),
+        "hf": make_tiny.make(root / "hf", "llama-3-8b", format="hf"),
+    }
+
+
+def copy(source: Path, target: Path) -> Path:
+    """A folder whose files are links to another's: what a test changes it writes anew."""
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).symlink_to(file)
+    return target
+
+
+def replace(folder: Path, name: str, data: bytes) -> Path:
+    (folder / name).unlink()
+    (folder / name).write_bytes(data)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------- the files
+@pytest.mark.row("E01")
+def test_the_tokenizers_of_two_models_swapped(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
+    """Both are named tokenizer.model. What it is shows in its content, and its size that it is another model's."""
+    folder = copy(made["llama-2-7b"], tmp_path / "model")
+    replace(folder, "tokenizer.model", (made["llama-3-8b"] / "tokenizer.model").read_bytes())
+    attempt("generate", *RAW, "-m", folder).refused("model", "768 tokens", "512 rows", "do not belong together")
+    # The other way round the rows are too many: 32,000 tokens for 128,256 in the real ones, and here in proportion.
+    wide = dataclasses.replace(tiny.CONFIG, vocab_size=1066)
+    path = tiny.write_gguf(tmp_path / "wide.gguf", wide, tiny.weights(wide))
+    attempt("generate", *RAW, "-m", path).refused("wide.gguf", "266 tokens", "1066 rows", "do not belong together")
+
+
+@pytest.mark.row("E02")
+@pytest.mark.parametrize("at", [0, 1, 300, 511])
+@pytest.mark.parametrize("line", [b"", b"not base64!", b"YWJj", b"#", b"YWJjZ 7", b"\xff\xfe 7"])
+def test_a_malformed_line_is_named(
+    made: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], at: int, line: bytes
+) -> None:
+    """Skipped, it would shift every control id behind it."""
+    lines = (made["llama-3-8b"] / "tokenizer.model").read_bytes().splitlines()
+    lines[at] = line
+    (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
+    if at == 0:  # then it does not begin like the file it is
+        with pytest.raises(TokenizerError, match=r"tokenizer\.model"):
+            open_tokenizer(tmp_path / "tokenizer.model")
+    else:
+        with pytest.raises(TokenizerError, match=rf"tokenizer\.model: line {at + 1} "):
+            open_tokenizer(tmp_path / "tokenizer.model")
+
+
+@pytest.mark.row("E02")
+def test_a_malformed_line_ends_the_command(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
+    folder = copy(made["llama-3-8b"], tmp_path / "model")
+    lines = (folder / "tokenizer.model").read_bytes().splitlines()
+    replace(folder, "tokenizer.model", b"\n".join([*lines[:300], b"??? 300", *lines[301:]]))
+    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "line 301", "base64", "fetch it again")
+
+
+@pytest.mark.row("E02")
+def test_control_ids_follow_the_lines(made: dict[str, Path]) -> None:
+    """The oracle for a line that is skipped: the number of lines alone says where the control ids are."""
+    path = made["llama-3-8b"] / "tokenizer.model"
+    lines = path.read_bytes().count(b"\n")
+    tokenizer = open_tokenizer(path)
+    assert sorted(tokenizer.control.values()) == [*range(lines, lines + 256)]
+    assert tokenizer.control["<|eot_id|>"] == lines + 9
+
+
+@pytest.mark.row("E03")
+def test_ranks_twice_and_bytes_missing(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
+    folder = copy(made["llama-3-8b"], tmp_path / "model")
+    lines = (folder / "tokenizer.model").read_bytes().splitlines()
+    replace(folder, "tokenizer.model", b"\n".join([*lines[:300], lines[299], *lines[301:]]))
+    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "line 301 has rank 299, expected 300")
+    twice = [*lines[:300], lines[0].split()[0] + b" 300", *lines[301:]]
+    replace(folder, "tokenizer.model", b"\n".join(twice))
+    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "line 301 repeats the token of line 1")
+    without = [*lines[:65], b"YWJjZGVmZ2g= 65", *lines[66:]]
+    replace(folder, "tokenizer.model", b"\n".join(without))
+    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "byte 0x41 is no token")
+
+
+@pytest.mark.row("E04")
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_of_hugging_faces_that_was_cut(made: dict[str, Path], tmp_path: Path, attempt: Try, name: str) -> None:
+    folder = copy(made["hf"], tmp_path / "model")
+    data = (folder / name).read_bytes().rstrip()
+    for _, cut in cuts(data, len(data) - 1, every=len(data) // 3):
+        outcome = attempt("generate", *RAW, "-m", replace(folder, name, cut))
+        if name == "tokenizer.json":
+            outcome.refused(name)
+        else:  # the model runs without it: it is named in a warning
+            assert outcome.survived()
+            assert f"warning: {folder / name}" in outcome.error
+
+
+@pytest.mark.row("E04")
+@pytest.mark.parametrize("every", [70_001, pytest.param(499, marks=pytest.mark.slow)])
+def test_a_tokenizer_json_with_a_bit_flipped(made: dict[str, Path], tmp_path: Path, attempt: Try, every: int) -> None:
+    """It still runs, or it is refused; nothing else."""
+    folder = copy(made["hf"], tmp_path / "model")
+    data = (folder / "tokenizer.json").read_bytes()
+    for _, changed in flips(data, len(data), every):
+        attempt("generate", *RAW, "-m", replace(folder, "tokenizer.json", changed)).survived()
+
+
+@pytest.mark.row("E04")
+@pytest.mark.row("E03")
+@pytest.mark.parametrize("every", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_tokenizer_model_with_a_bit_flipped(made: dict[str, Path], tmp_path: Path, every: int, attempt: Try) -> None:
+    """SentencePiece's file and Llama 3's: read and encoded with, or refused; the libraries' panics are errors too."""
+    for model in ("llama-2-7b", "llama-3-8b"):
+        folder = copy(made[model], tmp_path / f"{model}{every}")
+        data = (folder / "tokenizer.model").read_bytes()
+        for _, changed in flips(data, len(data), 20011 if every else 301):
+            attempt("generate", *RAW, "-m", replace(folder, "tokenizer.model", changed)).survived()
+
+
+@pytest.mark.row("E04")
+def test_a_piece_that_is_not_utf8(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
+    """The sentencepiece library opens such a model and fails when asked for the piece."""
+    folder = copy(made["llama-2-7b"], tmp_path / "model")
+    data = (folder / "tokenizer.model").read_bytes()
+    at = data.index("▁the".encode())
+    replace(folder, "tokenizer.model", data[:at] + b"\xa2" + data[at + 1 :])
+    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "damaged", "fetch it again")
+
+
+HOSTILE = [
+    "(a+)+$", "(a|a)*$", "(a|ab)+?c", r"(?:\p{L}+\s?)*x", "((a*))*", "(?:a+){2,}b", "([a]|b+)+", "a*a*a*b",
+    r"(\w+)++", "(a?){50}", "(a{1,50}){1,50}", r"(?i:(?:x+x+)+y)", "[[a]b]*[a]*[a]*x", r"(?:[^\]]+\])*(",
+]  # fmt: skip
+# What the family's tokenizer.json files, and those of its relatives, cut words with.
+HARMLESS = [
+    LLAMA3_WORDS,
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{M}]+(?i:'s|'t)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|\s*[\r\n]+",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"\p{N}{1,3}",
+    "[0-9][0-9][0-9]",
+]
+
+
+@pytest.mark.row("E05")
+@pytest.mark.parametrize("pattern", HARMLESS)
+def test_the_familys_patterns_are_taken(pattern: str) -> None:
+    check_pattern(pattern, "tokenizer.json")
+
+
+@pytest.mark.row("E05")
+@pytest.mark.parametrize("pattern", HOSTILE)
+@pytest.mark.parametrize("where", ["pre_tokenizer", "normalizer"])
+def test_a_regex_that_a_text_could_hang_is_refused(
+    made: dict[str, Path], tmp_path: Path, attempt: Try, pattern: str, where: str
+) -> None:
+    folder = copy(made["hf"], tmp_path / "model")
+    source = json.loads((folder / "tokenizer.json").read_text())
+    regex = {"Regex": pattern}
+    split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
+    step = {"type": "Replace", "pattern": regex, "content": ""} if where == "normalizer" else split
+    steps = "normalizers" if where == "normalizer" else "pretokenizers"
+    before = [source[where]] if source[where] else []
+    source[where] = {"type": "Sequence", steps: [*before, step]}
+    replace(folder, "tokenizer.json", json.dumps(source).encode())
+    prompt = "a" * 40 + "b"
+    if where == "normalizer" and pattern != HOSTILE[0]:
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json: .* forever"):
+            loader.load_tokenizer(folder)
+        return
+    attempt("generate", "--raw", prompt, *RUN, "-m", folder).refused("tokenizer.json", "forever", "fetch the file")
+
+
+# --------------------------------------------------------------------------------------------------- vocabulary and ids
+@pytest.mark.row("E06")
+def test_a_vocabulary_with_more_tokens_than_rows(tmp_path: Path, attempt: Try) -> None:
+    metadata = tiny.byte_vocabulary()
+    extra = [f"extra{i}" for i in range(320 - len(metadata["tokenizer.ggml.tokens"]) + 1)]
+    tokens = metadata["tokenizer.ggml.tokens"] + extra
+    path = tiny.write_gguf(
+        tmp_path / "t.gguf",
+        metadata={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * len(tokens)},
+    )
+    attempt("generate", *RAW, "-m", path).refused("t.gguf", "321", "320")
+
+
+@pytest.mark.row("E06")
+@pytest.mark.row("E12")
+@pytest.mark.parametrize("options", [{}, {"temperature": 5.0, "seed": 1}, {"draft": "ngram"}, {"logprobs": True}])
+def test_rows_without_a_token_are_never_drawn(tiny_llm: Llama, options: dict[str, Any]) -> None:
+    """The embedding has 320 rows and the vocabulary 266 tokens. The rows beyond are made the likeliest by far."""
+    n_vocab = tiny_llm.tokenizer.n_vocab
+    model = tiny.model()
+    head = model.output.weight
+    assert n_vocab < head.shape[0]
+    head.data[n_vocab:] = 50 * torch.sign(head.data[n_vocab:])
+    assert (model(torch.tensor([[5, 6]]))[0].argmax(-1) >= n_vocab).any()  # unmasked, it would draw them
+    llm = Llama(model, tiny_llm.tokenizer)
+    done = llm.generate("hello", max_new_tokens=40, **options)
+    assert len(done.tokens) > 0
+    assert max(done.tokens) < n_vocab
+
+
+@pytest.mark.row("E07")
+@pytest.mark.parametrize("id", [266, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom"])
+def test_ids_out_of_range(tmp_path: Path, attempt: Try, name: str, id: int) -> None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    path = tiny.write_gguf(tmp_path / "t.gguf", metadata={key: id})
+    attempt("generate", *RAW, "-m", path).refused("t.gguf", key, str(id), "outside the vocabulary of 266 tokens")
+
+
+@pytest.mark.row("E07")
+@pytest.mark.parametrize("missing", [("bos",), ("eos",), ("bos", "eos")])
+def test_ids_that_are_missing(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    """No id is made up: without bos a prompt begins with its text, and the end has its name."""
+    path = tiny.write_gguf(tmp_path / "t.gguf", metadata={f"tokenizer.ggml.{name}_token_id": None for name in missing})
+    tokenizer = loader.load_tokenizer(path)
+    assert (tokenizer.bos_id is None, tokenizer.eos_id is None) == ("bos" in missing, "eos" in missing)
+    assert tokenizer.control["<|im_end|>"] in tokenizer.stop_ids
+    if "bos" in missing:
+        assert tokenizer.encode_prompt("a") == tokenizer.encode("a")
+        with pytest.raises(TokenizerError, match="no begin-of-text id"):
+            tokenizer.encode("a", bos=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+SURROGATES = ["\ud800", "a\udcffb", "\udfff\ud800", "x" * 1000 + "\udc80"]
+
+
+@pytest.fixture(scope="module")
+def kinds(made: dict[str, Path], tiny_gguf: Path) -> dict[str, Tokenizer]:
+    """A vocabulary of each reader: tokenizers twice, sentencepiece, tiktoken."""
+    paths = {"gguf": tiny_gguf, **made}
+    return {name: loader.load_tokenizer(path) for name, path in paths.items()}
+
+
+@pytest.mark.row("E08")
+@pytest.mark.parametrize("text", SURROGATES)
+def test_lone_surrogates_are_one_error_in_every_vocabulary(kinds: dict[str, Tokenizer], text: str) -> None:
+    """Not U+FFFD, which tiktoken would put there: the answer would be to another text, in silence."""
+    told = set()
+    for tokenizer in kinds.values():
+        for encode in (tokenizer.encode, tokenizer.encode_prompt):
+            with pytest.raises(TokenizerError, match="not valid Unicode: a lone surrogate") as caught:
+                encode(text)
+            told.add(str(caught.value))
+    assert len(told) == 1
+
+
+@pytest.mark.row("E08")
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [('{"id": "\\ud800", "prompt": "a"}', "id"), ('{"prompt": "a", "stop": "\\udfff"}', "stop"),
+     ('{"prompt": "a", "stop": ["b", "c\\ud83d"]}', "stop")],
+)  # fmt: skip
+def test_lone_surrogates_in_a_file_of_prompts(
+    tiny_gguf: Path, tmp_path: Path, attempt: Try, line: str, key: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text(line + "\n")
+    args = ("generate", "--prompts", tmp_path / "in.jsonl", *RUN, "-m", tiny_gguf)
+    attempt(*args).refused("in.jsonl line 1", key, "surrogate", code=2)
+
+
+@pytest.mark.row("E09")
+@pytest.mark.parametrize(
+    ("bytes_", "at"), [(b"\xff", 0), (b"abc\x80", 3), ("é".encode() + b"\xc3", 2), (b"\xed\xa0\x80", 0)]
+)
+def test_bytes_that_are_not_utf8(tiny_gguf: Path, tmp_path: Path, attempt: Try, bytes_: bytes, at: int) -> None:
+    told = f"byte {at} is 0x{bytes_[at]:02x}"
+    attempt("generate", *RUN, "-m", tiny_gguf, stdin=bytes_).refused("standard input", told, "convert", code=2)
+    argument = bytes_.decode(errors="surrogateescape")
+    attempt("generate", "--raw", argument, *RUN, "-m", tiny_gguf).refused("prompt", told, "convert", code=2)
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "' + bytes_ + b'"}\n')
+    args = ("generate", "--prompts", tmp_path / "in.jsonl", *RUN, "-m", tiny_gguf)
+    attempt(*args).refused("in.jsonl line 1", "UTF-8", code=2)
+
+
+LONG = {
+    "NUL": "\0" * 20_000,
+    "spaces": " " * 100_000,
+    "one letter": "a" * 100_000,
+    "right to left": "שלום العربية \u202e\u2067" * 5_000,
+    "combining": "e" + "\u0301" * 20_000,
+    "joined emoji": "👨‍👩‍👧‍👦🏳️‍🌈" * 4_000,
+    "ten megabytes": "the quick brown fox jumps over the lazy dog, 12345. " * 200_000,
+}
+
+
+@pytest.mark.row("E10")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "ten megabytes" else ()) for n in LONG]
+)
+def test_strange_and_long_texts_come_back(kinds: dict[str, Tokenizer], name: str) -> None:
+    """Round trip equal in every vocabulary, in a time that is bounded."""
+    for kind, tokenizer in kinds.items():
+        started = time.thread_time()
+        ids = tokenizer.encode(LONG[name])
+        assert tokenizer.decode(ids) == LONG[name], kind
+        assert max(ids) < tokenizer.n_vocab
+        assert time.thread_time() - started < 2 + len(LONG[name]) / 100_000, kind
+
+
+@pytest.mark.row("E11")
+@pytest.mark.parametrize("name", ["gguf", "llama-2-7b", "llama-3-8b", "hf"])
+@pytest.mark.parametrize("written", ["{{ bos_token }}", ""])
+def test_a_templates_bos_is_the_only_one(kinds: dict[str, Tokenizer], name: str, written: str) -> None:
+    """The oracle: whoever writes it, the ids hold bos as often as the template does, whatever add_bos says."""
+    from llama.chat import encode_chat
+
+    tokenizer = kinds[name]
+    template = written + "{{ messages[0].content }}"
+    ids = encode_chat(tokenizer, template, [{"role": "user", "content": "hello there"}])
+    text = tokenizer.encode("hello there")
+    assert tokenizer.bos_id is not None
+    assert ids == [tokenizer.bos_id] * bool(written) + text
