@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -419,18 +418,12 @@ def test_two_processes_at_once_leave_one_whole_output(tiny_gguf: Path, tmp_path:
     assert len(read(target)) == 30
 
 
-def test_a_full_disk_is_an_error_and_leaves_whole_lines(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_whole_lines(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [{"prompt": f"hello {i}"} for i in range(20)]), tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "llama", "generate", "-m", str(tiny_gguf), "--prompts", str(source), "-n", "3"]
-    command += ["--output", str(target)]
-    limited = subprocess.run(
-        command,
-        stderr=subprocess.PIPE,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)),
-    )
+    command = ("generate", "-m", str(tiny_gguf), "--prompts", str(source), "-n", "3", "--output", str(target))
+    limited = clearllama(*command, file_size=2000)
     assert limited.returncode == 1
     assert str(target).encode() in limited.stderr.splitlines()[-1]
     assert 0 < len(read(target)) < 20
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert clearllama(*command).returncode == 0
     assert [answer["id"] for answer in read(target)] == list(range(1, 21))
