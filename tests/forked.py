@@ -24,7 +24,8 @@ class Forked:
     seconds: after so long the child is killed by SIGALRM, exit code -14. memory: bytes of addresses it may take beyond
     what the process has after its imports. file_size: bytes that a file may grow to. env and cwd as subprocess has
     them, env on top of this process' own. streams: another file for 0, 1 or 2, or None where that one is closed.
-    `start` gives the child's id at once, and `finish` waits for it; there is one child at a time.
+    code: Python to run instead of the command. `start` gives the child's id at once, and `finish` waits for it; there
+    is one child at a time.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class Forked:
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
         streams: dict[int, str | None] | None = None,
+        code: str = "",
     ) -> int:
         self.args, self.work = args, tempfile.TemporaryDirectory()
         self.kept = [Path(self.work.name) / name for name in ("stdin", "stdout", "stderr")]
@@ -60,6 +62,7 @@ class Forked:
             "seconds": seconds,
             "memory": memory,
             "file_size": file_size,
+            "code": code,
         }
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(request).encode() + b"\n")
@@ -121,7 +124,7 @@ def become(request: dict) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"],) * 2)
     code = 1
     try:
-        code = main()
+        code = exec(request["code"], {"__name__": "__main__"}) or 0 if request["code"] else main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:

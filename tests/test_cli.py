@@ -213,9 +213,8 @@ def test_a_full_disk_is_one_line_and_exit_1(clearllama: Run, tiny_gguf: Path) ->
     assert "No space left" in error_line(result)
 
 
-def test_a_closed_stdout_is_one_line_and_exit_1(tiny_gguf: Path) -> None:
-    command = f"{sys.executable} -m llama generate -q -m {tiny_gguf} hello >&-"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+def test_a_closed_stdout_is_one_line_and_exit_1(clearllama: Run, tiny_gguf: Path) -> None:
+    result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", streams={1: None})
     assert result.returncode == 1
     assert "standard output is closed" in error_line(result)
 
