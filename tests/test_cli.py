@@ -164,6 +164,25 @@ def test_usage_errors_are_one_line_and_exit_2(
     assert says in error_line(result)
 
 
+def test_words_too_many_are_told_of_quotes_only_where_there_is_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from llama import cli
+
+    for command in cli.COMMANDS:
+        name = command.__name__.rsplit(".", 1)[1]
+        needed = {"convert": ["a", "b", "--to", "hf"], "plan": ["-m", "a", "--gpus", "H100"], "pull": ["a"]}
+        with pytest.raises(SystemExit) as left:
+            cli.main([name, *needed.get(name, []), *(["a"] * 2 if name not in needed else []), "--no-such-thing"])
+        assert left.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "--no-such-thing" in error
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        assert ("needs quotes" in error) == ("PROMPT]" in capsys.readouterr().out.split("\n\n")[0])
+
+
 @pytest.mark.parametrize("command", ["generate", "inspect"])
 def test_a_file_that_is_no_model_is_one_line_and_exit_1(clearllama: Run, tmp_path: Path, command: str) -> None:
     path = tmp_path / "x.gguf"

@@ -33,12 +33,13 @@ from .streams import describe, one_line, tell
 COMMANDS = (generate, chat, inspect, plan, convert, quantize, pull, verify, bench, perplexity, study, trace, explain)
 
 
+PROMPTED = ("generate", "trace")  # what takes a prompt on the command line
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with usage errors on one line."""
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
-            message += "; a prompt of several words needs quotes, one that begins with - goes behind --"
         self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
@@ -67,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that can't show a character gets \uXXXX, not a traceback
             stream.reconfigure(errors="backslashreplace")
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        hint = "; a prompt of several words needs quotes, one that begins with - goes behind --"
+        parser.error(f"unrecognized arguments: {' '.join(rest)}" + hint * (args.command in PROMPTED))
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it is, and stays so
             signal.signal(number, _unwind)
