@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     for name, (most, why) in BOUNDS.items():
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
-            raise UsageError(f"--{name} must lie between 1 and {most:,}, {why}, got {str(value):.40}")
+            raise UsageError(f"--{name} must lie between 1 and {most:,}, {why}, got {value!s:.40}")
     from ..checkpoint import open_checkpoint
     from ..hub import resolve
 
