@@ -15,17 +15,21 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import memory
 from .config import ModelConfig
 from .errors import UsageError
+from .memory import cache_bytes
 from .quant import Scheme, scheme_for
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESERVE = 0.1  # of the memory: CUDA's context, kernels, buffers of the links, what lies in pieces; vLLM leaves as much
 CHUNK = 2048  # tokens of a prompt that go through at once, as generate.prefill has it on CUDA
-MOST_GPUS = 4096  # where the search for the smallest number ends
+MOST_GPUS = 4096  # that a plan is made for, and where the search for the smallest number ends
 
 # Share of the data sheet's bandwidth that gpt-fast reports for decoding at batch 1 on A100s of 80 GB (its README, GB/s
 # over 2,039): Llama 2 7B on one GPU, then 70B on 2, 4 and 8.
@@ -81,9 +85,11 @@ def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
 
     Raises UsageError naming the GPUs that are known, or what a custom one still needs.
     """
-    match = re.fullmatch(r"\s*(?:(\d{1,6})\s*[x*]\s*)?([A-Za-z0-9][\w.-]*)\s*", text)
-    if not match or match[1] == "0" * len(match[1] or ""):
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?([A-Za-z0-9][\w.-]*)\s*", text)
+    if not match:
         raise UsageError(f"GPUs are a number and a name, as in 16xH100, got {text!r:.60}")
+    if match[1] and (len(match[1]) > 6 or not 1 <= int(match[1]) <= MOST_GPUS):
+        raise UsageError(f"the number of GPUs must lie between 1 and {MOST_GPUS:,}, as in 16xH100, got {text!r:.60}")
     count, name = int(match[1] or 1), match[2].lower()
     given = {field: value for field, value in own.items() if value is not None}
     if low := [field for field, value in given.items() if not 0 < value < 1e21]:
@@ -105,19 +111,68 @@ def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
 
 # ------------------------------------------------------------------------------------------------- what is held
 @dataclass(frozen=True)
+class Stored:
+    """Weights that stay as a file has them: bits a number of the layers' matrices, the output layer, the embedding."""
+
+    layers: float
+    output: float
+    embedding: float
+    types: tuple[str, ...]  # Q4_1, Q8_0, ..., the largest share first
+
+
+FLOATS = ("F64", "F32", "BF16", "F16")  # what a run casts to its own dtype
+
+
+def stored_in(checkpoint: Checkpoint, size: int) -> Stored | None:
+    """What the headers say of a checkpoint whose matrices are quantized; None if all of them are numbers.
+
+    size: bytes of a number in the run, for matrices that are not quantized.
+    """
+    matrices = {name: shape[0] * shape[1] for name, shape in checkpoint.shapes.items() if len(shape) == 2}
+    entries: dict[str, int] = {}
+    for name, count in matrices.items():
+        if (kind := checkpoint.stored(name)) not in FLOATS:
+            entries[kind] = entries.get(kind, 0) + count
+
+    def bits(names: list[str]) -> float:
+        held = sum(
+            matrices[name] * (8 * size if checkpoint.stored(name) in FLOATS else checkpoint.bits(name))
+            for name in names
+        )
+        return held / sum(matrices[name] for name in names)
+
+    if not entries:
+        return None
+    tied = checkpoint.config.tie_embeddings
+    return Stored(
+        bits([name for name in matrices if name.startswith("layers.")]),
+        bits(["tok_embeddings.weight" if tied else "output.weight"]),
+        bits(["tok_embeddings.weight"]),
+        tuple(sorted(entries, key=lambda kind: -entries[kind])),
+    )
+
+
+@dataclass(frozen=True)
 class Run:
-    """What is to run: B sequences of S tokens, the size of a number, and the scheme of the linear layers if any."""
+    """What is to run: B sequences of S tokens, the size of a number, the scheme of the linear layers or what the file
+    has, if they are quantized, and the kind of the KV cache: the run's own numbers ("model"), or 8 bits ("int8").
+    """
 
     config: ModelConfig
     batch: int
     context: int
     dtype: str = "bfloat16"
-    scheme: Scheme | None = None
+    scheme: Scheme | Stored | None = None
+    kv_cache: str = "model"
 
     @property
     def size(self) -> int:
         """Bytes of a number that is not quantized."""
         return DTYPE_BYTES[self.dtype]
+
+    def cache_bytes(self, part: ModelConfig) -> int:
+        """Bytes of one sequence's keys and values in a slice of the model."""
+        return cache_bytes(part, self.context, self.size, self.kv_cache)
 
 
 @dataclass(frozen=True)
@@ -166,19 +221,22 @@ def vocabulary_params(config: ModelConfig) -> int:
 
 
 def weight_bytes(
-    config: ModelConfig, size: int, scheme: Scheme | None = None, first: bool = True, last: bool = True
+    config: ModelConfig, size: int, scheme: Scheme | Stored | None = None, first: bool = True, last: bool = True
 ) -> float:
     """Bytes of a slice's weights; `first` has the embedding, `last` the final norm and the output layer.
 
-    Embeddings stay numbers, unless they are tied: then they are the output layer's integers, as quant.embedding_of
-    has it, and a stage apart from the output layer holds a copy.
+    With a scheme, embeddings stay numbers unless they are tied: then they are the output layer's integers, as
+    quant.embedding_of has it, and a stage apart from the output layer holds a copy.
     """
     matrices, vocabulary = matrix_params(config), vocabulary_params(config)
     embeddings = vocabulary * (1 if config.tie_embeddings else 2)
     vectors = config.n_params - matrices - embeddings - (0 if last else config.dim)  # norms and biases
-    bits = 8 * size if scheme is None else scheme.bits_per_weight
-    output_bits = 8 * size if scheme is None else scheme_for("output", scheme).bits_per_weight
-    embedding_bits = output_bits if config.tie_embeddings else 8 * size
+    if isinstance(scheme, Stored):
+        bits, output_bits, embedding_bits = scheme.layers, scheme.output, scheme.embedding
+    else:
+        bits = 8 * size if scheme is None else scheme.bits_per_weight
+        output_bits = 8 * size if scheme is None else scheme_for("output", scheme).bits_per_weight
+        embedding_bits = output_bits if config.tie_embeddings else 8 * size
     held = vectors * size + matrices * bits / 8
     if last:
         held += vocabulary * output_bits / 8
@@ -221,7 +279,7 @@ def stages(run: Run, split: Split) -> list[Stage]:
                 first,
                 last,
                 weight_bytes(part, run.size, run.scheme, first, last),
-                part.kv_cache_bytes(run.context, run.size) * run.batch,
+                run.cache_bytes(part) * run.batch,
                 activation_bytes(part, run.size, run.batch, run.context),
             )
         )
@@ -355,7 +413,7 @@ def traffic(run: Run, split: Split, stage: Stage) -> Traffic:
     gathered = part.vocab_size * run.size * (tensor - 1) if stage.last else 0
     return Traffic(
         weights=weight_bytes(part, run.size, run.scheme, first=False, last=stage.last),
-        cache=part.kv_cache_bytes(run.context, run.size),
+        cache=run.cache_bytes(part),
         flops=2 * products + score_flops(part, run.context),
         shared=reduced + gathered,
         handed=0 if stage.last else config.dim * run.size,

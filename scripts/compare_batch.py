@@ -30,6 +30,8 @@ from typing import Any
 
 from compare_peers import PAUSE, PEERS, Worker, here, load_llama_cpp
 
+WARM = 8  # prompts to warm up with: enough rows for the compiled step of batches to be built before time is taken
+
 Job = Callable[[list[list[int]], int, int], None]  # prompts, new tokens, batch size
 
 
@@ -117,7 +119,7 @@ def worker(spec: dict[str, Any]) -> int:
     os.dup2(2, 1)  # what a library prints is no answer
     job, vocabulary = LOADERS[spec["engine"]](spec)
     prompts = prompts_of(spec["prompts"], spec["shortest"], spec["longest"], vocabulary)
-    job([prompt[:16] for prompt in prompts[:4]], 4, 4)
+    job([prompt[:16] for prompt in prompts[:WARM]], 4, WARM)
     print(json.dumps({"ready": 1}), file=answers, flush=True)
     for line in sys.stdin:
         started = time.perf_counter()
@@ -127,6 +129,13 @@ def worker(spec: dict[str, Any]) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------------- main
+def numbers(parser: argparse.ArgumentParser, option: str, told: str) -> list[int]:
+    """'8,16' -> [8, 16], each at least 1."""
+    if not all(part.isdecimal() and int(part) for part in told.split(",")):
+        parser.error(f"{option} are whole numbers from 1 with commas between, got {told!r:.60}")
+    return [int(part) for part in told.split(",")]
+
+
 def turns(sizes: list[int], rounds: int, live: list[str], times: dict[tuple[str, int], list[float]]) -> Iterator[tuple]:
     """(round, engine, batch size): all sizes first, then each engine's best so far."""
     for number in range(1, rounds + 1):
@@ -155,8 +164,15 @@ def main() -> int:
         return worker(args.worker)
     from llama import hub
 
-    shortest, longest = map(int, args.lengths.split(","))
-    sizes = [int(size) for size in args.sizes.split(",")]
+    lengths, sizes = numbers(parser, "--lengths", args.lengths), numbers(parser, "--sizes", args.sizes)
+    if len(lengths) != 2 or lengths[0] > lengths[1]:
+        parser.error(f"--lengths are the shortest and the longest prompt, as in 16,512, got {args.lengths}")
+    shortest, longest = lengths
+    for option in ("rounds", "prompts", "new_tokens", "threads"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}")
+    if unknown := set(args.engines.split(",")) - {*LOADERS, "clearllama --compile"}:
+        parser.error(f"unknown engine {min(unknown)!r}; known: {', '.join(LOADERS)}, clearllama --compile")
     spec = {"path": str(hub.resolve(args.model or hub.DEFAULT)), "options": {}, "threads": args.threads}
     spec |= {"prompts": args.prompts, "shortest": shortest, "longest": longest, "new": args.new_tokens}
     times: dict[tuple[str, int], list[float]] = {}
@@ -178,6 +194,9 @@ def main() -> int:
             seconds = workers[engine].turn(str(size), {"seconds"})["seconds"]
             times.setdefault((engine, size), []).append(seconds)
             print(f"round {number}  {engine:<22} {size:>3}  {seconds:6.1f} s", file=sys.stderr)
+    except RuntimeError as error:
+        print(f"compare_batch: error: {engine}: {error}", file=sys.stderr)
+        return 1
     finally:
         for process in workers.values():
             process.stop()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -81,30 +82,29 @@ Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 
 @pytest.fixture(scope="session")
-def clearllama() -> Iterator[Run]:
-    """Run the command in a process of its own, as a user does.
+def forked() -> Iterator[Forked]:
+    """A process that has imported torch, to fork the command off."""
+    server = Forked()
+    yield server
+    server.close()
 
-    Where a test asks for nothing special, the process is forked off one that has imported torch before.
-    """
-    forked: list[Forked] = []
 
-    def run(*args: str, stdin: bytes | None = None, env: dict[str, str] | None = None, timeout: float = 120, **more):
-        if env is None and not more and timeout == 120 and hasattr(os, "fork"):
-            if not forked:
-                forked.append(Forked())
-            return forked[0].run(args, stdin)
+@pytest.fixture(scope="session")
+def clearllama(request: pytest.FixtureRequest) -> Run:
+    """Run the command in a process of its own, as a user does; where it can, forked off one with torch imported."""
+
+    def run(*args: str, stdin: bytes | None = None, env: dict[str, str] | None = None, **more: Any):
+        if hasattr(os, "fork"):
+            return request.getfixturevalue("forked").run(args, stdin, env=env, **more)
         return subprocess.run(
             [sys.executable, "-m", "llama", *args],
             input=stdin,
             stdin=subprocess.DEVNULL if stdin is None else None,
-            stdout=more.pop("stdout", subprocess.PIPE),
-            stderr=subprocess.PIPE,
+            capture_output=True,
             env={**os.environ, **(env or {})},
-            timeout=timeout,
+            timeout=120,
             check=False,
             **more,
         )
 
-    yield run
-    for server in forked:
-        server.close()
+    return run

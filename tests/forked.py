@@ -1,12 +1,13 @@
 """Runs of the command in processes of their own that need not import torch: one process imports it and forks.
 
-Started as a program, this reads requests from stdin, one JSON object a line, and answers each with an exit code.
+Started as a program, this reads requests from stdin, one JSON object a line, and answers each with the child's
+id and then with its exit code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 STEPS = re.compile(r"open$|os\.(rename|remove|mkdir|rmdir|link|truncate|chmod)|fcntl\.|tempfile\.|shutil\.")
 
@@ -27,53 +29,74 @@ class Forked:
 
     seconds: after so long the child is killed by SIGALRM, exit code -14. memory: bytes of addresses it may take beyond
     what the process has after its imports. file_size: bytes that a file may grow to, for a disk that is full. stdin as
-    a path is opened and not copied. before: Python to run first, to bring a fault about that no input can. bound:
-    root's right to pass over the modes of files is given up (Linux).
+    a path is opened and not copied. env and cwd as subprocess has them, env on top of this process' own. streams:
+    another file for 0, 1 or 2, or None where that one is closed. before: Python to run first, to bring a fault about
+    that no input can; code: Python to run instead of the command. bound: root's right to pass over the modes of files
+    is given up (Linux). `start` gives the child's id at once, and `finish` waits for it; there is one child at a time.
     """
 
     def __init__(self) -> None:
         self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(
+        self, args: tuple[str, ...], stdin: bytes | Path | None, seconds: int = 0, memory: int = 0, **more: Any
+    ) -> Done:
+        self.start(args, stdin, seconds, memory, **more)
+        return self.finish()
+
+    def start(
         self,
         args: tuple[str, ...],
-        stdin: bytes | Path | None,
+        stdin: bytes | Path | None = None,
         seconds: int = 0,
         memory: int = 0,
+        *,
         file_size: int = 0,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        streams: dict[int, str | None] | None = None,
         before: str = "",
+        code: str = "",
         kill: tuple[int, float, int] | None = None,
         bound: bool = False,
-    ) -> subprocess.CompletedProcess[bytes]:
+    ) -> int:
         """kill (N, S, SIGNAL): that signal, S seconds after the child's N-th step, which is a thing it does to files.
 
         `steps` of the result says how many there were.
         """
-        with tempfile.TemporaryDirectory() as work:
-            streams = [Path(work) / name for name in ("stdin", "stdout", "stderr")]
-            if isinstance(stdin, Path):
-                streams[0] = stdin
-            for path, content in zip(streams, (stdin or b"", b"", b""), strict=True):
-                if isinstance(content, bytes):
-                    path.write_bytes(content)
-            request = {
-                "args": args,
-                "env": dict(os.environ),
-                "cwd": os.getcwd(),
-                "streams": [str(s) for s in streams],
-                "seconds": seconds,
-                "memory": memory,
-                "file_size": file_size,
-                "before": before,
-                "kill": kill,
-                "bound": bound,
-            }
-            assert self.server.stdin is not None
-            assert self.server.stdout is not None
-            self.server.stdin.write(json.dumps(request).encode() + b"\n")
-            self.server.stdin.flush()
-            code, steps = map(int, self.server.stdout.readline().split())
-            return Done(args, code, streams[1].read_bytes(), streams[2].read_bytes(), steps=steps)
+        self.args, self.work = args, tempfile.TemporaryDirectory()
+        self.kept = [Path(self.work.name) / name for name in ("stdin", "stdout", "stderr")]
+        if isinstance(stdin, Path):
+            self.kept[0] = stdin
+        for path, content in zip(self.kept, (stdin or b"", b"", b""), strict=True):
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+        request = {
+            "args": args,
+            "env": {**os.environ, **(env or {})},
+            "cwd": str(cwd or os.getcwd()),
+            "streams": [(streams or {}).get(number, str(path)) for number, path in enumerate(self.kept)],
+            "seconds": seconds,
+            "memory": memory,
+            "file_size": file_size,
+            "before": before,
+            "code": code,
+            "kill": kill,
+            "bound": bound,
+        }
+        assert self.server.stdin is not None
+        self.server.stdin.write(json.dumps(request).encode() + b"\n")
+        self.server.stdin.flush()
+        return self._answer()[0]
+
+    def finish(self) -> Done:
+        with self.work:
+            code, steps = self._answer()
+            return Done(self.args, code, self.kept[1].read_bytes(), self.kept[2].read_bytes(), steps=steps)
+
+    def _answer(self) -> list[int]:
+        assert self.server.stdout is not None
+        return [int(word) for word in self.server.stdout.readline().split()]
 
     def close(self) -> None:
         self.server.communicate()  # it ends when its stdin does
@@ -95,6 +118,7 @@ def serve() -> None:
         if child == 0:
             become(request, tell)
         os.close(tell)
+        print(child, flush=True)
         steps = 0
         while said := os.read(told, 2**16):  # a byte for each step, until the child ends
             before, steps = steps, steps + len(said)
@@ -103,19 +127,27 @@ def serve() -> None:
                 os.kill(child, request["kill"][2])
         os.close(told)
         _, status = os.waitpid(child, 0)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)} {steps}\n")
-        sys.stdout.flush()
+        print(os.waitstatus_to_exitcode(status), steps, flush=True)
 
 
 def become(request: dict, tell: int) -> None:
     """Turn into the command: arguments, environment, folder and streams; then leave as Python would."""
     from llama.__main__ import main
 
-    for number, path in enumerate(request["streams"]):
-        os.dup2(os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY), number)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
     os.environ.clear()
     os.environ.update(request["env"])
+    names = ("stdin", "stdout", "stderr")
+    for number, (name, path) in enumerate(zip(names, request["streams"], strict=True)):
+        if path is None:  # Python begins with None where a stream is closed
+            os.close(number)
+            setattr(sys, name, None)
+            continue
+        opened = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY)
+        os.dup2(opened, number)
+        os.close(opened)
+        stream = os.fdopen(number, ("rb", "wb", "wb")[number], 0 if number == 2 else -1, closefd=False)
+        encoding = os.environ.get("PYTHONIOENCODING")
+        setattr(sys, name, io.TextIOWrapper(stream, encoding, write_through=number == 2))
     os.chdir(request["cwd"])
     sys.argv = ["clearllama", *request["args"]]
     signal.alarm(request["seconds"])  # nothing handles it: it ends a child that hangs in C as well
@@ -133,16 +165,18 @@ def become(request: dict, tell: int) -> None:
     if request["kill"]:
         sys.addaudithook(lambda event, args: STEPS.match(event) and os.write(tell, b"."))  # type: ignore[func-returns-value]
     try:
-        code = main()
+        code = exec(request["code"], {"__name__": "__main__"}) or 0 if request["code"] else main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                with contextlib.suppress(OSError):
+            try:
+                if stream is not None:
                     stream.flush()
+            except OSError:
+                code = 120  # as Python's own
         os._exit(code)
 
 

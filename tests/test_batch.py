@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from llama import batch, compiled, kernels
 from llama.batch import Batch, Ended, Request, Said, Started
@@ -140,10 +141,37 @@ def test_where_turns_depend_on_the_length_requests_run_alone(form: str) -> None:
     assert_same(together(net, requests, 3), [alone(net, request) for request in requests])
 
 
-@pytest.mark.slow  # two libraries to build
+class Traced:
+    """In place of a library of Inductor's, the trace that it would be made from, run by torch itself.
+
+    So what the trace takes for granted (how many rows, how many slots, which weight is which) is held against the
+    model, and no compiler has to work: `slow` shows that the library does what the trace says.
+    """
+
+    calls: list[int] = []  # noqa: RUF012  (rows of each call)
+
+    def __init__(self, path: str, *_: object):
+        program = torch.export.load(path)
+        self.module, self.inputs = program.module(), program.call_spec.in_spec
+
+    def boxed_run(self, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.calls.append(len(arguments[0]))
+        args, _ = pytree.tree_unflatten(arguments, self.inputs)
+        return [self.module(*args)]
+
+
 @needs_kernels
-def test_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["trace", pytest.param("library", marks=pytest.mark.slow)])  # two libraries to build
+def test_a_compiled_model(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
+    if by == "trace":
+        monkeypatch.setattr(
+            torch._inductor,
+            "aoti_compile_and_package",
+            lambda trace, package_path: torch.export.save(trace, package_path),
+        )
+        monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", Traced)
+        monkeypatch.setattr(Traced, "calls", [])
     config = dataclasses.replace(tiny.CONFIG, n_layers=1, max_seq_len=200)
     requests = ragged(random.Random(8), 7, longest=30)
     net = tiny.model(config, rope="real", attention="kernel")
@@ -152,6 +180,9 @@ def test_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert fast.fixed_cache
     for slots in (1, 6, 7):  # of seven requests; at the end four, two and one are left
         assert_same(together(fast, requests, slots), expected)
+    if by == "trace":
+        assert {1, 6, 7} <= set(Traced.calls)
+        assert min(set(Traced.calls) - {1}) >= compiled.FEWEST_ROWS
 
 
 def test_logits_of_a_row_are_those_it_has_alone() -> None:

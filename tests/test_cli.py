@@ -167,6 +167,25 @@ def test_usage_errors_are_one_line_and_exit_2(
     assert says in error_line(result)
 
 
+def test_words_too_many_are_told_of_quotes_only_where_there_is_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from llama import cli
+
+    for command in cli.COMMANDS:
+        name = command.__name__.rsplit(".", 1)[1]
+        needed = {"convert": ["a", "b", "--to", "hf"], "plan": ["-m", "a", "--gpus", "H100"], "pull": ["a"]}
+        with pytest.raises(SystemExit) as left:
+            cli.main([name, *needed.get(name, []), *(["a"] * 2 if name not in needed else []), "--no-such-thing"])
+        assert left.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "--no-such-thing" in error
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        assert ("needs quotes" in error) == ("PROMPT]" in capsys.readouterr().out.split("\n\n")[0])
+
+
 @pytest.mark.parametrize("command", ["generate", "inspect"])
 def test_a_file_that_is_no_model_is_one_line_and_exit_1(clearllama: Run, tmp_path: Path, command: str) -> None:
     path = tmp_path / "x.gguf"
@@ -190,11 +209,7 @@ def test_bytes_that_are_not_utf8(clearllama: Run, tiny_gguf: Path) -> None:
     result = clearllama("generate", "-q", "-m", str(tiny_gguf), stdin=b"abc\xff")
     assert result.returncode == 2
     assert "byte 3 is 0xff" in error_line(result)
-    result = subprocess.run(
-        [sys.executable, "-m", "llama", "generate", "-q", "-m", str(tiny_gguf), b"abc\xff"],
-        capture_output=True,
-        check=False,
-    )
+    result = clearllama("generate", "-q", "-m", str(tiny_gguf), os.fsdecode(b"abc\xff"))
     assert result.returncode == 2
     assert "byte 3 is 0xff" in error_line(result)
 
@@ -220,41 +235,40 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny_gguf: Path) -> None:
 @pytest.mark.row("I03")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
 def test_a_full_disk_is_one_line_and_exit_1(clearllama: Run, tiny_gguf: Path) -> None:
-    with open("/dev/full", "wb") as full:
-        result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", *FAST, stdout=full)
+    result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", *FAST, streams={1: "/dev/full"})
     assert result.returncode == 1
     assert "No space left" in error_line(result)
 
 
 @pytest.mark.row("I02")
-def test_a_closed_stdout_is_one_line_and_exit_1(tiny_gguf: Path) -> None:
-    command = f"{sys.executable} -m llama generate -q -m {tiny_gguf} hello >&-"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+def test_a_closed_stdout_is_one_line_and_exit_1(clearllama: Run, tiny_gguf: Path) -> None:
+    result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", streams={1: None})
     assert result.returncode == 1
     assert "standard output is closed" in error_line(result)
 
 
 @pytest.mark.row("I03")
 def test_a_closed_stderr_puts_nothing_else_on_stdout(clearllama: Run, tiny_gguf: Path) -> None:
-    args = ("-m", "llama", "generate", "-m", str(tiny_gguf), "hello", *FAST)
-    command = " ".join((sys.executable, *args))
-    closed = subprocess.run(["bash", "-c", f"{command} 2>&-"], capture_output=True, check=False)
+    args = ("generate", "-m", str(tiny_gguf), "hello", *FAST)
+    closed = clearllama(*args, streams={2: None})
     assert closed.returncode == 0
-    assert closed.stdout == clearllama(*args[2:]).stdout
-    full = subprocess.run(["bash", "-c", f"{command} 2>/dev/full"], capture_output=True, check=False)
+    assert closed.stdout == clearllama(*args).stdout
+    full = clearllama(*args, streams={2: "/dev/full"})
     assert full.stdout == closed.stdout
 
 
 @pytest.mark.row("I04")
-def test_chat_without_stdin_is_one_line(tiny_gguf: Path) -> None:
-    command = f"{sys.executable} -m llama chat -q -m {tiny_gguf} <&-"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+def test_chat_without_stdin_is_one_line(clearllama: Run, tiny_gguf: Path) -> None:
+    result = clearllama("chat", "-q", "-m", str(tiny_gguf), streams={0: None})
     assert result.returncode == 2
     assert "standard input is closed" in error_line(result)
 
 
+SLOW = pytest.mark.slow  # the same at more moments
+
+
 @pytest.mark.row("I06")
-@pytest.mark.parametrize("after", [0.15, 0.25, 0.4, 0.6, 0.9])
+@pytest.mark.parametrize("after", [0.15, pytest.param(0.25, marks=SLOW), 0.4, pytest.param(0.6, marks=SLOW), 0.9])
 def test_an_interrupt_while_loading_ends_it(default_gguf: Path, after: float) -> None:
     command = [sys.executable, "-m", "llama", "generate", "-m", str(default_gguf), "--raw", "Once", "-n", "4000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -278,11 +292,20 @@ def test_an_ascii_terminal_gets_escapes(clearllama: Run, tiny_gguf: Path) -> Non
     assert json.loads(as_json.stdout)["text"] == plain.removesuffix("\n")
 
 
+@pytest.fixture
+def endless(tmp_path: Path) -> list[str]:
+    """A command that answers until it is stopped."""
+    from . import tiny
+
+    path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"llama.context_length": 2**20})
+    sampling = ["-n", "1000000", "--temp", "3", "--seed", "1"]
+    return [sys.executable, "-m", "llama", "generate", "-q", "-m", str(path), "--raw", "hello", *sampling]
+
+
 @pytest.mark.row("I06")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_it_with_their_code(default_gguf: Path, number: signal.Signals, code: int) -> None:
-    command = [sys.executable, "-m", "llama", "generate", "-m", str(default_gguf), "--raw", "Once", "-n", "4000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_signals_end_it_with_their_code(endless: list[str], number: signal.Signals, code: int) -> None:
+    process = subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.read(1)  # it is generating
     process.send_signal(number)
@@ -292,30 +315,19 @@ def test_signals_end_it_with_their_code(default_gguf: Path, number: signal.Signa
 
 
 @pytest.mark.row("I06")
-def test_nohup_stays_in_force(default_gguf: Path) -> None:
-    command = [
-        "nohup",
-        sys.executable,
-        "-m",
-        "llama",
-        "generate",
-        "-q",
-        "-m",
-        str(default_gguf),
-        "--raw",
-        "Once",
-        "-n",
-        "60",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+def test_nohup_stays_in_force(endless: list[str]) -> None:
+    process = subprocess.Popen(["nohup", *endless], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGHUP)
+    assert process.stdout.read(200)  # it goes on
+    process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert process.returncode == 143
 
 
 @pytest.mark.row("I11")
+@pytest.mark.slow  # tests/test_structure.py shows that no check is an assert
 def test_optimized_python_checks_as_much(tiny_gguf: Path) -> None:
     command = [sys.executable, "-OO", "-m", "llama", "generate", "-m", str(tiny_gguf), "--top-p", "7", "x"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
@@ -362,10 +374,9 @@ def test_chat_over_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> N
 
 
 def test_a_full_stderr_does_not_end_a_chat(clearllama: Run, tiny_gguf: Path) -> None:
-    command = f"printf 'hello\\n/clear\\n/save\\nthe\\n' | {sys.executable} -m llama chat -m {tiny_gguf} -n 5 --seed 1"
+    args = ("chat", "-m", str(tiny_gguf), "-n", "5", "--seed", "1")
     plain, full = (
-        subprocess.run(["bash", "-c", f"{command} 2>{to}"], capture_output=True, check=False)
-        for to in ("/dev/null", "/dev/full")
+        clearllama(*args, stdin=b"hello\n/clear\n/save\nthe\n", streams={2: to}) for to in ("/dev/null", "/dev/full")
     )
     assert full.returncode == plain.returncode == 0
     assert full.stdout == plain.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -18,8 +17,11 @@ import pexpect
 import pytest
 
 from llama import cli, loader
+from llama.cli import batch
+from llama.cli.batch import Chat
 from llama.text import Llama
 
+from . import tiny
 from .conftest import Run
 
 Lines = list[dict[str, Any]]
@@ -30,6 +32,7 @@ Command = Callable[..., int]
 def main(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> Command:
     """The command in this process, on a model that is loaded already; exit codes come back."""
     monkeypatch.setattr(loader, "load", lambda *_, **__: tiny_llm)
+    monkeypatch.setattr(batch, "chat_of", lambda args: Chat(tiny_llm.tokenizer, tiny_llm.chat_template, None))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
 
     def run(*args: str) -> int:
@@ -68,7 +71,7 @@ def mixed(count: int, seed: int = 0) -> Lines:
         if rng.random() < 0.3:
             line = {"messages": [{"role": "system", "content": "the"}, {"role": "user", "content": line["prompt"]}]}
         if rng.random() < 0.5:
-            line = {"id": rng.choice([f"name {i}", i * 100]), **line}
+            line = {"id": rng.choice([f"name {i}", 1000 + i]), **line}
         if rng.random() < 0.5:
             line |= {"max_new_tokens": rng.randint(0, 9), "temperature": 2.0, "seed": i}
         if rng.random() < 0.3:
@@ -143,8 +146,8 @@ def test_a_prompt_that_cannot_run_is_an_error_in_its_place(
 ) -> None:
     good = {"prompt": "hello"}
     lines: Lines = [
-        {"id": "long", "prompt": "x " * 400}, good, {"prompt": "\ud800"}, good,
-        {"messages": [{"role": "nobody", "content": "x"}]}, good, {"messages": []},
+        {"id": "long", "prompt": "x " * 400}, good, {"prompt": "x" * 300}, good,
+        {"messages": [{"role": "user", "content": "x" * 300}]}, good, {"prompt": "x" * 300},
     ]  # fmt: skip
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     args = ("--prompts", str(source), "--output", str(target), "-n", "4", "--batch-size", "2")
@@ -155,7 +158,7 @@ def test_a_prompt_that_cannot_run_is_an_error_in_its_place(
     ]  # fmt: skip
     assert "context holds" in answers[0]["error"]
     assert answers[0]["id"] == "long"
-    assert "role must be" in answers[4]["error"]
+    assert "context holds" in answers[4]["error"]
     assert (
         capsys.readouterr().err == "clearllama: error: 4 of 7 prompts could not be run; these answers hold an error\n"
     )
@@ -165,7 +168,7 @@ def test_a_prompt_that_cannot_run_is_an_error_in_its_place(
 
 
 def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
-    source, target = write(tmp_path / "in", [{"prompt": "\ud800"}] * 3), tmp_path / "out"
+    source, target = write(tmp_path / "in", [{"prompt": "x" * 300}] * 3), tmp_path / "out"
     assert main("--prompts", str(source), "--output", str(target)) == 1
     assert [answer["id"] for answer in read(target) if "error" in answer] == [1, 2, 3]
 
@@ -182,7 +185,7 @@ def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
         (b'{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
         (b'{"prompt": "a", "temperature": NaN}', "NaN"),
         (b'{"prompt": "a", "promt": "b"}', "line 2: unknown key 'promt'"),
-        (b'{"id": 3}', "line 2: expected either"),
+        (b'{"id": 3}', "line 2 (id 3): expected either"),
         (b'{"prompt": "a", "messages": []}', "line 2: expected either"),
         (b'{"prompt": 5}', "line 2: prompt must be a string"),
         (b'{"prompt": null}', "line 2: prompt must be a string"),
@@ -198,6 +201,28 @@ def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
         (b'{"prompt": "a", "seed": -1}', "line 2: seed must be"),
         (b'{"prompt": "a", "stop": ""}', "line 2: stop must be"),
         (b'{"prompt": "a", "stop": ["b", 1]}', "line 2: stop must be"),
+        (b'{"prompt": "a", "stop": null}', "line 2: stop must be a string or a list of strings, got null"),
+        (b'{"prompt": ["a"]}', 'line 2: prompt must be a string, got ["a"]'),
+        (b'{"prompt": "a", "temperature": null}', "line 2: temperature must be a number, got null"),
+        (b'{"prompt": "a", "top_k": true}', "line 2: top_k must be a number, got true"),
+        (b'{"prompt": "a", "id": "x", "seed": {}}', 'line 2 (id "x"): seed must be a number, got {}'),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "line 2 holds a number of thousands of digits"),
+        (b'{"prompt": "a\\ud800"}', "line 2: 'prompt' holds '\\ud800', half of a surrogate pair"),
+        (b'{"prompt": "a", "id": "\\udfff"}', "line 2: 'id' holds '\\udfff', half of"),
+        (b'{"prompt": "a", "stop": ["b", "\\ud83d"]}', "line 2: 'stop' holds '\\ud83d', half of"),
+        (b'{"prompt": "a", "system": "\\ud83d"}', "line 2: 'system' holds '\\ud83d', half of"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "line 2: 'messages' holds '\\ud83d', half of"),
+        (b'{"prompt": "a", "\\udc00": 1}', "line 2: '\\udc00' holds '\\udc00', half of"),
+        (b'{"id": 7, "messages": []}', "line 2 (id 7): a chat needs at least one message"),
+        (b'{"messages": [{"role": "nobody", "content": "x"}]}', "line 2: message 0: role must be one of system, user,"),
+        (b'{"messages": [{"content": "x"}]}', "line 2: message 0: role must be a string, got none"),
+        (b'{"messages": [{"role": null, "content": "x"}]}', "line 2: message 0: role must be a string, got null"),
+        (b'{"messages": [{"role": "user"}]}', "line 2: message 0: content must be a string, got none"),
+        (b'{"messages": [{"role": "user", "content": null}]}', "line 2: message 0: content must be a string, got null"),
+        (b'{"messages": [{"role": "user", "content": [{}]}]}', "line 2: message 0: content must be a string, got [{}]"),
+        (b'{"messages": ["hello"]}', 'line 2: message 0 must be an object with role and content, got "hello"'),
+        (b'{"prompt": "a", "id": 1}', "line 2 and line 1 both have the id 1 (a line without one has its number)"),
+        (b'{"prompt": "a", "id": 3}', "line 3 and line 2 both have the id 3 (a line without one has its number)"),
     ],
 )
 def test_a_bad_line_is_named_before_anything_is_loaded_or_written(
@@ -212,6 +237,63 @@ def test_a_bad_line_is_named_before_anything_is_loaded_or_written(
     assert told in error
     assert str(source) in error
     assert not target.exists()
+
+
+def test_equal_ids_are_told_apart_by_their_kind_only(
+    main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in", [{"prompt": "a"}, {"id": "1", "prompt": "b"}, {"id": "x", "prompt": "c"}])
+    assert main("--prompts", str(source), "--output", str(tmp_path / "out"), "-n", "1") == 0
+    assert [answer["id"] for answer in read(tmp_path / "out")] == [1, "1", "x"]
+    write(source, [{"id": "x", "prompt": "a"}, {"prompt": "b"}, {"id": "x", "prompt": "a"}])
+    assert main("--prompts", str(source), "-n", "1") == 2
+    assert 'line 3 and line 1 both have the id "x"' in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(main: Command, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "\xef\xbb\xbfb"}\n')
+    assert main("--prompts", str(source), "--output", str(tmp_path / "out"), "-n", "1") == 0
+    assert [answer["prompt"] for answer in read(tmp_path / "out")] == ["a", "\ufeffb"]
+
+
+NEEDS_A_CHAT = [
+    ({"messages": [{"role": "user", "content": "b"}]}, "this model has no chat template"),
+    ({"prompt": "a", "system": "b"}, "the model has no chat template"),
+]
+
+
+@pytest.mark.parametrize(("line", "told"), NEEDS_A_CHAT)
+def test_a_model_without_a_chat_is_found_out_before_its_weights_are_read(
+    clearllama: Run, tmp_path: Path, line: dict[str, Any], told: str
+) -> None:
+    base = tiny.write_gguf(tmp_path / "base.gguf", metadata={"tokenizer.chat_template": None})
+    source, target = write(tmp_path / "in", [{"prompt": "a"}, {"id": "b", **line}]), tmp_path / "out"
+    args = ("generate", "-m", str(base), "--prompts", str(source), "--output", str(target), "-n", "1")
+    result = clearllama(*args, env={"CLEARLLAMA_KERNELS": "sse9"})  # which loading weights would refuse
+    assert result.returncode == 2
+    [error] = result.stderr.decode().splitlines()
+    assert error.startswith(f'clearllama: error: {source} line 2 (id "b"): ')
+    assert told in error
+    assert not target.exists()
+    result = clearllama(*args, "--chat-format", "llama2")  # its vocabulary lacks the format's control tokens
+    assert result.returncode == 2
+    assert b"line 2" in result.stderr
+
+
+def test_an_order_of_roles_that_the_template_refuses_is_found_before_anything_is_loaded(
+    main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_llm: Llama
+) -> None:
+    template = "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('the user speaks first') }}{% endif %}x"
+    monkeypatch.setattr(batch, "chat_of", lambda args: Chat(tiny_llm.tokenizer, template, None))
+    monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
+    lines: Lines = [
+        {"messages": [{"role": role, "content": "b"}]} for role in ("user", "user", "system", "assistant", "user")
+    ]
+    assert main("--prompts", str(write(tmp_path / "in", lines))) == 2
+    error = capsys.readouterr().err
+    assert "line 4 (id 4): " in error
+    assert "the user speaks first" in error
 
 
 @pytest.mark.parametrize(
@@ -285,7 +367,7 @@ def test_messages_want_a_chat(main: Command, tmp_path: Path, capsys: pytest.Capt
 def test_wherever_the_output_was_cut_the_next_run_completes_it(
     step: int, main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llm: Llama
 ) -> None:
-    lines: Lines = [{"id": "\xe9", "prompt": "a"}, {"prompt": "\ud800"}, {"prompt": "b", "temperature": 3.0}]
+    lines: Lines = [{"id": "\xe9", "prompt": "a"}, {"prompt": "x" * 260}, {"prompt": "b", "temperature": 3.0}]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     args = ("--prompts", str(source), "--output", str(target), "-n", "1", "--batch-size", "2", "--seed", "1")
     assert main(*args) == 1
@@ -424,18 +506,12 @@ def test_two_processes_at_once_leave_one_whole_output(tiny_gguf: Path, tmp_path:
 
 
 @pytest.mark.row("F01")
-def test_a_full_disk_is_an_error_and_leaves_whole_lines(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_whole_lines(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [{"prompt": f"hello {i}"} for i in range(20)]), tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "llama", "generate", "-m", str(tiny_gguf), "--prompts", str(source), "-n", "3"]
-    command += ["--output", str(target)]
-    limited = subprocess.run(
-        command,
-        stderr=subprocess.PIPE,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)),
-    )
+    command = ("generate", "-m", str(tiny_gguf), "--prompts", str(source), "-n", "3", "--output", str(target))
+    limited = clearllama(*command, file_size=2000)
     assert limited.returncode == 1
     assert str(target).encode() in limited.stderr.splitlines()[-1]
     assert 0 < len(read(target)) < 20
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert clearllama(*command).returncode == 0
     assert [answer["id"] for answer in read(target)] == list(range(1, 21))

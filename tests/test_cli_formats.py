@@ -43,6 +43,18 @@ def test_families_are_told_apart_where_they_can_be() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- inspect
+def test_inspect_counts_memory_for_sizes_that_can_be(clearllama: Run, meta: Path) -> None:
+    for option, most in (("--context", 2**31), ("--batch", 4096)):
+        for value in (0, -1, most + 1, 10**30, -(10**30)):
+            refused = clearllama("inspect", str(meta), option, str(value))
+            assert refused.returncode == 2
+            assert refused.stdout == b""
+            told = f"clearllama: error: {option} must lie between 1 and {most:,}, "
+            assert refused.stderr.decode().startswith(told)
+            assert refused.stderr.count(b"\n") == 1
+        assert clearllama("inspect", str(meta), option, str(most)).returncode == 0
+
+
 def test_inspect_a_folder_of_metas(clearllama: Run, meta: Path) -> None:
     result = clearllama("inspect", str(meta), "--json", "--context", "100", "--batch", "3")
     assert result.returncode == 0

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from llama.errors import UsageError
 from llama.quant import TileLinear
 
 from . import tiny
+from .forked import Forked
 
 needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="the C++ kernels can't be built here")
 
@@ -335,25 +337,27 @@ torch.save(samples(), sys.argv[1])
 """
 
 
-def run(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def run(forked: Forked) -> Callable[..., subprocess.CompletedProcess[bytes]]:
     """A Python of its own, since a process has one form of the kernels for its life."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *args],
-        env={**os.environ, **env},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+
+    def start(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+        root = str(Path(__file__).parent.parent)
+        return forked.run(args, None, env=env, code=f"import sys; sys.path.insert(0, {root!r})\n{code}")
+
+    return start
+
+
+Python = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 
 @needs_kernels
 @pytest.mark.parametrize("form", ["avx2", "plain"])
-def test_every_form_computes_the_same(tmp_path: Path, form: str) -> None:
+def test_every_form_computes_the_same(run: Python, tmp_path: Path, form: str) -> None:
     if form == "avx2" and not torch.cpu._is_avx2_supported():
         pytest.skip("this processor has no AVX2")
     done = run(SAMPLE, str(tmp_path / "samples"), CLEARLLAMA_KERNELS=form)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, b"")
     for found, expected in zip(torch.load(tmp_path / "samples"), samples(), strict=True):
         if found.dtype == torch.uint8:
             assert torch.equal(found, expected)
@@ -383,12 +387,12 @@ def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_without_kernels_the_answers_are_right_and_one_line_says_so(
-    tmp_path: Path, small_gguf: Path, env: dict[str, str], lines: list[str]
+    run: Python, tmp_path: Path, small_gguf: Path, env: dict[str, str], lines: list[str]
 ) -> None:
     env = {"CLEARLLAMA_CACHE": str(tmp_path), "CLEARLLAMA_KERNELS": "auto", **env}
     done = run(LOGITS, str(small_gguf), str(tmp_path / "logits"), **env)
     assert done.returncode == 0, done.stderr
-    said = done.stderr.splitlines()
+    said = done.stderr.decode().splitlines()
     assert len(said) == len(lines)
     for line, expected in zip(said, lines, strict=True):
         assert line.startswith("clearllama: running on torch's own operators, slower than its C++ kernels: ")
@@ -427,12 +431,14 @@ assert all(ThreadPoolExecutor(4).map(lambda i: kernels.ready(), range(8)))
 """
 
 
-def test_the_library_is_built_once_also_where_threads_ask(tmp_path: Path, compiler: tuple[str, Path]) -> None:
+def test_the_library_is_built_once_also_where_threads_ask(
+    run: Python, tmp_path: Path, compiler: tuple[str, Path]
+) -> None:
     script, calls = compiler
     cache = tmp_path / "cache"
     for _ in range(2):
         done = run(READY, CLEARLLAMA_CACHE=str(cache), CXX=script)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.returncode, done.stderr) == (0, b"")
     assert calls.read_text().splitlines() == ["call"]
     [library] = (cache / "kernels").iterdir()
     assert library.suffix == ".so"

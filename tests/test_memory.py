@@ -24,6 +24,7 @@ from llama.generate import prefill
 from llama.model import Transformer
 
 from . import tiny
+from .forked import Forked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -561,12 +562,11 @@ assert llm.generate("hello the", max_new_tokens=4).tokens == before
 @linux
 @pytest.mark.parametrize(("check", "error"), [(True, "MemoryLimitError"), (False, "RuntimeError")])
 def test_memory_that_runs_out_in_the_middle_leaves_a_process_that_works(
-    tiny_gguf: Path, check: bool, error: str
+    tiny_gguf: Path, check: bool, error: str, forked: Forked
 ) -> None:
-    code = BROKEN.format(check=check, error=error)
-    done = subprocess.run([sys.executable, "-c", code, str(tiny_gguf)], capture_output=True, text=True, check=False)
+    done = forked.run((str(tiny_gguf),), None, code=BROKEN.format(check=check, error=error))
     assert done.returncode == 0, done.stderr
-    assert "ulimit -v" in done.stdout if check else "allocate memory" in done.stdout
+    assert b"ulimit -v" in done.stdout if check else b"allocate memory" in done.stdout
 
 
 @pytest.mark.row("J02")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from hypothesis import given, settings
@@ -362,8 +363,11 @@ def test_what_is_no_gpu_is_refused_with_those_that_are() -> None:
     for text in ("16xH1000", "tpu", "2xA30"):
         with pytest.raises(UsageError, match=r"known: H100, .*MI300X.*custom"):
             parse_gpus(text)
-    for text in ("", "x", "0xH100", "000xH100", "-1xH100", "1.5xH100", "16", "H100x16", "9999999xH100"):
-        with pytest.raises(UsageError):
+    for text in ("", "x", "-1xH100", "1.5xH100", "H100x16"):
+        with pytest.raises(UsageError, match=r"a number and a name, as in 16xH100|no GPU"):
+            parse_gpus(text)
+    for text in ("0xH100", "000xH100", "4097xH100", "99999999xH100", "9" * 5000 + "xH100"):
+        with pytest.raises(UsageError, match="the number of GPUs must lie between 1 and 4,096"):
             parse_gpus(text)
     with pytest.raises(UsageError, match="--gpu-memory, --gpu-bandwidth"):
         parse_gpus("4xcustom", flops=1e12)
@@ -378,18 +382,26 @@ def test_what_is_no_gpu_is_refused_with_those_that_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [("80GB", 80e9), ("24GiB", 24 * 2**30), ("3350GB/s", 3.35e12), ("3.35 TB/s", 3.35e12), ("989TFLOP/s", 989e12),
-     ("989 TFLOPS", 989e12), ("1e12", 1e12), ("512", 512.0), ("40gb/s", 40e9)],
+    ("option", "text", "value"),
+    [("memory", "80GB", 80e9), ("memory", "24GiB", 24 * 2**30), ("bandwidth", "3350GB/s", 3.35e12),
+     ("link", "3.35 TB/s", 3.35e12), ("flops", "989TFLOP/s", 989e12), ("flops", "989 TFLOPS", 989e12),
+     ("flops", "1e12FLOP/s", 1e12), ("memory", "512B", 512.0), ("network", "40gb/s", 40e9)],
 )  # fmt: skip
-def test_quantities(text: str, value: float) -> None:
-    assert quantity(text, "--gpu-memory") == value
+def test_quantities(option: str, text: str, value: float) -> None:
+    assert quantity(text, f"--gpu-{option}") == value
 
 
-@pytest.mark.parametrize("text", ["", "GB", "80 apples", "-80GB", "80GB/h", "nan", "inf", "8 0GB", "1e999"])
-def test_what_is_no_quantity_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--gpu-memory is a number with a unit"):
-        quantity(text, "--gpu-memory")
+@pytest.mark.parametrize(
+    ("option", "text", "example"),
+    [("memory", text, "80GB or 24GiB") for text in
+     ("", "GB", "1", "80", "1e12", "80G", "80 apples", "-80GB", "80GB/s", "80GB/h", "nan", "inf", "8 0GB", "1e999GB",
+      "9" * 5000 + "GB")]
+    + [("bandwidth", "3350", "3350GB/s"), ("network", "50GB", "3350GB/s"), ("flops", "989", "989TFLOP/s"),
+       ("flops", "989TB/s", "989TFLOP/s")],
+)  # fmt: skip
+def test_what_is_no_quantity_is_refused(option: str, text: str, example: str) -> None:
+    with pytest.raises(UsageError, match=f"--gpu-{option} is a number with a unit, as in {example}, got"):
+        quantity(text, f"--gpu-{option}")
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -466,7 +478,7 @@ def test_configurations_by_themselves(tmp_path: Path) -> None:
     (tmp_path / "8b").mkdir()
     file = tmp_path / "8b" / "config.json"
     file.write_text(json.dumps(theirs))
-    name, config = architecture(str(file))
+    name, config, _ = architecture(str(file))
     assert (name, config.n_params) == ("8b", B8.n_params)
 
     metas = {"dim": 16384, "n_layers": 126, "n_heads": 128, "n_kv_heads": 8, "vocab_size": 128256,
@@ -482,7 +494,7 @@ def test_configurations_by_themselves(tmp_path: Path) -> None:
     ours = json.loads((ROOT / "configs/llama-2-7b.json").read_text())
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(ours | {"n_layers": 16}))
-    assert architecture(str(file)) == ("mine", replace(official()["llama-2-7b"], n_layers=16))
+    assert architecture(str(file)) == ("mine", replace(official()["llama-2-7b"], n_layers=16), None)
     file.write_text(json.dumps(ours | {"colour": "blue"}))
     with pytest.raises(ConfigError, match="colour"):
         architecture(str(file))
@@ -494,5 +506,67 @@ def test_configurations_by_themselves(tmp_path: Path) -> None:
 
 def test_a_checkpoint_by_its_headers(tmp_path: Path) -> None:
     path = tiny.write_gguf(tmp_path / "small.gguf")
-    name, config = architecture(str(path))
+    name, config, checkpoint = architecture(str(path))
     assert (name, config.n_params) == ("small.gguf", tiny.CONFIG.n_params)
+    assert checkpoint is not None
+    assert plan.stored_in(checkpoint, 2) is None  # float32, which a run casts
+
+
+def planned(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> dict[str, Any]:
+    assert main(["plan", "-m", str(path), "--gpus", "1xL4", "--context", "64", "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+def test_a_quantized_gguf_is_planned_by_its_own_blocks(
+    type: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against the bytes that the gguf package counts; what is not quantized becomes bfloat16."""
+    config = replace(tiny.WIDE, tie_embeddings=tied)
+    path = tiny.write_gguf(tmp_path / "x.gguf", config, quantization=type)
+    held = sum(
+        2 * tensor.n_elements if tensor.tensor_type == gguf.GGMLQuantizationType.F32 else tensor.n_bytes
+        for tensor in gguf.GGUFReader(path).tensors
+    )
+    facts = planned(capsys, path)
+    assert facts["memory"]["weights"] == held
+    assert facts["stored"] == [type]
+    assert facts["quantize"] == "as stored"
+    found = {other["quantize"]: other["weights"] for other in facts["alternatives"]}
+    assert list(found) == ["as stored", None, "int8", "int4"]
+    assert found["as stored"] == held
+    assert found[None] == 2 * config.n_params == planned(capsys, path, "--dtype", "bfloat16")["memory"]["weights"]
+    assert found["int4"] == planned(capsys, path, "--quantize", "int4")["memory"]["weights"]
+    assert main(["plan", "-m", str(path), "--gpus", "1xL4"]) == 0
+    out = capsys.readouterr().out
+    assert "weights as stored, keys and values bfloat16" in out
+    assert f"\nstored      {type}: " in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-sym-g128", "int8-row"])
+def test_a_saved_folder_is_planned_as_what_it_was_made_by(
+    scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny.write_gguf(tmp_path / "x.gguf", replace(tiny.WIDE, tie_embeddings=True))
+    assert main(["quantize", str(source), str(tmp_path / "saved"), "--scheme", scheme, "--quiet"]) == 0
+    capsys.readouterr()
+    made = planned(capsys, source, "--quantize", scheme)["memory"]["weights"]
+    found = planned(capsys, tmp_path / "saved")
+    assert found["stored"]
+    rows = 4 * 12 * tiny.WIDE.vocab_size  # int8-row: a float32 scale for each row, which a scheme's bits leave out
+    assert made <= found["memory"]["weights"] <= made + (rows if scheme == "int8-row" else 0)
+
+
+def test_keys_and_values_in_8_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the buffers of such a cache."""
+    path = tiny.write_gguf(tmp_path / "x.gguf")
+    facts = planned(capsys, path, "--kv-cache", "int8", "--batch", "3")
+    config = tiny.CONFIG
+    cache = KVCache(config.n_layers, config.n_kv_heads, config.head_dim, 64, batch=3, dtype=torch.bfloat16, kind="int8")
+    held = sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers)
+    assert facts["memory"]["kv_cache"] == facts["stages"][0]["kv_cache_read"] == held
+    assert held < planned(capsys, path, "--batch", "3")["memory"]["kv_cache"]
+    main(["plan", "-m", str(path), "--gpus", "1xL4", "--kv-cache", "int8"])
+    assert "keys and values int8" in capsys.readouterr().out

@@ -256,8 +256,9 @@ def p_value(counts: Tensor, expected: Tensor) -> float:
         ("ngram", {"temperature": 1.0}),
         ("sure", {"temperature": 1.0, "repetition_penalty": 1.8}),
         ("model", {"temperature": 0.7, "top_k": 3}),
-        ("model", {"temperature": 1.3, "top_p": 0.8}),
-        ("model", {"temperature": 1.0, "repetition_penalty": 1.8}),
+        # A filter and a penalty, each with the other draft: the cases above hold both.
+        pytest.param("model", {"temperature": 1.3, "top_p": 0.8}, marks=pytest.mark.slow),
+        pytest.param("model", {"temperature": 1.0, "repetition_penalty": 1.8}, marks=pytest.mark.slow),
     ],
 )
 def test_answers_are_distributed_as_the_model_alone_says_them(

@@ -68,6 +68,10 @@ class Checkpoint(ABC):
     def stored(self, name: str) -> str:
         """How the weight is stored: F32, BF16, F16, or the name of a quantization."""
 
+    def bits(self, name: str) -> float:
+        """Bits that a number of the weight takes in the files, scales included where they lie in its blocks."""
+        return {"F64": 64, "F32": 32, "BF16": 16, "F16": 16}.get(self.stored(name), 8)
+
     def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
         """Rows of a weight as the blocks of 4 or 8 bits they are stored in, or None if it is stored otherwise.
 

@@ -387,6 +387,11 @@ class GGUFCheckpoint(Checkpoint):
         part, file_name = self._places[name]
         return TENSOR_TYPES[part.header.tensors[file_name].type][0]
 
+    def bits(self, name: str) -> float:
+        part, file_name = self._places[name]
+        _, per_block, block_bytes = TENSOR_TYPES[part.header.tensors[file_name].type]
+        return 8 * block_bytes / per_block
+
     def release(self, name: str) -> None:
         part, file_name = self._places[name]
         drop_pages(torch.from_numpy(part.raw(file_name)))

@@ -98,6 +98,14 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         packed = self._packed(name)
         return super().stored(name) if packed is None else str(packed[0])
 
+    def bits(self, name: str) -> float:
+        packed = self._packed(name)
+        if packed is None:
+            return super().bits(name)
+        kind, shape = packed
+        tiles, nbytes = kind.packed(shape)
+        return 8 * tiles * nbytes / (shape[0] * shape[1])
+
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
         blocks = self.blocks(name, rows)
         return super().piece(name, rows, columns) if blocks is None else blocks.weight[:, columns]

@@ -53,12 +53,13 @@ COMMANDS = (
 ENDING = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 
+PROMPTED = ("generate", "trace")  # what takes a prompt on the command line
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with usage errors on one line."""
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
-            message += "; a prompt of several words needs quotes, one that begins with - goes behind --"
         self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
@@ -89,8 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     if os.environ.get("TERM") == "dumb":
         os.environ.setdefault("TQDM_DISABLE", "1")  # it can't go back to the beginning of a line
+    parser = build_parser()
     try:
-        args = build_parser().parse_args(argv)
+        args, rest = parser.parse_known_args(argv)
+        if rest:
+            hint = "; a prompt of several words needs quotes, one that begins with - goes behind --"
+            parser.error(f"unrecognized arguments: {' '.join(rest)}" + hint * (args.command in PROMPTED))
     except SystemExit as left:  # --help, --version and usage errors; the text may still be in the buffer
         try:
             streams.out("")

@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from . import answers, arguments, loading, streams
 
 if TYPE_CHECKING:
     from ..text import Completion, Llama
+    from ..tokenizer import Tokenizer
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
 KEYS = ("id", "prompt", "messages", "system", *SAMPLING)
@@ -75,7 +76,7 @@ def read_lines(name: str) -> list[bytes]:
             data = Path(name).read_bytes()
         except OSError as error:
             raise UsageError(f"{name}: {error.strerror or error}; expected a file of JSON lines") from None
-    lines = data.split(b"\n")
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")  # some editors begin UTF-8 with a mark
     if not lines[-1]:
         lines.pop()
     if not lines:
@@ -85,6 +86,7 @@ def read_lines(name: str) -> list[bytes]:
 
 def parse(line: bytes, number: int, where: str) -> Item:
     """Line `number` (from 1) of the input. Raises UsageError that names the line and what is wrong with it."""
+    from ..chat import check_messages
     from ..checkpoint.documents import parse_json
     from ..sampling import SamplingParams
 
@@ -94,7 +96,18 @@ def parse(line: bytes, number: int, where: str) -> Item:
     try:
         found = parse_json(line, here)
     except CheckpointError as error:
-        raise UsageError(str(error).replace("; it is damaged or not JSON", "; it is not JSON")) from None
+        told = str(error).replace("; it is damaged or not JSON", "; it is not JSON")
+        raise UsageError(told.removesuffix("; it is damaged or forged")) from None
+    for key, value in found.items():
+        try:
+            json.dumps((key, value), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = str(error.object)[error.start]
+            raise UsageError(
+                f"{here}: {key!a:.40} holds {half!a}, half of a surrogate pair, which is no character; write both"
+            ) from None
+    if isinstance(found.get("id"), str | int) and not isinstance(found["id"], bool):
+        here += f" (id {spelled(found['id'])})"
     if unknown := [key for key in found if key not in KEYS]:
         raise UsageError(f"{here}: unknown key {unknown[0]!r:.80}; known: {', '.join(KEYS)}")
     if ("prompt" in found) == ("messages" in found):
@@ -110,37 +123,115 @@ def parse(line: bytes, number: int, where: str) -> Item:
     }
     for key, (kind, told) in kinds.items():
         if key in found and (not isinstance(found[key], kind) or isinstance(found[key], bool)):
-            raise UsageError(f"{here}: {key} must be {told}, got {found[key]!r:.80}")
+            raise UsageError(f"{here}: {key} must be {told}, got {spelled(found[key])}")
+    for key in SAMPLING:
+        if key != "stop" and key in found and (isinstance(found[key], bool) or not isinstance(found[key], int | float)):
+            raise UsageError(f"{here}: {key} must be a number, got {spelled(found[key])}")
     if "system" in found and "messages" in found:
         raise UsageError(f"{here}: messages hold their own system message; leave system out")
     stop = found.get("stop", [])
     if not all(isinstance(text, str) and text for text in ([stop] if isinstance(stop, str) else stop)):
-        raise UsageError(f"{here}: stop must be strings that are not empty, got {stop!r:.80}")
-    for key, text in [
-        ("id", found.get("id")),
-        *(("stop", text) for text in ([stop] if isinstance(stop, str) else stop)),
-    ]:
-        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
-            raise UsageError(f"{here}: {key} holds half a surrogate pair ({text!a:.80}), which no UTF-8 can write")
+        raise UsageError(f"{here}: stop must be strings that are not empty, got {spelled(stop)}")
     options = {key: found[key] for key in SAMPLING if key in found}
     try:
         SamplingParams(**{key: value for key, value in options.items() if key != "stop"})
+        check_content(found.get("messages"))
+        if "messages" in found:
+            check_messages(found["messages"])
     except UsageError as error:
         raise UsageError(f"{here}: {error}") from None
     asked: dict[str, Any] = {key: found[key] for key in ("prompt", "messages") if key in found}
     return Item(found.get("id", number), asked, found.get("system"), options)
 
 
+def spelled(value: Any) -> str:
+    """A value as JSON writes it, for a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def check_content(messages: Any) -> None:
+    """Refuse in JSON's words what check_messages would refuse in Python's. Raises UsageError."""
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, dict):
+            raise UsageError(f"message {number} must be an object with role and content, got {spelled(message)}")
+        if not isinstance(message.get("role"), str):
+            told = spelled(message["role"]) if "role" in message else "none"
+            raise UsageError(f"message {number}: role must be a string, got {told}")
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            told = spelled(content) if "content" in message else "none"
+            raise UsageError(f"message {number}: content must be a string, got {told}")
+
+
 def check_lines(args: argparse.Namespace, lines: list[bytes], where: str) -> None:
-    """All lines, before the model is loaded, against themselves and the options of the command."""
+    """All lines, before the model is loaded, against themselves, each other and the options of the command."""
+    first: dict[tuple[type, str | int], int] = {}
     for number, line in enumerate(lines, 1):
         item = parse(line, number, where)
+        if (before := first.setdefault((type(item.id), item.id), number)) != number:
+            raise UsageError(
+                f"{where} line {number} and line {before} both have the id {spelled(item.id)} (a line without one has"
+                " its number); give each its own"
+            )
         if "messages" in item.asked and args.raw:
             raise UsageError(f"{where} line {number} has messages, and --raw continues plain text; leave --raw out")
         if "messages" in item.asked and args.system is not None:
             raise UsageError(f"{where} line {number}: messages hold their own system message; leave --system out")
         if item.system is not None and args.raw:
             raise UsageError(f"{where} line {number} has a system message, which needs a chat: leave --raw out")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a conversation is written by."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None
+    chat_format: str | None
+
+
+def chat_of(args: argparse.Namespace) -> Chat:
+    """A checkpoint's, from its headers: no weight is read."""
+    from ..checkpoint import open_checkpoint
+    from ..hub import resolve
+
+    checkpoint = open_checkpoint(resolve(args.model))
+    tokenizer, template = checkpoint.tokenizer(), checkpoint.chat_template
+    return Chat(tokenizer, template, checkpoint.chat_format(tokenizer) if template is None else None)
+
+
+NO_CHAT = "--system needs a chat, and the model has no chat template: name a format with --chat-format"
+
+
+def check_chats(args: argparse.Namespace, lines: list[bytes], where: str) -> None:
+    """Hold the lines that need a chat against the checkpoint's, before its weights are read. Raises UsageError.
+
+    One line of each sequence of roles is written out: what a template refuses is mostly an order of roles. What it
+    refuses for the text's sake becomes that line's own error.
+    """
+    seen: set[tuple[str, ...]] = set()
+    chat = None
+    if args.system is not None and args.chat_format == "auto":
+        chat = chat_of(args)
+        if chat.chat_template is None:
+            raise UsageError(NO_CHAT)
+    for number, line in enumerate(lines, 1):
+        item = parse(line, number, where)
+        if "messages" not in item.asked and item.system is None:
+            continue
+        roles = tuple(message["role"] for message in item.asked.get("messages", ()))
+        if roles in seen:
+            continue
+        seen.add(roles)
+        if chat is None:
+            chat = chat_of(args)
+            if args.chat_format != "auto":
+                chat = replace(chat, chat_format=args.chat_format)
+        try:
+            encode_item(chat, item, args.system, args.chat_format == "auto" and chat.chat_template is None)
+        except LlamaError as error:
+            raise UsageError(f"{where} line {number} (id {spelled(item.id)}): {error}") from None
 
 
 # --------------------------------------------------------------------------------------------------------- the output
@@ -235,10 +326,7 @@ class Output:
 
 def encode(answer: dict[str, Any]) -> bytes:
     """A line of the output."""
-    try:
-        return (json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can say and UTF-8 can't
-        return (json.dumps(answer, allow_nan=False) + "\n").encode()
+    return (json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 # ---------------------------------------------------------------------------------------------------------------- run
@@ -265,6 +353,7 @@ def run(args: argparse.Namespace) -> int:
     options = arguments.sampling_options(args)
     lines = read_lines(args.prompts)
     check_lines(args, lines, where)
+    check_chats(args, lines, where)
     if args.output == "-":
         args.output = None
     output = Output(args.output)
@@ -300,7 +389,7 @@ def answer_all(
         llm.chat_format = args.chat_format
     raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
     if raw and args.system is not None:
-        raise UsageError("--system needs a chat: name a format with --chat-format")
+        raise UsageError(NO_CHAT)
     how = "continued as it is" if raw else "one user message"
     streams.say(args, f"a prompt is {how}, {min(size, len(lines) - done)} at once")
     ready: dict[int, dict[str, Any]] = {}  # answers that wait for their turn, by line (from 0)
@@ -349,7 +438,7 @@ def answer_all(
     return errors
 
 
-def encode_item(llm: Llama, item: Item, system: str | None, raw: bool) -> list[int]:
+def encode_item(llm: Llama | Chat, item: Item, system: str | None, raw: bool) -> list[int]:
     """The ids of a line's prompt. Raises a LlamaError where it has none."""
     from ..chat import encode_chat
 

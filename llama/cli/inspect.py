@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from ..config import LARGEST_SIZE
 from ..errors import LlamaError, UsageError
 from ..hub import DEFAULT
 from . import arguments, streams
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
+BOUNDS = {
+    "context": (LARGEST_SIZE, "the longest context that a model is taken with"),
+    "batch": (4096, "as many as 'generate --prompts' has under way at once"),
+}
 NEXT = "\n" + " " * 19  # a new line below the value
 
 
@@ -35,10 +40,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("context", "batch"):
+    for name, (most, why) in BOUNDS.items():
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} must be at least 1, got {value}")
+        if value is not None and not 1 <= value <= most:
+            raise UsageError(f"--{name} must lie between 1 and {most:,}, {why}, got {value!s:.40}")
     from ..checkpoint import open_checkpoint
     from ..hub import resolve
 

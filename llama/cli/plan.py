@@ -11,11 +11,13 @@ from ..errors import ConfigError, UsageError
 from . import arguments, loading, streams
 
 if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
     from ..config import ModelConfig
-    from ..plan import Plan, Run, Split
+    from ..plan import Plan, Run, Split, Stored
 
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 OTHERS = (None, "int8", "int4")  # what the table of what fits compares
+AS_STORED = "as stored"
 GPU_OPTIONS = {
     "memory": ("SIZE", "memory of a GPU: 80GB, 24GiB"),
     "bandwidth": ("RATE", "bandwidth of its memory: 3350GB/s"),
@@ -46,8 +48,15 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--context", type=int, metavar="N", help="tokens of each sequence (default: the model's, or 8192)"
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: 1)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="%(default)s")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        help="of weights, keys and values (default: bfloat16, and a checkpoint's quantized weights as they are stored)",
+    )
     parser.add_argument("--quantize", metavar="SCHEME", help="linear layers as int8, int4, ... (as 'generate' has it)")
+    parser.add_argument(
+        "--kv-cache", default="model", choices=["model", "int8"], help="keys and values in the dtype, or in 8 bits"
+    )
     parser.add_argument("--tensor-parallel", type=int, metavar="N", help="GPUs that share each layer")
     parser.add_argument("--pipeline-parallel", type=int, metavar="P", help="stages of consecutive layers")
     group = parser.add_argument_group("GPU", "what replaces the data sheet, or stands for it with custom and cpu")
@@ -70,11 +79,14 @@ def run(args: argparse.Namespace) -> int:
     }
     count, gpu = plan.parse_gpus(args.gpus, **own, per_host=args.gpus_per_host)
     scheme = None if args.quantize is None else pick_scheme(args.quantize)
-    name, config = architecture(args.model)
+    name, config, checkpoint = architecture(args.model)
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
-    wanted = plan.Run(config, args.batch, context, args.dtype, scheme)
+    dtype = args.dtype or "bfloat16"
+    stored = None if checkpoint is None else plan.stored_in(checkpoint, plan.DTYPE_BYTES[dtype])
+    kept = stored if scheme is None and args.dtype is None else scheme
+    wanted = plan.Run(config, args.batch, context, dtype, kept, args.kv_cache)
     made = plan.plan(wanted, count, gpu, args.tensor_parallel, args.pipeline_parallel)
-    facts = describe(made, name, args.quantize)
+    facts = describe(made, name, args.quantize, stored)
     if args.json:
         streams.write_json(facts)
     else:
@@ -82,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if made.fits else 1
 
 
-def architecture(path_or_name: str) -> tuple[str, ModelConfig]:
-    """What to call a model, and its sizes: from a configuration by itself, or from a checkpoint's headers."""
+def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
+    """What to call a model, and its sizes: from a configuration by itself, or from the headers of a checkpoint."""
     from ..checkpoint import open_checkpoint
     from ..checkpoint.documents import read_json
     from ..checkpoint.huggingface import ConfigFile
@@ -94,42 +106,48 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig]:
 
     path = Path(path_or_name)
     if path_or_name in official() and not path.exists():
-        return path_or_name, official()[path_or_name]
+        return path_or_name, official()[path_or_name], None
     if path.suffix != ".json":
-        return loading.model_name(path_or_name), open_checkpoint(resolve(path_or_name)).config
+        checkpoint = open_checkpoint(resolve(path_or_name))
+        return loading.model_name(path_or_name), checkpoint.config, checkpoint
     name = path.stem if path.stem not in ("config", "params") else path.resolve().parent.name
     if path.is_dir() or not path.exists():
         raise UsageError(f"{path}: there is no such file; known models: {', '.join(official())}")
     values = read_json(path)
     if "model_type" in values or "hidden_size" in values or "architectures" in values:
-        return name, ConfigFile(path).config
+        return name, ConfigFile(path).config, None
     if "hidden_dim" not in values:
-        return name, read_params(path)
+        return name, read_params(path), None
     try:
-        return name, ModelConfig(**values)
+        return name, ModelConfig(**values), None
     except TypeError as error:
         raise ConfigError(f"{path}: {str(error).removeprefix('ModelConfig.__init__() ')}; see configs/") from None
 
 
 def quantity(text: str, option: str) -> float:
-    """'3350GB/s' -> 3.35e12. Bytes, bytes a second or FLOP/s; a number without a unit is taken as it is."""
+    """'3350GB/s' -> 3.35e12, for --gpu-bandwidth: bytes, bytes a second or FLOP/s, as the option has it."""
+    unit, example = {"--gpu-memory": ("b", "80GB or 24GiB"), "--gpu-flops": ("flop/?s", "989TFLOP/s")}.get(
+        option, ("b/s", "3350GB/s")
+    )
     match = re.fullmatch(
-        r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmgtp]i?)?(?:b|flops?|flop)?(?:/s)?\s*", text, re.IGNORECASE
+        rf"\s*(\d{{1,20}}(?:\.\d{{1,20}})?(?:e\d{{1,2}})?)\s*([kmgtp]i?)?{unit}\s*", text, re.IGNORECASE
     )
     if not match or (match[2] or "").lower() not in UNITS:
-        raise UsageError(f"{option} is a number with a unit, as in 80GB, 3350GB/s or 989TFLOP/s, got {text!r:.60}")
+        raise UsageError(f"{option} is a number with a unit, as in {example}, got {text!r:.60}")
     return float(match[1]) * UNITS[(match[2] or "").lower()]
 
 
 # --------------------------------------------------------------------------------------------------------- the facts
-def describe(made: Plan, name: str, quantize: str | None) -> dict[str, Any]:
-    """Everything that is shown, in bytes, seconds and tokens a second."""
+def describe(made: Plan, name: str, quantize: str | None, stored: Stored | None = None) -> dict[str, Any]:
+    """Everything that is shown, in bytes, seconds and tokens a second. stored: a quantized checkpoint's own weights."""
     from .. import plan
 
     run, gpu, split, full = made.run, made.gpu, made.split, made.fullest
     config = run.config
     copies = max(1, split.tensor // config.n_kv_heads)
     costs = [plan.traffic(run, split, stage) for stage in made.stages]
+    as_stored = isinstance(run.scheme, plan.Stored)
+    others = (*([AS_STORED] if stored else []), *OTHERS, quantize)
     facts: dict[str, Any] = {
         "model": name,
         "parameters": config.n_params,
@@ -138,7 +156,10 @@ def describe(made: Plan, name: str, quantize: str | None) -> dict[str, Any]:
         "kv_heads": config.n_kv_heads,
         "max_seq_len": config.max_seq_len,
         "dtype": run.dtype,
-        "quantize": quantize,
+        "quantize": AS_STORED if as_stored else quantize,
+        "stored": None if stored is None else list(stored.types),
+        "stored_bits": None if stored is None else plan.weight_bytes(config, run.size, stored) * 8 / config.n_params,
+        "kv_cache": run.kv_cache,
         "batch": run.batch,
         "context": run.context,
         "gpus": split.gpus,
@@ -171,7 +192,7 @@ def describe(made: Plan, name: str, quantize: str | None) -> dict[str, Any]:
         "smallest": _split(made.smallest),
         "largest_batch": made.largest_batch,
         "largest_context": made.largest_context,
-        "alternatives": [_alternative(made, scheme) for scheme in dict.fromkeys((*OTHERS, quantize))],
+        "alternatives": [_alternative(made, scheme, stored) for scheme in dict.fromkeys(others)],
         "traffic": {
             "all_reduces_per_step": 0 if split.tensor == 1 else 2 * config.n_layers + 1,
             "all_reduce_bytes_per_layer": 0 if split.tensor == 1 else 2 * config.dim * run.size,
@@ -205,14 +226,15 @@ def _split(split: Split | None) -> dict[str, Any] | None:
     return {"gpus": split.gpus, "tensor": split.tensor, "pipeline": split.pipeline, "layers": layers}
 
 
-def _alternative(made: Plan, quantize: str | None) -> dict[str, Any]:
+def _alternative(made: Plan, quantize: str | None, stored: Stored | None) -> dict[str, Any]:
     """The same run with other weights."""
     from dataclasses import replace
 
     from .. import plan
     from ..quant import SCHEMES
 
-    other: Run = replace(made.run, scheme=None if quantize is None else SCHEMES[quantize])
+    scheme = None if quantize in (None, AS_STORED) else SCHEMES[quantize]
+    other: Run = replace(made.run, scheme=stored if quantize == AS_STORED else scheme)
     held = plan.stages(other, made.split)
     return {
         "quantize": quantize,
@@ -234,7 +256,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"model       {facts['model']}: {facts['parameters']:,} parameters, {facts['layers']} layers,"
         f" {facts['heads']} heads, {facts['kv_heads']} key/value heads",
         f"run         {_count(facts['batch'], 'sequence')} of {facts['context']:,} tokens, weights {kind},"
-        f" keys and values {facts['dtype']}",
+        f" keys and values {'int8' if facts['kv_cache'] == 'int8' else facts['dtype']}",
         f"GPUs        {facts['gpus']} x {gpu['name']} in {_count(facts['hosts'], 'host')}:"
         f" {_rate(gpu['memory'])}B, {_rate(gpu['bandwidth'])}B/s, {_rate(gpu['flops'])}FLOP/s in 16 bits",
         f"links       {_rate(gpu['link'])}B/s each way in a host of {gpu['per_host']},"
@@ -243,6 +265,15 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"split       tensor {split['tensor']} x pipeline {split['pipeline']}{stages}"
         + (f"; each key/value head on {copies} GPUs" if copies > 1 else ""),
     ]
+    if facts["stored"]:
+        types = ", ".join(facts["stored"])
+        text.append(
+            f"stored      {types}: {facts['stored_bits']:.1f} bits a number, those that stay {facts['dtype']} counted"
+        )
+        if facts["quantize"] == AS_STORED:
+            text.append(
+                f"note        clearllama keeps such blocks on a CPU; for its {facts['dtype']} on a GPU say --dtype"
+            )
     if facts["context"] > facts["max_seq_len"]:
         text.append(f"note        the model was made for {facts['max_seq_len']:,} tokens")
     text += ["", "GB of the fullest GPU"]

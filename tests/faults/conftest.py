@@ -14,13 +14,6 @@ from .harness import Outcome, Trial, snapshot
 Try = Callable[..., Outcome]
 
 
-@pytest.fixture(scope="session")
-def forked() -> Iterator[Forked]:
-    server = Forked()
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def attempt(
     forked: Forked,

@@ -1,4 +1,4 @@
-"""What the tests of the two pages share: a headless Chromium, which pip does not bring."""
+"""What the tests of the study share: the C++ kernels, and a headless Chromium, which pip does not bring."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, sync_playwright
+
+from llama import kernels
+from llama.attention import ATTENTION
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels() -> Iterator[None]:
+    """What is said of ATTENTION holds for its kernel too, which a library brings; left out where none can be built."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not kernels.ready():
+            patch.delitem(ATTENTION, "kernel")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The lessons of docs/study: each is executed as a notebook, in a kernel of its own, and must keep its promises."""
+"""The lessons of docs/study: each is executed as a notebook and must keep its promises."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 import re
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,35 @@ PARTS = ["Predict", "Run", "Explain", "Exercise", "Read next"]
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
 
 
-def execute(notebook: Any) -> Any:
+def client(notebook: Any) -> NotebookClient:
+    return NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(STUDY)}})
+
+
+ONE_CORE = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def execute_alone(notebook: Any) -> Any:
     """Run all cells in place, from the lesson's folder, on one core; a cell that fails raises CellExecutionError."""
-    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(STUDY)}})
-    return client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return client(notebook).execute(env=ONE_CORE)
+
+
+@pytest.fixture(scope="module")
+def execute() -> Iterator[Callable[[Any], Any]]:
+    """As execute_alone, in one kernel for all, which has imported torch and forgets the names of the one before."""
+    shared = client(jupytext.reads("", fmt="md"))
+    shared.create_kernel_manager()
+    shared.start_new_kernel(env=ONE_CORE)
+    shared.start_new_kernel_client()
+
+    def run(notebook: Any) -> Any:
+        for shared.nb in (jupytext.reads("```python\n%reset -f\n```", fmt="md"), notebook):
+            shared.reset_execution_trackers()
+            for index, cell in enumerate(shared.nb.cells):
+                shared.execute_cell(cell, index)
+        return notebook
+
+    yield run
+    shared._cleanup_kernel()
 
 
 def code_cells(notebook: Any) -> list[Any]:
@@ -44,9 +70,8 @@ def section(text: str, name: str) -> str:
     return text.split(f"\n## {name}\n")[1].split("\n## ")[0]
 
 
-@every_lesson
-def test_a_lesson_runs_and_shows_its_figures(lesson: Path) -> None:
-    notebook = execute(jupytext.read(lesson))
+def check(notebook: Any) -> None:
+    """What a lesson that was executed must show."""
     for cell in code_cells(notebook):
         if re.search(r"\.figure\([^)]*\)$", cell.source):
             assert [output.data.get("image/png", "")[:8] for output in cell.outputs] == ["iVBORw0K"], cell.source
@@ -57,7 +82,24 @@ def test_a_lesson_runs_and_shows_its_figures(lesson: Path) -> None:
         assert "right" not in words
 
 
-def test_a_wrong_number_makes_a_lesson_fail() -> None:
+@every_lesson
+def test_a_lesson_runs_and_shows_its_figures(execute: Callable[[Any], Any], lesson: Path) -> None:
+    check(execute(jupytext.read(lesson)))
+
+
+@pytest.mark.slow  # the same in a kernel of its own
+@every_lesson
+def test_a_lesson_runs_alone(lesson: Path) -> None:
+    check(execute_alone(jupytext.read(lesson)))
+
+
+def test_a_lesson_knows_no_name_of_the_one_before(execute: Callable[[Any], Any]) -> None:
+    execute(jupytext.reads("```python\nleft_behind = 1\n```", fmt="md"))
+    with pytest.raises(CellExecutionError, match="NameError"):
+        execute(jupytext.reads("```python\nleft_behind\n```", fmt="md"))
+
+
+def test_a_wrong_number_makes_a_lesson_fail(execute: Callable[[Any], Any]) -> None:
     notebook = jupytext.read(STUDY / "06-from-formula-to-code.md")
     first = next(i for i, cell in enumerate(notebook.cells) if "27.7086" in cell.source or "27.708604" in cell.source)
     notebook.cells = notebook.cells[: first + 1]
@@ -81,7 +123,7 @@ def test_a_solution_put_in_its_place_is_found_right(name: str) -> None:
     for cell in code_cells(notebook):
         if "# your repair goes here" in cell.source:
             cell.source = repair
-    words = [printed(cell) for cell in code_cells(execute(notebook)) if "mine:" in printed(cell)]
+    words = [printed(cell) for cell in code_cells(execute_alone(notebook)) if "mine:" in printed(cell)]
     assert words
     assert all("right" in word for word in words)
 

@@ -22,15 +22,27 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_tiny.py"
 TEXT = "Genesis 1\n" + "the morning and the evening were the first day. " * 40 + "\nRevelation 1\nheld out words\n"
 
 
-def run(tmp_path: Path, name: str, text: str = TEXT, steps: int = 2) -> subprocess.CompletedProcess[str]:
+def command(tmp_path: Path, name: str, text: str = TEXT) -> list[str]:
     (tmp_path / "text.txt").write_text(text)
-    command = [sys.executable, str(SCRIPT), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / name)]
-    return subprocess.run([*command, "--steps", str(steps), "--batch", "4"], capture_output=True, text=True)
+    options = ["--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / name), "--steps", "2", "--batch", "4"]
+    return [str(SCRIPT), *options]
 
 
-def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        assert run(tmp_path, name).returncode == 0
+def run_here(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> int:
+    monkeypatch.setattr(sys, "argv", words)
+    threads = torch.get_num_threads()
+    try:
+        with torch.enable_grad():
+            return train_tiny.main()
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_two_runs_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in a process of its own, one in this one, which has drawn and computed before."""
+    assert subprocess.run([sys.executable, *command(tmp_path, "a")], capture_output=True, check=False).returncode == 0
+    assert run_here(monkeypatch, command(tmp_path, "b")) == 0
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert files == ["config.json", "held-out.txt", "model.safetensors", "tokenizer.json"]
     for file in files:
@@ -47,10 +59,11 @@ def test_what_is_saved_is_the_model_that_was_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_text_that_cannot_be_split_is_refused(tmp_path: Path, count: int) -> None:
-    done = run(tmp_path, "a", "Genesis 1\n" + "\nRevelation 1\n" * count)
-    assert done.returncode == 1
-    assert f"found {count}" in done.stderr
+def test_a_text_that_cannot_be_split_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    assert run_here(monkeypatch, command(tmp_path, "a", "Genesis 1\n" + "\nRevelation 1\n" * count)) == 1
+    assert f"found {count}" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 
