@@ -206,7 +206,7 @@ def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
         (b'{"prompt": "a", "temperature": null}', "line 2: temperature must be a number, got null"),
         (b'{"prompt": "a", "top_k": true}', "line 2: top_k must be a number, got true"),
         (b'{"prompt": "a", "id": "x", "seed": {}}', 'line 2 (id "x"): seed must be a number, got {}'),
-        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "line 2 holds a number of thousands of digits"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "line 2: it holds a number of thousands of digits"),
         (b'{"prompt": "a\\ud800"}', "line 2: 'prompt' holds '\\ud800', half of a surrogate pair"),
         (b'{"prompt": "a", "id": "\\udfff"}', "line 2: 'id' holds '\\udfff', half of"),
         (b'{"prompt": "a", "stop": ["b", "\\ud83d"]}', "line 2: 'stop' holds '\\ud83d', half of"),
