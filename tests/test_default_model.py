@@ -208,10 +208,10 @@ def test_bfloat16_answers_too_packed_or_not(default_gguf: Path) -> None:
 
 def test_a_conversation_reuses_its_cache(default_llm: Llama) -> None:
     session, messages = Session(), [{"role": "user", "content": "My name is Ada. What is 2 + 2?"}]
-    first = list(default_llm.stream_chat(messages, session=session, max_new_tokens=30))[-1].completion
+    first = list(default_llm.stream_chat(messages, session=session, max_new_tokens=12))[-1].completion
     assert first is not None
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "What is my name?"}]
-    second = list(default_llm.stream_chat(messages, session=session, max_new_tokens=30))[-1].completion
+    second = list(default_llm.stream_chat(messages, session=session, max_new_tokens=12))[-1].completion
     assert second is not None
     assert second.stats.cached_tokens >= first.stats.prompt_tokens
-    assert second.tokens == default_llm.chat(messages, max_new_tokens=30).tokens
+    assert second.tokens == default_llm.chat(messages, max_new_tokens=12).tokens
