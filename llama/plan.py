@@ -245,9 +245,10 @@ def weight_bytes(
     return held
 
 
-def activation_bytes(config: ModelConfig, size: int, batch: int, context: int) -> int:
+def activation_bytes(run: Run, part: ModelConfig) -> int:
     """What a slice needs besides, as memory.py bounds it: a chunk of one prompt at a time, logits of each sequence."""
-    return memory.activation_bytes(config, context, CHUNK, size) + (batch - 1) * memory.logits_bytes(config)
+    alone = memory.activation_bytes(part, run.context, CHUNK, run.size, run.kv_cache)
+    return alone + (run.batch - 1) * memory.logits_bytes(part)
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,7 @@ def stages(run: Run, split: Split) -> list[Stage]:
                 last,
                 weight_bytes(part, run.size, run.scheme, first, last),
                 run.cache_bytes(part) * run.batch,
-                activation_bytes(part, run.size, run.batch, run.context),
+                activation_bytes(run, part),
             )
         )
     return held

@@ -44,7 +44,9 @@ def attempt(
         nonlocal tried
         tried += 1
         earlier = snapshot(tmp_path)
-        done = forked.run(tuple(str(a) for a in args), stdin, seconds, memory, file_size, before, bound=bound)
+        done = forked.run(
+            tuple(str(a) for a in args), stdin, seconds, memory, file_size=file_size, before=before, bound=bound
+        )
         later = snapshot(tmp_path)
         for state in (earlier, later):
             for name in [name for name in state if any(fnmatch.fnmatchcase(name, pattern) for pattern in writes)]:
