@@ -211,7 +211,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         if kind is None and fields.get("architectures") == ["LlamaForCausalLM"]:
             kind = "llama"
         if kind != "llama":
-            found = "missing" if kind is None else told(kind)
+            found = "missing" if kind is None else f"{kind!r:.60}" if isinstance(kind, str) else told(kind)
             raise ConfigError(f"{where}: model_type is {found}; only 'llama' can be run")
         self._check_quantization(fields.mapping("quantization_config"), where)
         for key, allowed in MUST_BE.items():

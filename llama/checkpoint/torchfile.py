@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .documents import size_of
 
+LARGEST_PICKLE = 2**26  # bytes; the names and shapes of a model of 405B parameters take 0.2 million
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"
 
 
@@ -75,11 +76,15 @@ def _records(path: Path) -> list[zipfile.ZipInfo]:
     """The table of contents at the end of an archive."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return archive.infolist()
+            records = archive.infolist()
+            for record in records:  # torch checks no CRC-32; that of the pickle, where shapes and places are, is cheap
+                if record.filename.endswith("/data.pkl") and record.CRC and record.file_size < LARGEST_PICKLE:
+                    archive.read(record)
+            return records
     except Exception:  # BadZipFile, and what else Python meets in a table of contents that is none
         raise CheckpointError(
             f"{path} ({path.stat().st_size} bytes) is cut off or damaged: the table of contents at the end of its"
-            f" archive is missing or can't be read; fetch it again"
+            f" archive is missing, or what it says of the tensors is not what was written; fetch it again"
         ) from None
 
 
@@ -140,7 +145,7 @@ def _reason(error: Exception, path: Path, size: int) -> str:
         return "it is a zip archive, but none that torch wrote; unpack it, or fetch the weights again"
     if isinstance(error, EOFError) or "central directory" in text or "PytorchStreamReader" in text:
         return f"it is damaged or cut off ({size} bytes); fetch it again"
-    return f"torch can't read it ({type(error).__name__}: {text[:120]}); it is damaged, or no file of weights"
+    return f"torch can't read it ({type(error).__name__}); it is damaged, or no file of weights"
 
 
 def _storage_of(tensor: Tensor) -> str:

@@ -82,6 +82,8 @@ GGUF: tuple[Defect, ...] = (
 META: tuple[Defect, ...] = (
     Defect("A03", "verify reads no checksum of an archive", "llama/verify.py",
            "                    damaged.append(record.filename)\n", "                    pass\n"),
+    Defect("A03", "the archive's description is taken without its checksum", "llama/checkpoint/torchfile.py",
+           "                    archive.read(record)\n", "                    pass\n"),
     Defect("A12", "one shard under two names is taken twice", "llama/checkpoint/meta.py",
            "        self._refuse_copies()\n", ""),
     Defect("A13", "a tensor of the second shard alone is dropped", "llama/checkpoint/meta.py",

@@ -574,6 +574,19 @@ def survive(whole: Path, folder: Path, attempt: Try, every: int) -> tuple[int, i
     return tried, ran
 
 
+@pytest.mark.row("A03")
+def test_no_bit_of_the_pickle_is_flipped_unseen(whole: Path, tmp_path: Path) -> None:
+    """There stand the shapes, strides and places of the tensors: another of these is another model."""
+    shutil.copytree(whole, tmp_path / "meta")
+    archive, rng = Archive.of(whole / FILE), random.Random(0)
+    for at in rng.sample(archive.pickle, 150):
+        changed = bytearray(archive.data)
+        changed[at] ^= 1 << rng.randrange(8)
+        (tmp_path / "meta" / FILE).write_bytes(changed)
+        with pytest.raises(LlamaError, match=re.escape(FILE)):
+            open_checkpoint(tmp_path / "meta")
+
+
 @pytest.mark.row("A02")
 def test_damage_in_any_header_is_refused_or_harmless(whole: Path, tmp_path: Path, attempt: Try) -> None:
     tried, _ = survive(whole, tmp_path / "meta", attempt, 2999)
