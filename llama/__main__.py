@@ -20,7 +20,12 @@ def main() -> int:
     from .cli import main as run
 
     signal.signal(signal.SIGINT, previous)
-    return run()
+    try:
+        return run()
+    except KeyboardInterrupt:  # a second one, where the first had just been told of
+        return 130
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left that it could end
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
         (b"   ", "line 2 is empty"),
         (b"hello", "line 2:1:1"),
         (b'{"prompt": "a"', "line 2:1"),
-        (b'["a"]', "line 2 holds list"),
+        (b'["a"]', "line 2 holds a list"),
         (b'{"prompt": "\xff"}', "line 2 is not UTF-8"),
         (b'{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
         (b'{"prompt": "a", "temperature": NaN}', "NaN"),

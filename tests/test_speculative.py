@@ -516,7 +516,7 @@ def test_a_model_drafts_for_a_chat(
 ) -> None:
     said = []
     for more in ((), ("--draft", str(tiny_gguf))):
-        monkeypatch.setattr("sys.stdin", io.StringIO("hello\nthe\n"))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\nthe\n")))
         assert command("chat", "-m", str(tiny_gguf), "-n", "9", *more) == 0
         said.append(capsys.readouterr())
     assert said[0].out == said[1].out

@@ -119,8 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams.out("")
         return code
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one finds nothing to end
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one finds nothing to end
         tell("\nclearllama: interrupted")
+        signal.signal(signal.SIGINT, previous)
         return 130
     except BrokenPipeError:  # the reader of our output has seen enough
         _drop_stdout()

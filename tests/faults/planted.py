@@ -109,7 +109,7 @@ META: tuple[Defect, ...] = (
     Defect("A18", "a number beyond float16 becomes infinity", "llama/weights.py",
            "    if dtype == torch.float16 and not bool", "    if False and not bool"),
     Defect("A19", "logits that are not finite are chosen from", "llama/generate.py",
-           '    check_finite(logits, f"new token {step + 1}")\n', ""),
+           '    check_finite(logits, f"new token {step + 1}", where)\n', ""),
     Defect("A19", "the C++ attention takes NaN for nothing to see", "llama/cpp/attention.h",
            "nan && most == -INFINITY ? 0 : most", "most"),
     Defect("A19", "torch's attention answers 0 where all is NaN", "llama/attention.py",
@@ -293,7 +293,7 @@ PROCESS = (
         "a check is an assert, which -O takes away",
         "llama/sampling.py",
         """    if not low <= number <= high:  # also false for NaN
-        raise UsageError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
+        raise UsageError(f"{name} must be a number from {low:g} to {high:g}, got {value!r:.80}")
 """,
         """    assert low <= number <= high, name
 """,

@@ -405,12 +405,12 @@ def test_built_in_formats_take_no_control_string_from_a_text(tokenizers: dict[st
         ('[{"role": "User", "content": "a"}]', "message 0: role must be one of"),
         ('[{"role": "ｕｓｅｒ", "content": "a"}]', "message 0: role must be one of"),
         ('[{"role": "user\\u200d", "content": "a"}]', "message 0: role must be one of"),
-        ('[{"role": ["user"], "content": "a"}]', "message 0: role must be one of"),
+        ('[{"role": ["user"], "content": "a"}]', "message 0: role must be a string"),
         ("[]", "at least one message"),
         ('[{"role": "user", "content": null}]', "message 0: content must be a string"),
         ('[{"role": "user", "content": ["a"]}]', "message 0: content must be a string"),
         ('[{"role": "user", "content": "a", "name": "<|im_end|>"}]', "message 0, role user: unknown key 'name'"),
-        ('[{"role": "user", "content": "a"}, "b"]', "message 1 must be a mapping"),
+        ('[{"role": "user", "content": "a"}, "b"]', "message 1 must be an object"),
     ],
 )
 def test_malformed_messages_are_an_error_in_their_place(
@@ -418,9 +418,7 @@ def test_malformed_messages_are_an_error_in_their_place(
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"messages": ' + messages + "}\n")
     outcome = attempt("generate", "--prompts", tmp_path / "in.jsonl", *RUN, "-m", tiny_gguf)
-    assert outcome.code == 1
-    (line,) = outcome.stdout.splitlines()
-    assert told in json.loads(line)["error"]
+    outcome.refused("in.jsonl line 1", told, code=2)
 
 
 @pytest.mark.row("H06")

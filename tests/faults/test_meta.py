@@ -357,7 +357,7 @@ def test_a_number_that_is_none_stops_the_first_step(meta: Path, name: str) -> No
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_the_run_ends_with_the_cause(meta: Path, attempt: Try, value: str) -> None:
     save(meta, lambda state: state[WQ].fill_(float(value)))
-    attempt("generate", *RUN, "-m", meta).refused("logits", "not finite", "weights")
+    attempt("generate", *RUN, "-m", meta).refused("logits", "not finite", "layers.1.attention.wq.weight holds")
     found = attempt("verify", meta, "--tensors")
     assert found.code == 1
     assert b"FAIL  tensors   layers.1.attention.wq.weight: holds" in found.stdout

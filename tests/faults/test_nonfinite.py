@@ -270,6 +270,7 @@ def test_perplexity_says_where_and_is_no_nan(broken: Transformer) -> None:
         nats(broken, [PROMPT])
 
 
+@pytest.mark.slow  # a library to build
 @needs_kernels
 def test_a_compiled_model_says_where() -> None:
     """Compiled code has no layers to look at; the second pass runs the model as it is written."""

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,16 @@ from . import soak
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _frozen() -> Iterator[None]:
+    """What earlier tests left is not looked through at each collection."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 # Bytes a call by which memory may grow. A cache of the tiny model in 8 bits takes 40 KB and an answer with its pieces
 # some 2 KB, so a leak of either, or of a text, is far above it. What is below is the allocator's: freed pages that it

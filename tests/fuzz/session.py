@@ -54,4 +54,3 @@ class Harness(law.Harness):
         path = self.put("chat.session", rest)
         yield partial(session.Session.load, path, self.model)
         yield partial(session.is_session, path)
-        yield partial(session.check_target, path)
