@@ -144,7 +144,7 @@ def _lock(path: Path, flags: int, waiting: Callable[[], None] | None = None) -> 
                         raise
                     waiting()
                     flock(handle, LOCK_EX)
-            if os.path.exists(path) and os.path.samestat(os.fstat(handle), os.stat(path)):
+            if os.fstat(handle).st_nlink:
                 return handle
         except BaseException:
             os.close(handle)

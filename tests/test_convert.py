@@ -399,6 +399,7 @@ def test_killed_at_any_moment_the_target_is_absent_or_whole(forked: Forked, sour
     assert "absent" in outcomes
 
 
+@pytest.mark.slow  # tests/test_quantize.py holds it of the same writers
 def test_memory_holds_one_weight(tmp_path: Path) -> None:
     config = ModelConfig(512, 12, 8, 8, 64, 1776, 768, rope_theta=500000.0, max_seq_len=8192)
     source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", config, make_tiny.weights(config), 1, None)

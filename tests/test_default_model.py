@@ -154,7 +154,7 @@ def test_no_control_string_of_this_model_can_be_typed(default_llm: Llama) -> Non
 
 
 # ------------------------------------------------------------------------------------- laws, on the real weights
-@pytest.mark.parametrize("form", ["real", "half"])
+@pytest.mark.parametrize("form", [pytest.param("real", marks=pytest.mark.slow), "half"])
 def test_forms_of_rope_agree(default_llm: Llama, default_gguf: Path, form: str) -> None:
     other = load_model(default_gguf, dtype="float32", device="cpu", rope=form)
     for name in ("english", "code", "cjk"):
@@ -171,7 +171,7 @@ def test_cached_equals_uncached(default_llm: Llama) -> None:
         torch.testing.assert_close(step, expected[t], rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 512])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 3, 512])
 def test_prefill_in_chunks(default_llm: Llama, chunk: int) -> None:
     ids = default_llm.tokenizer.encode(PROMPTS["greek"])
     logits = prefill(default_llm.model, ids, default_llm.model.new_cache(100), chunk)

@@ -196,7 +196,7 @@ def test_a_wrong_guess_is_out_of_the_cache_before_its_replacement_is_shown() -> 
     assert draft.drafted > draft.accepted > 0
 
 
-@pytest.mark.parametrize("prompt_len", [5, 28, 40])
+@pytest.mark.parametrize("prompt_len", [5, pytest.param(28, marks=pytest.mark.slow), 40])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_change_with_the_length_change_as_they_do_without_a_draft(kind: str, prompt_len: int) -> None:
     scaling: dict[str, Any] = {"rope_type": kind, "factor": 4.0}

@@ -174,6 +174,7 @@ def test_a_file_that_is_there_is_given_as_it_was_read(source: Tokenizer) -> None
     assert gguf_metadata(from_metadata(metadata, "x"), source.n_vocab) == expected
 
 
+@pytest.mark.slow  # the chains below hold the same of smaller vocabularies
 def test_llama3s_own_file_goes_round_by_all_formats(llama3: Tokenizer) -> None:
     hf = as_json(llama3)
     file = as_gguf(hf)

@@ -179,8 +179,13 @@ def run_job(forked: Forked, job: Job, **more: Any) -> Any:
 
 # --------------------------------------------------------------------------------------------- killed at any moment
 @pytest.mark.row("F03")
-@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [
+        *(pytest.param(*some.values, 1, marks=some.marks) for some in SOME if not some.marks),
+        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in JOBS),
+    ],
+)
 def test_killed_at_any_moment_the_old_is_intact_or_the_new_whole(
     forked: Forked, source: Path, out: Path, name: str, moments: int, record_property: Callable[[str, object], None]
 ) -> None:

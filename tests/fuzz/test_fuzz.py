@@ -29,7 +29,7 @@ from .mutate import LARGEST, mutate
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # scales that are NaN
 
-SECONDS = 1.0  # of processor time for each harness; `python -m tests.fuzz` takes as many as it is given
+SECONDS = 0.4  # of processor time for each harness; `python -m tests.fuzz` takes as many as it is given
 ROOT = Path(__file__).parents[2]
 
 

@@ -33,7 +33,7 @@ def check(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-@pytest.mark.slow  # a broken part below runs most of the others
+@pytest.mark.slow  # some of the parts are run below
 def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = check(tmp_path)
     assert code == 0
