@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "reliability.md")
     args = parser.parse_args()
     cases = pytest("--row", "any", *(() if args.quick else ("-m", "")))
-    planted = [] if args.quick else pytest("-m", "slow", "tests/faults/test_planted.py")
+    planted = [] if args.quick else pytest("-m", "slow", "--dist", "load", "tests/faults/test_planted.py")
     caught = {
         (case.get("name") or "").split("[", 1)[-1].removesuffix("]"): {"passed": "yes", "failed": "**no**"}[ended(case)]
         for case in planted
