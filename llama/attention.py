@@ -43,7 +43,8 @@ def sdpa(q: Tensor, k: Keys, v: Keys, mask: Tensor | None = None) -> Tensor:
     k, v = plain(k, q.dtype), plain(v, q.dtype)
     if q.shape[2] == 1:  # one query: the G heads of a group are G queries of one head, so nothing is copied
         y = F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask).view(q.shape)
-        if q.is_cpu and k.shape[2] < FEW_KEYS:  # torch answers 0 where every score is NaN
+        few = not torch.compiler.is_compiling() and k.shape[2] < FEW_KEYS  # compiled code is for any number of keys
+        if q.is_cpu and few:  # torch answers 0 where every score is NaN
             y = y + (0 * q).sum(-1, keepdim=True) + (0 * k).sum((1, 2, 3), keepdim=True)
         return y
     groups = q.shape[1] // k.shape[1]
