@@ -30,7 +30,7 @@ from .errors import LlamaError, UsageError
 from .generate import Token, check_top, choose, generate, prefill, random_generator, room_for
 from .model import Transformer
 from .nonfinite import locate
-from .sampling import SamplingParams
+from .sampling import SamplingParams, extreme
 
 SHORTEST_PREFIX = 16  # tokens that are worth copying from another row
 CHUNK = 256  # most tokens of a prompt in one pass
@@ -214,7 +214,7 @@ class Batch:
         """One token for each row."""
         logits = self._next_logits()  # (B, V)
         likeliest = logits.argmax(-1, keepdim=True)  # (B, 1)
-        best = zip(likeliest[:, 0].tolist(), logits.gather(1, likeliest)[:, 0].tolist(), strict=True)
+        best = zip(likeliest[:, 0].tolist(), extreme(logits).tolist(), strict=True)
         for slot, row_logits, choice in list(zip(self.slots, logits, best, strict=False)):
             if slot.row is not None:
                 slot.ids.append(slot.next)

@@ -58,8 +58,9 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-            if not 0 < value < 1e300:  # false for NaN too
-                raise ConfigError(f"{name} must be a finite number above 0, got {str(value)[:40]}")
+            most = {"norm_eps": 1, "rope_theta": 1e300}[name]
+            if not 0 < value <= most:  # false for NaN too
+                raise ConfigError(f"{name} must be a number above 0 and at most {most:g}, got {str(value)[:40]}")
         for name in ("tie_embeddings", "attention_bias", "mlp_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")

@@ -18,14 +18,14 @@ from .attention import causal_mask
 from .cache import KVCache
 from .fused import Fused
 from .model import Transformer
-from .sampling import SamplingParams, draw, probs
+from .sampling import SamplingParams, draw, extreme, probs
 
 STRIDE = 4  # steps whose tokens are told at once
 AHEAD = 2  # such strides that are under way while one is read
 
 
 class Choice(NamedTuple):
-    """A new token, the largest logit (a number only if all are), and its log-probability if that is asked for."""
+    """A new token, what sampling.extreme says of its logits, and its log-probability if that is asked for."""
 
     id: int
     top: float
@@ -84,16 +84,15 @@ def decode(
 def choose(
     logits: Tensor, params: SamplingParams, seen: Tensor | None, generator: torch.Generator | None, logprobs: bool
 ) -> tuple[Tensor, ...]:
-    """An id (1,) from logits (V,), the largest logit (1,), and the id's log-probability (1,) if asked for.
+    """An id (1,) from logits (V,), their extreme (1,), and the id's log-probability (1,) if asked for.
 
-    Nothing waits for the device: a NaN chooses some token, and whoever reads the largest logit will know.
+    Nothing waits for the device: a NaN chooses some token, and whoever reads the extreme will know.
     """
     if params.greedy and seen is None:
         next_id = logits.argmax(keepdim=True)
-        top = logits[next_id]
     else:
         next_id = draw(probs(logits, params, seen)[None], generator)
-        top = logits.amax(keepdim=True)
+    top = extreme(logits)[None]  # (1,)
     return (next_id, top, logits.log_softmax(-1)[next_id]) if logprobs else (next_id, top)
 
 

@@ -20,10 +20,7 @@ from .cache import KVCache
 from .errors import ContextLengthError, NumericalError, UsageError
 from .model import Transformer
 from .nonfinite import locate
-from .sampling import SamplingParams, probs, sample
-
-# Below this neither a penalty nor a low temperature can make a logit infinite, and probabilities with it.
-LARGEST_LOGIT = 1e30
+from .sampling import LARGEST_LOGIT, SamplingParams, extreme, probs, sample
 
 
 @dataclass(frozen=True)
@@ -165,16 +162,16 @@ def choose(
 
 
 def check_finite(logits: Tensor, what: str, where: Callable[[], str] | None = None) -> None:
-    """Raise NumericalError, naming what was to be chosen, where the largest of the logits (V,) is no finite number.
+    """Raise NumericalError, naming what was to be chosen, where one of the logits (V,) is no finite number.
 
     where  what tells the layer it began in, asked only then (nonfinite.py)
     """
-    check_top(float(logits.amax()), what, where)  # NaN wins every maximum, so one number tells
+    check_top(float(extreme(logits)), what, where)
 
 
 def check_top(top: float, what: str, where: Callable[[], str] | None = None) -> None:
-    """`check_finite` for the largest of the logits."""
+    """`check_finite` for what `sampling.extreme` says of the logits."""
     if not -LARGEST_LOGIT < top < LARGEST_LOGIT:
-        told = f"not finite (their maximum is {top})" if not math.isfinite(top) else f"as large as {top:.3g}"
+        told = f"not finite (one is {top})" if not math.isfinite(top) else f"as large as {top:.3g}"
         why = "the weights hold NaN or infinity, or overflow in this dtype: try --dtype float32"
         raise NumericalError(f"the logits of {what} are {told}; {why if where is None else where()}")

@@ -75,6 +75,8 @@ def find(name: str) -> Path | None:
 def resolve(path_or_name: str | os.PathLike[str], quiet: bool = False) -> Path:
     """A known name is fetched unless it is here already; a path is itself (./NAME where the two meet); ORG/NAME is the
     copy in the Hugging Face cache. quiet as in `pull`."""
+    if not isinstance(path_or_name, str | os.PathLike):
+        raise UsageError(f"a model is named by a path or a name, got {path_or_name!r:.80}")
     name = str(path_or_name)
     if name in MODELS:
         return pull(name, quiet=quiet)

@@ -271,8 +271,14 @@ def build(
         bias = plain(f"{source}.bias", device) if "bias" in kinds else None
         if isinstance(layer, nn.Linear):
             wanted = scheme and scheme_for(name, scheme)
-            read = read_blocks(checkpoint, f"{source}.weight", model.rope.layout, wanted, as_stored)
-            made = None if read is None else linear_of(read, device, bias)
+            try:
+                read = read_blocks(checkpoint, f"{source}.weight", model.rope.layout, wanted, as_stored)
+                made = None if read is None else linear_of(read, device, bias)
+            except CheckpointError as error:
+                if str(checkpoint.path) in str(error):
+                    raise
+                where = f"{checkpoint.path}: {checkpoint.file_name(f'{source}.weight')}"
+                raise CheckpointError(f"{where}: {error}") from error
             if made is None and scheme is not None:
                 raise UsageError(f"{quantize} needs the C++ kernels on this CPU, and they can't be built; leave it out")
             make_linear = makers[device]

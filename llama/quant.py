@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from . import kernels, triton_kernels
 from .checkpoint.blocks import Blocks
 from .checkpoint.tiles import TILE, pack, scales_of, tile_bytes, unpack, unpack_rows
-from .errors import UsageError
+from .errors import CheckpointError, UsageError
 from .triton_kernels import Weight
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def quantize(weight: Tensor, scheme: Scheme) -> Blocks:
 
     The ends of each group's range are tried at several widths (CLIPS), and the one with the least squared error stays;
     in 8 bits the whole range is best. Scales are those the kernel will see: float16 for groups, float32 for rows.
-    kernels.round_to_tiles does the same and packs, twenty times as fast. Raises UsageError when a weight is not finite
-    or too large for a float16 scale.
+    kernels.round_to_tiles does the same and packs, twenty times as fast. Raises CheckpointError when a weight is
+    not finite or too large for a float16 scale.
     """
     rows, columns = weight.shape
     group = scheme.group or columns
@@ -152,7 +152,10 @@ def _error(w: Tensor, quants: Tensor, scale: Tensor, offset: Tensor, missing: in
 
 def _check_finite(*scales: Tensor) -> None:
     if not all(bool(torch.isfinite(numbers).all()) for numbers in scales):
-        raise UsageError("a weight is not finite, or too large for 16-bit scales; this model can't be quantized")
+        raise CheckpointError(
+            "a weight is not finite, or too large for 16-bit scales, and can't be quantized; get the file again"
+            " (clearllama verify --tensors looks at every weight), or load it as it is"
+        )
 
 
 PIECE = 2**18  # entries of a weight that are rounded or packed at once

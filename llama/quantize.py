@@ -37,7 +37,8 @@ def quantize(
     shards  files to spread the weights over; 0 is as few as needed
     force   replace a folder that exists
 
-    Raises as convert.convert does, and UsageError for an unknown scheme or a weight that can't be rounded.
+    Raises as convert.convert does, UsageError for an unknown scheme, CheckpointError for a weight that can't be
+    rounded.
     """
     chosen = pick_scheme(scheme)
     if shards < 0:
@@ -94,15 +95,15 @@ def kind_of(checkpoint: Checkpoint, name: str, scheme: Scheme) -> Kind | None:
 
 
 def tiles_of(checkpoint: Checkpoint, name: str, kind: Kind) -> Tensor:
-    """A weight packed, taken from the file's integers or rounded. Raises UsageError, naming it, if it can't be."""
+    """A weight packed, taken from the file's integers or rounded. Raises CheckpointError, naming it, if it can't be."""
     scheme = Scheme(*kind, about=str(kind))
     integers = read_blocks(checkpoint, name, LAYOUT, scheme, as_stored=False)
     if integers is None:
         raise AssertionError("a scheme was given, so there are integers")
     try:
         tiles = integers.tiles()
-    except UsageError as error:
-        raise UsageError(f"{checkpoint.path}: {checkpoint.file_name(name)}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(name)}: {error}") from error
     checkpoint.release(name)
     return tiles
 

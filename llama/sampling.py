@@ -108,6 +108,19 @@ FILTERS: list[tuple[Callable[[Tensor, SamplingParams], Tensor], Callable[[Sampli
 
 
 # ------------------------------------------------------------------------------------- probabilities and the draw
+# Below this neither a penalty nor a low temperature can make a logit infinite, and probabilities with it.
+LARGEST_LOGIT = 1e30
+
+
+def extreme(logits: Tensor) -> Tensor:
+    """The largest of the logits (.., V) -> (..), or the smallest where that is NaN or beyond -LARGEST_LOGIT.
+
+    One number that tells whether all are finite: NaN wins every minimum and maximum.
+    """
+    low, top = logits.aminmax(dim=-1)
+    return torch.where(low > -LARGEST_LOGIT, top, low)
+
+
 def probs(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """The distribution the next token is drawn from: logits (.., V) -> probabilities (.., V), float32.
 

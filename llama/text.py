@@ -139,6 +139,8 @@ class Llama:
         session keeps the KV cache for the next call; a draft that is a speculative.Draft keeps its own. Bad options are
         refused here, not at the first piece.
         """
+        if not isinstance(session, Session | None):
+            raise UsageError(f"session must be a Session, got {type(session).__name__}")
         params = self._params(sampling)
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
         return self._stream(list(prompt), params, _check_stops(stop), logprobs, session, guesses)
@@ -259,6 +261,8 @@ def _last(pieces: Iterator[Piece]) -> Completion:
 
 
 def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
+    if not isinstance(stop, str | Sequence | None):
+        raise UsageError(f"stop must be a string or a list of strings, got {stop!r:.80}")
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     for text in stops:
         if not isinstance(text, str) or not text:

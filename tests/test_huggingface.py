@@ -408,7 +408,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "theta digits": (
         lambda d: edit(d, rope_parameters={"rope_type": "default", "rope_theta": 10**400}),
-        "rope_theta must be a finite",
+        "rope_theta must be a number above 0",
     ),
     "longrope of one": (
         lambda d: edit(
@@ -440,7 +440,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "odd head": (lambda d: edit(d, head_dim=15), "head_dim must be even"),
     "theta": (
         lambda d: edit(d, rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
-        "rope_theta must be a finite",
+        "rope_theta must be a number above 0",
     ),
     "theta twice": (lambda d: edit(d, rope_theta=5.0), "rope_theta is 5.0 and in rope_parameters 10000.0"),
     "rope kind": (lambda d: edit(d, rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral'; known: default"),

@@ -362,7 +362,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "vocab": (lambda d: edit_params(d, vocab_size=1000), "vocab_size 1000 and the embedding has 768"),
     "width": (lambda d: edit_params(d, multiple_of=1024), "feed-forward width of 1024 and the files have"),
     "typo": (lambda d: edit_params(d, rope_thetta=1e6), "'rope_thetta'; was 'rope_theta' meant"),
-    "theta": (lambda d: edit_params(d, rope_theta=-1), "rope_theta must be a finite number above 0"),
+    "theta": (lambda d: edit_params(d, rope_theta=-1), "rope_theta must be a number above 0"),
     "vision": (lambda d: edit_params(d, vision_chunk_size=448), "vision model"),
     "dim gone": (lambda d: edit_params(d, dim="remove"), "the key dim is missing"),
     "other seed": (

@@ -16,7 +16,7 @@ from llama import kernels, quant
 from llama.checkpoint.blocks import READERS
 from llama.checkpoint.tiles import TILE, pack, tile_bytes, unpack, unpack_rows
 from llama.config import ModelConfig
-from llama.errors import UsageError
+from llama.errors import CheckpointError, UsageError
 from llama.loader import load_model
 from llama.quant import SCHEMES, BlockLinear, Scheme, TileEmbedding, TileLinear, linear_of, quantize, quantize_, rounded
 from llama.text import Llama
@@ -164,9 +164,9 @@ def test_a_weight_that_has_no_integers_is_an_error(name: str, wrong: float) -> N
     if name == "int8-row" and wrong == 1e30:  # its scales are float32
         assert distance(quantize(w, SCHEMES[name]).weight, w) < 0.01
         return
-    with pytest.raises(UsageError, match="not finite, or too large for 16-bit scales"):
+    with pytest.raises(CheckpointError, match="not finite, or too large for 16-bit scales"):
         quantize(w, SCHEMES[name])
-    with pytest.raises(UsageError, match="not finite, or too large for 16-bit scales"):
+    with pytest.raises(CheckpointError, match="not finite, or too large for 16-bit scales"):
         rounded(lambda rows: w[rows], (20, 70), SCHEMES[name]).tiles()
 
 

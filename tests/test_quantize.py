@@ -421,7 +421,7 @@ def test_a_weight_without_integers_is_named(
     state["layers.1.feed_forward.w_up.weight"][95, 63] = wrong
     source = tiny.write_gguf(tmp_path / "x.gguf", state=state)
     with pytest.raises(
-        UsageError, match=r"x\.gguf: blk\.1\.ffn_up\.weight: a weight is not finite.*can't be quantized"
+        CheckpointError, match=r"x\.gguf: blk\.1\.ffn_up\.weight: a weight is not finite.*can't be quantized"
     ):
         quantize(source, tmp_path / "q", "int4")
     assert os.listdir(tmp_path) == ["x.gguf"]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama import loader
 from llama.errors import UsageError
 from llama.text import Llama, Session, StopText
 from llama.tokenizer import Decoder
@@ -224,3 +225,11 @@ def test_a_stream_that_is_dropped_leaves_the_session_right(tiny_llm: Llama) -> N
     assert resumed is not None
     assert resumed.stats.cached_tokens > 0
     assert resumed.tokens == tiny_llm.chat(messages, max_new_tokens=8).tokens
+
+
+def test_options_of_the_wrong_kind_are_usage_errors(tiny_llm: Llama) -> None:
+    for options in ({"stop": 3}, {"stop": [3]}, {"session": 3}):
+        with pytest.raises(UsageError, match=f"{next(iter(options))} (must|string)"):
+            tiny_llm.generate("a", **options)
+    with pytest.raises(UsageError, match="a model is named by a path or a name, got 3"):
+        loader.load(3)  # type: ignore[arg-type]

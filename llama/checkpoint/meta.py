@@ -522,5 +522,8 @@ def _hidden_dim(params: Fields, dim: int) -> int | None:
         raise ConfigError(f"{PARAMS}: multiple_of must be above 0, got {multiple}")
     hidden = int(8 * dim / 3)
     if multiplier is not None:
-        hidden = int(params.number("ffn_dim_multiplier") * hidden)
+        factor = params.number("ffn_dim_multiplier")
+        if not 0 < factor <= LARGEST_SIZE:
+            raise ConfigError(f"{PARAMS}: ffn_dim_multiplier must lie between 0 and {LARGEST_SIZE}, got {factor:g}")
+        hidden = int(factor * hidden)
     return multiple * -(-hidden // multiple)

@@ -116,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.run not in (pull.run, doctor.run):  # which need none of it, or ask a process of their own
             _import_quietly()
         code = ranks.run(args, sys.argv[1:] if argv is None else argv)
-        streams.out("")
+        if code == 0:  # else what failed was told, here or by a rank
+            streams.out("")
         return code
     except KeyboardInterrupt:
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one finds nothing to end

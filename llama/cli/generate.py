@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -126,9 +127,10 @@ def read_prompt(args: argparse.Namespace) -> str:
         return streams.read_stdin()
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # Python passes bytes that are not UTF-8 on as lone surrogates
-        at = len(prompt[: error.start].encode())
-        raise UsageError(
-            f"the prompt is not UTF-8: byte {at} is 0x{ord(prompt[error.start]) & 255:02x}; convert it"
-        ) from None
+    except UnicodeEncodeError:  # Python passes bytes that the locale does not know on as lone surrogates
+        try:
+            return os.fsencode(prompt).decode()  # they may be, in a locale that is not
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            raise UsageError(f"the prompt is not UTF-8: byte {error.start} is 0x{byte:02x}; convert it") from None
     return prompt

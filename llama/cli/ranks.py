@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..errors import ParallelError, UsageError
+from ..errors import CheckpointError, ConfigError, ParallelError, UsageError
 from . import loading, streams
 
 PARENT = "CLEARLLAMA_PARENT"  # the process that started the ranks and watches over them
@@ -140,8 +140,13 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
     if args.threads is None:
         args.threads = _share_of_threads()
     from .. import parallel
-    from ..checkpoint.part import Place
+    from ..checkpoint import open_checkpoint
+    from ..checkpoint.part import Place, check_world
+    from ..hub import resolve
 
+    if PARENT not in os.environ:  # who started the ranks looked before
+        with contextlib.suppress(CheckpointError, ConfigError):  # which is told to all, once they have met
+            check_world(open_checkpoint(resolve(args.model)).config, tensor, pipeline)
     world = args.world = parallel.join(Place(rank, tensor, pipeline), args.device)
     args.device = str(world.device)
     if rank:
@@ -157,6 +162,9 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
             with contextlib.suppress(ParallelError):
                 parallel.leave(world)
         raise
+    except SystemExit as left:  # a signal; the connections are left as they are, or gloo's threads abort the process
+        sys.stderr.flush()
+        os._exit(left.code if isinstance(left.code, int) else 1)
     parallel.leave(world)
     return code
 

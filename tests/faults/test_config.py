@@ -456,3 +456,24 @@ def test_broken_wishes_for_generation_are_a_warning(document: Path, attempt: Try
     done = attempt("generate", *RUN, "-m", document.parent)
     assert done.survived()
     assert any("warning: " in line and "generation_config.json" in line for line in done.error.splitlines()), done.error
+
+
+@pytest.mark.row("B04")
+@pytest.mark.parametrize(
+    ("format", "file", "key", "value"),
+    [
+        ("meta", "params.json", "ffn_dim_multiplier", 1e308),
+        ("meta", "params.json", "ffn_dim_multiplier", -1),
+        ("meta", "params.json", "norm_eps", 2**64),
+        ("hf", "config.json", "rms_norm_eps", 2**64),
+        ("hf", "config.json", "rms_norm_eps", 1.5),
+    ],
+)
+def test_a_number_that_no_formula_can_take(
+    tmp_path: Path, attempt: Try, format: str, file: str, key: str, value: float
+) -> None:
+    make_tiny.make(tmp_path / "m", "llama-3-8b", format=format)
+    document = json.loads((tmp_path / "m" / file).read_text())
+    (tmp_path / "m" / file).write_text(json.dumps({**document, key: value}))
+    for command in (("inspect",), ("generate", "--raw", "a", "-n", "1", "--device", "cpu", "-m")):
+        attempt(*command, tmp_path / "m").refused(key.removeprefix("rms_"), "must")

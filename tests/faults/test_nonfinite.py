@@ -16,7 +16,7 @@ from llama import kernels, nonfinite
 from llama.batch import Batch, Ended, Request
 from llama.checkpoint.tiles import pack
 from llama.compiled import compile_
-from llama.errors import NumericalError, UsageError
+from llama.errors import CheckpointError, NumericalError
 from llama.evaluate import nats
 from llama.generate import generate
 from llama.model import Transformer
@@ -337,5 +337,5 @@ def test_a_draft_that_met_nan_goes_on_where_it_can() -> None:
 def test_quantizing_what_is_not_finite_is_refused_before() -> None:
     net = tiny.model(tiny.WIDE)
     spoil(net, "layers.0.attention.wq.weight", math.nan)
-    with pytest.raises(UsageError, match="not finite"):
+    with pytest.raises(CheckpointError, match="not finite"):
         quantize_(net, "int8")

@@ -300,8 +300,7 @@ def test_every_chain_of_filters_leaves_something_to_draw(
     logits = torch.tensor(values)
     params = SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=m, repetition_penalty=penalty)
     seen = torch.arange(len(values)) if penalty != 1 else None
-    top = float(logits.amax())
-    if not -LARGEST_LOGIT < top < LARGEST_LOGIT:
+    if not max(map(abs, values)) < LARGEST_LOGIT or any(map(math.isnan, values)):
         with pytest.raises(NumericalError, match="new token 5 "):
             choose(logits, params, seen, torch.Generator(), 4)
         return
@@ -492,3 +491,30 @@ def test_a_position_without_a_row_is_refused_and_never_dropped(form: str) -> Non
     for end in (257, 1000, 10**6):
         with pytest.raises(ContextLengthError, match=f"position {end - 1} .*256 positions"):
             rope.rows(torch.arange(end - 2, end), end)
+
+
+@pytest.mark.row("G10")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e31, -1e31])
+def test_one_logit_that_is_not_finite_is_enough(value: float) -> None:
+    """Where it is not the largest as well: a token that can't be chosen in silence is a wrong distribution."""
+    from llama.generate import check_finite
+    from llama.sampling import extreme
+
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))  # (B, V)
+    check_finite(logits[1], "new token 1")
+    assert extreme(logits).tolist() == logits.amax(-1).tolist()
+    logits[1, 7] = value
+    with pytest.raises(NumericalError, match="the logits of new token 1 are"):
+        check_finite(logits[1], "new token 1")
+    top = extreme(logits)
+    assert top[[0, 2]].isfinite().all()
+    assert not -1e30 < float(top[1]) < 1e30
+
+
+@pytest.mark.row("G10")
+def test_a_row_of_the_output_layer_that_is_infinite_ends_it_at_the_first_token() -> None:
+    net = tiny.model()
+    net.output.weight[5, 3] = -math.inf
+    for prompt in ([1, 2, 3], [4], [7, 8]):
+        with pytest.raises(NumericalError, match="new token 1 "):
+            list(generate(net, prompt, SamplingParams(max_new_tokens=2)))
