@@ -1,9 +1,10 @@
 """Run the fault suite and write what it did to docs/reliability.md.
 
-usage: python scripts/reliability.py [--quick] [--output docs/reliability.md]
+usage: python scripts/reliability.py [--quick] [--reports FOLDER] [--output docs/reliability.md]
 
-Every test that is a case of a fault is run, the slow ones too, then every defect is planted. With --quick neither
-the slow cases nor the defects are run; the page says so. Exit code 1 if anything failed.
+Every test that is a case of a fault is run, then the slow ones, then every defect is planted. With --quick neither
+the slow cases nor the defects are run; the page says so. --reports keeps cases.xml, slow.xml and planted.xml in a
+folder, and what lies there already is not run again. Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -65,15 +66,16 @@ class Tally:
         return self.cases - self.passed - self.skipped
 
 
-def pytest(*options: str) -> list[ElementTree.Element]:
-    """The test cases of a run."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *options]
+def pytest(report: Path, *options: str) -> list[ElementTree.Element]:
+    """The test cases of a run, or of the report that is there already."""
+    if not report.exists():
+        fresh = report.with_suffix(".new")
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={fresh}", *options]
         done = subprocess.run(command, cwd=ROOT, check=False)
         if done.returncode > 1:  # 0 all passed, 1 some failed; else it did not run
             raise SystemExit(f"{' '.join(command)} ended with exit code {done.returncode}")
-        return list(ElementTree.parse(report).iter("testcase"))
+        fresh.rename(report)
+    return list(ElementTree.parse(report).iter("testcase"))
 
 
 def ended(case: ElementTree.Element) -> str:
@@ -156,10 +158,18 @@ def name(defect: object) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="neither slow cases nor planted defects")
+    parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keep what pytest says, and take what is there")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "reliability.md")
     args = parser.parse_args()
-    cases = pytest("--row", "any", *(() if args.quick else ("-m", "")))
-    planted = [] if args.quick else pytest("-m", "slow", "--dist", "load", "tests/faults/test_planted.py")
+    with tempfile.TemporaryDirectory() as folder:
+        reports = args.reports or Path(folder)
+        reports.mkdir(parents=True, exist_ok=True)
+        cases = pytest(reports / "cases.xml", "--row", "any")
+        planted = []
+        if not args.quick:
+            slow = ("-m", "slow", "--dist", "load")
+            cases += pytest(reports / "slow.xml", "--row", "any", *slow)
+            planted = pytest(reports / "planted.xml", *slow, "tests/faults/test_planted.py")
     caught = {
         (case.get("name") or "").split("[", 1)[-1].removesuffix("]"): {"passed": "yes", "failed": "**no**"}[ended(case)]
         for case in planted
