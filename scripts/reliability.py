@@ -121,10 +121,10 @@ def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
         "| group | rows | cases | inputs | passed | skipped here | failed |",
         "|---|---|---|---|---|---|---|",
     ]
-    for group, name in GROUPS.items():
+    for group, title in GROUPS.items():
         rows = [row for row in ROWS if row[0] == group]
         numbers = [total(what, rows) for what in ("cases", "inputs", "passed", "skipped", "failed")]
-        lines.append(f"| {group} {name} | {len(rows)} | " + " | ".join(f"{n:,}" for n in numbers) + " |")
+        lines.append(f"| {group} {title} | {len(rows)} | " + " | ".join(f"{n:,}" for n in numbers) + " |")
     numbers = [total(what, list(ROWS)) for what in ("cases", "inputs", "passed", "skipped", "failed")]
     lines.append(f"| all | {len(ROWS)} | " + " | ".join(f"{n:,}" for n in numbers) + " |")
     lines += [
@@ -134,13 +134,15 @@ def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
         "|---|---|---|---|",
     ]
     lines += [
-        f"| {d.row} | {ROWS[d.row]} | {d.what} | {caught.get(name(d), 'not run')} |" for d in DEFECTS if d.row in SILENT
+        f"| {d.row} | {ROWS[d.row]} | {d.what} | {caught.get(label(d), 'not run')} |"
+        for d in DEFECTS
+        if d.row in SILENT
     ]
     others = [d for d in DEFECTS if d.row not in SILENT]
     if others:
         lines += ["", "Planted in other rows:", "", "| row | fault | the defect that was planted | its cases noticed |"]
         lines += ["|---|---|---|---|"]
-        lines += [f"| {d.row} | {ROWS[d.row]} | {d.what} | {caught.get(name(d), 'not run')} |" for d in others]
+        lines += [f"| {d.row} | {ROWS[d.row]} | {d.what} | {caught.get(label(d), 'not run')} |" for d in others]
     lines += ["", "## Every row", "", "| row | fault | cases | inputs | tests |", "|---|---|---|---|---|"]
     for row, what in ROWS.items():
         mine = found.get(row, Tally())
@@ -151,7 +153,7 @@ def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def name(defect: object) -> str:
+def label(defect: object) -> str:
     return f"{defect.row} {defect.what}"
 
 
