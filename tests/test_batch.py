@@ -503,6 +503,7 @@ def test_a_list_with_a_draft_runs_one_after_the_other(tiny_llm: Llama) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the default model
+@pytest.mark.slow  # the rows of tiny models hold it by default
 def test_the_default_model_in_float32(default_llm: Llama) -> None:
     prompts = ["The capital of France is", "Once upon a time there was a", "def fib(n):\n", "2, 4, 6, 8,"]
     options = {"max_new_tokens": 8, "logprobs": True}

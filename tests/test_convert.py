@@ -367,6 +367,7 @@ def test_a_forgotten_permutation_is_found_by_the_proof(
 KILLS = 12
 
 
+@pytest.mark.slow  # tests/faults/test_writes.py kills it by default
 @pytest.mark.row("F03")
 def test_killed_at_any_moment_the_target_is_absent_or_whole(forked: Forked, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "model"

@@ -444,6 +444,7 @@ def test_the_library_is_built_once_also_where_threads_ask(
     assert library.suffix == ".so"
 
 
+@pytest.mark.slow  # builds twice
 def test_two_processes_may_build_at_once(tmp_path: Path, compiler: tuple[str, Path]) -> None:
     script, _ = compiler
     env = {**os.environ, "CLEARLLAMA_CACHE": str(tmp_path / "cache"), "CXX": script}

@@ -511,6 +511,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow  # tests/faults/test_writes.py kills it by default
 @pytest.mark.row("F03")
 def test_killed_at_any_moment_the_target_is_absent_or_whole(sources: dict[str, Path], tmp_path: Path) -> None:
     target = tmp_path / "model"

@@ -39,6 +39,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> int:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow  # trains twice
 def test_two_runs_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in a process of its own, one in this one, which has drawn and computed before."""
     assert subprocess.run([sys.executable, *command(tmp_path, "a")], capture_output=True, check=False).returncode == 0
