@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .cache import KVCache as KVCache
     from .config import ModelConfig as ModelConfig
     from .errors import LlamaError as LlamaError
+    from .generation.session import Session as Session
     from .loader import load as load
     from .loader import load_model as load_model
     from .loader import load_tokenizer as load_tokenizer
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .rope import rotate_half as rotate_half
     from .rope_scaling import inverse_frequencies as inverse_frequencies
     from .sampling import SamplingParams as SamplingParams
-    from .session import Session as Session
     from .text import Completion as Completion
     from .text import Llama as Llama
     from .tokenizer import Tokenizer as Tokenizer
@@ -50,7 +50,7 @@ _HOME = {
     "SamplingParams": "sampling",
     "Completion": "text",
     "Llama": "text",
-    "Session": "session",
+    "Session": "generation.session",
     "Tokenizer": "tokenizer",
 }
 __all__ = ["__version__", *_HOME]

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import kernels
 from .cache import Keys, Rounded
+from .engine import kernels
 
 
 def causal_mask(positions: Tensor, key_positions: Tensor) -> Tensor:

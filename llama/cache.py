@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import memory
 from .errors import ContextLengthError, UsageError
+from .system import memory
 
 FIRST_SLOTS = 1024  # tokens a cache has room for before it first grows
 # The most it grows by at once, beyond what is asked for. Decoding reads all of the cache for each token, so copying it

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import decoding
 from .cache import KVCache
+from .engine import cuda_graphs as decoding
+from .engine.nonfinite import locate
 from .errors import ContextLengthError, NumericalError, UsageError
 from .model import Transformer
-from .nonfinite import locate
 from .sampling import LARGEST_LOGIT, SamplingParams, extreme, probs, sample
 
 

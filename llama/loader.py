@@ -15,22 +15,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import kernels, memory
 from .attention import ATTENTION
 from .cache import FIRST_SLOTS, KINDS
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.documents import read_json
-from .checkpoint.part import PartCheckpoint
-from .compiled import compile_
+from .engine import kernels
+from .engine.compiled import compile_
+from .engine.linears import embedding_of, linear_of, pick_scheme, scheme_for
+from .engine.parallel import World, share
+from .engine.placement import NO_COMPILING, Devices, pick_placement, run_placed
+from .engine.runtime import FewRowsLinear, PackedLinear, pick_attention, pick_dtype, pick_linear
+from .engine.sharding import PartCheckpoint
 from .errors import CheckpointError, UsageError
-from .hub import DEFAULT, resolve
+from .hub.named import DEFAULT, resolve
 from .model import Transformer
-from .parallel import World, share
-from .placement import NO_COMPILING, Devices, pick_placement, run_placed
-from .quant import embedding_of, linear_of, pick_scheme, scheme_for
 from .rope import FORMS
 from .rope_scaling import with_rope
-from .runtime import FewRowsLinear, PackedLinear, pick_attention, pick_dtype, pick_linear
+from .system import memory
 from .tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 from .weights import SkipInit, cast, check_tensors, held, read_blocks, rounded_again, sample_hash, to_layout
 

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, overload
 
-from .answer import Answer, Completion, Piece, Stats, StopText
-from .batch import Batch, Ended, Request, Said, Started
 from .chat import encode_chat
 from .errors import LlamaError, NumericalError, UsageError
 from .generate import generate
+from .generation.answer import Answer, Completion, Piece, Stats, StopText
+from .generation.batch import Batch, Ended, Request, Said, Started
+from .generation.session import Session
+from .generation.speculative import Draft, make_draft, speculate
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
-from .session import Session
-from .speculative import Draft, make_draft, speculate
 from .tokenizer import Tokenizer
 
 __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from . import kernels
 from .checkpoint import Checkpoint
 from .checkpoint.base import FLOATS
-from .checkpoint.blocks import Blocks
-from .checkpoint.tiles import TILE, tile_bytes
 from .config import ModelConfig
+from .engine import kernels
+from .engine.linears import Integers, Scheme, rounded, scheme_for, taken
+from .engine.runtime import PackedLinear
 from .errors import CheckpointError
 from .model import Transformer
-from .quant import Integers, Scheme, rounded, scheme_for, taken
+from .quant.blocks import Blocks
+from .quant.tiles import TILE, tile_bytes
 from .rope import Layout, to_half_layout, to_interleaved_layout
-from .runtime import PackedLinear
 
 # The weights whose rows RoPE pairs.
 ROTATED = ("attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "attention.wk.bias")

@@ -48,8 +48,8 @@ def load_ours(spec: dict[str, Any]) -> tuple[Job, int]:
     import torch
 
     from llama import loader
-    from llama.batch import Batch, Request, Said
     from llama.checkpoint import open_checkpoint
+    from llama.generation.batch import Batch, Request, Said
     from llama.sampling import SamplingParams
 
     torch.set_num_threads(spec["threads"])
@@ -162,7 +162,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         return worker(args.worker)
-    from llama import hub
+    from llama.hub import named as hub
 
     lengths, sizes = numbers(parser, "--lengths", args.lengths), numbers(parser, "--sizes", args.sizes)
     if len(lengths) != 2 or lengths[0] > lengths[1]:

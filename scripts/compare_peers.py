@@ -225,7 +225,7 @@ def memory(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The bandwidth of reading, GB/s: what summing a large array takes, over and over."""
     import torch
 
-    from llama import benchmark
+    from llama.tools import benchmark
 
     torch.set_num_threads(spec["threads"])
     buffer = torch.ones(benchmark.buffer_bytes(torch.device("cpu")) // 4)
@@ -271,9 +271,10 @@ def load_clearllama(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
     """A step, the size of the vocabulary, the bytes that decoding a token behind the prompt reads; so for the peers."""
     import torch
 
-    from llama import benchmark, loader
+    from llama import loader
     from llama.checkpoint import open_checkpoint
     from llama.generate import prefill
+    from llama.tools import benchmark
 
     torch.set_num_threads(spec["threads"])
     model = loader.build(open_checkpoint(spec["path"]), device="cpu", pack=True, **spec["options"])
@@ -485,7 +486,7 @@ def main() -> int:
     if args.prefill_rounds < 0:
         parser.error("--prefill-rounds must be at least 0")
     try:
-        from llama import hub
+        from llama.hub import named as hub
 
         model = hub.resolve(args.model or hub.DEFAULT)
         rows = rows_of(model)

@@ -33,24 +33,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llama import decoding, triton_kernels
 from llama.attention import ATTENTION
-from llama.benchmark import cache_bytes, linear_bytes
 from llama.cache import KVCache
-from llama.checkpoint.blocks import Blocks
 from llama.config import ModelConfig
+from llama.engine import cuda_graphs as decoding
+from llama.engine import triton_kernels
+from llama.engine.fused import fuse
+from llama.engine.linears import SCHEMES, BlockEmbedding, BlockLinear, scheme_for
+from llama.engine.placement import Placement, place_
+from llama.engine.placement import told as told_place
+from llama.engine.runtime import pick_attention, pick_linear
+from llama.engine.triton_kernels import Weight
 from llama.errors import NumericalError
-from llama.fused import fuse
 from llama.generate import generate, prefill, random_generator
+from llama.generation.speculative import NGramDraft, speculate
 from llama.model import RMSNorm, Transformer
-from llama.placement import Placement, place_
-from llama.placement import told as told_place
-from llama.quant import SCHEMES, BlockEmbedding, BlockLinear, scheme_for
+from llama.quant.blocks import Blocks
 from llama.rope import FORMS, to_half_layout
-from llama.runtime import pick_attention, pick_linear
 from llama.sampling import SamplingParams
-from llama.speculative import NGramDraft, speculate
-from llama.triton_kernels import Weight
+from llama.tools.benchmark import cache_bytes, linear_bytes
 from llama.weights import SkipInit
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -163,7 +163,7 @@ def make(
         raise SystemExit("shards and quantization are Meta's; write --format meta")
     import tempfile
 
-    from llama.convert import convert
+    from llama.tools.convert import convert
 
     with tempfile.TemporaryDirectory() as folder:
         source = write_meta(Path(folder) / "meta", like, config, weights(config, seed, dtype), 1, None)

@@ -20,7 +20,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton, where it is installed, then runs its kernels on the CPU
 
-from llama import hub, loader
+from llama import loader
+from llama.hub import named as hub
 from llama.text import Llama
 
 from . import tiny

@@ -24,17 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llama import loader, parallel
-from llama.batch import Batch, Request, Said, Started
+from llama import loader
 from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.part import Place
+from llama.engine import parallel
+from llama.engine.linears import TileEmbedding, TileLinear
+from llama.engine.sharding import Place
 from llama.errors import ContextLengthError, LlamaError, NumericalError
 from llama.generate import generate, prefill
+from llama.generation.batch import Batch, Request, Said, Started
+from llama.generation.speculative import Draft, Guess, make_draft, speculate
 from llama.model import Transformer
-from llama.quant import TileEmbedding, TileLinear
 from llama.sampling import SamplingParams
-from llama.speculative import Draft, Guess, make_draft, speculate
 from llama.text import Session
 
 ROOT = Path(__file__).resolve().parent.parent

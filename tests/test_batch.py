@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from llama import batch, compiled, kernels
-from llama.batch import Batch, Ended, Request, Said, Started
 from llama.cache import KVCache
+from llama.engine import compiled, kernels
+from llama.engine.linears import quantize_
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
 from llama.generate import Token, generate, prefill
+from llama.generation import batch
+from llama.generation.batch import Batch, Ended, Request, Said, Started
 from llama.model import Transformer
-from llama.quant import quantize_
 from llama.sampling import SamplingParams
 from llama.text import Llama
 

@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama import benchmark, kernels
-from llama.benchmark import Speed
 from llama.checkpoint import open_checkpoint
 from llama.cli import bench, main, quality
 from llama.config import ModelConfig
+from llama.engine import kernels
+from llama.engine.linears import SCHEMES, quantize_
 from llama.errors import ContextLengthError
 from llama.loader import build
-from llama.quant import SCHEMES, quantize_
 from llama.study.perplexity import tiny_folder
+from llama.tools import benchmark
+from llama.tools.benchmark import Speed
 
 from . import tiny
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama import kernels, loader
+from llama import loader
 from llama.attention import reference, sdpa
 from llama.cache import FIRST_SLOTS, KVCache, Rounded, round_to_8_bits
+from llama.engine import kernels
 from llama.errors import UsageError
 from llama.generate import prefill
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import llama
-import llama.convert
-from llama import families
+import llama.tools.convert
+from llama.hub import families
 
 from .conftest import Run
 from .scripts import make_tiny
@@ -74,7 +74,7 @@ def test_inspect_a_folder_of_metas(clearllama: Run, meta: Path) -> None:
 def test_inspect_lists_every_mismatch(clearllama: Run, meta: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    llama.convert.convert(meta, tmp_path / "hf", "hf")
+    llama.tools.convert.convert(meta, tmp_path / "hf", "hf")
     state = load_file(tmp_path / "hf" / "model.safetensors")
     state["model.norm.weight"] = state["model.norm.weight"][:5].clone()
     state["model.layers.1.mlp.up_proj.weight"] = state["model.layers.1.mlp.up_proj.weight"][:7].clone()

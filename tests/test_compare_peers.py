@@ -148,9 +148,10 @@ def test_a_turn_goes_back_to_the_prompt_and_feeds_it_only_when_it_must(monkeypat
 
 
 def test_clearllamas_steps_are_greedy_decoding_and_its_bytes_those_of_bench(tmp_path: Path) -> None:
-    from llama import benchmark, load_model
+    from llama import load_model
     from llama.generate import generate
     from llama.sampling import SamplingParams
+    from llama.tools import benchmark
 
     path = tiny.write_gguf(tmp_path / "tiny.gguf")
     import torch

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama import compiled, kernels
 from llama.config import ModelConfig
+from llama.engine import compiled, kernels
+from llama.engine.linears import quantize_
 from llama.errors import UsageError
 from llama.generate import generate, prefill
 from llama.loader import load
 from llama.model import Transformer
-from llama.quant import quantize_
 from llama.sampling import SamplingParams
 
 from . import tiny

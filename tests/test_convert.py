@@ -20,12 +20,12 @@ import pytest
 import torch
 
 import llama
-from llama import convert as convert_module
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.meta_write import feed_forward_keys
 from llama.config import ModelConfig
-from llama.convert import convert
 from llama.errors import CheckpointError, LlamaError, UsageError
+from llama.tools import convert as convert_module
+from llama.tools.convert import convert
 
 from . import meta_code, test_huggingface, tiny
 from .forked import Forked
@@ -406,7 +406,7 @@ def test_memory_holds_one_weight(tmp_path: Path) -> None:
     source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", config, make_tiny.weights(config), 1, None)
     size = (source / "consolidated.00.pth").stat().st_size
     script = (
-        "import sys, torch; from llama.convert import convert; from llama import loader;"
+        "import sys, torch; from llama.tools.convert import convert; from llama import loader;"
         "convert(sys.argv[1], sys.argv[2], 'hf');"
         "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])"
     )

@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama import cache as cache_module
-from llama import decoding
 from llama.cache import KVCache
+from llama.engine import cuda_graphs as decoding
 from llama.errors import NumericalError
 from llama.generate import Token, generate, prefill, random_generator
 from llama.model import Transformer

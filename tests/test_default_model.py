@@ -15,10 +15,10 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llama
-from llama import hub
 from llama.chat import encode_chat
 from llama.config import ModelConfig
 from llama.generate import generate, prefill
+from llama.hub import named as hub
 from llama.loader import load_model
 from llama.sampling import SamplingParams
 from llama.text import Llama, Session

@@ -20,11 +20,14 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from llama import __version__, compiled, doctor, hub, kernels, loader, model, rope
+from llama import __version__, loader, model, rope
 from llama.cache import KVCache, LayerCache
 from llama.cli import main
-from llama.doctor import Finding
-from llama.folders import cache_folder
+from llama.engine import compiled, kernels
+from llama.hub import named as hub
+from llama.system.folders import cache_folder
+from llama.tools import doctor
+from llama.tools.doctor import Finding
 
 from .conftest import Run
 
@@ -223,7 +226,7 @@ def test_not_a_number_fails_it() -> None:
 # ----------------------------------------------------------------------------------- probes that break off, or hang
 def planted(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes of the child are replaced by such that find nothing, but for what the code does."""
-    made = "import os, signal, subprocess, sys, time; from llama import doctor; F = doctor.Finding; "
+    made = "import os, signal, subprocess, sys, time; from llama.tools import doctor; F = doctor.Finding; "
     made += "[group.update({name: (lambda name=name: iter([F('ok', 'x', name, '')])) for name in group})"
     made += " for group in (doctor.PROBES, doctor.BUILD, doctor.TESTS)]; "
     monkeypatch.setattr(doctor, "SERVE", f"{made}{code}; doctor.serve(NAMES)")

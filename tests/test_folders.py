@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama.errors import UsageError
-from llama.folders import keep, kept
+from llama.system.folders import keep, kept
 
 
 def put(folder: Path, content: bytes) -> Path:

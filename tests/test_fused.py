@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llama import quant
+from llama.engine import linears as quant
+from llama.engine.fused import join
+from llama.engine.linears import SCHEMES, BlockLinear
 from llama.errors import UsageError
-from llama.fused import join
-from llama.quant import SCHEMES, BlockLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

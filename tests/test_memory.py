@@ -15,13 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from llama import cli, loader, memory
+from llama import cli, loader
 from llama.cache import FIRST_SLOTS, LARGEST_STEP, KVCache
 from llama.checkpoint import open_checkpoint
 from llama.cli import inspect
 from llama.errors import ContextLengthError, MemoryLimitError
 from llama.generate import prefill
 from llama.model import Transformer
+from llama.system import memory
 
 from . import tiny
 from .forked import Forked

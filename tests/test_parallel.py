@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llama import parallel
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.blocks import READERS
 from llama.checkpoint.gguf import NAMES
-from llama.checkpoint.part import PartCheckpoint, Place, check_world, fits, stages
 from llama.config import ModelConfig
-from llama.convert import convert
+from llama.engine import parallel
+from llama.engine.sharding import PartCheckpoint, Place, check_world, fits, stages
 from llama.errors import UsageError
-from llama.quantize import quantize
+from llama.quant.blocks import READERS
+from llama.tools.convert import convert
+from llama.tools.quantize import quantize
 from llama.weights import expected_shapes, sample_hash
 
 from . import ranks, tiny

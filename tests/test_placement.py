@@ -11,20 +11,22 @@ import torch
 from torch import Tensor, nn
 
 import llama
-from llama import decoding, generate, kernels, placement
+from llama import generate
 from llama.cache import KINDS, KVCache
 from llama.checkpoint import open_checkpoint
 from llama.cli import main
-from llama.compiled import compile_
 from llama.config import ModelConfig
+from llama.engine import cuda_graphs as decoding
+from llama.engine import kernels, placement
+from llama.engine.compiled import compile_
+from llama.engine.linears import BlockEmbedding, BlockLinear, TileEmbedding, TileLinear, quantize_
+from llama.engine.placement import Placed, Placement, pick_placement, place_, spread
+from llama.engine.runtime import FewRowsLinear, PackedLinear
 from llama.errors import UsageError
+from llama.generation.speculative import NGramDraft, speculate
 from llama.loader import build
 from llama.model import Transformer
-from llama.placement import Placed, Placement, pick_placement, place_, spread
-from llama.quant import BlockEmbedding, BlockLinear, TileEmbedding, TileLinear, quantize_
-from llama.runtime import FewRowsLinear, PackedLinear
 from llama.sampling import SamplingParams
-from llama.speculative import NGramDraft, speculate
 
 from . import away, tiny
 
@@ -252,7 +254,7 @@ def test_gpu_layers_are_the_last_ones_with_the_output() -> None:
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "llama-2-70b", "smollm2-135m-instruct"])
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_bytes_are_spread_as_evenly_as_whole_layers_allow(name: str, count: int) -> None:
-    from llama.families import official
+    from llama.hub.families import official
     from llama.weights import expected_shapes
 
     config = official()[name]

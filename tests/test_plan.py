@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from llama import plan
 from llama.cache import KVCache
 from llama.cli import main
 from llama.cli.plan import architecture, quantity
 from llama.config import ModelConfig
+from llama.engine.linears import SCHEMES, BlockLinear, quantize
 from llama.errors import ConfigError, LlamaError, UsageError
-from llama.families import official
-from llama.plan import GPUS, Run, Split, parse_gpus
-from llama.quant import SCHEMES, BlockLinear, quantize
+from llama.hub.families import official
+from llama.tools import plan
+from llama.tools.plan import GPUS, Run, Split, parse_gpus
 from llama.weights import expected_shapes
 
 from . import tiny

@@ -12,13 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import llama
-from llama import kernels, quant
-from llama.checkpoint.blocks import READERS
-from llama.checkpoint.tiles import TILE, pack, tile_bytes, unpack, unpack_rows
 from llama.config import ModelConfig
+from llama.engine import kernels
+from llama.engine import linears as quant
+from llama.engine.linears import (
+    SCHEMES,
+    BlockLinear,
+    Scheme,
+    TileEmbedding,
+    TileLinear,
+    linear_of,
+    quantize,
+    quantize_,
+    rounded,
+)
 from llama.errors import CheckpointError, UsageError
 from llama.loader import load_model
-from llama.quant import SCHEMES, BlockLinear, Scheme, TileEmbedding, TileLinear, linear_of, quantize, quantize_, rounded
+from llama.quant.blocks import READERS
+from llama.quant.tiles import TILE, pack, tile_bytes, unpack, unpack_rows
 from llama.text import Llama
 
 from . import test_huggingface, tiny

@@ -22,19 +22,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from llama import kernels, quant
 from llama.checkpoint import huggingface_write, open_checkpoint, quantized
 from llama.checkpoint.quantized import Kind
-from llama.checkpoint.tiles import unpack
 from llama.checkpoint.write import Model
 from llama.cli import main
 from llama.config import ModelConfig
-from llama.convert import convert
+from llama.engine import kernels
+from llama.engine import linears as quant
+from llama.engine.linears import SCHEMES, TileEmbedding, TileLinear, scheme_for
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.loader import build, load, load_model
 from llama.model import Transformer
-from llama.quant import SCHEMES, TileEmbedding, TileLinear, scheme_for
-from llama.quantize import quantize
+from llama.quant.tiles import unpack
+from llama.tools.convert import convert
+from llama.tools.quantize import quantize
 from llama.weights import check_tensors, expected_shapes, to_layout
 
 from . import test_huggingface, tiny

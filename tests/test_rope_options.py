@@ -14,11 +14,11 @@ from torch import Tensor
 
 from llama.cli import main
 from llama.errors import UsageError
-from llama.evaluate import perplexity, token_logprobs
 from llama.loader import load, load_model
 from llama.model import Transformer
 from llama.rope import FORMS, Rope
 from llama.rope_scaling import inverse_frequencies, reach, with_rope
+from llama.tools.evaluate import perplexity, token_logprobs
 
 from . import tiny
 from .scripts import make_tiny

@@ -88,7 +88,7 @@ def test_numbers_in_the_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_shares_are_those_of_the_rates_beside_them() -> None:
-    from llama.plan import GPUS, REACHED
+    from llama.tools.plan import GPUS, REACHED
 
     table = rows("### What programs reach")
     for row in table:

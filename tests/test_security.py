@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llama import folders, kernels
 from llama.checkpoint import documents, open_checkpoint
+from llama.engine import kernels
 from llama.errors import CheckpointError
+from llama.system import folders
 from llama.tokenizer import common
 
 from . import fuzz

@@ -20,9 +20,9 @@ from llama import cli, loader
 from llama.cli import streams
 from llama.errors import CheckpointError, ContextLengthError, UsageError
 from llama.generate import generate, prefill
+from llama.generation.session import Session, is_session, sample
 from llama.model import Transformer
 from llama.sampling import SamplingParams
-from llama.session import Session, is_session, sample
 from llama.text import Llama
 
 from . import tiny

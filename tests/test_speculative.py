@@ -16,14 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llama import speculative
 from llama.cache import KVCache
 from llama.cli import main
 from llama.errors import ContextLengthError, NumericalError, UsageError
 from llama.generate import Token, generate
+from llama.generation import speculative
+from llama.generation.speculative import (
+    Draft,
+    Guess,
+    ModelDraft,
+    NGramDraft,
+    acceptance,
+    make_draft,
+    residual,
+    speculate,
+)
 from llama.model import Transformer
 from llama.sampling import SamplingParams, probs
-from llama.speculative import Draft, Guess, ModelDraft, NGramDraft, acceptance, make_draft, residual, speculate
 from llama.text import Llama, Session
 
 from . import tiny

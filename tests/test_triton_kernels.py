@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama import decoding, quant
-from llama import triton_kernels as kernels
 from llama.cache import KVCache
+from llama.engine import cuda_graphs as decoding
+from llama.engine import linears as quant
+from llama.engine import triton_kernels as kernels
+from llama.engine.fused import fuse, packed
+from llama.engine.linears import BlockLinear
+from llama.engine.triton_kernels import Blocks, Shares, Weight
 from llama.errors import UsageError
-from llama.fused import fuse, packed
 from llama.model import Transformer
-from llama.quant import BlockLinear
 from llama.rope import precompute_freqs_cis
-from llama.triton_kernels import Blocks, Shares, Weight
 
 from . import tiny
 

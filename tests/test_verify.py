@@ -18,11 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llama import hub, repository
-from llama import verify as verify_module
 from llama.cli import build_parser
 from llama.errors import CheckpointError, UsageError
-from llama.verify import Finding, cache_sum, file_sum, format_of, read_checklist, verify
+from llama.hub import named as hub
+from llama.hub import repository
+from llama.tools import verify as verify_module
+from llama.tools.verify import Finding, cache_sum, file_sum, format_of, read_checklist, verify
 
 from . import tiny
 from .conftest import Run

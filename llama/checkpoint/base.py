@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..config import LARGEST_SIZE, ModelConfig
+from ..quant.blocks import Blocks
 from ..rope import Layout
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
-from .blocks import Blocks
 
 
 class Checkpoint(ABC):

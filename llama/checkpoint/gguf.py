@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError
+from ..quant.blocks import READERS, Blocks
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
 from .base import Checkpoint, checked, drop_pages, stored_bytes, their_name
-from .blocks import READERS, Blocks
 from .meta import check_vocabulary
 
 MAGIC = b"GGUF"

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
+from ..quant.blocks import Blocks
+from ..quant.tiles import TILE, tile_bytes, unpack
 from ..rope import Layout
 from . import huggingface, huggingface_write
 from .base import stored_bytes, their_name
-from .blocks import Blocks
 from .documents import Fields, parse_json, read_json
 from .huggingface import LAYERS, NAMES, HuggingFaceCheckpoint, WeightFile
 from .huggingface_write import Entry
-from .tiles import TILE, tile_bytes, unpack
 from .write import Model
 
 METHOD, VERSION = "clearllama", 1

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import LlamaError
-from ..limits import check_import
+from ..system.limits import check_import
 from . import (
     bench,
     chat,

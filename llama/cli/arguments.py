@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..errors import UsageError
-from ..hub import DEFAULT
+from ..hub.named import DEFAULT
 
 LARGEST_FACTOR = 10_000  # nobody stretches a context further
 

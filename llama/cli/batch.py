@@ -194,7 +194,7 @@ class Chat:
 def chat_of(args: argparse.Namespace) -> Chat:
     """A checkpoint's, from its headers: no weight is read."""
     from ..checkpoint import open_checkpoint
-    from ..hub import resolve
+    from ..hub.named import resolve
 
     checkpoint = open_checkpoint(resolve(args.model))
     tokenizer, template = checkpoint.tokenizer(), checkpoint.chat_template

@@ -113,8 +113,8 @@ def settings(args: argparse.Namespace) -> list[Setting]:
     """Every combination of the lists that were given. Raises UsageError when an entry is none that can be run."""
     import torch
 
-    from ..quant import pick_scheme
-    from ..runtime import pick_dtype
+    from ..engine.linears import pick_scheme
+    from ..engine.runtime import pick_dtype
 
     dtypes = _entries("dtype", args.dtype)
     for dtype in dtypes:
@@ -151,7 +151,7 @@ def _counts(name: str, text: str) -> list[int]:
 
 def measure(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     """Load the model as the setting says and time it; what --json writes."""
-    from .. import benchmark
+    from ..tools import benchmark
 
     wanted = {
         key: value for key, value in dataclasses.asdict(setting).items() if key in ("dtype", "quantize", "compile")

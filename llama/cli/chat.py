@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
-from ..temporary import write_whole
+from ..system.temporary import write_whole
 from . import answers, arguments, drafts, loading, ranks, sessions, streams
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ..generation.session import Session
 
 HELP = """\
 /help          this list
@@ -127,7 +127,7 @@ class Chat:
     """The messages of one conversation and the cache that holds them."""
 
     def __init__(self, llm: Any, system: str | None, session: Session | None = None):
-        from ..session import Session
+        from ..generation.session import Session
 
         self.llm, self.system = llm, system
         self.session = Session() if session is None else session

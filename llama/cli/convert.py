@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from . import arguments, streams
 
 if TYPE_CHECKING:
-    from ..convert import Progress
+    from ..tools.convert import Progress
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -42,9 +42,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..convert import convert
-    from ..hub import resolve
-    from ..runtime import pick_device, pick_dtype
+    from ..engine.runtime import pick_device, pick_dtype
+    from ..hub.named import resolve
+    from ..tools.convert import convert
 
     dtype = None if args.dtype is None else pick_dtype(args.dtype, pick_device("cpu"))
     with progress_bar(args.quiet) as progress:

@@ -11,7 +11,7 @@ from ..errors import UsageError
 from . import arguments, streams
 
 if TYPE_CHECKING:
-    from ..doctor import Finding
+    from ..tools.doctor import Finding
 
 MOST_SECONDS = 3600
 
@@ -41,7 +41,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from .. import __version__
-    from ..doctor import examine
+    from ..tools.doctor import examine
 
     if not 0 < args.seconds <= MOST_SECONDS:
         raise UsageError(f"--seconds must lie above 0 and not above {MOST_SECONDS}, got {args.seconds:g}")

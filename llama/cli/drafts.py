@@ -9,14 +9,14 @@ from ..errors import CheckpointError, UsageError
 from . import loading
 
 if TYPE_CHECKING:
+    from ..generation.speculative import Draft
     from ..model import Transformer
-    from ..speculative import Draft
 
 
 def check_draft(args: argparse.Namespace) -> None:
     """What is wrong with --draft and --draft-tokens, as far as it shows before the model is loaded."""
-    from ..hub import resolve
-    from ..speculative import DRAFTS
+    from ..generation.speculative import DRAFTS
+    from ..hub.named import resolve
 
     if args.draft_tokens is not None and args.draft is None:
         raise UsageError("--draft-tokens goes with --draft")
@@ -31,7 +31,7 @@ def check_draft(args: argparse.Namespace) -> None:
 
 def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:
     """The draft that the options name, fit for the model; None without --draft."""
-    from ..speculative import DRAFTS, check_match, make_draft
+    from ..generation.speculative import DRAFTS, check_match, make_draft
 
     if args.draft is None or args.draft in DRAFTS:
         return make_draft(args.draft, args.draft_tokens)

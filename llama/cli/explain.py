@@ -29,7 +29,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import runtime
+    from ..engine import runtime
     from ..rope_scaling import with_rope
     from ..study import explain
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import LARGEST_SIZE
 from ..errors import LlamaError, UsageError
-from ..hub import DEFAULT
+from ..hub.named import DEFAULT
 from . import arguments, streams
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and not 1 <= value <= most:
             raise UsageError(f"--{name} must lie between 1 and {most:,}, {why}, got {value!s:.40}")
     from ..checkpoint import open_checkpoint
-    from ..hub import resolve
+    from ..hub.named import resolve
 
     checkpoint = open_checkpoint(resolve(args.model, args.quiet))
     facts = describe(checkpoint, args.context or checkpoint.config.max_seq_len, args.batch)
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]:
     """The facts, in the order in which they are shown."""
-    from ..families import named
-    from ..memory import cache_bytes
+    from ..hub.families import named
+    from ..system.memory import cache_bytes
     from ..weights import mismatches
 
     config = checkpoint.config

@@ -22,7 +22,8 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 
     tokens tells, by the tokenizer, how long prompt and answer will be, so that there is memory for them.
     """
-    from .. import loader, parallel, runtime
+    from .. import loader
+    from ..engine import parallel, runtime
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
@@ -37,9 +38,10 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 
 def load_model(args: argparse.Namespace) -> Transformer:
     """The model that the options name as `load` has it; no tokenizer is needed."""
-    from .. import loader, parallel, runtime
+    from .. import loader
     from ..checkpoint import open_checkpoint
-    from ..hub import resolve
+    from ..engine import parallel, runtime
+    from ..hub.named import resolve
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
@@ -51,7 +53,8 @@ def load_model(args: argparse.Namespace) -> Transformer:
 
 
 def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
-    from .. import placement, quant
+    from ..engine import linears as quant
+    from ..engine import placement
     from ..rope_scaling import reach, trained_length
 
     weight, world = model.norm.weight, getattr(args, "world", None)

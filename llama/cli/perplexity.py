@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     text = streams.read_stdin() if str(args.text) == "-" else streams.read_text(args.text)
     from tqdm import tqdm
 
-    from ..evaluate import nats, windows
+    from ..tools.evaluate import nats, windows
 
     llm = loading.load(args)
     model = llm.model

@@ -13,7 +13,7 @@ from . import arguments, loading, streams
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..config import ModelConfig
-    from ..plan import Plan, Run, Split, Stored
+    from ..tools.plan import Plan, Run, Split, Stored
 
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 OTHERS = (None, "int8", "int4")  # what the table of what fits compares
@@ -69,8 +69,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import plan
-    from ..quant import pick_scheme
+    from ..engine.linears import pick_scheme
+    from ..tools import plan
 
     own: dict[str, float | int | None] = {
         name: quantity(value, f"--gpu-{name}")
@@ -101,8 +101,8 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
     from ..checkpoint.huggingface import ConfigFile
     from ..checkpoint.meta import read_params
     from ..config import ModelConfig
-    from ..families import official
-    from ..hub import resolve
+    from ..hub.families import official
+    from ..hub.named import resolve
 
     path = Path(path_or_name)
     if path_or_name in official() and not path.exists():
@@ -140,7 +140,7 @@ def quantity(text: str, option: str) -> float:
 # --------------------------------------------------------------------------------------------------------- the facts
 def describe(made: Plan, name: str, quantize: str | None, stored: Stored | None = None) -> dict[str, Any]:
     """Everything that is shown, in bytes, seconds and tokens a second. stored: a quantized checkpoint's own weights."""
-    from .. import plan
+    from ..tools import plan
 
     run, gpu, split, full = made.run, made.gpu, made.split, made.fullest
     config = run.config
@@ -230,8 +230,8 @@ def _alternative(made: Plan, quantize: str | None, stored: Stored | None) -> dic
     """The same run with other weights."""
     from dataclasses import replace
 
-    from .. import plan
-    from ..quant import SCHEMES
+    from ..engine.linears import SCHEMES
+    from ..tools import plan
 
     scheme = None if quantize in (None, AS_STORED) else SCHEMES[quantize]
     other: Run = replace(made.run, scheme=stored if quantize == AS_STORED else scheme)
@@ -311,7 +311,7 @@ def _verdict(facts: dict[str, Any]) -> str:
 
 def _speed(facts: dict[str, Any]) -> list[str]:
     """Traffic and bounds."""
-    from ..plan import REACHED
+    from ..tools.plan import REACHED
 
     decode, prefill, traffic = facts["decode"], facts["prefill"], facts["traffic"]
     slow = max(facts["stages"], key=lambda stage: stage["weights_read"] + stage["kv_cache_read"])

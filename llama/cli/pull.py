@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from ..hub import DEFAULT
+from ..hub.named import DEFAULT
 from . import arguments, streams
 
 if TYPE_CHECKING:
-    from ..repository import HubId
+    from ..hub.repository import HubId
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -41,7 +41,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import hub, repository
+    from ..hub import named as hub
+    from ..hub import repository
 
     wanted = None if args.name in hub.MODELS else repository.hub_id(args.name)
     with contextlib.nullcontext() if wanted is None else _leaving_at_once(wanted):
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _leaving_at_once(wanted: HubId) -> Iterator[None]:
     """The library waits for the files it is at before it lets an interrupt through, which can be hours: just end."""
-    from .. import repository
+    from ..hub import repository
 
     before = repository.unfinished(wanted)
 

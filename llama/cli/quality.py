@@ -42,10 +42,11 @@ def run(args: argparse.Namespace) -> int:
     if args.window is not None and args.window < 2:
         raise UsageError(f"--window must be at least 2 tokens, got {args.window}")
     schemes = [entry.strip() for entry in (args.quantize or "int8,int4").split(",")]
-    from .. import loader, runtime
-    from ..evaluate import windows
-    from ..quant import pick_scheme
+    from .. import loader
+    from ..engine import runtime
+    from ..engine.linears import pick_scheme
     from ..study.perplexity import tiny_folder
+    from ..tools.evaluate import windows
 
     for scheme in schemes:
         if scheme != "none":
@@ -131,7 +132,7 @@ def compare(exact: list[float], other: list[float], predicted: int) -> dict[str,
 def _nats(args: argparse.Namespace, model: Transformer, parts: list[list[int]], what: str) -> list[float]:
     from tqdm import tqdm
 
-    from ..evaluate import nats
+    from ..tools.evaluate import nats
 
     total = sum(map(len, parts))
     with tqdm(total=total, desc=what, unit="tok", unit_scale=True, leave=False, disable=args.quiet or None) as bar:

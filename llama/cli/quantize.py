@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if args.source is None or args.target is None:
         raise UsageError("quantize needs SRC and DST, the checkpoint and the new folder; --list shows the schemes")
     from ..checkpoint import open_checkpoint
-    from ..hub import resolve
-    from ..quantize import quantize
+    from ..hub.named import resolve
+    from ..tools.quantize import quantize
 
     source, started = resolve(args.source, args.quiet), time.perf_counter()
     before = sum(open_checkpoint(source).parts.values())
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def show_schemes(as_json: bool) -> int:
     """The schemes there are, one a line, with bits a weight (scales and offsets counted)."""
-    from ..quant import SCHEMES
+    from ..engine.linears import SCHEMES
 
     if as_json:
         streams.write_json(

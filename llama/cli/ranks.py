@@ -139,10 +139,10 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
     _check_options(args)
     if args.threads is None:
         args.threads = _share_of_threads()
-    from .. import parallel
     from ..checkpoint import open_checkpoint
-    from ..checkpoint.part import Place, check_world
-    from ..hub import resolve
+    from ..engine import parallel
+    from ..engine.sharding import Place, check_world
+    from ..hub.named import resolve
 
     if PARENT not in os.environ:  # who started the ranks looked before
         with contextlib.suppress(CheckpointError, ConfigError):  # which is told to all, once they have met
@@ -171,7 +171,7 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
 
 def _follow(args: argparse.Namespace) -> int:
     """Load a part of the model and do as rank 0 does. Nothing is said but what went wrong here alone."""
-    from .. import parallel
+    from ..engine import parallel
 
     args.quiet, world = True, args.world
     try:
@@ -228,9 +228,9 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
     from ..checkpoint import open_checkpoint
-    from ..checkpoint.part import check_world
-    from ..hub import resolve
-    from ..runtime import pick_device
+    from ..engine.runtime import pick_device
+    from ..engine.sharding import check_world
+    from ..hub.named import resolve
     from ..weights import check_tensors
 
     _check_options(args)

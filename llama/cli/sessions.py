@@ -12,15 +12,15 @@ from . import streams
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ..generation.session import Session
     from ..model import Transformer
-    from ..session import Session
 
 
 def check_session(args: argparse.Namespace) -> None:
     """What is wrong with --load-session and --save-session, as far as it shows before the model is loaded."""
     if args.load_session is None and args.save_session is None:
         return
-    from ..session import check_target, open_session
+    from ..generation.session import check_target, open_session
 
     if args.load_session is not None:
         open_session(Path(args.load_session))
@@ -32,7 +32,7 @@ def load_session(args: argparse.Namespace, model: Transformer) -> Session | None
     """The session that --load-session names, or a new one to be saved; None without either option."""
     if args.load_session is None and args.save_session is None:
         return None
-    from ..session import Session, check_model
+    from ..generation.session import Session, check_model
 
     check_model(model)
     if args.load_session is None:

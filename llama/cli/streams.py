@@ -15,8 +15,8 @@ from typing import Any
 
 from ..errors import LlamaError, UsageError
 from ..errors import one_line as one_line
-from ..limits import MIB, address_limit
-from ..temporary import check_writable, write_whole
+from ..system.limits import MIB, address_limit
+from ..system.temporary import check_writable, write_whole
 
 LARGEST_INPUT = 2**28  # bytes that are read from a pipe, which may have no end
 

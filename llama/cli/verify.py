@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from . import arguments, streams
 
 if TYPE_CHECKING:
-    from ..verify import Finding, Progress
+    from ..tools.verify import Finding, Progress
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -37,7 +37,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..verify import format_of, verify
+    from ..tools.verify import format_of, verify
 
     path = locate(args.path)
     findings = []
@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 def locate(name: str) -> Path:
     """A path, or the place of a model that was pulled, also where it is not whole."""
-    from .. import hub, repository
+    from ..hub import named as hub
+    from ..hub import repository
 
     path = Path(name)
     if path.exists() or path.is_symlink():

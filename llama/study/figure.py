@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import UsageError
-from ..temporary import own_temporary
+from ..system.temporary import own_temporary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

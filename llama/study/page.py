@@ -20,7 +20,7 @@ import torch
 from .. import __version__
 from ..errors import UsageError
 from ..rope_scaling import inverse_frequencies
-from ..temporary import write_whole
+from ..system.temporary import write_whole
 
 METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
 # head_dim, base, trained length, stretch of the settings that the page checks itself at; the first are Llama 1 to 3.1

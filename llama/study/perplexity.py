@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import Checkpoint, open_checkpoint
+from ..engine.runtime import pick_device, pick_dtype
 from ..errors import CheckpointError, UsageError
-from ..evaluate import token_logprobs
-from ..hub import resolve
+from ..hub.named import resolve
 from ..loader import build
 from ..model import Transformer
 from ..rope_scaling import trained_length
-from ..runtime import pick_device, pick_dtype
-from ..temporary import own_temporary
+from ..system.temporary import own_temporary
+from ..tools.evaluate import token_logprobs
 
 TINY = "tiny-kjv"  # trained by scripts/train_tiny.py, shipped with the package
 EDGES = (0.5, 1, 1.25, 1.5, 2, 3, 4, 6, 8)  # ends of the buckets, in trained lengths

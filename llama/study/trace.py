@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..attention import reference_weights
+from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
-from ..nonfinite import locate
 from ..tokenizer import Tokenizer
 from .intervene import Intervention
 from .measures import turns

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import CODE_LLAMA_CONTROL, PRE, byte_piece, library_errors, looks_control, piece_bytes, read_file, stop_ids
+from .common import (
+    CODE_LLAMA_CONTROL,
+    PRE,
+    byte_piece,
+    library_errors,
+    looks_control,
+    piece_bytes,
+    read_file,
+    stop_ids,
+)
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor

@@ -17,17 +17,7 @@ from typing import Any
 from ..errors import TokenizerError
 from .base import Tokenizer
 from .common import BYTE_OF, byte_piece
-from .gguf import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    PRE,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    ByteLevelTokenizer,
-    GGUFTokenizer,
-)
+from .gguf import BYTE, CONTROL, NORMAL, PRE, UNKNOWN, UNUSED, USER_DEFINED, ByteLevelTokenizer, GGUFTokenizer
 from .huggingface import HuggingFaceTokenizer, parse, parts
 from .sentencepiece import (
     NORMALIZER_SPEC,

@@ -80,7 +80,7 @@ GGUF: tuple[Defect, ...] = (
     ),
 )
 META: tuple[Defect, ...] = (
-    Defect("A03", "verify reads no checksum of an archive", "llama/verify.py",
+    Defect("A03", "verify reads no checksum of an archive", "llama/tools/verify.py",
            "                    damaged.append(record.filename)\n", "                    pass\n"),
     Defect("A03", "the archive's description is taken without its checksum", "llama/checkpoint/torchfile.py",
            "                    archive.read(record)\n", "                    pass\n"),
@@ -110,7 +110,7 @@ META: tuple[Defect, ...] = (
            "    if dtype == torch.float16 and not bool", "    if False and not bool"),
     Defect("A19", "logits that are not finite are chosen from", "llama/generate.py",
            '    check_finite(logits, f"new token {step + 1}", where)\n', ""),
-    Defect("A19", "the C++ attention takes NaN for nothing to see", "llama/cpp/attention.h",
+    Defect("A19", "the C++ attention takes NaN for nothing to see", "llama/engine/cpp/attention.h",
            "nan && most == -INFINITY ? 0 : most", "most"),
     Defect("A19", "torch's attention answers 0 where all is NaN", "llama/attention.py",
            "k.shape[2] < FEW_KEYS", "False"),
@@ -144,7 +144,7 @@ WRITES = (
     Defect(
         "F03",
         "a file is written in its place",
-        "llama/temporary.py",
+        "llama/system/temporary.py",
         """    place = target if new else target.resolve()
 """,
         """    place = target if new else target.resolve()
@@ -155,7 +155,7 @@ WRITES = (
     Defect(
         "F03",
         "what a killed process left is never removed",
-        "llama/temporary.py",
+        "llama/system/temporary.py",
         """        shutil.rmtree(stale, ignore_errors=True)
 """,
         """        pass
@@ -164,7 +164,7 @@ WRITES = (
     Defect(
         "F04",
         "two conversions work at one target",
-        "llama/convert.py",
+        "llama/tools/convert.py",
         """        with alone(target, PREFIX):
 """,
         """        with contextlib.nullcontext():
@@ -203,7 +203,7 @@ SAMPLING: tuple[Defect, ...] = (
     Defect(
         "G10",
         "the layer where NaN begins is one too far",
-        "llama/nonfinite.py",
+        "llama/engine/nonfinite.py",
         'number, leaf = int(rest[0]), ".".join(rest[1:])',
         'number, leaf = int(rest[0]) + 1, ".".join(rest[1:])',
     ),
@@ -217,7 +217,7 @@ SAMPLING: tuple[Defect, ...] = (
     Defect(
         "G18",
         "a session keeps the NaN that an error left in its cache",
-        "llama/session.py",
+        "llama/generation/session.py",
         "        if spoilt:\n",
         "        if spoilt and False:\n",
     ),
@@ -231,7 +231,7 @@ SAMPLING: tuple[Defect, ...] = (
     Defect(
         "G18",
         "a stream given up halfway keeps its session",
-        "llama/session.py",
+        "llama/generation/session.py",
         "            self.cache, self.tokens = None, []\n        self.busy = False\n",
         "            self.cache, self.tokens = None, []\n            self.busy = False\n",
     ),
@@ -303,14 +303,14 @@ MEMORY: tuple[Defect, ...] = (
     Defect(
         "J07",
         "compiled steps are never taken",
-        "llama/compiled.py",
+        "llama/engine/compiled.py",
         "        if h.shape[0] == 1 and mask.dim() == 2:\n",
         "        if h.shape[0] == 0 and mask.dim() == 2:\n",
     ),
     Defect(
         "J07",
         "a compiled step reads the wrong turn",
-        "llama/compiled.py",
+        "llama/engine/compiled.py",
         "return step([h, *turns, mask, positions, *cache.buffers, *weights])",
         "return step([h, *turns[::-1], mask, positions, *cache.buffers, *weights])",
     ),
@@ -326,14 +326,14 @@ RANKS: tuple[Defect, ...] = (
     Defect(
         "K04",
         "ranks don't compare what they have",
-        "llama/parallel.py",
+        "llama/engine/parallel.py",
         """        if other["told"] != heard[0]["told"]:""",
         """        if other["told"] is None:""",
     ),
     Defect(
         "K04",
         "a rank feeds itself",
-        "llama/parallel.py",
+        "llama/engine/parallel.py",
         """        tokens = torch.tensor(order["tokens"], device=device)  # (B, T)""",
         """        tokens = torch.tensor(order["tokens"], device=device) + 1  # (B, T)""",
     ),

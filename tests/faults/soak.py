@@ -17,7 +17,7 @@ import torch
 
 from llama import loader
 from llama.errors import LlamaError
-from llama.session import Session
+from llama.generation.session import Session
 from llama.text import Llama
 
 WORDS = ("hello", "the", "hell", "o", "\n", "\U0001f642", "\u00e9", "x", "1 2 3 4", "<|im_end|>", " ")

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama import limits, loader, runtime
+from llama import loader
 from llama.checkpoint import open_checkpoint
-from llama.convert import convert
+from llama.engine import runtime
 from llama.errors import UsageError
 from llama.generate import prefill
+from llama.system import limits
+from llama.tools.convert import convert
 
 from .. import tiny
 from ..scripts import make_tiny
@@ -72,7 +74,8 @@ def test_every_limit_ends_in_an_answer_or_one_line(kilobytes: int, gguf: Path) -
 @linux
 @pytest.mark.row("J02")
 def test_what_the_import_is_said_to_take_is_what_it_takes() -> None:
-    code = "from llama import cli, limits; told = limits.import_bytes(); from llama import loader, text;"
+    code = "from llama import cli; from llama.system import limits; told = limits.import_bytes();"
+    code += "from llama import loader, text;"
     code += "print(told, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmPeak')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     told, took = (int(word) for word in done.stdout.split())

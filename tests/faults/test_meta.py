@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama
-from llama import convert
 from llama.attention import reference
 from llama.checkpoint import open_checkpoint
 from llama.errors import LlamaError, NumericalError
+from llama.tools import convert
 from llama.weights import check_tensors
 
 from ..scripts import make_tiny

@@ -12,19 +12,27 @@ import gguf
 import pytest
 import torch
 
-from llama import kernels, nonfinite
-from llama.batch import Batch, Ended, Request
-from llama.checkpoint.tiles import pack
-from llama.compiled import compile_
+from llama.engine import kernels, nonfinite
+from llama.engine.compiled import compile_
+from llama.engine.linears import (
+    BlockLinear,
+    TileLinear,
+    TorchInt4Linear,
+    TorchInt8Linear,
+    pick_scheme,
+    quantize,
+    quantize_,
+)
 from llama.errors import CheckpointError, NumericalError
-from llama.evaluate import nats
 from llama.generate import generate
+from llama.generation.batch import Batch, Ended, Request
+from llama.generation.session import Session
+from llama.generation.speculative import ModelDraft, NGramDraft, speculate
 from llama.model import Transformer
-from llama.quant import BlockLinear, TileLinear, TorchInt4Linear, TorchInt8Linear, pick_scheme, quantize, quantize_
+from llama.quant.tiles import pack
 from llama.sampling import SamplingParams
-from llama.session import Session
-from llama.speculative import ModelDraft, NGramDraft, speculate
 from llama.text import Llama
+from llama.tools.evaluate import nats
 
 from .. import tiny
 from .conftest import Try

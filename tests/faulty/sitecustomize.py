@@ -4,7 +4,8 @@ import os
 
 fault = os.environ.get("CLEARLLAMA_TEST_FAULT")
 if fault and os.environ.get("RANK") == fault.split()[0]:
-    from llama import loader, parallel
+    from llama import loader
+    from llama.engine import parallel
 
     _, phase, how = fault.split()
     sums = 0

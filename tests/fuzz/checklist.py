@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from llama import verify
+from llama.tools import verify
 
 from . import law
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from llama import verify
 from llama.checkpoint import gguf, open_checkpoint
 from llama.config import ModelConfig
+from llama.tools import verify
 
 from .. import tiny
 from . import law

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors import torch as st
 
-from llama import verify
 from llama.checkpoint import open_checkpoint
+from llama.tools import verify
 
 from .. import tiny
 from . import law

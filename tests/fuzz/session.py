@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from llama import session
 from llama.config import ModelConfig
+from llama.generation import session
 
 from .. import tiny
 from . import law

@@ -95,11 +95,11 @@ DEFECTS: dict[str, tuple[str, Any]] = {
         lambda self, key, default=None: self.values.get(key, default),
     ),
     "safetensors": ("llama.checkpoint.huggingface.read_json", unchecked("index")),
-    "checklist": ("llama.verify._is_plain", lambda name: True),
+    "checklist": ("llama.tools.verify._is_plain", lambda name: True),
     "tokenizer": ("llama.tokenizer.sentencepiece.library_errors", lambda where, what: contextlib.nullcontext()),
     "template": ("llama.chat.template._changed", lambda value, change: value),
     "prompts": ("llama.checkpoint.documents.parse_json", unchecked("line")),
-    "session": ("llama.session.parse_json", unchecked("about")),
+    "session": ("llama.generation.session.parse_json", unchecked("about")),
 }
 
 

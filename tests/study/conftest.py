@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from llama import kernels
 from llama.attention import ATTENTION
+from llama.engine import kernels
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llama.evaluate import perplexity, token_logprobs
 from llama.loader import load_model, load_tokenizer
 from llama.model import Transformer
 from llama.study.perplexity import tiny_folder
+from llama.tools.evaluate import perplexity, token_logprobs
 
 from ..scripts import train_tiny
 

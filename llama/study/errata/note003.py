@@ -13,18 +13,7 @@ from ...attention import reference, reference_weights
 from ...rope_scaling import inverse_frequencies
 from .. import measures
 from ..report import Check, above, below, equal
-from .base import (
-    Array,
-    Erratum,
-    Number,
-    Quiz,
-    frequencies,
-    rotation,
-    sinusoid_table,
-    softmax,
-    turned,
-    worst,
-)
+from .base import Array, Erratum, Number, Quiz, frequencies, rotation, sinusoid_table, softmax, turned, worst
 
 # ------------------------------------------------------------------------------------------------------------- E33
 Turn = Callable[[Array, float], Array]  # (vector (D,), position) -> (D,)

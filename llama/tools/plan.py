@@ -1,0 +1,554 @@
+"""What a model needs of GPUs before any is rented: memory, traffic, and the speed that the hardware allows at most.
+
+Everything is arithmetic on shapes. A GPU that holds a slice of a model holds a smaller model (fewer heads, a narrower
+feed-forward network, fewer layers), so its weights and its cache are counted by ModelConfig itself. Speeds are bounds
+of the roofline (Williams, Waterman, Patterson 2009): the largest of the times that memory, arithmetic and links take
+alone, at the rates of the data sheets. Nothing is faster; real programs reach a share of it (REACHED).
+
+Letters: B sequences, S tokens in each, N GPUs that share each layer (tensor parallelism, arXiv:1909.08053),
+P stages of consecutive layers (pipeline parallelism, arXiv:1811.06965), C model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..config import ModelConfig
+from ..engine.linears import Scheme, scheme_for
+from ..errors import UsageError
+from ..system import memory
+from ..system.memory import cache_bytes
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+RESERVE = 0.1  # of the memory: CUDA's context, kernels, buffers of the links, what lies in pieces; vLLM leaves as much
+CHUNK = 2048  # tokens of a prompt that go through at once, as generate.prefill has it on CUDA
+MOST_GPUS = 4096  # that a plan is made for, and where the search for the smallest number ends
+
+# Share of the data sheet's bandwidth that gpt-fast reports for decoding at batch 1 on A100s of 80 GB (its README, GB/s
+# over 2,039): Llama 2 7B on one GPU, then 70B on 2, 4 and 8.
+REACHED = {1: 0.69, 2: 0.73, 4: 0.66, 8: 0.56}
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A device, in bytes, bytes a second and operations a second.
+
+    flops     products of 16-bit numbers, dense: half of what a data sheet shows with sparsity
+    link      between two GPUs of a host, each way: half of what a data sheet shows for both
+    network   of one GPU to another host, each way
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    link: float
+    per_host: int
+    network: float
+    source: str
+
+
+# A data sheet's GB is taken as 10^9 bytes; drivers report a few percent more. Where there is a usual machine (HGX, DGX,
+# MI300X platform) the network is its adapter for each GPU; where there is none it is assumed.
+ASSUMED = "network assumed: 100 Gb/s a host"
+GPUS: dict[str, GPU] = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("H100", 80e9, 3.35e12, 989e12, 450e9, 8, 50e9, "NVIDIA H100 data sheet, SXM5; DGX H100 data sheet"),
+        GPU("H100-PCIe", 80e9, 2.0e12, 756e12, 64e9, 8, 1.5625e9, f"NVIDIA H100 data sheet, PCIe; {ASSUMED}"),
+        GPU("H200", 141e9, 4.8e12, 989e12, 450e9, 8, 50e9, "NVIDIA H200 data sheet, SXM; DGX H200 data sheet"),
+        GPU("B200", 180e9, 8.0e12, 2250e12, 900e9, 8, 50e9, "NVIDIA DGX B200 data sheet, an eighth of it"),
+        GPU("A100-80", 80e9, 2.039e12, 312e12, 300e9, 8, 25e9, "NVIDIA A100 data sheet, SXM; DGX A100 data sheet"),
+        GPU("A100-40", 40e9, 1.555e12, 312e12, 300e9, 8, 25e9, "NVIDIA A100 data sheet, SXM; DGX A100 data sheet"),
+        GPU("L40S", 48e9, 864e9, 362e12, 32e9, 8, 1.5625e9, f"NVIDIA L40S data sheet; {ASSUMED}"),
+        GPU("L4", 24e9, 300e9, 121e12, 32e9, 8, 1.5625e9, f"NVIDIA L4 data sheet; {ASSUMED}"),
+        GPU(
+            "RTX4090", 24e9, 1.008e12, 165e12, 32e9, 8, 1.5625e9, f"NVIDIA Ada GPU architecture white paper; {ASSUMED}"
+        ),
+        GPU("RTX3090", 24e9, 936e9, 71e12, 32e9, 8, 1.5625e9, f"NVIDIA Ampere GA102 white paper; {ASSUMED}"),
+        GPU("MI300X", 192e9, 5.3e12, 1307e12, 448e9, 8, 50e9, "AMD Instinct MI300X data sheet"),
+    )
+}
+ALIASES = {"a100": "A100-80", "h100-sxm": "H100", "4090": "RTX4090", "3090": "RTX3090"}
+CUSTOM = ("custom", "cpu")  # what has no data sheet here: memory, bandwidth and flops are given
+
+
+def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
+    """'16xH100' -> how many and which. `own` replaces fields of the GPU by their names, where it is not None.
+
+    Raises UsageError naming the GPUs that are known, or what a custom one still needs.
+    """
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?([A-Za-z0-9][\w.-]*)\s*", text)
+    if not match:
+        raise UsageError(f"GPUs are a number and a name, as in 16xH100, got {text!r:.60}")
+    if match[1] and (len(match[1]) > 6 or not 1 <= int(match[1]) <= MOST_GPUS):
+        raise UsageError(f"the number of GPUs must lie between 1 and {MOST_GPUS:,}, as in 16xH100, got {text!r:.60}")
+    count, name = int(match[1] or 1), match[2].lower()
+    given = {field: value for field, value in own.items() if value is not None}
+    if low := [field for field, value in given.items() if not 0 < value < 1e21]:
+        raise UsageError(f"the GPU's {low[0]} must be above 0, got {given[low[0]]:g}")
+    if name in CUSTOM:
+        needed = [field for field in ("memory", "bandwidth", "flops") if field not in given]
+        if needed:
+            options = ", ".join(f"--gpu-{field}" for field in needed)
+            raise UsageError(f"there is no data sheet for {name!r}, so say {options} too")
+        plain: dict[str, Any] = {"link": 32e9, "per_host": 8, "network": 1.5625e9} | given
+        return count, GPU(name=name, source=f"as given; links as PCIe 4.0 x16; {ASSUMED}", **plain)
+    known = {key.lower(): key for key in GPUS} | ALIASES
+    if name not in known:
+        raise UsageError(f"no GPU {match[2]!r} is known; known: {', '.join((*GPUS, *CUSTOM))}")
+    gpu = GPUS[known[name]]
+    changed: dict[str, Any] = given
+    return count, replace(gpu, source=f"{gpu.source}; {', '.join(given)} as given", **changed) if given else gpu
+
+
+# ------------------------------------------------------------------------------------------------- what is held
+@dataclass(frozen=True)
+class Stored:
+    """Weights that stay as a file has them: bits a number of the layers' matrices, the output layer, the embedding."""
+
+    layers: float
+    output: float
+    embedding: float
+    types: tuple[str, ...]  # Q4_1, Q8_0, ..., the largest share first
+
+
+FLOATS = ("F64", "F32", "BF16", "F16")  # what a run casts to its own dtype
+
+
+def stored_in(checkpoint: Checkpoint, size: int) -> Stored | None:
+    """What the headers say of a checkpoint whose matrices are quantized; None if all of them are numbers.
+
+    size: bytes of a number in the run, for matrices that are not quantized.
+    """
+    matrices = {name: shape[0] * shape[1] for name, shape in checkpoint.shapes.items() if len(shape) == 2}
+    entries: dict[str, int] = {}
+    for name, count in matrices.items():
+        if (kind := checkpoint.stored(name)) not in FLOATS:
+            entries[kind] = entries.get(kind, 0) + count
+
+    def bits(names: list[str]) -> float:
+        held = sum(
+            matrices[name] * (8 * size if checkpoint.stored(name) in FLOATS else checkpoint.bits(name))
+            for name in names
+        )
+        return held / sum(matrices[name] for name in names)
+
+    if not entries:
+        return None
+    tied = checkpoint.config.tie_embeddings
+    return Stored(
+        bits([name for name in matrices if name.startswith("layers.")]),
+        bits(["tok_embeddings.weight" if tied else "output.weight"]),
+        bits(["tok_embeddings.weight"]),
+        tuple(sorted(entries, key=lambda kind: -entries[kind])),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to run: B sequences of S tokens, the size of a number, the scheme of the linear layers or what the file
+    has, if they are quantized, and the kind of the KV cache: the run's own numbers ("model"), or 8 bits ("int8").
+    """
+
+    config: ModelConfig
+    batch: int
+    context: int
+    dtype: str = "bfloat16"
+    scheme: Scheme | Stored | None = None
+    kv_cache: str = "model"
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number that is not quantized."""
+        return DTYPE_BYTES[self.dtype]
+
+    def cache_bytes(self, part: ModelConfig) -> int:
+        """Bytes of one sequence's keys and values in a slice of the model."""
+        return cache_bytes(part, self.context, self.size, self.kv_cache)
+
+
+@dataclass(frozen=True)
+class Split:
+    """N GPUs for each layer, and how many layers each of the P stages has."""
+
+    tensor: int
+    layers: tuple[int, ...]
+
+    @property
+    def pipeline(self) -> int:
+        """P."""
+        return len(self.layers)
+
+    @property
+    def gpus(self) -> int:
+        """N P."""
+        return self.tensor * self.pipeline
+
+
+def slice_of(config: ModelConfig, tensor: int, layers: int) -> ModelConfig:
+    """The model that one of `tensor` GPUs holds of some layers.
+
+    Rows of wq, wk, wv, w_gate, w_up, columns of wo and w_down, rows of both vocabulary matrices; norms and the biases
+    of wo and w_down whole. With fewer key/value heads than GPUs each GPU has one, and several have the same.
+    """
+    return replace(
+        config,
+        n_layers=layers,
+        n_heads=config.n_heads // tensor,
+        n_kv_heads=max(1, config.n_kv_heads // tensor),
+        hidden_dim=config.hidden_dim // tensor,
+        vocab_size=-(-config.vocab_size // tensor),
+    )
+
+
+def matrix_params(config: ModelConfig) -> int:
+    """Parameters of the linear layers of all blocks, biases not counted."""
+    bare = replace(config, attention_bias=False, mlp_bias=False, tie_embeddings=True)
+    return bare.n_params - vocabulary_params(config) - (2 * config.n_layers + 1) * config.dim
+
+
+def vocabulary_params(config: ModelConfig) -> int:
+    """V C: the embedding, or the output layer."""
+    return config.vocab_size * config.dim
+
+
+def weight_bytes(
+    config: ModelConfig, size: int, scheme: Scheme | Stored | None = None, first: bool = True, last: bool = True
+) -> float:
+    """Bytes of a slice's weights; `first` has the embedding, `last` the final norm and the output layer.
+
+    With a scheme, embeddings stay numbers unless they are tied: then they are the output layer's integers, as
+    quant.embedding_of has it, and a stage apart from the output layer holds a copy.
+    """
+    matrices, vocabulary = matrix_params(config), vocabulary_params(config)
+    embeddings = vocabulary * (1 if config.tie_embeddings else 2)
+    vectors = config.n_params - matrices - embeddings - (0 if last else config.dim)  # norms and biases
+    if isinstance(scheme, Stored):
+        bits, output_bits, embedding_bits = scheme.layers, scheme.output, scheme.embedding
+    else:
+        bits = 8 * size if scheme is None else scheme.bits_per_weight
+        output_bits = 8 * size if scheme is None else scheme_for("output", scheme).bits_per_weight
+        embedding_bits = output_bits if config.tie_embeddings else 8 * size
+    held = vectors * size + matrices * bits / 8
+    if last:
+        held += vocabulary * output_bits / 8
+    if first and not (last and config.tie_embeddings):
+        held += vocabulary * embedding_bits / 8
+    return held
+
+
+def activation_bytes(run: Run, part: ModelConfig) -> int:
+    """What a slice needs besides, as memory.py bounds it: a chunk of one prompt at a time, logits of each sequence."""
+    alone = memory.activation_bytes(part, run.context, CHUNK, run.size, run.kv_cache)
+    return alone + (run.batch - 1) * memory.logits_bytes(part)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One GPU of a stage: what it holds, in bytes."""
+
+    layers: int
+    first: bool
+    last: bool
+    weights: float
+    cache: int
+    activations: int
+
+    @property
+    def needs(self) -> float:
+        """All of it."""
+        return self.weights + self.cache + self.activations
+
+
+def stages(run: Run, split: Split) -> list[Stage]:
+    """What a GPU of each stage holds."""
+    held = []
+    for index, layers in enumerate(split.layers):
+        part = slice_of(run.config, split.tensor, layers)
+        first, last = index == 0, index == split.pipeline - 1
+        held.append(
+            Stage(
+                layers,
+                first,
+                last,
+                weight_bytes(part, run.size, run.scheme, first, last),
+                run.cache_bytes(part) * run.batch,
+                activation_bytes(run, part),
+            )
+        )
+    return held
+
+
+def fits(run: Run, split: Split, gpu: GPU) -> bool:
+    """Whether every stage leaves RESERVE of its GPUs free."""
+    return max(stage.needs for stage in stages(run, split)) <= (1 - RESERVE) * gpu.memory
+
+
+# ------------------------------------------------------------------------------------------------ how it is split
+def tensor_sizes(config: ModelConfig, most: int = MOST_GPUS) -> list[int]:
+    """Every N that cuts the heads and the feed-forward network evenly, and key/value heads evenly or one for each."""
+    kv = config.n_kv_heads
+    return [
+        n
+        for n in range(1, min(most, config.n_heads) + 1)
+        if config.n_heads % n == 0 and config.hidden_dim % n == 0 and (kv % n == 0 or n % kv == 0)
+    ]
+
+
+def even_layers(n_layers: int, pipeline: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as can be; the later stages are the fuller ones."""
+    return tuple(n_layers * (i + 1) // pipeline - n_layers * i // pipeline for i in range(pipeline))
+
+
+def splits(config: ModelConfig, count: int) -> list[Split]:
+    """Every way to split a model over exactly so many GPUs, the widest tensor parallelism first."""
+    sizes = [n for n in reversed(tensor_sizes(config, count)) if count % n == 0]
+    return [Split(n, even_layers(config.n_layers, count // n)) for n in sizes if count // n <= config.n_layers]
+
+
+def choose(config: ModelConfig, count: int, gpu: GPU) -> Split | None:
+    """Tensor parallelism as wide as a host, since it talks twice a layer; stages beyond. None if nothing cuts so."""
+    return next((split for split in splits(config, count) if split.tensor <= gpu.per_host), None)
+
+
+def pick_split(config: ModelConfig, count: int, gpu: GPU, tensor: int | None, pipeline: int | None) -> Split:
+    """The split that was asked for, or `choose`'s. Raises UsageError naming the splits that work."""
+    ways = splits(config, count)
+    wanted = [way for way in ways if tensor in (None, way.tensor) and pipeline in (None, way.pipeline)]
+    if tensor is None and pipeline is None:
+        chosen = choose(config, count, gpu)
+        wanted = [] if chosen is None else [chosen]
+    if wanted:
+        return wanted[0]
+    asked = " x ".join(
+        f"{name} {value}" for name, value in (("tensor", tensor), ("pipeline", pipeline)) if value is not None
+    )
+    told = ", ".join(f"{way.tensor} x {way.pipeline}" for way in ways)
+    if not told:
+        numbers = [n for n in range(1, 2 * count + 1) if splits(config, n)]
+        near = sorted(sorted(numbers, key=lambda n: abs(n - count))[:4])
+        told = f"none for {count}; numbers that can be split: {', '.join(map(str, near))}"
+    raise UsageError(
+        f"{count} GPUs can't be split{' as ' + asked if asked else ''}: tensor must divide {config.n_heads} heads and a"
+        f" width of {config.hidden_dim}, and fit {config.n_kv_heads} key/value heads, and the stages must not outnumber"
+        f" {config.n_layers} layers; tensor x pipeline that work: {told}"
+    )
+
+
+def smallest(run: Run, gpu: GPU) -> Split | None:
+    """The split over the fewest GPUs that holds the run; None if no number up to MOST_GPUS does."""
+    most = min(MOST_GPUS, run.config.n_layers * gpu.per_host)
+    for count in range(1, most + 1):
+        split = choose(run.config, count, gpu)
+        if split is not None and fits(run, split, gpu):
+            return split
+    return None
+
+
+def most(holds: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to a limit for which `holds`, which stays false once it is; 0 if none."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+# ------------------------------------------------------------------------------------------------- how fast at most
+@dataclass(frozen=True)
+class Times:
+    """Seconds that each resource of a GPU is busy with some work."""
+
+    memory: float
+    compute: float
+    links: float
+
+    @property
+    def bound(self) -> float:
+        """They overlap at best."""
+        return max(self.memory, self.compute, self.links)
+
+    @property
+    def by(self) -> Literal["memory", "compute", "links"]:
+        """Which one takes longest."""
+        names: tuple[Literal["memory", "compute", "links"], ...] = ("memory", "compute", "links")
+        return max(names, key=lambda name: float(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one GPU of a stage moves and computes for B sequences, one token each, at their full length.
+
+    weights  bytes read once, whatever B
+    cache    bytes of keys and values read for one sequence
+    flops    operations for one sequence
+    shared   bytes sent within the N GPUs for one sequence
+    handed   bytes sent to the next stage for one sequence
+    """
+
+    weights: float
+    cache: int
+    flops: float
+    shared: float
+    handed: int
+
+
+def traffic(run: Run, split: Split, stage: Stage) -> Traffic:
+    """What a decoding step costs a GPU of a stage.
+
+    After wo and after w_down the N GPUs add up a hidden state of C numbers; in a ring each sends 2 (N - 1) / N of it.
+    The first stage adds up the embedding, the last gathers the logits, and each sends its hidden state to the next.
+    """
+    config, tensor = run.config, split.tensor
+    part = slice_of(config, tensor, stage.layers)
+    products = matrix_params(part) + (vocabulary_params(part) if stage.last else 0)
+    reduced = (2 * stage.layers + stage.first) * reduce_bytes(run, tensor)
+    gathered = part.vocab_size * run.size * (tensor - 1) if stage.last else 0
+    return Traffic(
+        weights=weight_bytes(part, run.size, run.scheme, first=False, last=stage.last),
+        cache=run.cache_bytes(part),
+        flops=2 * products + score_flops(part, run.context),
+        shared=reduced + gathered,
+        handed=0 if stage.last else config.dim * run.size,
+    )
+
+
+def reduce_bytes(run: Run, tensor: int) -> float:
+    """Bytes that each of N GPUs sends in a ring to add up the hidden state of one token."""
+    return run.config.dim * run.size * 2 * (tensor - 1) / tensor
+
+
+def score_flops(config: ModelConfig, keys: float) -> float:
+    """Operations of q k^T and of its product with v for one query, over all layers."""
+    return 4 * config.n_heads * config.head_dim * keys * config.n_layers
+
+
+def link_seconds(gpu: GPU, split: Split, index: int, shared: float, handed: float) -> float:
+    """Seconds to send bytes within stage `index` and on to the next: in a host or over the network, both at once."""
+    first, last = index * split.tensor, (index + 1) * split.tensor - 1
+    host = [number // gpu.per_host for number in (first, last, last + 1)]
+    within, onward = (gpu.link if one == other else gpu.network for one, other in itertools.pairwise(host))
+    return max(shared / within, handed / onward)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A step that gives each of B sequences a token: seconds at least, and what binds.
+
+    groups  into which the sequences are divided, so that the stages of a pipeline work at the same time
+    rows    sequences of a group; `times` are those of one group, for each stage
+    """
+
+    seconds: float
+    groups: int
+    rows: float
+    times: tuple[Times, ...]
+    batch: int
+
+    @property
+    def by(self) -> str:
+        """What the slowest stage waits for."""
+        return max(self.times, key=lambda times: times.bound).by
+
+    @property
+    def each_tps(self) -> float:
+        """Tokens a second of one sequence, at most."""
+        return 1 / self.seconds
+
+    @property
+    def batch_tps(self) -> float:
+        """Tokens a second of all of them."""
+        return self.batch / self.seconds
+
+
+def decoding(run: Run, split: Split, gpu: GPU) -> Decoding:
+    """The bound of a decoding step.
+
+    The stages of a pipeline work at the same time, each on B / min(P, B) other sequences. A token goes through all
+    stages, and the slowest stage serves all groups in turn: the step takes the longer of the two.
+    """
+    groups = min(split.pipeline, run.batch)
+    rows = run.batch / groups
+    times = []
+    for index, stage in enumerate(stages(run, split)):
+        cost = traffic(run, split, stage)
+        memory = (cost.weights + rows * cost.cache) / gpu.bandwidth
+        links = link_seconds(gpu, split, index, rows * cost.shared, rows * cost.handed)
+        times.append(Times(memory, rows * cost.flops / gpu.flops, links))
+    seconds = max(sum(stage.bound for stage in times), groups * max(stage.bound for stage in times))
+    return Decoding(seconds, groups, rows, tuple(times), run.batch)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Prompts: tokens a second at most over all sequences, and what binds."""
+
+    tps: float
+    by: str
+
+
+def prefill(run: Run, split: Split, gpu: GPU) -> Prefill:
+    """The bound of feeding prompts of S tokens, every stage busy: 2 operations a weight and half of all pairs.
+
+    Weights are read once a chunk and the output layer serves one token a prompt: neither is counted.
+    """
+    slowest = []
+    for index, stage in enumerate(stages(run, split)):
+        part = slice_of(run.config, split.tensor, stage.layers)
+        operations = 2 * matrix_params(part) + score_flops(part, run.context / 2)
+        handed = 0 if stage.last else run.config.dim * run.size
+        shared = 2 * stage.layers * reduce_bytes(run, split.tensor)
+        slowest.append(Times(0, operations / gpu.flops, link_seconds(gpu, split, index, shared, handed)))
+    worst = max(slowest, key=lambda times: times.bound)
+    return Prefill(1 / worst.bound, worst.by)
+
+
+# --------------------------------------------------------------------------------------------------------- the plan
+@dataclass(frozen=True)
+class Plan:
+    """A run on GPUs: what each holds, whether that fits, what would, and how fast it could be."""
+
+    run: Run
+    gpu: GPU
+    split: Split
+    stages: tuple[Stage, ...]
+    fits: bool
+    smallest: Split | None
+    largest_batch: int
+    largest_context: int
+    decoding: Decoding | None
+    prefill: Prefill | None
+
+    @property
+    def fullest(self) -> Stage:
+        """A GPU that holds most."""
+        return max(self.stages, key=lambda stage: stage.needs)
+
+
+def plan(run: Run, count: int, gpu: GPU, tensor: int | None = None, pipeline: int | None = None) -> Plan:
+    """All of it. The speeds are None where it does not fit. Raises UsageError where the split is impossible."""
+    for name, value in (("batch", run.batch), ("context", run.context)):
+        if not 1 <= value <= 2**31:
+            raise UsageError(f"{name} must lie between 1 and {2**31}, got {value}")
+    split = pick_split(run.config, count, gpu, tensor, pipeline)
+    inside = fits(run, split, gpu)
+    return Plan(
+        run,
+        gpu,
+        split,
+        tuple(stages(run, split)),
+        inside,
+        smallest(run, gpu),
+        most(lambda batch: fits(replace(run, batch=batch), split, gpu), 2**20),
+        most(lambda context: fits(replace(run, context=context), split, gpu), run.config.max_seq_len),
+        decoding(run, split, gpu) if inside else None,
+        prefill(run, split, gpu) if inside else None,
+    )
