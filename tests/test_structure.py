@@ -28,6 +28,7 @@ LAYERS = [
     {"model", "sampling"},
     {"rope", "attention", "cache"},
     {"rope_scaling", "config"},
+    {"checks"},
     {"errors", "system"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,61 @@
+"""Argument checks, each written once: the value comes back if it is valid, a one-line error is raised if it is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from .errors import LlamaError, UsageError
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an int. True and False are not, although Python counts them as 1 and 0."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is an int or a float, NaN and infinity included. True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def integer(
+    name: str, value: object, low: int = 1, high: int | None = None, error: type[LlamaError] = UsageError
+) -> int:
+    """An int from low to high, both included."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        span = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise error(f"{name} must be an integer {span}, got {shown(value)}")
+    return value
+
+
+def number(name: str, value: object, low: float, high: float, error: type[LlamaError] = UsageError) -> float:
+    """An int or a float from low to high, both included, as a float. NaN is refused."""
+    try:
+        found = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an int of hundreds of digits
+        found = math.nan
+    if not low <= found <= high:  # also false for NaN
+        raise error(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
+    return found
+
+
+def boolean(name: str, value: object, error: type[LlamaError] = UsageError) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise error(f"{name} must be true or false, got {shown(value)}")
+    return value
+
+
+def choice(name: str, value: object, known: Collection[str], error: type[LlamaError] = UsageError) -> str:
+    """One of the names in `known`."""
+    if not isinstance(value, str) or value not in known:
+        raise error(f"unknown {name} {shown(value)}; known: {', '.join(known)}")
+    return value
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, cut to 80 characters."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python refuses to write an int of more than 4,300 digits
+        return "an integer of thousands of digits"
