@@ -1,7 +1,7 @@
-"""Scaled dot-product attention with grouped heads: one function in two implementations, chosen by name.
+"""Scaled dot-product attention with grouped heads: the function that runs, and the formula it is tested against.
 
-Letters: B batch, T new tokens, S keys, H query heads, KV key/value heads, G = H / KV, D head_dim.
-Query head h reads key/value head h // G (GQA, arXiv:2305.13245).
+Letters: B batch, T new tokens, S keys, H query heads, KV key/value heads, D head_dim.
+Query head h reads key/value head h // (H / KV): grouped-query attention, arXiv:2305.13245.
 """
 
 from __future__ import annotations
@@ -10,45 +10,41 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from .cache import Keys, Rounded
-from .engine import kernels
+from .cache import KeysOrValues, QuantizedKV
 
 
 def causal_mask(positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Who may look where, by the one rule: a query sees the keys at its own position and before.
+    """The one mask rule: a query sees the keys at its own position and before.
 
-    positions (T,) or (B, T) of the queries, key_positions (S,) or (B, S). Returns bool (T, S), or (B, 1, T, S) where
-    rows of the batch differ. Prefill, a chunk behind cached keys, decoding and checking a draft are all this rule.
+    positions (T,) or (B, T) of the queries, key_positions (S,) or (B, S). Returns bool (T, S), or (B, 1, T, S) if the
+    rows of the batch differ. Prefill, a later chunk, decoding and the verification of a draft all use this rule.
     """
     mask = key_positions.unsqueeze(-2) <= positions.unsqueeze(-1)  # (T, S) or (B, T, S)
     return mask.unsqueeze(1) if mask.dim() == 3 else mask
 
 
-def plain(x: Keys, dtype: torch.dtype) -> Tensor:
-    """Keys or values as numbers, whatever the cache keeps them in."""
-    return x.numbers(dtype) if isinstance(x, Rounded) else x
+def dequantized(x: KeysOrValues, dtype: torch.dtype) -> Tensor:
+    """Keys or values (B, KV, S, D) as a tensor, in whichever format the cache stores them."""
+    return x.dequantize(dtype) if isinstance(x, QuantizedKV) else x
 
 
-def sdpa(q: Tensor, k: Keys, v: Keys, mask: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v by torch's fused kernels.
+def sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v by PyTorch's fused kernels.
 
-    q (B, H, T, D); k, v (B, KV, S, D); mask bool, True where a query may look, broadcast to (B, H, T, S), or None
+    q (B, H, T, D); k, v (B, KV, S, D); mask bool, True where a query sees a key, broadcast to (B, H, T, S), or None
     if every query sees every key. Returns (B, H, T, D).
 
-    is_causal is never used: torch aligns that triangle top-left, so with T queries against S > T cached keys
-    the first query would see the first key only.
+    is_causal is never used: PyTorch aligns that triangle top-left, so with T queries and S > T cached keys the first
+    query would see the first key only.
     """
-    k, v = plain(k, q.dtype), plain(v, q.dtype)
-    if q.shape[2] == 1:  # one query: the G heads of a group are G queries of one head, so nothing is copied
-        y = F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask).view(q.shape)
-        few = not torch.compiler.is_compiling() and k.shape[2] < FEW_KEYS  # compiled code is for any number of keys
-        if q.is_cpu and few:  # torch answers 0 where every score is NaN
-            y = y + (0 * q).sum(-1, keepdim=True) + (0 * k).sum((1, 2, 3), keepdim=True)
-        return y
+    k, v = dequantized(k, q.dtype), dequantized(v, q.dtype)
+    if q.shape[2] == 1:  # one query: the heads of a group become queries of one head, so keys are not repeated
+        y = F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask)  # (B, KV, H / KV, D)
+        return y.view(q.shape)
     groups = q.shape[1] // k.shape[1]
-    if q.is_cuda and mask is not None and groups > 1:  # of torch's kernels for CUDA none takes both a mask and groups
+    if q.is_cuda and mask is not None and groups > 1:  # no CUDA kernel of PyTorch takes both a mask and groups
         k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=groups > 1)
 
@@ -62,25 +58,26 @@ def reference_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tenso
     return scores.softmax(dim=-1)
 
 
-def reference(q: Tensor, k: Keys, v: Keys, mask: Tensor | None = None) -> Tensor:
-    """`sdpa` written out: what the formula says and what the fused kernels are tested against."""
-    k, v = plain(k, torch.float32), plain(v, torch.float32)
+def reference(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
+    """`sdpa` written out: the formula that the fused kernels are tested against."""
+    k, v = dequantized(k, torch.float32), dequantized(v, torch.float32)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
     return (reference_weights(q, k, mask) @ v.float()).type_as(q)  # (B, H, T, D)
 
 
-def kernel(q: Tensor, k: Keys, v: Keys, mask: Tensor | None = None) -> Tensor:
-    """`sdpa` on a CPU; few queries go to the C++ kernel, which reads keys and values once for all heads of a group.
+AttentionFunction = Callable[[Tensor, KeysOrValues, KeysOrValues, Tensor | None], Tensor]
+ATTENTION: dict[str, AttentionFunction] = {"sdpa": sdpa, "reference": reference}
 
-    It shares the keys among the cores also where there are fewer heads than cores, and skips what nobody may see.
+
+class Attend(nn.Module):
+    """An attention function as a module, to be replaced with `set_submodule` or watched with a forward hook.
+
+    engine/cpu_attention.py has the functions that the loader chooses on a CPU.
     """
-    if q.shape[2] <= FEW_QUERIES and q.shape[3] % 16 == 0 and q.shape[3] <= 256 and q.dtype != torch.float16:
-        if isinstance(k, Rounded) and isinstance(v, Rounded):
-            return kernels.attend(q, k.values, v.values, mask, k.scale, v.scale)
-        return kernels.attend(q, plain(k, q.dtype), plain(v, q.dtype), mask)
-    return sdpa(q, k, v, mask)
 
+    def __init__(self, function: AttentionFunction):
+        super().__init__()
+        self.function = function
 
-FEW_QUERIES = 16
-FEW_KEYS = 32  # two vectors of the widest kind: from one on, torch's kernel does see NaN
-ATTENTION: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa, "reference": reference, "kernel": kernel}
+    def forward(self, q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
+        return self.function(q, k, v, mask)  # (B, H, T, D)

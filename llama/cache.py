@@ -1,4 +1,4 @@
-"""Keys and values of the tokens already seen, so that each token is computed once.
+"""Keys and values of the tokens already processed, so that each token is computed once.
 
 Letters: B batch, T new tokens, S cached tokens, KV key/value heads, D head_dim.
 """
@@ -6,55 +6,58 @@ Letters: B batch, T new tokens, S cached tokens, KV key/value heads, D head_dim.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .errors import ContextLengthError, UsageError
-from .system import memory
+from . import checks
+from .errors import ContextLengthError
 
-FIRST_SLOTS = 1024  # tokens a cache has room for before it first grows
-# The most it grows by at once, beyond what is asked for. Decoding reads all of the cache for each token, so copying it
-# once in so many tokens costs a thousandth; doubling would leave half of a long cache empty.
+FIRST_SLOTS = 1024  # tokens that a cache has room for before it first grows
+# The largest step by which it grows beyond the request. Decoding reads the complete cache for each token, so a copy every
+# few thousand tokens costs a thousandth of that; doubling would leave half of a long cache empty.
 LARGEST_STEP = 4096
 
 
-class Rounded(NamedTuple):
-    """Keys or values in 8 bits: values (B, KV, S, D) int8, scale (B, KV, S) float32, one for each head of a token."""
+class QuantizedKV(NamedTuple):
+    """Keys or values in 8 bits: values (B, KV, S, D) int8, scale (B, KV, S) float32, one per head of a token."""
 
     values: Tensor
     scale: Tensor
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(B, KV, S, D) in `dtype`."""
         return (self.values.float() * self.scale.unsqueeze(-1)).to(dtype)
 
 
+KeysOrValues = Tensor | QuantizedKV
+
+
 class LayerCache:
-    """The keys and the values of one layer, (B, KV, slots, D) each. Slot s holds position s."""
+    """The keys and values of one layer, (B, KV, slots, D) each. Slot s holds position s."""
 
     def __init__(self, k: Tensor, v: Tensor):
-        self.buffers = [k, v]  # the slots are axis 2 of each
-        self.end: int | None = None  # how many slots are handed out; None: all of them
+        self.buffers = [k, v]  # axis 2 of each is the slots
+        self.end: int | None = None  # number of slots that `update` returns; None: all of them
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> LayerCache:
-        """Zeros, not empty: a masked slot has weight 0, and 0 times a stray NaN would still be NaN."""
+        """A cache of zeros. torch.empty could hold NaN, and a masked slot has weight 0, but 0 times NaN is NaN."""
         return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
 
-    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Keys, Keys]:
+    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[KeysOrValues, KeysOrValues]:
         """Write k, v (B, KV, T, D) at `positions`; return all keys and values (B, KV, S, D)."""
         keys, values = self.write([k, v], positions)
         return keys, values
 
     def write(self, new: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
-        """Put new (B, KV, T, ..) into the buffers at positions (T,) or (B, T); return what of these is handed out."""
+        """Write each of `new` (B, KV, T, ..) into its buffer at positions (T,) or (B, T); return the filled slots."""
         for buffer, part in zip(self.buffers, new, strict=True):
             if positions.dim() == 1:
                 buffer.index_copy_(2, positions, part)
-            else:  # each row of the batch at its own positions; scatter_ would copy the whole buffer
+            else:  # each row of the batch at its own positions; scatter_ would copy the complete buffer
                 rows = torch.arange(part.shape[0], device=positions.device).view(-1, 1, 1)  # (B, 1, 1)
                 heads = torch.arange(part.shape[1], device=positions.device).view(-1, 1)  # (KV, 1)
                 buffer.index_put_((rows, heads, positions.unsqueeze(1)), part)  # (B, KV, T, ..)
@@ -67,11 +70,11 @@ class LayerCache:
 
     @property
     def v(self) -> Tensor:
-        """All values, likewise."""
+        """All values, (B, KV, slots, D)."""
         return self.buffers[1]
 
     def resize(self, slots: int) -> None:
-        """Have so many slots, and in them what was there."""
+        """Resize to a number of slots, keeping the contents."""
         for i, old in enumerate(self.buffers):
             if old.shape[2] != slots:
                 new = old.new_zeros(*old.shape[:2], slots, *old.shape[3:])
@@ -79,10 +82,10 @@ class LayerCache:
                 self.buffers[i] = new
 
 
-class RoundedLayerCache(LayerCache):
+class QuantizedLayerCache(LayerCache):
     """A LayerCache in 8 bits: half the memory of bfloat16, and half the bytes that decoding reads in a long context.
 
-    Each head of each token has a scale of its own, so a token's rounding error is at most 1/254 of its largest entry.
+    Each head of each token has its own scale, so the rounding error of a token is at most 1/254 of its largest entry.
     """
 
     def __init__(self, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor):
@@ -90,53 +93,52 @@ class RoundedLayerCache(LayerCache):
         self.buffers += [k_scale, v_scale]
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> RoundedLayerCache:
+    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> QuantizedLayerCache:
         k, v = (torch.zeros(shape, dtype=torch.int8, device=device) for _ in range(2))
         return cls(k, v, *(torch.zeros(shape[:3], device=device) for _ in range(2)))
 
-    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Keys, Keys]:
-        (k, k_scale), (v, v_scale) = round_to_8_bits(k), round_to_8_bits(v)
+    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[KeysOrValues, KeysOrValues]:
+        (k, k_scale), (v, v_scale) = quantize_kv(k), quantize_kv(v)
         k, v, k_scale, v_scale = self.write([k, v, k_scale, v_scale], positions)
-        return Rounded(k, k_scale), Rounded(v, v_scale)
+        return QuantizedKV(k, k_scale), QuantizedKV(v, v_scale)
 
     @property
     def k(self) -> Tensor:
-        return Rounded(self.buffers[0], self.buffers[2]).numbers(torch.float32)
+        return QuantizedKV(self.buffers[0], self.buffers[2]).dequantize(torch.float32)
 
     @property
     def v(self) -> Tensor:
-        return Rounded(self.buffers[1], self.buffers[3]).numbers(torch.float32)
+        return QuantizedKV(self.buffers[1], self.buffers[3]).dequantize(torch.float32)
 
 
-def round_to_8_bits(x: Tensor) -> Rounded:
-    """(B, KV, T, D) to integers from -127 to 127, with the scale that takes the largest entry of a head to 127."""
-    scale = x.float().abs().amax(-1) / 127  # (B, KV, T); NaN where x holds one, and so will be what is read
+def quantize_kv(x: Tensor) -> QuantizedKV:
+    """Quantize (B, KV, T, D) to -127 .. 127, with the scale that maps the largest entry of each head to 127."""
+    scale = x.float().abs().amax(-1) / 127  # (B, KV, T); NaN if x holds one, so that dequantizing returns NaN too
     steps = torch.where(scale == 0, 1, scale).unsqueeze(-1)
-    return Rounded((x.float() / steps).round().nan_to_num(0).to(torch.int8), scale)
+    return QuantizedKV((x.float() / steps).round().nan_to_num(0).to(torch.int8), scale)
 
 
-Keys = Tensor | Rounded
-KINDS: dict[str, type[LayerCache]] = {
-    "model": LayerCache,
-    "int8": RoundedLayerCache,
-}  # "model": in the model's own dtype
+KINDS: dict[str, type[LayerCache]] = {"model": LayerCache, "int8": QuantizedLayerCache}  # "model": the model's dtype
+
+# Called before a cache allocates `size` bytes on a device and will hold `slots` tokens; raises MemoryLimitError if the
+# memory is not free. system/memory.py has one.
+MemoryCheck = Callable[[int, int, torch.device], None]
 
 
 class KVCache:
-    """One LayerCache for each layer, and how far they are filled.
+    """One LayerCache per layer, and how far they are filled.
 
-    The buffers grow with use, by doubling and later in steps, and never beyond max_len slots; so a long context costs
-    memory only when it is filled. With fixed=True they have max_len slots from the start, and a single token gets to
-    see all of them, behind a mask: tensors of one shape at each step, as compiled code and CUDA graphs want.
-    Whoever generates makes it and passes it in; the model keeps no state. It is used like this, for
-    2 cached tokens and 3 new ones:
+    The buffers grow with use, by doubling and later in steps, and never beyond max_len slots; so a long context takes
+    memory only when it is filled. With fixed=True they have max_len slots from the start, and a single new token sees
+    all of them through a mask: tensors of one shape in each step, as compiled code and CUDA graphs require. The caller
+    that generates creates the cache and passes it in; the model keeps no state. For 2 cached tokens and 3 new ones:
 
-        place(3)                  positions [2, 3, 4]; from now on the keys reach to slot 4
+        place(3)                     positions [2, 3, 4]; from now on the keys reach to slot 4
         layers[0].update(k, v, ..)   writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; so for each layer
-        commit()                  length is 5. A forward pass that broke off in the middle has changed no length
-        trim(4)                   forgets the last token
+        commit()                     length is 5. A forward pass that failed in the middle has changed no length
+        trim(4)                      drops the last token
 
-    Rows of a batch that are filled to different lengths are worked on through `rows` (batch.py).
+    `rows` gives access to rows of a batch that are filled to different lengths (generation/batch.py).
     """
 
     def __init__(
@@ -151,149 +153,122 @@ class KVCache:
         device: torch.device | str | Sequence[torch.device] = "cpu",
         fixed: bool = False,
         kind: str = "model",
-        check_memory: bool = True,
+        check_memory: MemoryCheck | None = None,
     ):
-        if kind not in KINDS:
-            raise UsageError(f"unknown kind of KV cache {kind!r}; known: {', '.join(KINDS)}")
+        layer_cache = KINDS[checks.choice("kind of KV cache", kind, KINDS)]
         slots = max_len if fixed else min(max_len, FIRST_SLOTS)
         shape = (batch, n_kv_heads, slots, head_dim)
-        devices = [device] * n_layers if isinstance(device, str | torch.device) else list(device)  # one for each layer
-        one = KINDS[kind].empty((*shape[:2], 1, head_dim), dtype, "meta")  # a slot of a layer
-        self._slot_bytes = sum(buffer.nbytes for buffer in one.buffers)
+        devices = [device] * n_layers if isinstance(device, str | torch.device) else list(device)  # one per layer
+        slot = layer_cache.empty((*shape[:2], 1, head_dim), dtype, "meta")  # one slot of one layer
+        self._slot_bytes = sum(buffer.nbytes for buffer in slot.buffers)
         self._check_memory = check_memory
         self._check_free(slots, slots, devices)
-        self.layers = [KINDS[kind].empty(shape, dtype, devices[i]) for i in range(n_layers)]
+        self.layers = [layer_cache.empty(shape, dtype, devices[i]) for i in range(n_layers)]
         self.batch, self.max_len, self.fixed, self.kind = batch, max_len, fixed, kind
-        self.device = self.layers[-1].buffers[0].device  # where tokens and positions are made
+        self.device = self.layers[-1].buffers[0].device  # where tokens and positions are created
         self.length = 0  # tokens whose keys are complete in every layer
-        self.end = 0  # tokens whose keys are complete once the current forward pass is through
-        self.width = 0  # keys that attention gets to see in the current forward pass, masked ones included
-        self.steps: object = None  # what decoding.py has recorded for these buffers
-        self.whole: tuple[KVCache, int] | None = None  # of what, and from which row on, this is some `rows`
-        self.moves: list[tuple[int | None, int, int]] | None = None  # of rows, for whoever keeps a like (parallel.py)
-        self._filled = [0] * batch  # the same for each row of the batch, since rows may differ
+        self.end = 0  # tokens whose keys are complete once the current forward pass is done
+        self.width = 0  # keys that attention sees in the current forward pass, masked ones included
+        self._filled = [0] * batch  # per row of the batch, since rows may differ
         self._placed = [0] * batch
 
     @property
     def k(self) -> Tensor:
-        """All keys, (layer, B, KV, slots, D): a copy, to look at."""
+        """A copy of all keys, (layer, B, KV, slots, D), for inspection."""
         return torch.stack([layer.k.to(self.device) for layer in self.layers])
 
     @property
     def v(self) -> Tensor:
-        """All values, likewise."""
+        """A copy of all values, (layer, B, KV, slots, D)."""
         return torch.stack([layer.v.to(self.device) for layer in self.layers])
-
-    @property
-    def on_one_device(self) -> bool:
-        """Whether all layers lie together."""
-        return len({layer.buffers[0].device for layer in self.layers}) == 1
 
     @property
     def slots(self) -> int:
         """Positions there is room for before the buffers grow."""
-        return self.layers[-1].buffers[-1].shape[2]  # the last to be resized, should memory run out in the middle
+        return self.layers[-1].buffers[-1].shape[2]  # resized last, in case memory runs out in the middle
 
     def place(self, tokens: int, positions: Tensor | None = None) -> Tensor:
         """Make room for T new tokens and return their positions.
 
-        They follow the cached ones unless `positions` (T,) or (B, T) says otherwise; those may overwrite what is
-        there but leave no gap, since an empty slot would be attended to like any other. Raises ContextLengthError
-        when they don't fit: writing past the end of a slice would change nothing, in silence.
+        They follow the cached tokens unless `positions` (T,) or (B, T) is given. Given positions may overwrite cached
+        tokens but leave no gap, since attention would read an empty slot like any other. Raises ContextLengthError if
+        they do not fit: a write past the end of a slice would change nothing, without an error.
         """
         if positions is None:
             if min(self._filled) < self.length:
-                raise ValueError(f"rows of the cache are filled up to {self._filled}; say which positions come next")
+                raise ValueError(f"rows of the cache are filled up to {self._filled}; pass the next positions")
             end = self.length + tokens
             positions = torch.arange(self.length, end, device=self.device)  # (T,)
             self._placed = [end] * self.batch
         else:
             positions = positions.long()
             end = self._place_at(positions)
-        self._hand_out(end, every_slot=self.fixed and tokens == 1)
+        self._expose(end, every_slot=self.fixed and tokens == 1)
         return positions
 
     def place_next(self) -> None:
-        """`place(1)` for a device that knows the position itself (decoding.py): every slot is handed out."""
+        """`place(1)` for a device that keeps the position itself (engine/cuda_graphs.py): every slot is visible."""
         self._placed = [self.length + 1] * self.batch
-        self._hand_out(self.length + 1, every_slot=True)
-
-    @property
-    def filled(self) -> list[int]:
-        """How far each row of the batch is filled."""
-        return list(self._filled)
-
-    def fill_to(self, length: int, filled: list[int]) -> None:
-        """Take over the `length` and `filled` of another cache, whose like this one is (parallel.py)."""
-        self.length = self.end = length
-        self._filled = list(filled)
+        self._expose(self.length + 1, every_slot=True)
 
     def commit(self) -> None:
-        """The placed tokens are in every layer."""
+        """Count the placed tokens: they are in every layer."""
         self.length, self._filled = self.end, self._placed
 
     def trim(self, length: int) -> None:
-        """Forget everything from position `length` on."""
+        """Drop everything from position `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"the cache holds {self.length} tokens and can't be trimmed to {length}")
         self.length = self.end = length
         self._filled = [min(row, length) for row in self._filled]
 
     def reserve(self, end: int) -> None:
-        """Have room for the positions below `end`.
+        """Make room for the positions below `end`.
 
-        Raises ContextLengthError where that is beyond max_len, MemoryLimitError where the memory is not free.
+        Raises ContextLengthError if that is beyond max_len, MemoryLimitError if the memory is not free.
         """
         if end > self.max_len:
             raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
         if end > self.slots:
             slots = min(max(end, self.slots + min(self.slots, LARGEST_STEP)), self.max_len)
             devices = [layer.buffers[0].device for layer in self.layers]
-            self._check_free(slots - self.slots, slots, devices, self.slots)  # one layer is there twice for a moment
-            for layer in self.layers:  # one by one, so that only one is there twice
+            self._check_free(slots - self.slots, slots, devices, self.slots)
+            for layer in self.layers:  # one by one, so that only one layer exists twice at any time
                 layer.resize(slots)
 
     def rows(self, first: int, last: int, length: int = 0) -> KVCache:
-        """Rows `first` to `last` of the batch as a cache of their own in the same memory, with `length` tokens in it.
+        """Rows `first` to `last` of the batch as a cache that shares this one's memory and holds `length` tokens.
 
-        It is fixed at the slots there are now, and of no use once this cache has grown.
+        Its number of slots is fixed; once this cache has grown, the view is stale.
         """
         part = copy.copy(self)
         part.layers = [type(layer)(*(buffer[first:last] for buffer in layer.buffers)) for layer in self.layers]
-        part.batch, part.max_len, part.fixed, part.steps = last - first, self.slots, True, None
-        part.length, part.end, part.whole = length, length, (self, first)
+        part.batch, part.max_len, part.fixed = last - first, self.slots, True
+        part.length = part.end = length
         part._filled = part._placed = [length] * part.batch
         return part
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Give row `target` the first tokens of row `source`."""
-        self._note(source, target, length)
+        """Copy the first `length` tokens of row `source` to row `target`."""
         for layer in self.layers:
             for buffer in layer.buffers:
                 buffer[target, :, :length] = buffer[source, :, :length]
 
     def clear_row(self, row: int) -> None:
-        """Zeros: what is not finite must not stay behind a mask, see LayerCache.empty."""
-        self._note(None, row, 0)
+        """Set a row to zero, since NaN must not stay in a masked slot (see LayerCache.empty)."""
         for layer in self.layers:
             for buffer in layer.buffers:
                 buffer[row] = 0
 
-    def _note(self, source: int | None, target: int, length: int) -> None:
-        if self.moves is not None:
-            self.moves.append((source, target, length))
-
-    def _check_free(self, added: int, slots: int, devices: Sequence[torch.device | str], more: int = 0) -> None:
-        """Ask before `added` slots are made for a layer on each of the devices, and `more` for one of them.
-
-        The cache will have `slots` in each layer.
-        """
+    def _check_free(self, added: int, slots: int, devices: Sequence[torch.device | str], copied: int = 0) -> None:
+        """Check the memory for `added` slots in each layer, and `copied` slots of one layer that exists twice."""
         for device in dict.fromkeys(devices):
-            size = (devices.count(device) * added + more) * self._slot_bytes
-            if self._check_memory and size > memory.SMALL and torch.device(device).type != "meta":
-                memory.check_cache(size, slots, memory.rooms(device))
+            if self._check_memory is not None:
+                size = (devices.count(device) * added + copied) * self._slot_bytes
+                self._check_memory(size, slots, torch.device(device))
 
-    def _hand_out(self, end: int, every_slot: bool) -> None:
+    def _expose(self, end: int, every_slot: bool) -> None:
+        """Let attention see the slots below `end`, or every slot."""
         self.reserve(end)
         self.end = end
         for layer in self.layers:

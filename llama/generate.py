@@ -1,7 +1,7 @@
-"""The token generator: prompt ids in, new ids out, one at a time. It knows ids, never text.
+"""Token generation: prompt ids in, new ids out, one at a time. Text is text.py's business.
 
-It reads like what happens: the prompt goes through the model in chunks (prefill), then each new token goes in alone
-(decode), and the keys and values of all of them stay in the cache.
+The prompt goes through the model in chunks (prefill), then each new token goes through it alone (decode); the KV cache
+keeps the keys and values of all of them.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from . import checks
 from .cache import KVCache
-from .engine import cuda_graphs as decoding
-from .engine.nonfinite import locate
 from .errors import ContextLengthError, NumericalError, UsageError
 from .model import Transformer
-from .sampling import LARGEST_LOGIT, SamplingParams, extreme, probs, sample
+from .sampling import LARGEST_LOGIT, SamplingParams, choose, extreme
+
+# Explains, given the ids of a text, where its numbers stop being finite. engine/nonfinite.py has one.
+Diagnosis = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
 class Token:
     """One new token. `logprob` is its log-probability in the model's own distribution, before any filter.
 
-    A stop id is yielded too, as the last one with stop=True, so that nothing the model said is hidden.
+    A stop id is yielded too, as the last token, with stop=True.
     """
 
     id: int
@@ -37,25 +38,23 @@ class Token:
 
 @torch.inference_mode()
 def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: int | None = None) -> Tensor:
-    """Feed ids into the model, `chunk` at a time so that memory stays bounded: logits (V,) after the last of them.
+    """Feed ids into the model, `chunk` at a time to bound the memory; return the logits (V,) after the last id.
 
-    chunk is 256 by default, and on CUDA 2,048: there it takes more to keep the device busy. Every chunk knows how long
-    the whole will be, so also a RoPE that depends on the length turns all of it alike.
+    chunk is 256 by default, and 2,048 on CUDA, where fewer tokens do not keep the device busy. Each chunk is passed the
+    length of the complete text, so that a RoPE that depends on the length uses the same frequencies for all of it.
     """
-    chunk = (2048 if cache.device.type == "cuda" else 256) if chunk is None else chunk
-    if chunk < 1:
-        raise UsageError(f"the prefill chunk must be at least 1 token, got {chunk}")
+    chunk = (2048 if cache.device.type == "cuda" else 256) if chunk is None else checks.integer("prefill chunk", chunk)
     if not tokens:
         raise UsageError("prefill needs at least one token")
-    device = cache.device
     length = cache.length + len(tokens)
-    cache.reserve(length)  # at once, so that nothing is copied on the way
+    cache.reserve(length)  # at once, so that the cache does not grow, and copy, in between
     for start in range(0, len(tokens), chunk):
-        part = torch.tensor([tokens[start : start + chunk]], device=device)  # (1, T)
+        part = torch.tensor([tokens[start : start + chunk]], device=cache.device)  # (1, T)
         h = model.hidden(part, cache=cache, length=length)  # (1, T, C)
     return model.output(h[:, -1])[0].float()  # (V,): only the last token needs logits
 
 
+@torch.inference_mode()
 def generate(
     model: Transformer,
     prompt: Sequence[int],
@@ -66,61 +65,46 @@ def generate(
     cache: KVCache | None = None,
     logprobs: bool = False,
     chunk: int | None = None,
+    diagnose: Diagnosis | None = None,
 ) -> Iterator[Token]:
     """Yield new tokens until a stop id, max_new_tokens, or the end of the context.
 
-    prompt   ids; at least one. Those the cache already holds (the first cache.length) are not fed again
-    n_vocab  ids from here on are never chosen: rows of the embedding that the tokenizer has no token for
-    cache    the KV cache to use and to leave filled; a fresh one by default
+    prompt    ids; at least one. The first cache.length of them are in the cache and are not fed again
+    n_vocab   ids from here on are never chosen: rows of the embedding without a token in the vocabulary
+    cache     the KV cache to use and to leave filled; default: a new one
+    diagnose  explains logits that are not finite, for the error message
 
-    Raises ContextLengthError when the prompt leaves no room for one new token, NumericalError when a logit is
-    not finite, naming the step and the layer where that began.
+    Raises ContextLengthError if the prompt leaves no room for one new token, NumericalError if a logit is not finite.
     """
-    prompt = list(prompt)
-    room = room_for(model, prompt, params, cache)
+    text = list(prompt)
+    room = room_for(model, text, params, cache)
     if room == 0:
         return
     if cache is None:
-        cache = model.new_cache(len(prompt) + room)
-    device = cache.device
-    generator = random_generator(params, device)
-    seen = None  # (N,) ids for the repetition penalty
-    if params.repetition_penalty != 1:
-        seen = torch.tensor([id for id in prompt if n_vocab is None or id < n_vocab], device=device, dtype=torch.long)
+        cache = model.new_cache(len(text) + room)
+    generator = random_generator(params, cache.device)
+    seen = seen_ids(text, params, n_vocab, cache.device)  # (N,)
 
-    text = list(prompt)  # and what is said
-    where = partial(locate, model, text)
-    logits = prefill(model, prompt[cache.length :], cache, chunk)  # (V,)
-    if decoding.fits(model, cache):
-        steps = decoding.decode(
-            model, logits, cache, params, room, n_vocab=n_vocab, seen=seen, generator=generator, logprobs=logprobs
-        )
-        with closing(steps):
-            for step, choice in enumerate(steps):
-                check_top(choice.top, f"new token {step + 1}", where)
-                text.append(choice.id)
-                yield Token(choice.id, choice.logprob, choice.id in stop_ids)
-                if choice.id in stop_ids:
-                    return
-        return
-    for step in range(room):
-        logits = logits[:n_vocab]
-        next_id = choose(logits, params, seen, generator, step, where)
-        text.append(next_id)
-        logprob = float(logits.log_softmax(-1)[next_id]) if logprobs else None
-        stop = next_id in stop_ids
-        yield Token(next_id, logprob, stop)
-        if stop or step + 1 == room:
-            return
-        if seen is not None:
-            seen = torch.cat((seen, torch.tensor([next_id], device=device)))
-        logits = prefill(model, [next_id], cache)
+    def pick(logits: Tensor) -> tuple[Tensor, ...]:  # (V,) -> id (1,), extreme (1,), log-probability (1,) if requested
+        nonlocal seen
+        choice = choose(logits[:n_vocab], params, seen, generator, logprobs)
+        seen = None if seen is None else torch.cat((seen, choice[0]))
+        return choice
+
+    logits = prefill(model, text[cache.length :], cache, chunk)  # (V,)
+    with closing(model.runner.decode(model, logits, cache, room, pick)) as steps:
+        for step, (id, top, *logprob) in enumerate(steps):
+            check_extreme(top, f"new token {step + 1}", text, diagnose)
+            text.append(id)
+            yield Token(id, logprob[0] if logprob else None, id in stop_ids)
+            if id in stop_ids:
+                return
 
 
 def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, cache: KVCache | None) -> int:
-    """How many new tokens there is room for behind a prompt. Raises what `generate` says of prompt and cache."""
+    """The number of new tokens that fit after a prompt. Raises the errors of `generate` about prompt and cache."""
     if not prompt:
-        raise UsageError("the prompt has no tokens and the model has no begin-of-text id to start from; give some text")
+        raise UsageError("the prompt has no tokens and the model has no begin-of-text id to start from; enter some text")
     context = model.max_seq_len if cache is None else min(model.max_seq_len, cache.max_len)
     if len(prompt) >= context:
         raise ContextLengthError(
@@ -132,12 +116,12 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
         raise UsageError(f"prompt ids must lie between 0 and {vocab_size - 1}, got {min(prompt)} to {max(prompt)}")
     room = min(params.max_new_tokens, context - len(prompt))
     if room and cache is not None and cache.length >= len(prompt):
-        raise UsageError(f"the cache holds {cache.length} tokens, which leaves none of the {len(prompt)} to be fed")
+        raise UsageError(f"the cache holds {cache.length} tokens, so none of the {len(prompt)} prompt tokens is new")
     return room
 
 
 def random_generator(params: SamplingParams, device: torch.device) -> torch.Generator:
-    """Where the draws of one answer come from."""
+    """The random generator of one answer, seeded with params.seed or at random."""
     generator = torch.Generator(device)
     if params.seed is not None:
         generator.manual_seed(params.seed)
@@ -146,32 +130,23 @@ def random_generator(params: SamplingParams, device: torch.device) -> torch.Gene
     return generator
 
 
-def choose(
-    logits: Tensor,
-    params: SamplingParams,
-    seen: Tensor | None,
-    generator: torch.Generator,
-    step: int,
-    where: Callable[[], str] | None = None,
-) -> int:
-    """One id from logits (V,). A NaN or +inf would pick some token without a word, so it is an error."""
-    check_finite(logits, f"new token {step + 1}", where)
-    if params.greedy and seen is None:
-        return int(logits.argmax())
-    return int(sample(probs(logits, params, seen), generator))
+def seen_ids(
+    text: Sequence[int], params: SamplingParams, n_vocab: int | None, device: torch.device
+) -> Tensor | None:
+    """The ids (N,) that the repetition penalty applies to; None if there is no penalty."""
+    if params.repetition_penalty == 1:
+        return None
+    return torch.tensor([id for id in text if n_vocab is None or id < n_vocab], device=device, dtype=torch.long)
 
 
-def check_finite(logits: Tensor, what: str, where: Callable[[], str] | None = None) -> None:
-    """Raise NumericalError, naming what was to be chosen, where one of the logits (V,) is no finite number.
-
-    where  what tells the layer it began in, asked only then (nonfinite.py)
-    """
-    check_top(float(extreme(logits)), what, where)
+def check_finite(logits: Tensor, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:
+    """Raise NumericalError if one of the logits (V,) of the token called `name`, which follows `text`, is not finite."""
+    check_extreme(float(extreme(logits)), name, text, diagnose)
 
 
-def check_top(top: float, what: str, where: Callable[[], str] | None = None) -> None:
-    """`check_finite` for what `sampling.extreme` says of the logits."""
+def check_extreme(top: float, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:
+    """`check_finite` for the value of `sampling.extreme`: NaN or infinity would choose an arbitrary token."""
     if not -LARGEST_LOGIT < top < LARGEST_LOGIT:
-        told = f"not finite (one is {top})" if not math.isfinite(top) else f"as large as {top:.3g}"
-        why = "the weights hold NaN or infinity, or overflow in this dtype: try --dtype float32"
-        raise NumericalError(f"the logits of {what} are {told}; {why if where is None else where()}")
+        found = f"not finite (one is {top})" if not math.isfinite(top) else f"as large as {top:.3g}"
+        cause = "the weights hold NaN or infinity, or overflow in this dtype: try --dtype float32"
+        raise NumericalError(f"the logits of {name} are {found}; {cause if diagnose is None else diagnose(text)}")

@@ -1,4 +1,4 @@
-"""From a path or a name to a model and its tokenizer: open the checkpoint, build the model empty, fill it.
+"""From a path or a name to a model and its tokenizer: resolve the options, check, fill, attach the runner.
 
 (The module is called loader and not load, because `llama.load` is the function.)
 """
@@ -10,35 +10,99 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .attention import ATTENTION
+from . import checks
+from .attention import Attend
 from .cache import FIRST_SLOTS, KINDS
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.documents import read_json
-from .engine import kernels
-from .engine.compiled import compile_
-from .engine.linears import embedding_of, linear_of, pick_scheme, scheme_for
+from .config import ModelConfig
+from .engine.compiled import CompiledRunner
+from .engine.cpu_attention import pick_attention
+from .engine.cuda_graphs import GraphRunner
+from .engine.fused import FusedRunner
+from .engine.linears import SkipInit, check_quantized, make_embedding, make_linear
 from .engine.parallel import World, share
-from .engine.placement import NO_COMPILING, Devices, pick_placement, run_placed
-from .engine.runtime import FewRowsLinear, PackedLinear, pick_attention, pick_dtype, pick_linear
-from .engine.sharding import PartCheckpoint
+from .engine.placement import Devices, Placement, PlacedRunner, pick_placement
+from .engine.runtime import pick_dtype
+from .engine.sharding import ShardedCheckpoint
 from .errors import CheckpointError, UsageError
-from .hub.named import DEFAULT, resolve
-from .model import Transformer
+from .hub import DEFAULT, resolve
+from .model import Runner, Transformer
+from .quant.schemes import pick_scheme
 from .rope import FORMS
-from .rope_scaling import with_rope
+from .rope_scaling import reach, with_rope
 from .system import memory
 from .tokenizer import Tokenizer, is_tokenizer, open_tokenizer
-from .weights import SkipInit, cast, check_tensors, held, read_blocks, rounded_again, sample_hash, to_layout
+from .weights import (
+    Storage,
+    check_tensors,
+    memory_footprint,
+    read_float,
+    read_weight,
+    requantization_warning,
+    sample_hash,
+)
 
 if TYPE_CHECKING:
     from .text import Llama
 
 LARGE = 2**26  # entries of a weight
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    device        "cpu", "cuda", "cuda:1", ...; None: the best one; "cuda:0,cuda:1" divides the layers evenly
+    dtype         "float32", "bfloat16", "float16"; None: the fastest that the device computes in
+    quantize      quantize the linear layers by a scheme of quant.schemes.SCHEMES: "int8", "int4", ...
+    compile       compile the decoding step (engine/compiled.py); takes some seconds the first time
+    rope          form of the rotation: "complex", "real", "half", "elementwise" or "matrix" (rope.py)
+    max_seq_len   context in tokens; None: the checkpoint's
+    rope_scaling  a scaling that replaces the checkpoint's, to extend its context: {"rope_type": "yarn", "factor": 4.0};
+                  {"rope_type": "default"} removes the checkpoint's
+    rope_theta    a base of the frequencies that replaces the checkpoint's
+    kv_cache      "model" stores keys and values in the model's dtype, "int8" in 8 bits, for long contexts
+    gpu_layers    number of layers on the GPU, the last ones; the others are on the CPU (engine/placement.py)
+    world         the processes that share the model (engine.parallel.join); this process loads its part
+    tokens        expected number of tokens, prompt and answer together, for the memory check
+    check_memory  compare the required memory with the free memory, before a weight is read and before a cache grows
+    fast          use the fastest linear layers and attention of the device, and the quantized blocks of a file as they
+                  are, unless dtype asks for float32 or float16; False: nn.Linear and dequantized weights
+    """
+
+    device: Devices = None
+    dtype: str | torch.dtype | None = None
+    quantize: str | None = None
+    compile: bool = False
+    rope: str = "complex"
+    max_seq_len: int | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+    rope_theta: float | None = None
+    kv_cache: str = "model"
+    gpu_layers: int | None = None
+    world: World | None = None
+    tokens: int | None = None
+    check_memory: bool = True
+    fast: bool = False
+
+    def __post_init__(self) -> None:
+        checks.choice("form of RoPE", self.rope, FORMS)
+        checks.choice("kind of KV cache", self.kv_cache, KINDS)
+        checks.boolean("compile", self.compile)
+        if self.max_seq_len is not None:
+            checks.integer("max_seq_len", self.max_seq_len)
+        if self.quantize is not None:
+            pick_scheme(self.quantize)
+        if self.world is not None and (self.compile or self.gpu_layers is not None):
+            name = "--compile" if self.compile else "gpu_layers"
+            raise UsageError(f"{name} works in one process only; leave it out, or run the model in one process")
 
 
 def load(
@@ -50,66 +114,36 @@ def load(
     rope: str = "complex",
     max_seq_len: int | None = None,
     *,
-    rope_scaling: Mapping[str, Any] | None = None,
-    rope_theta: float | None = None,
-    kv_cache: str = "model",
-    gpu_layers: int | None = None,
-    world: World | None = None,
     tokens: int | Callable[[Tokenizer], int] | None = None,
-    check_memory: bool = True,
     quiet: bool = False,
+    **options: Any,
 ) -> Llama:
     """Load a model with its tokenizer, ready to generate.
 
-    path_or_name  a folder of Meta's or Hugging Face's, a .gguf file, the name of a model that can be fetched
-                  (hub.MODELS), or ORG/NAME in the Hugging Face cache
-    device        "cpu", "cuda", "cuda:1", ...; None takes the best there is; "cuda:0,cuda:1" spreads the layers evenly
-    dtype         "float32", "bfloat16", "float16"; None takes the fastest the device computes in
-    quantize      round the linear layers to a scheme of quant.SCHEMES: "int8", "int4", ...
-    compile       compile the decoding step (compiled.py): some seconds the first time, then kept
-    rope          "complex", "real", "half", "elementwise" or "matrix": five forms of one rotation (rope.py)
-    max_seq_len   context in tokens, if another than the checkpoint's is wanted
-    rope_scaling  another scaling than the checkpoint's, to stretch its context: {"rope_type": "yarn", "factor": 4.0};
-                  {"rope_type": "default"} takes the checkpoint's off
-    rope_theta    another base of the frequencies
-    kv_cache      "model" keeps keys and values in the model's dtype, "int8" in 8 bits: for long contexts
-    gpu_layers    only the last so many layers on the GPU, the others on the CPU (placement.py)
-    world         the processes that share the model (parallel.join), of which this one loads its part
-    tokens        how long prompt and answer will be, if that is known, or a function that tells it by the tokenizer
-    check_memory  hold what is needed for that against what is free, before a weight is read and before a cache grows
-    quiet         say nothing on stderr if the model has to be fetched
+    path_or_name  a folder in Meta's or Hugging Face's format, a .gguf file, the name of a downloadable model
+                  (hub.named.MODELS), or ORG/NAME in the Hugging Face cache
+    tokens        as in `LoadOptions`, or a function that computes the number with the tokenizer
+    quiet         print nothing on stderr while a model is downloaded
+    options       the other fields of `LoadOptions`, which describes all of them
 
-    Raises CheckpointError when the file can't be run, UsageError on a bad argument, MemoryLimitError for too much.
+    Raises CheckpointError if the file can't be run, UsageError for a bad argument, MemoryLimitError if memory is short.
     """
     from .text import Llama
 
+    settings = LoadOptions(device, dtype, quantize, compile, rope, max_seq_len, fast=True, **options)
     checkpoint = open_checkpoint(resolve(path_or_name, quiet))
     tokenizer = checkpoint.tokenizer()
-    model = build(
-        checkpoint,
-        device,
-        dtype,
-        rope,
-        max_seq_len,
-        pack=True,
-        rope_scaling=rope_scaling,
-        rope_theta=rope_theta,
-        quantize=quantize,
-        compile=compile,
-        kv_cache=kv_cache,
-        gpu_layers=gpu_layers,
-        world=world,
-        tokens=tokens(tokenizer) if callable(tokens) else tokens,
-        check_memory=check_memory,
-    )
+    count = tokens(tokenizer) if callable(tokens) else tokens
+    model = build_model(checkpoint, dataclasses.replace(settings, tokens=count))
     chat_format = checkpoint.chat_format(tokenizer) if checkpoint.chat_template is None else None
+    again = requantization_warning(checkpoint, pick_scheme(quantize)) if quantize else ()
     return Llama(
         model,
         tokenizer,
         checkpoint.chat_template,
         chat_format=chat_format,
         sampling=checkpoint.sampling,
-        warnings=[*checkpoint.warnings, *(rounded_again(checkpoint, pick_scheme(quantize)) if quantize else ())],
+        warnings=[*checkpoint.warnings, *again],
     )
 
 
@@ -120,30 +154,15 @@ def load_model(
     quantize: str | None = None,
     rope: str = "complex",
     max_seq_len: int | None = None,
-    *,
-    rope_scaling: Mapping[str, Any] | None = None,
-    rope_theta: float | None = None,
-    gpu_layers: int | None = None,
-    check_memory: bool = True,
+    **options: Any,
 ) -> Transformer:
-    """The model alone, with plain nn.Linear weights to look at; no tokenizer is needed. Arguments as in `load`."""
-    checkpoint = open_checkpoint(resolve(path_or_name))
-    return build(
-        checkpoint,
-        device,
-        dtype,
-        rope,
-        max_seq_len,
-        rope_scaling=rope_scaling,
-        rope_theta=rope_theta,
-        quantize=quantize,
-        gpu_layers=gpu_layers,
-        check_memory=check_memory,
-    )
+    """Load the model alone, with plain nn.Linear weights; no tokenizer is needed. Arguments as in `LoadOptions`."""
+    settings = LoadOptions(device, dtype, quantize, rope=rope, max_seq_len=max_seq_len, **options)
+    return build_model(open_checkpoint(resolve(path_or_name)), settings)
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] = DEFAULT) -> Tokenizer:
-    """The tokenizer of a checkpoint, or of a tokenizer.model or tokenizer.json by itself; no weight is read."""
+    """The tokenizer of a checkpoint, or of a single tokenizer.model or tokenizer.json; no weight is read."""
     path = resolve(path_or_name)
     alone = [path / name for name in ("tokenizer.json", "tokenizer.model")] if path.is_dir() else [path]
     try:
@@ -158,169 +177,164 @@ def load_tokenizer(path_or_name: str | os.PathLike[str] = DEFAULT) -> Tokenizer:
 
 
 def build(
-    checkpoint: Checkpoint,
-    device: Devices = None,
-    dtype: str | torch.dtype | None = None,
-    rope: str = "complex",
-    max_seq_len: int | None = None,
-    pack: bool = False,
-    rope_scaling: Mapping[str, Any] | None = None,
-    rope_theta: float | None = None,
-    quantize: str | None = None,
-    compile: bool = False,
-    kv_cache: str = "model",
-    gpu_layers: int | None = None,
-    world: World | None = None,
-    tokens: int | None = None,
-    check_memory: bool = True,
+    checkpoint: Checkpoint, device: Devices = None, dtype: str | torch.dtype | None = None, **options: Any
 ) -> Transformer:
-    """A model filled with a checkpoint's weights: each is read, reordered if need be, cast or rounded, handed over.
+    """`build_model` with the fields of `LoadOptions` as keyword arguments."""
+    return build_model(checkpoint, LoadOptions(device, dtype, **options))
 
-    pack          take the linear layers that run fastest here (runtime.py, quant.py), and a file's 4 and 8-bit blocks
-                  as they are, unless dtype asks for float32 or float16
-    rope_scaling  and rope_theta as in `load`
-    quantize      a scheme of quant.SCHEMES for the linear layers
-    compile       compile the decoding step (compiled.py); RoPE then runs in the real form instead of the complex one
-    kv_cache      what caches of this model keep keys and values in, one of cache.KINDS
-    gpu_layers    as in `load`; each layer is made for the device that it lies on
-    world         the processes that share the model: this one's slices are read, and only then cast or rounded
-    tokens        and check_memory as in `load`
 
-    A weight that needs no change stays in the mapped file; one that is rounded is read piece by piece. Strict both
-    ways: CheckpointError lists tensors that are missing, unexpected or of another shape.
+def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Transformer:
+    """A model filled with a checkpoint's weights.
+
+    A weight that needs no change stays in the mapped file; one that is quantized is read piece by piece. Strict in both
+    directions: CheckpointError lists tensors that are missing, unexpected or of another shape.
     """
-    if rope not in FORMS:
-        raise UsageError(f"unknown form of RoPE {rope!r}; known: {', '.join(FORMS)}")
-    if max_seq_len is not None and (
-        isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1
-    ):
-        raise UsageError(f"max_seq_len must be a whole number of at least 1, got {max_seq_len!r}")
-    if not isinstance(compile, bool):
-        raise UsageError(f"compile must be True or False, got {compile!r}")
-    scheme = None if quantize is None else pick_scheme(quantize)
-    config = with_rope(checkpoint.config, rope_scaling, rope_theta)
-    check_tensors(checkpoint)  # first, for nothing below may be as large as a damaged file says
-    if kv_cache not in KINDS:
-        raise UsageError(f"unknown kind of KV cache {kv_cache!r}; known: {', '.join(KINDS)}")
-    sizes = config
+    plan = resolve_options(checkpoint, options)
+    if options.check_memory:
+        check_memory(plan)
+    model = fill(plan)
+    return attach_runner(model, plan)
+
+
+# -------------------------------------------------------------------------------------------------- 1. the options
+@dataclass(frozen=True)
+class Plan:
+    """The options of a run, resolved against a checkpoint and this machine.
+
+    config      of the complete model
+    sizes       of the part that this process loads; the same unless processes share the model
+    checkpoint  the tensors of that part
+    """
+
+    options: LoadOptions
+    config: ModelConfig
+    sizes: ModelConfig
+    checkpoint: Checkpoint
+    placement: Placement
+    storage: Storage
+    rope: str
+    max_seq_len: int
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether embedding and output share one tensor: the weights are tied and on the same device."""
+        return self.config.tie_embeddings and self.placement.embedding == self.placement.output
+
+
+def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
+    """Check the tensors and the options, and choose devices, dtype and storage. Nothing but headers is read."""
+    config = with_rope(checkpoint.config, options.rope_scaling, options.rope_theta)
+    check_tensors(checkpoint)  # first, since nothing below may allocate what a damaged file claims
+    world, device, sizes = options.world, options.device, config
     if world is not None:
-        if compile:
-            raise UsageError("--compile is for one process; leave it out, or run the model in one")
-        if gpu_layers is not None:
-            raise UsageError("gpu_layers is for one process; leave it out, or run the model in one")
-        device, sizes = world.device, world.place.config(config)
-    place = pick_placement(sizes, device, gpu_layers)
-    if compile and not place.single:
-        raise UsageError(NO_COMPILING)
-    torch_dtype = pick_dtype(dtype, place.output)
-    takes_blocks = pack and (dtype in (None, "auto") or torch_dtype == torch.bfloat16)  # on a CPU
-    if compile and rope == "complex":
-        rope = "real"  # the same arithmetic; the compiler has no complex numbers
+        device, sizes = world.device, world.rank.config(config)
+    placement = pick_placement(sizes, device, options.gpu_layers)
+    if options.compile and not placement.single:
+        raise UsageError(
+            "compiled code runs on one device; leave --compile out, or --gpu-layers and all devices but one"
+        )
+    dtype = pick_dtype(options.dtype, placement.output)
+    scheme = None if options.quantize is None else pick_scheme(options.quantize)
+    if options.quantize is not None:
+        for device in {placement.output, *placement.layers}:
+            check_quantized(options.quantize, device)
+    # The compiler has no complex numbers; the real form is the same arithmetic.
+    rope = "real" if options.compile and options.rope == "complex" else options.rope
+    keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
+    storage = Storage(dtype, scheme, keep, FORMS[rope].layout, fast=options.fast)
     if world is not None:
-        world.told.append(f"weights whose sample has the hash {sample_hash(checkpoint)}")
-        checkpoint = PartCheckpoint(checkpoint, world.place)
-        if scheme is not None or (takes_blocks and place.output.type == "cpu"):
-            checkpoint.check_groups(None if scheme is None else scheme.group)
+        world.fingerprint.append(f"weights whose sample has the hash {sample_hash(checkpoint)}")
+        sharded = ShardedCheckpoint(checkpoint, world.rank)
+        if scheme is not None or (keep and placement.output.type == "cpu"):
+            sharded.check_groups(None if scheme is None else scheme.group)
+        checkpoint = sharded
+    context = reach(sizes.max_seq_len, sizes.rope_scaling) if options.max_seq_len is None else options.max_seq_len
+    return Plan(options, config, sizes, checkpoint, placement, storage, rope, context)
+
+
+# --------------------------------------------------------------------------------------------------- 2. the memory
+def check_memory(plan: Plan) -> None:
+    """Raise MemoryLimitError if weights, cache and activations do not fit into the free memory of a device."""
+    options, placement, dtype = plan.options, plan.placement, plan.storage.dtype
+    ranks = 1 if options.world is None else options.world.on_this_host
+    for device in dict.fromkeys((*placement.layers, placement.output)):
+        names = [name for name in plan.checkpoint.shapes if placement.device_of(name) == device]
+        weights, mapped = memory_footprint(plan.checkpoint, names, device, plan.storage, copies=options.compile)
+        need = memory.need(
+            dataclasses.replace(plan.sizes, n_layers=placement.layers.count(device) or 1),
+            weights,
+            itemsize=dtype.itemsize,
+            tokens=min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len),
+            kind=options.kv_cache,
+            mapped=mapped,
+        )
+        remedies = memory.remedies(need, dtype, options.quantize, options.kv_cache)
+        path, sharing = str(plan.checkpoint.path), ranks if device.type == "cpu" else 1
+        memory.check(path, need, memory.rooms(device), remedies, sharing)
+
+
+# -------------------------------------------------------------------------------------------------- 3. the weights
+def fill(plan: Plan) -> Transformer:
+    """Build the model on the meta device and replace its layers one by one with filled ones."""
     with torch.device("meta"), SkipInit():
-        model = Transformer(sizes, rope, max_seq_len=max_seq_len).requires_grad_(False).eval()
-    if world is not None and world.place.stage:
-        model.tok_embeddings = model.output = nn.Identity()  # type: ignore[assignment]  # the first stage has them
-    for block, where in zip(model.layers, place.layers, strict=True):
-        block.attention.attend = ATTENTION[pick_attention(where) if pack else "sdpa"]  # type: ignore[union-attr]
-    makers = {where: pick_linear(where, torch_dtype) if pack else None for where in {place.output, *place.layers}}
-    if compile:  # PackedLinear's weights are opaque to the compiler
-        makers = {where: None if make is PackedLinear else make for where, make in makers.items()}
-    model.cache_kind, model.check_memory = kv_cache, check_memory
-    if check_memory:
-        moved = model.rope.layout != checkpoint.layout
-        ranks = 1 if world is None else world.on_this_host
-        for where in dict.fromkeys((*place.layers, place.output)):
-            as_stored = takes_blocks and where.type == "cpu"
-            names = [name for name in checkpoint.shapes if place.of(name) == where]
-            weights, mapped = held(
-                checkpoint, names, where, torch_dtype, scheme, makers[where], as_stored, moved, compile
-            )
-            need = memory.need(
-                dataclasses.replace(sizes, n_layers=place.layers.count(where) or 1),
-                weights,
-                itemsize=torch_dtype.itemsize,
-                tokens=min(FIRST_SLOTS if tokens is None else tokens, model.max_seq_len),
-                kind=kv_cache,
-                mapped=mapped,
-            )
-            remedies = memory.remedies(need, torch_dtype, quantize, kv_cache)
-            memory.check(str(checkpoint.path), need, memory.rooms(where), remedies, ranks if where.type == "cpu" else 1)
+        model = Transformer(plan.sizes, plan.rope, max_seq_len=plan.max_seq_len).requires_grad_(False).eval()
+    if plan.options.world is not None and plan.options.world.rank.stage:  # only the first stage has these two
+        model.set_submodule("tok_embeddings", nn.Identity())
+        model.set_submodule("output", nn.Identity())
+    for i, device in enumerate(plan.placement.layers):
+        attend = Attend(pick_attention(device, plain=not plan.options.fast))
+        model.set_submodule(f"layers.{i}.attention.attend", attend)
     layers = {
         name: child for name, child in model.named_modules() if next(child.parameters(recurse=False), None) is not None
     }
-    tied = config.tie_embeddings and place.embedding == place.output  # else each has a copy
-
-    def plain(name: str, device: torch.device) -> Tensor:
-        """A tensor in the order, the dtype and the place that the model wants."""
-        stored = checkpoint.tensor(name)
-        ordered = to_layout(name, stored, config.head_dim, checkpoint.layout, model.rope.layout)
-        value = cast(ordered, f"{checkpoint.path}: {checkpoint.file_name(name)}", device, torch_dtype)
-        if value.data_ptr() != stored.data_ptr():
-            checkpoint.release(name)
-        return value
-
-    def fill(name: str) -> None:
-        layer, device = layers[name], place.of(name)
-        source = "tok_embeddings" if config.tie_embeddings and name == "output" else name
-        as_stored, shared = takes_blocks and device.type == "cpu", tied and name == "output"
-        kinds = [kind for kind, _ in layer.named_parameters(recurse=False)]  # weight, bias
-        bias = plain(f"{source}.bias", device) if "bias" in kinds else None
-        if isinstance(layer, nn.Linear):
-            wanted = scheme and scheme_for(name, scheme)
-            try:
-                read = read_blocks(checkpoint, f"{source}.weight", model.rope.layout, wanted, as_stored)
-                made = None if read is None else linear_of(read, device, bias)
-            except CheckpointError as error:
-                if str(checkpoint.path) in str(error):
-                    raise
-                where = f"{checkpoint.path}: {checkpoint.file_name(f'{source}.weight')}"
-                raise CheckpointError(f"{where}: {error}") from error
-            if made is None and scheme is not None:
-                raise UsageError(f"{quantize} needs the C++ kernels on this CPU, and they can't be built; leave it out")
-            make_linear = makers[device]
-            if made is None and make_linear is not None:
-                made = make_linear(plain(f"{source}.weight", device), bias)
-            if made is not None:
-                model.set_submodule(name, made)
-                if shared:
-                    embedding = embedding_of(made, torch_dtype)
-                    if embedding is None:
-                        weight = made.weight if isinstance(made, FewRowsLinear) else plain(f"{source}.weight", device)
-                        model.tok_embeddings.weight = nn.Parameter(weight, requires_grad=False)
-                    else:
-                        model.tok_embeddings = embedding  # type: ignore[assignment]
-                if read is not None:
-                    checkpoint.release(f"{source}.weight")
-                return
-        elif isinstance(layer, nn.Embedding) and (as_stored or scheme) and (device.type != "cpu" or kernels.ready()):
-            wanted = scheme_for("output", scheme) if scheme and config.tie_embeddings else None
-            read = read_blocks(checkpoint, f"{name}.weight", model.rope.layout, wanted, as_stored)
-            made = None if read is None else linear_of(read, device)
-            if made is not None:
-                model.tok_embeddings = embedding_of(made, torch_dtype)  # type: ignore[assignment]
-                checkpoint.release(f"{name}.weight")
-                return
-        for kind in kinds:
-            value = bias if kind == "bias" and bias is not None else plain(f"{source}.{kind}", device)
-            setattr(layer, kind, nn.Parameter(value, requires_grad=False))
-        if shared:
-            model.tok_embeddings.weight = layer.weight
-
-    # Dequantization is numpy, which lets go of the interpreter lock, so several threads keep several cores busy; but
-    # large weights go one by one, so that no more than one of them is in memory twice.
-    names = [name for name in layers if not (tied and name == "tok_embeddings")]  # filled with the output
-    large = [name for name in names if math.prod(tuple(layers[name].weight.shape)) > LARGE]
+    if plan.shares_embedding:  # filled together with the output
+        layers.pop("tok_embeddings", None)
+    large = [name for name in layers if math.prod(tuple(layers[name].weight.shape)) > LARGE]  # type: ignore[arg-type]
+    small = [name for name in layers if name not in large]
+    # Dequantization is numpy, which releases the interpreter lock, so several threads use several cores. Large weights
+    # are read one by one, so that at most one of them is in memory twice.
     for name in large:
-        fill(name)
+        fill_layer(model, name, layers[name], plan)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(fill, [name for name in names if name not in large]):
+        for _ in pool.map(lambda name: fill_layer(model, name, layers[name], plan), small):
             pass
-    if world is not None:
-        return share(model, config, world)
-    run_placed(model, place)
-    return compile_(model) if compile else model
+    return model
+
+
+def fill_layer(model: Transformer, name: str, layer: nn.Module, plan: Plan) -> None:
+    """Read the weights of one layer and put the layer that computes with them in its place."""
+    device = plan.placement.device_of(name)
+    source = "tok_embeddings" if plan.config.tie_embeddings and name == "output" else name
+
+    def tensor(kind: str) -> Tensor:
+        return read_float(plan.checkpoint, f"{source}.{kind}", device, plan.storage)
+
+    if isinstance(layer, nn.Linear | nn.Embedding):
+        weight = read_weight(plan.checkpoint, f"{source}.weight", device, plan.storage)
+        bias = tensor("bias") if getattr(layer, "bias", None) is not None else None
+        filled = make_linear(weight, device, bias, plain=not plan.options.fast)
+        if isinstance(layer, nn.Linear):
+            model.set_submodule(name, filled)
+        if isinstance(layer, nn.Embedding) or (name == "output" and plan.shares_embedding):
+            model.set_submodule("tok_embeddings", make_embedding(filled, plan.storage.dtype))
+    else:
+        layer.weight = nn.Parameter(tensor("weight"), requires_grad=False)
+
+
+# --------------------------------------------------------------------------------------------------- 4. the runner
+def attach_runner(model: Transformer, plan: Plan) -> Transformer:
+    """Set the runner that executes the model as the options ask; returns the model."""
+    options, device = plan.options, plan.placement.output
+    settings: dict[str, Any] = {
+        "cache_kind": options.kv_cache,
+        "check_memory": memory.check_growth if options.check_memory else None,
+    }
+    if options.world is not None:
+        return share(model, plan.config, options.world, **settings)
+    if not plan.placement.single:
+        model.runner = PlacedRunner(plan.placement, **settings)
+    elif device.type == "cuda":
+        model.runner = FusedRunner(model, **settings) if options.compile else GraphRunner(**settings)
+    else:
+        model.runner = CompiledRunner(model, **settings) if options.compile else Runner(**settings)
+    return model

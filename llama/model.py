@@ -1,37 +1,39 @@
-"""The LLaMA decoder (arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783), whole.
+"""The LLaMA decoder (arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783), complete.
 
     tokens (B, T)
-       │ embedding
+       │ tok_embeddings
        h (B, T, C)
-       │                                                           ─┐
-       ├──► RMSNorm ──► wq wk wv ──► RoPE ──► attention ──► wo ──┐  │
-       + ◄───────────────────────────────────────────────────────┘  │ n_layers times
-       ├──► RMSNorm ──► w_down(silu(w_gate x) * w_up x) ─────────┐  │
-       + ◄───────────────────────────────────────────────────────┘  │
-       │                                                           ─┘
+       │                                                                       ─┐
+       ├──► RMSNorm ──► wq wk wv ──► apply_rotary_emb ──► attend ──► wo ──────┐  │
+       + ◄───────────────────────────────────────────────────────────────────┘  │ n_layers times
+       ├──► RMSNorm ──► w_down(silu(w_gate x) * w_up x) ─────────────────────┐  │
+       + ◄───────────────────────────────────────────────────────────────────┘  │
+       │                                                                       ─┘
     RMSNorm
        │ output
     logits (B, T, V)
 
-Letters on the shapes: B batch, T new tokens, S keys (cached and new), H query heads, KV key/value heads, D head_dim,
+Letters of the shapes: B batch, T new tokens, S keys (cached and new), H query heads, KV key/value heads, D head_dim,
 C model dim, V vocabulary.
 
-The file knows nothing of devices, files, quantization or sharding. The layers are plain nn.Linear, so those can
-swap them from outside; the number of heads is read off the tensors, so a slice of a weight works unchanged.
+This file knows nothing of devices, files, quantization or sharding. Two seams serve those: every layer is a module
+that `set_submodule` can replace, and `Transformer.runner` executes the blocks. Head counts are read from the tensors,
+so a slice of a weight works unchanged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import ATTENTION, causal_mask
-from .cache import KVCache, LayerCache
+from .attention import ATTENTION, Attend, causal_mask
+from .cache import KVCache, LayerCache, MemoryCheck
 from .config import ModelConfig
-from .rope import Rope
+from .rope import FreqsCis, Rope, RotaryEmb
 from .rope_scaling import reach
 
 
@@ -44,33 +46,34 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()  # squares of bfloat16 lose too much
+        y = x.float()  # squares in bfloat16 lose too much
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return y.type_as(x) * self.weight
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions. (B, T, C) -> (B, T, C)."""
 
-    def __init__(self, config: ModelConfig, layer: int, rope: Rope, attention: str):
+    def __init__(self, config: ModelConfig, layer: int, rope: str, attention: str):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim  # the layer's number is for those who look, not used here
-        self.rope, self.attend = rope, ATTENTION[attention]
+        self.layer, self.head_dim = layer, config.head_dim  # the layer's number serves hooks; it is not used here
         self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.attention_bias)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.attention_bias)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.attention_bias)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.attention_bias)
+        self.apply_rotary_emb = RotaryEmb(rope)
+        self.attend = Attend(ATTENTION[attention])
 
     def forward(
-        self, x: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: LayerCache | None
+        self, x: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: LayerCache | None
     ) -> Tensor:
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
-        q, k = self.rope.apply(q, k, *turns)  # v is not rotated: position decides who is heard, not what is said
+        q, k = self.apply_rotary_emb(q, k, freqs_cis)  # not v: position decides which values are read, not what they say
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, KV, T, D) twice
         if cache is not None:
-            k, v = cache.update(k, v, positions)  # (B, KV, S, D): keys are cached already rotated
+            k, v = cache.update(k, v, positions)  # (B, KV, S, D): cached keys are rotated already
         y = self.attend(q, k, v, mask)  # (B, H, T, D)
         return self.wo(y.transpose(1, 2).flatten(-2))  # (B, T, C)
 
@@ -89,9 +92,9 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then feed-forward, each on the normed input and added to it. (B, T, C) -> (B, T, C)."""
+    """Attention, then feed-forward, each applied to the normed input and added to it. (B, T, C) -> (B, T, C)."""
 
-    def __init__(self, config: ModelConfig, layer: int, rope: Rope, attention: str):
+    def __init__(self, config: ModelConfig, layer: int, rope: str, attention: str):
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config, layer, rope, attention)
@@ -99,107 +102,161 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(
-        self, h: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: LayerCache | None
+        self, h: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: LayerCache | None
     ) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), turns, mask, positions, cache)
+        h = h + self.attention(self.attention_norm(h), freqs_cis, mask, positions, cache)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
 class Transformer(nn.Module):
-    """The whole decoder.
+    """The complete decoder.
 
-    rope        which form of the rotation runs, one of rope.FORMS; "half" wants wq and wk in the half layout
-                (rope.to_half_layout). All give the same logits.
-    attention   "sdpa" or "reference"
-    max_seq_len positions it may be used for; the config's context, stretched by its scaling, unless given
+    rope         form of the rotation, one of rope.FORMS; "half" needs wq and wk in the half layout
+                 (rope.to_half_layout). All forms give the same logits.
+    attention    "sdpa" or "reference"
+    max_seq_len  number of positions it may use; default: the config's context, extended by its scaling
     """
 
     def __init__(
         self, config: ModelConfig, rope: str = "complex", attention: str = "sdpa", max_seq_len: int | None = None
     ):
         super().__init__()
-        self.config = config
+        self.config, self.runner = config, Runner()
         self.max_seq_len = reach(config.max_seq_len, config.rope_scaling) if max_seq_len is None else max_seq_len
         self.rope = Rope(
             rope, config.head_dim, self.max_seq_len, config.rope_theta, config.rope_scaling, config.max_seq_len
         )
-        self.fixed_cache = False  # whether new_cache makes tensors of one shape; compiled code wants them (compiled.py)
-        self.cache_kind = "model"  # what new_cache keeps keys and values in, one of cache.KINDS
-        self.check_memory = True  # whether a cache asks what is free before it grows
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(
-            TransformerBlock(config, layer, self.rope, attention) for layer in range(config.n_layers)
-        )
+        self.layers = nn.ModuleList(TransformerBlock(config, i, rope, attention) for i in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Logits of the next token after each token: (B, T) int64 -> (B, T, V) float32.
+
+        positions  (T,) or (B, T) int64; None: after the tokens in the cache, or from 0 without one
+        cache      stores the new keys and values and supplies the old ones
+
+        Raises ContextLengthError if a position is beyond the cache or max_seq_len.
+        """
+        return self.output(self.hidden(tokens, positions, cache)).float()
 
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None, length: int | None = None
     ) -> Tensor:
         """The last hidden state, normed: (B, T) int64 -> (B, T, C). Arguments as in `forward`.
 
-        length  how long the text will be of which these tokens are a part: a RoPE that depends on the length turns them
-                as it would in the whole text. None means that it ends here
+        length  tokens of the complete text, if these are a part of it: frequencies that depend on the length (see
+                rope_scaling.BY_LENGTH) are then those of the complete text. None: the text ends with these tokens
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be (B, T), got shape {tuple(tokens.shape)}")
         T = tokens.shape[1]
-        sees_all = T == 1 and positions is None  # one token after all others sees every key: no mask
+        sees_all = T == 1 and positions is None  # one token after all others sees every key, so it needs no mask
         if positions is not None and bool((positions < 0).any()):
             raise ValueError(f"positions must not be negative, got {int(positions.min())}")
         if cache is not None:
-            positions = cache.place(T, positions)  # (T,), or (B, T) as given
-            end = cache.end
+            positions, end = cache.place(T, positions), cache.end  # (T,), or (B, T) as given
             key_positions = torch.arange(cache.width, device=tokens.device)  # (S,)
-            sees_all = sees_all and not cache.fixed  # there, slots still to be filled are among the keys
+            sees_all = sees_all and not cache.fixed  # a fixed cache also shows slots that are not filled yet
         else:
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
             key_positions = positions  # (S,) or (B, S): the keys are the tokens themselves
-        turns = self.rope.rows(positions, end if length is None else max(end, length))  # these two once for all layers
-        mask = None if sees_all else causal_mask(positions, key_positions)  # (T, S) or (B, 1, T, S)
-        h = self.run(tokens, turns, mask, positions, cache)
+        end = end if length is None else max(end, length)
+        h = self.runner.run(self, tokens, positions, None if sees_all else key_positions, end, cache)  # (B, T, C)
         if cache is not None:
             cache.commit()
         return h
 
-    def run(
-        self, tokens: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
-    ) -> Tensor:
-        """`hidden`, once it is clear who sits where and sees whom."""
-        h = self.tok_embeddings(tokens)  # (B, T, C)
-        for i, block in enumerate(self.layers):
-            h = block(h, turns, mask, positions, None if cache is None else cache.layers[i])
-        return self.norm(h)
-
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """Logits of the next token after each token: (B, T) int64 -> (B, T, V) float32.
-
-        positions  (T,) or (B, T) int64; None means: after the tokens in the cache, or from 0 without one
-        cache      takes the new keys and values and supplies the old ones
-
-        Raises ContextLengthError when a position lies beyond the cache or the RoPE table.
-        """
-        return self.output(self.hidden(tokens, positions, cache)).float()
-
     def new_cache(self, max_len: int | None = None, batch: int = 1, fixed: bool | None = None) -> KVCache:
-        """An empty cache for this model's shape, dtype and device; for its whole context unless max_len is given.
+        """An empty cache for this model, with room for `max_len` tokens (default: max_seq_len). See `KVCache`."""
+        return self.runner.new_cache(self, max_len, batch, fixed)
 
-        fixed  whether it has all its slots from the start; as `fixed_cache` says, unless given
+
+class Runner:
+    """How a model is executed. This one runs block after block; the subclasses in engine/ give the same logits.
+
+    cache_kind    what caches store keys and values in, one of cache.KINDS
+    check_memory  called before a cache allocates memory, see cache.MemoryCheck
+    """
+
+    cache_type = KVCache
+    fixed_cache = False  # whether `new_cache` allocates all slots at once
+    distributed = False  # whether other processes hold parts of the model
+
+    def __init__(self, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
+        self.cache_kind, self.check_memory = cache_kind, check_memory
+
+    def run(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        positions: Tensor,
+        key_positions: Tensor | None,
+        end: int,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """All blocks and the last norm: tokens (B, T) -> (B, T, C). `Transformer.hidden` prepares the arguments.
+
+        positions (T,) or (B, T); key_positions (S,) or (B, S), None if every query sees every key; end: all positions
+        are below it.
         """
-        weight = self.norm.weight  # the one weight that is never packed
-        attention: Any = self.layers[0].attention
-        return KVCache(
-            len(self.layers),
+        h = model.tok_embeddings(tokens)  # (B, T, C)
+        freqs_cis = model.rope.freqs_cis(positions, end)  # (T, D/2) or (B, T, D/2), once for all layers
+        mask = None if key_positions is None else causal_mask(positions, key_positions)  # (T, S) or (B, 1, T, S)
+        for i, block in enumerate(model.layers):
+            h = block(h, freqs_cis, mask, positions, None if cache is None else cache.layers[i])
+        return model.norm(h)
+
+    def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        """Logits (B, V) after tokens (B, 1) at positions (1,) or (B, 1), over all slots of a cache.
+
+        A step for batches and CUDA graphs: nothing depends on the values of the positions, and `cache.length` is left
+        to the caller.
+        """
+        slots = torch.arange(cache.slots, device=tokens.device)  # (S,)
+        h = self.run(model, tokens, positions, slots, min(cache.slots, model.max_seq_len), cache)  # (B, 1, C)
+        return model.output(h[:, -1]).float()
+
+    def decode(
+        self,
+        model: Transformer,
+        logits: Tensor,
+        cache: KVCache,
+        steps: int,
+        choose: Callable[[Tensor], tuple[Tensor, ...]],
+    ) -> Generator[list[Any]]:
+        """Yield the values of `choose(logits)`, `steps` times. Its first tensor is the next token, (1,).
+
+        logits (V,) are those after the tokens in the cache. When the generator ends or is closed, the cache holds
+        those tokens and the yielded ones without the last.
+        """
+        for step in range(steps):
+            choice = choose(logits)
+            yield [values.item() for values in choice]
+            if step + 1 < steps:
+                logits = model.output(model.hidden(choice[0][None], cache=cache)[:, -1])[0].float()  # (V,)
+
+    def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
+        """See `Transformer.new_cache`. Each layer's keys and values are on the layer's device."""
+        norms: list[Any] = [block.attention_norm for block in model.layers]
+        attention: Any = model.layers[0].attention
+        return self.cache_type(
+            len(model.layers),
             attention.wk.out_features // attention.head_dim,
             attention.head_dim,
-            self.max_seq_len if max_len is None else max_len,
+            model.max_seq_len if max_len is None else max_len,
             batch=batch,
-            dtype=weight.dtype,
-            device=weight.device,
+            dtype=model.norm.weight.dtype,
+            device=[norm.weight.device for norm in norms],
             fixed=self.fixed_cache if fixed is None else fixed,
             kind=self.cache_kind,
             check_memory=self.check_memory,
         )
+
+    def module_by_module(self) -> Runner:
+        """A runner of the same devices that calls every layer as a module, so that forward hooks see all of them."""
+        return self

@@ -1,150 +1,178 @@
-"""A checkpoint's tensors as a model wants them: which, in which order, dtype and kind, and how many bytes."""
+"""A checkpoint's tensors as a model needs them: which ones, in which order, dtype and format, and how many bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .checkpoint.base import FLOATS
 from .config import ModelConfig
-from .engine import kernels
-from .engine.linears import Integers, Scheme, rounded, scheme_for, taken
-from .engine.runtime import PackedLinear
+from .engine.linears import SkipInit, computes_quantized
+from .engine.quantized_weight import QuantizedWeight
 from .errors import CheckpointError
 from .model import Transformer
-from .quant.blocks import Blocks
+from .quant.blocks import BlockFormat, Blocks
+from .quant.schemes import Scheme, scheme_for
 from .quant.tiles import TILE, tile_bytes
 from .rope import Layout, to_half_layout, to_interleaved_layout
 
-# The weights whose rows RoPE pairs.
+# The tensors whose rows RoPE pairs.
 ROTATED = ("attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "attention.wk.bias")
 
 
-def held(
-    checkpoint: Checkpoint,
-    names: Iterable[str],
-    device: torch.device,
-    dtype: torch.dtype,
-    scheme: Scheme | None,
-    make_linear: Callable[..., nn.Module] | None,
-    as_stored: bool,
-    moved: bool,
-    compile: bool = False,
-) -> tuple[int, int]:
-    """Bytes that these weights will take as `build` holds them, and those of them that stay in the mapped file.
+@dataclass(frozen=True)
+class Storage:
+    """How a model stores its weights.
 
-    Arguments as `build` has them; moved says whether the rows of wq and wk change places. Nothing but headers is read.
+    dtype        of float weights
+    scheme       quantizes the linear layers; None: no quantization
+    keep_blocks  use a file's quantized blocks as they are, on a CPU with the C++ kernels
+    layout       order of the rows of wq and wk
+    fast         whether a bfloat16 weight on a CPU may stay in the mapped file (see `linears.make_linear`)
+    """
+
+    dtype: torch.dtype
+    scheme: Scheme | None
+    keep_blocks: bool
+    layout: Layout
+    fast: bool = True
+
+
+def quantized_format(
+    checkpoint: Checkpoint, name: str, device: torch.device, storage: Storage
+) -> tuple[BlockFormat | None, bool]:
+    """The format in which a model stores a quantized weight, None for a float weight; whether it is the file's own.
+
+    Weights that the file stores in the format of the scheme are used as they are: quantizing again would lose more.
+    """
+    if len(checkpoint.shapes[name]) != 2:
+        return None, False
+    in_file = checkpoint.blocks(name, slice(0, 1))
+    layer = name.removesuffix(".weight")
+    if layer == "tok_embeddings" and checkpoint.config.tie_embeddings:
+        layer = "output"
+    if storage.scheme is not None and layer != "tok_embeddings":
+        wanted = scheme_for(layer, storage.scheme).format
+        return wanted, in_file is not None and in_file.format == wanted
+    if in_file is not None and storage.keep_blocks and device.type == "cpu" and computes_quantized(device):
+        return in_file.format, True
+    return None, False
+
+
+def memory_footprint(
+    checkpoint: Checkpoint, names: Iterable[str], device: torch.device, storage: Storage, copies: bool = False
+) -> tuple[int, int]:
+    """Bytes that weights take in a model, and how many of those stay in the mapped file. Only headers are read.
+
+    copies  whether the runner copies packed weights (engine/compiled.py)
     """
     weights = mapped = 0
+    formats: dict[object, tuple[BlockFormat | None, bool]] = {}  # by storage and shape, since layers are alike
     on_cpu = device.type == "cpu"
-    kinds: dict[object, tuple[int, int, bool] | None] = {}  # (how it is stored, shape) -> bits, group, offset
     for name in names:
-        layer, shape, stored = name.removesuffix(".weight"), checkpoint.shapes[name], checkpoint.stored(name)
-        if (stored, shape) not in kinds:
-            blocks = checkpoint.blocks(name, slice(0, 1)) if len(shape) == 2 else None
-            kinds[stored, shape] = None if blocks is None else (blocks.bits, blocks.group, blocks.offset is not None)
-        kind = kinds[stored, shape]
-        reordered = moved and name.endswith(ROTATED)
-        wanted = None
-        if layer == "tok_embeddings" and checkpoint.config.tie_embeddings:
-            layer = "output"
-        if len(shape) == 2 and scheme is not None and layer != "tok_embeddings":
-            chosen = scheme_for(layer, scheme)
-            wanted = chosen.bits, chosen.group, chosen.offset
-        taken = kind is not None and (kind == wanted or (wanted is None and as_stored and kernels.ready()))
-        few = kind if taken else wanted
-        if few is not None:
-            size = -(-shape[0] // TILE) * tile_bytes(shape[1], *few)
-            as_is = taken and not reordered and not compile and on_cpu and checkpoint.tiles(name) is not None
+        shape, stored = checkpoint.shapes[name], checkpoint.stored(name)
+        alike = stored, shape, name in ("tok_embeddings.weight", "output.weight")
+        if alike not in formats:
+            formats[alike] = quantized_format(checkpoint, name, device, storage)
+        format, in_file = formats[alike]
+        reordered = storage.layout != checkpoint.layout and name.endswith(ROTATED)
+        if format is not None:
+            size = -(-shape[0] // TILE) * tile_bytes(shape[1], *format)
+            as_is = in_file and not copies and checkpoint.tiles(name) is not None
         else:
-            size = math.prod(shape) * dtype.itemsize
-            as_is = stored == FLOATS[dtype] and not reordered and on_cpu and make_linear is not PackedLinear
+            size = math.prod(shape) * storage.dtype.itemsize
+            as_is = stored == FLOATS[storage.dtype]
         weights += size
-        mapped += size if as_is else 0
+        mapped += size if as_is and on_cpu and not reordered else 0
     return weights, mapped
 
 
-def read_blocks(
-    checkpoint: Checkpoint, name: str, layout: Layout, scheme: Scheme | None, as_stored: bool
-) -> Integers | None:
-    """How to get a weight as integers: those of the file, or rounded here; None where it stays numbers.
+def read_weight(checkpoint: Checkpoint, name: str, device: torch.device, storage: Storage) -> Tensor | QuantizedWeight:
+    """A matrix as the model stores it: float on the device, or quantized."""
+    format, _ = quantized_format(checkpoint, name, device, storage)
+    if format is None:
+        return read_float(checkpoint, name, device, storage)
+    return read_quantized(checkpoint, name, format, storage.layout)
 
-    The file's own are taken where they are what the scheme asks for, since rounding them again would only lose.
+
+def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layout: Layout) -> QuantizedWeight:
+    """A matrix in a quantized format: the file's own blocks if they have it, quantized now otherwise.
+
+    Raises CheckpointError, when it is unpacked or packed, if a weight is not finite.
     """
     shape: tuple[int, int] = checkpoint.shapes[name]  # type: ignore[assignment]
-    stored = checkpoint.blocks(name, slice(0, 1))
-    kind = stored and (stored.bits, stored.group, stored.offset is not None)
-    moved = layout != checkpoint.layout and name.endswith(ROTATED)
+    reordered = layout != checkpoint.layout and name.endswith(ROTATED)
     order = checkpoint.config.head_dim, checkpoint.layout, layout
+    first = checkpoint.blocks(name, slice(0, 1))
 
     def blocks(rows: slice) -> Blocks:
         found = checkpoint.blocks(name, rows)
         if found is None:
-            raise AssertionError("a weight's storage can't change while it is read")
+            raise RuntimeError(f"the storage of {name} changed while it was read")
         return found
 
-    if stored is not None and (as_stored if scheme is None else kind == (scheme.bits, scheme.group, scheme.offset)):
-        if moved:
-            whole = blocks(slice(None)).rows(to_layout(name, torch.arange(shape[0]), *order))
-            return taken(whole.rows, shape)
-        packed = checkpoint.tiles(name)
-        return taken(blocks, shape, None if packed is None else lambda: packed)
-    if scheme is None:
-        return None
-    if stored is not None and not moved:
-        return rounded(lambda rows: blocks(rows).weight, shape, scheme)
+    in_file = first is not None and first.format == format
+    if in_file and reordered:
+        everything = blocks(slice(None)).rows(to_layout(name, torch.arange(shape[0]), *order))
+        return QuantizedWeight.from_file(everything.rows, shape)
+    if in_file:
+        return QuantizedWeight.from_file(blocks, shape, checkpoint.tiles(name))
+    if first is not None and not reordered:
+        return QuantizedWeight.from_float(lambda rows: blocks(rows).weight, shape, format)
     weight = to_layout(name, checkpoint.tensor(name), *order)
-    return rounded(lambda rows: weight[rows], shape, scheme)
+    return QuantizedWeight.from_float(weight.__getitem__, shape, format)
 
 
-def rounded_again(checkpoint: Checkpoint, scheme: Scheme) -> list[str]:
-    """A warning about linear layers that were rounded before, to other integers than the scheme's."""
+def read_float(checkpoint: Checkpoint, name: str, device: torch.device, storage: Storage) -> Tensor:
+    """A tensor in the model's row order, on a device and in the dtype of float weights."""
+    stored = checkpoint.tensor(name)
+    ordered = to_layout(name, stored, checkpoint.config.head_dim, checkpoint.layout, storage.layout)
+    value = cast(ordered, f"{checkpoint.path}: {checkpoint.file_name(name)}", device, storage.dtype)
+    if value.data_ptr() != stored.data_ptr():
+        checkpoint.release(name)
+    return value
+
+
+def requantization_warning(checkpoint: Checkpoint, scheme: Scheme) -> list[str]:
+    """A warning if linear layers are quantized in the file already, in another format than the scheme's."""
+    storage = Storage(torch.float32, scheme, keep_blocks=False, layout=checkpoint.layout)
     before = set()
-    for name, shape in checkpoint.shapes.items():
-        embedding = name == "tok_embeddings.weight"
-        if len(shape) == 2 and (not embedding or checkpoint.config.tie_embeddings):
-            wanted = scheme_for("output" if embedding else name.removesuffix(".weight"), scheme)
-            stored = checkpoint.blocks(name, slice(0, 1))
-            same = stored and (stored.bits, stored.group, stored.offset is not None) == (
-                wanted.bits,
-                wanted.group,
-                wanted.offset,
-            )
-            if not same and checkpoint.stored(name) not in FLOATS.values():
-                before.add(checkpoint.stored(name))
+    for name in checkpoint.shapes:
+        format, in_file = quantized_format(checkpoint, name, torch.device("cpu"), storage)
+        if format is not None and not in_file and checkpoint.stored(name) not in FLOATS.values():
+            before.add(checkpoint.stored(name))
     if not before:
         return []
     kinds = ", ".join(sorted(before))
-    return [f"the source was rounded before ({kinds}); rounding it again loses more than rounding the original once"]
+    return [f"the source is quantized already ({kinds}); quantizing it again loses more than quantizing the original"]
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
-    """Hold the tensors that are there against those the architecture needs, before any weight is read.
+    """Compare the tensors of a checkpoint with those of its architecture. Only headers are read.
 
-    Raises CheckpointError naming what does not fit.
+    Raises CheckpointError with the first mismatch.
     """
     found = mismatches(checkpoint)
     if found:
         more = f"; and {len(found) - 1} more such" if len(found) > 1 else ""
         raise CheckpointError(
-            f"{checkpoint.path}: {found[0]}{more}; file and configuration do not belong together or one is damaged"
+            f"{checkpoint.path}: {found[0]}{more}; file and configuration do not match, or one is damaged"
         )
 
 
 def mismatches(checkpoint: Checkpoint) -> list[str]:
-    """Everything in which tensors and configuration differ, in words and with the names that the files use."""
-    config, shapes, told = checkpoint.config, checkpoint.shapes, checkpoint.file_name
+    """All differences between tensors and configuration, as phrases with the names that the files use."""
+    config, shapes, file_name = checkpoint.config, checkpoint.shapes, checkpoint.file_name
     layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
     if len(layers) != config.n_layers or max(layers, default=-1) != config.n_layers - 1:
         last = f", the last is {max(layers)}" if layers else ""
-        return [f"the configuration says {config.n_layers} layers and the file holds tensors of {len(layers)}{last}"]
+        return [f"the configuration has {config.n_layers} layers, and the file has tensors of {len(layers)}{last}"]
     expected = expected_shapes(config)
     missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
     found = []
@@ -152,19 +180,19 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
-            found.append(f"{count} {problem}: {', '.join(map(told, names[:3]))}{more}")
+            found.append(f"{count} {problem}: {', '.join(map(file_name, names[:3]))}{more}")
     return found + [
-        f"{told(name)} has shape {shapes[name]} and the configuration asks for {shape}"
+        f"{file_name(name)} has shape {shapes[name]} and the configuration requires {shape}"
         for name, shape in expected.items()
         if name in shapes and shapes[name] != shape
     ]
 
 
 def sample_hash(checkpoint: Checkpoint) -> str:
-    """A hash of a few numbers, by which two checkpoints of one architecture are told apart without reading them whole.
+    """A hash that distinguishes two checkpoints of one architecture without reading all of them.
 
-    The first row of every matrix, and every vector, of the first, the middle and the last layer and outside of them, in
-    float32. Whoever trains a model, or merges an adapter into it, changes these. Damage is `verify`'s business.
+    It covers the first row of every matrix, and every vector, of the first, the middle and the last layer and outside
+    the layers, in float32. Training, or merging an adapter, changes these. `verify` finds damage.
     """
     last, sample = checkpoint.config.n_layers - 1, hashlib.sha256()
     layers = tuple(f"layers.{i}." for i in sorted({0, last // 2, last}))
@@ -176,7 +204,7 @@ def sample_hash(checkpoint: Checkpoint) -> str:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model and its shape; a tied output projection is no tensor of its own."""
+    """Every tensor of the model and its shape, without a tied output projection."""
     with torch.device("meta"), SkipInit():
         state = Transformer(config).state_dict()
     return {
@@ -186,25 +214,15 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-class SkipInit(TorchFunctionMode):
-    """Draws no random weights: all are replaced anyway, and on the meta device the first draw takes torch a second."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (nn.init.normal_, nn.init.kaiming_uniform_):  # the draws of nn.Embedding and nn.Linear
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)
-
-
 def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: Layout) -> Tensor:
-    """Reorder the rows of wq and wk from one pairing of RoPE to the other; leave everything else."""
+    """Reorder the rows of wq and wk from one RoPE layout to the other; return other tensors unchanged."""
     if source == target or not name.endswith(ROTATED):
         return tensor
     return to_half_layout(tensor, head_dim) if target == "half" else to_interleaved_layout(tensor, head_dim)
 
 
 def cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """To device and dtype. A value that float16 can't hold would become infinity in silence, so that is an error."""
+    """Move to a device and cast to a dtype. A value beyond the range of float16 is an error, since it would become infinite."""
     cast = tensor.to(device=device, dtype=dtype)
     if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
         raise CheckpointError(f"{name} holds values beyond float16's 65504; use --dtype bfloat16 or float32")

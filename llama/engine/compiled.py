@@ -1,11 +1,11 @@
 """One decoding step of a block, compiled once and used for every layer.
 
-torch.export traces the block for one token with its weights as arguments, Inductor turns the trace into a library, and
-every layer calls that with its own weights. So compiling takes as long for 80 layers as for one, nothing is ever
-compiled again for another context length, and the library, kept in the cache folder, loads in milliseconds.
+torch.export traces the block for one token with its weights as arguments, Inductor compiles the trace to a library, and
+every layer calls the library with its own weights. So compiling 80 layers takes as long as compiling one, another
+context length needs no new compilation, and the library, stored in the cache folder, loads in milliseconds.
 
-Batches (batch.py) have a library of their own, for any number of rows; it is made when the first batch comes. Prompts
-run as before: there the time goes into matrix products, which compiling does not make faster.
+Batches (generation/batch.py) have their own library, for any number of rows; it is compiled for the first batch.
+Prompts run uncompiled: their time goes into matrix products, which compiling does not make faster.
 """
 
 from __future__ import annotations
@@ -23,79 +23,82 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..attention import causal_mask
-from ..cache import KINDS, LayerCache
+from ..attention import Attend, causal_mask
+from ..cache import KINDS, KVCache, LayerCache, MemoryCheck
 from ..errors import UsageError
-from ..model import RMSNorm, Transformer, TransformerBlock
+from ..model import RMSNorm, Runner, Transformer, TransformerBlock
 from ..quant.tiles import TILE
+from ..rope import RotaryEmb
 from ..system.folders import cache_folder, keep, kept
 from ..system.temporary import own_temporary
 from . import kernels
-from .fused import fuse
 from .linears import BlockLinear, TileLinear
-from .placement import NO_COMPILING, Placed
 from .runtime import FEW_ROWS, FewRowsLinear
 
 LOG = logging.getLogger(__name__)
-Step = Callable[[list[Tensor]], Tensor]  # from the arguments of Trace, one after the other
-# Layers that read the same x: their packed weights are put one behind the other and multiplied at once.
+Step = Callable[[list[Tensor]], Tensor]  # takes the arguments of Trace as one flat list
+# Layers that read the same x: their packed weights are concatenated and multiplied at once.
 JOINED = (("attention", ("wq", "wk", "wv")), ("feed_forward", ("w_gate", "w_up")))
-FEWEST_ROWS = FEW_ROWS + 1  # of a batch; up to there FewRowsLinear multiplies otherwise, which would be another trace
+FEWEST_ROWS = FEW_ROWS + 1  # rows of a batch; with fewer rows FewRowsLinear multiplies otherwise: another trace
+TRACEABLE = (nn.Linear, FewRowsLinear, TileLinear, BlockLinear, RMSNorm, Attend, RotaryEmb)
 
 
-def compile_(model: Transformer) -> Transformer:
-    """Compile the decoding step of a model's blocks, in place; returns the model.
+class CompiledRunner(Runner):
+    """Decodes with one compiled step for every layer; prompts and everything else run module by module.
 
-    The first time for a shape this takes some twenty seconds; later the library is in the cache folder. Raises
-    UsageError where the layers can't be traced, or there is no compiler.
+    The first time for a shape, compiling takes about twenty seconds; later the library is read from the cache folder.
+    Raises UsageError if the layers can't be traced, or there is no compiler.
     """
-    if model.rope.form == "complex":
-        raise UsageError("compiled code runs the real form of RoPE; load the model with rope='real'")
-    if isinstance(model.run, Placed):
-        raise UsageError(NO_COMPILING)
-    if model.norm.weight.device.type == "cuda":
-        return fuse(model)
-    blocks: list[TransformerBlock] = list(model.layers)  # type: ignore[arg-type]
-    traceable = (nn.Linear, FewRowsLinear, TileLinear, BlockLinear, RMSNorm)
-    for name, module in blocks[0].named_modules():
-        if not list(module.children()) and not isinstance(module, traceable):
-            raise UsageError(
-                f"--compile wants the C++ kernels, which can't be had here ({name} is a {type(module).__name__});"
-                " install a C++ compiler, or leave --compile out"
-            )
-    shells = [shell(block) for block in blocks]
-    step = load_step(model, shells[0])
-    rows_step = functools.cache(lambda: load_step(model, shells[0], rows=True))
-    for block, traced in zip(blocks, shells, strict=True):
-        weights = [tensor for _, tensor in tensors(traced)]
-        block.forward = functools.partial(forward, block, step, rows_step, weights)  # type: ignore[method-assign]
-    model.fixed_cache = True
-    return model
 
+    fixed_cache = True
 
-def forward(
-    block: TransformerBlock,
-    step: Step,
-    rows_step: Callable[[], Step],
-    weights: list[Tensor],
-    h: Tensor,
-    turns: tuple[Tensor, ...],
-    mask: Tensor | None,
-    positions: Tensor,
-    cache: LayerCache | None,
-) -> Tensor:
-    """What a compiled block does: the steps for one token behind a fixed cache, its own code for all else."""
-    if cache is not None and cache.end is None and mask is not None and h.shape[1] == 1:
-        if h.shape[0] == 1 and mask.dim() == 2:
-            return step([h, *turns, mask, positions, *cache.buffers, *weights])
-        if h.shape[0] >= FEWEST_ROWS and mask.dim() == 4:  # a position for each row
-            return rows_step()([h, *turns, mask, positions, *cache.buffers, *weights])
-    return type(block).forward(block, h, turns, mask, positions, cache)
+    def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
+        super().__init__(cache_kind, check_memory)
+        if model.rope.form == "complex":
+            raise UsageError("compiled code runs the real form of RoPE; load the model with rope='real'")
+        blocks: list[TransformerBlock] = list(model.layers)  # type: ignore[arg-type]
+        for name, module in blocks[0].named_modules():
+            if not list(module.children()) and not isinstance(module, TRACEABLE):
+                raise UsageError(
+                    f"--compile requires the C++ kernels, which are not available here ({name} is a"
+                    f" {type(module).__name__}); install a C++ compiler, or leave --compile out"
+                )
+        shells = [shell(block) for block in blocks]
+        self.weights = [[tensor for _, tensor in tensors(traced)] for traced in shells]
+        self.step = load_step(model, shells[0], cache_kind)
+        self.rows_step = functools.cache(functools.partial(load_step, model, shells[0], cache_kind, rows=True))
+
+    def run(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        positions: Tensor,
+        key_positions: Tensor | None,
+        end: int,
+        cache: KVCache | None,
+    ) -> Tensor:
+        step = None
+        if cache is not None and key_positions is not None and cache.layers[0].end is None and tokens.shape[1] == 1:
+            if len(tokens) == 1 and positions.dim() == 1:
+                step = self.step
+            elif len(tokens) >= FEWEST_ROWS and positions.dim() == 2:  # a position for each row
+                step = self.rows_step()
+        if cache is None or key_positions is None or step is None:
+            return super().run(model, tokens, positions, key_positions, end, cache)
+        h = model.tok_embeddings(tokens)  # (B, 1, C)
+        freqs_cis = model.rope.freqs_cis(positions, end)  # cos and sin, (1, D/2) or (B, 1, D/2)
+        mask = causal_mask(positions, key_positions)  # (1, S) or (B, 1, 1, S)
+        for layer, weights in zip(cache.layers, self.weights, strict=True):
+            h = step([h, *freqs_cis, mask, positions, *layer.buffers, *weights])  # (B, 1, C)
+        return model.norm(h)
+
+    def module_by_module(self) -> Runner:
+        return Runner(self.cache_kind, self.check_memory)
 
 
 # ------------------------------------------------------------------------------------------------------ the trace
 class Shared(nn.Module):
-    """A layer that several others are parts of; asked by each of them with the same x, it answers from memory."""
+    """A layer that combines several others. Called by each of them with the same x, it computes once."""
 
     def __init__(self, linear: TileLinear):
         super().__init__()
@@ -109,7 +112,7 @@ class Shared(nn.Module):
 
 
 class Part(nn.Module):
-    """Some of the outputs of a shared layer. For a trace only, which runs each call once."""
+    """Some of the outputs of a shared layer. Only for tracing, which runs each call once."""
 
     def __init__(self, shared: Shared, first: int, last: int):
         super().__init__()
@@ -121,7 +124,7 @@ class Part(nn.Module):
 
 
 def shell(block: TransformerBlock) -> nn.Module:
-    """The block as it is traced: the same layers, those of JOINED as parts of one, whose weight then holds theirs."""
+    """The block to trace: the same layers, but those of JOINED become parts of one layer that holds their weights."""
     traced = _twin(block)
     for where, names in JOINED:
         inner = block.get_submodule(where)
@@ -136,7 +139,7 @@ def shell(block: TransformerBlock) -> nn.Module:
         twin, first = _twin(inner), 0
         for name, layer in zip(names, layers, strict=True):
             last = first + layer.out_features
-            layer.tiles = tiles[first // TILE : last // TILE]  # a view, so that nothing is held twice
+            layer.tiles = tiles[first // TILE : last // TILE]  # a view, so that nothing is stored twice
             twin._modules[name] = Part(shared, first, last)
             first = last
         traced._modules[where] = twin
@@ -144,7 +147,7 @@ def shell(block: TransformerBlock) -> nn.Module:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A module that shares everything with another, but can be given other children."""
+    """A copy of a module that shares its tensors but can have other children."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
@@ -162,52 +165,52 @@ class Trace(nn.Module):
     def __init__(self, block: nn.Module, cache: type[LayerCache]):
         super().__init__()
         self._cache = cache
-        self._block = (block,)  # in a tuple: its weights are arguments and not this module's
+        self._block = (block,)  # in a tuple, so that its weights are arguments and not this module's
         self._names = [name for name, _ in tensors(block)]
 
     def forward(
         self,
         h: Tensor,
-        turns: tuple[Tensor, ...],
+        freqs_cis: tuple[Tensor, ...],
         mask: Tensor,
         positions: Tensor,
         buffers: list[Tensor],
         weights: list[Tensor],
     ) -> Tensor:
-        inputs = (h, turns, mask, positions, self._cache(*buffers))
+        inputs = (h, freqs_cis, mask, positions, self._cache(*buffers))
         named = dict(zip(self._names, weights, strict=True))
-        # A shared layer is met three times but swapped once; tie_weights would put a traced weight back in its place.
+        # A shared layer occurs three times but is replaced once; tie_weights would restore a traced weight.
         y: Tensor = torch.func.functional_call(self._block[0], named, inputs, tie_weights=False)
         return y
 
 
 # ----------------------------------------------------------------------------------------------------- the library
-def load_step(model: Transformer, block: nn.Module, rows: bool = False) -> Step:
-    """The compiled step for a model's blocks, from the cache folder or made now and put there.
+def load_step(model: Transformer, block: nn.Module, cache_kind: str, rows: bool = False) -> Step:
+    """The compiled step for a model's blocks, read from the cache folder or compiled and stored there.
 
-    rows  for a batch whose rows have positions of their own, and not for one text
+    rows  for a batch whose rows have their own positions, instead of one text
     """
-    folder, name = cache_folder() / "compiled", fingerprint(model, block) + "-rows" * rows
+    folder, name = cache_folder() / "compiled", fingerprint(model, block, cache_kind) + "-rows" * rows
     target = kept(folder, name, ".pt2")
     if target is None:
         command = kernels.compiler()
         if model.norm.weight.device.type == "cpu" and (command is None or shutil.which(command.split()[0]) is None):
-            why = "there is none (c++, g++, clang++)" if command is None else f"{command} (CXX) does not run"
-            raise UsageError(f"--compile wants a C++ compiler, and {why}; install one, or leave --compile out")
-        what = "the decoding step of batches" if rows else "the decoding step"
-        LOG.info("clearllama: compiling %s; it is kept for the next time", what)
+            cause = "none was found (c++, g++, clang++)" if command is None else f"{command} (CXX) does not run"
+            raise UsageError(f"--compile requires a C++ compiler, but {cause}; install one, or leave --compile out")
+        name_of_step = "the decoding step of batches" if rows else "the decoding step"
+        LOG.info("clearllama: compiling %s; later runs reuse it", name_of_step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with own_temporary(folder, ".build") as work:
                 made = work / "step.pt2"
-                build(model, block, made, rows)
+                build(model, block, made, cache_kind, rows)
                 target = keep(made, folder, name)
         except OSError as error:
             raise UsageError(
-                f"the compiled step can't be kept in {folder}: {error.strerror or error}; set CLEARLLAMA_CACHE to a"
-                " folder that can be written, or leave --compile out"
+                f"the compiled step can't be stored in {folder}: {error.strerror or error}; set CLEARLLAMA_CACHE to a"
+                " writable folder, or leave --compile out"
             ) from error
-    # torch._inductor.aoti_load_package is this and a layer that reads the arguments' structure anew at each call.
+    # torch._inductor.aoti_load_package adds a layer that analyses the structure of the arguments at each call.
     package = torch._C._aoti.AOTIModelPackageLoader(str(target), "model", False, 1, -1)
 
     def step(arguments: list[Tensor]) -> Tensor:
@@ -217,15 +220,15 @@ def load_step(model: Transformer, block: nn.Module, rows: bool = False) -> Step:
     return step
 
 
-def build(model: Transformer, block: nn.Module, path: Path, rows: bool = False) -> None:
-    """Trace a block for one token, or one in each row of a batch, and compile the trace into a package."""
+def build(model: Transformer, block: nn.Module, path: Path, cache_kind: str, rows: bool = False) -> None:
+    """Trace a block for one token, or for one in each row of a batch, and compile the trace into a package."""
     config, like = model.config, model.norm.weight
-    slots, batch = 128, 2 * FEWEST_ROWS if rows else 1  # any numbers: they are no part of the trace
+    slots, batch = 128, 2 * FEWEST_ROWS if rows else 1  # arbitrary: the trace does not depend on them
     positions = torch.zeros((batch, 1) if rows else 1, dtype=torch.long, device=like.device)  # (B, T) or (T,)
     h = torch.zeros(batch, 1, config.dim, dtype=like.dtype, device=like.device)  # (B, T, C)
-    turns = model.rope.rows(positions, 1)
+    freqs_cis = model.rope.freqs_cis(positions, 1)
     mask = causal_mask(positions, torch.arange(slots, device=like.device))  # (B, 1, T, S) or (T, S)
-    kind = KINDS[model.cache_kind]
+    kind = KINDS[cache_kind]
     buffers = kind.empty(
         (batch, config.n_kv_heads, slots, config.head_dim), like.dtype, like.device
     ).buffers  # (B, KV, S, ..)
@@ -235,7 +238,7 @@ def build(model: Transformer, block: nn.Module, path: Path, rows: bool = False) 
     by_row = {0: B} if rows else None
     shapes = (
         by_row,
-        (by_row,) * len(turns),
+        (by_row,) * len(freqs_cis),
         {0: B, 3: S} if rows else {1: S},
         by_row,
         [{0: B, 2: S} if rows else {2: S}] * len(buffers),
@@ -246,30 +249,31 @@ def build(model: Transformer, block: nn.Module, path: Path, rows: bool = False) 
         logging.getLogger("torch").setLevel(logging.ERROR)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            arguments = (h, turns, mask, positions, buffers, weights)
+            arguments = (h, freqs_cis, mask, positions, buffers, weights)
             trace = torch.export.export(Trace(block, kind), arguments, dynamic_shapes=shapes, strict=False)
             torch._inductor.aoti_compile_and_package(trace, package_path=str(path))
-    except Exception as error:  # Inductor wraps whatever the compiler said in types of its own
+    except Exception as error:  # Inductor wraps the compiler's errors in types of its own
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"the model can't be compiled here: {first[0]}; leave --compile out") from error
     finally:
         logging.getLogger("torch").setLevel(level)
 
 
-def fingerprint(model: Transformer, block: nn.Module) -> str:
-    """What the library depends on, as a name: the sources, the shapes, the machine and torch."""
+def fingerprint(model: Transformer, block: nn.Module, cache_kind: str) -> str:
+    """A name for everything that the library depends on: the sources, the shapes, the machine and torch."""
     package = Path(__file__).parents[1]
-    sources = [*package.glob("*.py"), *package.glob("engine/*.py"), *package.glob("quant/*.py")]  # all that is traced
-    told = [
+    # All sources that a trace may read; more than needed costs a compilation, fewer would keep a stale library.
+    sources = [*package.glob("*.py"), *package.glob("engine/*.py"), *package.glob("quant/*.py")]
+    parts = [
         kernels.sources(),
         *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(sources)),
         *(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors(block)),
         str(model.config),
         model.rope.form,
-        model.cache_kind,
+        cache_kind,
         str(model.norm.weight.device.type),
         str(kernels.pick_form() if kernels.ready() else None),
         f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads",
         torch.__version__,
     ]
-    return hashlib.sha256("\0".join(told).encode()).hexdigest()[:24]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -1,8 +1,8 @@
-"""The decoder for one text on a CUDA device, in few kernels: `Transformer.run` by triton_kernels and cuBLAS.
+"""The decoder for one text on a CUDA device in few kernels: a Runner on triton_kernels and cuBLAS.
 
-A block is six kernels for one token; for a prompt, four matrix products and flash attention with four small kernels
-between them. Weights that read the same x are put together and multiplied at once; the model's own layers become views
-of them, so nothing is held twice. What this can't do (rows of a batch, positions out of order, a cache in 8 bits)
+A block is six kernels for one token. For a prompt it is four matrix products and flash attention, with four small
+kernels in between. Weights that read the same x are joined and multiplied at once; the model's own layers become views
+of the joined weights, so nothing is stored twice. Everything else (batches, positions out of order, a cache in 8 bits)
 runs as the model is written.
 """
 
@@ -17,54 +17,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache import KVCache, LayerCache
+from ..cache import KVCache, LayerCache, MemoryCheck
 from ..errors import UsageError
-from ..model import Transformer, TransformerBlock
+from ..model import Runner, Transformer, TransformerBlock
 from . import triton_kernels as kernels
+from .cuda_graphs import GraphRunner
 from .linears import BlockLinear
 from .triton_kernels import Shares, Weight
-
-
-def fuse(model: Transformer) -> Transformer:
-    """Let a model on a CUDA device run by fused kernels, in place; returns the model. Move or cast it before.
-
-    The kernels are compiled when they first run: seconds, and Triton keeps them on disk. Raises UsageError where the
-    model can't be run so, or there is no Triton.
-    """
-    if not kernels.ready():
-        raise UsageError("compiling for CUDA wants Triton (pip install triton); leave --compile out")
-    if model.rope.form != "real":
-        raise UsageError(
-            f"the fused kernels run the real form of RoPE and not {model.rope.form}; load it with rope='real'"
-        )
-    if model.config.head_dim % 4:
-        raise UsageError(f"the fused kernels want a head_dim that is a multiple of 4, got {model.config.head_dim}")
-    model.run = Fused(model)  # type: ignore[method-assign]
-    return model
 
 
 class FusedBlock(NamedTuple):
     """The layers of a block as they are multiplied."""
 
-    qkv: nn.Module  # wq, wk and wv one below the other
+    qkv: nn.Module  # wq, wk and wv, one below the other
     wo: nn.Module
-    gate_up: nn.Module  # rows of w_gate and w_up in turn
+    gate_up: nn.Module  # the rows of w_gate and w_up, alternating
     down: nn.Module
     attention_norm: Tensor  # (C,)
     ffn_norm: Tensor
 
 
-class Fused:
-    """`Transformer.run`, and a step from a token to the next one's logits, on buffers of its own.
+class FusedRunner(GraphRunner):
+    """Runs a model on a CUDA device by fused kernels, with buffers of its own. Move or cast the model before.
 
-    Threads may run it at once: a lock keeps what one orders of the device together, and results are no such buffers.
+    The kernels are compiled at their first run, which takes seconds; Triton keeps them on disk. Threads may run it at
+    once: a lock keeps the launches of one pass together, and results are copies, not buffers. Raises UsageError if the
+    model can't be run like this, or Triton is missing.
     """
 
-    def __init__(self, model: Transformer):
+    def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
+        super().__init__(cache_kind, check_memory)
+        check_model(model)
         config, like = model.config, model.norm.weight
-        self.model, self.eps = model, config.norm_eps
+        self.eps, self.heads = config.norm_eps, config.n_heads
         self.blocks = [fused_block(block) for block in model.layers]  # type: ignore[arg-type]
-        self.heads, self.dim = config.n_heads, config.head_dim
         for layer in (model.output, *(part for block in self.blocks for part in block[:4])):
             if not kernels.serves(packed(layer)):
                 raise UsageError(
@@ -74,44 +60,50 @@ class Fused:
         self.q = like.new_empty(config.n_heads, config.head_dim)
         self.y = like.new_empty(config.n_heads, config.head_dim)
         self.inner = like.new_empty(config.hidden_dim)
-        self.turn = Lock()
+        self.lock = Lock()
         self.shares = Shares.empty(config.n_heads, config.n_kv_heads, config.head_dim, like.device)
 
-    def __call__(
-        self, tokens: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
+    def run(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        positions: Tensor,
+        key_positions: Tensor | None,
+        end: int,
+        cache: KVCache | None,
     ) -> Tensor:
-        """What `Transformer.run` gives. The table behind `turns` is read where a text is fed in order."""
-        if cache is None or not self.fits(cache) or cache.end - cache.length != tokens.shape[1]:
-            return Transformer.run(self.model, tokens, turns, mask, positions, cache)
-        h = self.model.tok_embeddings(tokens)[0].contiguous()  # (T, C); a padded weight gives rows with gaps
+        if cache is None or not self.fits(model, cache) or cache.end - cache.length != tokens.shape[1]:
+            return super().run(model, tokens, positions, key_positions, end, cache)
+        model.rope.freqs_cis(positions[:0], end)  # reads no rows, but extends the table
+        h = model.tok_embeddings(tokens)[0].contiguous()  # (T, C); a padded weight gives rows with gaps
         if len(h) == 1:
-            with self.turn:
+            with self.lock:
                 self.h.copy_(h[0])
-                self.step(positions, cache)
+                self.step(model, positions, cache)
                 h = self.h[None].clone()
         else:
             for block, layer in zip(self.blocks, cache.layers, strict=True):
-                h = self.prompt(block, h, cache.length, layer, cache.end)
-        return kernels.rms_norm(h, self.model.norm.weight, self.eps)[None]
+                h = self.prompt(model, block, h, cache.length, layer, cache.end)
+        return kernels.rms_norm(h, model.norm.weight, self.eps)[None]
 
-    def fits(self, cache: KVCache) -> bool:
-        """Whether the kernels read and write this cache: one text, keys and values as the model computes them."""
-        return cache.batch == 1 and cache.kind == "model" and not self.model.rope.by_length
+    def fits(self, model: Transformer, cache: KVCache) -> bool:
+        """Whether the kernels read and write this cache: one text, keys and values in the model's dtype."""
+        return cache.batch == 1 and cache.kind == "model" and not model.rope.by_length
 
-    def next_logits(self, token: Tensor, position: Tensor, cache: KVCache) -> Tensor:
-        """Logits (V,) float32 after a token (1, 1) at a position (1,); its key and value enter the cache.
+    def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        """Logits (1, V) float32 after one token. Nothing depends on the position's value: CUDA graphs capture this."""
+        if not self.fits(model, cache):
+            return super().next_logits(model, tokens, positions, cache)
+        model.rope.freqs_cis(positions[:0], min(cache.slots, model.max_seq_len))  # reads no rows, extends the table
+        with self.lock:
+            self.h.copy_(model.tok_embeddings(tokens).view(-1))
+            self.step(model, positions, cache)
+            logits = torch.empty(model.config.vocab_size, dtype=torch.float32, device=self.h.device)  # (V,)
+            return kernels.linear(packed(model.output), self.h, logits, norm=model.norm.weight, eps=self.eps)[None]
 
-        Nothing here waits for the device or depends on the position's value, so it can be captured in a CUDA graph.
-        """
-        with self.turn:
-            self.h.copy_(self.model.tok_embeddings(token).view(-1))
-            self.step(position, cache)
-            logits = torch.empty(self.model.config.vocab_size, dtype=torch.float32, device=self.h.device)  # (V,)
-            return kernels.linear(packed(self.model.output), self.h, logits, norm=self.model.norm.weight, eps=self.eps)
-
-    def step(self, position: Tensor, cache: KVCache) -> None:
+    def step(self, model: Transformer, position: Tensor, cache: KVCache) -> None:
         """Take `h`, the embedding of one token, through all blocks."""
-        table: tuple[Tensor, Tensor] = self.model.rope.table  # type: ignore[assignment]
+        table: tuple[Tensor, Tensor] = model.rope.table  # type: ignore[assignment]
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             k, v = layer.k[0], layer.v[0]  # (KV, slots, D)
             kernels.qkv(packed(block.qkv), self.h, block.attention_norm, self.eps, table, position, self.q, k, v)
@@ -120,31 +112,48 @@ class Fused:
             kernels.linear(packed(block.gate_up), self.h, self.inner, norm=block.ffn_norm, eps=self.eps, gated=True)
             kernels.linear(packed(block.down), self.inner, self.h, residual=self.h)
 
-    def prompt(self, block: FusedBlock, h: Tensor, first: int, layer: LayerCache, end: int) -> Tensor:
+    def prompt(
+        self, model: Transformer, block: FusedBlock, h: Tensor, first: int, layer: LayerCache, end: int
+    ) -> Tensor:
         """A block for tokens `first` to `end`: h (T, C) -> (T, C)."""
-        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler with it: a second and a half
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes 1.5 seconds
 
-        table: tuple[Tensor, Tensor] = self.model.rope.table  # type: ignore[assignment]
+        table: tuple[Tensor, Tensor] = model.rope.table  # type: ignore[assignment]
         k, v = layer.k, layer.v
         qkv = block.qkv(kernels.rms_norm(h, block.attention_norm, self.eps))  # (T, (H + 2 KV) D)
         q = kernels.turn(qkv, table, first, k[0], v[0], self.heads)[None].transpose(1, 2)  # (1, H, T, D)
         k, v = k[:, :, :end], v[:, :, :end]  # (1, KV, S, D)
-        triangle = causal_lower_right(q.shape[2], end)  # flash attention knows it and needs no mask
+        triangle = causal_lower_right(q.shape[2], end)  # flash attention supports it and needs no mask tensor
         y = F.scaled_dot_product_attention(q, k, v, triangle, enable_gqa=q.shape[1] != k.shape[1])
         h = add_product(h, y.transpose(1, 2).flatten(-2)[0], block.wo)
         inner = kernels.swiglu(block.gate_up(kernels.rms_norm(h, block.ffn_norm, self.eps)))  # (T, F)
         return add_product(h, inner, block.down)
 
+    def module_by_module(self) -> Runner:
+        return Runner(self.cache_kind, self.check_memory)
+
+
+def check_model(model: Transformer) -> None:
+    """Raise UsageError if the fused kernels can't run a model, or there is no Triton."""
+    if not kernels.ready():
+        raise UsageError("compiling for CUDA requires Triton (pip install triton); leave --compile out")
+    if model.rope.form != "real":
+        raise UsageError(
+            f"the fused kernels run the real form of RoPE and not {model.rope.form}; load it with rope='real'"
+        )
+    if model.config.head_dim % 4:
+        raise UsageError(f"the fused kernels require a head_dim that is a multiple of 4, got {model.config.head_dim}")
+
 
 def add_product(h: Tensor, x: Tensor, layer: nn.Module) -> Tensor:
-    """h + layer(x), the sum inside the matrix product where there is one: (T, C), (T, K) -> (T, C)."""
+    """h + layer(x), added inside the matrix product if possible: (T, C), (T, K) -> (T, C)."""
     if isinstance(layer, nn.Linear) and layer.bias is None:
         return torch.addmm(h, x, layer.weight.t())
     return h + layer(x)
 
 
 def packed(layer: nn.Module) -> Weight:
-    """The weight of a layer as triton_kernels takes it."""
+    """The weight of a layer in the form that triton_kernels expects."""
     if isinstance(layer, BlockLinear):
         return layer.packed
     if not isinstance(layer, nn.Linear):
@@ -158,30 +167,32 @@ def fused_block(block: TransformerBlock) -> FusedBlock:
     return FusedBlock(
         join([attention.wq, attention.wk, attention.wv]),
         attention.wo,
-        join([ffn.w_gate, ffn.w_up], in_turn=True),
+        join([ffn.w_gate, ffn.w_up], alternating=True),
         ffn.w_down,
         block.attention_norm.weight,
         block.ffn_norm.weight,
     )
 
 
-def join(layers: Sequence[nn.Module], in_turn: bool = False) -> nn.Module:
-    """One layer with the outputs of several that are of a kind, one behind the other or in turn.
+def join(layers: Sequence[nn.Module], alternating: bool = False) -> nn.Module:
+    """One layer with the outputs of several layers of the same kind, one after the other or alternating.
 
-    They become views of it. Raises UsageError where they are of different kinds.
+    The layers become views of it. Raises UsageError if they are of different kinds.
     """
     kinds = [
         (type(layer), vars(layer).get("bits"), vars(layer).get("group"), {k for k, _ in tensors(layer)})
         for layer in layers
     ]
     if any(kind != kinds[0] for kind in kinds):
-        raise UsageError("the fused kernels want wq, wk and wv of one kind, and w_gate and w_up; leave --compile out")
+        raise UsageError(
+            "the fused kernels require wq, wk and wv of one kind, and w_gate and w_up of one kind; leave --compile out"
+        )
     one: Any = copy.copy(layers[0])
     one._parameters, one._buffers = dict(one._parameters), dict(one._buffers)
     one.out_features = sum(layer.out_features for layer in layers)
     for name, first in tensors(layers[0]):
         parts: list[Tensor] = [getattr(layer, name) for layer in layers]
-        if in_turn:
+        if alternating:
             whole = torch.stack(parts, 1).flatten(0, 1)  # (parts * N, ..)
             views: Sequence[Tensor] = whole.unflatten(0, (-1, len(parts))).unbind(1)
         else:
@@ -193,5 +204,5 @@ def join(layers: Sequence[nn.Module], in_turn: bool = False) -> nn.Module:
 
 
 def tensors(layer: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of a layer that are there."""
+    """The parameters and buffers of a layer that are not None."""
     return [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]

@@ -1,7 +1,7 @@
 """The C++ kernels of cpp/: built once for this processor, kept in the cache folder, loaded as torch operators.
 
     linear_blocks   x times a weight of 4 or 8 bits
-    round_to_tiles  a weight rounded to 4 or 8 bits
+    quantize_to_tiles  a weight, quantized to 4 or 8 bits and packed
     linear_bf16     a few rows of x times a bfloat16 weight
     attend          attention of a few queries
 
@@ -149,8 +149,8 @@ def linear_blocks(x: Tensor, tiles: Tensor, bits: int, group: int, offset: bool,
     return y.view(*x.shape[:-1], out_features).to(x.dtype)
 
 
-def round_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: int, offset: bool) -> Tensor:
-    """Tiles of a weight (N, K), rounded as quant.quantize does; where it is not finite, scales are not either."""
+def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: int, offset: bool) -> Tensor:
+    """The tiles of a weight (N, K), quantized as quant.rounding.quantize does. Scales of NaN or infinity are not finite."""
     rows = weight.contiguous()
     if rows.dtype not in (torch.float32, torch.bfloat16):
         rows = rows.float()

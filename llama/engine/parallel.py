@@ -1,16 +1,16 @@
 """One model in several processes, on one host or many: the only file with collectives (torch.distributed).
 
-Rank 0 runs the whole program as if it were alone. What it feeds into its model, `hidden` and `output`, it tells the
-others first, and they call the same functions of theirs:
+Rank 0 runs the program as if it were alone. Before it runs the blocks or the output layer, it sends the arguments to
+the other ranks as an order, and they make the same call:
 
-    rank 0                                         ranks 1, 2, ...
-    model.hidden(tokens, .., cache) ── order ───►  follow: model.hidden(tokens, .., a cache of its own)
-        embedding, wo, w_down       ◄─ all_reduce ─►   embedding, wo, w_down
-    model.output(h)                 ── order, h ──►  follow: rows of the vocabulary
-        logits                      ◄─── gather ────   its logits
+    rank 0                                           ranks 1, 2, ...
+    runner.run(tokens, .., cache)   ──── order ───►  follow: runner.run(tokens, .., its own cache)
+        embedding, wo, w_down       ◄─ all_reduce ─►     embedding, wo, w_down
+    model.output(h)                 ── order, h ──►  follow: its rows of the vocabulary
+        logits                      ◄─── gather ────     its logits
 
-So there is one prompt, one draw and one end for all. checkpoint/part.py says who has which weights; a rank is model,
-cache and collectives of its part. gloo carries what lies on a CPU, nccl what lies on a GPU.
+So there is one prompt, one draw and one stop for all. sharding.py defines which rank holds which weights. gloo carries
+CPU tensors, nccl carries GPU tensors.
 """
 
 from __future__ import annotations
@@ -34,72 +34,76 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache import KVCache
+from ..attention import causal_mask
+from ..cache import KVCache, MemoryCheck
 from ..config import ModelConfig
 from ..errors import LlamaError, ParallelError, UsageError
-from ..model import Transformer
+from ..model import Runner, Transformer
 from .runtime import pick_device
-from .sharding import Place
+from .sharding import Rank
 
-distributed: Any = dist  # typed, it hides the stores
+distributed: Any = dist  # its type annotations omit the stores
 Store = Any
 
-JOIN_SECONDS = 120  # for all ranks to come together; CLEARLLAMA_JOIN_SECONDS overrides it
-WORK_SECONDS = 1800  # for one collective of a forward pass: a stage waits while the one before it computes
-IDLE_DAYS = 20  # for the next order: a user may think for long. A rank that ends is noticed at once all the same
-FRAME = 2048  # bytes of an order; a longer one is followed by its rest
-LINE = 8192  # bytes of what a rank says in `exchange`
+JOIN_SECONDS = 120  # limit for all ranks to connect; CLEARLLAMA_JOIN_SECONDS overrides it
+WORK_SECONDS = 1800  # limit of one collective in a forward pass: a stage waits while the previous one computes
+IDLE_DAYS = 20  # limit of the wait for an order: a user may take long. A rank that ends is detected at once anyway
+FRAME = 2048  # bytes of an order; the rest of a longer one follows. JSON, since unpickling could run a sender's code
+LINE = 8192  # bytes of a message in `exchange`
 
 
 class World:
-    """The ranks that share a model, and this one's place among them.
+    """The processes that share a model.
 
-    device  where its part of the model lies
-    told    what must be the same in all ranks; `together` compares it
+    rank         this process among them
+    device       the device of its part of the model
+    fingerprint  facts that must be the same in all ranks; `all_succeed` compares them
     """
 
-    def __init__(self, place: Place, device: torch.device):
-        self.place, self.device = place, device
-        self.told: list[str] = []
-        self.loaded = False  # whether all ranks have come through `together`
-        self.broken: str | None = None  # why the ranks are out of step
-        self.lost = False  # whether that is because another one ended
-        self.turn = Lock()  # held by a thread of rank 0 from an order until it is carried out
+    def __init__(self, rank: Rank, device: torch.device):
+        self.rank, self.device = rank, device
+        self.fingerprint: list[str] = []
+        self.loaded = False  # whether all ranks have passed `all_succeed`
+        self.broken: str | None = None  # the reason why the ranks are out of step
+        self.lost = False  # whether the reason is that another rank ended
+        self.lock = Lock()  # held by a thread of rank 0 from an order until it is carried out
         work, idle = timedelta(seconds=WORK_SECONDS), timedelta(days=IDLE_DAYS)
-        tensor, ranks = place.tensor, range(place.tensor * place.pipeline)
+        tensor, ranks = rank.tensor, range(rank.tensor * rank.pipeline)
         self.orders = dist.new_group(timeout=idle, backend="gloo")
         self.all = dist.new_group(timeout=work)
-        groups = [dist.new_group(list(ranks[s : s + tensor]), timeout=work) for s in ranks[::tensor]]  # by everybody
-        self.stage = groups[place.stage]
+        groups = [
+            dist.new_group(list(ranks[s : s + tensor]), timeout=work) for s in ranks[::tensor]
+        ]  # every rank creates all groups
+        self.stage = groups[rank.stage]
 
     def __str__(self) -> str:
-        stages = f" in {self.place.pipeline} stages" if self.place.pipeline > 1 else ""
+        stages = f" in {self.rank.pipeline} stages" if self.rank.pipeline > 1 else ""
         return f"{self.size} processes{stages}"
 
     def break_off(self, error: Exception) -> ParallelError:
-        """The ranks are out of step from now on: what to raise."""
+        """Mark the ranks as out of step, and return the error to raise."""
         self.broken = " ".join(str(error).split())[:200] or type(error).__name__
         self.lost = isinstance(error, dist.DistError) or "gloo" in self.broken or "NCCL" in self.broken
         if self.lost:
             return ParallelError(f"another rank ended or can't be reached ({self.broken}); start again")
-        return ParallelError(f"rank {self.place.rank} broke off and the ranks are out of step: {self.broken}")
+        return ParallelError(f"rank {self.rank.number} failed and the ranks are out of step: {self.broken}")
 
     @property
     def leader(self) -> bool:
-        return self.place.rank == 0
+        return self.rank.number == 0
 
     @property
     def on_this_host(self) -> int:
-        """Ranks that share this host's memory."""
+        """The number of ranks that share this host's memory."""
         return int(os.environ.get("LOCAL_WORLD_SIZE") or self.size)
 
     @property
     def size(self) -> int:
-        return self.place.tensor * self.place.pipeline
+        return self.rank.tensor * self.rank.pipeline
 
     # ------------------------------------------------------------------------------------------- rank 0 and the others
-    def tell(self, order: Mapping[str, Any]) -> None:
-        """Rank 0: the next order for everybody."""
+    def send_order(self, order: Mapping[str, Any]) -> None:
+        """Send an order from rank 0 to all other ranks."""
         data = json.dumps(order, separators=(",", ":")).encode()
         framed = len(data).to_bytes(8, "little") + data
         framed += bytes(max(0, FRAME - len(framed)))
@@ -107,8 +111,8 @@ class World:
         if len(framed) > FRAME:
             dist.broadcast(_bytes(framed[FRAME:]), 0, self.orders)
 
-    def hear(self) -> Any:
-        """The others: wait for the next order."""
+    def receive_order(self) -> Any:
+        """Wait for the next order of rank 0."""
         frame = torch.empty(FRAME, dtype=torch.uint8)
         dist.broadcast(frame, 0, self.orders)
         framed = bytes(frame.tolist())
@@ -119,21 +123,21 @@ class World:
             framed += bytes(rest.tolist())
         return json.loads(framed[8 : 8 + length])
 
-    def exchange(self, said: str) -> list[str]:
-        """What each rank says, by rank."""
-        data = said.encode()[:LINE].ljust(LINE, b" ")
+    def exchange(self, message: str) -> list[str]:
+        """Send a message to all ranks; return the messages of all ranks, in order of rank."""
+        data = message.encode()[:LINE].ljust(LINE, b" ")
         frames = [torch.empty(LINE, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(frames, _bytes(data), group=self.orders)
         return [bytes(frame.tolist()).decode(errors="replace").strip() for frame in frames]
 
     # ------------------------------------------------------------------------------------------------ the collectives
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of what the parts of a stage hold, in place."""
+        """Sum x over the ranks of the stage, in place."""
         dist.all_reduce(x, group=self.stage)
         return x
 
-    def columns(self, y: Tensor, widths: list[int]) -> Tensor:
-        """y (.., widths[part]) of all parts, one behind the other, on rank 0; the others get theirs back."""
+    def gather_columns(self, y: Tensor, widths: list[int]) -> Tensor:
+        """On rank 0, concatenate y (.., widths[part]) of all parts of the stage; the other ranks return their own."""
         y = F.pad(y, (0, max(widths) - y.shape[-1])).contiguous()
         parts = [torch.empty_like(y) for _ in widths] if self.leader else None
         dist.gather(y, parts, 0, self.stage)
@@ -141,17 +145,17 @@ class World:
             return y
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
 
-    def hand_on(self, h: Tensor) -> None:
-        """h to this part of the next stage; from the last stage to rank 0, which alone goes on."""
-        place = self.place
-        if place.stage + 1 < place.pipeline:
-            dist.send(h.contiguous(), place.rank + place.tensor, self.all)
-        elif place.part == 0:
+    def send(self, h: Tensor) -> None:
+        """Send h to the same part of the next stage; from the last stage to rank 0."""
+        rank = self.rank
+        if rank.stage + 1 < rank.pipeline:
+            dist.send(h.contiguous(), rank.number + rank.tensor, self.all)
+        elif rank.part == 0:
             dist.send(h.contiguous(), 0, self.all)
 
-    def take_over(self, h: Tensor) -> Tensor:
-        """What `hand_on` of the stage before gave, into h; on rank 0 that is the last stage."""
-        dist.recv(h, (self.place.rank - self.place.tensor) % self.size, self.all)
+    def receive(self, h: Tensor) -> Tensor:
+        """Receive into h what the previous stage sent; on rank 0 that is the last stage."""
+        dist.recv(h, (self.rank.number - self.rank.tensor) % self.size, self.all)
         return h
 
 
@@ -160,64 +164,64 @@ def _bytes(data: bytes) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------- joining
-def join(place: Place, device: str | torch.device | None = None, store: Store | None = None) -> World:
-    """Meet the other ranks: `place.tensor * place.pipeline` of them.
+def join(rank: Rank, device: str | torch.device | None = None, store: Store | None = None) -> World:
+    """Connect to the other ranks, `rank.tensor * rank.pipeline` in all.
 
-    They meet at a store, or as torchrun's environment says (MASTER_ADDR, MASTER_PORT). Each takes the GPU of its
-    LOCAL_RANK if there are any, unless `device` says otherwise. Raises ParallelError where they don't come together in
-    time, UsageError where the device can't be had.
+    They connect through a store, or as torchrun's environment names it (MASTER_ADDR, MASTER_PORT). Each uses the GPU of
+    its LOCAL_RANK if the host has GPUs, unless `device` is given. Raises ParallelError if the ranks do not connect in
+    time, UsageError if the device is not available.
     """
-    size, local = place.tensor * place.pipeline, int(os.environ.get("LOCAL_RANK", place.rank))
+    size, local = rank.tensor * rank.pipeline, int(os.environ.get("LOCAL_RANK", rank.number))
     chosen = pick_device(device)
     if chosen.type == "cuda":
         if chosen.index not in (None, 0) or local >= torch.cuda.device_count():
             raise UsageError(
-                f"rank {place.rank} would take GPU {local} and this host has {torch.cuda.device_count()}; start one"
-                " rank for each GPU, without a number in --device, or take --device cpu"
+                f"rank {rank.number} needs GPU {local}, and this host has {torch.cuda.device_count()}; start one"
+                " rank for each GPU, without a number in --device, or use --device cpu"
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
     elif chosen.type != "cpu":
         raise UsageError(f"several processes can share a model on cpu or cuda, not on {chosen.type}")
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == size:  # one host: nothing need be heard outside of it
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == size:  # one host: nothing needs to be reachable from outside
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     seconds = join_seconds()
     try:
-        store = meeting_point(place.rank, size, timedelta(seconds=seconds)) if store is None else store
+        store = rendezvous(rank.number, size, timedelta(seconds=seconds)) if store is None else store
         store.set_timeout(timedelta(seconds=seconds))
         dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=size, timeout=timedelta(seconds=seconds)
+            backend, store=store, rank=rank.number, world_size=size, timeout=timedelta(seconds=seconds)
         )
-        return World(place, chosen)
+        return World(rank, chosen)
     except LlamaError:
         raise
     except (RuntimeError, OSError, ValueError) as error:
-        told = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200]
         raise ParallelError(
-            f"rank {place.rank} of {size} did not meet the others within {seconds:g} s ({told}); are all of them"
-            " started, with the same MASTER_ADDR and MASTER_PORT, and can they reach each other?"
+            f"rank {rank.number} of {size} did not connect to the others within {seconds:g} s ({reason}); are all of"
+            " them started, with the same MASTER_ADDR and MASTER_PORT, and can they reach each other?"
         ) from error
 
 
 def join_seconds() -> float:
-    """How long ranks wait for each other at the start. Raises UsageError where the environment has no such number."""
-    told = os.environ.get("CLEARLLAMA_JOIN_SECONDS", str(JOIN_SECONDS))
+    """How long ranks wait for each other at the start. Raises UsageError if the environment holds another value."""
+    value = os.environ.get("CLEARLLAMA_JOIN_SECONDS", str(JOIN_SECONDS))
     try:
-        seconds = float(told)
+        seconds = float(value)
     except ValueError:
         seconds = 0
     if not 0 < seconds < 1e6:
-        raise UsageError(f"CLEARLLAMA_JOIN_SECONDS is {told!r:.40}; expected a number of seconds above 0")
+        raise UsageError(f"CLEARLLAMA_JOIN_SECONDS is {value!r:.40}; expected a number of seconds above 0")
     return seconds
 
 
-def meeting_point(rank: int, size: int, timeout: timedelta) -> Store:
-    """The store that the environment names; rank 0 opens it where nobody else has.
+def rendezvous(rank: int, size: int, timeout: timedelta) -> Store:
+    """The store that the environment names; rank 0 opens it unless torchrun has.
 
-    torch's own listens to all networks, so where the address is this host's alone, it gets a socket that does not.
+    PyTorch's store listens on all networks. For a loopback address it gets a socket that listens on loopback only.
     """
     if path := os.environ.get("CLEARLLAMA_STORE"):
         return distributed.FileStore(path, size)
@@ -237,7 +241,7 @@ def meeting_point(rank: int, size: int, timeout: timedelta) -> Store:
                     listener.listen(128)
                 except OSError as error:
                     raise ParallelError(
-                        f"rank 0 can't open MASTER_PORT {port} of {host}: {error.strerror}; take another port"
+                        f"rank 0 can't open MASTER_PORT {port} of {host}: {error.strerror}; choose another port"
                     ) from None
                 listen = listener.detach()  # the store closes it
     tcp = distributed.TCPStore(
@@ -247,11 +251,11 @@ def meeting_point(rank: int, size: int, timeout: timedelta) -> Store:
 
 
 @contextmanager
-def together(world: World | None) -> Iterator[None]:
-    """What all ranks do by themselves, such as loading: either all go on behind it, or all raise.
+def all_succeed(world: World | None) -> Iterator[None]:
+    """A block that each rank runs alone, such as loading: afterwards either all ranks continue or all raise.
 
-    A rank raises its own error if it has one, else ParallelError with the first of another's; also where `told`
-    differs, as for ranks that have read other files.
+    A rank raises its own error if it has one, else ParallelError with another rank's first error. Ranks with different
+    fingerprints, for example because they read different files, raise ParallelError too.
     """
     if world is None:
         yield
@@ -261,16 +265,16 @@ def together(world: World | None) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    said = {"error": failure and (str(failure)[:500] or type(failure).__name__), "told": world.told}
+    report = {"error": failure and (str(failure)[:500] or type(failure).__name__), "fingerprint": world.fingerprint}
     with _connected(world):
-        heard = [json.loads(text) for text in world.exchange(json.dumps(said))]
+        reports = [json.loads(text) for text in world.exchange(json.dumps(report))]
     if failure is not None:
         raise failure
-    for rank, other in enumerate(heard):
+    for rank, other in enumerate(reports):
         if other["error"] is not None:
             raise ParallelError(f"rank {rank}: {other['error']}")
-        if other["told"] != heard[0]["told"]:
-            pairs = zip(other["told"], heard[0]["told"], strict=False)
+        if other["fingerprint"] != reports[0]["fingerprint"]:
+            pairs = zip(other["fingerprint"], reports[0]["fingerprint"], strict=False)
             theirs, ours = next(pair for pair in pairs if pair[0] != pair[1])
             raise ParallelError(f"rank {rank} has another model or other options than rank 0: {theirs}, not {ours}")
     world.loaded = True
@@ -278,7 +282,7 @@ def together(world: World | None) -> Iterator[None]:
 
 @contextmanager
 def _connected(world: World) -> Iterator[None]:
-    """Turns what torch says when a rank is gone into a ParallelError; from then on the world can't be used."""
+    """Convert PyTorch's errors about a lost rank to a ParallelError; afterwards the world can't be used."""
     try:
         yield
     except ParallelError:
@@ -291,34 +295,61 @@ def _connected(world: World) -> Iterator[None]:
 
 
 def leave(world: World) -> None:
-    """Rank 0: the others may end. All: close the connections."""
+    """End the run: rank 0 lets the other ranks end, and every rank closes its connections."""
     if world.leader and world.broken is None:
-        with whole(), _connected(world):
-            world.tell({"do": "end"})
+        with no_interrupt(), _connected(world):
+            world.send_order({"do": "end"})
     if world.broken is None:
         dist.destroy_process_group()
 
 
 @contextmanager
-def whole() -> Iterator[None]:
-    """Hold an interrupt back until the block is through: what was begun with the others must be ended with them."""
-    heard: list[int] = []
+def no_interrupt() -> Iterator[None]:
+    """Delay an interrupt until the end of the block: an operation of all ranks must be completed by all of them."""
+    pending: list[int] = []
     try:
-        previous = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    except ValueError:  # only the main thread is interrupted, and this is another
+        previous = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number))
+    except ValueError:  # only the main thread is interrupted, and this is another one
         yield
         return
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-        if heard:
+        if pending:
             signal.raise_signal(signal.SIGINT)
+
+
+# ----------------------------------------------------------------------------------------------------------- cache
+class SharedCache(KVCache):
+    """A cache of rank 0 that the other ranks mirror: it records the rows that are copied, and the parent of a view.
+
+    moves    (source row, or None for zeros; target row; length) since the last forward pass
+    view_of  parent and first row, if this is a view by `rows`
+    """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.moves: list[tuple[int | None, int, int]] = []
+        self.view_of: tuple[SharedCache, int] | None = None
+
+    def rows(self, first: int, last: int, length: int = 0) -> KVCache:
+        part = super().rows(first, last, length)
+        part.view_of = self, first  # type: ignore[attr-defined]
+        return part
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        self.moves.append((source, target, length))
+        super().copy_row(source, target, length)
+
+    def clear_row(self, row: int) -> None:
+        self.moves.append((None, row, 0))
+        super().clear_row(row)
 
 
 # ---------------------------------------------------------------------------------------------------------- layers
 class ParallelEmbedding(nn.Module):
-    """An embedding of which each part of the stage has some rows. (B, T) -> (B, T, C)."""
+    """An embedding whose rows are divided among the ranks of the stage. (B, T) -> (B, T, C)."""
 
     def __init__(self, inner: nn.Module, rows: slice, world: World):
         super().__init__()
@@ -332,7 +363,7 @@ class ParallelEmbedding(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """A linear layer of which each part of the stage has some inputs. (.., K / N) -> (.., N_out), the same in each."""
+    """A linear layer whose inputs are divided among the ranks of the stage. (.., K / N) -> (.., N_out) on each rank."""
 
     def __init__(self, inner: nn.Module, world: World):
         super().__init__()
@@ -343,7 +374,7 @@ class RowParallel(nn.Module):
 
 
 class GatheredOutput(nn.Module):
-    """An output layer of which each part of the first stage has some rows. On rank 0: (.., C) -> (.., V)."""
+    """An output layer whose rows are divided among the ranks of the first stage. On rank 0: (.., C) -> (.., V)."""
 
     def __init__(self, inner: nn.Module, widths: list[int], world: World):
         super().__init__()
@@ -351,198 +382,187 @@ class GatheredOutput(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         world = self.world
-        with world.turn, whole(), _connected(world):
-            world.tell({"do": "output", "shape": list(h.shape)})
+        with world.lock, no_interrupt(), _connected(world):
+            world.send_order({"do": "output", "shape": list(h.shape)})
             return self.share(h)
 
     def share(self, h: Tensor) -> Tensor:
-        """Rank 0's h for everybody, everybody's logits for rank 0."""
+        """Broadcast h of rank 0, gather the logits of all ranks on rank 0."""
         h = h.contiguous()
         dist.broadcast(h, 0, self.world.stage)
-        return self.world.columns(self.inner(h), self.widths)
+        return self.world.gather_columns(self.inner(h), self.widths)
 
 
-# ----------------------------------------------------------------------------------------------------- one forward pass
-def share(model: Transformer, config: ModelConfig, world: World) -> Transformer:
-    """Make a part of a model one of a world, in place; returns it. `config` is the whole model's."""
-    place = world.place
-    if place.tensor > 1:
+# --------------------------------------------------------------------------------------------------- one forward pass
+def share(model: Transformer, config: ModelConfig, world: World, **settings: Any) -> Transformer:
+    """Make the slice of a model that one rank loaded a part of its world, in place; returns it.
+
+    config is the complete model's; settings are those of `Runner`.
+    """
+    rank = world.rank
+    if rank.tensor > 1:
         blocks: Any = model.layers
         for block in blocks:
             block.attention.wo = RowParallel(block.attention.wo, world)
             block.feed_forward.w_down = RowParallel(block.feed_forward.w_down, world)
-        if place.stage == 0:
-            rows = [place.vocabulary(config, part) for part in range(place.tensor)]
-            model.tok_embeddings = ParallelEmbedding(model.tok_embeddings, rows[place.part], world)  # type: ignore[assignment]
+        if rank.stage == 0:
+            rows = [rank.vocabulary(config, part) for part in range(rank.tensor)]
+            model.tok_embeddings = ParallelEmbedding(model.tok_embeddings, rows[rank.part], world)  # type: ignore[assignment]
             model.output = GatheredOutput(model.output, [r.stop - r.start for r in rows], world)  # type: ignore[assignment]
     model.config = config
-    model.run = Pass(model, world)  # type: ignore[method-assign]
-    if world.leader:
-        leader = Leader(model, world)
-        model.hidden, model.new_cache = leader, leader.new_cache  # type: ignore[assignment, method-assign]
-    weight = model.norm.weight
-    facts = str(config), f"{weight.dtype} on {weight.device.type}", f"KV cache {model.cache_kind}", model.rope.form
-    world.told += [f"{fact[:200]} ({hashlib.sha256(fact.encode()).hexdigest()[:8]})" for fact in facts]
+    model.runner = (LeaderRunner if world.leader else StageRunner)(world, **settings)
+    weight, kind = model.norm.weight, model.runner.cache_kind
+    facts = str(config), f"{weight.dtype} on {weight.device.type}", f"KV cache {kind}", model.rope.form
+    world.fingerprint += [f"{fact[:200]} ({hashlib.sha256(fact.encode()).hexdigest()[:8]})" for fact in facts]
     return model
 
 
-class Pass:
-    """`Transformer.run` over the stages. Every rank of a stage has the same h; on rank 0 it comes out normed."""
+class StageRunner(Runner):
+    """Runs the layers of one pipeline stage. Every rank of a stage has the same h; rank 0 returns the last one, normed."""
 
-    def __init__(self, model: Transformer, world: World):
-        self.model, self.world = model, world
-        self.begun: bool | None = (
-            None  # whether a pass has come to where ranks wait for each other; None: there is none
-        )
+    distributed = True
 
-    def __call__(
-        self, tokens: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
+    def __init__(self, world: World, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
+        super().__init__(cache_kind, check_memory)
+        self.world = world
+
+    def run(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        positions: Tensor,
+        key_positions: Tensor | None,
+        end: int,
+        cache: KVCache | None,
     ) -> Tensor:
-        if self.begun is None:  # nobody else would know
-            raise UsageError(
-                "a model in several processes is asked through `hidden`, which tells the others, not `run`"
-            )
-        self.begun = True
-        model, world, weight = self.model, self.world, self.model.norm.weight
-        if world.place.stage == 0:
+        world = self.world
+        freqs_cis = model.rope.freqs_cis(positions, end)  # (T, D/2) or (B, T, D/2)
+        mask = None if key_positions is None else causal_mask(positions, key_positions)  # (T, S) or (B, 1, T, S)
+        if world.rank.stage == 0:
             h = model.tok_embeddings(tokens)  # (B, T, C)
         else:
-            h = world.take_over(weight.new_empty(*tokens.shape, model.config.dim))
+            h = world.receive(model.norm.weight.new_empty(*tokens.shape, model.config.dim))  # (B, T, C)
         for i, block in enumerate(model.layers):
-            h = block(h, turns, mask, positions, None if cache is None else cache.layers[i])
-        if world.place.pipeline > 1:
-            world.hand_on(h)
+            h = block(h, freqs_cis, mask, positions, None if cache is None else cache.layers[i])
+        if world.rank.pipeline > 1:
+            world.send(h)
             if world.leader:
-                h = world.take_over(torch.empty_like(h))
+                h = world.receive(torch.empty_like(h))
         return model.norm(h)
 
 
-class Leader:
-    """`Transformer.hidden` of rank 0: tells the others what it is called with, then does its part."""
+class LeaderRunner(StageRunner):
+    """The runner of rank 0: sends the arguments of `run` to the other ranks, then runs its own stage.
 
-    def __init__(self, model: Transformer, world: World):
-        self.model, self.world = model, world
+    `Transformer.hidden` has checked the arguments by then, so what it refuses never reaches the other ranks. After an
+    error in `run` the ranks are out of step; memory, for example, may be short in one rank only.
+    """
+
+    cache_type = SharedCache
+
+    def __init__(self, world: World, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
+        super().__init__(world, cache_kind, check_memory)
         self.names: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
-        self.made = 0  # names given
-        self.gone: list[int] = []  # caches that nobody holds any more
+        self.created = 0  # number of names in use so far
+        self.deleted: list[int] = []  # names of caches that no longer exist
 
-    def __call__(
-        self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None, **options: Any
+    def run(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        positions: Tensor,
+        key_positions: Tensor | None,
+        end: int,
+        cache: KVCache | None,
     ) -> Tensor:
-        with self.world.turn:
-            return self.order(tokens, positions, cache, options)
-
-    def order(
-        self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, options: Mapping[str, Any]
-    ) -> Tensor:
-        """One pass of all ranks."""
         world = self.world
-        if world.broken is not None:
-            raise ParallelError(f"the ranks are out of step ({world.broken}); start again")
-        order = {
-            "do": "hidden",
-            "tokens": tokens.tolist(),
-            "positions": None if positions is None else positions.tolist(),
-            "options": options,
-            "cache": None if cache is None else self.describe(cache),
-        }
-        with whole():
-            with _connected(world):
-                gone, self.gone = self.gone, []
-                world.tell({**order, "gone": gone})
-            return in_step(world, self.model, tokens, positions, cache, options)
+        with world.lock:
+            if world.broken is not None:
+                raise ParallelError(f"the ranks are out of step ({world.broken}); start again")
+            model.rope.freqs_cis(positions[:0], end)  # extends the table, or raises before the others are involved
+            order = {
+                "do": "run",
+                "tokens": tokens.tolist(),
+                "positions": positions.tolist(),
+                "keys": None if key_positions is None else key_positions.shape[-1],
+                "end": end,
+                "cache": None if cache is None else self.describe(cache),
+            }
+            with no_interrupt():
+                with _connected(world):
+                    deleted, self.deleted = self.deleted, []
+                    world.send_order({**order, "deleted": deleted})
+                try:
+                    return super().run(model, tokens, positions, key_positions, end, cache)
+                except Exception as error:
+                    raise world.break_off(error) from error
 
     def describe(self, cache: KVCache) -> dict[str, Any]:
-        """What the others need to know of a cache to hold its like: which it is, its shape, how far it is filled."""
-        whole, first = cache.whole or (cache, 0)
-        if whole not in self.names:
-            raise UsageError("the ranks share the caches that new_cache of their model made, and not copies of them")
-        moves, whole.moves = whole.moves, []
+        """What the other ranks need to mirror a cache: its name, its shape, its copied rows, and the filled slots."""
+        parent, first = cache.view_of if isinstance(cache, SharedCache) and cache.view_of else (cache, 0)
+        if not isinstance(parent, SharedCache) or parent not in self.names:
+            raise UsageError("the ranks share only caches that new_cache of their model created, not copies of them")
+        moves, parent.moves = parent.moves, []
         return {
-            "name": self.names[whole],
-            "shape": [whole.max_len, whole.batch],
-            "slots": whole.slots,
+            "name": self.names[parent],
+            "shape": [parent.max_len, parent.batch, parent.fixed],
+            "slots": parent.slots,
             "moves": moves,
-            "rows": None if cache.whole is None else [first, first + cache.batch],
-            "length": cache.length,
-            "filled": cache.filled,
+            "rows": None if parent is cache else [first, first + cache.batch],
+            "end": cache.layers[0].end,
         }
 
-    def new_cache(self, *args: Any, **options: Any) -> KVCache:
-        """`Transformer.new_cache`, and a name under which the others will know the cache."""
-        cache = Transformer.new_cache(self.model, *args, **options)
-        self.made += 1
-        self.names[cache], cache.moves = self.made, []
-        weakref.finalize(cache, self.gone_with, self.made).atexit = False
+    def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
+        """`Runner.new_cache`, and a name by which the other ranks know the cache."""
+        cache = super().new_cache(model, max_len, batch, fixed)
+        self.created += 1
+        self.names[cache] = self.created
+        weakref.finalize(cache, self.forget, self.created).atexit = False
         return cache
 
-    def gone_with(self, name: int) -> None:
-        """The cache of that name is no more."""
-        self.gone.append(name)
-
-
-def in_step(
-    world: World,
-    model: Transformer,
-    tokens: Tensor,
-    positions: Tensor | None,
-    cache: KVCache | None,
-    options: Mapping[str, Any],
-) -> Tensor:
-    """`Transformer.hidden` as every rank does it.
-
-    Arguments that it refuses are refused in all ranks, before they wait for each other: there they stay in step. After
-    any other error they are not; memory, for one, may be short in one rank alone.
-    """
-    run: Any = model.run
-    run.begun = False
-    try:
-        return Transformer.hidden(model, tokens, positions, cache, **options)
-    except Exception as error:
-        if isinstance(error, ValueError) and not run.begun:
-            raise
-        raise world.break_off(error) from error
-    finally:
-        run.begun = None
+    def forget(self, name: int) -> None:
+        """Note that the cache of that name no longer exists, for the next order."""
+        self.deleted.append(name)
 
 
 @torch.inference_mode()
 def follow(model: Transformer, world: World) -> None:
-    """Every rank but 0: do what rank 0 says, until it says that this is the end. Raises ParallelError."""
+    """The loop of every rank but 0: carry out the orders of rank 0 until it ends the run. Raises ParallelError."""
     caches: dict[int, KVCache] = {}
     device, dtype = model.norm.weight.device, model.norm.weight.dtype
-    does: dict[str, Callable[[Any], None]] = {}
 
-    def hidden(order: Any) -> None:
-        for name in order["gone"]:
+    def mirror(order: Any) -> KVCache:
+        """This rank's copy of the cache that an order is about, brought up to date."""
+        if order["name"] not in caches:
+            caches[order["name"]] = model.new_cache(*order["shape"])
+        cache = caches[order["name"]]
+        cache.reserve(order["slots"])
+        for source, target, length in order["moves"]:
+            cache.clear_row(target) if source is None else cache.copy_row(source, target, length)
+        if order["rows"] is not None:
+            cache = cache.rows(*order["rows"])
+        for layer in cache.layers:
+            layer.end = order["end"]
+        return cache
+
+    def run(order: Any) -> None:
+        for name in order["deleted"]:
             caches.pop(name, None)
-        told, cache = order["cache"], None
-        if told is not None:
-            if told["name"] not in caches:
-                caches[told["name"]] = model.new_cache(*told["shape"])
-            cache = caches[told["name"]]
-            cache.reserve(told["slots"])
-            for source, target, length in told["moves"]:
-                cache.clear_row(target) if source is None else cache.copy_row(source, target, length)
-            if told["rows"] is not None:
-                cache = cache.rows(*told["rows"])
-            cache.fill_to(told["length"], told["filled"])
+        cache = None if order["cache"] is None else mirror(order["cache"])
         tokens = torch.tensor(order["tokens"], device=device)  # (B, T)
-        positions = None if order["positions"] is None else torch.tensor(order["positions"], device=device)
-        try:
-            in_step(world, model, tokens, positions, cache, order["options"])
-        except ValueError:  # rank 0 hears the same, and says so
-            if world.broken is not None:
-                raise
+        positions = torch.tensor(order["positions"], device=device)  # (T,) or (B, T)
+        keys = positions if cache is None else torch.arange(order["keys"] or 0, device=device)  # (S,) or (B, S)
+        key_positions = None if order["keys"] is None else keys
+        model.runner.run(model, tokens, positions, key_positions, order["end"], cache)
 
     def output(order: Any) -> None:
         if isinstance(model.output, GatheredOutput):
             model.output.share(torch.empty(order["shape"], dtype=dtype, device=device))
 
-    does.update(hidden=hidden, output=output)
+    actions: dict[str, Callable[[Any], None]] = {"run": run, "output": output}
     while True:
         with _connected(world):
-            order = world.hear()
+            order = world.receive_order()
             if order["do"] == "end":
                 return
-            does[order["do"]](order)
+            actions[order["do"]](order)

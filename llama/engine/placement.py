@@ -1,44 +1,43 @@
-"""One model on several devices: consecutive layers on each, the hidden state moving on where a device's layers end.
+"""One model on several devices: consecutive layers on each; the hidden state is copied from device to device.
 
-For a model that is larger than the one GPU there is (its last layers run there, the others on the CPU), and for several
-GPUs of one process. One device works at a time, so this buys memory and no speed; tensor parallelism buys both.
+This serves a model that is larger than the only GPU (its last layers run there, the others on the CPU), and several
+GPUs in one process. One device works at a time, so this saves memory but not time; tensor parallelism saves both.
 
-`Transformer.run` is replaced from outside, as in fused.py. Tokens come in and logits come out on the last device, the
-one whose layers are followed by the output layer and by sampling; it is what `model.norm.weight.device` and
-`cache.device` name. Keys and values of a layer lie where the layer lies.
+Tokens come in and logits come out on the last device, which also has the norm, the output layer and sampling; it is
+`model.norm.weight.device` and `cache.device`. The keys and values of a layer are on the layer's device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import ATTENTION
-from ..cache import KVCache
+from .. import checks
+from ..attention import Attend, causal_mask, reference
+from ..cache import KVCache, MemoryCheck
 from ..config import ModelConfig
 from ..errors import UsageError
-from ..model import Transformer, TransformerBlock
+from ..model import Runner, Transformer
+from .cpu_attention import pick_attention
 from .runtime import pick_device
 
-NO_COMPILING = "compiled code runs on one device; leave --compile out, or --gpu-layers and all devices but one"
 Devices = str | torch.device | Sequence[str | torch.device] | None  # "cuda", "cuda:0,cuda:1", [device, ...], None: best
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the embedding lies, each layer, and the norm with the output layer."""
+    """The devices of the embedding, of each layer, and of the norm and the output layer."""
 
     embedding: torch.device
     layers: tuple[torch.device, ...]
     output: torch.device
 
-    def of(self, name: str) -> torch.device:
-        """The device of a module or a tensor by its name in the model: 'layers.3.attention.wq.weight'."""
+    def device_of(self, name: str) -> torch.device:
+        """The device of a module or a tensor, given its name in the model: 'layers.3.attention.wq.weight'."""
         first, *rest = name.split(".")
         if first == "layers":
             return self.layers[int(rest[0])]
@@ -46,37 +45,37 @@ class Placement:
 
     @property
     def single(self) -> bool:
-        """Whether all of it is one device."""
+        """Whether all parts are on one device."""
         return len({self.embedding, *self.layers, self.output}) == 1
 
 
 def pick_placement(config: ModelConfig, devices: Devices = None, gpu_layers: int | None = None) -> Placement:
-    """Where the parts of a model go.
+    """Choose the devices of a model's parts.
 
-    devices     one device, or several with a comma between them: each gets consecutive layers, even by bytes
-    gpu_layers  so many layers on the GPU and the others on the CPU; 0 is all on the CPU, n_layers or more all on the
-                GPU. It is the last ones, for the output layer and sampling come behind them: the hidden state goes up
-                once and never down. The embedding, of which a token reads one row, stays with the first layers.
+    devices     one device, or several separated by commas: each gets consecutive layers, about equally many bytes
+    gpu_layers  number of layers on the GPU; the others are on the CPU. 0: all on the CPU; n_layers or more: all on the
+                GPU. The last layers go to the GPU, since the output layer and sampling follow them: the hidden state
+                is copied to the GPU once and never back. The embedding, of which a token reads one row, stays with the
+                first layers.
 
-    Raises UsageError where a device is not there, is named twice, or there is no GPU for gpu_layers.
+    Raises UsageError if a device does not exist or is named twice, or if there is no GPU for gpu_layers.
     """
     named = devices.split(",") if isinstance(devices, str) else devices
     several = list(named) if isinstance(named, Sequence) else [named]
     picked = [pick_device(name.strip() if isinstance(name, str) else name) for name in several]
     if gpu_layers is None:
         return spread(config, picked)
-    if isinstance(gpu_layers, bool) or not isinstance(gpu_layers, int) or gpu_layers < 0:
-        raise UsageError(f"gpu_layers must be a whole number of at least 0, got {gpu_layers!r}")
+    count = min(checks.integer("gpu_layers", gpu_layers, 0), config.n_layers)
     if len(picked) > 1:
-        raise UsageError(f"gpu_layers goes with one device, and {len(picked)} were named; leave one of the two out")
-    cpu, count = torch.device("cpu"), min(gpu_layers, config.n_layers)
+        raise UsageError(f"gpu_layers works with one device, but {len(picked)} were named; leave one of the two out")
+    cpu = torch.device("cpu")
     if count == 0:
         return spread(config, [cpu])
     if picked[0].type == "cpu":
         best = pick_device(None)
-        why = "the device asked for is the CPU" if best.type != "cpu" else "there is none here"
+        cause = "the chosen device is the CPU" if best.type != "cpu" else "this machine has none"
         raise UsageError(
-            f"gpu_layers {gpu_layers} wants a GPU, and {why} (available: {_available(best)}); use gpu_layers 0, or"
+            f"gpu_layers {gpu_layers} requires a GPU, but {cause} (available: {_available(best)}); use gpu_layers 0, or"
             " leave it out"
         )
     below = cpu if count < config.n_layers else picked[0]
@@ -88,7 +87,7 @@ def _available(best: torch.device) -> str:
 
 
 def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
-    """Layers over devices in order, as even by bytes as whole layers allow; the vocabulary's matrices count too."""
+    """Divide the layers among devices, in order and by bytes; the embedding and the output layer count too."""
     numbered = [(device.type, device.index or 0) for device in devices]
     if twice := next((device for device in devices if numbered.count((device.type, device.index or 0)) > 1), None):
         raise UsageError(f"the device {str(twice)!r} is named twice; name each once")
@@ -96,96 +95,76 @@ def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
         raise UsageError(f"{len(devices)} devices for {config.n_layers} layers; name at most one device for each layer")
     vocabulary = config.vocab_size * config.dim
     layer = (config.n_params - vocabulary * (1 if config.tie_embeddings else 2)) / config.n_layers
-    held, count = [0.0] * len(devices), [0] * len(devices)
-    held[0] += vocabulary  # the embedding; if tied, too, where the output layer lies elsewhere
-    held[-1] += vocabulary
-    for _ in range(config.n_layers):  # layers are alike: each goes where least is
-        least = held.index(min(held))
-        held[least] += layer
+    load, count = [0.0] * len(devices), [0] * len(devices)
+    load[0] += vocabulary  # the embedding; a tied one too, if the output layer is on another device
+    load[-1] += vocabulary
+    for _ in range(config.n_layers):  # all layers have the same size: each goes to the least loaded device
+        least = load.index(min(load))
+        load[least] += layer
         count[least] += 1
     layers = tuple(device for device, n in zip(devices, count, strict=True) for _ in range(n))
     return Placement(devices[0], layers, devices[-1])
 
 
 def place_(model: Transformer, placement: Placement) -> Transformer:
-    """Move a model's parts to their devices and let it run there, in place; returns the model.
+    """Move the parts of a model to their devices and set its runner, in place; returns the model.
 
-    Tied embeddings that part become two tensors. Raises UsageError for layers that are packed for the CPU.
+    Tied embeddings on two devices become two tensors. Raises UsageError for layers that are packed for the CPU.
     """
     tied = getattr(model.tok_embeddings, "weight", None) is getattr(model.output, "weight", None)
     if tied and placement.embedding != placement.output:
         model.tok_embeddings.weight = nn.Parameter(model.output.weight.detach().clone(), requires_grad=False)
     for name, module in model.named_children():
         if name != "layers":
-            module.to(placement.of(name))
-    blocks: list[TransformerBlock] = list(model.layers)  # type: ignore[arg-type]
-    for block, device in zip(blocks, placement.layers, strict=True):
+            module.to(placement.device_of(name))
+    for i, (block, device) in enumerate(zip(model.layers, placement.layers, strict=True)):
         block.to(device)
-        if device.type != "cpu" and block.attention.attend is ATTENTION["kernel"]:  # that one is the CPU's
-            block.attention.attend = ATTENTION["sdpa"]
-    return run_placed(model, placement)
-
-
-def run_placed(model: Transformer, placement: Placement) -> Transformer:
-    """Let a model whose parts lie on their devices already run there, in place; returns the model."""
+        if device.type != "cpu" and block.attention.attend.function is not reference:
+            model.set_submodule(f"layers.{i}.attention.attend", Attend(pick_attention(device)))
     if not placement.single:
-        model.run = Placed(model, placement)  # type: ignore[method-assign]
-        model.new_cache = partial(new_cache, model, placement)  # type: ignore[method-assign]
+        model.runner = PlacedRunner(placement, model.runner.cache_kind, model.runner.check_memory)
     return model
 
 
-class Placed:
-    """`Transformer.run` over several devices."""
+class PlacedRunner(Runner):
+    """Runs consecutive layers on each of several devices."""
 
-    def __init__(self, model: Transformer, placement: Placement):
-        self.model, self.placement = model, placement
+    def __init__(self, placement: Placement, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
+        super().__init__(cache_kind, check_memory)
+        self.placement = placement
 
-    def __call__(
-        self, tokens: Tensor, turns: tuple[Tensor, ...], mask: Tensor | None, positions: Tensor, cache: KVCache | None
+    def run(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        positions: Tensor,
+        key_positions: Tensor | None,
+        end: int,
+        cache: KVCache | None,
     ) -> Tensor:
-        """What `Transformer.run` gives, on the last device; the arguments come on any one device."""
-        model, placement = self.model, self.placement
+        """The result is on the last device; the arguments may be on any one device."""
+        placement = self.placement
         h = model.tok_embeddings(tokens.to(placement.embedding))  # (B, T, C)
+        freqs_cis = model.rope.freqs_cis(positions, end)  # (T, D/2) or (B, T, D/2)
+        mask = None if key_positions is None else causal_mask(positions, key_positions)  # (T, S) or (B, 1, T, S)
         blocks = enumerate(zip(model.layers, placement.layers, strict=True))
-        for device, here in groupby(blocks, key=lambda item: item[1][1]):
-            h, where = h.to(device), positions.to(device)
-            rows = tuple(part.to(device) for part in turns)
+        for device, group in groupby(blocks, key=lambda item: item[1][1]):
+            h, at = h.to(device), positions.to(device)
+            rows = freqs_cis.to(device) if isinstance(freqs_cis, Tensor) else tuple(x.to(device) for x in freqs_cis)
             seen = None if mask is None else mask.to(device)
-            for i, (block, _) in here:
-                h = block(h, rows, seen, where, None if cache is None else cache.layers[i])
+            for i, (block, _) in group:
+                h = block(h, rows, seen, at, None if cache is None else cache.layers[i])
         return model.norm(h.to(placement.output))
 
 
-def new_cache(
-    model: Transformer,
-    placement: Placement,
-    max_len: int | None = None,
-    batch: int = 1,
-    fixed: bool | None = None,
-) -> KVCache:
-    """`Transformer.new_cache` with each layer's keys and values on the layer's device."""
-    config = model.config
-    return KVCache(
-        config.n_layers,
-        config.n_kv_heads,
-        config.head_dim,
-        model.max_seq_len if max_len is None else max_len,
-        batch=batch,
-        dtype=model.norm.weight.dtype,
-        device=placement.layers,
-        fixed=model.fixed_cache if fixed is None else fixed,
-        kind=model.cache_kind,
-        check_memory=model.check_memory,
-    )
-
-
-def told(model: Transformer) -> str:
-    """Where a model lies, for people: 'cpu', or 'cpu (layers 0 to 15) and cuda:0 (16 to 31)'."""
-    if not isinstance(model.run, Placed):
+def describe_devices(model: Transformer) -> str:
+    """The devices of a model: 'cpu', or 'cpu (layers 0 to 15) and cuda:0 (16 to 31)'."""
+    devices: list[torch.device] = [block.attention_norm.weight.device for block in model.layers]  # type: ignore[union-attr]
+    groups = [(device, len(list(layers))) for device, layers in groupby(devices)]
+    if len(groups) == 1:
         return str(model.norm.weight.device)
     parts, first = [], 0
-    for device, layers in groupby(model.run.placement.layers):
-        last = first + len(list(layers)) - 1
-        parts.append(f"{device} ({'layers ' if not first else ''}{first} to {last})")
-        first = last + 1
+    for device, count in groups:
+        parts.append(f"{device} ({'layers ' if not first else ''}{first} to {first + count - 1})")
+        first += count
     return " and ".join(parts)

@@ -1,9 +1,9 @@
-"""What one of several processes reads of a checkpoint: a checkpoint itself, of a model with fewer heads and layers.
+"""The slice of a checkpoint that one rank reads: a checkpoint itself, of a model with fewer heads and layers.
 
-The processes stand in P stages of N. A stage has some of the layers, and within a stage each matrix is cut into N parts
-(arXiv:1909.08053): wq, wk, wv, w_gate and w_up by their rows, so that a process computes heads and inner features of
-its own; wo and w_down by their columns, so that what the N processes get is summed up. Embedding and output are cut by
-the rows of the vocabulary. Where there are fewer key/value heads than processes, several have the same.
+The ranks form P stages of N. A stage has some of the layers, and within a stage each matrix is divided into N parts
+(arXiv:1909.08053): wq, wk, wv, w_gate and w_up by rows, so that each rank computes its own heads and features; wo and
+w_down by columns, so that the results of the N ranks are summed. Embedding and output are divided by the rows of the
+vocabulary. If there are fewer key/value heads than ranks, several ranks have the same heads.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from ..quant.blocks import Blocks
 from ..quant.tiles import TILE
 from ..tokenizer import Tokenizer
 
-SUMMED = ("attention.wo", "feed_forward.w_down")  # cut by columns
+SUMMED = ("attention.wo", "feed_forward.w_down")  # divided by columns
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a process stands: rank = stage * tensor + part.
+class Rank:
+    """One of the processes that share a model: number = stage * tensor + part.
 
-    tensor    N, processes that share each matrix
-    pipeline  P, stages that follow each other
+    tensor    N, the number of ranks that share each matrix
+    pipeline  P, the number of stages
     """
 
-    rank: int = 0
+    number: int = 0
     tensor: int = 1
     pipeline: int = 1
 
     @property
     def stage(self) -> int:
-        return self.rank // self.tensor
+        return self.number // self.tensor
 
     @property
     def part(self) -> int:
-        return self.rank % self.tensor
+        return self.number % self.tensor
 
     def layers(self, config: ModelConfig) -> range:
-        """The layers of this stage, of the whole model's."""
+        """The layers of this stage, as numbers in the complete model."""
         counts = stages(config, self.pipeline)
         first = sum(counts[: self.stage])
         return range(first, first + counts[self.stage])
 
     def vocabulary(self, config: ModelConfig, part: int | None = None) -> slice:
-        """The rows of embedding and output that a part has, this one unless said; whole tiles if there are enough."""
+        """The rows of embedding and output of a part (default: this rank's), in complete tiles if there are enough."""
         part, unit = self.part if part is None else part, TILE if config.vocab_size >= TILE * self.tensor else 1
         units = -(-config.vocab_size // unit)
         first, last = (min(config.vocab_size, unit * (units * p // self.tensor)) for p in (part, part + 1))
         return slice(first, last)
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The sizes of this part of a model."""
+        """The configuration of this rank's part of a model."""
         rows = self.vocabulary(config)
         return dataclasses.replace(
             config,
@@ -72,7 +72,7 @@ class Place:
         )
 
     def cut(self, name: str, config: ModelConfig) -> tuple[slice, slice]:
-        """Rows and columns of a weight of the whole model that this part has; of a bias, entries and nothing."""
+        """The rows and columns of a weight of the complete model that this rank has; for a bias, its entries."""
         everything = slice(None)
         stem = name.rsplit(".", 1)[0]
         inner = ".".join(stem.split(".")[-2:])
@@ -96,7 +96,7 @@ class Place:
 
 
 def stages(config: ModelConfig, pipeline: int) -> list[int]:
-    """How many layers each stage has, so that the largest is as small as can be; the first has the embeddings too."""
+    """The number of layers per stage that makes the largest stage smallest; the first also has the embeddings."""
     if pipeline == 1:
         return [config.n_layers]
     embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
@@ -112,7 +112,7 @@ def stages(config: ModelConfig, pipeline: int) -> list[int]:
 
 
 def fits(config: ModelConfig, tensor: int) -> bool:
-    """Whether a model's matrices can be cut into so many parts: whole heads, equal widths, no part empty."""
+    """Whether a model's matrices can be divided into `tensor` parts: complete heads, equal widths, no empty part."""
     heads, groups = config.n_heads, config.n_kv_heads
     return (
         heads % tensor == 0
@@ -123,7 +123,7 @@ def fits(config: ModelConfig, tensor: int) -> bool:
 
 
 def check_world(config: ModelConfig, tensor: int, pipeline: int) -> None:
-    """Raise UsageError, naming the sizes that work, where a model can't be shared by P stages of N processes."""
+    """Raise UsageError, with the sizes that work, if a model can't be divided into P stages of N ranks."""
     if not fits(config, tensor):
         sizes = ", ".join(str(n) for n in range(1, config.n_heads + 1) if fits(config, n))
         raise UsageError(
@@ -138,22 +138,22 @@ def check_world(config: ModelConfig, tensor: int, pipeline: int) -> None:
         )
 
 
-class PartCheckpoint(Checkpoint):
-    """The part of a checkpoint that belongs to one process; see Checkpoint for the members."""
+class ShardedCheckpoint(Checkpoint):
+    """One rank's slice of a checkpoint. See Checkpoint for the members."""
 
-    def __init__(self, whole: Checkpoint, place: Place):
-        check_world(whole.config, place.tensor, place.pipeline)
-        self.whole, self.place = whole, place
+    def __init__(self, whole: Checkpoint, rank: Rank):
+        check_world(whole.config, rank.tensor, rank.pipeline)
+        self.whole, self.rank = whole, rank
         self.path, self.format, self.layout = whole.path, whole.format, whole.layout
         self.parts, self.warnings, self.notes = whole.parts, whole.warnings, whole.notes
-        self.config = place.config(whole.config)
-        layers = place.layers(whole.config)
-        self._names: dict[str, str] = {}  # name in this part -> name in the whole
+        self.config = rank.config(whole.config)
+        layers = rank.layers(whole.config)
+        self._names: dict[str, str] = {}  # name in this slice -> name in the complete model
         for name in whole.shapes:
             first, *rest = name.split(".", 2)
             if first == "layers" and int(rest[0]) in layers:
                 self._names[f"layers.{int(rest[0]) - layers.start}.{rest[1]}"] = name
-            elif first == "norm" or (first in ("tok_embeddings", "output") and place.stage == 0):
+            elif first == "norm" or (first in ("tok_embeddings", "output") and rank.stage == 0):
                 self._names[name] = name
         self.shapes = {name: self._shape(source) for name, source in self._names.items()}
 
@@ -161,7 +161,7 @@ class PartCheckpoint(Checkpoint):
         shape = self.whole.shapes[source]
         return tuple(
             len(range(*cut.indices(size)))
-            for size, cut in zip(shape, self.place.cut(source, self.whole.config), strict=False)
+            for size, cut in zip(shape, self.rank.cut(source, self.whole.config), strict=False)
         )
 
     @property
@@ -170,10 +170,10 @@ class PartCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         source = self._names[name]
-        rows, columns = self.place.cut(source, self.whole.config)
+        rows, columns = self.rank.cut(source, self.whole.config)
         found = self.whole.piece(source, rows, columns)
-        if source.endswith(".bias") and source.removesuffix(".bias").endswith(SUMMED) and self.place.part:
-            return torch.zeros_like(found)  # the parts are summed up, and the bias belongs there once
+        if source.endswith(".bias") and source.removesuffix(".bias").endswith(SUMMED) and self.rank.part:
+            return torch.zeros_like(found)  # the parts are summed, and the bias must be added once
         if not found.is_contiguous():
             found = found.contiguous()
             self.whole.release(source)
@@ -181,7 +181,7 @@ class PartCheckpoint(Checkpoint):
 
     def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
         source = self._names[name]
-        own = self.place.cut(source, self.whole.config)
+        own = self.rank.cut(source, self.whole.config)
         size = self.whole.shapes[source]
         return self.whole.blocks(
             source, *(_within(o, r, n) for o, r, n in zip(own, (rows, columns), size, strict=True))
@@ -189,7 +189,7 @@ class PartCheckpoint(Checkpoint):
 
     def tiles(self, name: str) -> Tensor | None:
         source = self._names[name]
-        rows, columns = self.place.cut(source, self.whole.config)
+        rows, columns = self.rank.cut(source, self.whole.config)
         size = self.whole.shapes[source]
         first, last, _ = rows.indices(size[0])
         if columns != slice(None) or first % TILE or (last % TILE and last != size[0]):
@@ -198,18 +198,18 @@ class PartCheckpoint(Checkpoint):
         return None if packed is None else packed[first // TILE : -(-last // TILE)]
 
     def check_groups(self, group: int | None = None) -> None:
-        """Raise UsageError where a cut by columns would go through a group of integers that share a scale.
+        """Raise UsageError if a division by columns would cut through a quantization group.
 
-        group  inputs of a group that weights are to be rounded to; None: those of the file
+        group  inputs per group that weights will be quantized in; None: the groups of the file
         """
         for name in (n for n in self.shapes if n.removesuffix(".weight").endswith(SUMMED)):
             width = self.shapes[name][1]
             stored = self.whole.blocks(self._names[name], slice(0, 1)) if group is None else None
             wide = group if group is not None else stored.group if stored is not None else 0
-            if wide and width % wide and self.place.tensor > 1:
+            if wide and width % wide and self.rank.tensor > 1:
                 raise UsageError(
-                    f"tensor parallelism over {self.place.tensor} processes cuts {name.split('.', 2)[2]} into parts of"
-                    f" {width} inputs, and its integers share a scale in groups of {wide}; take fewer processes"
+                    f"tensor parallelism over {self.rank.tensor} processes divides {name.split('.', 2)[2]} into parts"
+                    f" of {width} inputs, but its quantization groups have {wide} inputs; use fewer processes"
                     + (", smaller groups" if group is not None else "")
                     + " or --dtype float32 without --quantize"
                 )
@@ -228,6 +228,6 @@ class PartCheckpoint(Checkpoint):
 
 
 def _within(outer: slice, inner: slice, size: int) -> slice:
-    """The slice `inner` of the slice `outer` of so many."""
+    """The slice `inner` of the slice `outer` of `size` entries."""
     some = range(*outer.indices(size))[inner]
     return slice(some.start, some.stop)

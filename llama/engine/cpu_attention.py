@@ -1,0 +1,42 @@
+"""Attention on a CPU: the C++ kernel for few queries, and PyTorch's kernel with its handling of NaN corrected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionFunction, dequantized, sdpa
+from ..cache import KeysOrValues, QuantizedKV
+from . import kernels
+
+FEW_QUERIES = 16
+FEW_KEYS = 32  # two vectors of the widest kind: PyTorch's kernel loses NaN below that
+
+
+def cpu_sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
+    """`attention.sdpa`, but NaN in q or k reaches the result: for few keys PyTorch returns 0 if every score is NaN."""
+    k, v = dequantized(k, q.dtype), dequantized(v, q.dtype)
+    y = sdpa(q, k, v, mask)
+    compiling = torch.compiler.is_compiling()  # a compiled step serves any number of keys, so it must not branch on one
+    if q.shape[2] == 1 and not compiling and k.shape[2] < FEW_KEYS:
+        y = y + (0 * q).sum(-1, keepdim=True) + (0 * k).sum((1, 2, 3), keepdim=True)
+    return y
+
+
+def kernel_attention(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
+    """`attention.sdpa` with the C++ kernel for few queries: it reads keys and values once for all heads of a group.
+
+    The kernel divides the keys among the cores even if there are fewer heads than cores, and skips masked keys.
+    """
+    if q.shape[2] <= FEW_QUERIES and q.shape[3] % 16 == 0 and q.shape[3] <= 256 and q.dtype != torch.float16:
+        if isinstance(k, QuantizedKV) and isinstance(v, QuantizedKV):
+            return kernels.attend(q, k.values, v.values, mask, k.scale, v.scale)
+        return kernels.attend(q, dequantized(k, q.dtype), dequantized(v, q.dtype), mask)
+    return cpu_sdpa(q, k, v, mask)
+
+
+def pick_attention(device: torch.device, plain: bool = False) -> AttentionFunction:
+    """The fastest attention function on a device; plain restricts the choice to PyTorch's kernels."""
+    if device.type != "cpu":
+        return sdpa
+    return kernel_attention if not plain and kernels.ready() else cpu_sdpa

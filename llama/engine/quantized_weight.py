@@ -1,0 +1,89 @@
+"""A weight in 4 or 8 bits on its way into a layer: the integers of a file as they are, or a float weight quantized now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..quant.blocks import BlockFormat, Blocks
+from ..quant.rounding import check_scales, clips_of, quantize
+from ..quant.tiles import TILE, pack, scales_of, tile_bytes
+from . import kernels
+
+PIECE = 2**18  # weights that are quantized or packed at once
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A quantized weight (N, K), read on demand.
+
+    rows   the rows in a slice
+    tiles  all rows, packed for the C++ kernels
+    """
+
+    shape: tuple[int, int]
+    format: BlockFormat
+    rows: Callable[[slice], Blocks]
+    tiles: Callable[[], Tensor]
+
+    @classmethod
+    def from_float(
+        cls, read: Callable[[slice], Tensor], shape: tuple[int, int], format: BlockFormat
+    ) -> QuantizedWeight:
+        """Quantize a weight, piece by piece. `read` returns the rows in a slice."""
+
+        def rows(part: slice) -> Blocks:
+            return quantize(read(part), format)
+
+        def tiles() -> Tensor:
+            if not kernels.ready():
+                return pack_rows(rows, shape)
+            out = torch.empty(-(-shape[0] // TILE), tile_bytes(shape[1], *format), dtype=torch.uint8)
+            for part in _pieces(shape):
+                packed = kernels.quantize_to_tiles(read(part), clips_of(format), *format)
+                check_scales(scales_of(packed, shape[1], *format))
+                out[part.start // TILE : -(-part.stop // TILE)] = packed
+            return out
+
+        return cls(shape, format, rows, tiles)
+
+    @classmethod
+    def from_file(
+        cls, rows: Callable[[slice], Blocks], shape: tuple[int, int], tiles: Tensor | None = None
+    ) -> QuantizedWeight:
+        """A weight that is stored quantized, used as it is. tiles: the packed weight, if the file holds that."""
+        packed = (lambda: pack_rows(rows, shape)) if tiles is None else (lambda: tiles)
+        return cls(shape, rows(slice(0, 1)).format, rows, packed)
+
+    def blocks(self) -> Blocks:
+        """All rows, unpacked."""
+        parts = [self.rows(part) for part in _pieces(self.shape)]
+        offsets = [part.offset for part in parts if part.offset is not None]
+        return Blocks(
+            torch.cat([part.quants for part in parts]),
+            torch.cat([part.scale for part in parts]),
+            torch.cat(offsets) if offsets else None,
+            self.format.bits,
+            self.format.group,
+        )
+
+
+def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int]) -> Tensor:
+    """Pack a weight piece by piece, so that only a piece exists in addition to the packed weight."""
+    first, *others = _pieces(shape)
+    packed = pack(rows(first))
+    out = packed.new_empty(-(-shape[0] // TILE), packed.shape[1])
+    out[: len(packed)] = packed
+    for part in others:
+        out[part.start // TILE : -(-part.stop // TILE)] = pack(rows(part))
+    return out
+
+
+def _pieces(shape: tuple[int, int]) -> list[slice]:
+    """The rows of a weight in slices of about PIECE entries, in complete tiles."""
+    rows, columns = shape
+    step = max(TILE, PIECE // columns // TILE * TILE)
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]

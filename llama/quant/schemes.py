@@ -1,0 +1,62 @@
+"""Quantization schemes: the registry. A new scheme is an entry of SCHEMES.
+
+A weight matrix (N, K) becomes integers with a scale (and perhaps an offset) for each group of inputs:
+
+    weight = scale * quant + offset
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import checks
+from .blocks import BlockFormat
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Bits per weight, inputs per group (0: a complete row), and whether a group has an offset in addition to its scale.
+
+    output  name of another scheme for the output layer (and a tied embedding): a token's logit is one row of it, and no
+            later layer averages an error there
+    """
+
+    bits: int
+    group: int
+    offset: bool
+    about: str
+    output: str | None = None
+
+    @property
+    def format(self) -> BlockFormat:
+        """The format of the blocks that the scheme makes."""
+        return BlockFormat(self.bits, self.group, self.offset)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits per weight with scales and offsets, which take 16 bits each."""
+        return self.bits + (16 * (1 + self.offset) / self.group if self.group else 0)
+
+
+SCHEMES = {
+    "int8": Scheme(8, 32, True, "8 bits in groups of 32 with a zero point"),
+    "int8-sym": Scheme(8, 32, False, "8 bits in groups of 32, symmetric"),
+    "int8-row": Scheme(8, 0, False, "8 bits, one scale for each row"),
+    "int4": Scheme(4, 32, True, "4 bits in groups of 32 with a zero point, output as int8-sym", "int8-sym"),
+    "int4-g64": Scheme(4, 64, True, "4 bits in groups of 64 with a zero point, output as int8-sym", "int8-sym"),
+    "int4-g128": Scheme(4, 128, True, "4 bits in groups of 128 with a zero point, output as int8-sym", "int8-sym"),
+    "int4-sym": Scheme(4, 32, False, "4 bits in groups of 32, symmetric, output as int8-sym", "int8-sym"),
+    "int4-sym-g64": Scheme(4, 64, False, "4 bits in groups of 64, symmetric, output as int8-sym", "int8-sym"),
+    "int4-sym-g128": Scheme(4, 128, False, "4 bits in groups of 128, symmetric, output as int8-sym", "int8-sym"),
+    "int4-all": Scheme(4, 32, True, "4 bits in groups of 32 with a zero point, output too"),
+}
+
+
+def pick_scheme(name: str) -> Scheme:
+    """The scheme of that name. Raises UsageError with the known names."""
+    return SCHEMES[checks.choice("quantization scheme", name, SCHEMES)]
+
+
+def scheme_for(layer: str, scheme: Scheme) -> Scheme:
+    """The scheme of one layer, given its name in the model."""
+    return SCHEMES[scheme.output] if layer == "output" and scheme.output else scheme
