@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from llama.checkpoint import huggingface_write, open_checkpoint, quantized
-from llama.checkpoint.quantized import Kind
 from llama.checkpoint.write import Model
 from llama.cli import main
 from llama.config import ModelConfig
@@ -33,6 +32,7 @@ from llama.engine.linears import SCHEMES, TileEmbedding, TileLinear, scheme_for
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.loader import build, load, load_model
 from llama.model import Transformer
+from llama.quant.blocks import BlockFormat
 from llama.quant.tiles import unpack
 from llama.tools.convert import convert
 from llama.tools.quantize import quantize
@@ -283,8 +283,8 @@ def test_any_number_of_files(sources: dict[str, Path], saved: Path, tmp_path: Pa
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 64), (33, 200), (70, 131)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_integers_can_be_described(kind: tuple[int, int, bool], rows: int, columns: int) -> None:
-    told = json.dumps({"shape": [rows, columns], **Kind(*kind)._asdict()})
-    assert quantized._meaning(told, "here") == (Kind(*kind), (rows, columns))
+    told = json.dumps({"shape": [rows, columns], **BlockFormat(*kind)._asdict()})
+    assert quantized._meaning(told, "here") == (BlockFormat(*kind), (rows, columns))
 
 
 def test_rows_are_read_without_the_others(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
-from ..quant.blocks import Blocks
-from ..quant.tiles import TILE, tile_bytes, unpack
+from ..quant.blocks import BlockFormat, Blocks
+from ..quant.tiles import TILE, tiles_shape, unpack
 from ..rope import Layout
 from . import huggingface, huggingface_write
 from .base import stored_bytes, their_name
@@ -37,22 +37,6 @@ GROUPS = (0, 16, 32, 64, 128)  # what the kernels compute with
 EMBEDDING = "embed_tokens.weight"  # the only matrix that may be stored as plain numbers
 AGAIN = "quantize the source again"
 PIECE = 2**20  # entries of a weight that are turned into numbers at once
-
-
-class Kind(NamedTuple):
-    """What the bytes of a packed weight mean. group 0: a whole row has one scale."""
-
-    bits: int
-    group: int
-    offset: bool
-
-    def __str__(self) -> str:
-        return f"int{self.bits}-{f'g{self.group}' if self.group else 'row'}{'+offset' * self.offset}"
-
-    def packed(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """The shape of the tiles of a weight: (tiles, bytes of a tile)."""
-        rows, columns = shape
-        return -(-rows // TILE), tile_bytes(columns, *self)
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -73,7 +57,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
     layout = LAYOUT
 
     def __init__(self, folder: Path):
-        self._kinds: dict[str, tuple[Kind, tuple[int, int]]] = {}  # name in the files -> kind, shape of the weight
+        self._formats: dict[str, tuple[BlockFormat, tuple[int, int]]] = {}  # by name in the files; shape of the weight
         super().__init__(folder)
 
     @property
@@ -102,8 +86,8 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         packed = self._packed(name)
         if packed is None:
             return super().bits(name)
-        kind, shape = packed
-        tiles, nbytes = kind.packed(shape)
+        format, shape = packed
+        tiles, nbytes = tiles_shape(shape, *format)
         return 8 * tiles * nbytes / (shape[0] * shape[1])
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
@@ -114,11 +98,11 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         packed = self._packed(name)
         if packed is None:
             return None
-        kind, (count, width) = packed
+        format, (count, width) = packed
         first, last, _ = rows.indices(count)
         start = first // TILE * TILE  # only the tiles of these rows are read
         tiles = super().tensor(name)[start // TILE : -(-last // TILE)]
-        return unpack(tiles, last - start, width, *kind).rows(slice(first - start, None)).columns(columns)
+        return unpack(tiles, last - start, width, *format).rows(slice(first - start, None)).columns(columns)
 
     def tiles(self, name: str) -> Tensor | None:
         return None if self._packed(name) is None else super().tensor(name)
@@ -126,9 +110,9 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
     def file_name(self, name: str) -> str:
         return self._places[name][1] if name in self._places else super().file_name(name)
 
-    def _packed(self, name: str) -> tuple[Kind, tuple[int, int]] | None:
-        """Kind and shape of a weight that is stored as tiles."""
-        return self._kinds.get(self._places[name][1])
+    def _packed(self, name: str) -> tuple[BlockFormat, tuple[int, int]] | None:
+        """BlockFormat and shape of a weight that is stored as tiles."""
+        return self._formats.get(self._places[name][1])
 
     def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
         told = dict(scheme or {})
@@ -157,29 +141,29 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
                     f" {source.removesuffix('.weight') + TILES}; the file is of another model, {AGAIN}"
                 )
             return super()._check_stored(file, source)
-        kind, shape = _meaning(file.metadata.get(source), f"{file.path}: the metadata of {source}")
-        if file.dtypes[source] != "U8" or file.shapes[source] != kind.packed(shape):
+        format, shape = _meaning(file.metadata.get(source), f"{file.path}: the metadata of {source}")
+        if file.dtypes[source] != "U8" or file.shapes[source] != tiles_shape(shape, *format):
             raise CheckpointError(
                 f"{file.path}: {source} is {file.dtypes[source]} {file.shapes[source]}, and a weight {shape} in"
-                f" {kind} is U8 {kind.packed(shape)}; the file is damaged, {AGAIN}"
+                f" {format} is U8 {tiles_shape(shape, *format)}; the file is damaged, {AGAIN}"
             )
-        self._kinds[source] = kind, shape
+        self._formats[source] = format, shape
 
     def _shape(self, file: WeightFile, source: str) -> tuple[int, ...]:
-        return self._kinds[source][1] if source in self._kinds else super()._shape(file, source)
+        return self._formats[source][1] if source in self._formats else super()._shape(file, source)
 
 
-def _meaning(told: str | None, where: str) -> tuple[Kind, tuple[int, int]]:
-    """Kind and shape of a packed weight. Raises CheckpointError unless they are something the kernels compute with."""
+def _meaning(told: str | None, where: str) -> tuple[BlockFormat, tuple[int, int]]:
+    """Format and shape of a packed weight. Raises CheckpointError unless the kernels support the format."""
     if told is None:
         raise CheckpointError(f"{where} is missing, and with it shape and bits; {AGAIN}")
     try:
         fields = Fields(parse_json(told.encode(), where), where)
-        kind = Kind(fields.whole("bits"), fields.whole("group"), fields.flag("offset"))
+        format = BlockFormat(fields.whole("bits"), fields.whole("group"), fields.flag("offset"))
         shape = fields.get("shape")
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{error}; {AGAIN}") from error
-    known = kind.bits in (4, 8) and kind.group in GROUPS and (kind.group > 0 or kind == (8, 0, False))
+    known = format.bits in (4, 8) and format.group in GROUPS and (format.group > 0 or format == (8, 0, False))
     if not known or fields.unknown():
         raise CheckpointError(
             f"{where} says {told!r:.120}; expected shape, offset, 4 or 8 bits and a group of"
@@ -187,14 +171,14 @@ def _meaning(told: str | None, where: str) -> tuple[Kind, tuple[int, int]]:
         )
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
         raise CheckpointError(f"{where}: shape must be two sizes above 0, got {shape!r:.60}; {AGAIN}")
-    return kind, (shape[0], shape[1])
+    return format, (shape[0], shape[1])
 
 
 # ------------------------------------------------------------------------------------------------------- writing
 class Packed(NamedTuple):
     """A weight to be stored as tiles, which are made when they are asked for."""
 
-    kind: Kind
+    format: BlockFormat
     read: Callable[[], Tensor]
 
 
@@ -220,10 +204,10 @@ def entries_of(model: Model, packed: Mapping[str, Packed]) -> tuple[dict[str, En
         if name not in packed:
             entries[theirs] = huggingface_write.entry(model, name, LAYOUT)
             continue
-        kind, read = packed[name]
+        format, read = packed[name]
         rows, columns = model.shapes[name]
-        shape = kind.packed((rows, columns))
+        shape = tiles_shape((rows, columns), *format)
         theirs = theirs.removesuffix(".weight") + TILES
         entries[theirs] = Entry("U8", shape, shape[0] * shape[1], read)
-        metadata[theirs] = json.dumps({"shape": [rows, columns], **kind._asdict()})
+        metadata[theirs] = json.dumps({"shape": [rows, columns], **format._asdict()})
     return entries, metadata

@@ -17,6 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+class BlockFormat(NamedTuple):
+    """Bits of a quantized weight, columns of a group (0: a whole row), and whether a group has an offset."""
+
+    bits: int
+    group: int
+    offset: bool
+
+    def __str__(self) -> str:
+        return f"int{self.bits}-{f'g{self.group}' if self.group else 'row'}{'+offset' * self.offset}"
+
+
 class Blocks(NamedTuple):
     """A weight (R, N) in groups of `group` columns; 0 stands for a whole row.
 
@@ -30,6 +41,10 @@ class Blocks(NamedTuple):
     offset: Tensor | None
     bits: int
     group: int
+
+    @property
+    def format(self) -> BlockFormat:
+        return BlockFormat(self.bits, self.group, self.offset is not None)
 
     @property
     def weight(self) -> Tensor:

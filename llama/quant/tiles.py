@@ -45,6 +45,12 @@ def tile_bytes(columns: int, bits: int, group: int, offset: bool) -> int:
     return groups * (width * TILE * bits // 8 + (32 * (1 + offset) if group else 0)) + (0 if group else 64)
 
 
+def tiles_shape(shape: tuple[int, int], bits: int, group: int, offset: bool) -> tuple[int, int]:
+    """The shape of a packed weight: (tiles, bytes of a tile)."""
+    rows, columns = shape
+    return -(-rows // TILE), tile_bytes(columns, bits, group, offset)
+
+
 def scales_of(tiles: Tensor, columns: int, bits: int, group: int, offset: bool) -> Tensor:
     """The scales in tiles, and the offsets behind them: (tiles, groups, 1 or 2, 16), one group for whole rows."""
     if not group:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.quantized import LAYOUT, Kind, Packed, entries_of, write
+from ..checkpoint.quantized import LAYOUT, Packed, entries_of, write
 from ..checkpoint.write import Model
 from ..engine.linears import Scheme, pick_scheme, scheme_for
 from ..errors import CheckpointError, ConfigError, UsageError
+from ..quant.blocks import BlockFormat
 from ..weights import check_tensors, read_blocks, rounded_again
 from .convert import NO_TEMPLATE, Progress, Proof, check_target, describe, put_whole, stored_dtype, tensor_hash
 
@@ -53,7 +54,7 @@ def quantize(
         progress("writing", len(hashes), len(checkpoint.shapes))
         return tensor
 
-    def read_tiles(name: str, kind: Kind) -> Tensor:
+    def read_tiles(name: str, kind: BlockFormat) -> Tensor:
         return noted(name, tiles_of(checkpoint, name, kind))
 
     kinds = {name: kind_of(checkpoint, name, chosen) for name in checkpoint.shapes}
@@ -78,7 +79,7 @@ def quantize(
         raise ConfigError(f"{source} can't be saved: {error}") from error
 
 
-def kind_of(checkpoint: Checkpoint, name: str, scheme: Scheme) -> Kind | None:
+def kind_of(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | None:
     """As what kind of integers a weight is saved; None: as the numbers that it is.
 
     A linear layer gets the scheme's. An embedding that is not tied to one is not rounded, but keeps integers it has.
@@ -89,12 +90,12 @@ def kind_of(checkpoint: Checkpoint, name: str, scheme: Scheme) -> Kind | None:
         return None
     if embedding:
         stored = checkpoint.blocks(name, slice(0, 1))
-        return None if stored is None else Kind(stored.bits, stored.group, stored.offset is not None)
+        return None if stored is None else stored.format
     wanted = scheme_for("output" if layer == "tok_embeddings" else layer, scheme)
-    return Kind(wanted.bits, wanted.group, wanted.offset)
+    return BlockFormat(wanted.bits, wanted.group, wanted.offset)
 
 
-def tiles_of(checkpoint: Checkpoint, name: str, kind: Kind) -> Tensor:
+def tiles_of(checkpoint: Checkpoint, name: str, kind: BlockFormat) -> Tensor:
     """A weight packed, taken from the file's integers or rounded. Raises CheckpointError, naming it, if it can't be."""
     scheme = Scheme(*kind, about=str(kind))
     integers = read_blocks(checkpoint, name, LAYOUT, scheme, as_stored=False)
