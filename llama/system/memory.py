@@ -38,12 +38,12 @@ SMALL = 64 * 2**20  # a cache below this is made without asking what is free
 class Room:
     """Memory that is free under one limit.
 
-    told       what is free and which limit says so, for people
+    message    what is free and which limit says so, for people
     addresses  whether the limit counts addresses: a file that is mapped already has its own
     """
 
     bytes: int
-    told: str
+    message: str
     addresses: bool = False
 
 
@@ -205,10 +205,13 @@ def check(what: str, need: Need, found: Sequence[Room], remedies: Sequence[str],
         asked = need.total - need.mapped if room.addresses else need.total
         if asked > (room.bytes if room.addresses else room.bytes // ranks):
             each = "" if ranks == 1 else f" in each of {ranks} processes"
-            parts = f"{told(need.weights)} weights, {told(need.cache)} KV cache"
+            parts = (
+                f"{format_bytes(need.weights)} weights, {format_bytes(need.cache)} KV cache,"
+                f" {format_bytes(need.activations + need.runtime)} to compute"
+            )
             raise MemoryLimitError(
-                f"{what} needs {told(asked)} of memory{each} ({parts}, {told(need.activations + need.runtime)} to"
-                f" compute), and {told(room.bytes)} {room.told}; {', '.join([*remedies, NO_CHECK])}"
+                f"{what} needs {format_bytes(asked)} of memory{each} ({parts}), and {format_bytes(room.bytes)}"
+                f" {room.message}; {', '.join([*remedies, NO_CHECK])}"
             )
 
 
@@ -220,13 +223,14 @@ def check_cache(size: int, tokens: int, found: Sequence[Room]) -> None:
     for room in sorted(found, key=lambda room: room.bytes):
         if size > room.bytes:
             raise MemoryLimitError(
-                f"a KV cache for {tokens:,} tokens needs {told(size)} more memory, and {told(room.bytes)} {room.told};"
+                f"a KV cache for {tokens:,} tokens needs {format_bytes(size)} more memory, and"
+                f" {format_bytes(room.bytes)} {room.message};"
                 f" shorten the text or --max-seq-len, keep it in 8 bits (--kv-cache int8), {NO_CHECK}"
             )
 
 
-def told(size: int) -> str:
-    """Bytes for people."""
+def format_bytes(size: int) -> str:
+    """A number of bytes in GiB, or in MiB below that."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.0f} MiB"
 
 

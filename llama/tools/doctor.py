@@ -280,7 +280,7 @@ def memory() -> Iterator[Finding]:
         yield Finding("note", "memory", "free", "this system does not tell what is free")
     for i, room in enumerate(found):
         binds = " (this limit binds)" if i == 0 and len(found) > 1 else ""
-        yield Finding("ok", "memory", "free", f"{size_told(room.bytes)} {room.told}{binds}")
+        yield Finding("ok", "memory", "free", f"{size_told(room.bytes)} {room.message}{binds}")
     least = free_memory("cpu")
     if least is not None and least < 256 * MIB:
         told = f"{size_told(least)} is less than the default model takes"
@@ -651,7 +651,7 @@ def serve(names: Sequence[str]) -> None:
             print(json.dumps(dataclasses.asdict(finding)), file=out, flush=True)
 
 
-SERVE = "from llama import doctor; doctor.serve(NAMES)"
+SERVE = "from llama.tools import doctor; doctor.serve(NAMES)"
 
 
 class Child:
