@@ -369,5 +369,5 @@ def test_too_few_addresses_for_torch_are_one_line(clearllama: Run) -> None:
     assert done.returncode == 1
     assert done.stderr == ""
     (bad,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
-    assert "390 MiB of addresses" in bad
+    assert "390 MiB of address space" in bad
     assert "ulimit -v unlimited" in bad
