@@ -186,6 +186,17 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+def random_model(config: ModelConfig, rope: str = "complex", **options: Any) -> Transformer:
+    """A model with random float32 weights, the same for every form of RoPE; options as for Transformer."""
+    model = Transformer(config, rope, **options).requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        value = 1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5
+        weight.copy_(to_layout(name, value, config.head_dim, "interleaved", model.rope.layout))
+    return model
+
+
 class SkipInit(TorchFunctionMode):
     """Draws no random weights: all are replaced anyway, and on the meta device the first draw takes torch a second."""
 

@@ -158,9 +158,9 @@ def feed(model: Transformer, rows: Sequence[Sequence[int]], cache: KVCache) -> l
 
 # ------------------------------------------------------------------------------------------------------ memory reads
 def linear_bytes(model: nn.Module) -> int:
-    """Bytes of all linear layers in memory: weights, scales, biases. A step reads one row of the embedding: not counted.
+    """Bytes of all linear layers in memory: weights, scales, biases. A step reads one row of an embedding only.
 
-    A tied embedding is the output layer as well, and counts, since a step reads all of it.
+    An embedding counts if it is tied to the output layer, since a step reads all of that.
     """
     layers = [module for module in model.modules() if isinstance(getattr(module, "in_features", None), int)]
     return sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
