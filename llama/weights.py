@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,6 +213,17 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name, tensor in state.items()
         if not (config.tie_embeddings and name == "output.weight")
     }
+
+
+def random_model(config: ModelConfig, rope: str = "complex", **options: Any) -> Transformer:
+    """A model with random float32 weights, the same for every form of RoPE; options as for Transformer."""
+    model = Transformer(config, rope, **options).requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        value = 1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5
+        weight.copy_(to_layout(name, value, config.head_dim, "interleaved", model.rope.layout))
+    return model
 
 
 def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: Layout) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the doctor says is so, by other sources; a library that computes wrongly fails its self-test."""
+"""Other sources confirm the doctor's facts, and a library with a planted defect fails its self-test."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from llama.cli import main
 from llama.engine import compiled, kernels
 from llama.hub import named as hub
 from llama.system.folders import cache_folder
-from llama.tools import doctor
-from llama.tools.doctor import Finding
+from llama.tools import doctor, facts, selftest
+from llama.tools.facts import Finding
 
 from .conftest import Run
 
@@ -36,10 +36,10 @@ ROOT = Path(__file__).resolve().parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-# ---------------------------------------------------------------------------------------------- what there is
+# ------------------------------------------------------------------------------------------------------- facts
 @pytest.fixture(scope="module")
 def found(clearllama: Run) -> dict[tuple[str, str], dict[str, str]]:
-    """(group, item) -> finding, of the command without its self-test."""
+    """(group, item) -> finding, from the command without its self-test."""
     done = clearllama("doctor", "--no-self-test", "--json")
     assert done.stderr == b""
     assert done.returncode == 0, done.stdout
@@ -50,7 +50,7 @@ def found(clearllama: Run) -> dict[tuple[str, str], dict[str, str]]:
     return {(one["group"], one["item"]): one for one in report["findings"]}
 
 
-def test_versions_and_floors(found: dict[tuple[str, str], dict[str, str]]) -> None:
+def test_versions_are_compared_with_the_declared_bounds(found: dict[tuple[str, str], dict[str, str]]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for text in project["dependencies"]:
         need = Requirement(text)
@@ -65,13 +65,13 @@ def test_versions_and_floors(found: dict[tuple[str, str], dict[str, str]]) -> No
 
 
 @linux
-def test_the_machine_is_as_the_system_says(found: dict[tuple[str, str], dict[str, str]]) -> None:
+def test_the_machine_is_described_as_by_the_system(found: dict[tuple[str, str], dict[str, str]]) -> None:
     text = Path("/proc/cpuinfo").read_text()
     flags = set(re.search(r"^(?:flags|Features)\s*:(.*)", text, re.MULTILINE)[1].split())  # type: ignore[index]
     if "avx2" in flags:
         names = {"AVX2": "avx2", "AVX-512": "avx512f", "VNNI": "avx512_vnni", "BF16": "avx512_bf16", "AMX": "amx_tile"}
-        told = found["kernels", "processor"]["told"]
-        assert told == ", ".join(f"{name} {'yes' if flag in flags else 'no'}" for name, flag in names.items())
+        instructions = found["kernels", "processor"]["told"]
+        assert instructions == ", ".join(f"{name} {'yes' if flag in flags else 'no'}" for name, flag in names.items())
     if name := re.search(r"^model name\s*: (.+)", text, re.MULTILINE):
         assert name[1].strip() in found["machine", "processor"]["told"]
     usable = int(subprocess.run(["nproc"], capture_output=True, check=True, env={"PATH": os.environ["PATH"]}).stdout)
@@ -83,28 +83,28 @@ def test_the_machine_is_as_the_system_says(found: dict[tuple[str, str], dict[str
     assert 0 < float(free[1].replace(",", "")) / (1 if free[2] == "GiB" else 1024) <= total
 
 
-def test_the_cache_folder_and_what_is_in_it(found: dict[tuple[str, str], dict[str, str]]) -> None:
+def test_the_cache_folder_and_its_models_are_listed(found: dict[tuple[str, str], dict[str, str]]) -> None:
     one = found["cache", "folder"]
     assert one["told"].startswith(f"{cache_folder()}: ")
     here = hub.find(hub.DEFAULT)
-    assert found["cache", hub.DEFAULT]["told"].startswith("not here" if here is None else str(here))
+    assert found["cache", hub.DEFAULT]["told"].startswith("not downloaded" if here is None else str(here))
 
 
-def test_sizes_of_folders_are_counted_and_no_trace_is_left(tmp_path: Path) -> None:
+def test_the_size_of_a_folder_is_counted_and_nothing_is_left_in_it(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c").write_bytes(bytes(5 * 2**20))
     (tmp_path / "d").write_bytes(bytes(2 * 2**20))
     (tmp_path / "e").symlink_to(tmp_path / "d")
-    status, told, remedy = doctor.folder_told(tmp_path)
+    status, message, remedy = facts.folder_state(tmp_path)
     assert (status, remedy) == ("ok", "")
-    assert told.startswith(f"{tmp_path}: 7 MiB, writable, ")
+    assert message.startswith(f"{tmp_path}: 7 MiB, writable, ")
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["a", "b", "c", "d", "e"]
     missing = tmp_path / "x" / "y"
-    assert doctor.folder_told(missing)[1].startswith(f"{missing}: not there yet, writable")
+    assert facts.folder_state(missing)[1].startswith(f"{missing}: does not exist yet, writable")
     assert not missing.parent.exists()
-    status, told, remedy = doctor.folder_told(tmp_path / "d" / "y")  # below a file
+    status, message, remedy = facts.folder_state(tmp_path / "d" / "y")  # below a file
     assert status == "note"
-    assert "can't be written" in told
+    assert "not writable" in message
     assert str(tmp_path / "d") in remedy
 
 
@@ -113,134 +113,136 @@ def test_sizes_of_folders_are_counted_and_no_trace_is_left(tmp_path: Path) -> No
     [("2.9.1", ">=2.10,<2.14", "fail"), ("2.10.0", ">=2.10,<2.14", "ok"), ("2.13.0+cpu", "<2.14,>=2.10", "ok"),
      ("2.14.0", ">=2.10,<2.14", "note"), ("3.1.10", ">=3.1.6", "ok"), ("0.2.0", ">=0.2.1", "fail"), ("1", "", "ok")],
 )  # fmt: skip
-def test_a_version_below_its_floor_fails(
+def test_a_version_below_its_lower_bound_fails(
     installed: str, bounds: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
-    monkeypatch.setattr(doctor, "requirements", lambda _: (">=3.11", [f"thing{bounds}"]))
-    one = next(one for one in doctor.versions() if one.item == "thing")
+    monkeypatch.setattr(facts, "declared_requirements", lambda _: (">=3.11", [f"thing{bounds}"]))
+    one = next(one for one in facts.versions() if one.item == "thing")
     assert one.status == status
     assert ("pip install 'thing" in one.remedy) == (status != "ok")
-    floor = [bound[2:] for bound in bounds.split(",") if bound.startswith(">=")]
-    assert (status == "fail") == any(Version(installed) < Version(bound) for bound in floor)
+    lower = [bound[2:] for bound in bounds.split(",") if bound.startswith(">=")]
+    assert (status == "fail") == any(Version(installed) < Version(bound) for bound in lower)
 
 
-def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = ["nowhere-to-be-found>=1", 'nowhere-either>=2; extra == "hub"', 'not-asked>=1; extra == "test"']
-    monkeypatch.setattr(doctor, "requirements", lambda _: ("", needs))
-    found = {one.item: one for one in doctor.versions()}
+def test_a_missing_dependency_fails_and_a_missing_extra_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = ["nowhere-to-be-found>=1", 'nowhere-either>=2; extra == "hub"', 'unused>=1; extra == "test"']
+    monkeypatch.setattr(facts, "declared_requirements", lambda _: ("", needs))
+    found = {one.item: one for one in facts.versions()}
     assert (found["nowhere-to-be-found"].status, found["nowhere-either"].status) == ("fail", "note")
     assert found["nowhere-either"].remedy == "pip install 'clearllama[hub]'"
-    assert "not-asked" not in found
+    assert "unused" not in found
 
 
 # ------------------------------------------------------------------------------------------------- the self-test
-def of(name: str) -> Finding:
-    (one,) = doctor.TESTS[name]()
-    return one
+def test_the_doctor_runs_every_check() -> None:
+    assert list(doctor.TESTS) == list(selftest.CHECKS)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name != "compile" else pytest.param(name, marks=pytest.mark.slow) for name in doctor.TESTS]
+    "name", [name if name != "compile" else pytest.param(name, marks=pytest.mark.slow) for name in selftest.CHECKS]
 )
 def test_the_library_passes(name: str) -> None:
-    one = of(name)
+    one = selftest.run(name)
     assert one.status == "ok" or (name == "compile" and kernels.compiler() is None), one
 
 
-def turned_back(form: str, patch: pytest.MonkeyPatch) -> None:
+def rotate_backwards(form: str, patch: pytest.MonkeyPatch) -> None:
     table, apply, layout = rope.FORMS[form]
     patch.setitem(rope.FORMS, form, (table, lambda q, k, *rows: apply(q, k, *rows[:-1], -rows[-1]), layout))
 
 
-def scaled(owner: Any, name: str, by: float, patch: pytest.MonkeyPatch) -> None:
-    kept = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args: kept(*args) * by)
+def scale(owner: Any, name: str, factor: float, patch: pytest.MonkeyPatch) -> None:
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args: original(*args) * factor)
 
 
-def stale(patch: pytest.MonkeyPatch) -> None:
-    """A cache whose values lag one slot behind."""
+def delay_values(patch: pytest.MonkeyPatch) -> None:
+    """The cache stores each value one slot too late."""
     update = LayerCache.update
 
-    def lagging(self: LayerCache, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> Any:
+    def delayed(self: LayerCache, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> Any:
         return update(self, k, v.roll(1, 2) if v.shape[2] > 1 else v, positions)
 
-    patch.setattr(LayerCache, "update", lagging)
+    patch.setattr(LayerCache, "update", delayed)
 
 
-def unmoved(patch: pytest.MonkeyPatch) -> None:
-    """A cache that puts every pass where the first one went."""
+def overwrite_slots(patch: pytest.MonkeyPatch) -> None:
+    """The cache stores every pass in the slots of the first one."""
     place = KVCache.place
     patch.setattr(KVCache, "place", lambda self, tokens, positions=None: place(self, tokens, positions) * 0)
 
 
-def further(patch: pytest.MonkeyPatch) -> None:
-    """All forms alike turn by angles that are a little too large."""
-    turns = rope.freqs_cis_at
+def increase_angles(patch: pytest.MonkeyPatch) -> None:
+    """Every form of RoPE rotates by angles that are slightly too large."""
+    table = rope.freqs_cis_at
     patch.setattr(
-        rope, "freqs_cis_at", lambda positions, inv_freq, *factor: turns(positions, inv_freq * 1.001, *factor)
+        rope, "freqs_cis_at", lambda positions, inv_freq, *factor: table(positions, inv_freq * 1.001, *factor)
     )
 
 
-def looking_ahead(patch: pytest.MonkeyPatch) -> None:
+def unmask(patch: pytest.MonkeyPatch) -> None:
     mask = model.causal_mask
     patch.setattr(model, "causal_mask", lambda *args: mask(*args) | True)
 
 
 DEFECTS: dict[str, tuple[str, Any]] = {
-    "one form turns the other way": ("rope", lambda patch: turned_back("half", patch)),
-    "the matrix form does": ("rope", lambda patch: turned_back("matrix", patch)),
-    "all angles are a little off": ("rope", further),
-    "the cache lags": ("cache", stale),
-    "positions stand still": ("cache", unmoved),
-    "a query sees what follows": ("cache", looking_ahead),
-    "rows are not put in order": ("safetensors", lambda patch: patch.setattr(loader, "to_layout", lambda n, t, *_: t)),
-    "a weight is read wrong": ("safetensors", lambda patch: scaled(loader, "cast", 1.0001, patch)),
-    "the kernels' product is 5 % off": ("integers", lambda patch: scaled(kernels, "linear_blocks", 1.05, patch)),
-    "the bfloat16 kernel drops the sign": ("integers", lambda patch: scaled(kernels, "linear_bf16", -1, patch)),
+    "one form rotates backwards": ("rope", lambda patch: rotate_backwards("half", patch)),
+    "the matrix form rotates backwards": ("rope", lambda patch: rotate_backwards("matrix", patch)),
+    "all angles are slightly too large": ("rope", increase_angles),
+    "values are cached one slot too late": ("cache", delay_values),
+    "slots are overwritten": ("cache", overwrite_slots),
+    "queries attend to later keys": ("cache", unmask),
+    "rows of wq and wk are not reordered": (
+        "safetensors",
+        lambda patch: patch.setattr(loader, "to_layout", lambda n, t, *_: t),
+    ),
+    "weights are read with a wrong scale": ("safetensors", lambda patch: scale(loader, "cast", 1.0001, patch)),
+    "the kernels' product is 5 % too large": ("quantized", lambda patch: scale(kernels, "linear_blocks", 1.05, patch)),
+    "the bfloat16 kernel changes the sign": ("quantized", lambda patch: scale(kernels, "linear_bf16", -1, patch)),
 }
 
 
 @pytest.mark.parametrize("what", DEFECTS)
-def test_a_defect_fails_it(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_fails_its_check(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, plant = DEFECTS[what]
-    if name == "integers" and not kernels.ready():
-        pytest.skip("wants the C++ kernels")
+    if name == "quantized" and not kernels.ready():
+        pytest.skip("needs the C++ kernels")
     plant(monkeypatch)
-    one = of(name)
+    one = selftest.run(name)
     assert one.status == "fail", one
     assert one.remedy
 
 
 @pytest.mark.slow
-def test_compiled_code_that_differs_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled(compiled, "forward", 1.01, monkeypatch)
-    assert of("compile").status == "fail"
+def test_a_wrong_compiled_step_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale(compiled, "forward", 1.01, monkeypatch)
+    assert selftest.run("compile").status == "fail"
 
 
-def test_not_a_number_fails_it() -> None:
-    with pytest.raises(doctor.Wrong, match="off by nan"):
-        doctor._hold("it", torch.tensor([1.0, float("nan")]), torch.ones(2), 1)
+def test_nan_is_never_close() -> None:
+    with pytest.raises(selftest.Wrong, match="differ by nan"):
+        selftest.check_close("they", torch.tensor([1.0, float("nan")]), torch.ones(2), 1)
 
 
-# ----------------------------------------------------------------------------------- probes that break off, or hang
+# ---------------------------------------------------------------------------------------- probes that crash or hang
 def planted(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes of the child are replaced by such that find nothing, but for what the code does."""
-    made = "import os, signal, subprocess, sys, time; from llama.tools import doctor; F = doctor.Finding; "
+    """Replace the child's probes by probes that find nothing, then run the code there."""
+    made = "import os, signal, subprocess, sys, time; from llama.tools import doctor, facts; F = facts.Finding; "
     made += "[group.update({name: (lambda name=name: iter([F('ok', 'x', name, '')])) for name in group})"
-    made += " for group in (doctor.PROBES, doctor.BUILD, doctor.TESTS)]; "
+    made += " for group in (doctor.PROBES, doctor.TESTS)]; "
     monkeypatch.setattr(doctor, "SERVE", f"{made}{code}; doctor.serve(NAMES)")
-
-
-def all_of(seconds: float = 5) -> list[Finding]:
-    return list(doctor.in_children([*doctor.PROBES, *doctor.TESTS], seconds))
 
 
 ORDER = [*doctor.PROBES, *doctor.TESTS]
 
 
+def examine(seconds: float = 5) -> list[Finding]:
+    return list(doctor.in_children(ORDER, seconds))
+
+
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "ending"),
     [
         ("os.kill(os.getpid(), signal.SIGILL)", "ended by SIGILL"),
         ("os.abort()", "ended by SIGABRT"),
@@ -249,57 +251,57 @@ ORDER = [*doctor.PROBES, *doctor.TESTS]
     ],
 )
 @pytest.mark.parametrize("name", ["devices", "cache"])
-def test_a_probe_that_ends_its_process_is_one_line(
-    name: str, how: str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_a_probe_that_ends_its_process_is_one_finding(
+    name: str, how: str, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = "PROBES" if name in doctor.PROBES else "TESTS"
     planted(f"doctor.{group}[{name!r}] = lambda: {how}", monkeypatch)
-    found = all_of()
+    found = examine()
     assert [one.item for one in found] == ORDER
     (bad,) = [one for one in found if one.status != "ok"]
     assert (bad.status, bad.item) == ("fail", name)
-    assert told in bad.told
+    assert ending in bad.message
     assert bad.group == ("self-test" if name in doctor.TESTS else "torch")
 
 
-def test_a_probe_that_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_raises_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(
         "doctor.PROBES['devices'] = lambda: 1 / 0; doctor.TESTS['cache'] = lambda: iter([F('fail', 'x', 'y', 'z')])",
         monkeypatch,
     )
-    found = all_of()
-    assert [one.status for one in found] == ["ok", "fail", "ok", "ok", "fail", *["ok"] * (len(ORDER) - 5)]
-    assert found[1].told == "could not be done: ZeroDivisionError: division by zero"
+    found = examine()
+    assert [one.status for one in found] == ["ok", "fail", "ok", "ok", "ok", "fail", *["ok"] * (len(ORDER) - 6)]
+    assert found[1].message == "could not be done: ZeroDivisionError: division by zero"
 
 
-def test_a_torch_that_can_t_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_of_torch_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SERVE", "raise ImportError('libtorch.so: no such file')")
-    (one,) = all_of()
+    (one,) = examine()
     assert (one.status, one.item) == ("fail", "import")
-    assert "ImportError: libtorch.so: no such file" in one.told
+    assert "ImportError: libtorch.so: no such file" in one.message
 
 
 @linux
-def test_what_hangs_is_ended_with_all_that_it_has_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_probe_that_hangs_is_killed_with_its_own_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     hang = f"subprocess.run(['sh', '-c', 'echo $$ $PPID >> {pids}; exec sleep 600'])"
     planted(f"doctor.PROBES['devices'] = doctor.TESTS['cache'] = lambda: {hang}", monkeypatch)
     monkeypatch.setattr(doctor, "ANSWER", 3.0)
     started = time.monotonic()
-    found = {one.item: one for one in all_of(2)}
+    found = {one.item: one for one in examine(2)}
     assert time.monotonic() - started < 60
     assert list(found) == ORDER
     assert found["devices"].status == "fail"
-    assert found["devices"].told == "no answer within 3 s"
+    assert found["devices"].message == "no answer within 3 s"
     assert found["kernels"].status == found["rope"].status == "ok"
     for name in ORDER[ORDER.index("cache") :]:  # no time is left for the others
         assert found[name].status == "note"
-        assert found[name].told == "not run: not done within the 2 s of the self-test"
+        assert found[name].message == "not run: not done within the 2 s of the self-test"
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
-def test_an_interrupt_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     planted("doctor.PROBES['devices'] = lambda: time.sleep(600)", monkeypatch)
     made: list[doctor.Child] = []
     init = doctor.Child.__init__
@@ -312,20 +314,20 @@ def test_an_interrupt_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ the command
-def test_nothing_asks_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_probe_uses_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("a socket was opened")
 
     monkeypatch.setattr(socket, "socket", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    for probe in doctor.ALONE.values():
+    for probe in doctor.WITHOUT_TORCH.values():
         assert "fail" not in {one.status for one in probe()}
 
 
 @pytest.mark.row("I10")
 @linux
-def test_it_works_without_a_home_a_cache_a_compiler_and_a_network(tmp_path: Path) -> None:
-    """All at once, with the self-test: what is lacking is a note, and nothing fails."""
+def test_the_doctor_runs_without_a_home_a_cache_a_compiler_and_a_network(tmp_path: Path) -> None:
+    """All of these at once, with the self-test: what is missing is a note, and nothing fails."""
     (tmp_path / "file").write_text("")
     env = {"PATH": "/nonexistent", "CLEARLLAMA_CACHE": str(tmp_path / "file" / "cache"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "llama", "doctor", "--seconds", "60", "--json"]
@@ -341,9 +343,9 @@ def test_it_works_without_a_home_a_cache_a_compiler_and_a_network(tmp_path: Path
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_the_exit_code_says_whether_anything_failed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_exit_code_shows_whether_anything_failed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def findings(*statuses: Any) -> list[Finding]:
-        return [Finding(status, "group", "item", "told\nin two\x1b lines", "do this") for status in statuses]
+        return [Finding(status, "group", "item", "a message\nof two\x1b lines", "do this") for status in statuses]
 
     for statuses, code, last in (
         (("ok", "note"), 0, "nothing failed: 1 ok, 1 note"),
@@ -354,7 +356,7 @@ def test_the_exit_code_says_whether_anything_failed(monkeypatch: pytest.MonkeyPa
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == len(statuses) + 1
         assert lines[-1] == last
-        assert lines[0] == "ok    group     item: told in two\\x1b lines; do this"
+        assert lines[0] == "ok    group     item: a message of two\\x1b lines; do this"
         assert main(["doctor", "--json"]) == code
         assert json.loads(capsys.readouterr().out)["ok"] == (code == 0)
     for bad in ("0", "-1", "nan", "inf"):
@@ -363,11 +365,11 @@ def test_the_exit_code_says_whether_anything_failed(monkeypatch: pytest.MonkeyPa
 
 @linux
 @pytest.mark.row("J02")
-def test_too_few_addresses_for_torch_are_one_line(clearllama: Run) -> None:
+def test_an_address_space_too_small_for_torch_is_one_finding(clearllama: Run) -> None:
     command = f"ulimit -v 400000; exec {sys.executable} -m llama doctor"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False, text=True)
     assert done.returncode == 1
     assert done.stderr == ""
     (bad,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
-    assert "390 MiB of addresses" in bad
+    assert "390 MiB of address space" in bad
     assert "ulimit -v unlimited" in bad

@@ -390,7 +390,7 @@ def test_a_limit_of_addresses_leaves_what_is_not_mapped_yet() -> None:
     code = """
 import resource, sys
 from pathlib import Path
-from llama import memory
+from llama.system import memory
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 300_000_000,) * 2)
 [room] = [room for room in memory.rooms() if room.addresses]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
-from ..system.temporary import write_whole
+from ..system.temporary import write_atomically
 from . import answers, arguments, drafts, loading, ranks, sessions, streams
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Chat:
         try:
             path = Path(name).expanduser()
             text = json.dumps(self.messages, ensure_ascii=False, indent=1)
-            write_whole(path, text.encode(), new=True)
+            write_atomically(path, text.encode(), new=True)
         except FileExistsError:
             return f"{path} exists already; choose another name"
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~nobody; ValueError: a NUL in the name

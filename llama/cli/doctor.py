@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from ..errors import UsageError
 from . import arguments, streams
 
 if TYPE_CHECKING:
-    from ..tools.doctor import Finding
+    from ..tools.facts import Finding
 
 MOST_SECONDS = 3600
 
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             streams.write(streams.one_line(_line(finding)) + "\n")
     counts: Counter[str] = Counter(finding.status for finding in findings)
     if args.json:
-        found = [dataclasses.asdict(finding) for finding in findings]
+        found = [finding.as_dict() for finding in findings]
         streams.write_json({"clearllama": __version__, "ok": not counts["fail"], "findings": found})
     else:
         notes = f"{counts['note']} note{'s' * (counts['note'] != 1)}"
@@ -64,4 +63,4 @@ def run(args: argparse.Namespace) -> int:
 def _line(finding: Finding) -> str:
     status = "FAIL" if finding.status == "fail" else finding.status
     remedy = f"; {finding.remedy}" if finding.remedy else ""
-    return f"{status:<4}  {finding.group:<9} {finding.item}: {finding.told}{remedy}"
+    return f"{status:<4}  {finding.group:<9} {finding.item}: {finding.message}{remedy}"

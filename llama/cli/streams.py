@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import LlamaError, UsageError
 from ..errors import one_line as one_line
 from ..system.limits import MIB, address_limit
-from ..system.temporary import check_writable, write_whole
+from ..system.temporary import check_writable, write_atomically
 
 LARGEST_INPUT = 2**28  # bytes that are read from a pipe, which may have no end
 
@@ -107,7 +107,7 @@ def write_json(value: Any) -> None:
 def write_file(path: Path, text: str) -> None:
     """A text into a file, whole or not at all. Raises UsageError, naming the file, where that can't be done."""
     try:
-        write_whole(path, text.encode())
+        write_atomically(path, text.encode())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..errors import CheckpointError, UsageError
 from ..system.folders import cache_folder
-from ..system.temporary import alone, own_temporary, sweep
+from ..system.temporary import locked, own_temporary, sweep
 from .repository import find_cached, has_library, hub_id, pull_repository, short
 
 DEFAULT = "smollm2-135m-instruct"
@@ -131,7 +131,7 @@ def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = Fa
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with alone(folder / model.file, ".pull", wait):
+        with locked(folder / model.file, ".pull", wait):
             if waited and (here := good()):
                 return here
             sweep(folder, ".pull")

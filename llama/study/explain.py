@@ -29,6 +29,7 @@ from ..config import ModelConfig
 from ..errors import UsageError
 from ..model import Transformer
 from ..rope_scaling import kind_of
+from ..weights import random_model
 from .report import Check, Report, below
 
 Array = np.ndarray[Any, Any]
@@ -42,15 +43,8 @@ TOLERANCE = 1e-5  # of the largest number of a step: float32 loses about 1e-6 ov
 
 
 def tiny_model(config: ModelConfig = TINY, form: str = "complex", max_seq_len: int | None = None) -> Transformer:
-    """A random model in float32 whose tokens are the 256 bytes, the same in every form of the rotation."""
-    generator = torch.Generator().manual_seed(0)
-    net = Transformer(config, rope=form, max_seq_len=max_seq_len).requires_grad_(False).eval()
-    for name, weight in net.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        value = 1 + 0.2 * noise if name.endswith("norm.weight") else noise / weight.shape[-1] ** 0.5
-        rotated = name.endswith((".wq.weight", ".wk.weight")) and net.rope.layout == "half"
-        weight.copy_(rope.to_half_layout(value, config.head_dim) if rotated else value)
-    return net
+    """A random model whose tokens are the 256 bytes."""
+    return random_model(config, form, max_seq_len=max_seq_len)
 
 
 # ------------------------------------------------------------------------------------ the block, in plain numpy

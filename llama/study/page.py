@@ -20,7 +20,7 @@ import torch
 from .. import __version__
 from ..errors import UsageError
 from ..rope_scaling import inverse_frequencies
-from ..system.temporary import write_whole
+from ..system.temporary import write_atomically
 
 METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
 # head_dim, base, trained length, stretch of the settings that the page checks itself at; the first are Llama 1 to 3.1
@@ -49,7 +49,7 @@ def write(path: Path) -> int:
         raise UsageError(f"{path}: {target.parent} is not a folder; make it first")
     page = html().encode()
     try:
-        write_whole(target, page)
+        write_atomically(target, page)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     return len(page)

@@ -1,1 +1,1 @@
-"""The machine around the program: folders, temporary files, limits, memory."""
+"""The machine around the program: cache folders, temporary files, limits, memory."""

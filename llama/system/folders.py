@@ -1,4 +1,4 @@
-"""Where the program keeps what it made or fetched and can make or fetch again."""
+"""The cache folder: files that the program built or downloaded and can build or download again."""
 
 from __future__ import annotations
 
@@ -12,36 +12,33 @@ from ..errors import UsageError
 
 
 def cache_folder() -> Path:
-    """CLEARLLAMA_CACHE, or the user's cache folder as the operating system has it. UsageError where there is none."""
+    """CLEARLLAMA_CACHE, or the user's cache folder on this operating system. Raises UsageError if there is none."""
     import platformdirs
 
-    wanted = os.environ.get("CLEARLLAMA_CACHE")
     try:
-        folder = Path(wanted or platformdirs.user_cache_dir("clearllama")).expanduser()
-    except RuntimeError:  # no HOME, and the system does not know this user
+        folder = Path(os.environ.get("CLEARLLAMA_CACHE") or platformdirs.user_cache_dir("clearllama")).expanduser()
+    except RuntimeError:  # HOME is not set and the system does not know this user
         folder = Path("~")
-    if folder.parts[:1] == ("~",):  # older versions of platformdirs leave it so
+    if folder.parts[:1] == ("~",):  # older versions of platformdirs don't expand it
         raise UsageError(
-            "the home folder is not known, and with it where to keep what is fetched; set HOME, or CLEARLLAMA_CACHE to"
-            " a folder that can be written"
+            "the home folder is not known, so there is no folder for downloads; set HOME, or CLEARLLAMA_CACHE to a"
+            " writable folder"
         )
     return folder
 
 
 def kept(folder: Path, name: str, suffix: str) -> Path | None:
-    """The file that `keep` has put into a folder under a name, or None. A damaged one is removed.
+    """The file that `keep` moved into a folder under a name, or None. A damaged file is removed.
 
-    Raises UsageError where it or the folder is open to other users: what is kept here is run.
+    Raises UsageError if other users can write to the folder or own the file, since these files are run as code.
     """
-    for place in (folder, folder.parent):
-        if place.is_dir() and place.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            raise UsageError(f"{place} can be written by every user, and code is kept there: chmod o-w {place}")
+    for parent in (folder, folder.parent):
+        if parent.is_dir() and parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise UsageError(f"every user can write to {parent}, which holds code to run; run chmod o-w {parent}")
     for path in sorted(folder.glob(f"{name}-*{suffix}")):
         with contextlib.suppress(OSError):
             if hasattr(os, "getuid") and path.stat().st_uid not in (os.getuid(), 0):
-                raise UsageError(
-                    f"{path} is another user's, and would be run as code; remove it, or set CLEARLLAMA_CACHE"
-                )
+                raise UsageError(f"another user owns {path}, which is run as code; remove it, or set CLEARLLAMA_CACHE")
             if path.name == _name_of(path, name):
                 return path
             path.unlink()
@@ -49,9 +46,9 @@ def kept(folder: Path, name: str, suffix: str) -> Path | None:
 
 
 def keep(made: Path, folder: Path, name: str) -> Path:
-    """Move a finished file there, from the same disk: whole or not at all, also where two processes do it at once.
+    """Move a finished file into a folder of the same disk in one step, which two processes may do at the same time.
 
-    The hash of its content becomes part of its name, so that `kept` can tell whether it is still what was written.
+    The name gets the hash of the content, by which `kept` detects damage.
     """
     target = folder / _name_of(made, name)
     os.replace(made, target)

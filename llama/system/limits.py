@@ -1,7 +1,7 @@
-"""What this process may take of addresses, told before torch is imported.
+"""The address space that this process may use, checked before torch is imported.
 
-torch's libraries are mapped as a whole. Where the limit of the shell (ulimit -v) has no room for them, the import ends
-in one of several ways, and some of them abort the process without a word of Python's.
+The import maps all of torch's libraries. If the limit of the shell (ulimit -v) is too low for them, the import fails
+in one of several ways, and some of them abort the process without a Python error.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from ..errors import MemoryLimitError
 
 MIB = 2**20
-# Measured with torch 2.13 and numpy 2 on Linux: what the imports take besides the files in torch/lib, and what numpy's
-# OpenBLAS takes for each further core that it starts a thread on.
-BESIDES = 160 * MIB
-A_CORE = 40 * MIB
+# Measured with torch 2.13 and numpy 2 on Linux: what the imports map in addition to the files in torch/lib, and what
+# numpy's OpenBLAS maps for each core after the first, since it starts a thread on each.
+OTHER_IMPORTS = 160 * MIB
+PER_CORE = 40 * MIB
 MOST_CORES = 64
-TO_RUN = 192 * MIB  # with less left, reading a vocabulary may abort: Rust's allocator does not ask twice
+TO_RUN = 192 * MIB  # with less left, reading a vocabulary may abort: Rust aborts when an allocation fails
 
 
 def address_limit() -> int | None:
-    """The limit of addresses in bytes (ulimit -v); None where there is none."""
+    """The limit of the address space in bytes (ulimit -v); None if there is none."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -33,29 +33,35 @@ def address_limit() -> int | None:
 
 
 def import_bytes() -> int:
-    """About how many addresses the import of torch takes; 0 where torch is not installed."""
+    """An estimate of the address space that importing torch needs; 0 if torch is not installed."""
     found = importlib.util.find_spec("torch")
     if found is None or not found.origin:
         return 0
     libraries = (Path(found.origin).parent / "lib").glob("*.so*")
-    return sum(path.stat().st_size for path in libraries) + BESIDES + A_CORE * (_cores() - 1)
+    return sum(path.stat().st_size for path in libraries) + OTHER_IMPORTS + PER_CORE * (_threads() - 1)
 
 
-def _cores() -> int:
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = next((v for n in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if (v := os.environ.get(n, "")).isdigit()), "")
-    return max(1, min(there, int(asked or there), MOST_CORES))
+def usable_cores() -> int:
+    """The number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _threads() -> int:
+    """The number of threads that OpenBLAS starts."""
+    variables = (os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"))
+    wanted = next((value for value in variables if value.isdigit()), "")
+    return max(1, min(usable_cores(), int(wanted or MOST_CORES), MOST_CORES))
 
 
 def check_import() -> None:
-    """Raise MemoryLimitError where the limit of addresses has no room for torch."""
+    """Raise MemoryLimitError if the limit of the address space is too low for torch."""
     limit = address_limit()
     if limit is None or "torch" in sys.modules:
         return
     needed = import_bytes()
     if limit < needed + TO_RUN:
         raise MemoryLimitError(
-            f"the limit of this shell (ulimit -v) is {limit // MIB:,} MiB of addresses, and it takes about"
-            f" {(needed + TO_RUN) // MIB:,} to import torch and read a vocabulary, besides the model; raise it, or"
-            " start a shell without it (ulimit -v unlimited)"
+            f"the limit of this shell (ulimit -v) is {limit // MIB:,} MiB of address space, and importing torch and"
+            f" reading a vocabulary needs about {(needed + TO_RUN) // MIB:,} MiB in addition to the model; raise the"
+            " limit, or start a shell without one (ulimit -v unlimited)"
         )

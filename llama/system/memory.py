@@ -1,14 +1,14 @@
-"""What a run needs of memory, and what is free: too much is refused in words before anything is read.
+"""The memory that a run needs, the memory that is free, and an error if it does not fit, before any weight is read.
 
-Otherwise the system ends the process without a word, or turns to swapping and stands still. What is needed:
+Without this check the system would kill the process or swap. A run needs memory for:
 
-    weights      as they will be held: of a file's own blocks, rounded, or cast (weights.held)
+    weights      in the form they will have in memory: stored blocks, quantized here, or cast
     cache        keys and values of the tokens
-    activations  what a chunk of the prompt has in the air at once
-    runtime      what torch takes at its first products: code, threads, buffers of its kernels
+    activations  intermediate results of one chunk of the prompt
+    runtime      what torch allocates at its first matrix products: code, threads, kernel buffers
 
-What is free is the least of what the machine and every limit around the process leave; a limit that the system does
-not tell of is none.
+Free is the smallest amount that the machine and every limit on the process leave. A limit that the system does not
+report is ignored.
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..errors import MemoryLimitError
+from .limits import address_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch  # imported where it is needed: the doctor formats sizes before it knows whether torch can be imported
 
     from ..config import ModelConfig
 
 GIB = 2**30
 RUNTIME = 48 * 2**20  # measured: docs/long-contexts.md
-UNLIMITED = 2**60  # cgroups write a limit that nobody reaches where there is none
-SMALL = 64 * 2**20  # a cache below this is made without asking what is free
+UNLIMITED = 2**60  # bytes; cgroups report a limit above this where none is set
+SMALL = 64 * 2**20  # bytes; a smaller cache is allocated without checking what is free
 
 
 @dataclass(frozen=True)
 class Room:
     """Memory that is free under one limit.
 
-    told       what is free and which limit says so, for people
-    addresses  whether the limit counts addresses: a file that is mapped already has its own
+    message    the end of a sentence that begins with the size and names the limit
+    addresses  whether the limit counts address space, of which a mapped file already has its part
     """
 
     bytes: int
-    told: str
+    message: str
     addresses: bool = False
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of memory that a run takes at its peak; `mapped` of the weights stay in the file they are mapped from."""
+    """Bytes of memory that a run needs at its peak; `mapped` bytes of the weights are pages of a mapped file."""
 
     weights: int
     cache: int
@@ -62,9 +63,9 @@ class Need:
         return self.weights + self.cache + self.activations + self.runtime
 
 
-# --------------------------------------------------------------------------------------------------- what is needed
+# ---------------------------------------------------------------------------------------------------- needed memory
 def cache_bytes(config: ModelConfig, tokens: int, itemsize: int, kind: str = "model", batch: int = 1) -> int:
-    """Bytes of a KV cache (cache.KVCache) with `tokens` slots: of `itemsize` bytes, or in 8 bits with their scales."""
+    """Bytes of a KV cache (cache.KVCache) with `tokens` slots: entries of `itemsize` bytes, or 8 bits and scales."""
     if kind == "int8":
         scales = 2 * config.n_layers * config.n_kv_heads * tokens * 4
         return batch * (config.kv_cache_bytes(tokens, 1) + scales)
@@ -74,13 +75,13 @@ def cache_bytes(config: ModelConfig, tokens: int, itemsize: int, kind: str = "mo
 def activation_bytes(
     config: ModelConfig, tokens: int, chunk: int, itemsize: int, kind: str = "model", batch: int = 1
 ) -> int:
-    """A bound on what a forward pass of `chunk` tokens holds besides weights and cache, once `tokens` are cached.
+    """An upper bound on the bytes of a forward pass of `chunk` tokens with `tokens` cached, without weights and cache.
 
-    Of each new token: its hidden state, that state normed in float32, and the larger of what attention and what the
-    feed-forward network have at once. For each pair of a new token and a key: the mask as truth values and as numbers.
-    Scores are not kept, since the fused kernels work through them in tiles. Of each key, in one layer: in 8 bits the
-    numbers it stands for, and what a cache that grows has twice. At last the logits of one token. Of each position: the
-    table of RoPE and what it is made of.
+    For each new token: its hidden state, that state normalized in float32, and the larger of the intermediate results
+    of attention and of the feed-forward network. For each pair of a new token and a key: the mask as booleans and as
+    floats; scores are not counted, since the fused kernels compute them in tiles. For each key of one layer: its
+    dequantized values if the cache has 8 bits, and the second copy while the cache grows. The logits of one token. For
+    each position: the table of RoPE and its angles.
     """
     T, S = min(chunk, tokens), tokens
     q, kv = config.n_heads * config.head_dim, 2 * config.n_kv_heads * config.head_dim
@@ -95,7 +96,7 @@ def activation_bytes(
 
 
 def logits_bytes(config: ModelConfig) -> int:
-    """A bound on what the logits of one token take, and what choosing by them does: four times in float32."""
+    """An upper bound on the bytes of one token's logits and of sampling from them: four float32 copies."""
     return config.vocab_size * 4 * 4
 
 
@@ -110,14 +111,16 @@ def need(
     batch: int = 1,
     mapped: int = 0,
 ) -> Need:
-    """What a run over so many tokens, prompt and answer, takes; weights and mapped are bytes."""
+    """The memory that a run over `tokens` tokens, prompt and answer, needs; `weights` and `mapped` are bytes."""
     cache = cache_bytes(config, tokens, itemsize, kind, batch)
     return Need(weights, cache, activation_bytes(config, tokens, chunk, itemsize, kind, batch), mapped)
 
 
-# ------------------------------------------------------------------------------------------------------ what is free
+# ------------------------------------------------------------------------------------------------------ free memory
 def rooms(device: torch.device | str = "cpu", root: Path = Path("/")) -> list[Room]:
-    """What every limit on a device leaves; empty where the system tells nothing. root is where /proc and /sys hang."""
+    """The free memory under each limit on a device; empty if the system reports none. root contains proc and sys."""
+    import torch
+
     kind = torch.device(device)
     if kind.type == "cuda":
         free, _ = torch.cuda.mem_get_info(kind)
@@ -127,7 +130,7 @@ def rooms(device: torch.device | str = "cpu", root: Path = Path("/")) -> list[Ro
 
 
 def free_memory(device: torch.device | str = "cpu", root: Path = Path("/")) -> int | None:
-    """Bytes free on a device under all limits; None where the system tells nothing."""
+    """Bytes free on a device under all limits; None if the system reports none."""
     return min((room.bytes for room in rooms(device, root)), default=None)
 
 
@@ -137,15 +140,15 @@ def _machine(root: Path) -> Iterator[Room]:
             yield Room(int(line.split()[1]) * 1024, "are free on this machine")
             return
     if root == Path("/") and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        # Elsewhere than on Linux what is free is hard to tell; but no more than all of it.
+        # Other systems than Linux don't report free memory in a portable way; the total is an upper bound.
         yield Room(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "are in this machine")
 
 
 def _cgroups(root: Path) -> Iterator[Room]:
-    """Of the process' control group and of each above it, in either version of the interface.
+    """The limits of the process's control group and of its ancestors, in version 1 and 2 of the interface.
 
-    What files have in memory counts as used there, but goes first; so it is free. A limit may lie at the mount itself:
-    inside a container the path of the group may be another than outside.
+    The page cache counts as used in a group, but is reclaimed first, so it counts as free here. The root of the mount
+    is read too: inside a container, the path of the group may be the one outside of it.
     """
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
@@ -171,15 +174,12 @@ def _cgroups(root: Path) -> Iterator[Room]:
 
 
 def _addresses(root: Path) -> Iterator[Room]:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = address_limit()
     fields = " ".join(_lines(root / "proc/self/statm")).split()
-    if limit != resource.RLIM_INFINITY and fields:
+    if limit is not None and fields:
         used = int(fields[0]) * os.sysconf("SC_PAGE_SIZE")
-        yield Room(max(0, limit - used), "of addresses are left by the limit of this shell (ulimit -v)", addresses=True)
+        message = "of address space are left under the limit of this shell (ulimit -v)"
+        yield Room(max(0, limit - used), message, addresses=True)
 
 
 def _lines(path: Path) -> list[str]:
@@ -190,55 +190,61 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None for "max", and where there is none."""
+    """The integer in a file; None for "max" or a missing file."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
 # --------------------------------------------------------------------------------------------------------- the check
-def check(what: str, need: Need, found: Sequence[Room], remedies: Sequence[str], ranks: int = 1) -> None:
-    """Raise MemoryLimitError where a need does not fit into every room, with the numbers and what to lower.
+NO_CHECK = "or skip this check (--no-memory-check)"
 
-    ranks  processes that need the same and share the rooms
+
+def check(what: str, need: Need, found: Sequence[Room], remedies: Sequence[str], ranks: int = 1) -> None:
+    """Raise MemoryLimitError, with the sizes and the remedies, if a need exceeds the free memory under a limit.
+
+    ranks  number of processes with the same need that share the memory
     """
     for room in sorted(found, key=lambda room: room.bytes):
-        asked = need.total - need.mapped if room.addresses else need.total
-        if asked > (room.bytes if room.addresses else room.bytes // ranks):
+        needed = need.total - need.mapped if room.addresses else need.total
+        if needed > (room.bytes if room.addresses else room.bytes // ranks):
             each = "" if ranks == 1 else f" in each of {ranks} processes"
-            parts = f"{told(need.weights)} weights, {told(need.cache)} KV cache"
-            raise MemoryLimitError(
-                f"{what} needs {told(asked)} of memory{each} ({parts}, {told(need.activations + need.runtime)} to"
-                f" compute), and {told(room.bytes)} {room.told}; {', '.join([*remedies, NO_CHECK])}"
+            parts = (
+                f"{format_bytes(need.weights)} weights, {format_bytes(need.cache)} KV cache,"
+                f" {format_bytes(need.activations + need.runtime)} to compute"
             )
-
-
-NO_CHECK = "or leave this check out (--no-memory-check)"
+            raise MemoryLimitError(
+                f"{what} needs {format_bytes(needed)} of memory{each} ({parts}), and {format_bytes(room.bytes)}"
+                f" {room.message}; {', '.join([*remedies, NO_CHECK])}"
+            )
 
 
 def check_cache(size: int, tokens: int, found: Sequence[Room]) -> None:
-    """Raise MemoryLimitError where `size` more bytes for a KV cache of `tokens` slots are not free."""
+    """Raise MemoryLimitError if `size` more bytes for a KV cache of `tokens` slots are not free."""
     for room in sorted(found, key=lambda room: room.bytes):
         if size > room.bytes:
             raise MemoryLimitError(
-                f"a KV cache for {tokens:,} tokens needs {told(size)} more memory, and {told(room.bytes)} {room.told};"
-                f" shorten the text or --max-seq-len, keep it in 8 bits (--kv-cache int8), {NO_CHECK}"
+                f"a KV cache for {tokens:,} tokens needs {format_bytes(size)} more memory, and"
+                f" {format_bytes(room.bytes)} {room.message}; shorten the text or --max-seq-len, store keys and values"
+                f" in 8 bits (--kv-cache int8), {NO_CHECK}"
             )
 
 
-def told(size: int) -> str:
-    """Bytes for people."""
+def format_bytes(size: int) -> str:
+    """A number of bytes in GiB, or in MiB below that."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.0f} MiB"
 
 
 def remedies(need: Need, dtype: torch.dtype, quantize: str | None, kv_cache: str) -> list[str]:
-    """What to lower, by what takes the most; the rest are settings of the run as `loader.load` has them."""
+    """What reduces the need, the largest part first; the other arguments are the run's, as `loader.load` has them."""
+    import torch
+
     found = []
     if quantize is None and need.weights > need.cache / 4:
-        found.append("round the weights (--quantize int4)")
+        found.append("quantize the weights (--quantize int4)")
         if dtype == torch.float32:
-            found.append("halve them (--dtype bfloat16)")
+            found.append("use half the bytes (--dtype bfloat16)")
     if need.cache > need.weights / 8:
-        found.append("take a shorter prompt, --max-new-tokens or --max-seq-len")
+        found.append("use a shorter prompt or a lower --max-new-tokens or --max-seq-len")
         if kv_cache != "int8":
-            found.append("keep keys and values in 8 bits (--kv-cache int8)")
-    return found or ["take a smaller model"]
+            found.append("store keys and values in 8 bits (--kv-cache int8)")
+    return found or ["use a smaller model"]

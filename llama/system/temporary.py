@@ -1,7 +1,7 @@
-"""Work in progress on disk: a folder beside its target, cleared at the end, swept later if the process is killed.
+"""Files that are being written: temporary folders, replacing a file in one step, and a lock for each target.
 
-What is written gets its name by one rename, so whoever looks sees the old file or the new one. A lock beside a target
-keeps two processes from working at the same one.
+New content is written to a temporary folder next to its target and renamed, so a reader sees the old file or the new
+one. The folder is removed at the end, or by the next process if this one is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import UsageError
 
 try:
     from fcntl import LOCK_EX, LOCK_NB, flock
-except ImportError:  # Windows: nothing keeps a second writer away
+except ImportError:  # Windows: a second writer is not kept out
     flock = None  # type: ignore[assignment]
 
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
@@ -31,9 +31,9 @@ HERE = -100  # AT_FDCWD
 
 @contextlib.contextmanager
 def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
-    """A new folder in `folder`, whose name says which process of which machine it belongs to; gone afterwards.
+    """Make a temporary folder in `folder`, named after this machine and process, and remove it on exit.
 
-    What killed processes left there under the same prefix is removed first.
+    Folders with the same prefix that killed processes left are removed first.
     """
     sweep(folder, prefix)
     with tempfile.TemporaryDirectory(prefix=f"{prefix}-{_host()}-{os.getpid()}-", dir=folder) as work:
@@ -41,7 +41,7 @@ def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
 
 
 def sweep(folder: Path, prefix: str) -> None:
-    """Remove what processes of this machine left behind that are no more."""
+    """Remove the temporary folders and locks that killed processes of this machine left."""
     for stale in abandoned(folder, prefix):
         shutil.rmtree(stale, ignore_errors=True)
     for lock in folder.glob(f"{glob.escape(prefix)}-*.lock"):
@@ -50,7 +50,7 @@ def sweep(folder: Path, prefix: str) -> None:
 
 
 def abandoned(folder: Path, prefix: str) -> Iterator[Path]:
-    """What lies in a folder under a name that own_temporary gave it, of processes of this machine that are no more."""
+    """Temporary folders that own_temporary made for processes of this machine that no longer exist."""
     for path in folder.glob(f"{glob.escape(prefix)}-{_host()}-*"):
         pid = path.name.removeprefix(f"{prefix}-").split("-")[1]
         with contextlib.suppress(OSError, ValueError, OverflowError):
@@ -60,63 +60,63 @@ def abandoned(folder: Path, prefix: str) -> Iterator[Path]:
                 yield path
 
 
-def write_whole(target: Path, content: bytes, prefix: str = ".writing", new: bool = False) -> None:
-    """Write a file in one step: whoever looks sees the old content or all of the new. A link stays a link.
+def write_atomically(target: Path, content: bytes, prefix: str = ".writing", new: bool = False) -> None:
+    """Write a file in one step: a reader sees the old content or all of the new. A link stays a link.
 
-    new  refuse to replace what is there, with FileExistsError
+    new  raise FileExistsError rather than replace a file
 
-    What is no regular file (a pipe, a terminal, /dev/stdout) is written to as it is. Raises OSError.
+    A target that is not a regular file (a pipe, a terminal, /dev/stdout) is written to directly. Raises OSError.
     """
     if not new and (_is_device(target) or (target.exists() and not target.is_file())):
         target.write_bytes(content)
         return
-    place = target if new else target.resolve()
-    with own_temporary(place.parent, prefix) as work:
-        made = work / place.name
+    path = target if new else target.resolve()
+    with own_temporary(path.parent, prefix) as work:
+        made = work / path.name
         with open(made, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if not new:
-            os.replace(made, place)
+            os.replace(made, path)
             return
         try:
-            os.link(made, place)  # unlike a rename it does not replace
+            os.link(made, path)  # unlike a rename, a link never replaces a file
         except FileExistsError:
             raise
-        except OSError:  # not every disk has links
-            if os.path.lexists(place):
-                raise FileExistsError(f"{place} exists") from None
-            os.replace(made, place)
+        except OSError:  # not every file system has links
+            if os.path.lexists(path):
+                raise FileExistsError(f"{path} exists") from None
+            os.replace(made, path)
 
 
 def check_writable(folder: Path, prefix: str = ".writing") -> None:
-    """Raise OSError unless a file can be made in a folder. Made, since neither root's modes nor odd disks tell."""
+    """Raise OSError unless a file can be made in a folder. Permissions alone don't show it for root or odd disks."""
     with own_temporary(folder, prefix):
         pass
 
 
 def swap(one: Path, other: Path) -> bool:
-    """Exchange what two names of a disk stand for, in one step. False, and nothing done, where the system can't."""
+    """Exchange two paths of a disk in one step. Returns False, and changes nothing, where the system can't do it."""
     names = os.fsencode(one), os.fsencode(other)
     try:
         if sys.platform == "linux":
             return bool(ctypes.CDLL(None).renameat2(HERE, names[0], HERE, names[1], EXCHANGE) == 0)
         if sys.platform == "darwin":
             return bool(ctypes.CDLL(None).renamex_np(*names, EXCHANGE) == 0)
-    except (OSError, AttributeError):  # a C library without it
+    except (OSError, AttributeError):  # a C library without this function
         pass
     return False
 
 
 # ---------------------------------------------------------------------------------------------------------- the lock
 @contextlib.contextmanager
-def alone(target: Path, prefix: str, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock of a target, a file that lies beside it while it is held: only one process at a time gets here.
+def locked(target: Path, prefix: str, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the lock of a target, a file next to it, which one process at a time can hold.
 
-    waiting  called once if another process holds it, and then it is waited for
+    waiting  called once before waiting for another process that holds the lock; None: don't wait
 
-    Raises UsageError where another holds it and nobody wants to wait, OSError where there can be no lock.
+    Raises UsageError if another process holds the lock and `waiting` is None, OSError if no lock can be made.
     """
     path = target.with_name(f"{prefix}-{target.name[:50]}.lock")
     try:
@@ -132,7 +132,7 @@ def alone(target: Path, prefix: str, waiting: Callable[[], None] | None = None) 
 
 
 def _lock(path: Path, flags: int, waiting: Callable[[], None] | None = None) -> int:
-    """Open and lock a file. Raises BlockingIOError where another process holds it and `waiting` is None."""
+    """Open and lock a file. Raises BlockingIOError if another process holds it and `waiting` is None."""
     while True:
         handle = os.open(path, flags, 0o666)
         try:
@@ -149,11 +149,11 @@ def _lock(path: Path, flags: int, waiting: Callable[[], None] | None = None) -> 
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # its last holder has removed it
+        os.close(handle)  # its last holder has removed the file
 
 
 def _remove_locked(path: Path, handle: int) -> None:
-    if flock is None:  # Windows removes no file that is open
+    if flock is None:  # Windows can't remove an open file
         os.close(handle)
     with contextlib.suppress(OSError):
         path.unlink()
@@ -162,7 +162,7 @@ def _remove_locked(path: Path, handle: int) -> None:
 
 
 def _is_device(path: Path) -> bool:
-    """Whether a path stands for something of the system's, as /dev/stdout, even where a file lies behind it."""
+    """Whether a path is in /dev or /proc, like /dev/stdout, even if it links to a regular file."""
     return os.path.abspath(path).startswith(("/dev/", "/proc/"))
 
 

@@ -1,15 +1,17 @@
-"""Speed as numbers: prefill and decoding timed, what a decoding step reads, and how fast this memory can be read.
+"""Measure a model's speed: prefill, decoding, the bytes that a decoding step reads, and the memory's bandwidth.
 
-Decoding one token does little but read the weights, so the bytes it has to read, divided by the bandwidth of the
-memory, are the time it could take at best; how near a model comes to that is its share.
+Decoding one token spends its time reading the weights, so the bytes to read divided by the memory's bandwidth are a
+lower bound on its time. The share is that bound divided by the measured time.
 
 Letters: B batch, T tokens of a prompt, S cached tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import re
 import statistics
 import sys
 import time
@@ -25,21 +27,22 @@ from ..errors import UsageError
 from ..generate import generate
 from ..model import Transformer
 from ..sampling import SamplingParams
+from ..system.memory import free_memory
 
-CHUNK = 256  # tokens of each prompt of a batch that go in at once
-WARM_UP = 32  # tokens that go in before anything is timed: the first call of an operator sets it up
+CHUNK = 256  # tokens of each prompt in a batch that are fed in one pass
+WARM_UP = 32  # tokens to feed before the timing starts: the first call of an operator is slow
 PROFILED = 8  # decoding steps in a profile
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One model, timed: a number for each repetition.
+    """The measurements of one model; the tuples have one number for each repetition.
 
     prefill_s      seconds for `batch` prompts of `context` tokens
-    decode_s       seconds for the `new_tokens` steps behind them
-    bandwidths     bytes a second that the memory gave right after each
+    decode_s       seconds for the `new_tokens` steps after them
+    bandwidths     bytes per second that were read from memory right after each repetition
     step_bytes     bytes that one decoding step has to read
-    peak_rss_mb    largest resident memory, MiB, before the bandwidth was measured; None where nobody tells
+    peak_rss_mb    peak resident memory in MiB, before the bandwidth was measured; None if the system does not report it
     """
 
     batch: int
@@ -53,26 +56,26 @@ class Speed:
 
     @property
     def prefill_tps(self) -> list[float]:
-        """Prompt tokens a second, over all rows of the batch."""
+        """Prompt tokens per second, over all rows of the batch."""
         return [self.batch * self.context / seconds for seconds in self.prefill_s]
 
     @property
     def decode_tps(self) -> list[float]:
-        """New tokens a second, over all rows of the batch."""
+        """New tokens per second, over all rows of the batch."""
         return [self.batch * self.new_tokens / seconds for seconds in self.decode_s]
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes to be read for each new token; the rows of a batch share the weights."""
+        """Bytes to read for each new token; the rows of a batch share the weights."""
         return self.step_bytes / self.batch
 
     @property
     def share(self) -> float:
-        """How much of the bandwidth decoding uses: the best run beside the best bandwidth."""
+        """The fraction of the bandwidth that decoding uses: the fastest run divided by the highest bandwidth."""
         return self.bytes_per_token * max(self.decode_tps) / max(self.bandwidths)
 
     def as_dict(self) -> dict[str, float | int | list[float] | None]:
-        """The numbers to show: rounded, GB/s for the bandwidth."""
+        """The results to print, with few digits; the bandwidth is in GB/s."""
         return {
             "prefill_tps": round(max(self.prefill_tps), 1),
             "decode_tps": round(max(self.decode_tps), 2),
@@ -87,10 +90,10 @@ class Speed:
 
 
 def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, reps: int = 3) -> Speed:
-    """Prefill random prompts of `context` tokens and decode `new_tokens` steps greedily behind them, `reps` times.
+    """Prefill random prompts of `context` tokens and decode `new_tokens` steps greedily after them, `reps` times.
 
-    A few tokens go through first, untimed. The bandwidth is measured after each repetition and not once at the end,
-    since what a shared machine gives changes from second to second. Raises ContextLengthError when it does not fit.
+    A short warm-up is not timed. The bandwidth is measured after each repetition, since that of a shared machine
+    changes from second to second. Raises ContextLengthError if the tokens don't fit into the context.
     """
     _run(model, _prompts(model, batch, min(context, WARM_UP), seed=-1), min(2, new_tokens), context + new_tokens)
     prefill_s, decode_s, bandwidths, peak, buffer = [], [], [], None, None
@@ -98,7 +101,7 @@ def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, r
         seconds = _run(model, _prompts(model, batch, context, rep), new_tokens, context + new_tokens)
         prefill_s.append(seconds[0])
         decode_s.append(seconds[1])
-        if buffer is None:  # from here on it is in the memory too
+        if buffer is None:  # made after the first repetition, so that the peak does not include it
             peak = peak_rss_mb()
             buffer = torch.ones(buffer_bytes(model.norm.weight.device) // 4, device=model.norm.weight.device)
         bandwidths.append(bandwidth(buffer))
@@ -106,9 +109,9 @@ def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, r
     return Speed(batch, context, new_tokens, tuple(prefill_s), tuple(decode_s), tuple(bandwidths), read, peak)
 
 
-def _run(model: Transformer, prompts: list[list[int]], steps: int, room: int) -> tuple[float, float]:
-    """Seconds of a prefill and of so many steps behind it."""
-    passes = decode(model, prompts, steps, room)
+def _run(model: Transformer, prompts: list[list[int]], steps: int, slots: int) -> tuple[float, float]:
+    """(seconds of the prefill, seconds of the decoding steps after it)."""
+    passes = decode(model, prompts, steps, slots)
     started = time.perf_counter()
     next(passes)
     between = time.perf_counter()
@@ -118,23 +121,23 @@ def _run(model: Transformer, prompts: list[list[int]], steps: int, room: int) ->
 
 
 def _prompts(model: Transformer, batch: int, context: int, seed: int) -> list[list[int]]:
-    """Random ids, (B, T)."""
+    """Random token ids, (B, T)."""
     rng = random.Random(seed)
     return [[rng.randrange(model.config.vocab_size) for _ in range(context)] for _ in range(batch)]
 
 
-def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, room: int) -> Iterator[list[int]]:
-    """Feed prompts (B, T) of one length and decode greedily behind them, in a cache for `room` tokens.
+def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, slots: int) -> Iterator[list[int]]:
+    """Feed prompts (B, T) of equal length and decode greedily after them, in a cache of `slots` tokens.
 
-    Yields the next id of each row after the prompts and after each of the steps, 1 + steps times. A single prompt goes
-    the way of all text, through `generate`. Raises ContextLengthError when it does not fit.
+    Yields the next id of each row after the prompts and after each step, 1 + steps times. A single prompt runs through
+    `generate`, as all text does. Raises ContextLengthError if the tokens don't fit into the context.
     """
-    if len(prompts) == 1 and room < model.max_seq_len:  # generate wants a place for the last id too, which is not fed
+    if len(prompts) == 1 and slots < model.max_seq_len:  # generate needs a slot for the last id, which is not fed
         params = SamplingParams(temperature=0.0, max_new_tokens=steps + 1)
-        for token in generate(model, prompts[0], params, cache=model.new_cache(room + 1)):
+        for token in generate(model, prompts[0], params, cache=model.new_cache(slots + 1)):
             yield [token.id]
         return
-    cache = model.new_cache(room, batch=len(prompts))
+    cache = model.new_cache(slots, batch=len(prompts))
     ids = feed(model, prompts, cache)
     yield ids
     for _ in range(steps):
@@ -144,7 +147,7 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, roo
 
 @torch.inference_mode()
 def feed(model: Transformer, rows: Sequence[Sequence[int]], cache: KVCache) -> list[int]:
-    """Feed ids (B, T) into the model, `CHUNK` of each row at a time: the likeliest next id of each row."""
+    """Feed ids (B, T) to the model, `CHUNK` of each row at a time; return the most likely next id of each row."""
     tokens = torch.tensor(rows, device=cache.device)  # (B, T)
     length = cache.length + tokens.shape[1]
     for start in range(0, tokens.shape[1], CHUNK):
@@ -153,11 +156,11 @@ def feed(model: Transformer, rows: Sequence[Sequence[int]], cache: KVCache) -> l
     return ids
 
 
-# ------------------------------------------------------------------------------------------------- what memory does
+# ------------------------------------------------------------------------------------------------------ memory reads
 def linear_bytes(model: nn.Module) -> int:
-    """Bytes of every linear layer as it is held: weights, scales, biases. The embedding, read by the row, is not one.
+    """Bytes of all linear layers in memory: weights, scales, biases. A step reads one row of an embedding only.
 
-    Where embeddings are tied, the output layer is the same matrix, and that is read whole.
+    An embedding counts if it is tied to the output layer, since a step reads all of that.
     """
     layers = [module for module in model.modules() if isinstance(getattr(module, "in_features", None), int)]
     return sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
@@ -166,28 +169,21 @@ def linear_bytes(model: nn.Module) -> int:
 def _tensors(layer: nn.Module) -> Iterator[Tensor]:
     yield from layer.parameters(recurse=False)
     yield from layer.buffers(recurse=False)
-    yield from (value for value in vars(layer).values() if isinstance(value, Tensor))  # packed by torch
+    yield from (value for value in vars(layer).values() if isinstance(value, Tensor))  # weights that torch packed
 
 
 def cache_bytes(cache: KVCache, length: int) -> int:
-    """Bytes of keys and values that a step reads behind `length` tokens in each row of a cache."""
+    """Bytes of keys and values that a step reads when each row of a cache has `length` tokens."""
     return sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers) * length // cache.slots
 
 
 def buffer_bytes(device: torch.device) -> int:
-    """What to measure a bandwidth on: far more than a cache holds, 512 MiB or, with memory to spare, 1 GiB."""
-    return 2**30 if _free_bytes(device) >= 2**32 else 2**29
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device; 0 where nobody tells."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return _kib("/proc/meminfo", "MemAvailable") * 1024
+    """Size of the buffer to measure a bandwidth on, far above that of any processor cache: 512 MiB or 1 GiB."""
+    return 2**30 if (free_memory(device) or 0) >= 2**32 else 2**29
 
 
 def bandwidth(buffer: Tensor, times: int = 4) -> float:
-    """Bytes a second: the best of several sums over a buffer; on a GPU, of copies of it, which read and write."""
+    """Bytes per second: the fastest of several sums over a buffer; on a GPU, of copies, which read and write it."""
     copy = None if buffer.device.type == "cpu" else torch.empty_like(buffer)
     seconds = []
     for _ in range(times):
@@ -202,10 +198,10 @@ def bandwidth(buffer: Tensor, times: int = 4) -> float:
 
 
 def peak_rss_mb() -> int | None:
-    """Largest resident memory of this process so far, MiB; None where the system does not tell."""
-    peak = _kib("/proc/self/status", "VmHWM")  # getrusage would count what the parent held before this program began
-    if peak:
-        return peak // 2**10
+    """Peak resident memory of this process so far, in MiB; None if the system does not report it."""
+    with contextlib.suppress(OSError):  # getrusage also counts the memory of the parent at the time of the fork
+        if peak := re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(peak[1]) // 2**10
     try:
         import resource
     except ImportError:
@@ -214,19 +210,10 @@ def peak_rss_mb() -> int | None:
     return used // (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def _kib(path: str, key: str) -> int:
-    """A number of Linux's in KiB; 0 on other systems."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), 0)
-
-
 # ------------------------------------------------------------------------------------------------------- the profile
 @dataclass(frozen=True)
 class Cost:
-    """What one operator took of a profile: the time in it and not in operators that it calls, and its share of all."""
+    """The time of one operator in a profile, without the operators that it calls, and its share of the total."""
 
     operator: str
     calls: int
@@ -237,11 +224,11 @@ class Cost:
 def profile(
     model: Transformer, folder: Path, context: int, new_tokens: int, batch: int = 1, top: int = 10
 ) -> dict[str, list[Cost]]:
-    """Run a prefill and a few decoding steps under torch.profiler: "prefill" and "decode" -> the costliest operators.
+    """Run a prefill and a few decoding steps under torch.profiler: "prefill" and "decode" -> the slowest operators.
 
-    The traces go to prefill.json and decode.json in the folder, for chrome://tracing or ui.perfetto.dev. What lies in
-    no operator, Python and compiled code, has the phase's own name. The profiler itself costs time at every call.
-    Raises UsageError when the folder can't be written to.
+    The traces are written to prefill.json and decode.json in the folder, for chrome://tracing or ui.perfetto.dev. Time
+    outside of operators, in Python and compiled code, is listed under the name of the phase. The profiler adds some
+    time to every call. Raises UsageError if the folder can't be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -263,11 +250,11 @@ def profile(
 
 
 def _costs(prof: torch.profiler.profile, on_gpu: bool) -> list[Cost]:
-    """Every operator of a profile, the costliest first."""
+    """All operators of a profile, the slowest first."""
     rows = []
     for event in prof.key_averages():
-        if event.device_type.name == "CPU":  # the kernels of a GPU are in their operators' time
+        if event.device_type.name == "CPU":  # an operator's time includes its GPU kernels
             spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             rows.append((event.key, event.count, spent / 1e3))
-    whole = sum(ms for *_, ms in rows) or 1.0
-    return [Cost(key, count, ms, ms / whole) for key, count, ms in sorted(rows, key=lambda row: -row[2])]
+    total = sum(ms for *_, ms in rows) or 1.0
+    return [Cost(key, count, ms, ms / total) for key, count, ms in sorted(rows, key=lambda row: -row[2])]

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.write import Model, Writer, raw_bytes
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
-from ..system.temporary import abandoned, alone, own_temporary, swap, sweep
+from ..system.temporary import abandoned, locked, own_temporary, swap, sweep
 from ..tokenizer import Tokenizer
 from ..weights import check_tensors, to_layout
 
@@ -130,7 +130,7 @@ def put_whole(target: Path, is_folder: bool, force: bool, needed: int, fill: Cal
     Returns what `fill` returns. Raises CheckpointError where the system does not let it happen; nothing is left behind.
     """
     try:
-        with alone(target, PREFIX):
+        with locked(target, PREFIX):
             _restore(target)
             sweep(target.parent, PREFIX)
             _check_space(target, needed)

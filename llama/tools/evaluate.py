@@ -1,4 +1,4 @@
-"""How well a model predicts a text: log-probabilities of its tokens, and perplexity.
+"""Log-probabilities that a model gives to the tokens of a text, and perplexity.
 
 Letters: B batch, T tokens, C model dim, V vocabulary.
 """
@@ -22,27 +22,27 @@ def token_logprobs(
 ) -> Tensor:
     """log p(token t + 1 | tokens 0 .. t) for tokens (B, T) int64, T >= 2: (B, T - 1) float32, natural logarithm.
 
-    The text goes in `chunk` tokens at a time, as a prompt does, so that memory stays bounded: logits of one chunk and
-    the keys and values of all. Under a scaling whose frequencies depend on the length (rope_scaling.BY_LENGTH) a chunk
-    is turned by those of the length it reaches, and earlier keys keep theirs, as in decoding; chunk=T gives the whole
-    text those of its full length. progress is called with the number of tokens done.
+    The text is fed `chunk` tokens at a time, as a prompt is, which bounds the memory: logits of one chunk, keys and
+    values of all tokens. If the RoPE frequencies depend on the length (rope_scaling.BY_LENGTH), a chunk is rotated by
+    those of the length it reaches and earlier keys are not rotated again, as in decoding; with chunk=T all tokens are
+    rotated by the frequencies of the full length. progress is called with the number of tokens of each chunk.
 
-    Raises ContextLengthError when the text is longer than model.max_seq_len.
+    Raises ContextLengthError if the text is longer than model.max_seq_len.
     """
     B, T = tokens.shape
     if T < 2 or chunk < 1:
         raise UsageError(f"perplexity needs at least 2 tokens and a chunk of at least 1, got {T} and {chunk}")
     if model.max_seq_len < T - 1:
         raise ContextLengthError(
-            f"the text has {T} tokens and the model's context {model.max_seq_len}; take shorter windows, or stretch"
-            f" the context (--rope-scaling)"
+            f"the text has {T} tokens and the model's context {model.max_seq_len}; use shorter windows, or extend the"
+            " context (--rope-scaling)"
         )
     cache = model.new_cache(T - 1, batch=B)
     found = []
     for start in range(0, T - 1, chunk):
         end = min(start + chunk, T - 1)
         h = model.hidden(tokens[:, start:end], cache=cache)  # (B, t, C)
-        for row in range(0, end - start, 256):  # a chunk's logits are large: V numbers a token
+        for row in range(0, end - start, 256):  # in parts, since the logits of a chunk are large: V for each token
             logits = model.output(h[:, row : row + 256]).float()  # (B, t', V)
             wanted = tokens[:, start + row + 1 : start + row + 1 + logits.shape[1], None]  # (B, t', 1)
             found.append(logits.gather(-1, wanted).squeeze(-1) - logits.logsumexp(-1))  # (B, t')
@@ -52,15 +52,15 @@ def token_logprobs(
 
 
 def perplexity(logprobs: Tensor) -> float:
-    """exp of the mean negative log-probability, over all tokens given."""
+    """exp of the mean negative log-probability of all tokens."""
     return float(torch.exp(-logprobs.double().mean()))
 
 
 def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[list[int]]]:
-    """How many tokens a text has, and the text as windows of `window` tokens that follow each other without overlap.
+    """(number of tokens in a text, its ids split into consecutive windows of `window` tokens).
 
-    Each begins with the begin-of-text id where the model wants one. A last window of one token is left out: nothing
-    in it can be predicted.
+    Each window begins with the begin-of-text id if the model expects one. A last window of one token is dropped, since
+    no token in it can be predicted.
     """
     bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     ids = tokenizer.encode(text)
@@ -72,9 +72,9 @@ def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[lis
 def nats(
     model: Transformer, parts: Sequence[Sequence[int]], progress: Callable[[int], object] | None = None
 ) -> list[float]:
-    """-log p of each window, summed over all of its tokens but the first, from which the others are predicted.
+    """-log p of each window, summed over its tokens except the first, which nothing predicts.
 
-    Raises NumericalError where a log-probability is no number.
+    Raises NumericalError if a log-probability is NaN.
     """
     device = model.norm.weight.device
     found = []

@@ -145,10 +145,10 @@ WRITES = (
         "F03",
         "a file is written in its place",
         "llama/system/temporary.py",
-        """    place = target if new else target.resolve()
+        """    path = target if new else target.resolve()
 """,
-        """    place = target if new else target.resolve()
-    place.write_bytes(content)
+        """    path = target if new else target.resolve()
+    path.write_bytes(content)
     return
 """,
     ),
@@ -165,7 +165,7 @@ WRITES = (
         "F04",
         "two conversions work at one target",
         "llama/tools/convert.py",
-        """        with alone(target, PREFIX):
+        """        with locked(target, PREFIX):
 """,
         """        with contextlib.nullcontext():
 """,

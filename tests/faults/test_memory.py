@@ -52,7 +52,7 @@ def test_too_few_addresses_to_import_torch(kilobytes: int, gguf: Path) -> None:
     done = limited(kilobytes, "generate", *RUN, "-m", gguf)
     lines = done.stderr.decode().splitlines()
     assert (done.returncode, done.stdout, len(lines)) == (1, b"", 1), lines
-    assert f"is {kilobytes * 1024 // 2**20} MiB of addresses" in lines[0]
+    assert f"is {kilobytes * 1024 // 2**20} MiB of address space" in lines[0]
     assert "ulimit -v unlimited" in lines[0]
 
 

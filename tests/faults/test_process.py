@@ -423,5 +423,5 @@ def test_quiet_silences_what_the_library_says_as_well(attempt: Try, model: Path)
 
 def test_only_the_command_listens_to_the_library() -> None:
     """Importing it adds no handler, so a program that uses the library decides for itself."""
-    code = "import logging, llama, llama.loader, llama.compiled; print(logging.getLogger('llama').handlers)"
+    code = "import logging, llama, llama.loader, llama.engine.compiled; print(logging.getLogger('llama').handlers)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"

@@ -376,9 +376,9 @@ def test_two_at_once_leave_one_whole_target(forked: Forked, source: Path, out: P
 def test_a_second_conversion_to_a_target_is_refused_at_once(attempt: Try, source: Path, out: Path, name: str) -> None:
     job = JOBS[name](source, out)
     lay(job, out)
-    with temporary.alone(out / job.targets[0], convert_module.PREFIX):
+    with temporary.locked(out / job.targets[0], convert_module.PREFIX):
         attempt(*job.args).refused(job.targets[0], "is being written by another", "wait for it", code=2)
-        with temporary.alone(out / "another", convert_module.PREFIX):  # one to another target is not in its way
+        with temporary.locked(out / "another", convert_module.PREFIX):  # one to another target is not in its way
             pass
 
 
@@ -427,7 +427,7 @@ def test_a_lock_is_held_by_one_of_many(tmp_path: Path) -> None:
     def work() -> None:
         nonlocal inside, most, passed
         for _ in range(40):
-            with temporary.alone(tmp_path / "x", ".t", waiting=lambda: None):
+            with temporary.locked(tmp_path / "x", ".t", waiting=lambda: None):
                 with lock:
                     inside += 1
                     most = max(most, inside)
@@ -501,16 +501,16 @@ def test_modes_follow_the_umask(attempt: Try, source: Path, tmp_path: Path, mask
 def test_links_stay_links_and_pipes_are_written_to(source: Path, tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"old")
     (tmp_path / "link").symlink_to("there")
-    temporary.write_whole(tmp_path / "link", b"new")
+    temporary.write_atomically(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "there").read_bytes() == b"new"
     with pytest.raises(FileExistsError):
-        temporary.write_whole(tmp_path / "link", b"newer", new=True)
+        temporary.write_atomically(tmp_path / "link", b"newer", new=True)
     os.mkfifo(tmp_path / "pipe")
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_bytes()))
     reader.start()
-    temporary.write_whole(tmp_path / "pipe", b"through")
+    temporary.write_atomically(tmp_path / "pipe", b"through")
     reader.join(20)
     assert got == [b"through"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "source", "there"]
@@ -561,12 +561,12 @@ def test_tensors_that_share_memory_or_lie_across_it(source: Path, tmp_path: Path
 
 def test_a_lock_that_is_in_use_is_not_waited_for_without_a_wish(tmp_path: Path) -> None:
     with (
-        temporary.alone(tmp_path / "x", ".t"),
+        temporary.locked(tmp_path / "x", ".t"),
         pytest.raises(UsageError, match="x is being written by another"),
-        temporary.alone(tmp_path / "x", ".t"),
+        temporary.locked(tmp_path / "x", ".t"),
     ):
         pass
-    with pytest.raises(FileNotFoundError), temporary.alone(tmp_path / "no" / "x", ".t"):
+    with pytest.raises(FileNotFoundError), temporary.locked(tmp_path / "no" / "x", ".t"):
         pass
     (tmp_path / ".t-gone.lock").touch()  # of a process that was killed
     temporary.sweep(tmp_path, ".t")
