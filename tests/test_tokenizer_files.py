@@ -778,7 +778,7 @@ def edited(lines: list[bytes], *edits: tuple[int, bytes | None]) -> bytes:
         ([(300, None)], "line 301 has rank 301, expected 300"),
         ([(300, b"YWJj 299")], "line 301 has rank 299, expected 300"),
         ([(301, b"IQ== 301")], "line 302 repeats the token of line 1,"),
-        ([(0, b"YWJjZGVm 0")], r"byte 0x21 is no token \(1 of the 256"),
+        ([(0, b"YWJjZGVm 0")], r"byte 0x21 is not a token \(1 of the 256"),
     ],
 )  # fmt: skip
 def test_damaged_lines_are_named(byte_tokens: Any, edits: Any, says: str, tmp_path: Path, capfd: Any) -> None:
@@ -846,9 +846,9 @@ def damage(source: dict[str, Any], change: str) -> dict[str, Any]:
         ("merge of three", "merge 0 is 'a b c', expected two tokens"),
         ("merge of numbers", "merge 0 is"),
         ("words of length 0", "words of length 0"),
-        ("absent special token", "adds '<|absent|>', which is no token".replace("|", r"\|")),
-        ("broken regex", "can be run: "),
-        ("unknown step", "can be run: "),
+        ("absent special token", "adds '<|absent|>', which is not in the vocabulary".replace("|", r"\|")),
+        ("broken regex", "not a usable tokenizer.json: "),
+        ("unknown step", "not a usable tokenizer.json: "),
         ("no vocabulary", "vocabulary is empty"),
         ("vocabulary is text", "found str"),
         ("id is text", "'zz' has the id '7'"),
@@ -872,7 +872,7 @@ def test_damaged_json_is_refused(byte_files: Any, change: str, says: str, tmp_pa
         ({"bos_token": "<|absent|>"}, r"names '<\|absent\|>' as bos_token"),
         ({"eos_token": 5}, "names 5 as eos_token"),
         ({"eos_token": ["a"]}, "as eos_token"),
-        ({"add_bos_token": "yes"}, "add_bos_token 'yes', expected a boolean"),
+        ({"add_bos_token": "yes"}, "add_bos_token of tokenizer_config.json must be true or false, got 'yes'"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(byte_files: Any, config: Any, says: str, capfd: Any) -> None:

@@ -71,8 +71,8 @@ def llama3(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[
                     " code; put the text or the other calls into a separate message"
                 )
             ids += _controls(tokenizer, "llama3", "<|python_tag|>")
-        # Not stripped, as in Meta's newest code. Meta's older code and Hugging Face's templates strip the text; then the
-        # ids differ if a text begins or ends with white space.
+        # Not stripped, as in Meta's newest code. Meta's older code and Hugging Face's templates strip the text, so they
+        # produce other ids if a text begins or ends with white space.
         ids += tokenizer.encode(message["content"])
         for call in calls:
             ids += tokenizer.encode(_llama3_call(call, i))
