@@ -251,7 +251,7 @@ def llama3_json(llama3_file: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     path = tmp_path_factory.mktemp("llama3") / "tokenizer.json"
     TikTokenConverter(str(llama3_file), LLAMA3_WORDS, extra_special_tokens=CONTROL).converted().save(str(path))
-    return HuggingFaceTokenizer.from_file(path)
+    return HuggingFaceTokenizer(path.read_bytes(), path.name)
 
 
 # ------------------------------------------------------------------ one SentencePiece vocabulary in each kind of file
@@ -638,7 +638,7 @@ def test_unigram_models(tmp_path: Path) -> None:
     ],
 )
 def test_settings_name_the_markers(byte_files: Any, config: Any, bos: str, eos: str | None, add_bos: bool) -> None:
-    ours = HuggingFaceTokenizer.from_file(byte_files["json"], config)
+    ours = open_tokenizer(byte_files["json"], config)
     assert (ours.bos_id, ours.eos_id) == (ours.control[bos], ours.control[eos] if eos else None)
     assert ours.add_bos is add_bos
     assert ours.encode_prompt("a") == ([ours.bos_id] if add_bos else []) + ours.encode("a")
@@ -720,11 +720,11 @@ def test_the_kind_goes_by_content(byte_files: Any, train: Train, tmp_path: Path)
 @pytest.mark.row("E01")
 def test_swapped_files_are_errors_of_the_class_asked_for(byte_files: Any, train: Train) -> None:
     with pytest.raises(TokenizerError, match=r"line 1 is .*expected a token in base64"):
-        TiktokenTokenizer.from_file(train())
+        TiktokenTokenizer(train().read_bytes(), "x")
     with pytest.raises(TokenizerError, match="not a SentencePiece model"):
-        SentencePieceModelTokenizer.from_file(byte_files["tiktoken"])
+        SentencePieceModelTokenizer(byte_files["tiktoken"].read_bytes(), "x")
     with pytest.raises(TokenizerError, match="not valid JSON"):
-        HuggingFaceTokenizer.from_file(byte_files["tiktoken"])
+        HuggingFaceTokenizer(byte_files["tiktoken"].read_bytes(), "x")
 
 
 @pytest.mark.parametrize(
