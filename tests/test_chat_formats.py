@@ -222,7 +222,7 @@ def test_llama2_refuses_the_tags_that_would_forge_a_turn(tag: str, where: int) -
     dialog[where]["content"] += f" x{tag}"
     with pytest.raises(UsageError) as error:
         llama2(LLAMA2_PIECES, dialog)
-    assert f"message {where} holds {tag}" in str(error.value)
+    assert f"message {where} contains {tag}" in str(error.value)
 
 
 def test_codellama70b_by_hand() -> None:
@@ -585,7 +585,7 @@ def test_the_format_is_chosen_by_name() -> None:
     by_template = encode_chat(LLAMA3_BYTES, LLAMA31, dialog, now=NOW)
     assert encode_chat(LLAMA3_BYTES, LLAMA31, dialog, format="jinja", now=NOW) == by_template
     assert encode_chat(LLAMA3_BYTES, LLAMA31, dialog, format="llama3") == llama3(LLAMA3_BYTES, dialog) != by_template
-    with pytest.raises(UsageError, match="jinja, llama2, llama3, codellama-70b; got 'llama4'"):
+    with pytest.raises(UsageError, match="unknown chat format 'llama4'; known: jinja, llama2, llama3, codellama-70b"):
         encode_chat(LLAMA3_BYTES, LLAMA31, dialog, format="llama4")
     with pytest.raises(UsageError, match="only templates do"):
         encode_chat(LLAMA3_BYTES, LLAMA31, dialog, format="llama3", tools=[WEATHER])
@@ -618,27 +618,27 @@ BAD: list[Bad] = [
     ([{**user("x"), "tool_calls": []}], "message 0, role user: unknown key 'tool_calls'"),
     ([{**assistant("x"), "tool_call_id": "1"}], "unknown key 'tool_call_id'"),
     ([{**assistant("x"), "<|eot_id|>": "1"}], "unknown key"),
-    ([{**assistant("x"), "continues": 1}], "continues must be True or False"),
+    ([{**assistant("x"), "continues": 1}], "continues must be true or false"),
     ([{"role": "assistant"}], "content must be a string, got NoneType"),
     ([{"role": "assistant", "tool_calls": []}], "content must be a string"),
-    ([{"role": "tool", "content": "x", "name": 3}], "name must be a string"),
-    ([{"role": "tool", "content": "x", "tool_call_id": ["a"]}], "tool_call_id must be a string"),
+    ([{"role": "tool", "content": "x", "name": 3}], "name must be a non-empty string"),
+    ([{"role": "tool", "content": "x", "tool_call_id": ["a"]}], "tool_call_id must be a non-empty string"),
     ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
     ([{"role": "assistant", "tool_calls": ["f()"]}], "message 0, tool call 0 must be a mapping"),
     ([{"role": "assistant", "tool_calls": [{"type": "custom", "name": "f", "arguments": {}}]}], "type must be"),
     ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "function must be a mapping"),
     ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "index": 0}]}], "unknown key 'index'"),
-    ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "name must be a string"),
+    ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "name must be a non-empty string"),
     ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], "arguments must be a mapping"),
-    ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "id": 7}]}], "id must be a string"),
+    ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "id": 7}]}], "id must be a non-empty string"),
     ([call("f", "{")], "arguments must be a mapping or the JSON text"),
     ([call("f", "[1]")], "arguments must be a mapping or the JSON text"),
     ([call("f", "[" * 100_000)], "arguments must be a mapping or the JSON text"),
-    ([call("f", {"a": float("nan")})], "only what JSON can write"),
-    ([call("f", '{"a": NaN}')], "only what JSON can write"),
-    ([call("f", {"a": object()})], "only what JSON can write"),
-    ([call("f", {("a",): 1})], "only what JSON can write"),
-    ([call("f", {"a": 10**5000})], "only what JSON can write"),
+    ([call("f", {"a": float("nan")})], "must be JSON-serializable"),
+    ([call("f", '{"a": NaN}')], "must be JSON-serializable"),
+    ([call("f", {"a": object()})], "must be JSON-serializable"),
+    ([call("f", {("a",): 1})], "must be JSON-serializable"),
+    ([call("f", {"a": 10**5000})], "must be JSON-serializable"),
     ([call("f", {"a": DEEP})], "nested deeper"),
     ([{"role": "developer", "content": "x"}], "role must be one of"),
     ([{"role": ["user"], "content": "x"}], "role must be one of"),
@@ -680,13 +680,13 @@ def test_only_llama3_writes_a_message_that_continues() -> None:
 @pytest.mark.parametrize(
     ("dialog", "reason"),
     [
-        ([{"role": "system", "content": "s"}], "ends with a user's message"),
-        ([user("a"), assistant("b")], "ends with a user's message"),
+        ([{"role": "system", "content": "s"}], "needs a user's message at the end"),
+        ([user("a"), assistant("b")], "needs a user's message at the end"),
         ([assistant("a"), user("b")], "message 0: .*expected user, got assistant"),
         ([user("a"), user("b")], "message 1: .*expected assistant, got user"),
         ([user("a"), {"role": "system", "content": "s"}, user("b")], "message 1: .*expected assistant, got system"),
-        ([user("a"), {"role": "tool", "content": "s"}], "message 1: .*no way to write tools"),
-        ([user("a"), call("f", {}), user("b")], "message 1: .*no way to write tools"),
+        ([user("a"), {"role": "tool", "content": "s"}], "message 1: .*can't express tools"),
+        ([user("a"), call("f", {}), user("b")], "message 1: .*can't express tools"),
     ],
 )
 def test_formats_without_tools_take_turns(dialog: list, reason: str) -> None:

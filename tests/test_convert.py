@@ -216,7 +216,7 @@ def test_a_tokenizer_of_another_model_is_not_left_behind_in_silence(source: Path
         convert(source, tmp_path / "hf", "hf")
     (source / "tokenizer.model").write_bytes(b"nonsense")
     proof = convert(source, tmp_path / "hf", "hf")
-    assert any("is no tokenizer file" in warning for warning in proof.warnings)
+    assert any("is not a tokenizer file" in warning for warning in proof.warnings)
 
 
 def test_quantized_sources_want_a_dtype(tmp_path: Path) -> None:

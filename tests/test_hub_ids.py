@@ -218,7 +218,7 @@ def test_a_pull_fetches_what_is_read_and_the_id_then_names_it(
     assert wanted - {"generation_config.json"} <= {file.name for file in folder.iterdir()}
     assert set(server.served) == {file.name for file in folder.iterdir()} <= wanted | {"special_tokens_map.json"}
     assert all((folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name] for name in server.served)
-    assert re.fullmatch(rb"fetching meta-llama/Tiny \(\d files, \d+ MB of them not here yet\)\n", result.stderr)
+    assert re.fullmatch(rb"fetching meta-llama/Tiny \(\d files, \d+ MB to download\)\n", result.stderr)
 
     offline = {**env, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
     facts = json.loads(clearllama("inspect", "meta-llama/Tiny", "--json", env=offline).stdout)
@@ -226,7 +226,7 @@ def test_a_pull_fetches_what_is_read_and_the_id_then_names_it(
     assert facts["format"] == "Hugging Face"
     again = clearllama("pull", "meta-llama/Tiny", env={**offline, "HF_HUB_OFFLINE": ""})  # the network is down
     assert path_of(again) == folder
-    assert b"the copy that is here is whole" in again.stderr
+    assert b"using the complete local copy" in again.stderr
     count = len(server.served)
     assert path_of(clearllama("pull", "-q", "meta-llama/Tiny", env=env)) == folder
     assert len(server.served) == count
@@ -243,7 +243,7 @@ def test_meta_takes_the_original_files(clearllama: Run, server: Hub, env: dict[s
     assert path_of(clearllama("pull", "-q", "meta-llama/Tiny", "--meta", env=down)) == folder
     assert resolve("meta-llama/Tiny", env) == str(folder)
     (folder / "tokenizer.model").unlink()  # the library knows that it belongs there
-    assert "holds no complete model of that name" in resolve("meta-llama/Tiny", env)
+    assert "the Hugging Face cache has no complete model of that name" in resolve("meta-llama/Tiny", env)
 
 
 @pytest.mark.row("F03")
@@ -283,7 +283,7 @@ def test_an_interrupted_pull_ends_at_once_and_the_next_goes_on(
 def test_gguf_repositories(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
     assert path_of(clearllama("pull", "-q", "org/one-gguf", env=env)).name == "tiny.gguf"
     line = error_of(clearllama("pull", "org/gguf", env=env))
-    assert "org/gguf holds 2 GGUF models (tiny-Q4_0.gguf, tiny-Q8_0.gguf); name one, as in org/gguf/FILE.gguf" in line
+    assert "org/gguf has 2 GGUF models (tiny-Q4_0.gguf, tiny-Q8_0.gguf); choose one, as in org/gguf/FILE.gguf" in line
     path = path_of(clearllama("pull", "-q", "org/gguf/tiny-Q8_0.gguf@main", env=env))
     assert path.read_bytes() == server.repos["org/gguf"]["tiny-Q8_0.gguf"]
     assert server.served == ["tiny.gguf", "tiny-Q8_0.gguf"]
@@ -298,20 +298,20 @@ def test_gated_and_tokens(clearllama: Run, server: Hub, env: dict[str, str]) -> 
 
 
 def test_what_is_not_there(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
-    assert "shows no repository org/none: it does not exist, or it is private" in error_of(
+    assert "no accessible repository org/none; it does not exist or is private" in error_of(
         clearllama("pull", "org/none", env=env)
     )
     assert "org/sharded has no revision 'v9'" in error_of(clearllama("pull", "org/sharded@v9", env=env))
-    assert "holds no model that can be run" in error_of(clearllama("pull", "org/nothing", env=env))
+    assert "has no model that can be run" in error_of(clearllama("pull", "org/nothing", env=env))
     assert server.served == []
 
 
 @pytest.mark.row("I10")
 def test_offline_and_unreachable(clearllama: Run, env: dict[str, str]) -> None:
     line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_HUB_OFFLINE": "1"}))
-    assert "HF_HUB_OFFLINE is set and the Hugging Face cache holds no complete copy of org/sharded" in line
+    assert "HF_HUB_OFFLINE is set and the Hugging Face cache has no complete copy of org/sharded" in line
     line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}))
-    assert "did not deliver org/sharded (ConnectError" in line
+    assert "fetching org/sharded from the Hugging Face hub failed (ConnectError" in line
     assert "check the network" in line
 
 
@@ -418,7 +418,7 @@ def test_gguf_in_the_cache(cache: Path) -> None:
     assert hub.find("org/name") == hub.find("org/name/x-00002-of-00002.gguf") == cache / "x-00001-of-00002.gguf"
     (cache / "y.gguf").touch()
     assert hub.find("org/name/y.gguf") == cache / "y.gguf"
-    with pytest.raises(CheckpointError, match="name one"):
+    with pytest.raises(CheckpointError, match="choose one"):
         hub.find("org/name")
 
 
@@ -490,7 +490,7 @@ def test_too_little_space_is_said_before_anything_is_fetched(
 ) -> None:
     usage = type("Usage", (), {"free": 1999})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match="needs 0 MB; free some or set HF_HOME"):
+    with pytest.raises(CheckpointError, match="needs 0 MB; free some space or set HF_HOME"):
         hub.pull("org/name")
     assert "options" not in standins
     usage.free = 2000
@@ -513,5 +513,5 @@ def test_odd_names_and_options() -> None:
         hub.pull("no-such-model")
     with pytest.raises(UsageError, match="--meta"):
         hub.pull(hub.DEFAULT, meta=True)
-    with pytest.raises(UsageError, match="is no name of the Hugging Face hub"):
+    with pytest.raises(UsageError, match="is not a valid name on the Hugging Face hub"):
         hub.pull("a--b/c..d")

@@ -108,7 +108,7 @@ def trained(folder: Path, **options: Any) -> SentencePieceModelTokenizer:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_prefix=str(folder / "m"), **{**defaults, **options}
     )
-    return SentencePieceModelTokenizer.from_file(folder / "m.model")
+    return SentencePieceModelTokenizer((folder / "m.model").read_bytes(), "m.model")
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_the_default_models_vocabulary_goes_to_hugging_face_and_back(smollm: Tok
         same(smollm, other, strings)
     theirs = auto(smollm, tmp_path)
     assert [theirs(text, split_special_tokens=True).input_ids for text in strings] == [*map(smollm.encode, strings)]
-    with pytest.raises(TokenizerError, match="cuts words as 'smollm' does, which Meta's"):
+    with pytest.raises(TokenizerError, match="splits words like 'smollm', which Meta's"):
         tokenizer_model(smollm)
 
 
@@ -405,7 +405,7 @@ def no_merge(document: dict[str, Any]) -> None:
     del document["model"]["merges"][40]
 
 
-def in_turns(document: dict[str, Any]) -> None:
+def interleaved(document: dict[str, Any]) -> None:
     merges = document["model"]["merges"]
     i = next(i for i in range(len(merges)) if "".join(merges[i]) == "".join(merges[i + 1]))
     other = next(pair for pair in merges[i + 2 :] if pair[0] == merges[i][1] or pair[1] == merges[i][0])
@@ -434,11 +434,11 @@ def test_a_tokenizer_json_that_works_otherwise_stays_one(tiktoken_512: Tokenizer
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (edit("pre_tokenizer", value={"type": "Metaspace", "replacement": "▁"}), "put the published tokenizer.json"),
+        (edit("pre_tokenizer", value={"type": "Metaspace", "replacement": "▁"}), "replace it with the published tokenizer.json"),
         (edit("normalizer", "normalizers", 0, "prepend", value="▁▁"), "handles spaces"),
         (edit("decoder", "decoders", 3, "content", value="x"), "handles spaces"),
         (no_merge, "never merges"),
-        (in_turns, "in turns"),
+        (interleaved, "interleaves the merges"),
     ],
 )
 def test_a_tokenizer_json_of_pieces_that_works_otherwise_stays_one(tmp_path: Path, change: Any, says: str) -> None:
@@ -459,15 +459,15 @@ def test_what_metas_llama3_file_can_not_say(tiktoken_512: Tokenizer) -> None:
     plain = gguf_metadata(tiktoken_512, 768)
     tokens, types, merges = (plain[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type", "merges"))
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"pre": "smollm"}, "cuts words as 'smollm' does"),
-        ({"tokens": [*tokens, "<|x|>"], "token_type": [*types, 3]}, "plain tokens in front of the last 256|not end"),
+        ({"pre": "smollm"}, "splits words like 'smollm'"),
+        ({"tokens": [*tokens, "<|x|>"], "token_type": [*types, 3]}, "plain ones before the last 256|not end"),
         ({"token_type": [*types[:-1], 5]}, "does not end with 256"),
-        ({"token_type": [*types[:400], 3, *types[401:]], "merges": merges[:100]}, "other than plain tokens"),
-        ({"bos_token_id": 513}, "another begin-of-text id"),
+        ({"token_type": [*types[:400], 3, *types[401:]], "merges": merges[:100]}, "other than plain ones"),
+        ({"bos_token_id": 513}, "begin-of-text id that is not the first"),
         ({"add_bos_token": False}, "does not begin every text"),
         ({"merges": merges[:-1]}, r"the 2\d\d merges of this vocabulary are not the 2\d\d that follow"),
         ({"merges": merges[::-1]}, "that follow from the order"),
-        ({"tokens": [*tokens[:65], "中", *tokens[66:]], "merges": []}, "outside of the byte alphabet"),
+        ({"tokens": [*tokens[:65], "中", *tokens[66:]], "merges": []}, "outside the byte alphabet"),
         ({"tokens": [*tokens[:65], "zzzz", *tokens[66:]], "merges": []}, "has no token for some bytes"),
     ]
     for changes, says in cases:
@@ -493,7 +493,7 @@ def test_what_a_sentencepiece_model_can_not_say(tmp_path: Path) -> None:
         metadata = {**plain, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
         with pytest.raises(TokenizerError, match=says):
             tokenizer_model(from_metadata(metadata, "x"))
-    with pytest.raises(TokenizerError, match="it would be control alone"):
+    with pytest.raises(TokenizerError, match="it would only be a control token"):
         tokenizer_json(from_metadata({**plain, "tokenizer.ggml.token_type": [*types[:2], 1, *types[3:]]}, "x"))
 
 
@@ -501,8 +501,8 @@ def test_what_a_sentencepiece_model_can_not_say(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"model_type": "unigram", "vocab_size": 370}, "is not BPE"),
-        ({"byte_fallback": False, "vocab_size": 300}, "no bytes to fall back to"),
-        ({"treat_whitespace_as_suffix": True}, "puts its space behind"),
+        ({"byte_fallback": False, "vocab_size": 300}, "no byte fallback"),
+        ({"treat_whitespace_as_suffix": True}, "adds its space after"),
         ({"normalization_rule_name": "nmt_nfkc"}, "replaces characters"),
         ({"remove_extra_whitespaces": True}, "removes spaces"),
     ],
@@ -540,7 +540,7 @@ def test_a_tokenizer_of_someone_elses_is_refused() -> None:
 # -------------------------------------------------------------------------------------------------- nothing is dropped
 def test_a_byte_without_a_token_is_an_error(smollm: Tokenizer) -> None:
     assert set(smollm._missing) >= {0x04, 0x06, 0xF1, 0xF2}
-    with pytest.raises(TokenizerError, match=r"character 3 of the text, '\\x04', has the byte 0x04.* so remove it"):
+    with pytest.raises(TokenizerError, match=r"character 3 of the text, '\\x04', has the byte 0x04.* remove the character"):
         smollm.encode("abc\u0004def")
     with pytest.raises(TokenizerError, match=r"character 1 of the text, '\\U00040000', has the byte 0xF1"):
         smollm.encode("é\U00040000")

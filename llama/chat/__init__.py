@@ -1,6 +1,6 @@
-"""A conversation to token ids: by the checkpoint's Jinja template (template.py) or by a built-in format (formats.py).
+"""A conversation to token ids, by the checkpoint's Jinja template (template.py) or a built-in format (formats.py).
 
-Either way only the format's own structure becomes control tokens; what a user wrote stays text.
+In both cases only the format's own structure becomes control tokens; the text of messages stays text.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..checks import choice
 from ..errors import TemplateError, UsageError
 from ..tokenizer import Tokenizer
 from .formats import CHAT_FORMATS, ChatFormat, chat_format_of, codellama70b, llama2, llama3
@@ -41,34 +42,32 @@ def encode_chat(
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
 ) -> list[int]:
-    """Ids of a conversation, ending where the assistant is to speak.
+    """Ids of a conversation, ending with the start of the assistant's turn.
 
     template  Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template
     messages  mappings with the keys of `Message`
     format    "jinja" or None for the template, or a name of CHAT_FORMATS
-    tools     JSON schemas of the functions the assistant may call; a template writes them
-    now       what the template's strftime_now sees, for templates that print the date
+    tools     JSON schemas of the functions the assistant may call; needs a template
+    now       the time for the template's strftime_now, used by templates that print the date
 
-    Raises UsageError on a malformed message and TemplateError on a missing or failing template, or a vocabulary that
-    lacks what the format needs.
+    Raises UsageError on a malformed message, and TemplateError if the template is missing or fails, or if the
+    vocabulary lacks a token of the format.
     """
-    known = ("jinja", *CHAT_FORMATS)
-    if format not in (None, *known):
-        raise UsageError(f"the chat format must be one of {', '.join(known)}; got {format!r:.80}")
-    if format is not None and format != "jinja":
+    if format is not None and choice("chat format", format, ("jinja", *CHAT_FORMATS)) != "jinja":
         if tools is not None:
             raise UsageError(
-                f"the chat format {format} does not write tools, only templates do; describe them in a system message"
+                f"the chat format {format} has no tools, only templates do; describe the tools in a system message"
             )
         if not add_generation_prompt:
             raise UsageError(
-                f"the chat format {format} always ends where the assistant is to speak; a template may not"
+                f"the chat format {format} always ends with the start of the assistant's turn;"
+                f" add_generation_prompt=False needs a template"
             )
         return CHAT_FORMATS[format](tokenizer, messages)
     if template is None:
         raise TemplateError(
-            "this model has no chat template, so it is a base model: use --raw or llm.generate(text);"
-            f" if it was trained to chat, name its format: --chat-format {chat_format_of(tokenizer) or 'llama3'}"
+            "this model has no chat template, so it is probably a base model: use --raw or llm.generate(text);"
+            f" if it was trained for chat, name its format: --chat-format {chat_format_of(tokenizer) or 'llama3'}"
         )
     return encode_template(
         tokenizer,

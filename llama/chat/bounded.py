@@ -1,17 +1,17 @@
-"""A sandbox for templates that is bounded in time and space as well.
+"""A sandbox for templates with limits on time and memory.
 
-Jinja's own sandbox keeps a template from the machine, but lets it count to 10**10 or write a string of that length.
-This one adds two bounds, for each rendering:
+Jinja's own sandbox blocks access to the machine, but a template can still loop 10**10 times or write a string of that
+length. This sandbox adds two limits per rendering:
 
-    time   SECONDS of the processor. The clock is read at every turn of a loop, every call, filter, test, comparison,
-           operator and output, and what happens between two readings is short.
-    space  SPACE bytes for all values that a template makes, taken together. How large a value can become is worked out
-           before it is made, from the sizes of what it is made of.
+    time   SECONDS of CPU time. The clock is read in every loop iteration, call, filter, test, comparison, operator and
+           output; the work between two readings is short.
+    space  SPACE bytes for all values that a template creates, in total. The largest possible size of a value is
+           computed from the sizes of its inputs before the value is created.
 
-The second needs to know every operation, so filters and methods are a closed list: those without a use in a chat are
-left out (filesizeformat, forceescape, pprint, random, striptags, urlize, wordwrap, xmlattr, lipsum), and so are
-methods of numbers and types. A list inside a list counts as often as it would be written: sixty lines of
-{% set x = [x, x] %} make little, but writing or comparing it would never end. That is known from its parts' sizes.
+The second limit must know every operation, so only listed filters and methods are allowed. The lists omit those that no
+chat needs (filesizeformat, forceescape, pprint, random, striptags, urlize, wordwrap, xmlattr, lipsum), and all methods
+of numbers and types. A list inside a list counts as often as it would be written: sixty lines of {% set x = [x, x] %}
+need little memory, but writing or comparing the result would never end.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-SECONDS = 2.0  # a chat of 1000 turns takes some 0.02
+SECONDS = 2.0  # a conversation of 1000 turns takes about 0.02
 SPACE = 256 * 2**20  # bytes; room for a dozen copies of the longest prompts
-LARGEST_TEMPLATE = 60_000  # characters; the longest of those in use have 20,000
-LARGEST_NUMBER = 100_000  # given to a filter or a method of text: a width, a count
-LARGEST_BITS = 100_000  # of a whole number
-LARGEST_INDENT = 16  # of JSON
+LARGEST_TEMPLATE = 60_000  # characters; the longest templates in use have 20,000
+LARGEST_NUMBER = 100_000  # an argument of a filter or string method, such as a width or a count
+LARGEST_BITS = 100_000  # of an integer
+LARGEST_INDENT = 16  # of tojson
 
 
 def _words(text: str) -> frozenset[str]:
@@ -61,58 +61,58 @@ METHODS: dict[type | tuple[type, ...], frozenset[str]] = {
     dict: frozenset(["copy", "get", "items", "keys", "values"]),
 }
 
-# How many times longer a text can become; for other filters and methods 3 is enough ("ΐ".upper() has three characters).
+# How many times longer a text can become; 3 is enough for all others ("ΐ".upper() has three characters).
 GROWTH = {"tojson": 6, "escape": 5, "e": 5, "urlencode": 9, "encode": 4}
-SPLIT_PIECE = 60  # bytes of a short string and its place in a list
-CHARACTER = 84  # bytes of a character that became a string of its own
+SPLIT_PIECE = 60  # bytes of a short string and its reference in a list
+CHARACTER = 84  # bytes of a one-character string and its reference in a list
 
 
 class Bounded(ImmutableSandboxedEnvironment):
-    """An environment for one rendering: what it spends is not given back. Raises SecurityError at a bound."""
+    """An environment for one rendering; spent time and space are not returned. Raises SecurityError at a limit."""
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
     def __init__(self, **options: Any):
-        super().__init__(optimized=False, finalize=self._write, **options)  # nothing is worked out while compiling
+        super().__init__(optimized=False, finalize=self._write, **options)  # compiling evaluates nothing
         self.filters = {name: self._filter(name, self.filters[name]) for name in FILTERS}
         self.tests = {name: self._test(test) for name, test in self.tests.items()}
-        self.filters |= {"a turn": self.turns, "an operand": self.operand, "a result": self.result}  # for Checked
+        self.filters |= {"an iteration": self.iterated, "an operand": self.operand, "a result": self.spent}  # by Hooked
         del self.globals["lipsum"]
         self.end = time.thread_time() + SECONDS
         self.left = SPACE
-        self._ticks = 0
+        self._calls = 0
         self._weights: dict[int, tuple[Any, int, int]] = {}
 
     def add_filter(self, name: str, filter: Callable[..., Any]) -> None:
-        """A filter of FILTERS in a form of our own."""
+        """Replace a filter of FILTERS."""
         self.filters[name] = self._filter(name, filter)
 
-    # ------------------------------------------------------------------------------------------------------ the bounds
-    def tick(self, size: int = 0) -> None:
-        """Spend so many bytes, and look at the clock every now and then."""
-        self._ticks += 1
-        if size > 1000 or not self._ticks % 32:
-            self.need(size)
+    # ------------------------------------------------------------------------------------------------------ the limits
+    def spend(self, size: int = 0) -> None:
+        """Spend `size` bytes; every few calls, check the limits."""
+        self._calls += 1
+        if size > 1000 or not self._calls % 32:
+            self.require(size)
             if time.thread_time() > self.end:
                 raise SecurityError(f"it ran for more than {SECONDS:g} seconds and was stopped")
         self.left -= size
 
-    def need(self, size: int) -> None:
-        """Raise SecurityError where something of that size can't be made any more."""
+    def require(self, size: int) -> None:
+        """Raise SecurityError if fewer than `size` bytes are left."""
         if size > self.left:
             raise SecurityError(f"its values would take more than {SPACE >> 20} MiB, so it was stopped")
 
     def weigh(self, value: Any) -> int:
-        """The bytes of a value with all that it holds, each as often as it holds it."""
+        """The bytes of a value including its items; an item that occurs twice counts twice."""
         return self._weigh(value)[0]
 
     def _weigh(self, value: Any) -> tuple[int, int]:
-        """Bytes and the levels of nesting. Lists, tuples and mappings never change here, so each is added up once."""
+        """Bytes and depth of nesting. Lists, tuples and mappings are immutable here, so each is measured only once."""
         if isinstance(value, str | bytes):
             return sys.getsizeof(value), 0
         if isinstance(value, Namespace):
-            self.tick()
-            return self._add(value._Namespace__attrs.values())  # vars() is not answered
+            self.spend()
+            return self._add(value._Namespace__attrs.values())  # vars() does not work
         if not isinstance(value, list | tuple | Mapping):
             if isinstance(value, type({}.keys()) | type({}.values()) | type({}.items())):
                 return self._add(value)
@@ -126,47 +126,42 @@ class Bounded(ImmutableSandboxedEnvironment):
     def _add(self, values: Iterable[Any]) -> tuple[int, int]:
         weight, depth = 64, 0
         for value in values:
-            self.tick()
+            self.spend()
             inner, levels = self._weigh(value)
             weight, depth = weight + 8 + inner, max(depth, levels)
         return weight, depth + 1
 
-    def made(self, value: Any) -> Any:
-        """Spend what a new value takes; the items of a generator are spent one by one."""
+    def spent(self, value: Any) -> Any:
+        """A new value, after spending its size; the items of a generator are spent one by one."""
         if isinstance(value, GeneratorType):
-            return self._each(value)
-        self.tick(sys.getsizeof(value))
+            return self._spend_each(value)
+        self.spend(sys.getsizeof(value))
         return value
 
-    def _each(self, values: Iterable[Any]) -> Iterator[Any]:
+    def _spend_each(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
-            self.tick(sys.getsizeof(value))
+            self.spend(sys.getsizeof(value))
             yield value
 
-    # ----------------------------------------------------------------------------------- hooks that Checked puts in
-    def turns(self, values: Any) -> Any:
-        """What a loop goes through, with a look at the clock at each turn."""
-        return _Turns(self, values) if hasattr(values, "__len__") else self._turn(values)
+    # ----------------------------------------------------------------------------------------- hooks inserted by Hooked
+    def iterated(self, values: Any) -> Any:
+        """The iterable of a loop, with a check of the limits in every iteration."""
+        return _Iterated(self, values) if hasattr(values, "__len__") else self._iterate(values)
 
-    def _turn(self, values: Iterable[Any]) -> Iterator[Any]:
+    def _iterate(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
-            self.tick()
+            self.spend()
             yield value
 
     def operand(self, value: Any) -> Any:
-        """A value that is to be compared, searched or joined with ~."""
-        size = self.weigh(value)
-        self.need(size)
-        self.tick()
+        """A value that will be compared, searched or joined with ~."""
+        self.require(self.weigh(value))
+        self.spend()
         return value
-
-    def result(self, value: Any) -> Any:
-        """A value that an expression made out of no more than its operands."""
-        return self.made(value)
 
     @pass_context
     def _write(self, context: Any, value: Any) -> Any:
-        self.tick(self.weigh(value))
+        self.spend(self.weigh(value))
         return value
 
     # ----------------------------------------------------------------------------------------- what templates can call
@@ -177,50 +172,48 @@ class Bounded(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        if attribute.startswith("_"):  # nobody asks for these by chance; Jinja would write them as nothing
+        if attribute.startswith("_"):  # Jinja would write it as an empty string; a real template never needs it
             raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe")
         return super().unsafe_undefined(obj, attribute)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(obj, LoopContext):  # a recursive loop
-            args = (self.turns(args[0]), *args[1:]) if args else args
+            args = (self.iterated(args[0]), *args[1:]) if args else args
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str | bytes):
             args = tuple(list(a) if isinstance(a, Iterator) else a for a in args)
             if obj.__name__ == "join" and args:
-                self._check("join", args[0], (owner,), kwargs)
+                self._check_size("join", args[0], (owner,), kwargs)
             else:
-                self._check(obj.__name__, owner, args, kwargs)
+                self._check_size(obj.__name__, owner, args, kwargs)
         else:
-            self.need(sum(map(self.weigh, (*args, *kwargs.values()))))
-        return self.made(super().call(context, obj, *args, **kwargs))
+            self.require(sum(map(self.weigh, (*args, *kwargs.values()))))
+        return self.spent(super().call(context, obj, *args, **kwargs))
 
     def _filter(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-        first = (
-            1 if hasattr(filter, "jinja_pass_arg") else 0
-        )  # it takes the context or the environment before the value
+        first = int(hasattr(filter, "jinja_pass_arg"))  # the context or environment precedes the value
 
         @functools.wraps(filter)
-        def checked(*given: Any, **kwargs: Any) -> Any:
-            value, args = given[first], given[first + 1 :]
+        def checked(*passed: Any, **kwargs: Any) -> Any:
+            value, args = passed[first], passed[first + 1 :]
             if name == "join" and isinstance(value, Iterator):
                 value = list(value)
-            self._check(name, value, args, kwargs)
-            return self.made(filter(*given[:first], value, *args, **kwargs))
+            self._check_size(name, value, args, kwargs)
+            return self.spent(filter(*passed[:first], value, *args, **kwargs))
 
         return checked
 
     def _test(self, test: Any) -> Callable[..., Any]:
         @functools.wraps(test)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            self.tick()
-            self.need(sum(map(self.weigh, (*args, *kwargs.values()))))
+            self.spend()
+            self.require(sum(map(self.weigh, (*args, *kwargs.values()))))
             return test(*args, **kwargs)
 
         return checked
 
-    def _check(self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Whether a filter, or a method of a text, can be called on a value: what it makes is bounded from above."""
+    def _check_size(self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise SecurityError if the result of a filter or string method could be too large."""
         rest = (*args, *kwargs.values())
         for number in rest:
             if isinstance(number, int) and abs(number) > LARGEST_NUMBER:
@@ -243,8 +236,8 @@ class Bounded(ImmutableSandboxedEnvironment):
             size += sum(indents) * depth * weight
         elif name == "format":
             if not isinstance(value, str):
-                raise SecurityError("format was given something else than a text, so it was stopped")
-            size += self.printf(value, tuple(rest))
+                raise SecurityError("format was given a value that is not a string, so it was stopped")
+            size += self.printf_size(value, tuple(rest))
         elif name in ("split", "rsplit"):
             mark = args[0] if args else kwargs.get("sep")
             size += SPLIT_PIECE * (value.count(mark) if isinstance(mark, str) and mark else len(value))
@@ -253,35 +246,35 @@ class Bounded(ImmutableSandboxedEnvironment):
         elif name in ("list", "sort", "unique", "batch", "slice", "groupby") and isinstance(value, str):
             size += CHARACTER * len(value)
         elif name == "sum" and not all(isinstance(n, int | float | str | None) for n in rest):
-            raise SecurityError("sum was asked to join lists, so it was stopped")
-        self.need(size)
-        self.tick()
+            raise SecurityError("sum was used to join lists, so it was stopped")
+        self.require(size)
+        self.spend()
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             for factor, many in ((left, right), (right, left)):
                 if isinstance(many, int) and not isinstance(factor, int | float):
-                    self.need(max(many, 0) * sys.getsizeof(factor))
+                    self.require(max(many, 0) * sys.getsizeof(factor))
         elif operator == "%" and isinstance(left, str | bytes):
-            self.need(self.printf(left, right if isinstance(right, tuple) else (right,)))
+            self.require(self.printf_size(left, right if isinstance(right, tuple) else (right,)))
         elif operator == "+" and not isinstance(left, int | float):
-            self.need(4 * (sys.getsizeof(left) + sys.getsizeof(right)))
+            self.require(4 * (sys.getsizeof(left) + sys.getsizeof(right)))
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
             if bits > LARGEST_BITS:
-                raise SecurityError("it came to a number of more than 30000 digits and was stopped")
-        return self.made(super().call_binop(context, operator, left, right))
+                raise SecurityError("it computed a number of more than 30000 digits and was stopped")
+        return self.spent(super().call_binop(context, operator, left, right))
 
-    def printf(self, form: Any, values: tuple[Any, ...]) -> int:
-        """At most so many bytes come of form % values: each field as long as the widest could be."""
+    def printf_size(self, form: Any, values: tuple[Any, ...]) -> int:
+        """An upper bound on the bytes of form % values: every field counts as the widest one possible."""
         text = form if isinstance(form, str) else str(form, "latin-1") if isinstance(form, bytes) else ""
         stars = max([abs(n) for n in values if isinstance(n, int)], default=0) if "*" in text else 0
         widths = sum(int(digits[:20]) for digits in re.findall("[0-9]+", text))
-        field = 400 + stars + 10 * sum(map(self.weigh, values))  # a float has 309 digits, an escape 10
+        field = 400 + stars + 10 * sum(map(self.weigh, values))  # a float has up to 309 digits, an escape 10
         return 4 * (len(text) + widths + text.count("%") * field)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """str.format with the bounds; it replaces what Jinja puts in its place."""
+        """str.format with the limits, instead of Jinja's replacement for it."""
         if super().wrap_str_format(value) is None:
             return None
         text: str = value.__self__
@@ -294,13 +287,13 @@ class Bounded(ImmutableSandboxedEnvironment):
 
     # ------------------------------------------------------------------------------------------------------- compiling
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        Checked().visit(source)
+        Hooked().visit(source)
         source.set_environment(self)
         return super()._generate(source, *args, **kwargs)
 
 
-class _Turns:
-    """Something with a length, to loop over."""
+class _Iterated:
+    """An iterable with a length, for a loop."""
 
     def __init__(self, environment: Bounded, values: Any):
         self.environment, self.values = environment, values
@@ -309,7 +302,7 @@ class _Turns:
         return len(self.values)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.environment._turn(self.values)
+        return self.environment._iterate(self.values)
 
 
 class _Formatter(SandboxedFormatter):
@@ -318,32 +311,30 @@ class _Formatter(SandboxedFormatter):
         self.environment = environment
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        self.environment.need(10 * self.environment.weigh(value))
+        self.environment.require(10 * self.environment.weigh(value))
         return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         widths = sum(int(digits[:20]) for digits in re.findall("[0-9]+", format_spec))
-        self.environment.need(4 * widths + 10 * self.environment.weigh(value))
-        return self.environment.made(super().format_field(value, format_spec))
+        self.environment.require(4 * widths + 10 * self.environment.weigh(value))
+        return self.environment.spent(super().format_field(value, format_spec))
 
 
-class Checked(NodeTransformer):
-    """Puts a hook around each expression that Jinja works out without asking its environment.
+class Hooked(NodeTransformer):
+    """Wraps each expression that Jinja evaluates without its environment in a hook.
 
-    Each hook is a filter under a name with a space, which no template can spell.
+    A hook is a filter whose name contains a space, so no template can write it.
     """
 
     def _hook(self, name: str, node: Any) -> nodes.Filter:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        return nodes.Const(
-            node.data, lineno=node.lineno
-        )  # text that stands in a loop is counted as what an {{ }} writes
+        return nodes.Const(node.data, lineno=node.lineno)  # counts text like the output of {{ }}
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = self._hook("a turn", node.iter)
+        node.iter = self._hook("an iteration", node.iter)
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
@@ -363,7 +354,7 @@ class Checked(NodeTransformer):
         if isinstance(node.arg, nodes.Slice):
             return self._hook("a result", node)
         if not isinstance(node.arg, nodes.Const):
-            node.arg = self._hook("an operand", node.arg)  # looked up by its hash
+            node.arg = self._hook("an operand", node.arg)  # the lookup hashes it
         return node
 
     def visit_List(self, node: nodes.List) -> nodes.Node:

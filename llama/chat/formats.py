@@ -1,8 +1,8 @@
-"""The chat formats Meta trained its models on, as functions from messages to ids.
+"""The chat formats of Meta's models, as functions from messages to ids.
 
-No template is needed, and none is trusted: what a user wrote is encoded as text, and the control ids between the
-texts are appended here, one by one. Sources, by behaviour: meta-llama/llama llama/generation.py (Llama 2),
-meta-llama/llama-models llama3/chat_format.py (Llama 3), meta-llama/codellama llama/generation.py (Code Llama 70B).
+They need no template: the text of messages is encoded as plain text, and the control ids between the texts are appended
+one by one. References: meta-llama/llama llama/generation.py (Llama 2), meta-llama/llama-models llama3/chat_format.py
+(Llama 3), meta-llama/codellama llama/generation.py (Code Llama 70B).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .messages import ToolCall, check_messages
 
 ChatFormat = Callable[[Tokenizer, Sequence[Mapping[str, Any]]], list[int]]
 
-# Llama 2 has no control tokens for these: its model reads them in plain text.
+# Llama 2 has no control tokens for these; the model reads them as plain text.
 LLAMA2_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 
-# Llama 3's built-in tools and the one argument that each takes; all but the last are written NAME.call(query="...").
+# Llama 3's built-in tools and their only argument. All except the last are written NAME.call(query="...").
 LLAMA3_TOOLS = {"brave_search": "query", "wolfram_alpha": "query", "photogen": "query", "code_interpreter": "code"}
 
 
 def llama2(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Llama 2 Chat and Code Llama 7B to 34B Instruct: <s>[INST] user [/INST] answer </s>, for each pair again.
+    """Llama 2 Chat and Code Llama 7B to 34B Instruct: <s>[INST] user [/INST] answer </s>, repeated for each pair.
 
-    Raises UsageError where a text holds one of the tags: nothing tells it from a real one, so it would forge a turn.
+    Raises UsageError if a text contains one of the tags: the model could not distinguish it from the format's own.
     """
     bos, eos = _controls(tokenizer, "llama2", "<s>", "</s>")
     system, turns = _turns(messages, "llama2")
@@ -35,8 +35,8 @@ def llama2(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[
         for tag in LLAMA2_TAGS:
             if tag in text:
                 raise UsageError(
-                    f"message {i} holds {tag}, which Llama 2 reads as the start or end of a turn wherever it stands;"
-                    " take it out or spell it differently"
+                    f"message {i} contains {tag}, which Llama 2 reads as the start or end of a turn; remove it or"
+                    " spell it differently"
                 )
     if system is not None:
         turns[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{turns[0]}"
@@ -49,9 +49,9 @@ def llama2(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[
 def llama3(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Llama 3, 3.1, 3.2 and 3.3 Instruct: a header with the role, the text, <|eot_id|>.
 
-    A message of role tool is written ipython; its tool_call_id and name have no place in this format. Calls of tools
-    stand behind the assistant's text, as JSON or in the built-in tools' own way; code for the code interpreter begins
-    with <|python_tag|>. A message that `continues` ends with <|eom_id|>.
+    The role tool is written ipython; the format has no field for tool_call_id and name. Tool calls follow the
+    assistant's text, as JSON or in the syntax of the built-in tools. Code for the code interpreter begins with
+    <|python_tag|>. A message with `continues` ends with <|eom_id|>.
     """
     bos, start, end, eot = _controls(
         tokenizer, "llama3", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
@@ -67,12 +67,12 @@ def llama3(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[
         if any(call["function"]["name"] == "code_interpreter" for call in calls):
             if len(calls) > 1 or message["content"]:
                 raise UsageError(
-                    f"message {i}: a call of code_interpreter must stand alone, since all behind <|python_tag|> is"
-                    " code; put the text or the other calls into a message of their own"
+                    f"message {i}: a call of code_interpreter must be alone, because everything after <|python_tag|> is"
+                    " code; put the text or the other calls into a separate message"
                 )
             ids += _controls(tokenizer, "llama3", "<|python_tag|>")
-        # Kept as it is, as in the newest of Meta's code; llama3's older code and Hugging Face's templates strip it, so
-        # their ids differ where a text begins or ends with white space.
+        # Not stripped, as in Meta's newest code. Meta's older code and Hugging Face's templates strip the text, so they
+        # produce other ids if a text begins or ends with white space.
         ids += tokenizer.encode(message["content"])
         for call in calls:
             ids += tokenizer.encode(_llama3_call(call, i))
@@ -86,13 +86,13 @@ def codellama70b(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) ->
     system, turns = _turns(messages, "codellama-70b")
 
     def header(role: str) -> list[int]:
-        # Answers are addressed: so Meta's chat_completion returns them and wants them back. Prompts that circulate in
-        # one string leave the address of past answers out.
+        # Past answers have a destination too, as Meta's chat_completion returns and expects them. Single-string
+        # prompts in circulation omit it.
         return tokenizer.encode(f" Source: {role}" + ("\nDestination: user" if role == "assistant" else ""))
 
     ids = [bos]
     for role, text in [("system", system or ""), *zip(("user", "assistant") * len(turns), turns, strict=False)]:
-        # Header and text are encoded apart: a SentencePiece vocabulary puts a space before each.
+        # Header and text are encoded separately: a SentencePiece vocabulary adds a space before each.
         ids += [*header(role), *(tokenizer.encode("\n\n " + text.strip()) if text else []), step]
     return [*ids, *header("assistant"), *tokenizer.encode("\n\n ")]
 
@@ -101,7 +101,7 @@ CHAT_FORMATS: dict[str, ChatFormat] = {"llama2": llama2, "llama3": llama3, "code
 
 
 def chat_format_of(tokenizer: Tokenizer) -> str | None:
-    """The built-in format that a vocabulary can express, or None; whether the model was trained on it is not in it."""
+    """The built-in format that a vocabulary can express, or None. The model may have been trained on another one."""
     control = tokenizer.control
     if "<|start_header_id|>" in control:
         return "llama3"
@@ -118,7 +118,7 @@ def _controls(tokenizer: Tokenizer, format: str, *names: str) -> list[int]:
         fits = chat_format_of(tokenizer)
         raise TemplateError(
             f"the chat format {format} needs {' and '.join(missing)}, which this vocabulary lacks, so the model was"
-            f" likely not trained on it; {'no built-in format' if fits is None else fits} fits the vocabulary"
+            f" probably not trained on it; {'no built-in format' if fits is None else fits} fits the vocabulary"
         )
     return [tokenizer.control[name] for name in names]
 
@@ -128,17 +128,19 @@ def _turns(messages: Sequence[Mapping[str, Any]], format: str) -> tuple[str | No
     checked = check_messages(messages)
     for i, message in enumerate(checked):
         if message["role"] in ("tool", "ipython") or "tool_calls" in message or "continues" in message:
-            raise UsageError(f"message {i}: the chat format {format} has no way to write tools; leave such turns out")
+            raise UsageError(f"message {i}: the chat format {format} can't express tools; remove such turns")
     first = 1 if checked[0]["role"] == "system" else 0
     for i, message in enumerate(checked[first:]):
         expected = ("user", "assistant")[i % 2]
         if message["role"] != expected:
             raise UsageError(
-                f"message {first + i}: the chat format {format} takes a system message first, if any, then user and"
-                f" assistant in turn; expected {expected}, got {message['role']}"
+                f"message {first + i}: the chat format {format} needs an optional system message, then user and"
+                f" assistant alternating; expected {expected}, got {message['role']}"
             )
     if checked[-1]["role"] != "user":
-        raise UsageError(f"the chat format {format} ends with a user's message, got {checked[-1]['role']} as the last")
+        raise UsageError(
+            f"the chat format {format} needs a user's message at the end, got one of {checked[-1]['role']}"
+        )
     return checked[0]["content"] if first else None, [message["content"] for message in checked[first:]]
 
 

@@ -1,7 +1,7 @@
-"""What a conversation is made of, and the check that every message passes before anything is made of it.
+"""The messages of a conversation, and their validation.
 
-The shape is the one that OpenAI's interface and Hugging Face's templates share: a role, its text, an assistant's calls
-of functions, and what the functions gave back.
+The structure is that of OpenAI's API and Hugging Face's templates: a role, its text, an assistant's calls of functions,
+and the results of the functions.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
+from ..checks import boolean
 from ..errors import UsageError
 
 
 class FunctionCall(TypedDict):
-    """The function an assistant calls and the arguments it gives; these may come in as the JSON text of a mapping."""
+    """The function that an assistant calls, and its arguments. In the input they may be the JSON text of a mapping."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class ToolCall(TypedDict):
-    """One call: {"type": "function", "function": {...}}. A bare FunctionCall may come in for it."""
+    """One call: {"type": "function", "function": {...}}. The input may have a bare FunctionCall instead."""
 
     type: str
     function: FunctionCall
@@ -29,14 +30,14 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict):
-    """One turn, as check_messages gives it.
+    """One turn, as check_messages returns it.
 
-    role          "system", "user", "assistant", "tool" or "ipython" (Llama 3's word for what a tool gave back)
-    content       its text; beside tool_calls it may come in as None or not at all
-    tool_calls    of an assistant: the functions it calls
-    continues     of an assistant: True if its turn goes on after this message, because it waits for a tool
-    tool_call_id  of a tool: the call that this answers
-    name          of a tool: its name
+    role          "system", "user", "assistant", "tool" or "ipython" (Llama 3's name for a tool's result)
+    content       the text; in the input, a message with tool_calls may have None or no content
+    tool_calls    assistant only: the functions it calls
+    continues     assistant only: True if its turn continues after this message, because it waits for a tool
+    tool_call_id  tool only: the id of the call that this message answers
+    name          tool only: the tool's name
     """
 
     role: str
@@ -47,7 +48,7 @@ class Message(TypedDict):
     name: NotRequired[str]
 
 
-# A role is part of a format's own structure ("<|im_start|>" + role), so it is one of these or refused.
+# A role becomes part of the format's structure ("<|im_start|>" + role), so any other role is rejected.
 ROLES = ("system", "user", "assistant", "tool", "ipython")
 
 KEYS = {
@@ -58,11 +59,11 @@ KEYS = {
     "ipython": ("role", "content", "tool_call_id", "name"),
 }
 
-DEEPEST_JSON = 64  # levels; the functions that walk through it call themselves
+DEEPEST_JSON = 64  # levels; the functions that traverse it are recursive
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages in their one full shape. Raises UsageError that names the message and the key that is wrong."""
+    """Validated messages in a uniform shape. Raises UsageError with the message and the key that is wrong."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise UsageError(f"messages must be a list of mappings, got {type(messages).__name__}")
     checked = [_check_message(message, f"message {i}") for i, message in enumerate(messages)]
@@ -72,7 +73,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The descriptions of functions (JSON schemas) as plain mappings. Raises UsageError."""
+    """The JSON schemas of functions as plain dictionaries. Raises UsageError."""
     if tools is None:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -100,9 +101,7 @@ def _check_message(message: Any, where: str) -> Message:
         checked["tool_call_id"] = _string(message["tool_call_id"], f"{where}: tool_call_id")
     if message.get("name") is not None:
         checked["name"] = _string(message["name"], f"{where}: name")
-    if not isinstance(message.get("continues", False), bool):
-        raise UsageError(f"{where}: continues must be True or False, got {message['continues']!r:.80}")
-    if message.get("continues"):
+    if boolean(f"{where}: continues", message.get("continues", False)):
         checked["continues"] = True
     return checked
 
@@ -136,7 +135,7 @@ def _check_call(call: Any, where: str) -> ToolCall:
 
 
 def _arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """Templates and formats write them as JSON themselves; JSON text left as it is would be quoted twice."""
+    """The arguments as a dictionary: templates and formats serialize them, and would quote JSON text twice."""
     value = arguments
     if isinstance(value, str):
         try:
@@ -149,11 +148,11 @@ def _arguments(arguments: Any, where: str) -> dict[str, Any]:
 
 
 def _plain_json(value: dict[str, Any], what: str) -> dict[str, Any]:
-    """A copy made of dict, list, str, numbers, True, False and None only, so that nothing else meets a template."""
+    """A copy of dict, list, str, numbers, True, False and None, so that a template meets no other objects."""
     try:
         copy: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{what} must hold only what JSON can write: {error}") from None
+        raise UsageError(f"{what} must be JSON-serializable: {error}") from None
     if _deeper(copy, DEEPEST_JSON):
         raise UsageError(f"{what} must not be nested deeper than {DEEPEST_JSON} levels")
     return copy
@@ -172,5 +171,5 @@ def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> N
 
 def _string(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value:
-        raise UsageError(f"{what} must be a string that is not empty, got {value!r:.80}")
+        raise UsageError(f"{what} must be a non-empty string, got {value!r:.80}")
     return value

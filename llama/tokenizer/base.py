@@ -1,4 +1,4 @@
-"""What every tokenizer can do, whatever file its vocabulary came from."""
+"""The interface of every tokenizer, and the streaming decoder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .common import MID, PRE, SUF
 
 
 def _valid(text: str) -> str:
+    """The text itself. Raises TokenizerError if it is not a string or has a lone surrogate."""
     if not isinstance(text, str):
         raise TokenizerError(f"text must be a string, got {type(text).__name__}")
     try:
@@ -24,17 +25,18 @@ def _valid(text: str) -> str:
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
+    """Text to ids and ids to text.
 
-    Text never becomes a control id: `encode` turns "<|im_end|>" into the plain characters it is written with, in
-    every vocabulary. Control ids are appended by code: `bos` and `eos` here, the turns of a chat in chat.py.
+    Text never becomes a control id: every vocabulary encodes "<|im_end|>" as plain characters. Only code appends
+    control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/.
 
-    kind       what the vocabulary is, in words
-    n_vocab    number of ids; every id is below it
-    bos_id, eos_id  ids of begin and end of text, or None where the vocabulary has none
-    add_bos    True if the model was trained with bos in front of every text
-    control    control string -> id, for code that appends them
-    stop_ids   ids that end an answer
+    kind                  a description of the vocabulary
+    n_vocab               number of ids; every id is smaller
+    bos_id, eos_id        ids of begin and end of text, or None if the vocabulary has none
+    add_bos               True if the model was trained with bos before every text
+    control               control string -> id, for code that appends control ids
+    stop_ids              ids that end an answer
+    strips_leading_space  True if decoding removes the first space, because encoding added one
     """
 
     kind: str
@@ -48,59 +50,59 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
-        """Ids of plain, valid text."""
+        """Ids of valid plain text."""
 
     @abstractmethod
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that an id stands for; empty for a control id. Several ids may share one character."""
+        """The bytes of an id; empty for a control id. A character may be split over several ids."""
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of a text, between bos and eos where asked for. Raises TokenizerError on a lone surrogate."""
+        """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate."""
         ids = self._encode(_valid(text))
         return self._marker(bos, self.bos_id, "begin") + ids + self._marker(eos, self.eos_id, "end")
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a raw prompt, as the model was trained to see it; an empty text is bos alone, where there is one."""
-        empty_start = not text and self.bos_id is not None
-        return self.encode(text, bos=self.add_bos or empty_start)
+        """Ids of a raw prompt, with bos if `add_bos` is set. An empty prompt is bos alone, if there is a bos."""
+        return self.encode(text, bos=self.add_bos or (not text and self.bos_id is not None))
 
     def encode_infill(self, prefix: str, suffix: str) -> list[int]:
-        """Ids that ask a Code Llama model for the text between two others. Raises TokenizerError on other vocabularies.
+        """Ids of a Code Llama prompt for the text between a prefix and a suffix.
 
-        Prefix, suffix, middle, as in meta-llama/codellama llama/generation.py (infilling_prompt_tokens).
+        The order is prefix, suffix, middle, as in meta-llama/codellama llama/generation.py (infilling_prompt_tokens).
+        Raises TokenizerError if the vocabulary has no infill tokens.
         """
         if not {PRE, SUF, MID} <= self.control.keys():
             raise TokenizerError(
-                f"this vocabulary has no infill ids ({PRE} {SUF} {MID}); only the Code Llama models that were trained"
-                f" to fill in have them"
+                f"this vocabulary has no infill ids ({PRE} {SUF} {MID}); only Code Llama models trained for infilling"
+                f" have them"
             )
         pre, suf, mid = (self.control[mark] for mark in (PRE, SUF, MID))
         before, after = self._encode(_valid(prefix)), self._encode_joined(_valid(suffix))
         return [*self._marker(True, self.bos_id, "begin"), pre, *before, suf, *after, mid]
 
     def _encode_joined(self, text: str) -> list[int]:
-        """Ids of plain, valid text that does not begin a text: no space is put in front of it."""
+        """Ids of valid plain text that continues another text: no space is added before it."""
         return self._encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; control ids have none. Bytes that are not UTF-8 become U+FFFD."""
+        """The text of ids, without control ids. Invalid UTF-8 becomes U+FFFD."""
         decoder = Decoder(self)
         return "".join([decoder.feed(id) for id in ids]) + decoder.end()
 
-    def _check(self, id: int) -> None:
+    def _check_id(self, id: int) -> None:
         if not 0 <= id < self.n_vocab:
-            raise TokenizerError(f"token ids must lie between 0 and {self.n_vocab - 1}, got {id}")
+            raise TokenizerError(f"token ids must be between 0 and {self.n_vocab - 1}, got {id}")
 
-    def _marker(self, wanted: bool, id: int | None, name: str) -> list[int]:
-        if wanted and id is None:
+    def _marker(self, enabled: bool, id: int | None, name: str) -> list[int]:
+        if enabled and id is None:
             raise TokenizerError(f"this vocabulary has no {name}-of-text id")
-        return [id] if wanted and id is not None else []
+        return [id] if enabled and id is not None else []
 
 
 class Decoder:
-    """Ids to text, piece by piece, without ever giving half a character.
+    """Streaming decoder: ids to text, one id at a time, never a partial character.
 
-    The pieces joined, `end()` included, are what `decode` gives for all ids at once.
+    The concatenated results, including `end()`, equal `Tokenizer.decode` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -109,7 +111,7 @@ class Decoder:
         self._at_start = tokenizer.strips_leading_space
 
     def feed(self, id: int) -> str:
-        """The text that one more id completes; empty while a character is unfinished."""
+        """The text that this id completes; empty while a character is incomplete."""
         piece = self._utf8.decode(self.tokenizer.token_bytes(id))
         if self._at_start and piece:
             self._at_start = False
@@ -117,5 +119,5 @@ class Decoder:
         return piece
 
     def end(self) -> str:
-        """U+FFFD if the ids stop inside a character, else nothing."""
+        """U+FFFD if the ids end inside a character, else an empty string."""
         return self._utf8.decode(b"", final=True)

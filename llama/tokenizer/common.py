@@ -1,4 +1,4 @@
-"""What the kinds of vocabulary share: names, spellings of bytes, reading a file, failures of the libraries."""
+"""Shared by all kinds of vocabulary: token names, byte spellings, file reading, library errors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ LLAMA3_WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Code Llama's marks around prefix, suffix and middle, and behind the middle (meta-llama/codellama llama/tokenizer.py)
+# Code Llama's infill tokens: before the prefix, the suffix and the middle, and after the middle
+# (meta-llama/codellama llama/tokenizer.py)
 PRE, SUF, MID, EOT = "\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", "\u2581<EOT>"
 
-# Control in every SentencePiece vocabulary that has them, whatever type the file gives them; <step> parts the messages
-# of Code Llama 70B Instruct.
+# Control tokens in every SentencePiece vocabulary that has them, whatever their type in the file. <step> separates the
+# messages of Code Llama 70B Instruct.
 CODE_LLAMA_CONTROL = frozenset({PRE, SUF, MID, EOT, "<step>"})
 
-# Control strings that end an answer whether or not the file also names their id; llama.cpp goes by the same names.
+# Control strings that end an answer even if the file does not name their ids; llama.cpp uses the same names.
 END_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -36,22 +37,22 @@ END_NAMES = (
     "<step>",
 )
 
-# Llama 3's tokenizer.json, the largest in the family, has 17 MB.
+# The largest tokenizer file of the family, Llama 3's tokenizer.json, has 17 MB.
 MAX_FILE_BYTES = 256 * 2**20
 
 
 def looks_control(token: str) -> bool:
-    """True for <|this|>, <s> and </s>: control strings, even where a converter marked them as user-defined."""
+    """Whether a token is written like <|this|>, <s> or </s>: a control string, even if a file marks it user-defined."""
     return re.fullmatch(r"<\|.*\|>|</?s>", token) is not None
 
 
 def stop_ids(control: Mapping[str, int], named: Collection[int | None]) -> frozenset[int]:
-    """The ids that end an answer: those that the file names, and those whose control string is known for it."""
+    """The ids that end an answer: those named by the file, and those of the control strings in END_NAMES."""
     return frozenset({id for id in named if id is not None} | {control[name] for name in END_NAMES if name in control})
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character of each byte, inverted: a byte that prints is itself, the others follow U+0100."""
+    """GPT-2's character -> byte. A printable byte is written as itself, the others as U+0100 and up."""
     prints = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in prints]
     return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
@@ -61,7 +62,7 @@ BYTE_OF = _byte_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a token written in GPT-2's byte alphabet; a token that leaves it stands for its own characters."""
+    """The bytes of a token in GPT-2's byte alphabet. A token with any other character is plain text."""
     try:
         return bytes(BYTE_OF[character] for character in token)
     except KeyError:
@@ -69,52 +70,63 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def missing_bytes(tokens: Container[str]) -> bytes:
-    """The bytes that have no token of their own; the `tokenizers` library drops them from a text in silence."""
+    """The bytes without a token of their own; the `tokenizers` library silently drops them from a text."""
     return bytes(byte for character, byte in BYTE_OF.items() if character not in tokens)
 
 
-def check_kept(text: str, written: Callable[[], bytes], missing: bytes, where: str) -> None:
-    """Raise TokenizerError if the text has bytes that are missing and what was written does not hold as many."""
+def check_no_byte_lost(text: str, encoded: Callable[[], bytes], missing: bytes, where: str) -> None:
+    """Raise TokenizerError if encoding dropped bytes of the text.
+
+    encoded  returns the bytes of the ids; called only if the text has missing bytes
+    missing  the bytes without a token of their own
+    """
     raw = text.encode()
     if not missing or len(raw.translate(None, missing)) == len(raw):
         return
-    kept = written()  # a token that is matched whole may hold such a byte
-    lost = {byte for byte in missing if raw.count(byte) > kept.count(byte)}
+    result = encoded()  # a longer token may contain such a byte
+    lost = {byte for byte in missing if raw.count(byte) > result.count(byte)}
     for at, character in enumerate(text):
         if found := lost.intersection(character.encode()):
             raise TokenizerError(
                 f"{where}: character {at} of the text, {character!a}, has the byte 0x{min(found):02X}, for which this"
-                f" vocabulary has no token; the model can't be told of it, so remove it from the text"
+                f" vocabulary has no token; remove the character from the text"
             )
 
 
 def piece_bytes(piece: str) -> bytes:
-    """The bytes of a SentencePiece piece, in which U+2581 stands for a space."""
+    """The bytes of a SentencePiece piece, where U+2581 stands for a space."""
     return piece.replace("\u2581", " ").encode()
 
 
 def byte_piece(piece: str) -> int | None:
-    """The byte that a piece like <0x0A> stands for, or None."""
+    """The byte of a piece such as <0x0A>, or None."""
     return int(piece[3:5], 16) if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else None
+
+
+def splits(token: str, known: Container[str]) -> Iterator[tuple[str, str]]:
+    """All ways to split a token into two known ones, the shortest left part first."""
+    for cut in range(1, len(token)):
+        if token[:cut] in known and token[cut:] in known:
+            yield token[:cut], token[cut:]
 
 
 @contextmanager
 def library_errors(where: str, what: str) -> Iterator[None]:
-    """Turn whatever a tokenizer library raises into a TokenizerError of one line: `where`: `what`: its own words."""
+    """Turn an exception of a tokenizer library into a TokenizerError: `where`: `what`: the library's message."""
     try:
         yield
     except TokenizerError:
         raise
-    except BaseException as error:  # the libraries panic on some damage, and their PanicException is no Exception
+    except BaseException as error:  # PanicException of the Rust libraries is not an Exception
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            words = " ".join(str(error).split()) or type(error).__name__
-            words = f"{words} is missing" if isinstance(error, KeyError) else words
-            raise TokenizerError(f"{where}: {what}: {words}") from error
+            message = " ".join(str(error).split()) or type(error).__name__
+            message += " is missing" * isinstance(error, KeyError)
+            raise TokenizerError(f"{where}: {what}: {message}") from error
         raise
 
 
 def read_file(path: Path) -> bytes:
-    """All bytes of a tokenizer file. Raises TokenizerError where there is none, or one too large to be one."""
+    """The bytes of a tokenizer file. Raises TokenizerError if it is missing, empty, not a file or too large."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -130,10 +142,10 @@ def read_file(path: Path) -> bytes:
     except ValueError as error:  # a NUL byte in the path
         raise TokenizerError(f"{str(path)!r} is not a path: {error}") from None
     if not data:
-        raise TokenizerError(f"{path} is empty; the download probably never finished, so fetch it again")
+        raise TokenizerError(f"{path} is empty; the download was probably interrupted, fetch it again")
     if len(data) > MAX_FILE_BYTES:
         raise TokenizerError(
-            f"{path} has {status.st_size:,} bytes, expected at most {MAX_FILE_BYTES:,} of a tokenizer file;"
-            f" is it a file of weights?"
+            f"{path} has {status.st_size:,} bytes, expected a tokenizer file of at most {MAX_FILE_BYTES:,};"
+            f" is it a weights file?"
         )
     return data

@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, built with the `tokenizers` library from the vocabulary the file carries.
+"""The tokenizer of a GGUF file, built with the `tokenizers` library from the file's metadata.
 
-Two kinds occur in LLaMA files (key tokenizer.ggml.model):
-    gpt2   byte-level BPE with a merge list; key tokenizer.ggml.pre names how text is cut into words first
-    llama  SentencePiece BPE: pieces with scores, a space is written U+2581, unknown characters fall back to bytes
+LLaMA files have one of two kinds (key tokenizer.ggml.model):
+    gpt2   byte-level BPE with a merge list; the key tokenizer.ggml.pre names the rule that splits text into words
+    llama  SentencePiece BPE: pieces with scores; a space is written U+2581, unknown characters fall back to bytes
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from ..checks import boolean, is_integer
 from ..errors import TokenizerError
 from .base import Tokenizer
 from .common import (
@@ -23,11 +24,12 @@ from .common import (
     LLAMA3_WORDS,
     byte_level_bytes,
     byte_piece,
-    check_kept,
+    check_no_byte_lost,
     library_errors,
     looks_control,
     missing_bytes,
     piece_bytes,
+    splits,
     stop_ids,
 )
 
@@ -42,7 +44,7 @@ def _gpt2_words() -> pre_tokenizers.PreTokenizer:
 
 
 def _smollm_words() -> pre_tokenizers.PreTokenizer:
-    """Every digit is a word of its own, then GPT-2's pattern (tokenizer.json of HuggingFaceTB/SmolLM2)."""
+    """Single digits, then GPT-2's pattern (tokenizer.json of HuggingFaceTB/SmolLM2)."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_words()])
 
 
@@ -55,7 +57,7 @@ def _llama3_words() -> pre_tokenizers.PreTokenizer:
     )
 
 
-# tokenizer.ggml.pre -> (how words are cut, whether a word that is a token skips the merges, add_bos by default)
+# tokenizer.ggml.pre -> (word splitter, ignore_merges: a word that is a token is not merged, default of add_bos)
 PRE = {
     "gpt-2": (_gpt2_words, False, False),
     "smollm": (_smollm_words, False, False),
@@ -66,10 +68,10 @@ PRE = {
 
 
 def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
-    """The tokenizer a GGUF's metadata describes; `where` is the file, for messages. Raises TokenizerError."""
+    """The tokenizer described by a GGUF file's metadata. `where` names the file in errors. Raises TokenizerError."""
     model = metadata.get("tokenizer.ggml.model")
     if model is None:
-        raise TokenizerError(f"{where}: the file carries no tokenizer (no key tokenizer.ggml.model)")
+        raise TokenizerError(f"{where}: the file has no tokenizer (no key tokenizer.ggml.model)")
     if not isinstance(model, str) or model not in KINDS:
         raise TokenizerError(f"{where}: tokenizer model {model!r:.60} is not supported; supported: {', '.join(KINDS)}")
     with library_errors(where, "the vocabulary can't be built"):
@@ -77,23 +79,24 @@ def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
 
 
 class GGUFTokenizer(Tokenizer):
-    """What both kinds share: the vocabulary, its types, and the ids the file names."""
+    """Common to both kinds: the tokens, their types and the ids that the file names."""
 
     always_control: frozenset[str] = frozenset()
 
     def __init__(self, metadata: Mapping[str, Any], where: str):
-        self.where = where
+        self._where = where
         self.metadata = metadata
         self._backend: Backend
         self.tokens = _strings(metadata, "tokenizer.ggml.tokens", where)
         self.n_vocab = len(self.tokens)
         types = _numbers(metadata, "tokenizer.ggml.token_type", where, self.n_vocab, "token types")
-        kinds = [NORMAL] * self.n_vocab if types is None else types.tolist()
-        if odd := set(kinds) - set(range(BYTE + 1)):
-            raise TokenizerError(f"{where}: tokenizer.ggml.token_type holds {min(odd)}; types go from 0 to {BYTE}")
-        self.types: list[int] = kinds
+        self.types: list[int] = [NORMAL] * self.n_vocab if types is None else types.tolist()
+        if invalid := set(self.types) - set(range(BYTE + 1)):
+            raise TokenizerError(
+                f"{where}: tokenizer.ggml.token_type has the type {min(invalid)}, expected 0 to {BYTE}"
+            )
         for id, token in enumerate(self.tokens):
-            # Some converters mark control strings as user-defined; written like <|this|> they are control all the same.
+            # Some converters mark control strings such as <|this|> as user-defined.
             if token in self.always_control or (self.types[id] == USER_DEFINED and looks_control(token)):
                 self.types[id] = CONTROL
         self.control = {token: id for id, token in enumerate(self.tokens) if self.types[id] == CONTROL}
@@ -106,12 +109,12 @@ class GGUFTokenizer(Tokenizer):
         id = metadata.get(key)
         if id is None:
             return None
-        if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < self.n_vocab:
-            raise TokenizerError(f"{self.where}: {key} is {id!r}, outside the vocabulary of {self.n_vocab} tokens")
-        return id
+        if not (is_integer(id) and 0 <= id < self.n_vocab):
+            raise TokenizerError(f"{self._where}: {key} is {id!r}, outside the vocabulary of {self.n_vocab} tokens")
+        return int(id)
 
     def _match_user_defined(self) -> None:
-        """User-defined tokens are matched whole, before anything is cut or merged."""
+        """Make the backend match user-defined tokens before it splits or merges text."""
         texts = [token for id, token in enumerate(self.tokens) if self.types[id] == USER_DEFINED]
         if texts:
             self._backend.add_tokens([AddedToken(text, normalized=False) for text in texts])
@@ -121,13 +124,13 @@ class GGUFTokenizer(Tokenizer):
         return ids
 
     def _plain(self, *also: int) -> dict[str, int]:
-        """The tokens that text may become: all but the control ones, so that no text can ever reach those."""
+        """Normal and user-defined tokens, and those of the types `also`: no control tokens, so no text becomes one."""
         allowed = {NORMAL, USER_DEFINED, *also}
         return {token: id for id, token in enumerate(self.tokens) if self.types[id] in allowed}
 
 
 class ByteLevelTokenizer(GGUFTokenizer):
-    """GPT-2's scheme: each byte is written as one printable character, words are cut, then merged pair by pair."""
+    """GPT-2's scheme: bytes are written as printable characters, text is split into words, words are merged by BPE."""
 
     def __init__(self, metadata: Mapping[str, Any], where: str):
         super().__init__(metadata, where)
@@ -137,7 +140,7 @@ class ByteLevelTokenizer(GGUFTokenizer):
         words, ignore_merges, add_bos = PRE[pre]
         self.pre: str = pre
         self.kind = f"byte-level BPE ({pre})"
-        self.add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", add_bos, where)
+        self.add_bos = _flag(metadata, "add_bos_token", add_bos, where)
         plain = self._plain()
         self._missing = missing_bytes(plain)
         self.merges = [_pair(m, i, where) for i, m in enumerate(_strings(metadata, "tokenizer.ggml.merges", where))]
@@ -150,48 +153,42 @@ class ByteLevelTokenizer(GGUFTokenizer):
 
     def _encode(self, text: str) -> list[int]:
         ids = super()._encode(text)
-        check_kept(text, lambda: b"".join(map(self.token_bytes, ids)), self._missing, self.where)
+        check_no_byte_lost(text, lambda: b"".join(map(self.token_bytes, ids)), self._missing, self._where)
         return ids
 
     def token_bytes(self, id: int) -> bytes:
-        self._check(id)
+        self._check_id(id)
         if self.types[id] == CONTROL:
             return b""
         if self.types[id] == USER_DEFINED:
-            return self.tokens[id].encode()  # these are written as they are, not in the byte alphabet
+            return self.tokens[id].encode()  # plain text, not in the byte alphabet
         return byte_level_bytes(self.tokens[id])
 
 
 class SentencePieceTokenizer(GGUFTokenizer):
-    """Llama 1 and 2's scheme: the whole text is one word, merged in the order of the pieces' scores."""
+    """The scheme of Llama 1 and 2: the text is one word, merged in the order of the pieces' scores."""
 
     always_control = CODE_LLAMA_CONTROL
 
     def __init__(self, metadata: Mapping[str, Any], where: str):
         super().__init__(metadata, where)
         self.kind = "SentencePiece BPE with byte fallback"
-        self.add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", True, where)
-        prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", True, where)
-        self.strips_leading_space = prefix
+        self.add_bos = _flag(metadata, "add_bos_token", True, where)
+        self.strips_leading_space = _flag(metadata, "add_space_prefix", True, where)
         scores = _numbers(metadata, "tokenizer.ggml.scores", where, self.n_vocab, "scores")
         if scores is None:
             raise TokenizerError(f"{where}: {self.n_vocab} tokens but 0 scores; the vocabulary is damaged")
         unknown = next((token for id, token in enumerate(self.tokens) if self.types[id] == UNKNOWN), None)
         pieces = self._plain()
-        # SentencePiece merges the neighbours whose union scores best; a merge list in order of score does the same.
+        # SentencePiece merges the neighbours whose union scores best; a merge list sorted by score does the same.
         merges = sorted(
-            (
-                (-float(scores[id]), cut, piece[:cut], piece[cut:])
-                for piece, id in pieces.items()
-                for cut in range(1, len(piece))
-                if piece[:cut] in pieces and piece[cut:] in pieces
-            ),
-            key=lambda merge: merge[:2],
+            (pair for piece in pieces for pair in splits(piece, pieces)),
+            key=lambda pair: (-float(scores[pieces["".join(pair)]]), len(pair[0])),
         )
         self._backend = Backend(
             models.BPE(
                 vocab=self._plain(UNKNOWN, BYTE),
-                merges=[(left, right) for _, _, left, right in merges],
+                merges=merges,
                 unk_token=unknown,
                 fuse_unk=True,
                 byte_fallback=True,
@@ -200,7 +197,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
         self._match_user_defined()
 
     def _encode(self, text: str) -> list[int]:
-        # Done here and not by the library's normalizer, which would put a space behind every user-defined piece.
+        # Not done by the library's normalizer, which would add a space after every user-defined piece.
         start = "\u2581" if self.strips_leading_space and text else ""
         return super()._encode(start + text.replace(" ", "\u2581"))
 
@@ -208,7 +205,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
         return super()._encode(text.replace(" ", "\u2581"))
 
     def token_bytes(self, id: int) -> bytes:
-        self._check(id)
+        self._check_id(id)
         if self.types[id] in (CONTROL, UNKNOWN):
             return b""
         byte = byte_piece(self.tokens[id]) if self.types[id] == BYTE else None
@@ -221,36 +218,34 @@ KINDS = {"gpt2": ByteLevelTokenizer, "llama": SentencePieceTokenizer}
 def _strings(metadata: Mapping[str, Any], key: str, where: str) -> Sequence[str]:
     value = metadata.get(key)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        found = "nothing" if value is None else f"an array of something else ({type(value).__name__})"
+        found = "nothing" if value is None else f"other values ({type(value).__name__})"
         raise TokenizerError(f"{where}: {key} must be an array of strings, found {found}")
     return value
 
 
 def _numbers(metadata: Mapping[str, Any], key: str, where: str, count: int, what: str) -> NDArray[np.generic] | None:
-    """An array of `count` numbers, none of them NaN; None where the file has none."""
+    """An array of `count` numbers without NaN; None if the key is missing."""
     value = metadata.get(key)
     if value is None:
         return None
     array = np.asarray(value)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
-        found = "an array of something else" if array.ndim else f"{value!r:.60}"
+        found = "other values" if array.ndim else f"{value!r:.60}"
         raise TokenizerError(f"{where}: {key} must be an array of numbers, found {found}; the vocabulary is damaged")
     if len(array) != count:
         raise TokenizerError(f"{where}: {count} tokens but {len(array)} {what}; the vocabulary is damaged")
     if np.isnan(array).any():
-        raise TokenizerError(f"{where}: {key} holds NaN; the vocabulary is damaged, fetch the file again")
+        raise TokenizerError(f"{where}: {key} contains NaN; the vocabulary is damaged, fetch the file again")
     return array
 
 
-def _flag(metadata: Mapping[str, Any], key: str, default: bool, where: str) -> bool:
-    value = metadata.get(key, default)
-    if not isinstance(value, bool):
-        raise TokenizerError(f"{where}: {key} must be true or false, got {value!r:.60}; the vocabulary is damaged")
-    return value
+def _flag(metadata: Mapping[str, Any], name: str, default: bool, where: str) -> bool:
+    key = f"tokenizer.ggml.{name}"
+    return boolean(f"{where}: {key}", metadata.get(key, default), TokenizerError)
 
 
 def _pair(merge: str, line: int, where: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not (left and space and right) or " " in right:
-        raise TokenizerError(f"{where}: merge {line} is {merge!r}, expected two tokens with one space between")
+        raise TokenizerError(f"{where}: merge {line} is {merge!r}, expected two tokens separated by one space")
     return left, right

@@ -1,8 +1,8 @@
 """The tokenizer.json of a Hugging Face folder, run by the `tokenizers` library.
 
-The library finds added tokens in every text, control tokens among them. So the control tokens are taken out of the file
-before the library reads it: what it never hears of, no text can become. All else is done as the file says.
-The file's form: huggingface/tokenizers, tokenizers/src/tokenizer/serialization.rs.
+The library matches added tokens in every text, including control tokens. So the control tokens are removed before the
+library reads the file; then no text can become one. Everything else follows the file.
+File format: huggingface/tokenizers, tokenizers/src/tokenizer/serialization.rs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+from ..checks import boolean, is_integer
 from ..errors import TokenizerError
 from .base import Tokenizer
 from .common import (
@@ -21,43 +21,45 @@ from .common import (
     PRE,
     byte_level_bytes,
     byte_piece,
-    check_kept,
+    check_no_byte_lost,
     library_errors,
     looks_control,
     missing_bytes,
     piece_bytes,
-    read_file,
     stop_ids,
 )
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-# Where neither tokenizer_config.json nor the file itself says which tokens begin and end a text
+# Tokens that begin and end a text if neither tokenizer_config.json nor tokenizer.json names them
 BOS_NAMES = ("<|begin_of_text|>", "<s>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>")
 
 
 def recognizes(start: bytes) -> bool:
+    """Whether a file begins like a JSON object."""
     return start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
 
 
 def parse(data: bytes, where: str) -> dict[str, Any]:
-    """The file as a dictionary that has a model. Raises TokenizerError."""
+    """The parsed file, an object that has a model. Raises TokenizerError."""
     try:
         source = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{where}: not valid JSON: {error}; it is cut off or damaged, so fetch it again") from None
+        raise TokenizerError(
+            f"{where}: not valid JSON: {error}; the file is cut off or damaged, fetch it again"
+        ) from None
     if not isinstance(source, dict) or not isinstance(source.get("model"), dict):
         raise TokenizerError(
             f"{where}: expected a tokenizer.json, an object that has a 'model', found none;"
-            f" if this is tokenizer_config.json or vocab.json, name the tokenizer.json beside it"
+            f" if this is tokenizer_config.json or vocab.json, name the tokenizer.json next to it"
         )
     return source
 
 
 def parts(step: Any) -> Iterator[dict[str, Any]]:
-    """The single steps of a normalizer, pre-tokenizer, decoder or post-processor, sequences unrolled."""
+    """The single steps of a normalizer, pre-tokenizer, decoder or post-processor; sequences are flattened."""
     if isinstance(step, dict):
         lists = [step[name] for name in ("normalizers", "pretokenizers", "decoders", "processors") if name in step]
         if lists:
@@ -68,12 +70,12 @@ def parts(step: Any) -> Iterator[dict[str, Any]]:
 
 
 def has(step: Any, *types: str) -> bool:
-    """True if a step of one of these types is among the parts."""
+    """Whether a step of one of these types is among the parts."""
     return any(part.get("type") in types for part in parts(step))
 
 
 def around_text(post_processor: Any) -> tuple[list[str], list[str]]:
-    """The control strings that the file itself puts before and behind a text."""
+    """The control strings that the file adds before and after a text."""
     for part in parts(post_processor):
         if part.get("type") in ("BertProcessing", "RobertaProcessing"):
             return [part["cls"][0]], [part["sep"][0]]
@@ -85,14 +87,14 @@ def around_text(post_processor: Any) -> tuple[list[str], list[str]]:
 
 
 def check_pattern(pattern: str, where: str) -> None:
-    """Raise TokenizerError on a regular expression that could take a time exponential in the length of a text.
+    """Raise TokenizerError on a regular expression that could need exponential or cubic time in the text's length.
 
-    That takes a repetition without end of what holds a repetition or a choice, as (a+)+ or (a|a)*; none of the patterns
-    that the family's models cut words with has one. Nor has one of their choices more than two repetitions; with
-    three, as \\s*\\s*\\s*x, the time could already grow with the cube. What is left is bounded by the square.
+    Exponential time needs an unbounded repetition of a group that contains a repetition or an alternation, such as
+    (a+)+ or (a|a)*. Cubic time needs three repetitions in one alternative, such as \\s*\\s*\\s*x. The word patterns of
+    the LLaMA family have neither. A pattern that passes needs at most quadratic time.
     """
-    open_groups, repeats, at = [False], [0], 0  # by group: whether it holds a repetition or a choice; repetitions
-    ended = False  # whether the last thing was a group that does
+    open_groups, repeats, at = [False], [0], 0  # per group: whether it has a repetition or alternation; repetitions
+    ended = False  # whether the previous item was such a group
     while at < len(pattern):
         character, ended_before, ended = pattern[at], ended, False
         endless = re.match(r"[*+]|\{\d*,\}|\{\d*,?\d{2,}\}", pattern[at:])
@@ -100,7 +102,7 @@ def check_pattern(pattern: str, where: str) -> None:
             at += 1
         elif character == "[":
             depth = 0
-            while at < len(pattern):  # Onigmo's classes hold classes
+            while at < len(pattern):  # classes nest in Onigmo's syntax
                 depth += {"[": 1, "]": -1}.get(pattern[at], 0)
                 if depth == 0:
                     break
@@ -124,18 +126,18 @@ def check_pattern(pattern: str, where: str) -> None:
             open_groups[-1], repeats[-1] = True, repeats[-1] + 1
             if ended_before or repeats[-1] > 2:
                 raise TokenizerError(
-                    f"{where}: its regular expression {pattern[:60]!r} repeats what repeats, so a text could take it"
-                    f" forever; no model of the family needs that, so fetch the file from the model's makers"
+                    f"{where}: its regular expression {pattern[:60]!r} nests or chains repetitions, so matching some"
+                    f" texts could take forever; no LLaMA model needs that, fetch the file from the model's authors"
                 )
         at += 1
 
 
 def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
-    """Every token with its id, those of the model and the added ones. Raises TokenizerError on a contradiction."""
+    """Token -> id, of the model and the added tokens. Raises TokenizerError on a contradiction."""
     listed = source["model"].get("vocab")
     if isinstance(listed, dict):
         entries = list(listed.items())
-    elif isinstance(listed, list):  # Unigram: pieces with scores; the place is the id
+    elif isinstance(listed, list):  # Unigram: pieces with scores; the index is the id
         entries = [(piece, id) for id, (piece, _) in enumerate(listed)]
     else:
         raise TokenizerError(f"{where}: the model's vocab must be an object or a list, found {type(listed).__name__}")
@@ -143,8 +145,10 @@ def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
     ids: dict[str, int] = {}
     tokens: dict[int, str] = {}
     for token, id in entries:
-        if not isinstance(token, str) or isinstance(id, bool) or not isinstance(id, int) or id < 0:
-            raise TokenizerError(f"{where}: token {token!r} has the id {id!r}, expected a string and a number from 0")
+        if not (isinstance(token, str) and is_integer(id) and id >= 0):
+            raise TokenizerError(
+                f"{where}: token {token!r} has the id {id!r}, expected a string and an integer of at least 0"
+            )
         if ids.setdefault(token, id) != id:
             raise TokenizerError(f"{where}: token {token!r} has two ids, {ids[token]} and {id}; the file is damaged")
         if tokens.setdefault(id, token) != token:
@@ -155,21 +159,21 @@ def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
 
 
 def named(settings: Mapping[str, Any], key: str, ids: Mapping[str, int], where: str) -> str | None:
-    """The token that tokenizer_config.json names under a key, written as a string or as an object with its content."""
+    """The token that tokenizer_config.json names under a key, as a string or as an object with a content."""
     value = settings.get(key)
     token = value.get("content") if isinstance(value, Mapping) else value
     if token is None or (isinstance(token, str) and token in ids):
         return token
     raise TokenizerError(
-        f"{where}: tokenizer_config.json names {token!r} as {key}, which is no token of this vocabulary;"
+        f"{where}: tokenizer_config.json names {token!r} as {key}, which is not in this vocabulary;"
         f" the two files don't belong together"
     )
 
 
-def merges_without(left_out: Collection[str], model: Mapping[str, Any], ids: Mapping[str, int], where: str) -> Any:
-    """The merges that neither use nor make one of some tokens. Raises TokenizerError on a merge of unknown tokens."""
+def merges_without(removed: Set[str], model: Mapping[str, Any], ids: Mapping[str, int], where: str) -> Any:
+    """The merges that neither use nor produce a removed token. Raises TokenizerError on a merge of unknown tokens."""
     prefix = model.get("continuing_subword_prefix") or ""
-    kept = []
+    remaining = []
     for i, merge in enumerate(model["merges"]):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(token, str) for token in pair):
@@ -180,42 +184,42 @@ def merges_without(left_out: Collection[str], model: Mapping[str, Any], ids: Map
             raise TokenizerError(
                 f"{where}: merge {i}, {left!r} + {right!r}, is not made of the vocabulary's tokens; the file is damaged"
             )
-        if left not in left_out and right not in left_out and union not in left_out:
-            kept.append(pair)
-    return kept
+        if removed.isdisjoint((left, right, union)):
+            remaining.append(pair)
+    return remaining
 
 
 def _hidden(token: str) -> str:
-    # No text holds a space any more where the model looks tokens up: it is Ġ or U+2581 by then.
+    # The model never sees a space: the earlier steps have written it as Ġ or U+2581.
     return f" {token}"
 
 
 def without_control(
     source: Mapping[str, Any], ids: Mapping[str, int], control: Collection[str], unknown: str | None, where: str
 ) -> dict[str, Any]:
-    """The file as the library is to read it: one that turns no text into a control token, and adds none of its own.
+    """The file without its control tokens, for the library: it then neither matches nor adds any.
 
-    The token for unknown characters stays, under a name that no text has. So do the control tokens of a Unigram model,
-    whose ids are places in a list.
+    The token for unknown characters remains, under a name that no text can contain. So do the control tokens of a
+    Unigram model, where the index in the list is the id.
     """
     model = {**source["model"]}
     if "dropout" in model:
-        model["dropout"] = None  # merges left out at random, for training only
-    left_out = {token for token in (*control, unknown) if token is not None}
+        model["dropout"] = None  # skips random merges, for training only
+    removed = {token for token in (*control, unknown) if token is not None}
     added = source.get("added_tokens") or []
     if isinstance(model["vocab"], dict):
         if model.get("merges"):
-            model["merges"] = merges_without(left_out, model, ids, where)
-        # Added tokens go into the vocabulary too: the library numbers those that are not in it as it likes.
-        model["vocab"] = {token: id for token, id in ids.items() if token not in left_out}
-        added = [token for token in added if token["content"] not in left_out]
+            model["merges"] = merges_without(removed, model, ids, where)
+        # The library would choose ids of its own for added tokens that are not in the vocabulary.
+        model["vocab"] = {token: id for token, id in ids.items() if token not in removed}
+        added = [token for token in added if token["content"] not in removed]
         if unknown is None:
             model["unk_token"] = None
         elif unknown in ids:
             model["vocab"][_hidden(unknown)] = ids[unknown]
             model["unk_token"] = _hidden(unknown)
     else:
-        name = {token: _hidden(token) for token in left_out}
+        name = {token: _hidden(token) for token in removed}
         model["vocab"] = [[name.get(piece, piece), score] for piece, score in model["vocab"]]
         added = [{**token, "content": name.get(token["content"], token["content"])} for token in added]
     changes = {"model": model, "added_tokens": added, "post_processor": None, "padding": None, "truncation": None}
@@ -223,7 +227,7 @@ def without_control(
 
 
 def without_prefix(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The file without the space that it puts in front of every text."""
+    """The file without the space that it adds before every text."""
     steps = {name: copy.deepcopy(source.get(name)) for name in ("normalizer", "pre_tokenizer")}
     for part in [*parts(steps["normalizer"]), *parts(steps["pre_tokenizer"])]:
         never = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
@@ -232,7 +236,7 @@ def without_prefix(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def strips_space(decoder: Any) -> bool:
-    """True if the decoder takes off the space that stands in front of every text."""
+    """Whether the decoder removes the space before every text."""
     for part in parts(decoder):
         if part.get("type") == "Strip" and part.get("content") == " " and part.get("start"):
             return True
@@ -242,22 +246,17 @@ def strips_space(decoder: Any) -> bool:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A vocabulary from a tokenizer.json; settings is what the tokenizer_config.json beside it says, if there is one.
+    """The tokenizer of a tokenizer.json. Ids without a token have no text.
 
-    Ids that the file gives to no token have no text.
+    settings  the parsed tokenizer_config.json, if there is one
     """
 
     def __init__(self, data: bytes, where: str, settings: Mapping[str, Any] | None = None):
         self._where = where
         self.data, self.settings = data, settings or {}
         source = parse(data, where)
-        with library_errors(where, "not a tokenizer.json that can be run"):
+        with library_errors(where, "not a usable tokenizer.json"):
             self._build(source, self.settings)
-
-    @classmethod
-    def from_file(cls, path: Path, settings: Mapping[str, Any] | None = None) -> HuggingFaceTokenizer:
-        """Read a tokenizer.json; settings is the parsed tokenizer_config.json or None. Raises TokenizerError."""
-        return cls(read_file(path), str(path), settings)
 
     def _build(self, source: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         where, model, decoder = self._where, source["model"], source.get("decoder")
@@ -267,39 +266,39 @@ class HuggingFaceTokenizer(Tokenizer):
         if not self.byte_level and not has(decoder, "Metaspace", "ByteFallback", "Replace"):
             types = ", ".join(str(part.get("type")) for part in parts(decoder)) or "none"
             raise TokenizerError(
-                f"{where}: its decoder is {types}; supported are ByteLevel and those of SentencePiece (Metaspace,"
-                f" ByteFallback, Replace), which the LLaMA family has"
+                f"{where}: its decoder is {types}; supported are those of the LLaMA family: ByteLevel, or Metaspace,"
+                f" ByteFallback and Replace of SentencePiece"
             )
         for step in ("normalizer", "pre_tokenizer", "decoder"):
             for part in parts(source.get(step)):
                 pattern = part.get("pattern")
                 if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
                     check_pattern(pattern["Regex"], where)
-        if any(
-            part.get("type") == "FixedLength" and not part.get("length") for part in parts(source.get("pre_tokenizer"))
-        ):
-            raise TokenizerError(f"{where}: its pre-tokenizer cuts words of length 0; the file is damaged")
+                if part.get("type") == "FixedLength" and not part.get("length"):
+                    raise TokenizerError(f"{where}: its {step} cuts words of length 0; the file is damaged")
 
         self._added = {added["content"]: bool(added.get("special")) for added in source.get("added_tokens") or []}
         control = {token for token, special in self._added.items() if special or looks_control(token)}
         control |= CODE_LLAMA_CONTROL & (self._added.keys() if self.byte_level else ids.keys())
-        before, behind = around_text(source.get("post_processor"))
+        before, after = around_text(source.get("post_processor"))
         bos, eos = named(settings, "bos_token", ids, where), named(settings, "eos_token", ids, where)
         if bos is None:
             known = [] if "bos_token" in settings else [name for name in BOS_NAMES if name in control]
             bos = next(iter([*before, *known]), None)
         if eos is None and "eos_token" not in settings:
             eos = next((name for name in EOS_NAMES if name in control), None)
-        control |= {name for name in (*before, *behind, bos, eos) if name is not None}
+        control |= {name for name in (*before, *after, bos, eos) if name is not None}
         if not control <= ids.keys():
             absent = min(control - ids.keys())
-            raise TokenizerError(f"{where}: the post-processor adds {absent!r}, which is no token of the vocabulary")
+            raise TokenizerError(
+                f"{where}: the post-processor adds {absent!r}, which is not in the vocabulary; the file is damaged"
+            )
 
         self.unknown: str | None = model.get("unk_token")
         if isinstance(model["vocab"], list) and model.get("unk_id") is not None:
             self.unknown = model["vocab"][model["unk_id"]][0]
-        if self.unknown in (bos, eos, *before, *behind) or looks_control(self.unknown or ""):
-            self.unknown = None  # GPT-2's family writes an unknown character as the end of the text
+        if self.unknown in (bos, eos, *before, *after) or looks_control(self.unknown or ""):
+            self.unknown = None  # GPT-2's files use the end of text for unknown characters
         control -= {self.unknown}
         self.kind = f"{'byte-level' if self.byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
         self.control = {token: ids[token] for token in sorted(control, key=ids.__getitem__)}
@@ -316,29 +315,27 @@ class HuggingFaceTokenizer(Tokenizer):
         readable = without_control(source, ids, control, self.unknown, where)
         self._backend = self._load(readable)
         self._joining = self._load(without_prefix(readable)) if PRE in self.control else self._backend
-        # A Unigram model keeps its control tokens, under hidden names; should a text find one all the same, that shows.
+        # The control tokens of a Unigram model remain under hidden names; encoding checks that no text becomes one.
         self._unreachable = frozenset(self.control.values()) if isinstance(model["vocab"], list) else frozenset()
 
-    def _adds_bos(self, asked: Any, before: Sequence[str], bos: str | None) -> bool:
-        if asked is not None and not isinstance(asked, bool):
-            raise TokenizerError(
-                f"{self._where}: tokenizer_config.json has add_bos_token {asked!r}, expected a boolean"
-            )
-        if asked and bos is None:
-            raise TokenizerError(f"{self._where}: tokenizer_config.json has add_bos_token but names no bos_token")
-        if asked is None and before and list(before) != [bos]:
-            raise TokenizerError(
-                f"{self._where}: the file puts {' '.join(before)} in front of every text, expected nothing or the"
-                f" bos_token {bos}; set add_bos_token in tokenizer_config.json to say what the model was trained with"
-            )
-        return bool(before) if asked is None else asked
+    def _adds_bos(self, setting: Any, before: Sequence[str], bos: str | None) -> bool:
+        if setting is None:
+            if before and list(before) != [bos]:
+                raise TokenizerError(
+                    f"{self._where}: the file adds {' '.join(before)} before every text, expected nothing or the"
+                    f" bos_token {bos}; set add_bos_token in tokenizer_config.json to what the model was trained with"
+                )
+            return bool(before)
+        if boolean(f"{self._where}: add_bos_token of tokenizer_config.json", setting, TokenizerError) and bos is None:
+            raise TokenizerError(f"{self._where}: tokenizer_config.json sets add_bos_token but names no bos_token")
+        return bool(setting)
 
     def _load(self, source: Mapping[str, Any]) -> Backend:
         from tokenizers import Tokenizer as Backend
 
         backend = Backend.from_str(json.dumps(source))
         backend.encode_special_tokens = True
-        backend.encode("a")  # some damage shows only now
+        backend.encode("a")  # finds damage that parsing does not
         return backend
 
     def _ids(self, backend: Backend, text: str) -> list[int]:
@@ -348,7 +345,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise TokenizerError(f"{self._where}: the text would become a control token, so it is not encoded")
         if self._missing:
             plain = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
-            check_kept(plain, lambda: b"".join(map(self.token_bytes, ids)), self._missing, self._where)
+            check_no_byte_lost(plain, lambda: b"".join(map(self.token_bytes, ids)), self._missing, self._where)
         return ids
 
     def _encode(self, text: str) -> list[int]:
@@ -358,7 +355,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._ids(self._joining, text)
 
     def token_bytes(self, id: int) -> bytes:
-        self._check(id)
+        self._check_id(id)
         token = self.token_of.get(id)
         if token is None or token in self.control or token == self.unknown:
             return b""

@@ -1,4 +1,4 @@
-"""A path to a tokenizer file, its kind decided by what the file holds: Llama 2's and 3's have the same name."""
+"""Open a tokenizer file. Its content determines its kind, because Llama 2's and Llama 3's files have the same name."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from .common import read_file
 
 Settings = Mapping[str, Any] | None
 
-# (does the file begin like this kind?, its reader): a new kind adds one line
+# (whether a file begins like this kind, the reader of the kind); a new kind adds one line
 KINDS: list[tuple[Callable[[bytes], bool], Callable[[bytes, str, Settings], Tokenizer]]] = [
     (huggingface.recognizes, huggingface.HuggingFaceTokenizer),
     (tiktoken.recognizes, lambda data, where, _: tiktoken.TiktokenTokenizer(data, where)),
     (sentencepiece.recognizes, lambda data, where, _: sentencepiece.SentencePieceModelTokenizer(data, where)),
 ]
 
-# What people hand over by mistake, by its first bytes, and what to do about it.
+# Files opened by mistake: their first bytes, what they are and the remedy
 MISTAKES = [
-    (b"version https://git-lfs", "a git-lfs pointer, not the file itself; run 'git lfs pull' where it came from"),
+    (b"version https://git-lfs", "a git-lfs pointer, not the file itself; run 'git lfs pull' in its repository"),
     (b"<!doctype", "a web page, probably an error page saved in place of the download; fetch it again"),
     (b"<html", "a web page, probably an error page saved in place of the download; fetch it again"),
-    (b"gguf", "a GGUF file, which holds weights and tokenizer in one; open it as the checkpoint"),
-    (b"pk\x03\x04", "a zip archive (a torch .pth, perhaps); name the tokenizer.model or tokenizer.json instead"),
-    (b"\x1f\x8b", "a gzip archive; unpack it first"),
+    (b"gguf", "a GGUF file, which contains weights and tokenizer; open it as the checkpoint"),
+    (b"pk\x03\x04", "a zip archive (perhaps a torch .pth); name the tokenizer.model or tokenizer.json instead"),
+    (b"\x1f\x8b", "a gzip archive; decompress it first"),
 ]
 
 
 def is_tokenizer(path: Path) -> bool:
-    """Whether a file begins like one of the kinds."""
+    """Whether a file begins like a tokenizer file of any kind."""
     with open(path, "rb") as file:
         start = file.read(256)
     return any(recognizes(start) for recognizes, _ in KINDS)
 
 
 def open_tokenizer(path: Path, settings: Settings = None) -> Tokenizer:
-    """The tokenizer in one file: tokenizer.json, or tokenizer.model of any LLaMA. Raises TokenizerError.
+    """The tokenizer of a file: a tokenizer.json, or a tokenizer.model of any LLaMA. Raises TokenizerError.
 
-    settings is the parsed tokenizer_config.json, which goes with a tokenizer.json; a tokenizer.model needs none.
+    settings  the parsed tokenizer_config.json that belongs to a tokenizer.json; ignored for a tokenizer.model
     """
     data = read_file(path)
     start = data[:256]
     for recognizes, reader in KINDS:
         if recognizes(start):
             return reader(data, str(path), settings)
-    for sign, meaning in MISTAKES:
-        if start.lstrip().lower().startswith(sign):
+    for prefix, meaning in MISTAKES:
+        if start.lstrip().lower().startswith(prefix):
             raise TokenizerError(f"{path} is {meaning}")
     raise TokenizerError(
-        f"{path} is no tokenizer file: it begins with {start[:8]!r}; expected tokenizer.json, Llama 3's tokenizer.model"
-        f" (lines of base64 and rank) or Llama 2's (a SentencePiece model)"
+        f"{path} is not a tokenizer file: expected a tokenizer.json, Llama 3's tokenizer.model (lines of base64 and"
+        f" rank) or Llama 2's (a SentencePiece model); it begins with {start[:8]!r}"
     )

@@ -1,14 +1,13 @@
 """The tokenizer.model of LLaMA 1, Llama 2 and Code Llama: a protobuf message, run by the sentencepiece library.
 
-The library is the reference and encodes every text. The one thing changed before it reads the model: pieces that are
-control ids to the model but ordinary ones in the file become control pieces, which the library never finds in a text.
-Fields and types: google/sentencepiece src/sentencepiece_model.proto; how they are written: protobuf.dev, "Encoding".
+The library is the reference and encodes every text. Only one thing is changed before it reads the model: control tokens
+that the file stores as ordinary pieces become control pieces, which the library never matches in a text.
+Fields and types: google/sentencepiece src/sentencepiece_model.proto. Wire format: protobuf.dev, "Encoding".
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import TokenizerError
@@ -20,14 +19,11 @@ from .common import (
     library_errors,
     looks_control,
     piece_bytes,
-    read_file,
     stop_ids,
 )
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
-
-DAMAGED = "not a SentencePiece model, or a damaged one; fetch it again"
 
 # Fields of ModelProto, of SentencePiece and of NormalizerSpec; values of SentencePiece.type
 PIECE, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
@@ -35,19 +31,19 @@ TYPE = 3
 ADD_DUMMY_PREFIX = 3
 CONTROL, USER_DEFINED = 3, 4
 
-# How a field's value is written: a number of 7 bits a byte, 8 bytes, a length and as many bytes, 4 bytes
+# Wire types: an integer with 7 bits per byte, 8 bytes, a length and its bytes, 4 bytes
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 DAMAGED = "not a SentencePiece model, or a damaged one; fetch it again"
 
 
 def recognizes(start: bytes) -> bool:
-    """True if a message begins whose first field is a message of its own that begins with text: a piece."""
+    """Whether a message begins whose first field is a piece: a message that begins with text."""
     return start[:1] == b"\n" and b"\n" in start[2:4]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number written at `at`, low bits first, and where it ends."""
+    """The integer written at `at`, low bits first, and the offset after it."""
     value = shift = 0
     while data[at] & 0x80:
         value |= (data[at] & 0x7F) << shift
@@ -56,7 +52,7 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def write_varint(value: int) -> bytes:
-    """A number, 7 bits a byte, low bits first; all bytes but the last have the high bit set."""
+    """An integer with 7 bits per byte, low bits first; every byte except the last has the high bit set."""
     low = bytearray()
     while value > 0x7F:
         low.append(value & 0x7F | 0x80)
@@ -65,14 +61,14 @@ def write_varint(value: int) -> bytes:
 
 
 def write_field(number: int, value: int | bytes) -> bytes:
-    """One field of a message: its number and kind, then its value."""
+    """One field of a message: its number and wire type, then its value."""
     if isinstance(value, int):
         return write_varint(number << 3 | VARINT) + write_varint(value)
     return write_varint(number << 3 | BYTES) + write_varint(len(value)) + value
 
 
 def read_fields(data: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
-    """Number, value and written form of each field of a message."""
+    """Number, value and encoded form of each field of a message."""
     at = 0
     while at < len(data):
         start = at
@@ -89,12 +85,12 @@ def read_fields(data: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
 
 
 def last_number(message: bytes, number: int, default: int) -> int:
-    """The value of a numeric field; where a message repeats one, the last counts."""
+    """The value of a numeric field; the last one counts if a message repeats it."""
     return next((v for n, v, _ in reversed(list(read_fields(message))) if n == number and isinstance(v, int)), default)
 
 
 def with_control(model: bytes, ids: set[int]) -> bytes:
-    """The model with the pieces of some ids made control pieces."""
+    """The model with the pieces of these ids changed to control pieces."""
     written, id = [], 0
     for number, value, raw in read_fields(model):
         if number == PIECE and isinstance(value, bytes):
@@ -105,18 +101,18 @@ def with_control(model: bytes, ids: set[int]) -> bytes:
 
 
 def without_prefix(model: bytes) -> bytes:
-    """The model without the space that it puts in front of every text; a message written twice counts as merged."""
+    """The model without the space that it adds before every text. Protobuf merges a message that occurs twice."""
     return model + write_field(NORMALIZER_SPEC, write_field(ADD_DUMMY_PREFIX, 0))
 
 
 class SentencePieceModelTokenizer(Tokenizer):
-    """A SentencePiece vocabulary from its own file."""
+    """The tokenizer of a SentencePiece model."""
 
     def __init__(self, data: bytes, where: str):
         self.kind = "SentencePiece model"
         self._where = where
         self.data = data
-        with library_errors(where, DAMAGED):  # the library reads pieces that are not UTF-8, and fails to hand them out
+        with library_errors(where, DAMAGED):  # the library accepts a piece that is not UTF-8 and fails to return it
             self._build(data, where)
 
     def _build(self, data: bytes, where: str) -> None:
@@ -126,8 +122,8 @@ class SentencePieceModelTokenizer(Tokenizer):
         spec = b"".join(value for number, value in top if number == NORMALIZER_SPEC)
         if not pieces or not {TRAINER_SPEC, NORMALIZER_SPEC} <= {number for number, _ in top}:
             raise TokenizerError(
-                f"{where}: the model ends after {len(pieces)} pieces, expected its trainer and normalizer"
-                f" settings behind them; the file is cut off, so fetch it again"
+                f"{where}: the model ends after {len(pieces)} pieces, expected its trainer and normalizer settings"
+                f" after them; the file is cut off, fetch it again"
             )
         self.n_vocab = len(pieces)
         self._pieces = [library.id_to_piece(id) for id in range(self.n_vocab)]
@@ -140,8 +136,8 @@ class SentencePieceModelTokenizer(Tokenizer):
                 or (looks_control(piece) and last_number(pieces[id], TYPE, 0) == USER_DEFINED)
             )
         }
-        self._model = with_control(data, disguised) if disguised else data
-        self._library = self._load(self._model) if disguised else library
+        model = with_control(data, disguised) if disguised else data
+        self._library = self._load(model) if disguised else library
         self.control = {piece: id for id, piece in enumerate(self._pieces) if self._library.is_control(id)}
         self.bos_id = self._library.bos_id() if self._library.bos_id() >= 0 else None
         self.eos_id = self._library.eos_id() if self._library.eos_id() >= 0 else None
@@ -149,12 +145,7 @@ class SentencePieceModelTokenizer(Tokenizer):
         self.stop_ids = stop_ids(self.control, [self.eos_id])
         self.strips_leading_space = bool(last_number(spec, ADD_DUMMY_PREFIX, 1))
         self._bytes = [self._bytes_of(id, piece) for id, piece in enumerate(self._pieces)]
-        self._joining = self._load(without_prefix(self._model)) if PRE in self.control else None
-
-    @classmethod
-    def from_file(cls, path: Path) -> SentencePieceModelTokenizer:
-        """Read a tokenizer.model of LLaMA 1, Llama 2 or Code Llama. Raises TokenizerError."""
-        return cls(read_file(path), str(path))
+        self._joining = self._load(without_prefix(model)) if PRE in self.control else self._library
 
     def _load(self, model: bytes) -> SentencePieceProcessor:
         from sentencepiece import SentencePieceProcessor
@@ -166,20 +157,20 @@ class SentencePieceModelTokenizer(Tokenizer):
         if self._library.is_control(id):
             return b""
         if self._library.is_unknown(id):
-            return self._library.decode([id]).encode()  # the model says what an unknown character is shown as
+            return self._library.decode([id]).encode()  # the model defines how an unknown character is shown
         byte = byte_piece(piece) if self._library.is_byte(id) else None
         return piece_bytes(piece) if byte is None else bytes([byte])
 
-    def _encode(self, text: str) -> list[int]:
+    def _ids(self, library: SentencePieceProcessor, text: str) -> list[int]:
         with library_errors(self._where, "the text can't be encoded"):
-            return self._library.encode(text)
+            return library.encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._ids(self._library, text)
 
     def _encode_joined(self, text: str) -> list[int]:
-        if self._joining is None:
-            return super()._encode_joined(text)
-        with library_errors(self._where, "the text can't be encoded"):
-            return self._joining.encode(text)
+        return self._ids(self._joining, text)
 
     def token_bytes(self, id: int) -> bytes:
-        self._check(id)
+        self._check_id(id)
         return self._bytes[id]

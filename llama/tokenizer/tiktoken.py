@@ -1,6 +1,6 @@
-"""Llama 3's tokenizer.model: byte-level BPE as lines of a token in base64 and its rank, run by the tiktoken library.
+"""Llama 3's tokenizer.model: byte-level BPE, lines of a token in base64 and its rank, run by the tiktoken library.
 
-The words, the 256 control strings behind the ranks and the guards against long runs are those of meta-llama's
+The word pattern, the 256 control strings after the ranks and the limits on long texts are those of meta-llama's
 llama-models (llama3/tokenizer.py).
 """
 
@@ -10,11 +10,10 @@ import base64
 import binascii
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import LLAMA3_WORDS, library_errors, read_file, stop_ids
+from .common import LLAMA3_WORDS, library_errors, stop_ids
 
 N_CONTROL = 256
 NAMED_CONTROL = (
@@ -32,10 +31,10 @@ NAMED_CONTROL = (
     "image",
 )
 
-# Llama 4's file has the same form and this many lines; with Llama 3's words and control strings its ids are wrong.
+# Llama 4's file has the same format and this many lines, but another word pattern and other control strings.
 LLAMA4_TOKENS = 200_000
 
-# tiktoken panics on longer texts and slows down on longer runs without a change between space and not space.
+# tiktoken panics on longer texts, and longer runs of only white space or only other characters slow it down.
 MAX_CHARACTERS = 400_000
 MAX_RUN = 25_000
 RUN = re.compile(r"\s+|\S+")
@@ -44,19 +43,20 @@ LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,9})")
 
 
 def recognizes(start: bytes) -> bool:
+    """Whether a file begins with a token in base64 and its rank."""
     return LINE.match(start) is not None
 
 
 def control_strings() -> list[str]:
-    """The 256 control strings in the order of their ids; the nameless ones are numbered on from 2."""
+    """The 256 control strings in the order of their ids; the unnamed ones are numbered from 2."""
     reserved = [f"reserved_special_token_{2 + i}" for i in range(N_CONTROL - len(NAMED_CONTROL))]
     return [f"<|{name}|>" for name in (*NAMED_CONTROL, *reserved)]
 
 
 def parse(data: bytes, where: str) -> list[bytes]:
-    """The tokens of the file in the order of their ranks. Raises TokenizerError at the first line that is not right.
+    """The tokens of the file in the order of their ranks. Raises TokenizerError at the first invalid line.
 
-    A line that were skipped would shift every control id behind it.
+    Skipping an invalid line would shift all control ids.
     """
     rank_of: dict[bytes, int] = {}
     for rank, line in enumerate(data.splitlines()):
@@ -68,24 +68,24 @@ def parse(data: bytes, where: str) -> list[bytes]:
         if not (match and token):
             raise TokenizerError(
                 f"{where}: line {rank + 1} is {line[:40]!r}, expected a token in base64, a space and the rank {rank};"
-                f" the file is damaged or not Llama 3's tokenizer.model, so fetch it again"
+                f" the file is damaged or not Llama 3's tokenizer.model, fetch it again"
             )
         if int(match[2]) != rank:
             raise TokenizerError(
-                f"{where}: line {rank + 1} has rank {int(match[2])}, expected {rank}: a line is missing, repeated or"
-                f" moved; fetch the file again"
+                f"{where}: line {rank + 1} has rank {int(match[2])}, expected {rank}; a line is missing, repeated or"
+                f" moved, fetch the file again"
             )
         if token in rank_of:
             raise TokenizerError(
                 f"{where}: line {rank + 1} repeats the token of line {rank_of[token] + 1}, {token[:40]!r};"
-                f" the file is damaged, so fetch it again"
+                f" the file is damaged, fetch it again"
             )
         rank_of[token] = rank
     missing = [byte for byte in range(256) if bytes([byte]) not in rank_of]
     if missing:
         raise TokenizerError(
-            f"{where}: byte 0x{missing[0]:02X} is no token ({len(missing)} of the 256 bytes are not), so not every text"
-            f" could be written; the file is damaged or cut off, so fetch it again"
+            f"{where}: byte 0x{missing[0]:02X} is not a token ({len(missing)} of the 256 bytes are missing), so some"
+            f" texts can't be encoded; the file is damaged or cut off, fetch it again"
         )
     if len(rank_of) == LLAMA4_TOKENS:
         raise TokenizerError(f"{where}: these {LLAMA4_TOKENS:,} tokens are Llama 4's, which is not supported")
@@ -93,7 +93,7 @@ def parse(data: bytes, where: str) -> list[bytes]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text, cut where it is too long for tiktoken, exactly where Meta's tokenizer cuts it."""
+    """The text in pieces that tiktoken can encode, cut exactly where Meta's tokenizer cuts it."""
     for at in range(0, len(text), MAX_CHARACTERS):
         part = text[at : at + MAX_CHARACTERS]
         start = 0
@@ -106,9 +106,9 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Llama 3's vocabulary from Meta's own file; the control ids follow the last rank.
+    """The tokenizer of Llama 3's tokenizer.model; the control ids follow the last rank.
 
-    A file cut off at the end of a line looks like a smaller vocabulary; only the size of the model's tells them apart.
+    A file cut off at the end of a line looks like a smaller vocabulary; only the model's vocabulary size shows it.
     """
 
     def __init__(self, data: bytes, where: str):
@@ -129,18 +129,13 @@ class TiktokenTokenizer(Tokenizer):
                 name=where,
                 pat_str=LLAMA3_WORDS,
                 mergeable_ranks={token: rank for rank, token in enumerate(self._tokens)},
-                special_tokens={},  # the library never hears of them, so it can't find them in a text
+                special_tokens={},  # without them, the library can't match one in a text
             )
-
-    @classmethod
-    def from_file(cls, path: Path) -> TiktokenTokenizer:
-        """Read a tokenizer.model of Llama 3. Raises TokenizerError."""
-        return cls(read_file(path), str(path))
 
     def _encode(self, text: str) -> list[int]:
         with library_errors(self._where, "the text can't be encoded"):
             return [id for piece in pieces(text) for id in self._encoding.encode_ordinary(piece)]
 
     def token_bytes(self, id: int) -> bytes:
-        self._check(id)
+        self._check_id(id)
         return self._tokens[id] if id < len(self._tokens) else b""

@@ -1,7 +1,7 @@
-"""A vocabulary apart from the file it came from: what every kind of tokenizer gives and every format is written from.
+"""A vocabulary independent of its file format: extracted from every kind of tokenizer, written to every format.
 
-Spelled as GGUF spells it, with llama.cpp's token types (llama.h, enum llama_token_type): of all formats it says most.
-Merges from ranks: all the ways to cut a token into two, as in Llama 3's published tokenizer.json.
+Tokens are spelled as in GGUF, the most expressive format, with llama.cpp's token types (llama.h, llama_token_type).
+Ranks become merges as in Llama 3's published tokenizer.json: all ways to split a token into two.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import BYTE_OF, byte_piece
+from .common import BYTE_OF, byte_piece, splits
 from .gguf import BYTE, CONTROL, NORMAL, PRE, UNKNOWN, UNUSED, USER_DEFINED, ByteLevelTokenizer, GGUFTokenizer
 from .huggingface import HuggingFaceTokenizer, parse, parts
 from .sentencepiece import (
@@ -46,16 +46,17 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens and how text becomes them.
+    """Tokens, and the rules by which text becomes tokens.
 
-    pieces   True for SentencePiece's kind, False for bytes written in GPT-2's alphabet
-    tokens, types   of each id; user-defined tokens of the byte-level kind are spelled as they are
-    scores   pieces: neighbours whose union scores best are merged first
-    merges   bytes: pairs in the order in which they are merged
-    pre      bytes: how text is cut into words first, a key of PRE
-    stops    ids that end an answer
-    add_bos  True if the model was trained with bos in front of every text
-    prefix   pieces: True if a space is put in front of every text
+    pieces         True for SentencePiece's kind, False for byte-level BPE in GPT-2's alphabet
+    tokens, types  one per id; user-defined tokens of the byte-level kind are plain text
+    bos, eos       ids of begin and end of text, or None
+    stops          ids that end an answer
+    add_bos        True if the model was trained with bos before every text
+    scores         pieces only: neighbours whose union scores best are merged first
+    merges         byte-level only: pairs in the order in which they are merged
+    pre            byte-level only: the rule that splits text into words, a key of PRE
+    prefix         pieces only: True if a space is added before every text
     """
 
     pieces: bool
@@ -77,27 +78,29 @@ class Vocabulary:
 
     @property
     def unknown(self) -> int | None:
-        """The id of characters that can't be written otherwise."""
+        """The id of the token for unknown characters, or None."""
         return next((id for id, type in enumerate(self.types) if type == UNKNOWN), None)
 
     def of_type(self, *types: int) -> list[str]:
-        """The tokens of some types, in the order of their ids."""
+        """The tokens of these types, in the order of their ids."""
         return [token for id, token in enumerate(self.tokens) if self.types[id] in types]
 
 
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """What a tokenizer of any kind is made of. Raises TokenizerError for what no other format could say."""
+    """The vocabulary of a tokenizer of any kind. Raises TokenizerError if no other format could express it."""
     for kind, reader in READERS:
         if isinstance(tokenizer, kind):
             found = without_padding(reader(tokenizer))
-            if twice := [token for token, times in Counter(found.tokens).items() if times > 1]:
-                raise TokenizerError(f"{twice[0]!r} is the token of more than one id; other formats tell ids by tokens")
+            if repeated := [token for token, count in Counter(found.tokens).items() if count > 1]:
+                raise TokenizerError(
+                    f"{repeated[0]!r} is the token of more than one id; other formats identify ids by their tokens"
+                )
             return found
     raise TokenizerError(f"a tokenizer of the kind {tokenizer.kind!r} can't be written in another format")
 
 
 def padding(id: int) -> str:
-    """llama.cpp's name of an id that has a row in the embedding and no token."""
+    """llama.cpp's name of an id that has a row in the embedding but no token."""
     return f"[PAD{id}]"
 
 
@@ -110,21 +113,14 @@ def without_padding(vocabulary: Vocabulary) -> Vocabulary:
     return replace(vocabulary, **shorter)
 
 
-def common(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What every tokenizer says of itself."""
+def shared_fields(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The fields of a Vocabulary that every tokenizer has as attributes."""
     return {
         "bos": tokenizer.bos_id,
         "eos": tokenizer.eos_id,
         "stops": tokenizer.stop_ids,
         "add_bos": tokenizer.add_bos,
     }
-
-
-def splits(token: str, known: Collection[str]) -> Iterator[Pair]:
-    """All the ways to cut a token into two known ones, the shortest left part first."""
-    for cut in range(1, len(token)):
-        if token[:cut] in known and token[cut:] in known:
-            yield token[:cut], token[cut:]
 
 
 # ---------------------------------------------------------------------------------------------- Llama 3's tiktoken file
@@ -134,9 +130,9 @@ def spelled(token: bytes) -> str:
 
 
 def merges_of_ranks(tokens: Sequence[str]) -> list[Pair]:
-    """The merges that do what ranks do: every pair whose union is a token, in the order of the union's rank.
+    """The merges equivalent to ranks: every pair whose union is a token, in the order of the union's rank.
 
-    Of pairs with one union, the one with the lower ranks comes first, as in the published file.
+    Pairs with the same union are sorted by their own ranks, as in the published file.
     """
     rank = {token: i for i, token in enumerate(tokens)}
     return [
@@ -147,7 +143,7 @@ def merges_of_ranks(tokens: Sequence[str]) -> list[Pair]:
 
 
 def from_tiktoken(tokenizer: TiktokenTokenizer) -> Vocabulary:
-    """Ranks become merges; the 256 control strings follow."""
+    """The vocabulary of a tiktoken file: the ranks as merges, and the 256 control strings."""
     n = tokenizer.n_vocab - N_CONTROL
     tokens = [spelled(tokenizer.token_bytes(id)) for id in range(n)]
     return Vocabulary(
@@ -156,38 +152,38 @@ def from_tiktoken(tokenizer: TiktokenTokenizer) -> Vocabulary:
         types=[NORMAL] * n + [CONTROL] * N_CONTROL,
         merges=merges_of_ranks(tokens),
         pre=LLAMA3,
-        **common(tokenizer),
+        **shared_fields(tokenizer),
     )
 
 
 # ----------------------------------------------------------------------------------------------- SentencePiece's file
 def last_bytes(message: bytes, number: int) -> bytes:
-    """The value of a field that is no plain number; where a message repeats one, the last counts."""
+    """The value of a field with a length or a fixed size; the last one counts if a message repeats it."""
     return next((v for n, v, _ in reversed(list(read_fields(message))) if n == number and isinstance(v, bytes)), b"")
 
 
 def check_plain(trainer: bytes, normalizer: bytes, denormalizer: bytes) -> None:
-    """Raise TokenizerError if a model works otherwise than those of LLaMA 1, Llama 2 and Code Llama."""
+    """Raise TokenizerError if a model works differently from those of LLaMA 1, Llama 2 and Code Llama."""
     rules = [
         ("is not BPE", last_number(trainer, MODEL_TYPE, 1) != BPE),
-        ("has no bytes to fall back to", not last_number(trainer, BYTE_FALLBACK, 0)),
-        ("puts its space behind a text", bool(last_number(trainer, WHITESPACE_AS_SUFFIX, 0))),
+        ("has no byte fallback", not last_number(trainer, BYTE_FALLBACK, 0)),
+        ("adds its space after a text", bool(last_number(trainer, WHITESPACE_AS_SUFFIX, 0))),
         ("replaces characters of a text", bool(last_bytes(normalizer, CHARSMAP) or last_bytes(denormalizer, CHARSMAP))),
         ("removes spaces from a text", bool(last_number(normalizer, REMOVE_EXTRA_WHITESPACES, 1))),
         ("does not write spaces as U+2581", not last_number(normalizer, ESCAPE_WHITESPACES, 1)),
     ]
     for what, broken in rules:
         if broken:
-            raise TokenizerError(f"the SentencePiece model {what}; expected one that works as Llama 2's does")
+            raise TokenizerError(f"the SentencePiece model {what}; expected one that works like Llama 2's")
 
 
 def from_model(tokenizer: SentencePieceModelTokenizer) -> Vocabulary:
-    """Pieces, scores and types as the file has them, but for the pieces that are control to the model."""
+    """The vocabulary of a SentencePiece model, with the types of control tokens corrected."""
     fields = [(number, value) for number, value, _ in read_fields(tokenizer.data) if isinstance(value, bytes)]
     messages = [value for number, value in fields if number == PIECE]
     trainer, normalizer, denormalizer = (
-        b"".join([value for number, value in fields if number == wanted])
-        for wanted in (TRAINER_SPEC, NORMALIZER_SPEC, DENORMALIZER_SPEC)
+        b"".join([value for number, value in fields if number == spec])
+        for spec in (TRAINER_SPEC, NORMALIZER_SPEC, DENORMALIZER_SPEC)
     )
     check_plain(trainer, normalizer, denormalizer)
     types = [last_number(message, TYPE, NORMAL) for message in messages]
@@ -201,14 +197,14 @@ def from_model(tokenizer: SentencePieceModelTokenizer) -> Vocabulary:
         types=types,
         scores=[struct.unpack("<f", last_bytes(message, SCORE) or bytes(4))[0] for message in messages],
         prefix=tokenizer.strips_leading_space,
-        **common(tokenizer),
+        **shared_fields(tokenizer),
     )
 
 
 # -------------------------------------------------------------------------------------------------------------- GGUF
 def from_gguf(tokenizer: GGUFTokenizer) -> Vocabulary:
-    """What the metadata says, but for the tokens that are control to the model."""
-    same = {"tokens": tokenizer.tokens, "types": tokenizer.types, **common(tokenizer)}
+    """The vocabulary of a GGUF file, with the types of control tokens corrected."""
+    same = {"tokens": tokenizer.tokens, "types": tokenizer.types, **shared_fields(tokenizer)}
     if isinstance(tokenizer, ByteLevelTokenizer):
         return Vocabulary(pieces=False, merges=tokenizer.merges, pre=tokenizer.pre, **same)
     scores = [float(score) for score in tokenizer.metadata["tokenizer.ggml.scores"]]
@@ -217,20 +213,22 @@ def from_gguf(tokenizer: GGUFTokenizer) -> Vocabulary:
 
 # ------------------------------------------------------------------------------------------------------- tokenizer.json
 def from_huggingface(tokenizer: HuggingFaceTokenizer) -> Vocabulary:
-    """The vocabulary of a tokenizer.json. Raises TokenizerError where the file asks for what no other format has."""
+    """The vocabulary of a tokenizer.json. Raises TokenizerError if the file needs what no other format has."""
     source = parse(tokenizer.data, "tokenizer.json")
     model = source["model"]
     refused = [key for key in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
     if model.get("type", "BPE") != "BPE" or refused:
         raise TokenizerError(
-            f"the model of tokenizer.json is {model.get('type')} {' '.join(refused)}; expected BPE without affixes,"
-            f" which alone the other formats have"
+            f"the model of tokenizer.json is {model.get('type')} {' '.join(refused)}; expected BPE without affixes, the"
+            f" only model of the other formats"
         )
     added = {token["content"]: token for token in source.get("added_tokens") or []}
     for content, token in added.items():
         flags = [flag for flag in ("single_word", "lstrip", "rstrip") if token.get(flag)]
         if flags and content not in tokenizer.control:
-            raise TokenizerError(f"tokenizer.json matches {content!r} with {flags[0]}, which no other format can say")
+            raise TokenizerError(
+                f"tokenizer.json matches {content!r} with {flags[0]}, which no other format can express"
+            )
     tokens = [tokenizer.token_of.get(id, padding(id)) for id in range(tokenizer.n_vocab)]
     types = [
         UNUSED if id not in tokenizer.token_of
@@ -241,9 +239,9 @@ def from_huggingface(tokenizer: HuggingFaceTokenizer) -> Vocabulary:
         else NORMAL
         for id, token in enumerate(tokens)
     ]  # fmt: skip
-    found = Vocabulary(pieces=not tokenizer.byte_level, tokens=tokens, types=types, **common(tokenizer))
+    found = Vocabulary(pieces=not tokenizer.byte_level, tokens=tokens, types=types, **shared_fields(tokenizer))
     listed = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or []]
-    plain = set(found.of_type(NORMAL, USER_DEFINED, BYTE))  # no text is merged with or to a control token
+    plain = set(found.of_type(NORMAL, USER_DEFINED, BYTE))  # no text merges with or into a control token
     merges = [(left, right) for left, right in listed if left in plain and right in plain and left + right in plain]
     if tokenizer.byte_level:
         return replace(found, merges=merges, pre=pre_of(source))
@@ -252,16 +250,16 @@ def from_huggingface(tokenizer: HuggingFaceTokenizer) -> Vocabulary:
 
 
 def plain_steps(steps: Any) -> list[dict[str, Any]]:
-    """Single steps without what does not change the ids: offsets, and values that are also the default."""
+    """Single steps in a comparable form: without options that do not change the ids, with defaults filled in."""
     defaults = {"trim_offsets": None, "use_regex": True, "add_prefix_space": True, "invert": False}
     return [{**defaults, **part, "trim_offsets": None} for part in parts(steps)]
 
 
 def pre_of(source: Mapping[str, Any]) -> str:
-    """The name of how a byte-level tokenizer.json cuts words. Raises TokenizerError where it has none."""
+    """GGUF's name for how a byte-level tokenizer.json splits words. Raises TokenizerError if there is none."""
     if list(parts(source.get("normalizer"))):
         raise TokenizerError(
-            "tokenizer.json normalizes text before it is cut into words, which no other format can say"
+            "tokenizer.json normalizes text before it is cut into words, which no other format can express"
         )
     ignore_merges = bool(source["model"].get("ignore_merges"))
     steps = plain_steps(source.get("pre_tokenizer"))
@@ -271,27 +269,27 @@ def pre_of(source: Mapping[str, Any]) -> str:
     raise TokenizerError(
         f"tokenizer.json cuts words by {' and '.join(str(step.get('type')) for step in steps) or 'nothing'}"
         f" {'with' if ignore_merges else 'without'} ignore_merges in a way that has no name in GGUF;"
-        f" known are those of {', '.join(PRE)}"
+        f" known: {', '.join(PRE)}"
     )
 
 
 def piece_normalizer(prefix: bool, user_defined: Collection[str]) -> dict[str, Any]:
-    """The normalizer of a tokenizer.json of pieces: Llama 2's, and a step for pieces that are matched whole.
+    """The normalizer of a SentencePiece-style tokenizer.json: Llama 2's, and a step for user-defined pieces.
 
-    Those are matched in the normalized text, and the library normalizes their own text too. So the space that it got in
-    front is taken off again: the price is that a text which is one of these pieces and nothing else gets none.
+    The library matches user-defined pieces in the normalized text, and normalizes the pieces too. So a step removes the
+    leading space that a piece gets. As a side effect, a text that consists of one such piece gets no leading space.
     """
     steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     if prefix and user_defined:
-        whole = "|".join(re.escape(piece) for piece in user_defined)
-        pattern = {"Regex": rf"\A{SPACE}(?=(?:{whole})\z)"}
+        alternatives = "|".join(re.escape(piece) for piece in user_defined)
+        pattern = {"Regex": rf"\A{SPACE}(?=(?:{alternatives})\z)"}
         steps.append({"type": "Replace", "pattern": pattern, "content": ""})
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
     return {"type": "Sequence", "normalizers": steps}
 
 
 def check_piece_steps(source: Mapping[str, Any], tokenizer: HuggingFaceTokenizer, found: Vocabulary) -> bool:
-    """Whether a space is put in front of a text. Raises TokenizerError unless all is done as in Llama 2's file."""
+    """Whether a space is added before every text. Raises TokenizerError if the steps differ from Llama 2's file."""
     model, prefix = source["model"], tokenizer.strips_leading_space
     user_defined = found.of_type(USER_DEFINED)
     added = source.get("added_tokens") or []
@@ -304,30 +302,31 @@ def check_piece_steps(source: Mapping[str, Any], tokenizer: HuggingFaceTokenizer
     )
     if not as_published:
         raise TokenizerError(
-            "tokenizer.json handles spaces or added tokens otherwise than the SentencePiece model that it stands for"
-            " (Metaspace doubles no leading space; a space follows each plain added token), which no other format can"
-            " say; put the published tokenizer.json or tokenizer.model in its place"
+            "tokenizer.json handles spaces or added tokens differently from the SentencePiece model it represents"
+            " (Metaspace never doubles a leading space; a space follows each plain added token), which no other format"
+            " can express; replace it with the published tokenizer.json or tokenizer.model"
         )
     return prefix
 
 
 def scores_of_merges(found: Vocabulary, merges: Sequence[Pair]) -> list[float]:
-    """Scores by which SentencePiece merges as a list of merges does. Raises TokenizerError where there are none.
+    """The scores with which SentencePiece merges like a list of merges. Raises TokenizerError if none exist.
 
-    SentencePiece merges any two neighbours whose union is a piece, the best union first: so the list must have every
-    pair for a union, all at one place. Unions whose pairs are mixed score the same, if that makes no difference.
+    SentencePiece merges any two neighbours whose union is a piece, the best union first. So the list must have every
+    pair of a union, and these must follow each other. Unions with interleaved pairs get the same score if the ids do
+    not change.
     """
     pieces = set(found.of_type(NORMAL))
     listed = [pair for pair in merges if {*pair, "".join(pair)} <= pieces]
     known = set(listed)
-    if typed := {"".join(pair) for pair in merges} & set(found.of_type(BYTE)):
-        raise TokenizerError(f"tokenizer.json makes {min(typed)!r} of plain text, which is a byte in other formats")
+    if merged := {"".join(pair) for pair in merges} & set(found.of_type(BYTE)):
+        raise TokenizerError(f"tokenizer.json merges plain text into {min(merged)!r}, which is a byte in other formats")
     for piece in found.of_type(NORMAL):
         for left, right in splits(piece, pieces):
             if (left, right) not in known:
                 raise TokenizerError(
-                    f"tokenizer.json never merges {left!r} and {right!r} though {piece!r} is a piece, which"
-                    f" SentencePiece and GGUF always do; its merges can't be written as scores"
+                    f"tokenizer.json never merges {left!r} and {right!r} although {piece!r} is a piece; SentencePiece"
+                    f" and GGUF always do, so its merges can't be written as scores"
                 )
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -346,11 +345,11 @@ def scores_of_merges(found: Vocabulary, merges: Sequence[Pair]) -> list[float]:
         pairs = listed[first[group[0]] : max(last[union] for union in group) + 1]
         if len(group) > 1 and {left for left, _ in pairs} & {right for _, right in pairs}:
             raise TokenizerError(
-                f"tokenizer.json merges pairs for {group[0]!r} and {group[1]!r} in turns, expected all pairs of one"
-                f" piece together; its merges can't be written as scores"
+                f"tokenizer.json interleaves the merges for {group[0]!r} and {group[1]!r}, expected all merges for a"
+                f" piece together; they can't be written as scores"
             )
         score |= {union: -float(i + 1) for union in group}
-    # Pieces that no merge makes score below all others, as in a trained model; no text depends on it.
+    # Pieces without a merge score below all others, as in a trained model; the ids do not depend on it.
     lowest = -float(len(groups) + 1)
     return [
         score.get(token, lowest) if type == NORMAL else 0.0
@@ -358,7 +357,7 @@ def scores_of_merges(found: Vocabulary, merges: Sequence[Pair]) -> list[float]:
     ]
 
 
-# (a class, what gives its vocabulary): a new kind adds one line
+# (tokenizer class, function that extracts its vocabulary); a new kind adds one line
 READERS: list[tuple[Any, Callable[[Any], Vocabulary]]] = [
     (TiktokenTokenizer, from_tiktoken),
     (SentencePieceModelTokenizer, from_model),

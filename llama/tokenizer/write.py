@@ -1,7 +1,7 @@
-"""Any tokenizer, written as the files of another format: tokenizer.json, tokenizer.model, GGUF's metadata.
+"""Write any tokenizer in another format: tokenizer.json, tokenizer.model or GGUF metadata.
 
-A file that is there already is given as it was read. What a format can't say is an error, never left out.
-Forms: the published files of Llama 2 and 3; google/sentencepiece src/sentencepiece_model.proto; ggml-org/llama.cpp
+A tokenizer that was read from the requested format is returned unchanged. What a format can't express is an error.
+Formats: the published files of Llama 2 and 3; google/sentencepiece src/sentencepiece_model.proto; ggml-org/llama.cpp
 convert_hf_to_gguf.py and llama-vocab.cpp.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import BYTE_OF, EOT, byte_level_bytes, byte_piece, missing_bytes, stop_ids
+from .common import BYTE_OF, EOT, byte_level_bytes, byte_piece, missing_bytes, splits, stop_ids
 from .gguf import BYTE, CONTROL, NORMAL, PRE, UNKNOWN, UNUSED, USER_DEFINED, GGUFTokenizer
 from .huggingface import HuggingFaceTokenizer
 from .sentencepiece import (
@@ -44,17 +44,16 @@ from .vocabulary import (
     merges_of_ranks,
     padding,
     piece_normalizer,
-    splits,
     vocabulary,
 )
 
-# Control strings that end one answer of many; the first that a vocabulary has is its eot in GGUF.
+# Control strings that end a turn; the first one in a vocabulary becomes its eot in GGUF.
 EOT_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", EOT)
 EOM_NAME = "<|eom_id|>"
-LOWEST_SCORE = -10000.0  # llama.cpp's, of padding
+PADDING_SCORE = -10000.0  # llama.cpp's score of padding tokens
 
-# What a user sets beside the tokens; all else in a tokenizer_config.json follows from the vocabulary.
-KEPT_SETTINGS = ("unk_token", "pad_token", "padding_side")
+# Settings copied from tokenizer_config.json; the others follow from the vocabulary.
+COPIED_SETTINGS = ("unk_token", "pad_token", "padding_side")
 
 TYPES = "tokenizer.ggml.token_type"
 
@@ -67,7 +66,7 @@ NO_ID = 2**64 - 1  # -1 as protobuf writes it
 
 # ------------------------------------------------------------------------------------------------------ Hugging Face
 def tokenizer_json(tokenizer: Tokenizer) -> str:
-    """The text of a tokenizer.json. Raises TokenizerError where it can't be said."""
+    """The text of a tokenizer.json. Raises TokenizerError if the format can't express the vocabulary."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.data.decode(json.detect_encoding(tokenizer.data))
     found = vocabulary(tokenizer)
@@ -75,27 +74,27 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
         if id is not None and found.types[id] != CONTROL:
             raise TokenizerError(
                 f"id {id}, {found.tokens[id]!r}, begins or ends a text and is plain text too; in a tokenizer.json it"
-                f" would be control alone"
+                f" would only be a control token"
             )
     source = _pieces_json(found) if found.pieces else _bytes_json(found)
     return json.dumps(source, ensure_ascii=False) + "\n"
 
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """tokenizer_config.json without the chat template, for transformers 4 and 5.
+    """The content of a tokenizer_config.json for transformers 4 and 5, without the chat template.
 
-    The class is the one that takes tokenizer.json as it is; LlamaTokenizer builds its own steps around the vocabulary.
+    PreTrainedTokenizerFast uses tokenizer.json unchanged; LlamaTokenizer would replace its normalizer and decoder.
     """
-    kept: dict[str, Any] = {}
+    copied: dict[str, Any] = {}
     token_of: dict[Any, str]
     if isinstance(tokenizer, HuggingFaceTokenizer):
         token_of = dict(tokenizer.token_of)
-        kept = {key: tokenizer.settings[key] for key in KEPT_SETTINGS if key in tokenizer.settings}
+        copied = {key: tokenizer.settings[key] for key in COPIED_SETTINGS if key in tokenizer.settings}
     else:
         token_of = {id: token for token, id in tokenizer.control.items()}
         if not isinstance(tokenizer, TiktokenTokenizer):
             found = vocabulary(tokenizer)
-            kept = {} if found.unknown is None else {"unk_token": found.tokens[found.unknown]}
+            copied = {} if found.unknown is None else {"unk_token": found.tokens[found.unknown]}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": token_of.get(tokenizer.bos_id),
@@ -103,7 +102,7 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "add_bos_token": tokenizer.add_bos,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
-        **kept,
+        **copied,
     }
 
 
@@ -125,7 +124,7 @@ def _bytes_json(found: Vocabulary) -> dict[str, Any]:
 def _pieces_json(found: Vocabulary) -> dict[str, Any]:
     user_defined = found.of_type(USER_DEFINED)
     if spaced := [piece for piece in user_defined if " " in piece]:
-        raise TokenizerError(f"the piece {spaced[0]!r} holds a plain space, expected U+2581; no text matches it")
+        raise TokenizerError(f"the piece {spaced[0]!r} contains a plain space, expected U+2581; no text matches it")
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -145,7 +144,7 @@ def _pieces_json(found: Vocabulary) -> dict[str, Any]:
 
 
 def merges_of_scores(found: Vocabulary) -> list[Pair]:
-    """The list of merges that does what SentencePiece does with scores: the best union first."""
+    """The list of merges equivalent to SentencePiece's scores: the best union first."""
     pieces = {token: id for id, token in enumerate(found.tokens) if found.types[id] == NORMAL}
     by_score = sorted(pieces.items(), key=lambda item: (-found.scores[item[1]], item[1]))
     return [pair for piece, _ in by_score for pair in splits(piece, pieces)]
@@ -153,10 +152,10 @@ def merges_of_scores(found: Vocabulary) -> list[Pair]:
 
 def _source(found: Vocabulary, merges: Sequence[Pair], model: dict[str, Any], **steps: Any) -> dict[str, Any]:
     added_types = (CONTROL, USER_DEFINED, UNKNOWN)
-    absent = (UNUSED,) if found.pieces else (UNUSED, BYTE)  # no text becomes these
+    absent = (UNUSED,) if found.pieces else (UNUSED, BYTE)  # no text becomes one of these
     end = 1 + max(id for id, type in enumerate(found.types) if type not in (CONTROL, USER_DEFINED))
     if set(absent) & set(found.types):
-        end = len(found.tokens)  # the library numbers added tokens behind the others as if no id were left out
+        end = len(found.tokens)  # the library numbers added tokens after the others as if no id were missing
     vocab = {token: id for id, token in enumerate(found.tokens[:end]) if found.types[id] not in absent}
     added = [
         {
@@ -192,7 +191,7 @@ def _source(found: Vocabulary, merges: Sequence[Pair], model: dict[str, Any], **
 
 
 def _template(found: Vocabulary) -> list[dict[str, Any]]:
-    """The step that puts bos in front of every text, where there is one."""
+    """The post-processor that adds bos before every text, if the vocabulary does."""
     if not found.add_bos or found.bos is None:
         return []
     bos = found.tokens[found.bos]
@@ -213,9 +212,9 @@ def _template(found: Vocabulary) -> list[dict[str, Any]]:
 
 # -------------------------------------------------------------------------------------------------------------- Meta
 def tokenizer_model(tokenizer: Tokenizer) -> bytes:
-    """Meta's tokenizer.model: tiktoken's lines for Llama 3's kind, a SentencePiece model for Llama 2's.
+    """Meta's tokenizer.model: tiktoken lines for Llama 3's kind, a SentencePiece model for Llama 2's.
 
-    Raises TokenizerError where the vocabulary is of neither kind.
+    Raises TokenizerError if the vocabulary is of neither kind.
     """
     if isinstance(tokenizer, TiktokenTokenizer | SentencePieceModelTokenizer):
         _check_stops(tokenizer.stop_ids, tokenizer.control, tokenizer.eos_id)
@@ -227,55 +226,57 @@ def tokenizer_model(tokenizer: Tokenizer) -> bytes:
 def _check_stops(stops: frozenset[int], control: Mapping[str, int], *named: int | None) -> None:
     if lost := stops - stop_ids(control, named):
         name = next((token for token, id in control.items() if id == min(lost)), "no name")
-        raise TokenizerError(f"id {min(lost)} ({name}) ends an answer, which Meta's tokenizer.model has no way to say")
+        raise TokenizerError(f"id {min(lost)} ({name}) ends an answer, which Meta's tokenizer.model can't express")
+
+
+def _check_rules(rules: Sequence[tuple[str, bool]], format: str) -> None:
+    for violation, holds in rules:
+        if not holds:
+            raise TokenizerError(f"this vocabulary {violation}, which {format} can't express")
 
 
 def _tiktoken_lines(found: Vocabulary) -> bytes:
     n = len(found.tokens) - N_CONTROL
-    tokens, behind = found.tokens[: max(n, 0)], set(found.types[max(n, 0) :])
+    tokens, last_types = found.tokens[: max(n, 0)], set(found.types[max(n, 0) :])
     rules = [
-        (f"cuts words as {found.pre!r} does", PRE[found.pre][:2] == PRE[LLAMA3][:2]),
-        ("does not end with 256 control tokens", n > 0 and behind == {CONTROL}),
-        ("has other than plain tokens in front of the last 256", set(found.types[: max(n, 0)]) <= {NORMAL}),
-        ("has tokens outside of the byte alphabet", all(set(token) <= BYTE_OF.keys() for token in tokens)),
+        (f"splits words like {found.pre!r}", PRE[found.pre][:2] == PRE[LLAMA3][:2]),
+        ("does not end with 256 control tokens", n > 0 and last_types == {CONTROL}),
+        ("has tokens other than plain ones before the last 256", set(found.types[: max(n, 0)]) <= {NORMAL}),
+        ("has tokens outside the byte alphabet", all(set(token) <= BYTE_OF.keys() for token in tokens)),
         ("has no token for some bytes", not missing_bytes(tokens)),
-        ("has another begin-of-text id than the first control token", found.bos == n),
+        ("has a begin-of-text id that is not the first control token", found.bos == n),
         ("does not begin every text with its begin-of-text id", found.add_bos),
     ]
-    for what, holds in rules:
-        if not holds:
-            raise TokenizerError(f"this vocabulary {what}, which Meta's tokenizer.model of Llama 3 can't express")
+    _check_rules(rules, "Meta's tokenizer.model of Llama 3")
     derived = merges_of_ranks(tokens)
     if list(found.merges) != derived and not _only_reordered(found.merges, derived):
         raise TokenizerError(
             f"the {len(found.merges):,} merges of this vocabulary are not the {len(derived):,} that follow from the"
-            f" order of its tokens, which is all that Meta's tokenizer.model of Llama 3 can express"
+            f" order of its tokens, the only ones that Meta's tokenizer.model of Llama 3 can express"
         )
     _check_stops(found.stops, {name: n + i for i, name in enumerate(control_strings())}, n + 1)
     return b"".join(base64.b64encode(byte_level_bytes(token)) + b" %d\n" % rank for rank, token in enumerate(tokens))
 
 
 def _only_reordered(merges: Sequence[Pair], derived: Sequence[Pair]) -> bool:
-    """True if the merges make the same tokens one after the other, only the pairs of one token in another order."""
-    made, wanted = ([left + right for left, right in pairs] for pairs in (merges, derived))
-    return made == wanted and set(merges) == set(derived)
+    """Whether the merges produce the same tokens in the same order, with only the pairs of each token reordered."""
+    found, expected = ([left + right for left, right in pairs] for pairs in (merges, derived))
+    return found == expected and set(merges) == set(derived)
 
 
 def _sentencepiece_model(found: Vocabulary) -> bytes:
     pieces = set(found.of_type(NORMAL))
     reachable = [piece for piece in found.of_type(UNUSED) if len(piece) == 1 or any(splits(piece, pieces))]
     rules = [
-        ("has not exactly one token for unknown characters", found.types.count(UNKNOWN) == 1),
+        ("does not have exactly one token for unknown characters", found.types.count(UNKNOWN) == 1),
         ("has no token for some bytes", {byte_piece(token) for token in found.of_type(BYTE)} == set(range(256))),
         ("has a token without text", all(found.tokens)),
-        (f"has the unused token {reachable[:1]}, which text would become", not reachable),
+        (f"has the unused token {reachable[:1]}, which text could become", not reachable),
         ("does not begin every text with its begin-of-text id", found.add_bos == (found.bos is not None)),
         ("begins a text with a plain token", found.bos is None or found.types[found.bos] == CONTROL),
         ("ends a text with a plain token", found.eos is None or found.types[found.eos] == CONTROL),
     ]
-    for what, holds in rules:
-        if not holds:
-            raise TokenizerError(f"this vocabulary {what}, which a SentencePiece model can't express")
+    _check_rules(rules, "a SentencePiece model")
     _check_stops(found.stops, found.control, found.eos)
     messages = [
         write_field(TEXT, token.encode()) + _float_field(SCORE, score) + write_field(TYPE, type)
@@ -314,7 +315,7 @@ def _float_field(number: int, value: float) -> bytes:
 
 # -------------------------------------------------------------------------------------------------------------- GGUF
 def gguf_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """The keys under tokenizer.ggml, padded to the rows of the embedding. Raises TokenizerError."""
+    """The keys tokenizer.ggml.*, padded to the rows of the embedding. Raises TokenizerError."""
     if isinstance(tokenizer, GGUFTokenizer):
         entries = {
             key: value.tolist() if isinstance(value, np.ndarray) else value
@@ -337,7 +338,7 @@ def gguf_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     entries[TYPES] = list(found.types)
     if not found.pieces:
         if spaced := [pair for pair in found.merges if " " in "".join(pair)]:
-            raise TokenizerError(f"GGUF can't express the merge {spaced[0]!r}: it parts the two tokens by a space")
+            raise TokenizerError(f"GGUF can't express the merge {spaced[0]!r}: it separates the two tokens by a space")
         entries["tokenizer.ggml.merges"] = [" ".join(pair) for pair in found.merges]
     named = {"bos": found.bos, "eos": found.eos, **_end_ids(found), "unknown": found.unknown}
     entries |= {f"tokenizer.ggml.{name}_token_id": id for name, id in named.items() if id is not None}
@@ -350,22 +351,24 @@ def gguf_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
 def _padded(entries: dict[str, Any], types: Sequence[int], vocab_size: int) -> dict[str, Any]:
     n = len(types)
     if n > vocab_size:
-        raise TokenizerError(f"the vocabulary has {n} tokens and the embedding {vocab_size} rows, expected as many")
+        raise TokenizerError(
+            f"the vocabulary has {n} tokens and the embedding {vocab_size} rows, expected at least as many rows"
+        )
     pad = vocab_size - n
     out = {**entries, "tokenizer.ggml.tokens": [*entries["tokenizer.ggml.tokens"], *map(padding, range(n, vocab_size))]}
     out[TYPES] = [*types, *[UNUSED] * pad]
     if "tokenizer.ggml.scores" in out:
-        out["tokenizer.ggml.scores"] = [*out["tokenizer.ggml.scores"], *[LOWEST_SCORE] * pad]
+        out["tokenizer.ggml.scores"] = [*out["tokenizer.ggml.scores"], *[PADDING_SCORE] * pad]
     return out
 
 
 def _end_ids(found: Vocabulary) -> dict[str, int | None]:
-    """eot and eom: by their names, else the ids that end an answer and have no name known for it."""
+    """The ids of eot and eom: by name, else other ids that end an answer."""
     control = found.control
     eot = next((control[name] for name in EOT_NAMES if name in control and control[name] != found.eos), None)
     ids = {"eot": eot, "eom": control.get(EOM_NAME)}
     for id in sorted(found.stops - stop_ids(control, [found.eos])):
-        free = next((name for name, taken in ids.items() if taken is None), None)
+        free = next((name for name, used in ids.items() if used is None), None)
         if free is None:
             raise TokenizerError(
                 f"{len(found.stops)} ids end an answer, {id} ({found.tokens[id]!r}) among them; GGUF has keys for three"

@@ -374,9 +374,9 @@ TOKENIZERS: tuple[Defect, ...] = (
 CHAT: tuple[Defect, ...] = (
     Defect(
         "H02",
-        "a loop's turns are not counted",
+        "the iterations of a loop are not counted",
         "llama/chat/bounded.py",
-        '        node.iter = self._hook("a turn", node.iter)\n',
+        '        node.iter = self._hook("an iteration", node.iter)\n',
         "",
     ),
     Defect(
@@ -384,7 +384,7 @@ CHAT: tuple[Defect, ...] = (
         "a control string in a user's text becomes its id",
         "llama/chat/template.py",
         "    ids: list[int] = []\n",
-        "    sparse = full = cut(str)\n    ids: list[int] = []\n",
+        "    marked = substituted = rendered(str)\n    ids: list[int] = []\n",
     ),
 )
 

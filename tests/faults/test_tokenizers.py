@@ -111,7 +111,7 @@ def test_ranks_twice_and_bytes_missing(made: dict[str, Path], tmp_path: Path, at
     attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "line 301 repeats the token of line 1")
     without = [*lines[:65], b"YWJjZGVmZ2g= 65", *lines[66:]]
     replace(folder, "tokenizer.model", b"\n".join(without))
-    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "byte 0x41 is no token")
+    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "byte 0x41 is not a token")
 
 
 @pytest.mark.row("E04")
