@@ -1,16 +1,16 @@
-"""Throughput of clearllama's batches beside transformers' and llama.cpp: the same weights, prompts and machine.
+"""Compare the batch throughput of clearllama, transformers and llama.cpp: same weights, same prompts, same machine.
 
 usage: python scripts/compare_batch.py --peers-python PYTHON [--model GGUF_OR_NAME] [--sizes 8,16,32,64] [--rounds 2]
 
-64 prompts of 16 to 512 random ids, 128 new tokens each, greedy, no end of text. Each engine runs in a process of its
-own, loads and warms up, and they take turns at the whole job; the others sleep meanwhile. In the first round
-clearllama and transformers do it with every batch size, in the later ones with their best.
+The job is 64 prompts of 16 to 512 random ids with 128 new tokens each, greedy, without end of text. Each engine runs
+in its own process: it loads the model and warms up. The engines then take turns at the complete job; the others sleep.
+In the first round clearllama and transformers try every batch size, in later rounds only their fastest.
 
     clearllama     the file as `clearllama generate --prompts` runs it, with and without --compile
-    transformers   bfloat16, batches of so many prompts as they come, left-padded to the longest among them
-    llama.cpp      one prompt after the other: llama-cpp-python has no call that generates for several
+    transformers   bfloat16, batches of consecutive prompts, left-padded to the longest
+    llama.cpp      one prompt at a time: llama-cpp-python can't generate for several at once
 
-The environment of the peers is that of compare_peers.py.
+The peers' environment is the one of compare_peers.py.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from compare_peers import PAUSE, PEERS, Worker, here, load_llama_cpp
+from compare_peers import PAUSE, PEERS, Worker, json_output, load_llama_cpp, this_machine, versions_of
 
-WARM = 8  # prompts to warm up with: enough rows for the compiled step of batches to be built before time is taken
+WARM = 8  # warm-up prompts: enough rows to trigger the build of the compiled batch step before the measurement
 
 Job = Callable[[list[list[int]], int, int], None]  # prompts, new tokens, batch size
 
 
 def prompts_of(count: int, shortest: int, longest: int, vocabulary: int) -> list[list[int]]:
-    """The same for every engine: lengths and ids are drawn from one seed."""
+    """Return random prompts of random lengths, the same for every engine."""
     rng = random.Random(0)
     lengths = [rng.randint(shortest, longest) for _ in range(count)]
     return [[rng.randrange(min(3, vocabulary - 1), vocabulary) for _ in range(length)] for length in lengths]
@@ -44,7 +44,7 @@ def prompts_of(count: int, shortest: int, longest: int, vocabulary: int) -> list
 
 # ---------------------------------------------------------------------------------------- inside an engine's process
 def load_ours(spec: dict[str, Any]) -> tuple[Job, int]:
-    """A job, and the size of the vocabulary; so for the peers."""
+    """Return clearllama's job and the vocabulary size."""
     import torch
 
     from llama import loader
@@ -57,13 +57,14 @@ def load_ours(spec: dict[str, Any]) -> tuple[Job, int]:
 
     def job(prompts: list[list[int]], new: int, size: int) -> None:
         requests = [Request(prompt, SamplingParams(max_new_tokens=new)) for prompt in prompts]
-        said = sum(isinstance(event, Said) for event in Batch(model, requests, slots=size))
-        check(said, len(prompts) * new)
+        tokens = sum(isinstance(event, Said) for event in Batch(model, requests, slots=size))
+        check(tokens, len(prompts) * new)
 
     return job, model.config.vocab_size
 
 
 def load_transformers(spec: dict[str, Any]) -> tuple[Job, int]:
+    """Return transformers' job and the vocabulary size."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -76,10 +77,10 @@ def load_transformers(spec: dict[str, Any]) -> tuple[Job, int]:
     @torch.inference_mode()
     def job(prompts: list[list[int]], new: int, size: int) -> None:
         for first in range(0, len(prompts), size):
-            some = prompts[first : first + size]
-            longest = max(map(len, some))
-            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in some])  # (B, T)
-            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in some])
+            batch = prompts[first : first + size]
+            longest = max(map(len, batch))
+            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in batch])  # (B, T)
+            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])  # (B, T)
             out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
             check(out.shape[1] - longest, new)
 
@@ -87,21 +88,21 @@ def load_transformers(spec: dict[str, Any]) -> tuple[Job, int]:
 
 
 def load_one_by_one(spec: dict[str, Any]) -> tuple[Job, int]:
-    """llama.cpp."""
+    """Return llama.cpp's job and the vocabulary size."""
     lengths = {"prompt_tokens": spec["longest"], "new_tokens": spec["new"]}
     step, vocabulary, _ = load_llama_cpp({**spec, **lengths})
 
     def job(prompts: list[list[int]], new: int, size: int) -> None:
         for prompt in prompts:
             token = step(prompt, 0)
-            for place in range(len(prompt), len(prompt) + new - 1):
-                token = step([token], place)
+            for position in range(len(prompt), len(prompt) + new - 1):
+                token = step([token], position)
 
     return job, vocabulary
 
 
 def check(got: int, expected: int) -> None:
-    """Every engine must have done the same work."""
+    """Exit with an error unless an engine generated the expected number of tokens."""
     if got != expected:
         raise SystemExit(f"expected {expected} new tokens, got {got}")
 
@@ -114,9 +115,8 @@ LOADERS: dict[str, Callable[[dict[str, Any]], tuple[Job, int]]] = {
 
 
 def worker(spec: dict[str, Any]) -> int:
-    """Load, warm up, say {"ready": 1}; then a job for each line of stdin, which is a batch size: {"seconds": ..}."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    """Load, warm up, print {"ready": 1}; then run the job for every batch size on stdin, print {"seconds": ..}."""
+    answers = json_output()
     job, vocabulary = LOADERS[spec["engine"]](spec)
     prompts = prompts_of(spec["prompts"], spec["shortest"], spec["longest"], vocabulary)
     job([prompt[:16] for prompt in prompts[:WARM]], 4, WARM)
@@ -129,25 +129,25 @@ def worker(spec: dict[str, Any]) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-def numbers(parser: argparse.ArgumentParser, option: str, told: str) -> list[int]:
-    """'8,16' -> [8, 16], each at least 1."""
-    if not all(part.isdecimal() and int(part) for part in told.split(",")):
-        parser.error(f"{option} are whole numbers from 1 with commas between, got {told!r:.60}")
-    return [int(part) for part in told.split(",")]
+def integers(parser: argparse.ArgumentParser, option: str, text: str) -> list[int]:
+    """Parse '8,16' as [8, 16], each at least 1."""
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        parser.error(f"{option} must be comma-separated integers of at least 1, got {text!r:.60}")
+    return [int(part) for part in text.split(",")]
 
 
 def turns(sizes: list[int], rounds: int, live: list[str], times: dict[tuple[str, int], list[float]]) -> Iterator[tuple]:
-    """(round, engine, batch size): all sizes first, then each engine's best so far."""
+    """Yield (round, engine, batch size): all sizes in round 1, then each engine's fastest so far."""
     for number in range(1, rounds + 1):
         for engine in live[:: 1 if number % 2 else -1]:
-            mine = [size for name, size in times if name == engine]
-            best = sorted(mine, key=lambda size: statistics.median(times[engine, size]))[:1]
+            tried = [size for name, size in times if name == engine]
+            best = sorted(tried, key=lambda size: statistics.median(times[engine, size]))[:1]
             for size in [1] if engine == "llama.cpp" else best if number > 1 else sizes:
                 yield number, engine, size
 
 
 def main() -> int:
-    """Take turns, then print the table and what it was measured with."""
+    """Measure all engines, then print the table, the machine and the settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", metavar="GGUF_OR_NAME", help="default: clearllama's default model")
     parser.add_argument("--peers-python", default=sys.executable, metavar="PYTHON", help="default: this one")
@@ -162,11 +162,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         return worker(args.worker)
-    from llama.hub import named as hub
+    from llama import hub
 
-    lengths, sizes = numbers(parser, "--lengths", args.lengths), numbers(parser, "--sizes", args.sizes)
+    lengths, sizes = integers(parser, "--lengths", args.lengths), integers(parser, "--sizes", args.sizes)
     if len(lengths) != 2 or lengths[0] > lengths[1]:
-        parser.error(f"--lengths are the shortest and the longest prompt, as in 16,512, got {args.lengths}")
+        parser.error(f"--lengths must be the shortest and the longest prompt, such as 16,512, got {args.lengths}")
     shortest, longest = lengths
     for option in ("rounds", "prompts", "new_tokens", "threads"):
         if getattr(args, option) < 1:
@@ -186,9 +186,7 @@ def main() -> int:
             workers[engine] = Worker(python, {**spec, "engine": name, "compile": compiled}, __file__)
             workers[engine].answer()
             if name in PEERS:
-                asked = Worker(python, {"engine": "check", "peer": name})
-                versions |= {(f"{key} (peers)" if key == "torch" else key): v for key, v in asked.answer().items()}
-                asked.stop()
+                versions |= versions_of(name, python)
         for number, engine, size in turns(sizes, args.rounds, live, times):
             time.sleep(PAUSE)
             seconds = workers[engine].turn(str(size), {"seconds"})["seconds"]
@@ -202,13 +200,13 @@ def main() -> int:
             process.stop()
     new = args.prompts * args.new_tokens
     best = {engine: min(statistics.median(times[key]) for key in times if key[0] == engine) for engine in live}
-    print("| engine | at once | runs | seconds | new tok/s | of transformers |\n|---|---|---|---|---|---|")
+    print("| engine | batch size | runs | seconds | new tok/s | / transformers |\n|---|---|---|---|---|---|")
     for (engine, size), found in times.items():
-        middle = statistics.median(found)
-        beside = f"{best['transformers'] / middle:.2f}" if "transformers" in best else ""
-        print(f"| {engine} | {size} | {len(found)} | {middle:.1f} | {new / middle:,.0f} | {beside} |")
-    where = here()
-    print(f"\n{datetime.date.today()}: {where['cores']} cores, {where['cpu']}, {args.threads} threads")
+        median = statistics.median(found)
+        ratio = f"{best['transformers'] / median:.2f}" if "transformers" in best else ""
+        print(f"| {engine} | {size} | {len(found)} | {median:.1f} | {new / median:,.0f} | {ratio} |")
+    host = this_machine()
+    print(f"\n{datetime.date.today()}: {host['cores']} cores, {host['cpu']}, {args.threads} threads")
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     print(
         f"{args.prompts} prompts of {shortest} to {longest} tokens, {args.new_tokens} new, {args.model or hub.DEFAULT}"

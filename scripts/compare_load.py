@@ -1,11 +1,11 @@
-"""Time and memory of loading one model: clearllama in three formats beside transformers and Meta's own code.
+"""Compare time and memory of loading a model: clearllama from three formats, transformers, and Meta's own code.
 
 usage: python scripts/compare_load.py FOLDER [--peers-python PYTHON] [--meta-code DIR] [--rounds 3]
 
-FOLDER holds the same weights as `meta/`, `hf/` and `bf16.gguf`; `clearllama convert` makes any from any. Each engine
-runs in a process of its own, in turns; the page cache is warm. What counts is how long it takes until the first
-token's logits can be computed, the largest memory until then, and after a first pass over 8 tokens.
-Meta's code wants the unpacked wheel meta-llama3 and the source of fairscale in DIR (llama/, fairscale/).
+FOLDER holds the same weights as `meta/`, `hf/` and `bf16.gguf`; `clearllama convert` converts between them. Each load
+runs in a process of its own; the engines alternate, and the page cache is warm. The results are the time until the
+model can compute logits, the peak memory at that point, and the peak memory after a first pass over 8 tokens.
+Meta's code needs the unpacked wheel meta-llama3 and the source of fairscale in DIR (llama/, fairscale/).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 
 def memory(key: str) -> int:
-    """VmHWM or VmRSS of this process in MiB (Linux)."""
+    """Return VmHWM or VmRSS of this process in MiB (Linux)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) // 1024
 
 
 def ours(folder: Path, format: str) -> tuple[float, Any, int]:
-    """Seconds, the model, its parameters: clearllama with plain weights and with weights packed for decoding."""
+    """Load with clearllama, with plain or packed weights. Returns seconds, the model, its number of parameters."""
     import torch
 
     from llama import loader
@@ -42,7 +42,7 @@ def ours(folder: Path, format: str) -> tuple[float, Any, int]:
 
 
 def transformers(folder: Path) -> tuple[float, Any, int]:
-    """The same by transformers."""
+    """Load with transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -53,7 +53,7 @@ def transformers(folder: Path) -> tuple[float, Any, int]:
 
 
 def meta(folder: Path, code: Path) -> tuple[float, Any, int]:
-    """The same by Meta's code for Llama 3, on the CPU."""
+    """Load with Meta's code for Llama 3, on the CPU."""
     import importlib.util
 
     import torch
@@ -69,7 +69,7 @@ def meta(folder: Path, code: Path) -> tuple[float, Any, int]:
     fs.initialize_model_parallel(1)
     spec = importlib.util.spec_from_file_location("meta_model", code / "llama" / "model.py")
     if spec is None or spec.loader is None:
-        raise SystemExit(f"{code} has no llama/model.py")
+        raise SystemExit(f"compare_load: expected Meta's code in {code}, found no llama/model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["meta_model"] = module
     spec.loader.exec_module(module)
@@ -86,7 +86,7 @@ def meta(folder: Path, code: Path) -> tuple[float, Any, int]:
 
 
 def one(engine: str, folder: Path, code: Path | None) -> dict[str, Any]:
-    """Load once and tell."""
+    """Load once and return the measurements."""
     import torch
 
     kind, _, format = engine.partition(" ")
@@ -110,7 +110,7 @@ def one(engine: str, folder: Path, code: Path | None) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Take turns, print medians."""
+    """Measure all engines in each round and print a table of medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--peers-python", default=sys.executable)
@@ -141,9 +141,9 @@ def main() -> int:
     print("|---|---|---|---|---|")
     for engine, results in rows.items():
         if results:
-            middle = {key: statistics.median(row[key] for row in results) for key in results[0] if key != "engine"}
-            ratios = [middle[key] / middle["weights_mib"] for key in ("loaded_mib", "passed_mib")]
-            cells = f"{middle['load_s']:.2f} | {middle['first_pass_s']:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f}"
+            median = {key: statistics.median(row[key] for row in results) for key in results[0] if key != "engine"}
+            ratios = [median[key] / median["weights_mib"] for key in ("loaded_mib", "passed_mib")]
+            cells = f"{median['load_s']:.2f} | {median['first_pass_s']:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f}"
             print(f"| {engine} | {cells} |")
     return 0
 

@@ -1,22 +1,23 @@
-"""Speed of clearllama beside llama.cpp and transformers: the same weights, the same machine, the same seconds.
+"""Compare the speed of clearllama, llama.cpp and transformers on the same weights and the same machine.
 
 usage: python scripts/compare_peers.py --peers-python PYTHON [--model DIR_OR_NAME] [--rows int8,int4] [--rounds 8]
 
-The engines of a row, each in a process of its own, load and warm up, stay alive, and take turns: in every round each
-has one turn, in an order that is turned round each time, and sleeps while the others have theirs. A turn decodes
---new-tokens behind a prompt; in the first --prefill-rounds it takes in the prompt too, later it goes back to it. A
-turn more sums a large array: the bandwidth of the memory in that round. Then the processes end, and the next row's
-begin. Ratios are taken within a round, between turns a few seconds apart, so that a machine which slows down slows
-all of them; what is shown is the median over the rounds. The share of the bandwidth, likewise, is the bytes that a
-token reads times the tokens a second, over that round's bandwidth. DIR_OR_NAME is one of
+Each engine of a row runs in its own process: it loads the model, warms up, and stays alive until the row is done. The
+engines take turns. Every round has one turn per engine, in an order that is reversed each round; an engine sleeps
+while the others work. A turn decodes --new-tokens after a prompt. The first --prefill-rounds rounds also process the
+prompt; later rounds reuse its cache. One more turn per round measures the memory bandwidth by summing a large array.
+
+Ratios are computed within a round, between turns a few seconds apart, so that a slowdown of the machine affects all
+engines alike. The table shows medians over the rounds. The share of bandwidth is the bytes read per token, times the
+tokens per second, divided by the bandwidth of the same round. DIR_OR_NAME is one of
 
     a name or a GGUF file   row "file": clearllama and llama.cpp on that file, transformers on its weights in bfloat16
     a folder                hf/, bf16.gguf, q8_0.gguf, q4_0.gguf of one model. Rows "bf16", "int8", "int4": clearllama
-                            on hf/ as it is or with --quantize, and on the GGUF files; llama.cpp on the GGUF files;
+                            on hf/, unchanged or with --quantize, and on the GGUF files; llama.cpp on the GGUF files;
                             transformers on hf/, in bfloat16
 
-clearllama runs with and without --compile. The memory must hold all engines of a row at once. The peers live in an
-environment of their own, never in clearllama's:
+clearllama runs with and without --compile. All engines of a row must fit into memory together. Install the peers in
+an environment of their own:
 
     python -m venv peers && peers/bin/pip install torch transformers accelerate gguf llama-cpp-python
     python scripts/compare_peers.py --peers-python peers/bin/python
@@ -41,19 +42,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-PEERS = {"llama.cpp": "llama-cpp-python", "transformers": "transformers"}  # name -> what pip calls it
+PEERS = {"llama.cpp": "llama-cpp-python", "transformers": "transformers"}  # name -> name on PyPI
 FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 KEYS = ("decode_tps", "prefill_tps")
-PAUSE = 0.1  # seconds between turns: until then the threads of the last one may spin, waiting for more to do
+PAUSE = 0.1  # seconds between turns: the threads of the previous engine may still spin, waiting for work
 
-Step = Callable[[list[int], int], int]  # ids, how many are cached before them -> the likeliest next id
+Step = Callable[[list[int], int], int]  # ids, number of cached tokens before them -> the most likely next id
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What runs in a row: clearllama with arguments of `build`, or a peer (a key of PEERS), on a file or folder."""
+    """An engine of a row: clearllama with options for `loader.build`, or a peer (a key of PEERS), and its model."""
 
     name: str
     path: Path
@@ -61,11 +62,11 @@ class Engine:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-MEMORY = Engine("memory", Path(), "memory")  # takes turns like an engine; answers with a bandwidth
+MEMORY = Engine("memory", Path(), "memory")  # takes turns like an engine; measures the bandwidth
 
 
 def rows_of(model: Path) -> dict[str, list[Engine]]:
-    """Row -> its engines, clearllama's first. Raises FileNotFoundError naming what a folder lacks."""
+    """Return row -> engines, clearllama's first. Raises FileNotFoundError that lists missing files."""
     if not model.is_dir():
         peers = [Engine("transformers, bfloat16", model, "transformers"), Engine("llama.cpp", model, "llama.cpp")]
         return {"file": [*_ours("clearllama", model), *peers]}
@@ -92,26 +93,26 @@ def rows_of(model: Path) -> dict[str, list[Engine]]:
 
 
 def _ours(name: str, path: Path, **options: str) -> list[Engine]:
-    """Without and with --compile."""
+    """Return clearllama's engine without and with --compile."""
     compiled = {**options, "compile": True}
     return [Engine(name, path, None, dict(options)), Engine(f"{name} --compile", path, None, compiled)]
 
 
-# -------------------------------------------------------------------------------------------------- what is computed
+# ------------------------------------------------------------------------------------------------------ statistics
 def median(values: Iterable[float | None]) -> float | None:
-    """Of those that are there; None where none is."""
+    """Return the median of the values that are not None; None if there are none."""
     found = [value for value in values if value is not None]
     return statistics.median(found) if found else None
 
 
 def ratios(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each of clearllama's engines beside each peer in its row: medians over the rounds of ratios taken within a round.
+    """Return the speed ratio of each clearllama engine to each peer of its row: the median of the ratios per round.
 
-    results  one {round, row, engine, peer, decode_tps} for each turn, with prefill_tps where it took in the prompt;
+    results  one {round, row, engine, peer, decode_tps} per turn, with prefill_tps if the turn processed the prompt;
              peer is a key of PEERS or None
 
-    -> [{row, engine, peer, rounds, decode_ratio, prefill_ratio}]. A round in which either is missing is left out; a
-    ratio is None where no round has both its numbers.
+    -> [{row, engine, peer, rounds, decode_ratio, prefill_ratio}]. Rounds that lack one of the two engines are skipped;
+    a ratio is None if no round has both numbers.
     """
     found = []
     for row in dict.fromkeys(result["row"] for result in results):
@@ -138,9 +139,9 @@ def ratios(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(results: Sequence[dict[str, Any]], prompt: int) -> str:
-    """Markdown: median speeds of every engine; for clearllama's the median share and ratios to each peer of the row."""
-    beside = {(ratio["row"], ratio["engine"], ratio["peer"]): ratio for ratio in ratios(results)}
-    peers = [peer for peer in PEERS if any(key[2] == peer for key in beside)]
+    """Return a Markdown table: median speeds of every engine; for clearllama also bandwidth share and ratios."""
+    compared = {(ratio["row"], ratio["engine"], ratio["peer"]): ratio for ratio in ratios(results)}
+    peers = [peer for peer in PEERS if any(key[2] == peer for key in compared)]
     heads = ["weights", "engine", f"decode at {prompt}, tok/s", f"prefill {prompt}, tok/s", "share of bandwidth"]
     heads += [f"{what} / {peer}" for peer in peers for what in ("decode", "prefill")]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
@@ -149,19 +150,19 @@ def table(results: Sequence[dict[str, Any]], prompt: int) -> str:
         decode, prefill, share = (median(result.get(key) for result in runs) for key in (*KEYS, "share"))
         cells = [row, engine, shown(decode, ",.1f"), shown(prefill, ",.0f"), shown(share, ".2f")]
         for peer in peers:
-            ratio = beside.get((row, engine, peer), {})
+            ratio = compared.get((row, engine, peer), {})
             cells += [shown(ratio.get(key), ".2f") for key in ("decode_ratio", "prefill_ratio")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def shown(value: float | None, form: str) -> str:
-    """A cell; empty without a number."""
+    """Format a table cell; empty for None."""
     return "" if value is None else format(value, form)
 
 
 def machine(cpuinfo: str, meminfo: str) -> dict[str, Any]:
-    """Processor, what of FLAGS it has, GiB of memory: from Linux's two files, as far as they say."""
+    """Return the processor, its flags among FLAGS, and the memory in GiB, as far as Linux's two files list them."""
     facts: dict[str, Any] = {}
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
@@ -175,8 +176,8 @@ def machine(cpuinfo: str, meminfo: str) -> dict[str, Any]:
     return facts
 
 
-def here() -> dict[str, Any]:
-    """This machine."""
+def this_machine() -> dict[str, Any]:
+    """Describe the machine that runs this."""
     texts = [path.read_text() if path.exists() else "" for path in (Path("/proc/cpuinfo"), Path("/proc/meminfo"))]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -188,41 +189,49 @@ def here() -> dict[str, Any]:
 
 
 def footer(facts: dict[str, Any]) -> str:
-    """What the numbers were measured with, in a few lines."""
-    where, what = facts["machine"], facts["settings"]
-    parts = [f"{facts['date']}: {where['cores']} cores, {where['cpu']} ({', '.join(where.get('flags', []))})"]
-    parts[0] += f", {where['memory_gib']} GiB" if "memory_gib" in where else ""
+    """Return a few lines that describe machine, versions and settings."""
+    host = facts["machine"]
+    parts = [f"{facts['date']}: {host['cores']} cores, {host['cpu']} ({', '.join(host.get('flags', []))})"]
+    parts[0] += f", {host['memory_gib']} GiB" if "memory_gib" in host else ""
     bandwidth = facts["bandwidth_gbs"]
     if bandwidth is not None:
         parts[0] += f", reads {bandwidth:.0f} GB/s (median over the rounds)"
     parts.append(", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
-    told = "{rounds} rounds ({prefill_rounds} with prefill), {prompt_tokens} prompt tokens, {new_tokens} new"
-    told += ", {threads} threads, model {model}"
-    return "\n".join([*parts, told.format(**what)]) + "\n"
+    settings = "{rounds} rounds ({prefill_rounds} with prefill), {prompt_tokens} prompt tokens, {new_tokens} new"
+    settings += ", {threads} threads, model {model}"
+    return "\n".join([*parts, settings.format(**facts["settings"])]) + "\n"
 
 
 # ---------------------------------------------------------------------------------------- inside an engine's process
 def worker(spec: dict[str, Any]) -> int:
-    """Load an engine, say {"bytes_per_token": ..}, then answer each line of stdin; a peer's environment has no llama.
+    """Load an engine, print {"bytes_per_token": ..}, then answer each line of stdin with a line of JSON.
+
+    It may run in a peer's environment, which has no clearllama.
 
     spec  engine (a key of WORKERS), path, options, prompt_tokens, new_tokens, threads
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    answers = json_output()
     for answer in WORKERS[spec["engine"]](spec):
         print(json.dumps(answer), file=answers, flush=True)
     return 0
 
 
+def json_output() -> TextIO:
+    """Return a stream to the original stdout and redirect stdout to stderr, so that libraries can't print into it."""
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return output
+
+
 def check(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The versions of a peer that is installed."""
+    """Import a peer and yield the versions of its packages."""
     importlib.import_module("llama_cpp" if spec["peer"] == "llama.cpp" else spec["peer"])
     names = ("llama-cpp-python",) if spec["peer"] == "llama.cpp" else ("transformers", "torch")
     yield {name: importlib.metadata.version(name) for name in names}
 
 
 def memory(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The bandwidth of reading, GB/s: what summing a large array takes, over and over."""
+    """Measure the read bandwidth in GB/s by summing a large array, once per line of stdin."""
     import torch
 
     from llama.tools import benchmark
@@ -233,13 +242,13 @@ def memory(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"bytes_per_token": None}
     for _ in sys.stdin:
         speeds = [benchmark.bandwidth(buffer, 1) for _ in range(4)]
-        yield {"bandwidth_gbs": statistics.harmonic_mean(speeds) / 1e9}  # of the whole time, as a turn's is
+        yield {"bandwidth_gbs": statistics.harmonic_mean(speeds) / 1e9}  # over the total time, as in a turn
 
 
 def engine_turns(
     load: Callable[[dict[str, Any]], tuple[Step, int, int | None]], spec: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Load, warm up with a few tokens, then the turns of stdin."""
+    """Load a model, warm up with a few tokens, then run a turn per line of stdin."""
     step, vocabulary, read = load(spec)
     prompt = random_prompt(vocabulary, spec["prompt_tokens"])
     list(turns(step, prompt[:32], min(2, spec["new_tokens"]), ["prefill"]))
@@ -248,9 +257,9 @@ def engine_turns(
 
 
 def turns(step: Step, prompt: list[int], new: int, lines: Iterable[str]) -> Iterator[dict[str, float]]:
-    """A turn for each line: greedy decoding behind the prompt, {decode_tps}; for "prefill" prefill_tps too.
+    """Run a turn per line: decode greedily after the prompt, yield {decode_tps}; for "prefill" also prefill_tps.
 
-    The first turn takes in the prompt in any case, and the time of it is told only if asked for.
+    The first turn always processes the prompt, but includes its speed only for "prefill".
     """
     first = None
     for line in lines:
@@ -260,15 +269,15 @@ def turns(step: Step, prompt: list[int], new: int, lines: Iterable[str]) -> Iter
             first = step(prompt, 0)
         between = time.perf_counter()
         token = first
-        for place in range(len(prompt), len(prompt) + new):
-            token = step([token], place)
+        for position in range(len(prompt), len(prompt) + new):
+            token = step([token], position)
         ended = time.perf_counter()
         prefill = {"prefill_tps": len(prompt) / (between - started)} if timed else {}
         yield {"decode_tps": new / (ended - between), **prefill}
 
 
 def load_clearllama(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
-    """A step, the size of the vocabulary, the bytes that decoding a token behind the prompt reads; so for the peers."""
+    """Return a step, the vocabulary size, and the bytes read to decode a token after the prompt."""
     import torch
 
     from llama import loader
@@ -291,7 +300,7 @@ def load_clearllama(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
 
 
 def load_llama_cpp(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
-    """It does not tell what it reads."""
+    """Return a step and the vocabulary size; llama.cpp does not report the bytes it reads."""
     import llama_cpp
     import numpy as np
 
@@ -308,7 +317,7 @@ def load_llama_cpp(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
     vocabulary = model.n_vocab()
 
     def step(tokens: list[int], past: int) -> int:
-        model.n_tokens = past  # eval removes from its cache what lies behind
+        model.n_tokens = past  # eval removes later positions from the cache
         model.eval(tokens)
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model.ctx, -1), shape=(vocabulary,))
         return int(logits.argmax())
@@ -317,25 +326,25 @@ def load_llama_cpp(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
 
 
 def load_transformers(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
-    """In bfloat16."""
+    """Return a step in bfloat16 and the vocabulary size."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
     torch.set_num_threads(spec["threads"])
     path = Path(spec["path"])
-    where = {"gguf_file": path.name} if path.is_file() else {}
+    options = {"gguf_file": path.name} if path.is_file() else {}
     source = path.parent if path.is_file() else path
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, **where).eval()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, **options).eval()
     cache = DynamicCache()
 
     @torch.inference_mode()
     def step(tokens: list[int], past: int) -> int:
         nonlocal cache
-        behind = cache.get_seq_length() - past
+        excess = cache.get_seq_length() - past
         if past == 0:
             cache = DynamicCache()
-        elif behind:
-            cache.crop(-behind)
+        elif excess:
+            cache.crop(-excess)
         out = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())
 
@@ -343,7 +352,7 @@ def load_transformers(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
 
 
 def random_prompt(vocabulary: int, length: int) -> list[int]:
-    """Ids that no template or control token is among, as far as low ids are those."""
+    """Return random ids, without the lowest ones, which are often control tokens."""
     rng = random.Random(0)
     return [rng.randrange(min(3, vocabulary - 1), vocabulary) for _ in range(length)]
 
@@ -357,9 +366,9 @@ WORKERS: dict[str, Callable[[dict[str, Any]], Iterator[dict[str, Any]]]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------- taking turns
+# ----------------------------------------------------------------------------------------------------- running a row
 class Worker:
-    """A process of a script, in some environment, that answers with lines of JSON. Raises RuntimeError if not."""
+    """A script in its own process and environment that answers with lines of JSON."""
 
     def __init__(self, python: str, spec: dict[str, Any], script: str = __file__):
         words = [python, script, "--worker", json.dumps(spec)]
@@ -372,13 +381,13 @@ class Worker:
             raise RuntimeError(f"{python}: {error.strerror or error}") from None
 
     def answer(self) -> dict[str, Any]:
-        """The next line. Its error is the last line that the process wrote on stderr, or how it ended."""
+        """Read the next line. Raises RuntimeError with the last line of stderr, or the exit code."""
         line = self.process.stdout.readline()
         if not line:
             code = self.process.wait()
             self.errors.seek(0)
-            why = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
-            raise RuntimeError(why[-1] if why else f"{self.process.args[0]} ended with code {code}")
+            errors = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
+            raise RuntimeError(errors[-1] if errors else f"{self.process.args[0]} ended with code {code}")
         try:
             found = json.loads(line)
         except ValueError:
@@ -388,12 +397,12 @@ class Worker:
         return found
 
     def turn(self, kind: str, keys: set[str]) -> dict[str, float]:
-        """One turn, "prefill" or "decode": positive numbers under these keys."""
+        """Run a turn, "prefill" or "decode". Returns positive numbers under these keys, else raises RuntimeError."""
         try:
             self.process.stdin.write(f"{kind}\n")
             self.process.stdin.flush()
         except OSError:
-            pass  # it is gone; what it said last tells why
+            pass  # the process has ended; answer() raises its last error
         found = self.answer()
         if set(found) != keys or not all(isinstance(value, int | float) and value > 0 for value in found.values()):
             raise RuntimeError(f"expected {', '.join(sorted(keys))} above 0, got {str(found)[:80]}")
@@ -406,7 +415,7 @@ class Worker:
 
 
 def run_row(row: str, engines: list[Engine], args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
-    """Results and failures of a row. An engine that fails is out; no process outlives this call."""
+    """Return the results and failures of a row. A failed engine is dropped; no process outlives this call."""
     results: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
     workers: dict[str, Worker] = {}
@@ -431,11 +440,11 @@ def run_row(row: str, engines: list[Engine], args: argparse.Namespace) -> tuple[
         for number in range(1, args.rounds + 1):
             kind, keys = ("prefill", set(KEYS)) if number <= args.prefill_rounds else ("decode", {"decode_tps"})
             answers = {}
-            for engine in live[:: 1 if number % 2 else -1]:  # so that none is always later
+            for engine in live[:: 1 if number % 2 else -1]:  # so that no engine is always last
                 time.sleep(PAUSE)
                 try:
-                    wanted = {"bandwidth_gbs"} if engine is MEMORY else keys
-                    answers[engine.name] = workers[engine.name].turn(kind, wanted)
+                    expected = {"bandwidth_gbs"} if engine is MEMORY else keys
+                    answers[engine.name] = workers[engine.name].turn(kind, expected)
                 except RuntimeError as error:
                     fail(number, engine, error)
             bandwidth = answers.pop(MEMORY.name, {})
@@ -450,33 +459,34 @@ def run_row(row: str, engines: list[Engine], args: argparse.Namespace) -> tuple[
                 speeds = "  ".join(f"{key[:-4]} {answer[key]:8.1f}" for key in KEYS if key in answer)
                 print(f"round {number}  {row:<5} {engine.name:<36} {speeds}", file=sys.stderr)
     finally:
-        for worker_ in workers.values():
-            worker_.stop()
+        for process in workers.values():
+            process.stop()
     return results, failures
 
 
 def versions_of(peer: str, python: str) -> dict[str, str]:
-    """Of the packages that a peer needs there. Raises RuntimeError when it can't run."""
+    """Return the versions of a peer's packages in that environment. Raises RuntimeError if the peer can't run."""
     process = Worker(python, {"engine": "check", "peer": peer})
     try:
-        return process.answer()
+        found = process.answer()
     finally:
         process.stop()
+    return {f"{name} (peers)" if name == "torch" else name: version for name, version in found.items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- main
 def main() -> int:
-    """Take turns, then print the table and what it was measured with."""
+    """Measure all rows, then print the table, the machine and the settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", metavar="DIR_OR_NAME", help="default: clearllama's default model")
     parser.add_argument("--peers-python", default=sys.executable, metavar="PYTHON", help="default: this one")
-    parser.add_argument("--rows", metavar="LIST", help="which rows, with commas between them (default: all)")
+    parser.add_argument("--rows", metavar="LIST", help="comma-separated rows (default: all)")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--prefill-rounds", type=int, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="default: %(default)s")
     parser.add_argument("--new-tokens", type=int, default=16, metavar="N", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn and everything else here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements and settings to FILE")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -486,7 +496,7 @@ def main() -> int:
     if args.prefill_rounds < 0:
         parser.error("--prefill-rounds must be at least 0")
     try:
-        from llama.hub import named as hub
+        from llama import hub
 
         model = hub.resolve(args.model or hub.DEFAULT)
         rows = rows_of(model)
@@ -500,13 +510,12 @@ def main() -> int:
     versions |= {name: importlib.metadata.version(name) for name in ("clearllama", "torch")}
     for peer in dict.fromkeys(engine.peer for row in chosen for engine in rows[row] if engine.peer):
         try:
-            found = versions_of(peer, args.peers_python)
+            versions |= versions_of(peer, args.peers_python)
         except RuntimeError as error:
             raise SystemExit(
-                f"compare_peers: {peer} can't run in {args.peers_python}: {error}; install {PEERS[peer]} there, or name"
-                " another environment with --peers-python"
+                f"compare_peers: {peer} can't run in {args.peers_python}: {error}; install {PEERS[peer]} there, or pass"
+                " another environment to --peers-python"
             ) from None
-        versions |= {f"{name} (peers)" if name == "torch" else name: version for name, version in found.items()}
 
     results, failures = [], []
     for row in chosen:
@@ -516,7 +525,7 @@ def main() -> int:
     bandwidths = {(result["row"], result["round"]): result.get("bandwidth_gbs") for result in results}
     facts = {
         "date": datetime.date.today().isoformat(),
-        "machine": here(),
+        "machine": this_machine(),
         "versions": versions,
         "settings": {
             "model": args.model or hub.DEFAULT,

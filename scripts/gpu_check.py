@@ -1,11 +1,11 @@
-"""Everything that needs a GPU, in one command: is it right, and how fast is it beside what the device can do?
+"""Run everything that needs a GPU: check the results, and compare the speed with what the device can do.
 
 usage: python scripts/gpu_check.py [--out docs/benchmarks/GPU.json] [--minutes 8] [--only PART ..] [--tune]
 
-No network and no checkpoint: models have the official shapes (configs/) and random weights, made on the device. Each
-part runs in a process of its own, so one that crashes ends alone; parts for which no time is left are skipped, and it
-says so. Bandwidths and rates are measured in the same run, and limits are shares of them. With --device cpu --tiny
-every part runs on tiny shapes without a GPU: that tests this script and measures nothing.
+It needs no network and no checkpoint: models have the official shapes (configs/) and random weights, made on the
+device. Each part runs in a process of its own, so that a crash ends only that part. Parts for which no time is left are
+skipped and reported as skipped. Bandwidths and rates are measured in the same run, and limits are shares of them. With
+--device cpu --tiny every part runs on tiny shapes without a GPU; this tests the script and measures nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TINY = ModelConfig(32, 2, 4, 2, 8, 48, 64, rope_theta=500000.0, max_seq_len=4096
 
 
 class Row(NamedTuple):
-    """One finding; passed is None where nothing is asked."""
+    """One result. `passed` is None if there is no limit."""
 
     what: str
     value: float | str
@@ -69,29 +69,29 @@ class Row(NamedTuple):
     passed: bool | None = None
 
 
-def told(what: str, value: float | str, unit: str = "") -> Row:
-    """A number that is not judged."""
+def info(what: str, value: float | str, unit: str = "") -> Row:
+    """Return a result without a limit."""
     return Row(what, value, unit)
 
 
 def at_least(what: str, value: float, limit: float, unit: str = "") -> Row:
-    """A number with a lower limit."""
+    """Return a result with a lower limit."""
     return Row(what, value, unit, f">= {limit:g}", value >= limit)
 
 
 def at_most(what: str, value: float, limit: float, unit: str = "") -> Row:
-    """A number with an upper limit; NaN is beyond any."""
+    """Return a result with an upper limit; NaN exceeds every limit."""
     return Row(what, value, unit, f"<= {limit:g}", value <= limit)
 
 
 def holds(what: str, passed: bool) -> Row:
-    """A law."""
+    """Return a result that is true or false."""
     return Row(what, "yes" if passed else "no", "", "yes", passed)
 
 
 @dataclasses.dataclass
 class Run:
-    """What a part knows: where it runs, on what sizes, and the ceilings that were measured (bytes/s and FLOP/s)."""
+    """Settings of a part: device, sizes, and the measured ceilings (bytes/s and FLOP/s)."""
 
     device: torch.device
     tiny: bool
@@ -104,7 +104,7 @@ class Run:
         return torch.float32 if self.tiny else torch.bfloat16
 
     def config(self, name: str) -> ModelConfig:
-        """An official shape."""
+        """Return an official shape, or the tiny one."""
         return TINY if self.tiny else ModelConfig(**json.loads((ROOT / "configs" / f"{name}.json").read_text()))
 
     @property
@@ -113,18 +113,18 @@ class Run:
 
     @property
     def fuses(self) -> bool:
-        """Whether the fused kernels run here; Triton's interpreter runs them on a CPU."""
+        """Whether the fused kernels can run. Triton's interpreter runs them on a CPU."""
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return triton_kernels.ready() and (self.device.type == "cuda" or interpreted)
 
     def judge(self, row: Row) -> Row:
-        """A speed is judged on a device and in the real sizes only."""
+        """Drop the limit of a speed unless it was measured on a GPU with real sizes."""
         return row if self.device.type == "cuda" and not self.tiny else row._replace(limit="", passed=None)
 
 
-# ------------------------------------------------------------------------------------------------- models and clocks
+# ---------------------------------------------------------------------------------------------- models and timing
 def random_model(run: Run, config: ModelConfig, dtype: torch.dtype, scheme: str | None = None) -> Transformer:
-    """A model of a shape with random weights, made on the device; integers of a scheme are drawn, not rounded."""
+    """Return a model with random weights, made on the device; quantized weights are drawn, not quantized."""
     with torch.device("meta"), SkipInit():
         model = Transformer(config, "real").requires_grad_(False).eval()
     generator = torch.Generator(run.device).manual_seed(0)
@@ -148,12 +148,12 @@ def random_model(run: Run, config: ModelConfig, dtype: torch.dtype, scheme: str 
 
 
 def normal(shape: tuple[int, ...], run: Run, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Random numbers of deviation 0.02; wider where a tiny model's few inputs would leave every logit the same."""
+    """Return normal noise of standard deviation 0.02, or 0.2 if tiny: few inputs would make all logits equal."""
     return torch.empty(shape, dtype=dtype, device=run.device).normal_(0, 0.2 if run.tiny else 0.02, generator=generator)
 
 
 def random_blocks(linear: nn.Linear, name: str, scheme: str, run: Run, generator: torch.Generator) -> BlockLinear:
-    """A layer of a scheme with random integers, scaled to a deviation of 0.02."""
+    """Return a layer with random quantized weights, scaled to a standard deviation of 0.02."""
     kind = scheme_for(name, SCHEMES[scheme])
     shape = linear.out_features, linear.in_features
     groups = -(-shape[1] // kind.group) if kind.group else 1
@@ -165,16 +165,16 @@ def random_blocks(linear: nn.Linear, name: str, scheme: str, run: Run, generator
 
 
 def wait(run: Run) -> None:
-    """Until the device is done."""
+    """Wait until the device has finished."""
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
 
 
 def seconds(run: Run, work: Callable[[], object], times: int = 5) -> float:
-    """The median time of some work, by the device's own clock where it has one; it runs once before."""
+    """Return the median time of `work` after one warm-up call, measured by the device's clock if it has one."""
     work()
     wait(run)
-    taken = []
+    times_s = []
     for _ in range(times):
         if run.device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -182,29 +182,29 @@ def seconds(run: Run, work: Callable[[], object], times: int = 5) -> float:
             work()
             end.record()
             end.synchronize()
-            taken.append(start.elapsed_time(end) / 1e3)
+            times_s.append(start.elapsed_time(end) / 1e3)
         else:
             began = time.perf_counter()
             work()
-            taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+            times_s.append(time.perf_counter() - began)
+    return statistics.median(times_s)
 
 
 def ids(length: int, config: ModelConfig, seed: int = 0) -> list[int]:
-    """Random ids."""
+    """Return random token ids."""
     generator = torch.Generator().manual_seed(seed)
     found: list[int] = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
     return found
 
 
 def relative(value: Tensor, expected: Tensor) -> float:
-    """||value - expected|| / ||expected||."""
+    """Return ||value - expected|| / ||expected||."""
     difference = value.double().cpu() - expected.double().cpu()
     return float(difference.norm() / expected.double().cpu().norm())
 
 
 def copied(model: Transformer, config: ModelConfig, form: str, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The same weights elsewhere, in another form of RoPE."""
+    """Return a copy of a model with another form of RoPE, device and dtype."""
     other = Transformer(config, form).requires_grad_(False).eval()
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     if FORMS[form][2] == "half":
@@ -215,13 +215,13 @@ def copied(model: Transformer, config: ModelConfig, form: str, device: torch.dev
 
 
 def decode_speed(run: Run, model: Transformer, context: int, new: int) -> float:
-    """Tokens a second of greedy decoding behind a prompt, as a reader sees them come."""
+    """Return tokens per second of greedy decoding after a prompt, as a caller receives them."""
     config, params = model.config, SamplingParams(max_new_tokens=new + 1 + 2 * decoding.STRIDE)
     cache = model.new_cache(context + params.max_new_tokens)
     logits = prefill(model, ids(context, config), cache)
     tokens = decoding.decode(model, logits, cache, params, params.max_new_tokens)
     with contextlib.closing(tokens):
-        for _ in range(1 + decoding.STRIDE):  # strides of tokens come together: begin and end behind one
+        for _ in range(1 + decoding.STRIDE):  # tokens arrive in strides: start and stop the clock after one
             next(tokens)
         began = time.perf_counter()
         for _ in range(new):
@@ -230,19 +230,19 @@ def decode_speed(run: Run, model: Transformer, context: int, new: int) -> float:
 
 
 def decode_rows(run: Run, model: Transformer, name: str, share: float | None = None) -> list[Row]:
-    """Speed of decoding behind 512 tokens, the bytes of a step, and the share of the bandwidth that is."""
+    """Return the decoding speed after 512 tokens, the bytes read per step, and the share of the bandwidth."""
     context, new = (16, 8) if run.tiny else (512, 128)
     speed = decode_speed(run, model, context, new)
     cache = model.new_cache(context + new)
     read = linear_bytes(model) + cache_bytes(cache, min(context + new // 2, cache.slots))
-    rows = [told(f"{name}: decoding", speed, "tok/s"), told(f"{name}: read by a step", read / 1e9, "GB")]
+    rows = [info(f"{name}: decoding", speed, "tok/s"), info(f"{name}: bytes read per step", read / 1e9, "GB")]
     of = f"{name}: share of the copy bandwidth"
     reached = speed * read / run.bandwidth
-    return [*rows, told(of, reached) if share is None else run.judge(at_least(of, reached, share))]
+    return [*rows, info(of, reached) if share is None else run.judge(at_least(of, reached, share))]
 
 
 def prefill_row(run: Run, model: Transformer, name: str, share: float | None = None) -> Row:
-    """A prompt of 4,096 tokens as a share of the rate of a matrix product."""
+    """Return the prefill rate of 4,096 tokens as a share of the rate of a matrix product."""
     config, length = model.config, 64 if run.tiny else 4096
     prompt = ids(length, config)
     cache = model.new_cache(length)
@@ -251,27 +251,28 @@ def prefill_row(run: Run, model: Transformer, name: str, share: float | None = N
         cache.trim(0)
         prefill(model, prompt, cache, chunk=length)
 
-    taken = seconds(run, work, times=3)
-    of = f"{name}: prefill of {length} tokens ({length / taken:,.0f} tok/s), share of the matmul rate"
-    reached = (linear_flops(config, length) + score_flops(config, length) / 2) / taken / run.matmul  # a triangle
-    return told(of, reached) if share is None else run.judge(at_least(of, reached, share))
+    spent = seconds(run, work, times=3)
+    of = f"{name}: prefill of {length} tokens ({length / spent:,.0f} tok/s), share of the matmul rate"
+    flops = linear_flops(config, length) + score_flops(config, length) / 2  # half: the mask is causal
+    reached = flops / spent / run.matmul
+    return info(of, reached) if share is None else run.judge(at_least(of, reached, share))
 
 
 def linear_flops(config: ModelConfig, length: int) -> int:
-    """Operations of the linear layers for a prompt, and of the output layer for its last token."""
+    """Return the operations of the linear layers for a prompt, and of the output layer for its last token."""
     norms = (2 * config.n_layers + 1) * config.dim
     embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * config.dim
     return 2 * (config.n_params - embeddings - norms) * length + 2 * config.vocab_size * config.dim
 
 
 def score_flops(config: ModelConfig, length: int) -> int:
-    """Operations of q k^T and of its product with v, for all pairs of tokens."""
+    """Return the operations of q k^T and of its product with v, for all pairs of tokens."""
     return 4 * length**2 * config.n_heads * config.head_dim * config.n_layers
 
 
 # ------------------------------------------------------------------------------------------------------ the parts
 def ceilings(run: Run) -> list[Row]:
-    """What the device can do: a copy within its memory, a matrix product in bfloat16."""
+    """Measure the limits of the device: a copy within its memory, a matrix product in bfloat16."""
     size = 2**20 if run.tiny else 2**32
     source = torch.empty(size, dtype=torch.uint8, device=run.device).random_(0, 256)
     target = torch.empty_like(source)
@@ -280,13 +281,13 @@ def ceilings(run: Run) -> list[Row]:
     a, b = (torch.randn(n, n, device=run.device, dtype=run.dtype) for _ in range(2))
     run.matmul = 2 * n**3 / seconds(run, lambda: a @ b, times=20)
     return [
-        told("copy, read and written", run.bandwidth / 1e12, "TB/s"),
-        told(f"matrix product {n}^3", run.matmul / 1e12, "TFLOP/s"),
+        info("copy, bytes read and written", run.bandwidth / 1e12, "TB/s"),
+        info(f"matrix product {n}^3", run.matmul / 1e12, "TFLOP/s"),
     ]
 
 
-def right(run: Run) -> list[Row]:
-    """The model as it is written, on the device against the CPU in float32."""
+def plain_model(run: Run) -> list[Row]:
+    """Compare the plain model on the device with the CPU in float32."""
     config, rows = run.small, []
     cpu = Run(torch.device("cpu"), run.tiny, False)
     original = random_model(cpu, config, torch.float32)
@@ -296,8 +297,8 @@ def right(run: Run) -> list[Row]:
     for form in FORMS:
         model = copied(original, config, form, run.device, torch.float32)
         rows.append(at_most(f"logits float32, rope {form}: error", relative(model(there), expected), 1e-4))
-        rounded = model.bfloat16()(there)
-        rows.append(at_most(f"logits bfloat16, rope {form}: error", relative(rounded, expected), 0.03))
+        logits = model.bfloat16()(there)
+        rows.append(at_most(f"logits bfloat16, rope {form}: error", relative(logits, expected), 0.03))
     model = copied(original, config, "real", run.device, torch.float32)
     cache = model.new_cache(96)
     parts = [
@@ -320,12 +321,12 @@ def right(run: Run) -> list[Row]:
 
 
 def fused(run: Run) -> list[Row]:
-    """The fused kernels against the model as it is written, on the device."""
+    """Compare the fused kernels with the plain model, on the device."""
     if not run.fuses:
-        return [told("fused kernels", "not here: they want CUDA and Triton")]
+        return [info("fused kernels", "skipped: they need CUDA and Triton")]
     config, rows = run.small if run.tiny else dataclasses.replace(run.small, head_dim=128, n_layers=2), []
     tokens = torch.tensor([ids(96, config)], device=run.device)
-    half = torch.bfloat16 if run.device.type == "cuda" else torch.float16  # Triton's interpreter knows no bfloat16 dot
+    half = torch.bfloat16 if run.device.type == "cuda" else torch.float16  # Triton's interpreter has no bfloat16 dot
     exactly, roughly = (torch.float32, 1e-4), (half, 0.03)
     cases = [(scheme, *kind) for scheme in (None, "int8", "int4") for kind in (exactly, roughly)]
     for scheme, dtype, limit in [*cases, ("int8-row", *exactly), ("int4-sym-g128", *roughly)]:
@@ -346,8 +347,8 @@ def fused(run: Run) -> list[Row]:
     return rows
 
 
-def tokens_alike(run: Run) -> list[Row]:
-    """Decoding behind the program's back says what the plain loop says, across growing caches, stops and draws."""
+def same_tokens(run: Run) -> list[Row]:
+    """Compare the tokens of asynchronous decoding with the plain loop: growing caches, stop ids, sampling."""
     config, rows = run.small, []
     prompt, new = ids(20 if run.tiny else 1000, config), 8 if run.tiny else 64  # the cache grows at 1,024
     ways = {"eager": lambda model: model, **({"fused": fuse} if run.fuses else {})}
@@ -356,31 +357,31 @@ def tokens_alike(run: Run) -> list[Row]:
         model = change(random_model(run, config, torch.float32))
         for options in ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}, {"repetition_penalty": 1.2}):
             params = SamplingParams(max_new_tokens=new, **options)
-            told_by = "greedy" if not options else " ".join(f"{key} {value}" for key, value in options.items())
+            label = "greedy" if not options else " ".join(f"{key} {value}" for key, value in options.items())
             expected = plain_loop(plain, prompt, params)
             cache = model.new_cache(len(prompt) + new)
             logits = prefill(model, prompt, cache)
             seen = torch.tensor(prompt, device=run.device) if params.repetition_penalty != 1 else None
             options = {"seen": seen, "generator": random_generator(params, run.device)}
-            said = [choice.id for choice in decoding.decode(model, logits, cache, params, new, **options)]
-            rows.append(holds(f"{way} as a graph, {told_by}: the {new} tokens of the plain loop", said == expected))
+            found = [choice.id for choice in decoding.decode(model, logits, cache, params, new, **options)]
+            rows.append(holds(f"{way} as a graph, {label}: same {new} tokens as the plain loop", found == expected))
         greedy = SamplingParams(max_new_tokens=new)
         expected, cache = plain_loop(plain, prompt, greedy), model.new_cache(2 * len(prompt) + new)
         stop = expected[5]
-        said = [token.id for token in generate(model, prompt, greedy, stop_ids=[stop], cache=cache)]
+        found = [token.id for token in generate(model, prompt, greedy, stop_ids=[stop], cache=cache)]
         until = expected[: expected.index(stop) + 1]
         rows.append(
             holds(
-                f"{way}: ends with the stop id, and the cache before it",
-                said == until and cache.length == len(prompt) + len(until) - 1,
+                f"{way}: ends with the stop id, and the cache ends before it",
+                found == until and cache.length == len(prompt) + len(until) - 1,
             )
         )
         longer = prompt + until + prompt[:7]
         again = [token.id for token in generate(model, longer, greedy, cache=cache)]
-        rows.append(holds(f"{way}: the same cache goes on", again == plain_loop(plain, longer, greedy)))
-        guessed = [token.id for token in speculate(model, prompt[:8] * 4, greedy, NGramDraft())]
+        rows.append(holds(f"{way}: continues with the same cache", again == plain_loop(plain, longer, greedy)))
+        found = [token.id for token in speculate(model, prompt[:8] * 4, greedy, NGramDraft())]
         rows.append(
-            holds(f"{way}: speculative decoding says the same", guessed == plain_loop(plain, prompt[:8] * 4, greedy))
+            holds(f"{way}: speculative decoding, same tokens", found == plain_loop(plain, prompt[:8] * 4, greedy))
         )
         model.norm.weight.fill_(math.nan)
         try:
@@ -392,7 +393,7 @@ def tokens_alike(run: Run) -> list[Row]:
 
 
 def plain_loop(model: Transformer, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    """The tokens of a loop that asks the device for each."""
+    """Return the tokens of a loop that waits for the device after each token."""
     fits = decoding.fits
     decoding.fits = lambda model, cache: False
     try:
@@ -401,19 +402,19 @@ def plain_loop(model: Transformer, prompt: Sequence[int], params: SamplingParams
         decoding.fits = fits
 
 
-def large(run: Run) -> list[Row]:
-    """The shape of Llama 3.1 8B in bfloat16."""
+def llama_8b(run: Run) -> list[Row]:
+    """Measure the shape of Llama 3.1 8B in bfloat16."""
     model = random_model(run, run.config("llama-3.1-8b"), run.dtype)
-    rows = decode_rows(run, model, "8B, model as written, as a graph")
-    rows.append(prefill_row(run, model, "8B, model as written"))
+    rows = decode_rows(run, model, "8B, plain model, as a graph")
+    rows.append(prefill_row(run, model, "8B, plain model"))
     if run.fuses:
         model = fuse(model)
     rows += decode_rows(run, model, "8B", 0.85)
     return [*rows, prefill_row(run, model, "8B", 0.70)]
 
 
-def large_quantized(run: Run) -> list[Row]:
-    """The same with weights of 8 and 4 bits, as multiples of bfloat16."""
+def llama_8b_quantized(run: Run) -> list[Row]:
+    """Measure the same shape in 8 and 4 bits, as multiples of bfloat16."""
     rows, config = [], run.config("llama-3.1-8b")
     speeds: dict[str, float] = {}
     for scheme, limit in ((None, 0.0), ("int8", 1.6), ("int4", 2.4)):
@@ -433,13 +434,13 @@ def large_quantized(run: Run) -> list[Row]:
     return rows
 
 
-def little(run: Run) -> list[Row]:
-    """The shape of Llama 3.2 1B, in bfloat16, 8 and 4 bits."""
+def llama_1b(run: Run) -> list[Row]:
+    """Measure the shape of Llama 3.2 1B in bfloat16, 8 and 4 bits."""
     rows, config = [], run.config("llama-3.2-1b")
     for scheme in (None, "int8", "int4"):
         model = random_model(run, config, run.dtype, scheme)
         if scheme is None:
-            rows += decode_rows(run, model, "1B, model as written, as a graph")
+            rows += decode_rows(run, model, "1B, plain model, as a graph")
         if run.fuses:
             model = fuse(model)
         rows += decode_rows(run, model, f"1B {scheme or 'bfloat16'}", None if scheme else 0.78)
@@ -450,12 +451,12 @@ def little(run: Run) -> list[Row]:
     return rows
 
 
-def beside_transformers(run: Run) -> list[Row]:
-    """transformers with the same weights: its logits, and its speed in the same minute."""
+def against_transformers(run: Run) -> list[Row]:
+    """Compare logits and speed with transformers on the same weights."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
-        return [told("transformers", "not installed")]
+        return [info("transformers", "not installed")]
     rows = []
     for name in ("llama-3.2-1b", "llama-3.1-8b"):
         config, short = run.config(name), name.removeprefix("llama-")
@@ -496,7 +497,7 @@ def beside_transformers(run: Run) -> list[Row]:
         )
         past, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
         for step in range(new + 4):
-            if step == 4:  # the first steps set things up
+            if step == 4:  # the first steps are warm-up
                 wait(run)
                 began = time.perf_counter()
             out = theirs(input_ids=token, past_key_values=past, use_cache=True)
@@ -513,10 +514,10 @@ def beside_transformers(run: Run) -> list[Row]:
             model = fuse(model)
         ours_speed = decode_speed(run, model, context, 8 if run.tiny else 128)
         rows += [
-            told(f"{short}: transformers decodes", their_speed, "tok/s"),
-            told(f"{short}: times transformers", ours_speed / their_speed),
+            info(f"{short}: transformers decodes", their_speed, "tok/s"),
+            info(f"{short}: times transformers", ours_speed / their_speed),
         ]
-        rows.append(told(f"{short}: transformers prefills {length}", their_prefill, "tok/s"))
+        rows.append(info(f"{short}: transformers prefills {length}", their_prefill, "tok/s"))
         rows.append(prefill_row(run, model, short))
         del model
         clear(run)
@@ -524,7 +525,7 @@ def beside_transformers(run: Run) -> list[Row]:
 
 
 def our_name(theirs: str) -> str:
-    """The name of a parameter of transformers' in this package."""
+    """Return this package's name of one of transformers' parameters."""
     names = {
         "self_attn.q_proj": "attention.wq",
         "self_attn.k_proj": "attention.wk",
@@ -545,7 +546,7 @@ def our_name(theirs: str) -> str:
 
 
 def batches(run: Run) -> list[Row]:
-    """Many texts at once, the model as it is written; a step is a CUDA graph."""
+    """Measure batched decoding with the plain model; a step is a CUDA graph."""
     rows = []
     for name in ("llama-3.2-1b", "llama-3.1-8b"):
         config, short = run.config(name), name.removeprefix("llama-")
@@ -561,7 +562,7 @@ def batches(run: Run) -> list[Row]:
                 for row in range(0, context, 128):
                     model.hidden(tokens[:, row : row + 128], cache=cache)
                 rows.append(
-                    told(f"{short}, batch {batch}: decoding", batch * step_speed(run, model, cache, steps), "tok/s")
+                    info(f"{short}, batch {batch}: decoding", batch * step_speed(run, model, cache, steps), "tok/s")
                 )
             del cache
             clear(run)
@@ -569,7 +570,7 @@ def batches(run: Run) -> list[Row]:
 
 
 def some_layers(run: Run) -> list[Row]:
-    """--gpu-layers: the last half of 8B's layers on the device and the others on the CPU, as the loader makes them."""
+    """Check --gpu-layers: the last half of 8B's layers on the device, the others on the CPU, as the loader does."""
     config, cpu = run.config("llama-3.1-8b"), torch.device("cpu")
     model = random_model(run, config, run.dtype)
     context, new = (16, 8) if run.tiny else (512, 32)
@@ -586,30 +587,30 @@ def some_layers(run: Run) -> list[Row]:
     name = f"8B, {config.n_layers - half} of {config.n_layers} layers on the device"
     cache = model.new_cache(context)
     rows = [
-        told(f"{name}: where", told_place(model)),
+        info(f"{name}: devices", told_place(model)),
         at_most(f"{name}: error", relative(model(tokens), expected), 0.03),
         at_most(f"{name}, cached: error", relative(model(tokens, cache=cache), expected), 0.03),
-        holds(f"{name}: caches lie with their layers", cache_devices(cache) == weight_devices(model)),
+        holds(f"{name}: caches are on the devices of their layers", cache_devices(cache) == weight_devices(model)),
     ]
     steps = generate(model, ids(context, config), SamplingParams(max_new_tokens=new + 1))
     next(steps)
     began = time.perf_counter()
     count = sum(1 for _ in steps)
-    return [*rows, told(f"{name}: decoding", count / (time.perf_counter() - began), "tok/s")]
+    return [*rows, info(f"{name}: decoding", count / (time.perf_counter() - began), "tok/s")]
 
 
 def cache_devices(cache: KVCache) -> list[torch.device]:
-    """Where the keys and values of each layer lie."""
+    """Return the device of each layer's keys and values."""
     return [layer.buffers[0].device for layer in cache.layers]
 
 
 def weight_devices(model: Transformer) -> list[torch.device]:
-    """Where each layer lies."""
+    """Return the device of each layer's weights."""
     return [block.attention_norm.weight.device for block in model.layers]
 
 
 def step_speed(run: Run, model: Transformer, cache: KVCache, steps: int) -> float:
-    """Steps a second of a batch behind a filled cache."""
+    """Return decoding steps per second of a batch with a filled cache."""
     token = torch.zeros(cache.batch, 1, dtype=torch.long, device=run.device)
     position = torch.full((1,), cache.length, device=run.device)
     cache.place_next()
@@ -624,7 +625,7 @@ def step_speed(run: Run, model: Transformer, cache: KVCache, steps: int) -> floa
 
 
 def speculative(run: Run) -> list[Row]:
-    """Speculative decoding by n-grams on a text that repeats itself."""
+    """Measure speculative decoding by n-grams on a repetitive text."""
     rows, config = [], run.config("llama-3.2-1b")
     model = random_model(run, config, run.dtype)
     if run.fuses:
@@ -632,21 +633,21 @@ def speculative(run: Run) -> list[Row]:
     prompt, new = ids(16, config) * (2 if run.tiny else 16), 16 if run.tiny else 256
     params = SamplingParams(max_new_tokens=new)
     draft = NGramDraft()
-    for _ in range(2):  # the first time sets things up
+    for _ in range(2):  # the first pass is warm-up
         began = time.perf_counter()
         count = sum(1 for _ in speculate(model, prompt, params, draft))
         spent = time.perf_counter() - began
     began = time.perf_counter()
     plain = sum(1 for _ in generate(model, prompt, params))
-    rows.append(told("1B, n-grams guessed and kept", f"{draft.accepted} of {draft.drafted}"))
-    rows.append(told("1B, speculative, prompt included", count / spent, "tok/s"))
-    return [*rows, told("1B, plain, prompt included", plain / (time.perf_counter() - began), "tok/s")]
+    rows.append(info("1B, n-gram drafts accepted", f"{draft.accepted} of {draft.drafted}"))
+    rows.append(info("1B, speculative, prompt included", count / spent, "tok/s"))
+    return [*rows, info("1B, plain, prompt included", plain / (time.perf_counter() - began), "tok/s")]
 
 
-def by_inductor(run: Run) -> list[Row]:
-    """torch.compile's code for a block's step beside the fused kernels."""
+def inductor(run: Run) -> list[Row]:
+    """Measure torch.compile's code for a block's step, for comparison with the fused kernels."""
     if run.device.type != "cuda":
-        return [told("torch.compile", "not here: it wants CUDA")]
+        return [info("torch.compile", "skipped: it needs CUDA")]
     model = random_model(run, run.config("llama-3.2-1b"), run.dtype)
     options = {"coordinate_descent_tuning": True, "triton.unique_kernel_names": True}
     compiled = torch.compile(type(model.layers[0]).forward, fullgraph=True, dynamic=False, options=options)
@@ -659,13 +660,13 @@ def by_inductor(run: Run) -> list[Row]:
         block.forward = forward  # type: ignore[method-assign]
     began = time.perf_counter()
     rows = decode_rows(run, model, "1B by torch.compile")
-    return [*rows, told("1B by torch.compile: compiling and measuring", time.perf_counter() - began, "s")]
+    return [*rows, info("1B by torch.compile: compiling and measuring", time.perf_counter() - began, "s")]
 
 
 def tune(run: Run) -> list[Row]:
-    """How the fused products are best cut (triton_kernels.plan): time of every cut for each weight."""
+    """Find the fastest block sizes of the fused products (triton_kernels.plan): time all of them for each weight."""
     if not run.fuses or not run.tune:
-        return [told("cuts of the fused products", "not asked for (--tune), or not here")]
+        return [info("block sizes of the fused products", "skipped: needs --tune, CUDA and Triton")]
     rows = []
     for name in ("llama-3.1-8b", "llama-3.2-1b"):
         config = run.config(name)
@@ -684,7 +685,7 @@ def tune(run: Run) -> list[Row]:
 
 
 def tune_one(run: Run, label: str, n: int, k: int, scheme: str | None) -> list[Row]:
-    """One weight: its time as it is cut, and as it is cut best. Several copies, so that none stays in the L2 cache."""
+    """Time one weight with the usual and the fastest block size. Several copies keep it out of the L2 cache."""
     generator = torch.Generator(run.device).manual_seed(0)
     with torch.device("meta"), SkipInit():
         linear = nn.Linear(k, n, bias=False)
@@ -710,44 +711,44 @@ def tune_one(run: Run, label: str, n: int, k: int, scheme: str | None) -> list[R
                     for weight in weights:
                         triton_kernels.linear(weight, x, out, blocks=cut)
 
-                with contextlib.suppress(Exception):  # a cut that does not fit the device
+                with contextlib.suppress(Exception):  # a block size may not fit the device
                     found[cut] = seconds(run, decoding.capture(work, lambda: None).replay, times=5) / len(weights)
     best = min(found, key=lambda cut: found[cut])
     size = sum(part.nbytes for part in weights[0][:3] if part is not None)
     return [
-        told(f"{label}: {tuple(usual)} as it is", size / found[usual] / run.bandwidth, "of the copy"),
-        told(f"{label}: {tuple(best)} is best", size / found[best] / run.bandwidth, "of the copy"),
+        info(f"{label}: usual {tuple(usual)}", size / found[usual] / run.bandwidth, "of the copy"),
+        info(f"{label}: fastest {tuple(best)}", size / found[best] / run.bandwidth, "of the copy"),
     ]
 
 
-# name -> (the part, seconds it takes on an H100 or so); most wanted first
+# name -> (the part, its approximate seconds on an H100); most important first
 PARTS: dict[str, tuple[Callable[[Run], list[Row]], int]] = {
     "ceilings": (ceilings, 15),
-    "right": (right, 25),
+    "right": (plain_model, 25),
     "fused": (fused, 75),
-    "tokens": (tokens_alike, 40),
-    "8B": (large, 40),
-    "8B quantized": (large_quantized, 60),
-    "1B": (little, 40),
-    "transformers": (beside_transformers, 60),
+    "tokens": (same_tokens, 40),
+    "8B": (llama_8b, 40),
+    "8B quantized": (llama_8b_quantized, 60),
+    "1B": (llama_1b, 40),
+    "transformers": (against_transformers, 60),
     "batches": (batches, 40),
     "gpu layers": (some_layers, 60),
     "speculative": (speculative, 25),
-    "inductor": (by_inductor, 90),
+    "inductor": (inductor, 90),
     "tune": (tune, 200),
 }
 
 
-# --------------------------------------------------------------------------------------------------- the whole check
+# --------------------------------------------------------------------------------------------------- running the parts
 def clear(run: Run) -> None:
-    """Give memory back."""
+    """Free unused memory."""
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def one_part(name: str, run: Run) -> dict[str, Any]:
-    """A part's findings, whatever happens in it."""
+    """Run a part and return its results; an exception becomes its `error`."""
     began = time.perf_counter()
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
@@ -769,13 +770,13 @@ def one_part(name: str, run: Run) -> dict[str, Any]:
 
 
 def written(row: Row) -> dict[str, Any]:
-    """A row as JSON has it, which knows no NaN."""
+    """Return a result for JSON; NaN and infinity, which JSON lacks, become text."""
     finite = isinstance(row.value, str) or math.isfinite(row.value)
     return row._replace(value=row.value if finite else str(row.value))._asdict()
 
 
 def in_a_process(name: str, run: Run, limit: float) -> dict[str, Any]:
-    """`one_part` in a process of its own, ended when its time is up."""
+    """Run `one_part` in a process of its own; kill it after `limit` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "part.json"
         command = [sys.executable, __file__, "--device", str(run.device), "--part", name, "--part-out", str(target)]
@@ -784,9 +785,9 @@ def in_a_process(name: str, run: Run, limit: float) -> dict[str, Any]:
         began = time.perf_counter()
         try:
             code = subprocess.run(command, timeout=limit, check=False).returncode
-            why = f"the process ended with {code}"
+            why = f"the process ended with exit code {code}"
         except subprocess.TimeoutExpired:
-            why = f"not done after {limit:.0f} s"
+            why = f"not finished after {limit:.0f} s"
         if target.is_file():
             result: dict[str, Any] = json.loads(target.read_text())
             return result
@@ -794,7 +795,7 @@ def in_a_process(name: str, run: Run, limit: float) -> dict[str, Any]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Where this runs."""
+    """Describe the GPU, its driver and the versions."""
     found: dict[str, Any] = {
         "gpu": platform.processor() or platform.machine(),
         "python": platform.python_version(),
@@ -816,7 +817,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """A part's findings as text."""
+    """Format the results of a part."""
     peak = f", peak {found['peak_gb']:.1f} GB" if "peak_gb" in found else ""
     yield f"== {found['part']} ({found['seconds']:.1f} s{peak})"
     for row in found["rows"]:
@@ -828,35 +829,35 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts, print what they find, write it down; 1 where something failed."""
+    """Run the parts, print and save their results. Returns 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, help="default: docs/benchmarks/ and the name of the GPU")
+    parser.add_argument("--out", type=Path, help="default: docs/benchmarks/GPU.json")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes: a test of this script")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to test this script")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--tune", action="store_true", help="also time other cuts of the fused products (minutes)")
-    parser.add_argument("--inline", action="store_true", help="all parts in this process")
+    parser.add_argument("--tune", action="store_true", help="also time other block sizes (takes minutes)")
+    parser.add_argument("--inline", action="store_true", help="run all parts in this process")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--part-out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ceilings", nargs=2, type=float, default=(math.nan, math.nan), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     began = time.perf_counter()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("there is no CUDA device here; --device cpu --tiny tests the script itself")
+        parser.error("no CUDA device found; --device cpu --tiny tests the script itself")
     run = Run(torch.device(args.device), args.tiny, args.tune, *args.ceilings)
     if args.part:
         args.part_out.write_text(json.dumps(one_part(args.part, run)))
         return 0
-    where = machine(run.device)
-    print(" ".join(f"{key} {value}" for key, value in where.items()), flush=True)
+    host = machine(run.device)
+    print(" ".join(f"{key} {value}" for key, value in host.items()), flush=True)
     parts = []
     for name in dict.fromkeys(["ceilings", *args.only]):  # the limits are shares of the ceilings
         left = 60 * args.minutes - (time.perf_counter() - began)
         needed = 0 if args.tiny else PARTS[name][1]
         if needed > left:
-            why = f"skipped: it takes some {needed} s, and {max(0.0, left):.0f} s are left"
-            found: dict[str, Any] = {"part": name, "rows": [told(why, "")._asdict()], "error": None, "seconds": 0.0}
+            why = f"skipped: it takes about {needed} s, and {max(0.0, left):.0f} s are left"
+            found: dict[str, Any] = {"part": name, "rows": [info(why, "")._asdict()], "error": None, "seconds": 0.0}
         else:
             found = one_part(name, run) if args.inline else in_a_process(name, run, max(30.0, left))
         run.bandwidth, run.matmul = found.pop("bandwidth", run.bandwidth), found.pop("matmul", run.matmul)
@@ -864,9 +865,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(lines(found)), flush=True)
     failed = [row["what"] for part in parts for row in part["rows"] if row["passed"] is False]
     failed += [f"{part['part']}: {part['error']}" for part in parts if part["error"]]
-    slug = re.sub(r"[^a-z0-9]+", "-", str(where["gpu"]).lower()).strip("-")
+    slug = re.sub(r"[^a-z0-9]+", "-", str(host["gpu"]).lower()).strip("-")
     out = args.out or ROOT / "docs" / "benchmarks" / f"{slug}.json"
-    report = {"machine": where, "seconds": time.perf_counter() - began, "failed": failed, "parts": parts}
+    report = {"machine": host, "seconds": time.perf_counter() - began, "failed": failed, "parts": parts}
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{len(failed)} failed; {out}")
     return 1 if failed else 0

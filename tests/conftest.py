@@ -1,10 +1,10 @@
-"""Fixtures that several files share; what is expensive is made once."""
+"""Fixtures that several files share. Expensive ones are created once per session."""
 
 from __future__ import annotations
 
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; threads of their own would only get in the way
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use all cores
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import subprocess
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton, where it is installed, then runs its kernels on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton, if installed, then runs its kernels on the CPU
 
 from llama import loader
 from llama.hub import named as hub
@@ -28,12 +28,12 @@ from . import tiny
 from .forked import Forked
 
 torch.set_grad_enabled(False)
-hypothesis.settings.register_profile("clearllama", deadline=None)  # shared machines stumble
+hypothesis.settings.register_profile("clearllama", deadline=None)  # times vary on shared machines
 hypothesis.settings.load_profile("clearllama")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--row", metavar="ID", help="only the cases of a fault, A03, or of any")
+    parser.addoption("--row", metavar="ID", help="run only the cases of a fault, such as A03, or of any")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For tests of tiny models: two threads cost more in waiting for each other than they save."""
+    """Use one thread: with tiny models, synchronizing threads costs more than they save."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of 0.1 million parameters with a byte-level vocabulary and a chat template."""
+    """Return a random model of 0.1 million parameters with a byte-level vocabulary and a chat template."""
     return tiny.write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
@@ -63,7 +63,7 @@ def tiny_llm(tiny_gguf: Path) -> Llama:
 
 @pytest.fixture(scope="session")
 def default_gguf() -> Path:
-    """The default model's file; fetched if this machine has never run it."""
+    """Return the default model's file; download it if necessary."""
     return hub.pull(hub.DEFAULT)
 
 
@@ -74,7 +74,7 @@ def default_llm(default_gguf: Path) -> Llama:
 
 @pytest.fixture(autouse=True)
 def _row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """Write down for docs/reliability.md which fault a test is a case of."""
+    """Record in the report, for docs/reliability.md, which fault a test is a case of."""
     for mark in request.node.iter_markers("row"):
         record_property("row", mark.args[0])
 
@@ -84,7 +84,7 @@ Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Forked]:
-    """A process that has imported torch, to fork the command off."""
+    """Return a server that forks the command from a process with torch imported."""
     server = Forked()
     yield server
     server.close()
@@ -92,7 +92,7 @@ def forked() -> Iterator[Forked]:
 
 @pytest.fixture(scope="session")
 def clearllama(request: pytest.FixtureRequest) -> Run:
-    """Run the command in a process of its own, as a user does; where it can, forked off one with torch imported."""
+    """Return a function that runs the command in a process of its own; forked if the system can."""
 
     def run(*args: str, stdin: bytes | None = None, env: dict[str, str] | None = None, **more: Any):
         if hasattr(os, "fork"):

@@ -1,7 +1,7 @@
-"""Runs of the command in processes of their own that need not import torch: one process imports it and forks.
+"""Run the command in separate processes without importing torch each time: a server imports it once and forks.
 
-Started as a program, this reads requests from stdin, one JSON object a line, and answers each with the child's
-id and then with its exit code.
+Run as a program, this is the server. It reads requests from stdin, one JSON object per line, and answers each with
+the child's process id, then with its exit code.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ STEPS = re.compile(r"open$|os\.(rename|remove|mkdir|rmdir|link|truncate|chmod)|f
 
 
 class Forked:
-    """The process that forks. `run` is subprocess.run for `python -m llama ARGS`, with this process' environment.
+    """The forking server. `run` works like subprocess.run for `python -m llama ARGS`.
 
-    seconds: after so long the child is killed by SIGALRM, exit code -14. memory: bytes of addresses it may take beyond
-    what the process has after its imports. file_size: bytes that a file may grow to, for a disk that is full. stdin as
-    a path is opened and not copied. env and cwd as subprocess has them, env on top of this process' own. streams:
-    another file for 0, 1 or 2, or None where that one is closed. before: Python to run first, to bring a fault about
-    that no input can; code: Python to run instead of the command. bound: root's right to pass over the modes of files
-    is given up (Linux). `start` gives the child's id at once, and `finish` waits for it; there is one child at a time.
+    `start` returns the child's process id at once; `finish` waits for the child. There is one child at a time.
+
+    stdin      bytes, or the path of a file to open
+    seconds    time limit, after which SIGALRM kills the child (exit code -14)
+    memory     limit of address space in bytes, beyond what the server uses after its imports
+    file_size  limit of a file's size in bytes, to simulate a full disk
+    env        variables to add to this process' environment
+    cwd        working directory
+    streams    descriptor 0, 1 or 2 -> another file, or None to close it
+    before     Python code to run first, to cause a fault that no input causes
+    code       Python code to run instead of the command
+    kill       (N, S, SIGNAL): send the signal S seconds after the child's N-th file operation; `Done.steps` is their
+               total number
+    drop_root  drop root's right to ignore file modes (Linux)
     """
 
     def __init__(self) -> None:
@@ -58,31 +66,28 @@ class Forked:
         before: str = "",
         code: str = "",
         kill: tuple[int, float, int] | None = None,
-        bound: bool = False,
+        drop_root: bool = False,
     ) -> int:
-        """kill (N, S, SIGNAL): that signal, S seconds after the child's N-th step, which is a thing it does to files.
-
-        `steps` of the result says how many there were.
-        """
+        """Start a child and return its process id."""
         self.args, self.work = args, tempfile.TemporaryDirectory()
-        self.kept = [Path(self.work.name) / name for name in ("stdin", "stdout", "stderr")]
+        self.files = [Path(self.work.name) / name for name in ("stdin", "stdout", "stderr")]
         if isinstance(stdin, Path):
-            self.kept[0] = stdin
-        for path, content in zip(self.kept, (stdin or b"", b"", b""), strict=True):
+            self.files[0] = stdin
+        for path, content in zip(self.files, (stdin or b"", b"", b""), strict=True):
             if isinstance(content, bytes):
                 path.write_bytes(content)
         request = {
             "args": args,
             "env": {**os.environ, **(env or {})},
             "cwd": str(cwd or os.getcwd()),
-            "streams": [(streams or {}).get(number, str(path)) for number, path in enumerate(self.kept)],
+            "streams": [(streams or {}).get(number, str(path)) for number, path in enumerate(self.files)],
             "seconds": seconds,
             "memory": memory,
             "file_size": file_size,
             "before": before,
             "code": code,
             "kill": kill,
-            "bound": bound,
+            "drop_root": drop_root,
         }
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(request).encode() + b"\n")
@@ -90,55 +95,59 @@ class Forked:
         return self._answer()[0]
 
     def finish(self) -> Done:
+        """Wait for the child and return its result."""
         with self.work:
             code, steps = self._answer()
-            return Done(self.args, code, self.kept[1].read_bytes(), self.kept[2].read_bytes(), steps=steps)
+            return Done(self.args, code, self.files[1].read_bytes(), self.files[2].read_bytes(), steps=steps)
 
     def _answer(self) -> list[int]:
         assert self.server.stdout is not None
         return [int(word) for word in self.server.stdout.readline().split()]
 
     def close(self) -> None:
-        self.server.communicate()  # it ends when its stdin does
+        self.server.communicate()  # the server exits at the end of its stdin
 
 
 class Done(subprocess.CompletedProcess):  # type: ignore[type-arg]
+    """A completed process, with the number of its file operations."""
+
     def __init__(self, *args: object, steps: int):
         super().__init__(*args)  # type: ignore[arg-type]
         self.steps = steps
 
 
 def serve() -> None:
-    from llama import cli, loader, text  # noqa: F401  (what the command imports)
+    """Fork a child for each request."""
+    from llama import cli, loader, text  # noqa: F401  (the imports of the command)
 
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        told, tell = os.pipe()
+        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            become(request, tell)
-        os.close(tell)
+            run_child(request, writer)
+        os.close(writer)
         print(child, flush=True)
         steps = 0
-        while said := os.read(told, 2**16):  # a byte for each step, until the child ends
-            before, steps = steps, steps + len(said)
+        while written := os.read(reader, 2**16):  # one byte per file operation, until the child ends
+            before, steps = steps, steps + len(written)
             if request["kill"] and before < request["kill"][0] <= steps:
                 time.sleep(request["kill"][1])
                 os.kill(child, request["kill"][2])
-        os.close(told)
+        os.close(reader)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), steps, flush=True)
 
 
-def become(request: dict, tell: int) -> None:
-    """Turn into the command: arguments, environment, folder and streams; then leave as Python would."""
+def run_child(request: dict, writer: int) -> None:
+    """Set arguments, environment, directory, streams and limits; run the command; exit as Python would."""
     from llama.__main__ import main
 
     os.environ.clear()
     os.environ.update(request["env"])
     names = ("stdin", "stdout", "stderr")
     for number, (name, path) in enumerate(zip(names, request["streams"], strict=True)):
-        if path is None:  # Python begins with None where a stream is closed
+        if path is None:  # Python sets a stream to None if its descriptor is closed at startup
             os.close(number)
             setattr(sys, name, None)
             continue
@@ -150,20 +159,20 @@ def become(request: dict, tell: int) -> None:
         setattr(sys, name, io.TextIOWrapper(stream, encoding, write_through=number == 2))
     os.chdir(request["cwd"])
     sys.argv = ["clearllama", *request["args"]]
-    signal.alarm(request["seconds"])  # nothing handles it: it ends a child that hangs in C as well
+    signal.alarm(request["seconds"])  # has no handler, so it also ends a child that hangs in C
     if request["memory"]:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + request["memory"]
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     if request["file_size"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], request["file_size"]))
-    if request["bound"]:
-        give_up_rights()
+    if request["drop_root"]:
+        drop_capabilities()
     code = 1
     if request["before"]:
         exec(request["before"], {})
     if request["kill"]:
-        sys.addaudithook(lambda event, args: STEPS.match(event) and os.write(tell, b"."))  # type: ignore[func-returns-value]
+        sys.addaudithook(lambda event, args: STEPS.match(event) and os.write(writer, b"."))  # type: ignore[func-returns-value]
     try:
         code = exec(request["code"], {"__name__": "__main__"}) or 0 if request["code"] else main()
     except SystemExit as error:
@@ -176,13 +185,13 @@ def become(request: dict, tell: int) -> None:
                 if stream is not None:
                     stream.flush()
             except OSError:
-                code = 120  # as Python's own
+                code = 120  # like Python
         os._exit(code)
 
 
-def give_up_rights() -> None:
-    """Drop every capability: the modes of files then hold for root, too, as for the owner of its files."""
-    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3, this process; none of the three sets
+def drop_capabilities() -> None:
+    """Drop all capabilities, so that file modes also apply to root."""
+    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3, this process; three empty sets
     if os.getuid() == 0 and ctypes.CDLL(None).capset(header, none):
         raise OSError("capset failed")
 

@@ -1,7 +1,8 @@
-"""Several ranks at once, without importing torch for each: one process imports it and forks them.
+"""Run several ranks without importing torch in each: a server imports it once and forks the ranks.
 
-Started as a program, this reads requests from stdin, one JSON object a line: how many ranks, and what each does (one of
-CASES, by name). It answers with the folder that holds what each returned.
+Run as a program, this is the server. It reads requests from stdin, one JSON object per line: the number of ranks, a
+folder, and the name of a function in CASES that each rank calls. The results are saved in the folder; the answer lists
+the errors of failed ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Ranks:
-    """The process that forks ranks."""
+    """The forking server."""
 
     def __init__(self) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -50,7 +51,7 @@ class Ranks:
         self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=env)
 
     def run(self, tensor: int, pipeline: int, case: str, **arguments: Any) -> list[Any]:
-        """What each rank of a world returned from CASES[case](world, **arguments)."""
+        """Call CASES[case](world, **arguments) on each rank and return the results."""
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
@@ -63,10 +64,11 @@ class Ranks:
             return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in ranks]
 
     def close(self) -> None:
-        self.server.communicate()  # it ends when its stdin does
+        self.server.communicate()  # the server exits at the end of its stdin
 
 
 def serve() -> None:
+    """Fork the ranks of each request and wait for them."""
     torch.set_num_threads(1)
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -74,7 +76,7 @@ def serve() -> None:
         for rank in range(request["tensor"] * request["pipeline"]):
             child = os.fork()
             if child == 0:
-                become(rank, request)
+                run_rank(rank, request)
             children[child] = rank
         failed, deadline = [], time.monotonic() + 60
         while children:
@@ -92,13 +94,13 @@ def serve() -> None:
             if status:
                 errors = Path(request["folder"]) / f"{rank}.txt"
                 failed.append(f"rank {rank}: {errors.read_text() if errors.exists() else status}")
-                time.sleep(0.5)  # for the others to end on their own
+                time.sleep(0.5)  # let the other ranks end on their own
         sys.stdout.write(json.dumps({"failed": failed}) + "\n")
         sys.stdout.flush()
 
 
-def become(rank: int, request: dict[str, Any]) -> None:
-    """Turn into a rank."""
+def run_rank(rank: int, request: dict[str, Any]) -> None:
+    """Join the world, run the requested case, save its result, and exit."""
     folder, place = Path(request["folder"]), Place(rank, request["tensor"], request["pipeline"])
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(place.tensor * place.pipeline))
     os.environ["CLEARLLAMA_STORE"] = str(folder / "store")
@@ -117,7 +119,7 @@ def become(rank: int, request: dict[str, Any]) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- cases
 def build(path: str, world: parallel.World | None = None, plain: bool = False, **options: Any) -> Transformer:
-    """A model in float32 with the kernels a user gets. plain: weights of few bits are the numbers they stand for."""
+    """Return a model in float32 with the default kernels. plain: dequantize quantized weights."""
     options = {"dtype": "float32", "device": "cpu", "pack": True, **options}
     with parallel.together(world):
         model = loader.build(open_checkpoint(path), world=world, **options)
@@ -134,11 +136,11 @@ def build(path: str, world: parallel.World | None = None, plain: bool = False, *
 
 
 def ask(world: parallel.World, path: str, what: str = "answers", **options: Any) -> dict[str, Tensor]:
-    """What a model of several ranks answers: on rank 0 all of it, on the others what they hold."""
+    """Run QUESTIONS[what] on a model of several ranks. Rank 0 returns its results; all return their weights' shapes."""
     model = build(path, world, **options)
-    held = {name: torch.tensor(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.state_dict().items()}
     if world.leader:
-        return {**QUESTIONS[what](model), **held}
+        return {**QUESTIONS[what](model), **shapes}
     alive: weakref.WeakSet[KVCache] = weakref.WeakSet()
     counts, new_cache = [0], model.new_cache
 
@@ -150,20 +152,20 @@ def ask(world: parallel.World, path: str, what: str = "answers", **options: Any)
 
     model.new_cache = counted  # type: ignore[method-assign]
     parallel.follow(model, world)
-    return {**held, "caches made": torch.tensor(len(counts) - 1), "caches alive": torch.tensor(max(counts))}
+    return {**shapes, "caches made": torch.tensor(len(counts) - 1), "caches alive": torch.tensor(max(counts))}
 
 
 @torch.inference_mode()
 def answers(model: Transformer) -> dict[str, Tensor]:
-    """A model asked in every way that the program asks one: logits, and tokens."""
+    """Return logits and tokens from every way in which the package runs a model."""
     vocab = model.config.vocab_size
     ids = torch.randint(vocab, (2, 24), generator=torch.Generator().manual_seed(1))  # (B, T)
     row = ids[0].tolist()
-    out = {"whole": model(ids)}
+    out = {"all positions": model(ids)}
     cache = model.new_cache()
     out["prefill"] = prefill(model, row[:20], cache, chunk=7)
     out["decode"] = prefill(model, row[20:21], cache)
-    cache.trim(11)  # and other tokens in place of those
+    cache.trim(11)  # other tokens follow from here
     other = model.new_cache(40)
     out["other"] = prefill(model, ids[1, :9].tolist(), other)
     out["trimmed"] = prefill(model, ids[1, 11:18].tolist(), cache)
@@ -171,33 +173,34 @@ def answers(model: Transformer) -> dict[str, Tensor]:
     del other
     both = model.new_cache(30, batch=2)
     out["batch"] = model(ids[:, :12], cache=both)
-    positions = torch.stack((torch.arange(12, 15), torch.arange(10, 13)))  # rows of their own lengths
+    positions = torch.stack((torch.arange(12, 15), torch.arange(10, 13)))  # rows of different lengths
     out["ragged"] = model(ids[:, 12:15], positions, both)
     grown = model.new_cache(1100)
-    prefill(model, (row * 43)[:1030], grown, chunk=512)  # beyond the slots it begins with
+    prefill(model, (row * 43)[:1030], grown, chunk=512)  # beyond its initial slots
     out["grown"] = prefill(model, row[:1], grown)
-    return {**out, **said(model, row)}
+    return {**out, **generated(model, row)}
 
 
-def said(model: Transformer, row: list[int]) -> dict[str, Tensor]:
-    """What it says behind a prompt: greedy, drawn, with a draft, and in a session."""
-    greedy, drawn = SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=10, temperature=1.0, seed=3)
+def generated(model: Transformer, row: list[int]) -> dict[str, Tensor]:
+    """Return the tokens generated after a prompt: greedy, sampled, speculative, and in a session."""
+    greedy, sampled = SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=10, temperature=1.0, seed=3)
     session = Session()
     first = [token.id for token in generate(model, row, greedy, cache=session.reuse(model, row))]
     session.tokens, session.busy = row + first[:-1], False
     longer = [*row, *first[:5], 7, 8]
     second = [token.id for token in generate(model, longer, greedy, cache=session.reuse(model, longer))]
     draft = HalfRight(row + first)
-    guessed = [token.id for token in speculate(model, row, greedy, draft=draft)]
-    out = {"greedy": first, "session": second, "speculative": guessed, "kept": [draft.drafted, draft.accepted]}
+    speculative = [token.id for token in speculate(model, row, greedy, draft=draft)]
+    out = {"greedy": first, "session": second, "speculative": speculative}
+    out["drafted, accepted"] = [draft.drafted, draft.accepted]
     if (ngrams := make_draft("ngram")) is not None:
         out["ngram"] = [token.id for token in speculate(model, row * 2, greedy, draft=ngrams)]
-    out["drawn"] = [token.id for token in generate(model, row, drawn)]
+    out["sampled"] = [token.id for token in generate(model, row, sampled)]
     return {name: torch.tensor(ids, dtype=torch.long) for name, ids in out.items()}
 
 
 class HalfRight(Draft):
-    """Guesses what is known to follow, every third token wrong: so some guesses are kept and some are not."""
+    """Draft the known continuation with every third token wrong, so that some tokens are rejected."""
 
     def __init__(self, text: list[int]):
         super().__init__(4)
@@ -213,16 +216,16 @@ class HalfRight(Draft):
 
 @torch.inference_mode()
 def refusals(model: Transformer) -> dict[str, Tensor]:
-    """What is refused leaves all ranks in step."""
+    """Return logits computed after calls that were refused: the ranks must still be in step."""
     row = list(range(20))
     cache = model.new_cache(16)
     foreign = copy.copy(model.new_cache(30)) if "hidden" in vars(model) else model.new_cache(3)
     bads: list[Callable[[], Any]] = [
         lambda: prefill(model, row, cache),
         lambda: model(torch.tensor([row]), torch.arange(1, 21), cache),
-        lambda: prefill(model, row, foreign),  # whose keys the other ranks would have elsewhere
+        lambda: prefill(model, row, foreign),  # the other ranks do not have this cache
     ]
-    if "hidden" in vars(model):  # what the others would not hear of
+    if "hidden" in vars(model):  # a call that the other ranks would not receive
         zeros, at = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
         bads.append(lambda: model.run(zeros, model.rope.rows(at, 1), None, at, None))
     for bad in bads:
@@ -230,13 +233,13 @@ def refusals(model: Transformer) -> dict[str, Tensor]:
             bad()
         except (ContextLengthError, ValueError):
             continue
-        raise AssertionError("this should have been refused")
+        raise AssertionError("expected the call to be refused")
     return {"after": prefill(model, row[:16], model.new_cache(16))}
 
 
 @torch.inference_mode()
 def logits(model: Transformer) -> dict[str, Tensor]:
-    """A few logits and tokens, where the rest has been seen to."""
+    """Return a few logits and tokens; a subset of `answers`."""
     row = list(range(3, 20))
     cache = model.new_cache()
     first = prefill(model, row, cache, chunk=8)
@@ -245,7 +248,7 @@ def logits(model: Transformer) -> dict[str, Tensor]:
 
 
 def many(model: Transformer) -> dict[str, Tensor]:
-    """Prompts of all lengths through three slots, some of which begin alike, with an error among them."""
+    """Run prompts of many lengths through three slots. Some share a prefix; one is invalid."""
     draw = torch.Generator().manual_seed(5)
     shared = torch.randint(model.config.vocab_size, (20,), generator=draw).tolist()
     requests = []
@@ -264,23 +267,23 @@ def many(model: Transformer) -> dict[str, Tensor]:
 
 
 def not_finite(model: Transformer) -> dict[str, Tensor]:
-    """What is told where a weight holds a NaN, and that the ranks are still in step."""
-    told = []
+    """Return the error message for a NaN weight. The second call shows that the ranks are still in step."""
+    messages = []
     for _ in range(2):
         try:
             list(generate(model, [1, 2, 3], SamplingParams(max_new_tokens=3)))
         except NumericalError as error:
-            told.append(str(error))
-    return {"told": torch.tensor(list(told[1].encode()))}
+            messages.append(str(error))
+    return {"message": torch.tensor(list(messages[1].encode()))}
 
 
 def threads(model: Transformer) -> dict[str, Tensor]:
-    """Answers of two threads at once, after the same one by one."""
+    """Return the tokens of the same requests, one after the other and from two threads."""
     requests = [([5 + i, 6, 7], SamplingParams(max_new_tokens=12, temperature=1.0, seed=i)) for i in range(4)]
-    alone = [[token.id for token in generate(model, *request)] for request in requests]
+    serial = [[token.id for token in generate(model, *request)] for request in requests]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        at_once = list(pool.map(lambda request: [token.id for token in generate(model, *request)], requests))
-    return {"alone": torch.tensor(alone), "at once": torch.tensor(at_once)}
+        concurrent = list(pool.map(lambda request: [token.id for token in generate(model, *request)], requests))
+    return {"serial": torch.tensor(serial), "concurrent": torch.tensor(concurrent)}
 
 
 QUESTIONS: dict[str, Callable[[Transformer], dict[str, Tensor]]] = {
@@ -294,32 +297,32 @@ QUESTIONS: dict[str, Callable[[Transformer], dict[str, Tensor]]] = {
 
 
 def memory(world: parallel.World, path: str, **options: Any) -> dict[str, int]:
-    """Bytes that loading and running a model adds to what this process needs at most, mapped files included."""
+    """Return the bytes that loading and running a model adds to this process' peak memory, with mapped files."""
 
-    def told(what: str) -> int:
+    def status(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
-    before = told("VmRSS:")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS:")
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     with parallel.together(world):
         model = loader.build(open_checkpoint(path), device="cpu", pack=True, world=world, **options)
-    loaded = told("VmHWM:") - before
+    loaded = status("VmHWM:") - before
     if world.leader:
         for _ in range(2):
             with torch.inference_mode():
                 model(torch.arange(8)[None])
     else:
         parallel.follow(model, world)
-    return {"loaded": loaded, "run": told("VmHWM:") - before}
+    return {"loaded": loaded, "run": status("VmHWM:") - before}
 
 
 def differ(world: parallel.World, paths: list[str]) -> str:
-    """What a rank says when each loads a model of its own."""
+    """Return the error message of a rank if each loads a different model."""
     try:
         build(paths[world.place.rank], world)
     except LlamaError as error:
-        world.broken = "as it should"  # so there is no orderly end
+        world.broken = "as expected"  # skips the orderly shutdown
         return str(error)
     return "nothing"
 

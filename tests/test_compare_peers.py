@@ -1,4 +1,4 @@
-"""scripts/compare_peers.py: ratios, table and machine from raw numbers; turns of live processes, with peers that are scripts."""
+"""scripts/compare_peers.py: its statistics on known numbers, and complete runs in which scripts replace the engines."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def run_of(round_: int, engine: str, peer: str | None, decode: float, prefill: f
     }  # fmt: skip
 
 
-def test_a_ratio_is_taken_within_a_round() -> None:
-    # The machine is half as fast in round 2 and a tenth in round 3; we are twice as fast throughout.
+def test_a_ratio_is_computed_within_a_round() -> None:
+    # The machine runs at half speed in round 2 and at a tenth in round 3; clearllama is always twice as fast.
     runs = [
         run
         for round_, pace in ((1, 1.0), (2, 0.5), (3, 0.1))
@@ -41,7 +41,7 @@ def test_a_ratio_is_taken_within_a_round() -> None:
     assert found["prefill_ratio"] == pytest.approx(0.5)
 
 
-def test_the_median_is_that_of_the_ratios_and_what_is_missing_is_left_out() -> None:
+def test_the_result_is_the_median_of_ratios_over_rounds_with_both_engines() -> None:
     runs = [
         run_of(1, "ours", None, 10, 1), run_of(1, "theirs", "llama.cpp", 10, 1),
         run_of(2, "ours", None, 90, 1), run_of(2, "theirs", "llama.cpp", 30, 1),
@@ -51,7 +51,7 @@ def test_the_median_is_that_of_the_ratios_and_what_is_missing_is_left_out() -> N
     ]  # fmt: skip
     (found,) = compare_peers.ratios(runs)
     assert found["rounds"] == 3
-    assert found["decode_ratio"] == 1  # of 1, 3 and 0.5, where the ratio of the medians is 40 / 30
+    assert found["decode_ratio"] == 1  # the median of 1, 3 and 0.5; the ratio of the medians is 40 / 30
     assert compare_peers.ratios(runs[-2:]) == []
 
 
@@ -65,7 +65,7 @@ def test_rows_are_not_mixed() -> None:
     assert found == {("bf16", "llama.cpp"): 2, ("bf16", "transformers"): 2.5, ("int8", "llama.cpp"): 3}
 
 
-def test_a_turn_without_prefill_counts_for_decoding_alone() -> None:
+def test_a_turn_without_prefill_counts_only_for_decoding() -> None:
     runs = [
         run_of(1, "ours", None, 10, 30), run_of(1, "theirs", "llama.cpp", 10, 10),
         run_of(2, "ours", None, 30, 1), run_of(2, "theirs", "llama.cpp", 10, 1),
@@ -81,7 +81,7 @@ def test_a_turn_without_prefill_counts_for_decoding_alone() -> None:
     assert theirs == "| int4 | theirs | 10.0 | 1 |  |  |  |"
 
 
-def test_the_table_is_markdown_of_medians_and_ratios() -> None:
+def test_the_table_shows_medians_and_ratios_as_markdown() -> None:
     runs = [
         run_of(1, "ours", None, 10, 1000), run_of(1, "theirs", "llama.cpp", 8, 500),
         run_of(2, "ours", None, 20, 3000), run_of(2, "theirs", "llama.cpp", 10, 1000),
@@ -99,12 +99,12 @@ def test_the_table_is_markdown_of_medians_and_ratios() -> None:
     ]
 
 
-def test_the_machine_is_read_from_linux() -> None:
+def test_the_machine_is_parsed_from_cpuinfo_and_meminfo() -> None:
     cpuinfo = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu avx2 avx512f avx512_bf16x\n\nprocessor\t: 1\n"
     facts = compare_peers.machine(cpuinfo, "MemTotal:       16777216 kB\nMemFree: 5 kB\n")
     assert facts == {"cpu": "A Processor", "flags": ["avx2", "avx512f"], "memory_gib": 16.0}
     assert compare_peers.machine("", "") == {}
-    assert compare_peers.here()["cores"] >= 1
+    assert compare_peers.this_machine()["cores"] >= 1
 
 
 def test_the_rows_of_a_folder_and_of_a_file(tmp_path: Path) -> None:
@@ -120,16 +120,16 @@ def test_the_rows_of_a_folder_and_of_a_file(tmp_path: Path) -> None:
         assert sum("compile" in engine.options for engine in ours) * 2 == len(ours)
         assert "llama.cpp" in {engine.peer for engine in engines}
         assert len({engine.name for engine in engines}) == len(engines)
-        wanted = {"dtype": "bfloat16"} if row == "bf16" else {"quantize": row}
+        expected = {"dtype": "bfloat16"} if row == "bf16" else {"quantize": row}
         of_hf = [engine.options for engine in ours if engine.path.name == "hf"]
-        assert of_hf == [wanted, {**wanted, "compile": True}]
+        assert of_hf == [expected, {**expected, "compile": True}]
         assert all(engine.path.exists() for engine in engines)
     files = {engine.path for engine in compare_peers.rows_of(tmp_path / "bf16.gguf")["file"]}
     assert files == {tmp_path / "bf16.gguf"}
 
 
 # ------------------------------------------------------------------------------------------------------------- turns
-def test_a_turn_goes_back_to_the_prompt_and_feeds_it_only_when_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_starts_after_the_prompt_and_processes_it_only_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     fed: list[tuple[list[int], int]] = []
     clock = 0.0
 
@@ -147,7 +147,7 @@ def test_a_turn_goes_back_to_the_prompt_and_feeds_it_only_when_it_must(monkeypat
     assert answers == [{"decode_tps": 4.0}, {"decode_tps": 4.0}, {"decode_tps": 4.0, "prefill_tps": 2.0}]
 
 
-def test_clearllamas_steps_are_greedy_decoding_and_its_bytes_those_of_bench(tmp_path: Path) -> None:
+def test_clearllamas_steps_decode_greedily_and_its_bytes_per_token_equal_those_of_bench(tmp_path: Path) -> None:
     from llama import load_model
     from llama.generate import generate
     from llama.sampling import SamplingParams
@@ -161,14 +161,14 @@ def test_clearllamas_steps_are_greedy_decoding_and_its_bytes_those_of_bench(tmp_
     step, vocabulary, read = compare_peers.load_clearllama(spec)
     model = load_model(path, "cpu", "float32")
     prompt = compare_peers.random_prompt(vocabulary, 5)
-    wanted = [token.id for token in generate(model, prompt, SamplingParams(temperature=0.0, max_new_tokens=6))]
-    assert len(set(wanted)) > 1
+    expected = [token.id for token in generate(model, prompt, SamplingParams(temperature=0.0, max_new_tokens=6))]
+    assert len(set(expected)) > 1
     first = step(prompt, 0)
-    for _ in range(2):  # the second time behind a prompt that is not fed again
+    for _ in range(2):  # the second time reuses the prompt's cache
         found = [first]
-        for place in range(5, 10):
-            found.append(step([found[-1]], place))
-        assert found == wanted
+        for position in range(5, 10):
+            found.append(step([found[-1]], position))
+        assert found == expected
     assert read == benchmark.measure(model, 5, 2, reps=1).step_bytes
 
 
@@ -188,8 +188,8 @@ with open({log!r}, "a") as log:
         print(name, line.strip(), file=log, flush=True)
         if number == 2 and name in {dies!r}:
             sys.exit("fell over")
-        if number == 2 and name in {babbles!r}:
-            print({rubbish!r}, flush=True)
+        if number == 2 and name in {prints!r}:
+            print({line!r}, flush=True)
             continue
         speed = 30.0 if name == "clearllama" else 10.0
         answer = {{"bandwidth_gbs": 40.0 + 20 * number}} if name == "memory" else {{"decode_tps": speed}}
@@ -202,8 +202,11 @@ with open({log!r}, "a") as log:
 def stand_ins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str, **defects: Any
 ) -> tuple[int, list[list[str]], dict[str, Any]]:
-    """A run with a script in place of every engine: exit code, what the engines saw, the JSON. Nobody is left alive."""
-    settings = {"start": "", "dies": "", "babbles": "", "rubbish": "", **defects}
+    """Run main() with a script in place of every engine. Returns exit code, log of the turns, and the JSON.
+
+    Also asserts that no process is left.
+    """
+    settings = {"start": "", "dies": "", "prints": "", "line": "", **defects}
     script, log, out = tmp_path / "python", tmp_path / "log", tmp_path / "out.json"
     script.write_text(PEER.format(python=sys.executable, log=str(log), **settings))
     script.chmod(0o755)
@@ -227,7 +230,7 @@ scripts_run = pytest.mark.skipif(sys.platform == "win32", reason="the engines ar
 
 
 @scripts_run
-def test_live_engines_take_turns_and_everything_is_kept(
+def test_engines_take_turns_and_every_result_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, seen, facts = stand_ins(tmp_path, monkeypatch)
@@ -237,14 +240,14 @@ def test_live_engines_take_turns_and_everything_is_kept(
     assert [name for name, _ in seen] == [*order, *order[::-1], *order]
     assert [kind for _, kind in seen] == ["prefill"] * 5 + ["decode"] * 10
     starts = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines() if line.split()[1].isdigit()]
-    assert starts == ["check", "check", *order]  # one process each, however many rounds
+    assert starts == ["check", "check", *order]  # one process per engine for all rounds
     assert (len(facts["results"]), facts["failures"]) == (12, [])
     assert {(ratio["decode_ratio"], ratio["prefill_ratio"], ratio["rounds"]) for ratio in facts["ratios"]} == {
         (3, 2 * 30 / 20, 3)
     }
     assert facts["bandwidth_gbs"] == 80
     ours = [run for run in facts["results"] if run["engine"] == "clearllama"]
-    assert [run["share"] for run in ours] == [30 / 60, 30 / 80, 30 / 100]  # a GB for each token
+    assert [run["share"] for run in ours] == [30 / 60, 30 / 80, 30 / 100]  # 1 GB per token
     assert not any("share" in run for run in facts["results"] if run["peer"])
     assert (facts["settings"]["threads"], facts["settings"]["prefill_rounds"]) == (7, 1)
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| file")]
@@ -264,13 +267,13 @@ def test_live_engines_take_turns_and_everything_is_kept(
     [
         ({"start": "llama.cpp"}, 0, "no such weights"),
         ({"dies": ["llama.cpp"]}, 2, "fell over"),
-        ({"babbles": ["llama.cpp"], "rubbish": "hello"}, 2, "expected a line of JSON, got 'hello'"),
-        ({"babbles": ["llama.cpp"], "rubbish": "[3]"}, 2, "expected a line of JSON, got '[3]'"),
-        ({"babbles": ["llama.cpp"], "rubbish": '{"decode_tps": 0}'}, 2, "expected decode_tps above 0, got"),
-        ({"babbles": ["llama.cpp"], "rubbish": '{"speed": 3}'}, 2, "expected decode_tps above 0, got"),
+        ({"prints": ["llama.cpp"], "line": "hello"}, 2, "expected a line of JSON, got 'hello'"),
+        ({"prints": ["llama.cpp"], "line": "[3]"}, 2, "expected a line of JSON, got '[3]'"),
+        ({"prints": ["llama.cpp"], "line": '{"decode_tps": 0}'}, 2, "expected decode_tps above 0, got"),
+        ({"prints": ["llama.cpp"], "line": '{"speed": 3}'}, 2, "expected decode_tps above 0, got"),
     ],
 )
-def test_an_engine_that_fails_is_out_and_the_others_go_on(
+def test_a_failed_engine_is_dropped_and_the_others_continue(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -287,9 +290,9 @@ def test_an_engine_that_fails_is_out_and_the_others_go_on(
     assert failure["error"].startswith(error)
     counts = [[run["engine"] for run in facts["results"]].count(name) for name in ("clearllama", "llama.cpp")]
     assert counts == [3, max(round_ - 1, 0)]
-    told = capsys.readouterr().err.splitlines()
-    assert told[-1].startswith(f"compare_peers: 1 failed, the last llama.cpp: {error}")
-    assert any(line.startswith(f"round {round_}") and f"failed: {error}" in line for line in told)
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1].startswith(f"compare_peers: 1 failed, the last llama.cpp: {error}")
+    assert any(line.startswith(f"round {round_}") and f"failed: {error}" in line for line in errors)
 
 
 @scripts_run
@@ -300,25 +303,25 @@ def test_without_a_bandwidth_there_is_no_share(tmp_path: Path, monkeypatch: pyte
 
 
 @scripts_run
-def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = compare_peers.Worker.turn
-    asked = 0
+    calls = 0
 
     def interrupted(self: compare_peers.Worker, kind: str, keys: set[str]) -> dict[str, float]:
-        nonlocal asked
-        asked += 1
-        if asked == 4:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
             raise KeyboardInterrupt
         return turn(self, kind, keys)
 
     monkeypatch.setattr(compare_peers.Worker, "turn", interrupted)
     with pytest.raises(KeyboardInterrupt):
         stand_ins(tmp_path, monkeypatch)
-    assert asked == 4
+    assert calls == 4
 
 
 @scripts_run
-def test_what_a_library_prints_is_no_answer(tmp_path: Path) -> None:
+def test_output_of_libraries_does_not_reach_the_answers(tmp_path: Path) -> None:
     script = tmp_path / "noisy.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nimport compare_peers\n"
@@ -329,7 +332,7 @@ def test_what_a_library_prints_is_no_answer(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ('{"speed": 3}\n', "hello\n")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the peers' python is a script with #!")
+@pytest.mark.skipif(sys.platform == "win32", reason="the peers' Python is a script with #!")
 @pytest.mark.parametrize(
     ("python", "message"),
     [
@@ -338,7 +341,7 @@ def test_what_a_library_prints_is_no_answer(tmp_path: Path) -> None:
         (None, "No such file or directory"),
     ],
 )
-def test_a_peer_that_is_missing_is_a_clear_line_before_anything_runs(
+def test_a_missing_peer_is_a_one_line_error_before_any_measurement(
     tmp_path: Path, python: str | None, message: str
 ) -> None:
     peers = tmp_path / "python"
@@ -362,7 +365,7 @@ def test_a_peer_that_is_missing_is_a_clear_line_before_anything_runs(
         (["--model", "/nowhere"], "/nowhere"),
     ],
 )
-def test_bad_arguments_are_named(
+def test_error_messages_name_bad_arguments(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

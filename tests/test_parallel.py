@@ -82,8 +82,8 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
 def test_ranks_answer_as_one(world: ranks.Ranks, tmp_path: Path) -> None:
     path = str(write(tmp_path, CONFIG))
     expected = ranks.answers(ranks.build(path))
-    drafted, kept = expected["kept"].tolist()
-    assert 0 < kept < drafted
+    drafted, accepted = expected["drafted, accepted"].tolist()
+    assert 0 < accepted < drafted
     for tensor, pipeline in ((2, 1), (2, 2)):
         found, *others = world.run(tensor, pipeline, "ask", path=path)
         check(found, expected)
@@ -409,7 +409,7 @@ def test_logits_that_are_not_finite_end_with_the_step_and_nobody_waits(
     state["layers.1.attention.wv.weight"][4, 7] = torch.nan
     path = str(tiny.write_gguf(tmp_path / "x.gguf", state=state))
     found, *_ = world.run(tensor, pipeline, "ask", path=path, what="not_finite")
-    message = bytes(found["told"].tolist()).decode()
+    message = bytes(found["message"].tolist()).decode()
     assert "logits of new token 1 are not finite" in message
     assert "overflow in float32" in message
 
@@ -421,4 +421,4 @@ def test_two_threads_of_rank_0_get_the_answers_of_one(
 ) -> None:
     path = str(tiny.write_gguf(tmp_path / "x.gguf"))
     found, *_ = world.run(tensor, pipeline, "ask", path=path, what="threads")
-    assert torch.equal(found["at once"], found["alone"])
+    assert torch.equal(found["concurrent"], found["serial"])

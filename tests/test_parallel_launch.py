@@ -168,7 +168,7 @@ def test_an_error_of_one_rank_is_told_by_its_name(fault: str, tiny_gguf: Path) -
     assert code == 1
     assert len(err) == 1, err
     assert "rank 1" in err[0]
-    assert "made up" in err[0]
+    assert "simulated" in err[0]
 
 
 @pytest.mark.row("K01")

@@ -1,4 +1,4 @@
-"""What SECURITY.md names is there: files, commands, bounds."""
+"""SECURITY.md agrees with the code: files, commands, limits."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ TEXT = (ROOT / "SECURITY.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:tests|llama|\.ci)/[\w./]*|pyproject\.toml)`", TEXT))))
-def test_files_that_are_named_are_there(name: str) -> None:
+def test_files_it_names_exist(name: str) -> None:
     assert (ROOT / name).exists()
 
 
-def test_numbers_that_are_named_are_so() -> None:
+def test_numbers_it_names_are_correct() -> None:
     assert f"may have {documents.LARGEST >> 20} MiB, tokenizer files {common.MAX_FILE_BYTES >> 20}." in TEXT
     assert f"{law.SECONDS:g} s of processor time, {law.MEMORY >> 20} MB" in TEXT
     assert f"tries {['', '', '', '', '', '', '', '', 'eight', 'nine'][len(fuzz.NAMES)]} kinds" in TEXT
     assert "--seconds 20" in (ROOT / ".ci/run").read_text()
 
 
-def test_torch_is_never_asked_to_read_more_than_weights() -> None:
+def test_torch_load_is_always_called_with_weights_only() -> None:
     calls = [
         call
         for path in (ROOT / "llama").rglob("*.py")
@@ -44,7 +44,7 @@ def test_torch_is_never_asked_to_read_more_than_weights() -> None:
     assert all("weights_only=True" in call for call in calls), calls
 
 
-def test_code_is_loaded_only_from_what_the_cache_keeps() -> None:
+def test_code_is_loaded_only_from_the_checked_cache() -> None:
     loading = re.compile(r"load_library\((.*)\)|AOTIModelPackageLoader\((.*?),")
     found = {
         (path.name, next(filter(None, match.groups())))
@@ -58,7 +58,7 @@ def test_code_is_loaded_only_from_what_the_cache_keeps() -> None:
 @pytest.mark.parametrize(
     ("content", "size", "words"), [(b"ab\xff", 3, "not UTF-8 (byte 2)"), (b"", 2**30, "1073741824 bytes")]
 )
-def test_a_template_in_a_file_of_its_own_is_read_with_suspicion(
+def test_a_chat_template_file_is_checked_for_size_and_encoding(
     content: bytes, size: int, words: str, tmp_path: Path
 ) -> None:
     path = make_tiny.make(tmp_path / "hf", "llama-3-8b", format="hf")

@@ -1,4 +1,4 @@
-"""Small models and vocabularies made on the spot, so that the tests stand on files whose every number is known."""
+"""Small models and vocabularies, created by the tests, so that all their values are known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = ModelConfig(
     max_seq_len=256,
 )
 
-# Wide enough for every group of quantized weights, and for the kernels that want 16 rows.
+# Wide enough for every group size of quantized weights, and for the kernels that need 16 rows.
 WIDE = ModelConfig(128, 2, 4, 2, 32, 256, 320, norm_eps=2**-17, max_seq_len=256)
 
 CHATML = (
@@ -36,7 +36,7 @@ CHATML = (
 
 
 def weights(config: ModelConfig = CONFIG, seed: int = 0, scale: float = 1.0) -> dict[str, Tensor]:
-    """Random weights of a size at which every part of the model matters."""
+    """Return random weights, scaled so that every part of the model affects the logits."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, shape in expected_shapes(config).items():
@@ -49,14 +49,14 @@ def weights(config: ModelConfig = CONFIG, seed: int = 0, scale: float = 1.0) -> 
 
 
 def model(config: ModelConfig = CONFIG, seed: int = 0, **options: Any) -> Transformer:
-    """A random model in float32."""
+    """Return a random model in float32."""
     net = Transformer(config, **options).requires_grad_(False).eval()
     net.load_state_dict(weights(config, seed), strict=not config.tie_embeddings)
     return net
 
 
 def byte_vocabulary() -> dict[str, Any]:
-    """GGUF metadata of a byte-level vocabulary: 3 control tokens, 256 bytes, a few merges."""
+    """Return GGUF metadata of a byte-level vocabulary: 3 control tokens, 256 bytes, a few merges."""
     from llama.tokenizer.gguf import BYTE_OF
 
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -75,7 +75,7 @@ def byte_vocabulary() -> dict[str, Any]:
 
 
 def architecture(config: ModelConfig = CONFIG) -> dict[str, Any]:
-    """GGUF metadata of an architecture."""
+    """Return GGUF metadata of an architecture."""
     return {
         "llama.context_length": config.max_seq_len,
         "llama.embedding_length": config.dim,
@@ -111,7 +111,7 @@ def write_gguf(
     without: tuple[str, ...] = (),
     extra: dict[str, Tensor] | None = None,
 ) -> Path:
-    """A GGUF file by the reference writer. metadata overrides entries; None as a value leaves one out."""
+    """Write a GGUF file with the reference writer. `metadata` overrides entries; None removes one."""
     from llama.checkpoint.gguf import NAMES
 
     state = weights(config) if state is None else state
@@ -130,13 +130,13 @@ def write_gguf(
             writer.add_float32(key, value)
         else:
             writer.add_uint32(key, value)
-    theirs = {ours: file for file, ours in NAMES.items()}
+    file_names = {ours: file for file, ours in NAMES.items()}
     tensors = {}
     for name, tensor in state.items():
         stem, kind = name.rsplit(".", 1)
         parts = stem.split(".")
         block = f"blk.{parts[1]}." if parts[0] == "layers" else ""
-        tensors[f"{block}{theirs['.'.join(parts[2:] if block else parts)]}.{kind}"] = tensor
+        tensors[f"{block}{file_names['.'.join(parts[2:] if block else parts)]}.{kind}"] = tensor
     for name, tensor in {**tensors, **(extra or {})}.items():
         if name in without:
             continue
@@ -151,7 +151,7 @@ def write_gguf(
 
 
 def random_tokens(length: int, config: ModelConfig = CONFIG, seed: int = 0, batch: int = 1) -> Tensor:
-    """(batch, length) ids."""
+    """Return (batch, length) random ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
 

@@ -25,7 +25,7 @@ def attempt(
 
     The child has 10 seconds and 1 GiB of addresses beyond what the imports took. CANARY names a file that no input
     may bring about. What lay in the test's folder before must be there afterwards, to the byte, and nothing else:
-    writes=(patterns,) excepts what the command was asked to write. file_size, before, bound: as in Forked.run.
+    writes=(patterns,) excepts what the command was asked to write. file_size, before, drop_root: as in Forked.run.
     """
     canary = tmp_path.parent / f"{tmp_path.name}.canary"
     monkeypatch.setenv("CANARY", str(canary))
@@ -39,13 +39,13 @@ def attempt(
         writes: tuple[str, ...] = (),
         file_size: int = 0,
         before: str = "",
-        bound: bool = False,
+        drop_root: bool = False,
     ) -> Outcome:
         nonlocal tried
         tried += 1
         earlier = snapshot(tmp_path)
         done = forked.run(
-            tuple(str(a) for a in args), stdin, seconds, memory, file_size=file_size, before=before, bound=bound
+            tuple(str(a) for a in args), stdin, seconds, memory, file_size=file_size, before=before, drop_root=drop_root
         )
         later = snapshot(tmp_path)
         for state in (earlier, later):

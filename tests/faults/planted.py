@@ -1,7 +1,7 @@
-"""Defects to plant, one for every fault that used to pass in silence, to prove that its case can fail.
+"""Defects to plant, at least one for every silent fault, to prove that its cases can fail.
 
-A defect is a small edit of the library's source. `test_planted.py` makes it in a copy of the repository, runs the
-cases of the row there, and wants at least one of them to fail.
+A defect is a small edit of the library's source. `test_planted.py` applies it to a copy of the repository, runs the
+cases of the row there, and requires at least one of them to fail.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    row: str  # A13
-    what: str  # what goes wrong with it, in a few words, for docs/reliability.md
-    file: str  # below the repository's root
-    old: str  # stands in the file once
+    row: str  # key of rows.ROWS, such as A13
+    what: str  # the defect in a few words, for docs/reliability.md
+    file: str  # path from the repository's root
+    old: str  # occurs in the file exactly once
     new: str
 
 
-# A tuple for each group.
+# One tuple per group of tests.
 SAFETENSORS: tuple[Defect, ...] = (
     Defect(
         "C02",
-        "of two tensors of one name the last is taken",
+        "of two tensors with one name, the last wins",
         "llama/checkpoint/safetensors_header.py",
         "document = parse_json(raw, where)",
         "document = __import__('json').loads(raw)",
     ),
     Defect(
         "C05",
-        "of a tensor in two files the last is taken",
+        "a tensor in two files is read from the last",
         "llama/checkpoint/huggingface.py",
         "            if name in self._places:\n",
         "            if False:\n",
     ),
     Defect(
         "C05",
-        "a tensor that the index does not name is taken all the same",
+        "a tensor missing from the index is accepted",
         "llama/checkpoint/huggingface.py",
         "if extra := sorted(held - told):",
         "if extra := []:",
     ),
     Defect(
         "C08",
-        "rows of q and k are taken as Meta orders them",
+        "the rows of q and k are read in Meta's order",
         "llama/checkpoint/huggingface.py",
         'layout: Layout = "half"',
         'layout: Layout = "interleaved"',
@@ -52,41 +52,41 @@ SAFETENSORS: tuple[Defect, ...] = (
 GGUF: tuple[Defect, ...] = (
     Defect(
         "D06",
-        "tensors may lie on the same bytes",
+        "tensors may overlap",
         "llama/checkpoint/gguf.py",
         "        if offset != expected:\n",
         "        if False:\n",
     ),
     Defect(
         "D10",
-        "the architecture is not looked at",
+        "the architecture is not checked",
         "llama/checkpoint/gguf.py",
         'if architecture != "llama":',
         "if False:",
     ),
     Defect(
         "D12",
-        "rows of q and k are taken as Hugging Face orders them",
+        "the rows of q and k are read in Hugging Face's order",
         "llama/checkpoint/gguf.py",
         'layout = "interleaved"',
         'layout = "half"',
     ),
     Defect(
         "D12",
-        "rope_freqs.weight is left out",
+        "rope_freqs.weight is ignored",
         "llama/checkpoint/gguf.py",
         "                    tables[file_name] = part.tensor(file_name).double().flatten().tolist()\n",
         "",
     ),
 )
 META: tuple[Defect, ...] = (
-    Defect("A03", "verify reads no checksum of an archive", "llama/tools/verify.py",
+    Defect("A03", "verify ignores an archive's checksums", "llama/tools/verify.py",
            "                    damaged.append(record.filename)\n", "                    pass\n"),
-    Defect("A03", "the archive's description is taken without its checksum", "llama/checkpoint/torchfile.py",
+    Defect("A03", "the archive's pickle is read without its checksum", "llama/checkpoint/torchfile.py",
            "                    archive.read(record)\n", "                    pass\n"),
-    Defect("A12", "one shard under two names is taken twice", "llama/checkpoint/meta.py",
+    Defect("A12", "one shard under two names is read twice", "llama/checkpoint/meta.py",
            "        self._refuse_copies()\n", ""),
-    Defect("A13", "a tensor of the second shard alone is dropped", "llama/checkpoint/meta.py",
+    Defect("A13", "a tensor that only the second shard has is dropped", "llama/checkpoint/meta.py",
            "if odd := sorted(first ^ shard.keys()):", "if odd := sorted(first - shard.keys()):"),
     Defect("A14", "a missing weight stays random", "llama/checkpoint/meta.py",
            '        if "tok_embeddings.weight" not in names:\n',
@@ -97,53 +97,53 @@ META: tuple[Defect, ...] = (
                 shard.setdefault(f"{stem}.weight", torch.randn(size // len(self.shards), size))
         if "tok_embeddings.weight" not in names:
 """),
-    Defect("A15", "tensors nobody knows are passed over", "llama/checkpoint/meta.py",
+    Defect("A15", "unknown tensors are ignored", "llama/checkpoint/meta.py",
            "            if not match or match[2] not in NAMES:\n",
            "            if not match or match[2] not in NAMES:\n                continue\n"),
-    Defect("A16", "a square matrix is read the other way round", "llama/checkpoint/meta.py",
+    Defect("A16", "a square matrix is read transposed", "llama/checkpoint/meta.py",
            "        return self._spin(whole, name)\n",
            "        return self._spin(whole.T if name.endswith('wo.weight') else whole, name)\n"),
-    Defect("A17", "integers are taken for fractions", "llama/checkpoint/meta.py",
+    Defect("A17", "integer weights are converted to floating point", "llama/checkpoint/meta.py",
            "        if weight.dtype in FLOATS:\n            return weight\n",
            "        if weight.dtype in FLOATS or source not in self._scales:\n            return weight.float()\n"),
-    Defect("A18", "a number beyond float16 becomes infinity", "llama/weights.py",
+    Defect("A18", "a value beyond float16's range becomes infinity", "llama/weights.py",
            "    if dtype == torch.float16 and not bool", "    if False and not bool"),
-    Defect("A19", "logits that are not finite are chosen from", "llama/generate.py",
+    Defect("A19", "a token is chosen from nonfinite logits", "llama/generate.py",
            '    check_finite(logits, f"new token {step + 1}", where)\n', ""),
-    Defect("A19", "the C++ attention takes NaN for nothing to see", "llama/engine/cpp/attention.h",
+    Defect("A19", "the C++ attention treats NaN as a masked key", "llama/engine/cpp/attention.h",
            "nan && most == -INFINITY ? 0 : most", "most"),
-    Defect("A19", "torch's attention answers 0 where all is NaN", "llama/attention.py",
+    Defect("A19", "torch's attention returns 0 if all scores are NaN", "llama/attention.py",
            "k.shape[2] < FEW_KEYS", "False"),
 )  # fmt: skip
 CONFIG: tuple[Defect, ...] = (
-    Defect("B02", "of a key that stands twice the last holds", "llama/checkpoint/documents.py",
+    Defect("B02", "of a duplicate key, the last value wins", "llama/checkpoint/documents.py",
            "        if key in out:\n", "        if False:\n"),
-    Defect("B02", "NaN is a number of JSON", "llama/checkpoint/documents.py",
+    Defect("B02", "JSON may contain NaN", "llama/checkpoint/documents.py",
            ", parse_constant=_no_constants", ""),
-    Defect("B02", "1e400 is infinity", "llama/checkpoint/documents.py", ", parse_float=_finite", ""),
-    Defect("B06", "unknown keys of params.json are passed over", "llama/checkpoint/meta.py",
+    Defect("B02", "1e400 is read as infinity", "llama/checkpoint/documents.py", ", parse_float=_finite", ""),
+    Defect("B06", "unknown keys of params.json are ignored", "llama/checkpoint/meta.py",
            "for key in params.keys() - KNOWN_PARAMS - set(VISION):", "for key in ():"),
-    Defect("B06", "unknown keys of config.json are passed over", "llama/checkpoint/huggingface.py",
+    Defect("B06", "unknown keys of config.json are ignored", "llama/checkpoint/huggingface.py",
            "if unknown := [key for key in fields.unknown() if key not in NO_EFFECT]:", "if unknown := []:"),
-    Defect("B07", "of two rope scalings one is taken", "llama/checkpoint/huggingface.py",
+    Defect("B07", "of two RoPE scalings, one is used", "llama/checkpoint/huggingface.py",
            "            if _spelled_out(theirs) != _spelled_out(old):\n", "            if False:\n"),
-    Defect("B07", "llama3's ramp may run backwards", "llama/rope_scaling.py",
+    Defect("B07", "llama3's ramp may be reversed", "llama/rope_scaling.py",
            "    if low >= high:\n", "    if False:\n"),
     Defect("B08", "use_scaled_rope has no effect", "llama/checkpoint/meta.py",
            "        if not scaled:\n            return None\n", "        if True:\n            return None\n"),
-    Defect("B08", "llama3 scaling is taken for none", "llama/checkpoint/huggingface.py",
+    Defect("B08", "llama3 scaling is ignored", "llama/checkpoint/huggingface.py",
            'return theta, None if kind == "default" else scaling', "return theta, None"),
-    Defect("B09", "every family is a LLaMA", "llama/checkpoint/huggingface.py",
+    Defect("B09", "every model family is accepted", "llama/checkpoint/huggingface.py",
            '        if kind != "llama":\n', "        if False:\n"),
-    Defect("B09", "a sliding window has no effect", "llama/checkpoint/huggingface.py",
+    Defect("B09", "a sliding window is ignored", "llama/checkpoint/huggingface.py",
            '    "sliding_window": (None,),\n', ""),
-    Defect("B12", "no word of a context beyond the trained one", "llama/cli/loading.py",
+    Defect("B12", "no warning about a context beyond the trained one", "llama/cli/loading.py",
            "    if args.max_seq_len and args.max_seq_len >", "    if False and args.max_seq_len >"),
 )  # fmt: skip
 WRITES = (
     Defect(
         "F03",
-        "a file is written in its place",
+        "a file is written in place",
         "llama/system/temporary.py",
         """    path = target if new else target.resolve()
 """,
@@ -154,7 +154,7 @@ WRITES = (
     ),
     Defect(
         "F03",
-        "what a killed process left is never removed",
+        "files left by a killed process are never removed",
         "llama/system/temporary.py",
         """        shutil.rmtree(stale, ignore_errors=True)
 """,
@@ -163,7 +163,7 @@ WRITES = (
     ),
     Defect(
         "F04",
-        "two conversions work at one target",
+        "two conversions write to one target",
         "llama/tools/convert.py",
         """        with locked(target, PREFIX):
 """,
@@ -181,35 +181,35 @@ SAMPLING: tuple[Defect, ...] = (
     ),
     Defect(
         "G03",
-        "an answer goes on beyond the context",
+        "an answer continues beyond the context",
         "llama/generate.py",
         "    room = min(params.max_new_tokens, context - len(prompt))\n",
         "    room = min(params.max_new_tokens, context - len(prompt) + 1)\n",
     ),
     Defect(
         "G05",
-        "a negative temperature turns the distribution around",
+        "a negative temperature inverts the distribution",
         "llama/sampling.py",
         '_real("temperature", self.temperature, 0.0, 1e6)',
         '_real("temperature", self.temperature, -1e6, 1e6)',
     ),
     Defect(
         "G07",
-        "a top_p above 1 is taken for none",
+        "a top_p above 1 is ignored",
         "llama/sampling.py",
         '_real("top_p", self.top_p, 0.0, 1.0)',
         '_real("top_p", self.top_p, 0.0, 2.0)',
     ),
     Defect(
         "G10",
-        "the layer where NaN begins is one too far",
+        "the error names the layer after the one where NaN begins",
         "llama/engine/nonfinite.py",
         'number, leaf = int(rest[0]), ".".join(rest[1:])',
         'number, leaf = int(rest[0]) + 1, ".".join(rest[1:])',
     ),
     Defect(
         "G10",
-        "logits that are NaN choose some token",
+        "a token is chosen from NaN logits",
         "llama/generate.py",
         "    if not -LARGEST_LOGIT < top < LARGEST_LOGIT:\n",
         "    if top >= LARGEST_LOGIT:\n",
@@ -223,28 +223,28 @@ SAMPLING: tuple[Defect, ...] = (
     ),
     Defect(
         "G18",
-        "one thread replaces the table of turns by a shorter one",
+        "a thread replaces freqs_cis by a shorter table",
         "llama/rope.py",
         "                if len(table[0]) >= len(self.table[0]):\n",
         "                if table:\n",
     ),
     Defect(
         "G18",
-        "a stream given up halfway keeps its session",
+        "an abandoned stream keeps its session locked",
         "llama/generation/session.py",
         "            self.cache, self.tokens = None, []\n        self.busy = False\n",
         "            self.cache, self.tokens = None, []\n            self.busy = False\n",
     ),
     Defect(
         "G19",
-        "a single query behind a cache sees the first key only",
+        "a single query after a cache sees only the first key",
         "llama/attention.py",
         "q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask).view(q.shape)",
         "q.view(*k.shape[:2], -1, q.shape[-1]), k, v, is_causal=True).view(q.shape)",
     ),
     Defect(
         "G21",
-        "positions beyond the table of turns take its last row",
+        "positions beyond the freqs_cis table use its last row",
         "llama/rope.py",
         "            table = self._table(min(max(end, 2 * len(table[0])), self.max_seq_len))\n",
         "            positions = positions.clamp(max=len(table[0]) - 1)\n",
@@ -253,7 +253,7 @@ SAMPLING: tuple[Defect, ...] = (
 PROCESS = (
     Defect(
         "I02",
-        "output goes nowhere when standard output is closed",
+        "output is discarded if standard output is closed",
         "llama/cli/__init__.py",
         """        return 1
     for stream in (sys.stdout, sys.stderr):
@@ -264,7 +264,7 @@ PROCESS = (
     ),
     Defect(
         "I02",
-        "an answer that can't be written is dropped",
+        "an error while writing an answer is ignored",
         "llama/cli/streams.py",
         """        error.filename = "standard output"
         raise
@@ -274,7 +274,7 @@ PROCESS = (
     ),
     Defect(
         "I05",
-        "a character that the encoding lacks ends the answer",
+        "a character that can't be encoded ends the answer",
         "llama/cli/__init__.py",
         """            stream.reconfigure(errors="backslashreplace")
 """,
@@ -283,14 +283,14 @@ PROCESS = (
     ),
     Defect(
         "I05",
-        "a character that the encoding lacks is left out",
+        "a character that can't be encoded is left out",
         "llama/cli/__init__.py",
         """stream.reconfigure(errors="backslashreplace")""",
         """stream.reconfigure(errors="ignore")""",
     ),
     Defect(
         "I11",
-        "a check is an assert, which -O takes away",
+        "a check is an assert, which -O removes",
         "llama/sampling.py",
         """    if not low <= number <= high:  # also false for NaN
         raise UsageError(f"{name} must be a number from {low:g} to {high:g}, got {value!r:.80}")
@@ -302,14 +302,14 @@ PROCESS = (
 MEMORY: tuple[Defect, ...] = (
     Defect(
         "J07",
-        "compiled steps are never taken",
+        "compiled steps are never used",
         "llama/engine/compiled.py",
         "        if h.shape[0] == 1 and mask.dim() == 2:\n",
         "        if h.shape[0] == 0 and mask.dim() == 2:\n",
     ),
     Defect(
         "J07",
-        "a compiled step reads the wrong turn",
+        "a compiled step swaps cos and sin",
         "llama/engine/compiled.py",
         "return step([h, *turns, mask, positions, *cache.buffers, *weights])",
         "return step([h, *turns[::-1], mask, positions, *cache.buffers, *weights])",
@@ -318,21 +318,21 @@ MEMORY: tuple[Defect, ...] = (
 RANKS: tuple[Defect, ...] = (
     Defect(
         "K04",
-        "ranks with other weights work together",
+        "ranks with different weights work together",
         "llama/loader.py",
         '        world.told.append(f"weights whose sample has the hash {sample_hash(checkpoint)}")\n',
         "",
     ),
     Defect(
         "K04",
-        "ranks don't compare what they have",
+        "ranks don't compare their settings",
         "llama/engine/parallel.py",
         """        if other["told"] != heard[0]["told"]:""",
         """        if other["told"] is None:""",
     ),
     Defect(
         "K04",
-        "a rank feeds itself",
+        "a rank changes the tokens it receives",
         "llama/engine/parallel.py",
         """        tokens = torch.tensor(order["tokens"], device=device)  # (B, T)""",
         """        tokens = torch.tensor(order["tokens"], device=device) + 1  # (B, T)""",
@@ -341,7 +341,7 @@ RANKS: tuple[Defect, ...] = (
 TOKENIZERS: tuple[Defect, ...] = (
     Defect(
         "E02",
-        "a malformed line of the tokenizer file is skipped, and all control ids shift",
+        "a malformed line of the tokenizer file is skipped, which shifts all control ids",
         "llama/tokenizer/tiktoken.py",
         """        if not (match and token):
             raise""",
@@ -351,21 +351,21 @@ TOKENIZERS: tuple[Defect, ...] = (
     ),
     Defect(
         "E08",
-        "half a surrogate pair becomes U+FFFD",
+        "a lone surrogate becomes U+FFFD",
         "llama/tokenizer/base.py",
         "        text.encode()\n",
         "        return text.encode(errors='surrogatepass').decode(errors='replace')\n",
     ),
     Defect(
         "E11",
-        "begin-of-text is put in front of what a template wrote",
+        "begin-of-text is added before a template's own",
         "llama/chat/template.py",
         "    ids: list[int] = []\n",
         "    ids: list[int] = tokenizer.encode('', bos=True)\n",
     ),
     Defect(
         "E12",
-        "rows of the embedding without a token are drawn",
+        "ids without a token are sampled",
         "llama/text.py",
         "            n_vocab=self.tokenizer.n_vocab,\n",
         "            n_vocab=None,\n",
@@ -381,7 +381,7 @@ CHAT: tuple[Defect, ...] = (
     ),
     Defect(
         "H05",
-        "a control string in a user's text becomes its id",
+        "a control string in a user's text becomes a control id",
         "llama/chat/template.py",
         "    ids: list[int] = []\n",
         "    marked = substituted = rendered(str)\n    ids: list[int] = []\n",

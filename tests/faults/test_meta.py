@@ -503,10 +503,12 @@ def test_what_may_not_be_read_is_named(meta: Path, attempt: Try, name: str) -> N
     mode = (meta / name).stat().st_mode
     (meta / name).chmod(0)
     try:
-        attempt("generate", *RUN, "-m", meta, bound=True).refused(str(meta), "" if name == "." else name, "Permission")
+        attempt("generate", *RUN, "-m", meta, drop_root=True).refused(
+            str(meta), "" if name == "." else name, "Permission"
+        )
     finally:
         (meta / name).chmod(mode)
-    assert attempt("generate", *RUN, "-m", meta, bound=True).survived()
+    assert attempt("generate", *RUN, "-m", meta, drop_root=True).survived()
 
 
 # ------------------------------------------------------------------------------------------------------- by mutation

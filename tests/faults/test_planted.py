@@ -1,4 +1,4 @@
-"""Every fault that used to pass in silence: its cases fail as soon as the defect is back."""
+"""The cases of a fault fail if its defect is planted in the source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COPIED = ("llama", "tests", "configs", "scripts", "checkpoints", "docs", "pyproj
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: f"{defect.row} {defect.what}")
-def test_a_planted_defect_is_caught(defect: Defect, tmp_path: Path) -> None:
+def test_a_planted_defect_makes_a_case_fail(defect: Defect, tmp_path: Path) -> None:
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -32,6 +32,6 @@ def test_a_planted_defect_is_caught(defect: Defect, tmp_path: Path) -> None:
     cases = [str(path) for path in (tmp_path / "tests").rglob("test_*.py") if f'"{defect.row}"' in path.read_text()]
     options = ["-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", "--row", defect.row]
     command = [sys.executable, "-m", "pytest", *options, *cases]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}  # or children would take the package as it is installed
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}  # else child processes would import the installed package
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 1, f"{defect.row} did not notice it:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    assert done.returncode == 1, f"no case of {defect.row} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"

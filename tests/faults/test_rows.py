@@ -1,4 +1,4 @@
-"""The list of faults is complete: every row has a case, and every silent one a defect that proves its case."""
+"""The list of faults is complete: every row has a case, and every silent row a planted defect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from .planted import DEFECTS
 from .rows import GROUPS, ROWS, SILENT
 
-MARK = re.compile(r'"([A-Z]\d\d)"')  # row("A03"), or an entry of a table of cases
+MARK = re.compile(r'"([A-Z]\d\d)"')  # row("A03"), or an entry in a table of cases
 
 
 def test_every_row_has_a_case() -> None:
@@ -23,7 +23,7 @@ def test_every_silent_row_has_a_defect() -> None:
     assert SILENT - {defect.row for defect in DEFECTS} == set()
 
 
-def test_the_place_of_every_defect_is_there_once() -> None:
+def test_every_defect_matches_its_file_exactly_once() -> None:
     root = Path(__file__).parents[2]
     for defect in DEFECTS:
         assert (root / defect.file).read_text().count(defect.old) == 1, f"{defect.row} {defect.what}"

@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH, this lets a rank end at a place that CLEARLLAMA_TEST_FAULT names: RANK PHASE HOW."""
+"""On PYTHONPATH, this ends a rank as CLEARLLAMA_TEST_FAULT specifies: RANK PHASE HOW."""
 
 import os
 
@@ -12,14 +12,14 @@ if fault and os.environ.get("RANK") == fault.split()[0]:
 
     def end(*args: object) -> None:
         if how.startswith("raise"):
-            raise MemoryError("made up")
+            raise MemoryError("simulated")
         if how == "kill":
             os.kill(os.getpid(), 9)
         os._exit(int(how))
 
     def counted(world: parallel.World, x: object, plain: object = parallel.World.sum) -> object:
         global sums
-        sums += 1  # 5 in a pass of a model of 2 layers
+        sums += 1  # 5 per forward pass of a model with 2 layers
         if sums == {"prefill": 3, "decode": 33}[phase]:
             end()
         return plain(world, x)

@@ -1,11 +1,11 @@
-"""Fuzzing of everything that reads a file or a text from outside: one file a kind of input, one law for all of them.
+"""Fuzz everything that reads untrusted files or text: one file per kind of input, the same law for all (law.py).
 
-    python -m tests.fuzz [NAME ..] --seconds 20      fuzz, two at once; exit code 1 and a saved input for each finding
-    python -m tests.fuzz NAME --repeat FILE          one input again
+    python -m tests.fuzz [NAME ..] --seconds 20      fuzz, two harnesses at once; save the input of each finding, exit 1
+    python -m tests.fuzz NAME --repeat FILE          try one input again
 
-With the extra `fuzz` (Linux) atheris guides the mutations by the code they reach; without it they are random, by a
-seed. An input that was once a finding stays in found/NAME and is tried by the default tests ever after.
+With the extra `fuzz` (Linux), atheris guides the mutations by code coverage. Without it they are random, from a seed.
+Inputs of past findings are kept in found/NAME; the default tests try them again.
 """
 
-# A new harness is a file of this folder with a class Harness, and its name here.
+# To add a harness, add a file with a class Harness to this folder, and its name here.
 NAMES = ("gguf", "config", "safetensors", "checklist", "tokenizer", "template", "prompts", "session")

@@ -1,4 +1,4 @@
-"""checklist.chk beside Meta's files: what is read of it, and that no line of it leads out of the folder."""
+"""checklist.chk of Meta's folders: parsing it, and that no line leads out of the folder."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Harness(law.Harness):
 
 
 def read(path: Path) -> None:
+    """Read a checklist. Raises Finding if a file name in it leads out of the folder."""
     sums, faults = verify.read_checklist(path)
     if not sums and not faults:
-        raise law.Finding("neither a checksum nor a fault was found")
+        raise law.Finding("read_checklist returned neither a checksum nor a fault")
     for known in sums:
         if known.file.parent != path.parent or known.file.name in ("", ".", ".."):
             raise law.Finding(f"a line leads to {known.file}")

@@ -1,7 +1,7 @@
-"""One harness in a process of its own: `python -m tests.fuzz.child NAME FOLDER --seconds S --seed N`.
+"""Run one harness in this process: `python -m tests.fuzz.child NAME FOLDER --seconds S --seed N`.
 
-FOLDER/current always holds the input that is being tried, so whatever ends this process, it is known. Exit code 0:
-nothing was found; 1: a finding, told on stderr; a signal: a crash, or a call that took too long.
+FOLDER/current contains the input being tried, so that it survives a crash. Exit code 0: no finding; 1: a finding,
+printed on stderr; a signal: a crash, or a call that took too long.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HANGS = 15  # seconds of processor time after which a call that does not come back is ended
-ADDRESSES = 3 * 2**29  # bytes beyond what is mapped at the start; what is allocated there is a MemoryError
+HANGS = 15  # seconds of processor time after which a call is killed
+ADDRESSES = 3 * 2**29  # bytes of address space beyond what is mapped at the start; more raises MemoryError
 FOUND = Path(__file__).parent / "found"
 
 
 def load(name: str, folder: Path, instrument: Any = contextlib.nullcontext) -> tuple[Any, ModuleType]:
-    """The harness of a name, ready, and the module of the law."""
+    """Import a harness and the law. Returns an instance of the harness, and the module `law`."""
     with instrument():
         law = importlib.import_module("tests.fuzz.law")
         harness = importlib.import_module(f"tests.fuzz.{name}").Harness(folder)
@@ -36,12 +36,12 @@ def load(name: str, folder: Path, instrument: Any = contextlib.nullcontext) -> t
 
 
 def found(name: str) -> list[bytes]:
-    """Inputs that were findings once."""
+    """Return the inputs of past findings."""
     return [path.read_bytes() for path in sorted((FOUND / name).glob("*"))]
 
 
 def inputs(harness: Any, name: str, seed: int) -> Iterator[bytes]:
-    """The seeds, what was found before, and random changes of these without end."""
+    """Yield the seeds, the inputs of past findings, and random mutations of these without end."""
     from .mutate import mutate
 
     known = [*harness.seeds(), *found(name)]
@@ -49,7 +49,7 @@ def inputs(harness: Any, name: str, seed: int) -> Iterator[bytes]:
     chance, pool = random.Random(seed), list(known)
     while True:
         made = mutate(chance.choice(pool), known, harness.words, chance)
-        if chance.random() < 0.02:  # changes of changes
+        if chance.random() < 0.02:  # mutations to mutate again
             if len(pool) < len(known) + 500:
                 pool.append(made)
             else:
@@ -58,7 +58,7 @@ def inputs(harness: Any, name: str, seed: int) -> Iterator[bytes]:
 
 
 def watch_for_hangs() -> Callable[[], None]:
-    """Start to count processor time; what is returned begins anew. SIGPROF tells where it is and ends the process."""
+    """Return a function that restarts the time limit. SIGPROF then prints a traceback and ends the process."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     faulthandler.register(signal.SIGPROF, chain=True)
 
@@ -69,6 +69,7 @@ def watch_for_hangs() -> Callable[[], None]:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run a harness for --seconds, or on the input of --repeat. Returns 0 if there was no finding."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("folder", type=Path)
@@ -86,12 +87,12 @@ def main(argv: Sequence[str]) -> int:
     work = args.folder / "work"
     work.mkdir()
     harness, law = load(args.name, work, instrument)
-    begin = harness.seeds() if args.repeat is None else [args.repeat.read_bytes()]
+    first = harness.seeds() if args.repeat is None else [args.repeat.read_bytes()]
     restart = watch_for_hangs()
     current = os.open(args.folder / "current", os.O_RDWR | os.O_CREAT, 0o600)
     tried = worked = 0
 
-    def one(data: bytes) -> None:
+    def try_input(data: bytes) -> None:
         nonlocal tried, worked
         tried += 1
         os.pwrite(current, data, 0)
@@ -108,18 +109,18 @@ def main(argv: Sequence[str]) -> int:
                 print("".join(traceback.format_exception(cause)[-6:]), file=sys.stderr, flush=True)
             os._exit(1)
 
-    for data in begin:  # whatever is imported late is imported now
-        one(data)
+    for data in first:  # this also completes lazy imports, before memory is limited
+        try_input(data)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if os.path.exists("/proc/self/statm") else 0
     if pages:
         limit = pages * resource.getpagesize() + ADDRESSES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     if args.repeat is None and atheris is not None:
-        _guided(atheris, one, harness, args)
+        _guided(atheris, try_input, harness, args)
     elif args.repeat is None:
         end = time.monotonic() + args.seconds
         for data in inputs(harness, args.name, args.seed):
-            one(data)
+            try_input(data)
             if time.monotonic() > end:
                 break
     print(f"{tried} inputs, {worked} of them gave a result", file=sys.stderr)
@@ -127,15 +128,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _atheris() -> Any:
-    """The library, where it is installed."""
+    """Return the library, or None if it is not installed."""
     try:
         return importlib.import_module("atheris")
     except ImportError:
         return None
 
 
-def _guided(atheris: Any, one: Callable[[bytes], None], harness: Any, args: argparse.Namespace) -> None:
-    """Run libFuzzer on the inputs; half of its mutations are ours. It leaves by os._exit, so this prints the counts."""
+def _guided(atheris: Any, try_input: Callable[[bytes], None], harness: Any, args: argparse.Namespace) -> None:
+    """Run libFuzzer; half of the mutations are those of mutate.py. It prints its statistics and exits by os._exit."""
     from .mutate import LARGEST, mutate
 
     known = [*harness.seeds(), *found(args.name)]
@@ -144,7 +145,7 @@ def _guided(atheris: Any, one: Callable[[bytes], None], harness: Any, args: argp
     for i, data in enumerate(known):
         (corpus / f"{i:04d}").write_bytes(data)
 
-    def change(data: bytes, largest: int, seed: int) -> bytes:
+    def custom_mutator(data: bytes, largest: int, seed: int) -> bytes:
         chance = random.Random(seed)
         made = mutate(data, known, harness.words, chance) if seed % 2 else atheris.Mutate(data, largest)
         return bytes(made[:largest])
@@ -156,8 +157,8 @@ def _guided(atheris: Any, one: Callable[[bytes], None], harness: Any, args: argp
     atheris.enabled_hooks.add("RegEx")
     atheris.Setup(
         [sys.argv[0], str(corpus), *(f"-{key}={value}" for key, value in options.items())],
-        one,
-        custom_mutator=change,
+        try_input,
+        custom_mutator=custom_mutator,
     )
     atheris.Fuzz()
 

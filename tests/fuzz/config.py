@@ -1,4 +1,4 @@
-"""params.json and config.json, and the documents beside it, to a ModelConfig, the RoPE scaling and the tokenizer."""
+"""params.json, config.json and the documents next to it: up to ModelConfig, RoPE scaling and tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llama.rope_scaling import PARAMETERS, SCALINGS
 from ..scripts import make_tiny
 from . import law
 
-# the first byte of an input -> (folder, document)
+# first byte of an input -> (folder, document)
 DOCUMENTS = {
     b"p": ("meta", "params.json"), b"c": ("hf", "config.json"), b"g": ("hf", "generation_config.json"),
     b"t": ("hf", "tokenizer_config.json"), b"j": ("hf", "chat_template.jinja"),
@@ -42,8 +42,8 @@ class Harness(law.Harness):
         super().__init__(folder)
         for format in ("meta", "hf"):
             make_tiny.make(folder / format, "llama-3-8b", format=format)
-        self.valid = {name: (folder / place / name).read_bytes() for place, name in DOCUMENTS.values()
-                      if (folder / place / name).exists()}  # fmt: skip
+        self.valid = {name: (folder / kind / name).read_bytes() for kind, name in DOCUMENTS.values()
+                      if (folder / kind / name).exists()}  # fmt: skip
 
     def seeds(self) -> Iterable[bytes]:
         config = json.loads(self.valid["config.json"])
@@ -55,15 +55,12 @@ class Harness(law.Harness):
         yield b'g{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [5, 7], "bos_token_id": 4}'
         yield b't{"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|end_of_text|>"}, "add_bos_token": true}'
         yield b't{"chat_template": [{"name": "default", "template": "{{ messages }}"}]}'
-
         yield b"j{{ messages }} \xc3\xa9"
 
     def calls(self, data: bytes) -> Iterator[law.Call]:
-        place, name = DOCUMENTS.get(data[:1], DOCUMENTS[b"c"])
-        folder = self.folder / place
-        path = folder / name
-        path.unlink(missing_ok=True)
-        path.write_bytes(data[1:])
+        kind, name = DOCUMENTS.get(data[:1], DOCUMENTS[b"c"])
+        folder = self.folder / kind
+        path = self.put(f"{kind}/{name}", data[1:])
         yield partial(read, folder)
         if name == "config.json":
             yield partial(huggingface.ConfigFile, path)
@@ -76,7 +73,7 @@ class Harness(law.Harness):
 
 
 def read(folder: Path) -> None:
-    """A checkpoint up to its RoPE and its tokenizer; the model itself is not built."""
+    """Open a checkpoint, its RoPE and its tokenizer; the model is not built."""
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
     if config.head_dim <= 256 and config.max_seq_len <= 2**17:
@@ -84,4 +81,4 @@ def read(folder: Path) -> None:
     law.inspect(checkpoint)
     tokenizer = checkpoint.tokenizer()
     if not all(0 <= id < tokenizer.n_vocab for id in tokenizer.stop_ids):
-        raise law.Finding(f"ids that stop: {tokenizer.stop_ids}")
+        raise law.Finding(f"a stop id is outside the vocabulary: {tokenizer.stop_ids}")

@@ -1,4 +1,4 @@
-"""GGUF files: the header to a ModelConfig and the RoPE scaling, then every tensor read."""
+"""GGUF files: the header up to ModelConfig and RoPE scaling, then every tensor."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Harness(law.Harness):
 
 
 def read(path: Path) -> None:
-    """Everything but the model itself."""
+    """Read everything that a checkpoint contains; the model is not built."""
     checkpoint = open_checkpoint(path)
     law.inspect(checkpoint)
     for name in checkpoint.shapes:
         checkpoint.stored(name)
         if checkpoint.tensor(name).shape != checkpoint.shapes[name]:
-            raise law.Finding(f"{name} has another shape than was said")
+            raise law.Finding(f"{name}: the shape differs from the one in the header")
         checkpoint.blocks(name)
         checkpoint.release(name)

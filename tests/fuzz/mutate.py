@@ -1,6 +1,6 @@
-"""Inputs made out of inputs: bits, bytes and integers, words of the format, numbers in text, nodes of a JSON document.
+"""Mutate inputs: bits, bytes and integers, words of the format, numbers in text, nodes of a JSON document.
 
-A pure function of its arguments and of the random generator that is passed in.
+The result depends only on the arguments and on the random generator passed in.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORDS = (
 
 
 def mutate(data: bytes, others: Sequence[bytes], words: Sequence[bytes], chance: random.Random) -> bytes:
-    """A changed input; others: whole inputs to take pieces from, words: what the format is made of."""
+    """Return a mutated input. others: inputs to copy pieces from; words: byte strings of the format to insert."""
     for _ in range(chance.choice((1, 1, 1, 2, 3, 6))):
         way = chance.randrange(12)
         if way < 3:
@@ -54,7 +54,7 @@ def mutate(data: bytes, others: Sequence[bytes], words: Sequence[bytes], chance:
 
 
 def _range(data: bytes, chance: random.Random) -> tuple[int, int]:
-    """A short range, rarely a long one."""
+    """Draw a range, usually a short one."""
     start = chance.randrange(len(data) + 1)
     return start, min(len(data), start + chance.choice((1, 1, 2, 4, 8, 30, len(data))))
 
@@ -79,13 +79,13 @@ def _insert(data: bytes, word: bytes, chance: random.Random) -> bytes:
 
 
 def _integer(data: bytes, chance: random.Random) -> bytes:
-    """A little-endian integer somewhere, replaced by one that is not expected."""
+    """Replace a little-endian integer at a random position by an unusual one."""
     width = chance.choice((1, 2, 4, 8))
     if len(data) < width:
         return data
     at = chance.randrange(len(data) - width + 1)
-    there = int.from_bytes(data[at : at + width], "little")
-    value = chance.choice((*INTEGERS, there - 1, there + 1, len(data), chance.randrange(40)))
+    old = int.from_bytes(data[at : at + width], "little")
+    value = chance.choice((*INTEGERS, old - 1, old + 1, len(data), chance.randrange(40)))
     return data[:at] + (value % (1 << 8 * width)).to_bytes(width, "little") + data[at + width :]
 
 
@@ -109,7 +109,7 @@ def _splice(data: bytes, other: bytes, chance: random.Random) -> bytes:
 
 
 def _json_node(data: bytes, chance: random.Random) -> bytes:
-    """A node of the first JSON document in the input, changed; as latin-1, so that any bytes around it survive."""
+    """Change a node of the first JSON document in the input. latin-1 preserves all bytes around it."""
     text = data.decode("latin-1")
     start = min((at for at in (text.find("{"), text.find("[")) if at >= 0), default=-1)
     try:
@@ -117,7 +117,7 @@ def _json_node(data: bytes, chance: random.Random) -> bytes:
         changed = _changed(document, document, chance)
         written = json.dumps(changed, ensure_ascii=chance.random() < 0.5)
         return data[: max(start, 0)] + written.encode("latin-1") + data[end:]
-    except (ValueError, RecursionError):  # no document, or one that latin-1 can't write
+    except (ValueError, RecursionError):  # no document, or one that latin-1 can't encode
         return data
 
 
@@ -146,7 +146,7 @@ def _changed(node: Any, root: Any, chance: random.Random) -> Any:
 
 
 def _somewhere(node: Any, chance: random.Random) -> Any:
-    """Some part of a document."""
+    """Return a random part of a document."""
     while isinstance(node, dict | list) and node and chance.random() < 0.7:
         node = chance.choice(list(node.values()) if isinstance(node, dict) else node)
     return node

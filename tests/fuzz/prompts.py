@@ -1,4 +1,4 @@
-"""The JSON lines of `generate --prompts`, up to ids, and what an interrupted run left in --output."""
+"""The JSON lines of `generate --prompts`, up to token ids, and the --output file of an interrupted run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LINES = (
 
 
 class Harness(law.Harness):
-    """The first byte says what the rest is: p lines of prompts, o a file of answers to fixed lines."""
+    """The first byte names the rest: p lines of prompts, o an output file for fixed prompts."""
 
     words = tuple(b'"%s"' % key.encode() for key in (*batch.KEYS, "text", "error", "role", "content", "tool_calls"))
 
     def __init__(self, folder: Path):
         super().__init__(folder)
         tokenizer = from_metadata(tiny.byte_vocabulary(), "tiny")
-        # What encode_item asks of a model
+        # the attributes that encode_item uses
         self.llm: Any = SimpleNamespace(tokenizer=tokenizer, chat_template=tiny.CHATML, chat_format=None)
         self.lines = [json.dumps(line).encode() for line in LINES]
 
@@ -42,14 +42,14 @@ class Harness(law.Harness):
             yield b"p" + line
         answers = [{"id": i + 1, **{k: line[k] for k in ("id", "prompt", "messages") if k in line}, "text": "é\n"}
                    for i, line in enumerate(LINES)]  # fmt: skip
-        whole = b"".join(map(batch.encode, answers))
-        yield b"o" + whole
-        yield b"o" + whole[:-9]
+        complete = b"".join(map(batch.encode, answers))
+        yield b"o" + complete
+        yield b"o" + complete[:-9]
 
     def calls(self, data: bytes) -> Iterator[law.Call]:
         if data[:1] == b"o":
             path = self.put("answers.jsonl", data[1:])
-            output = batch.Output(str(path))  # opens the file for writing, as it was asked to
+            output = batch.Output(str(path))  # opens the file for writing, so it is created outside the call
             try:
                 yield partial(resume, output, self.lines, path, data[1:])
             finally:
@@ -73,16 +73,16 @@ class Harness(law.Harness):
                     batch.encode(batch.failed(item, error))
                     continue
                 if not all(0 <= id < self.llm.tokenizer.n_vocab for id in ids):
-                    raise law.Finding(f"ids {ids[:20]}")
+                    raise law.Finding(f"an id is outside the vocabulary: {ids[:20]}")
 
 
 def resume(output: batch.Output, lines: list[bytes], path: Path, before: bytes) -> None:
-    """What is not understood stays as it is; a last line that was cut may go, and nothing else."""
+    """Resume. Raises Finding if more than an incomplete last line was removed, or a refused file was changed."""
     try:
         output.resume(lines, "prompts.jsonl")
     except LlamaError:
         if path.read_bytes() != before:
-            raise law.Finding("an output that was refused was changed") from None
+            raise law.Finding("a refused output file was changed") from None
         raise
     if path.read_bytes() != before[: before.rfind(b"\n") + 1]:
-        raise law.Finding("more than a last line that was cut is gone")
+        raise law.Finding("more than the incomplete last line was removed")

@@ -1,4 +1,4 @@
-"""safetensors files, their headers with the right length in front, and model.safetensors.index.json."""
+"""safetensors files, their headers with a valid length prefix, and model.safetensors.index.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 class Harness(law.Harness):
-    """The first byte says what the rest is: f a whole file, h the header of a file of some bytes, i an index."""
+    """The first byte names the rest: f a complete file, h the header for a fixed file, i an index."""
 
     words = (
         b'"dtype"', b'"shape"', b'"data_offsets"', b'"F32"', b'"BF16"', b'"F16"', b'"I64"', b'"F8_E4M3"', b'"BOOL"',
@@ -38,17 +38,17 @@ class Harness(law.Harness):
         }  # fmt: skip
         names = their_names()
         state = {names[name]: tensor.bfloat16() for name, tensor in tiny.weights(CONFIG).items()}
-        self.whole, self.indexed = folder / "whole", folder / "indexed"
-        for place in (self.whole, self.indexed):
-            place.mkdir()
-            (place / "config.json").write_text(json.dumps(config))
+        self.single, self.indexed = folder / "single", folder / "indexed"
+        for checkpoint in (self.single, self.indexed):
+            checkpoint.mkdir()
+            (checkpoint / "config.json").write_text(json.dumps(config))
         self.file = st.save(state)
         half = len(state) // 2
         items = list(state.items())
-        self.places: dict[str, str] = {}
+        self.weight_map: dict[str, str] = {}
         for shard, part in zip(SHARDS, (items[:half], items[half:]), strict=True):
             st.save_file(dict(part), self.indexed / shard)
-            self.places |= {name: shard for name, _ in part}
+            self.weight_map |= {name: shard for name, _ in part}
         (folder / "outside.safetensors").write_bytes(self.file)
 
     def seeds(self) -> Iterable[bytes]:
@@ -57,7 +57,7 @@ class Harness(law.Harness):
         yield b"f" + st.save({"a": tiny.weights(CONFIG)["norm.weight"]}, {"format": "pt"})
         yield b"h" + self.file[8 : 8 + length]
         yield b'h{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"a":"b"}}'
-        yield b"i" + json.dumps({"metadata": {"total_size": 8}, "weight_map": self.places}).encode()
+        yield b"i" + json.dumps({"metadata": {"total_size": 8}, "weight_map": self.weight_map}).encode()
 
     def calls(self, data: bytes) -> Iterator[law.Call]:
         kind, rest = data[:1], data[1:]
@@ -65,17 +65,17 @@ class Harness(law.Harness):
             folder = self.indexed
             self.put(f"indexed/{INDEX}", rest)
         else:
-            folder = self.whole
+            folder = self.single
             if kind == b"h":
                 length = int.from_bytes(self.file[:8], "little")
                 rest = len(rest).to_bytes(8, "little") + rest + self.file[8 + length :]
-            self.put("whole/model.safetensors", rest)
+            self.put("single/model.safetensors", rest)
         yield partial(read, folder)
         yield partial(list, verify.verify(folder))
 
 
 def their_names() -> dict[str, str]:
-    """The model's names -> Hugging Face's."""
+    """Return the model's tensor names -> Hugging Face's."""
     from llama.checkpoint.base import their_name
     from llama.checkpoint.huggingface import LAYERS, NAMES
 
@@ -83,10 +83,10 @@ def their_names() -> dict[str, str]:
 
 
 def read(folder: Path) -> None:
-    """All tensors of a checkpoint that opens."""
+    """Open a checkpoint and read all its tensors."""
     checkpoint = open_checkpoint(folder)
     law.inspect(checkpoint)
     for name in checkpoint.shapes:
         checkpoint.stored(name)
         if tuple(checkpoint.tensor(name).shape) != checkpoint.shapes[name]:
-            raise law.Finding(f"{name} has another shape than was said")
+            raise law.Finding(f"{name}: the shape differs from the one in the header")

@@ -1,4 +1,4 @@
-"""A harness with a defect on purpose, to test the fuzzer with: what begins with BAD is a finding. Not in NAMES."""
+"""A harness with a deliberate defect, to test the fuzzer: input that begins with BAD is a finding. Not in NAMES."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class Harness(law.Harness):
 
 def read(data: bytes) -> None:
     if not data.startswith(b"B"):
-        raise UsageError("it must begin with B")
+        raise UsageError("the input must begin with B")
     if data.startswith(b"BAD"):
         raise KeyError("the defect")

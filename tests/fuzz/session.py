@@ -1,4 +1,4 @@
-"""Session files: their header and metadata, and what a model takes up of them."""
+"""Session files: their header, their metadata, and loading one into a model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from . import law
 
 
 class Harness(law.Harness):
-    """The first byte says what the rest is: f a whole file, h the header in front of the right tensors, a what it says
-    of itself.
-    """
+    """The first byte names the rest: f a complete file, h a header for valid tensors, a the metadata entry `about`."""
 
     words = (
         b'"__metadata__"', b'"clearllama_session"', b'"about"', b'"settings"', b'"messages"', b'"sha256"', b'"tokens"',
@@ -27,12 +25,12 @@ class Harness(law.Harness):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.model = tiny.model(ModelConfig(16, 1, 1, 1, 8, 16, 16, max_seq_len=16))
-        kept = session.Session()
-        cache = kept.reuse(self.model, [1, 2, 3])
+        saved = session.Session()
+        cache = saved.reuse(self.model, [1, 2, 3])
         self.model(tiny.random_tokens(3, self.model.config), cache=cache)
-        kept.tokens, kept.busy = [1, 2, 3], False
-        kept.messages = [{"role": "user", "content": "Hi"}]
-        kept.save(folder / "seed.session", self.model)
+        saved.tokens, saved.busy = [1, 2, 3], False
+        saved.messages = [{"role": "user", "content": "Hi"}]
+        saved.save(folder / "seed.session", self.model)
         self.valid = (folder / "seed.session").read_bytes()
         (folder / "seed.session").unlink()
         length = int.from_bytes(self.valid[:8], "little")

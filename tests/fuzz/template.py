@@ -1,4 +1,4 @@
-"""Chat templates with fixed messages, and messages with fixed templates and in the built-in formats."""
+"""Chat templates with fixed messages, and messages with a fixed template and the built-in formats."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEMPLATES = (
 
 
 class Harness(law.Harness):
-    """The first byte says what the rest is: t a template, m messages as JSON."""
+    """The first byte names the rest: t a template, m messages as JSON."""
 
     words = tuple(
         word.encode()
@@ -52,7 +52,7 @@ class Harness(law.Harness):
                      '"role"', '"content"', '"tool_calls"', '"arguments"', '"user"', '"assistant"', '"tool"',
                      '"ipython"', '"system"', '"continues"', "<|im_start|>", "<|im_end|>")
     )  # fmt: skip
-    seconds = 6.0  # a template is rendered twice, and each time stopped after two
+    seconds = 6.0  # a template is rendered twice, and each rendering is stopped after two seconds
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -85,13 +85,13 @@ class Harness(law.Harness):
 def only_the_template_controls(
     tokenizer: Tokenizer, template: str | None, messages: Sequence[Any], format: str
 ) -> None:
-    """The control ids are those of the same roles with other words in their mouths."""
+    """Raise Finding if the control ids depend on the text of the messages."""
     ids = encode_chat(tokenizer, template, messages, format=format, now=NOW)
     if any(not isinstance(message.get("content"), str) or message.get("tool_calls") for message in messages):
         return
     plain = [{**message, "content": "x"} for message in messages]
     control = set(tokenizer.control.values())
-    found, expected = ([id for id in some if id in control] for some in (ids, encode_chat(
-        tokenizer, template, plain, format=format, now=NOW)))  # fmt: skip
+    plain_ids = encode_chat(tokenizer, template, plain, format=format, now=NOW)
+    found, expected = ([id for id in encoded if id in control] for encoded in (ids, plain_ids))
     if found != expected:
-        raise law.Finding(f"{format}: the control ids are {found[:20]}, with other words {expected[:20]}")
+        raise law.Finding(f"{format}: the control ids are {found[:20]}, with other texts {expected[:20]}")

@@ -1,4 +1,4 @@
-"""Every harness for a moment, every input that was once a finding, and proof that the fuzzer finds what is there."""
+"""Run every harness briefly, repeat past findings, and prove that the fuzzer finds planted defects."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from llama import errors
 from . import NAMES, child, law
 from .mutate import LARGEST, mutate
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # scales that are NaN
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from NaN scales
 
-SECONDS = 0.4  # of processor time for each harness; `python -m tests.fuzz` takes as many as it is given
+SECONDS = 0.4  # processor time per harness; `python -m tests.fuzz` runs longer
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,9 +39,10 @@ def harness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def load(name: str, tmp_path_factory: pytest.TempPathFactory) -> law.Harness:
+    """Return a harness that has processed its seeds once."""
     loaded: law.Harness = importlib.import_module(f"tests.fuzz.{name}").Harness(tmp_path_factory.mktemp(name))
     for seed in loaded.seeds():
-        for call in loaded.calls(seed):  # what is imported late is imported now
+        for call in loaded.calls(seed):  # completes lazy imports before the measurements
             with contextlib.suppress(errors.LlamaError):
                 call()
     return loaded
@@ -59,12 +60,12 @@ def test_the_seeds_give_a_result(harness: law.Harness) -> None:
         assert law.check(harness, seed), seed[:200]
 
 
-def test_what_was_found_once_keeps_the_law(harness: law.Harness) -> None:
+def test_past_findings_keep_the_law(harness: law.Harness) -> None:
     for data in child.found(name_of(harness)):
         law.check(harness, data)
 
 
-def test_random_changes_keep_the_law(harness: law.Harness, record_property: Callable[[str, object], None]) -> None:
+def test_random_mutations_keep_the_law(harness: law.Harness, record_property: Callable[[str, object], None]) -> None:
     end, tried = time.process_time() + SECONDS, 0
     for data in child.inputs(harness, name_of(harness), seed=0):
         try:
@@ -78,12 +79,12 @@ def test_random_changes_keep_the_law(harness: law.Harness, record_property: Call
     assert tried > len(list(harness.seeds()))
 
 
-def test_found_inputs_belong_to_harnesses() -> None:
+def test_every_saved_input_belongs_to_a_harness() -> None:
     assert {path.name for path in child.FOUND.iterdir()} <= set(NAMES)
     assert sum(path.stat().st_size for path in child.FOUND.glob("*/*")) < 200_000
 
 
-# ----------------------------------------------------------------------------- a defect in the library, and it is found
+# ---------------------------------------------------------------------------------------------------- planted defects
 def unchecked(name: str) -> Callable[..., Any]:
     return lambda raw, where="": json.loads(raw if isinstance(raw, bytes) else raw.read_bytes())
 
@@ -108,13 +109,13 @@ def _forward(reader: Any, count: int) -> int:
     return int(reader.at - count)
 
 
-def test_every_harness_has_a_defect_to_find() -> None:
+def test_every_harness_has_a_planted_defect() -> None:
     assert set(DEFECTS) == set(NAMES)
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_check_that_is_taken_away_is_a_finding(
+def test_a_removed_check_becomes_a_finding(
     name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = load(name, tmp_path_factory)
@@ -124,9 +125,9 @@ def test_a_check_that_is_taken_away_is_a_finding(
         deque((law.check(harness, data) for data in inputs), maxlen=0)
 
 
-# --------------------------------------------------------------------------------------------------- the law by itself
+# ------------------------------------------------------------------------------------------------------------- the law
 class Panic(BaseException):
-    """As the PanicException of Rust libraries."""
+    """Stands for the PanicException of Rust libraries."""
 
 
 class TwoLines(errors.LlamaError):
@@ -175,16 +176,16 @@ def network() -> None:
         (network, "socket."),
     ],
 )
-def test_what_the_law_forbids(call: law.Call, words: str) -> None:
+def test_the_law_forbids(call: law.Call, words: str) -> None:
     with pytest.raises(law.Finding, match=words):
-        law.keep(call, (), 0.5, 50 * 2**20)
+        law.check_call(call, (), 0.5, 50 * 2**20)
 
 
-def test_what_the_law_allows(tmp_path: Path) -> None:
+def test_the_law_allows_results_errors_and_reads_of_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "input").write_bytes(b"x")
-    assert law.keep(lambda: (tmp_path / "input").read_bytes(), (str(tmp_path),), 1, 2**26)
-    assert not law.keep(fails(errors.UsageError("one line")), (), 1, 2**26)
-    (tmp_path / "output").write_text("not watched any more")
+    assert law.check_call(lambda: (tmp_path / "input").read_bytes(), (str(tmp_path),), 1, 2**26)
+    assert not law.check_call(fails(errors.UsageError("one line")), (), 1, 2**26)
+    (tmp_path / "output").write_text("the audit hook is off after a call")
 
 
 def test_the_text_of_every_error_is_printable() -> None:
@@ -194,16 +195,16 @@ def test_the_text_of_every_error_is_printable() -> None:
 
 
 # -------------------------------------------------------------------------------------------- the mutator, the runner
-def test_changes_are_the_same_for_a_seed() -> None:
+def test_mutations_are_reproducible_by_seed() -> None:
     seeds = [b'{"a": [1, 2, {"b": "c"}]}', b"\x00\x01\x02\x03" * 9, b""]
 
-    def some(seed: int) -> list[bytes]:
+    def mutated(seed: int) -> list[bytes]:
         chance = random.Random(seed)
         return [mutate(data, seeds, [b"word"], chance) for data in seeds * 100]
 
-    assert some(1) == some(1) != some(2)
-    assert len(set(some(1))) > 200
-    assert max(map(len, some(1))) <= LARGEST
+    assert mutated(1) == mutated(1) != mutated(2)
+    assert len(set(mutated(1))) > 200
+    assert max(map(len, mutated(1))) <= LARGEST
 
 
 def fuzz(*args: object) -> subprocess.CompletedProcess[str]:
@@ -212,7 +213,7 @@ def fuzz(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "way",
+    "option",
     [
         "--plain",
         pytest.param(
@@ -221,16 +222,16 @@ def fuzz(*args: object) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_the_runner_saves_what_it_finds_and_says_how_to_repeat_it(way: str, tmp_path: Path) -> None:
-    done = fuzz("selftest", "--seconds=60", "--found", tmp_path, way)
+def test_the_runner_saves_a_finding_and_prints_how_to_repeat_it(option: str, tmp_path: Path) -> None:
+    done = fuzz("selftest", "--seconds=60", "--found", tmp_path, option)
     assert done.returncode == 1, done.stdout + done.stderr
     (saved,) = (tmp_path / "selftest").iterdir()
     assert saved.read_bytes().startswith(b"BAD")
     assert "KeyError" in done.stdout
-    again = done.stdout.split("again: ")[1].strip()
-    assert shlex.split(again) == ["python", "-m", "tests.fuzz", "selftest", "--repeat", str(saved)]
-    assert fuzz(*shlex.split(again)[3:]).returncode == 1
-    (tmp_path / "fine").write_bytes(b"B, and all is well")
+    repeat = shlex.split(done.stdout.split("repeat: ")[1].strip())
+    assert repeat == ["python", "-m", "tests.fuzz", "selftest", "--repeat", str(saved)]
+    assert fuzz(*repeat[3:]).returncode == 1
+    (tmp_path / "fine").write_bytes(b"B is valid")
     done = fuzz("selftest", "--repeat", tmp_path / "fine")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("ok    selftest     1 inputs")

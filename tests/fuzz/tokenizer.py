@@ -1,4 +1,4 @@
-"""Tokenizer files of all four kinds, told apart by what they hold, then texts encoded and decoded with them."""
+"""Tokenizer files of all four kinds, detected by content; then encode and decode texts with them."""
 
 from __future__ import annotations
 
@@ -54,29 +54,30 @@ class Harness(law.Harness):
 
 
 def use_file(path: Path) -> None:
+    """Open a tokenizer file and use the tokenizer."""
     use(open_tokenizer(path))
 
 
 def use(tokenizer: Tokenizer) -> None:
-    """Texts to ids and back. No text may become a control id, whatever the vocabulary."""
+    """Encode and decode texts. Raises Finding if a text becomes a control id or an id is out of range."""
     control = set(tokenizer.control.values())
     for text in (*TEXTS, *list(tokenizer.control)[:20]):
         ids = tokenizer.encode(text)
         if not control.isdisjoint(ids):
             raise law.Finding(f"the text {text!r:.40} became a control id")
         if not all(0 <= id < tokenizer.n_vocab for id in ids):
-            raise law.Finding(f"the text {text!r:.40} became an id beyond the vocabulary")
+            raise law.Finding(f"the text {text!r:.40} became an id outside the vocabulary")
         tokenizer.decode(ids)
     for id in range(min(tokenizer.n_vocab, 1000)):
         tokenizer.token_bytes(id)
     tokenizer.decode(range(min(tokenizer.n_vocab, 1000)))
     for id in (tokenizer.bos_id, tokenizer.eos_id, *tokenizer.stop_ids):
         if id is not None and not 0 <= id < tokenizer.n_vocab:
-            raise law.Finding(f"the id {id} is beyond the vocabulary")
+            raise law.Finding(f"the id {id} is outside the vocabulary")
 
 
 def tokenizer_json() -> bytes:
-    """Byte-level BPE with a word pattern, control tokens and a template, as Llama 3 has it."""
+    """Return a byte-level BPE file with a word pattern, control tokens and a template, like Llama 3's."""
     metadata = tiny.byte_vocabulary()
     tokens = metadata["tokenizer.ggml.tokens"]
     added = [{"id": id, "content": tokens[id], **SPECIAL} for id in range(3)]
@@ -102,7 +103,7 @@ def tokenizer_json() -> bytes:
 
 
 def unigram_json() -> bytes:
-    """A Unigram model with byte fallback and a normalizer, as converters write SentencePiece's."""
+    """Return a Unigram file with byte fallback and a normalizer, as converted from SentencePiece."""
     vocab = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0], *([f"<0x{i:02X}>", 0.0] for i in range(256))]
     vocab += [[piece, -float(i)] for i, piece in enumerate(("▁the", "▁", "e", "t", "h", "▁dog"))]
     space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -119,7 +120,7 @@ def unigram_json() -> bytes:
 
 
 def pieces() -> dict[str, Any]:
-    """GGUF metadata of a SentencePiece vocabulary."""
+    """Return GGUF metadata of a SentencePiece vocabulary."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "t", "h", "e", "th", "the", "▁the"]
     return {
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
@@ -130,7 +131,7 @@ def pieces() -> dict[str, Any]:
 
 
 def vocabulary(path: Path, metadata: dict[str, Any]) -> bytes:
-    """A GGUF file of nothing but a vocabulary."""
+    """Return a GGUF file that contains only a vocabulary."""
     writer = GGUFWriter(str(path), "llama")
     for key, value in metadata.items():
         if isinstance(value, str):

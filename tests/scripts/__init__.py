@@ -1,4 +1,4 @@
-"""The scripts of the repository as modules, for tests that stand on them."""
+"""Import the repository's scripts as modules, for the tests."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The check of a GPU, run without one: every part runs, a broken one stops no other, and limits are judged right."""
+"""scripts/gpu_check.py without a GPU: every part runs, a failing part does not stop the others, limits work."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ CPU = gpu_check.Run(torch.device("cpu"), True, False)
 
 
 @pytest.fixture(autouse=True)
-def as_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its interpreter takes minutes for what is tested elsewhere."""
+def _without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes minutes, and other tests cover the kernels."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 def check(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
     out = tmp_path / "out.json"
     code = gpu_check.main(["--device", "cpu", "--tiny", "--inline", "--out", str(out), *args])
-    return code, json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return code, json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-@pytest.mark.slow  # some of the parts are run below
+@pytest.mark.slow  # other tests run some of the parts
 def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = check(tmp_path)
     assert code == 0
@@ -45,21 +45,21 @@ def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert sum(f"rope {form}:" in what for what in judged) == 2
     assert any("transformers" in what for what in judged)
     assert any("temperature" in what for what in judged)
-    assert not any("share" in what or "times" in what for what in judged)  # a speed here says nothing
+    assert not any("share" in what or "times" in what for what in judged)  # speeds have no limit on a CPU
     assert report["machine"]["torch"] == torch.__version__
     assert "0 failed" in capsys.readouterr().out
 
 
-def test_a_part_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_part_runs_in_a_process_of_its_own_until_its_time_limit(tmp_path: Path) -> None:
     found = gpu_check.in_a_process("ceilings", CPU, 60)
     assert found["error"] is None
     assert found["bandwidth"] > 1e6
     assert found["matmul"] > 1e6
     late = gpu_check.in_a_process("ceilings", CPU, 0.01)
-    assert late["error"].startswith("not done after")
+    assert late["error"].startswith("not finished after")
 
 
-def test_a_broken_part_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_part_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(run: gpu_check.Run) -> list[gpu_check.Row]:
         raise RuntimeError("the device\nfell off")
 
@@ -72,38 +72,38 @@ def test_a_broken_part_stops_no_other(tmp_path: Path, monkeypatch: pytest.Monkey
     assert report["parts"][-1]["rows"][0]["what"].startswith("1B")
 
 
-def test_what_there_is_no_time_for_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_without_time_left_are_reported_as_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = check(tmp_path, "--minutes", "-1")
     assert code == 0
     assert all("skipped" in part["rows"][0]["what"] for part in report["parts"])
     assert capsys.readouterr().out.count("skipped") == len(gpu_check.PARTS)
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         gpu_check.main([])
     assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_limits() -> None:
+def test_limits_decide_whether_a_result_passes() -> None:
     assert gpu_check.at_least("", 0.85, 0.85).passed
     assert not gpu_check.at_least("", 0.84, 0.85).passed
     assert not gpu_check.at_least("", math.nan, 0.85).passed
     assert gpu_check.at_most("", 0.01, 0.02).passed
     assert not gpu_check.at_most("", math.nan, 0.02).passed
     assert not gpu_check.holds("", False).passed
-    there = gpu_check.Run(torch.device("cuda"), False, False)
-    assert there.judge(gpu_check.at_least("", 0.1, 0.85)).passed is False
+    on_gpu = gpu_check.Run(torch.device("cuda"), False, False)
+    assert on_gpu.judge(gpu_check.at_least("", 0.1, 0.85)).passed is False
     assert CPU.judge(gpu_check.at_least("", 0.1, 0.85)).passed is None
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_operations_of_a_prompt_are_those_that_torch_counts(tied: bool) -> None:
+def test_the_operations_of_a_prompt_equal_those_that_torch_counts(tied: bool) -> None:
     config = ModelConfig(32, 2, 4, 2, 8, 48, 64, tie_embeddings=tied)
     model = gpu_check.random_model(CPU, config, torch.float32)
     for block in model.layers:
-        block.attention.attend = reference  # written out, since a fused kernel is not counted
+        block.attention.attend = reference  # the counter does not see fused kernels
     with FlopCounterMode(display=False) as counter:
         model.output(model.hidden(tiny.random_tokens(20, config))[:, -1])
     assert counter.get_total_flops() == gpu_check.linear_flops(config, 20) + gpu_check.score_flops(config, 20)
@@ -111,7 +111,7 @@ def test_the_operations_of_a_prompt_are_those_that_torch_counts(tied: bool) -> N
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
-def test_random_models_are_whole_and_of_one_size(scheme: str | None, tied: bool) -> None:
+def test_random_models_are_reproducible_and_their_weights_have_the_right_spread(scheme: str | None, tied: bool) -> None:
     config = ModelConfig(64, 2, 4, 2, 16, 96, 128, tie_embeddings=tied)
     model = gpu_check.random_model(CPU, config, torch.float32, scheme)
     logits = model(tiny.random_tokens(9, config))
