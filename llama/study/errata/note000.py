@@ -15,21 +15,24 @@ from ...config import ModelConfig
 from ...model import Attention
 from ...rope_scaling import inverse_frequencies
 from ..encodings import Encoding, Rotary, attend, scores
-from ..measures import sinusoids, turn
+from ..measures import turn
 from ..report import Check, above, below, equal, holds
 from .base import (
     Array,
     Erratum,
     Number,
     Quiz,
+    Table,
     fit_residual,
     frequencies,
+    library_rotation,
+    library_table,
     name_of,
     outcome,
+    rotated,
     rotation,
     sinusoid_table,
     softmax,
-    turned,
     worst,
 )
 
@@ -40,7 +43,7 @@ def _random(seed: int, *shapes: tuple[int, ...]) -> list[Array]:
 
 
 def _weights(seed: int, *shapes: tuple[int, ...]) -> list[Array]:
-    """Random matrices that keep the size of what they multiply."""
+    """Random matrices, scaled so that a product has the size of its input."""
     return [array / array.shape[-1] ** 0.5 for array in _random(seed, *shapes)]
 
 
@@ -49,9 +52,6 @@ def _tensors(arrays: Sequence[Array]) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------------- E01
-Table = Callable[[int, int], Array]  # (positions, width) -> (positions, width)
-
-
 def _e01_printed(count: int, dim: int) -> Array:
     table = np.empty((count, dim))
     for i in range(count):
@@ -61,14 +61,10 @@ def _e01_printed(count: int, dim: int) -> Array:
     return table
 
 
-def _e01_right(count: int, dim: int) -> Array:
-    return sinusoids(torch.arange(count), dim).numpy()
-
-
 def _e01(wrong: Table, right: Table) -> Sequence[Check]:
     printed, table = wrong(256, 64), right(256, 64)
     return (
-        equal("E01", "distinct sine columns out of 32, as printed", _different(printed[:, 0::2].T), 1),
+        equal("E01", "distinct sine columns out of 32, as printed", _distinct(printed[:, 0::2].T), 1),
         equal("E01", "spread of rows 100 to 255, as printed", float(np.ptp(printed[100:], 0).max()), 3.16e-11, 1e-13),
         equal("E01", "residual of the best linear map i to i + 1, as printed", fit_residual(printed, 1), 0.680, 1e-3),
         below("E01", "residual of the best linear map i to i + 1, right form", fit_residual(table, 1), 1e-11),
@@ -76,7 +72,7 @@ def _e01(wrong: Table, right: Table) -> Sequence[Check]:
     )
 
 
-def _different(rows: Array) -> int:
+def _distinct(rows: Array) -> int:
     return len(np.unique(rows, axis=0))
 
 
@@ -90,7 +86,7 @@ E01 = Erratum(
     why="The right-hand side does not depend on t, so all pairs of a row are equal. From position 100 on, all rows are"
     " nearly equal as well. Such a table contains no frequencies, and no linear map takes one position to the next.",
     wrong_form=_e01_printed,
-    right_form=_e01_right,
+    right_form=library_table,
     prove=_e01,
     quiz=Quiz(
         line="p[i, 2t] = sin(i / 10000**(2*i/d))",
@@ -108,12 +104,12 @@ E01 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E02
-Pairs = Callable[[int], list[tuple[int, int]]]  # width -> (pair t, place of its sine counted from 0)
+Pairs = Callable[[int], list[tuple[int, int]]]  # width -> (pair t, index of its sine from 0)
 
 
 def _e02_printed(dim: int) -> list[tuple[int, int]]:
     entries = set(range(1, dim + 1))
-    return [(t, 2 * t - 1) for t in range(dim + 1) if {2 * t, 2 * t + 1} <= entries]  # entry 1 is place 0
+    return [(t, 2 * t - 1) for t in range(dim + 1) if {2 * t, 2 * t + 1} <= entries]  # entry 1 has index 0
 
 
 def _e02_right(dim: int) -> list[tuple[int, int]]:
@@ -122,25 +118,25 @@ def _e02_right(dim: int) -> list[tuple[int, int]]:
 
 def _e02(wrong: Pairs, right: Pairs) -> Sequence[Check]:
     printed, filled = _e02_fill(wrong, 8), _e02_fill(right, 8)
-    empty = ", ".join(str(place + 1) for place in range(8) if np.isnan(printed[place]))
+    empty = ", ".join(str(index + 1) for index in range(8) if np.isnan(printed[index]))
     return (
         equal("E02", "pairs t that fit, as printed", ", ".join(str(t) for t, _ in wrong(8)), "1, 2, 3"),
         equal("E02", "entries 1 to 8 that no pair fills, as printed", empty, "1, 8"),
         below(
             "E02",
             "row filled by the right pairs, difference from the library",
-            worst(filled, _e01_right(4, 8)[3]),
+            worst(filled, library_table(4, 8)[3]),
             1e-12,
         ),
     )
 
 
 def _e02_fill(form: Pairs, dim: int) -> Array:
-    """Row 3 of the table, filled where the form puts its pairs."""
+    """Row 3 of the table, with only the form's pairs filled in."""
     row = np.full(dim, np.nan)
-    for t, place in form(dim):
+    for t, index in form(dim):
         angle = 3 * 10000 ** (-2 * t / dim)
-        row[place : place + 2] = math.sin(angle), math.cos(angle)
+        row[index : index + 2] = math.sin(angle), math.cos(angle)
     return row
 
 
@@ -160,7 +156,7 @@ E02 = Erratum(
         line="{2t, 2t+1} is a subset of {1, ..., d}, so the largest t is (d-1)/2",
         ask="the largest t",
         names={"d": Number("width of the table, even", 4, 128, 2)},
-        truth=lambda d: float([place // 2 for place in range(int(d))][-1]),
+        truth=lambda d: float([index // 2 for index in range(int(d))][-1]),
         printed="(d-1)/2",
         answer="d/2 - 1",
     ),
@@ -242,7 +238,7 @@ def _e04_shape(n_kv_heads: int) -> str:
 
 
 def _e04_readers(n_kv_heads: int) -> int:
-    """Query heads whose weights change when key head 0 changes."""
+    """Number of query heads whose weights change when key head 0 changes."""
     q, k = _tensors(_random(4, (1, 2, 5, 8), (1, n_kv_heads, 5, 8)))  # (B, H, T, D), (B, KV, T, D)
     other = k.clone()
     other[:, 0] += torch.from_numpy(_random(5, (5, 8))[0])
@@ -284,7 +280,7 @@ Attending = Callable[..., Tensor]  # (x, wq, wk, wv, positions) -> (N, D)
 
 def _e05_printed(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, positions: Tensor) -> Tensor:
     encoding = Rotary(8)
-    v = encoding.turn(x @ wv.T, positions)  # (N, D): the value is given a position like q and k
+    v = encoding.turn(x @ wv.T, positions)  # (N, D): the value is rotated like q and k
     return scores(encoding, x, wq, wk, positions).softmax(-1) @ v
 
 
@@ -296,7 +292,7 @@ def _e05(wrong: Attending, right: Attending) -> Sequence[Check]:
     arrays = _random(5, (6, 16)) + _weights(6, (8, 16), (8, 16), (8, 16))
     x, wq, wk, wv = arrays
     steps = np.arange(6)
-    q, k = turned(x @ wq.T, steps), turned(x @ wk.T, steps)
+    q, k = rotated(x @ wq.T, steps), rotated(x @ wk.T, steps)
     truth = softmax(q @ k.T / 8**0.5) @ (x @ wv.T)
     at = {shift: torch.arange(6) + shift for shift in (0, 5)}
     change = {form: worst(form(*_tensors(arrays), at[5]), form(*_tensors(arrays), at[0])) for form in (wrong, right)}
@@ -354,10 +350,10 @@ E06 = Erratum(
 def _e07(wrong: tuple[str, str], right: tuple[str, str]) -> Sequence[Check]:
     return (
         equal("E07", "offset from dog to cat, printed pair", _e07_offsets(wrong), "+3, -2"),
-        above("E07", "printed pair, output difference without positions", _e07_apart(wrong, Encoding()), 0.01),
+        above("E07", "printed pair, output difference without positions", _e07_difference(wrong, Encoding()), 0.01),
         equal("000-03 E07", "offset from dog to cat, right pair", _e07_offsets(right), "+3, -3"),
-        below("E07", "right pair, output difference without positions", _e07_apart(right, Encoding()), 1e-12),
-        above("E07", "right pair, output difference with RoPE", _e07_apart(right, Rotary(8)), 1e-3),
+        below("E07", "right pair, output difference without positions", _e07_difference(right, Encoding()), 1e-12),
+        above("E07", "right pair, output difference with RoPE", _e07_difference(right, Rotary(8)), 1e-3),
     )
 
 
@@ -365,8 +361,8 @@ def _e07_offsets(pair: tuple[str, str]) -> str:
     return ", ".join(f"{text.index('猫') - text.index('狗'):+d}" for text in pair)
 
 
-def _e07_apart(pair: tuple[str, str], encoding: Encoding) -> float:
-    """Difference of the mean outputs of attention over the characters of the two sentences."""
+def _e07_difference(pair: tuple[str, str], encoding: Encoding) -> float:
+    """Difference between the mean attention outputs of the two sentences, one token per character."""
     known = sorted(set("狗在追猫被"))
     table, wq, wk, wv = _tensors(_random(7, (len(known), 16)) + _weights(8, (8, 16), (8, 16), (8, 16)))
     means = []
@@ -400,14 +396,14 @@ def _e08(wrong: Change, right: Change) -> Sequence[Check]:
     measured = {m: _e08_measured(m) for m in (6, 44)}
     xk = torch.arange(80.0).reshape(2, 5, 1, 8)
     _, xk_out = rope.apply_rotary_emb(xk, xk, rope.precompute_freqs_cis(8, 5))
-    moved = (xk_out - xk)[0, 4, 0].abs()  # (D,): token 4 of the note's example
+    moved = (xk_out - xk)[0, 4, 0].abs()  # (D,): token 4 in the note's example
     return (
         equal("E08", "m = 6: change of pair 0", float(measured[6][0]), 0.282, 1e-3),
         equal("E08", "m = 6: change of pair 1 (later, yet larger)", float(measured[6][1]), 0.591, 1e-3),
         above("E08", "m = 6: error of 'the change is the angle'", worst(wrong(6, w), measured[6]), 5.0),
-        above("E08", "m = 44: the same", worst(wrong(44, w), measured[44]), 40.0),
+        above("E08", "m = 44: error of 'the change is the angle'", worst(wrong(44, w), measured[44]), 40.0),
         below("000-53 E08", "m = 6: error of 2 |sin(m w / 2)|", worst(right(6, w), measured[6]), 1e-5),
-        below("E08", "m = 44: the same", worst(right(44, w), measured[44]), 1e-5),
+        below("E08", "m = 44: error of 2 |sin(m w / 2)|", worst(right(44, w), measured[44]), 1e-5),
         equal(
             "E08",
             "m = 44: change of pair 0 over change of pair 1",
@@ -421,7 +417,7 @@ def _e08(wrong: Change, right: Change) -> Sequence[Check]:
 
 
 def _e08_measured(position: int) -> Array:
-    """How far the library moves pairs of length 1: (4,)."""
+    """Distance by which the library moves pairs of length 1: (4,)."""
     x = torch.tensor([1.0, 0.0] * 4).reshape(1, 1, 1, 8)  # (B, T, H, D)
     row = rope.precompute_freqs_cis(8, position + 1)[position:]  # (1, D/2)
     moved = rope.apply_rotary_emb(x, x, row)[0] - x
@@ -452,7 +448,7 @@ E08 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E09
-Score = Callable[[Array, Array, float, float, float], float]  # (q~, k~, m, n, theta) -> the inner product
+Score = Callable[[Array, Array, float, float, float], float]  # (q~, k~, m, n, theta) -> the score
 
 
 def _e09_printed(q: Array, k: Array, m: float, n: float, theta: float) -> float:
@@ -468,7 +464,7 @@ def _e09(wrong: Score, right: Score) -> Sequence[Check]:
     q, k = _random(9, (2,), (2,))
     m, n, theta = 7.0, 3.0, 0.3
     true = _e09_true(float(q[0]), float(q[1]), float(k[0]), float(k[1]), m, n, theta)
-    twice = 2 * float(q[1] * k[0] - q[0] * k[1]) * math.sin((m - n) * theta)  # both signs of the sine part
+    twice = 2 * float(q[1] * k[0] - q[0] * k[1]) * math.sin((m - n) * theta)  # the sine term, once with each sign
     off = wrong(q, k, m, n, theta) - true
     return (
         above("E09", "error of q^T R((m-n) theta) k", abs(off), 0.1),
@@ -478,7 +474,7 @@ def _e09(wrong: Score, right: Score) -> Sequence[Check]:
 
 
 def _e09_true(q1: float, q2: float, k1: float, k2: float, m: float, n: float, theta: float) -> float:
-    """The product of the two vectors, each turned by its own position."""
+    """The product of the two vectors, each rotated by its own position."""
     q = complex(q1, q2) * complex(math.cos(m * theta), math.sin(m * theta))
     k = complex(k1, k2) * complex(math.cos(n * theta), math.sin(n * theta))
     return q.real * k.real + q.imag * k.imag
@@ -523,31 +519,25 @@ def _e10(wrong: Product, right: Product) -> Sequence[Check]:
     x_m, x_n = _random(10, (8,), (8,))
     wq, wk = _weights(11, (8, 8), (8, 8))
     narrow_q, narrow_k = wq[:4], wk[:4]  # heads narrower than the model, as in every LLaMA
-    true = float(turned((wq @ x_m)[None], [7])[0] @ turned((wk @ x_n)[None], [3])[0])
-    true_narrow = float(turned((narrow_q @ x_m)[None], [7])[0] @ turned((narrow_k @ x_n)[None], [3])[0])
-    printed_narrow = outcome(wrong, x_m, x_n, narrow_q, narrow_k, _e10_matrix(4, -4))
+    true = float(rotated((wq @ x_m)[None], [7])[0] @ rotated((wk @ x_n)[None], [3])[0])
+    true_narrow = float(rotated((narrow_q @ x_m)[None], [7])[0] @ rotated((narrow_k @ x_n)[None], [3])[0])
+    printed_narrow = outcome(wrong, x_m, x_n, narrow_q, narrow_k, library_rotation(4, -4))
     return (
-        above("E10", "error without the transpose", abs(wrong(x_m, x_n, wq, wk, _e10_matrix(8, -4)) - true), 0.1),
+        above("E10", "error without the transpose", abs(wrong(x_m, x_n, wq, wk, library_rotation(8, -4)) - true), 0.1),
         equal("E10", "head_dim 4, dim 8, without the transpose", name_of(printed_narrow), "ValueError"),
         below(
             "000-34 E10",
             "relative error with the transpose",
-            abs(right(x_m, x_n, wq, wk, _e10_matrix(8, -4)) - true) / abs(true),
+            abs(right(x_m, x_n, wq, wk, library_rotation(8, -4)) - true) / abs(true),
             1e-6,
         ),
         below(
             "E10",
             "head_dim 4, dim 8, with the transpose: error",
-            worst(outcome(right, x_m, x_n, narrow_q, narrow_k, _e10_matrix(4, -4)), true_narrow),
+            worst(outcome(right, x_m, x_n, narrow_q, narrow_k, library_rotation(4, -4)), true_narrow),
             1e-5,
         ),
     )
-
-
-def _e10_matrix(dim: int, steps: int) -> Array:
-    """R_steps by the library: (D, D)."""
-    angles = steps * inverse_frequencies(dim)[0].double()
-    return rope.rotation_matrix(angles.cos(), angles.sin()).numpy()
 
 
 E10 = Erratum(
@@ -559,8 +549,8 @@ E10 = Erratum(
     right="q_m^T k_n = x_m^T W_q^T R_(n-m) W_k x_n",
     why="(W_q x)^T is x^T W_q^T. With square weights the printed formula returns another number. With a head narrower"
     " than the model, the shapes do not fit at all.",
-    wrong_form=lambda x_m, x_n, wq, wk, turn: float(x_m @ wq @ turn @ wk @ x_n),
-    right_form=lambda x_m, x_n, wq, wk, turn: float(x_m @ wq.T @ turn @ wk @ x_n),
+    wrong_form=lambda x_m, x_n, wq, wk, rotation: float(x_m @ wq @ rotation @ wk @ x_n),
+    right_form=lambda x_m, x_n, wq, wk, rotation: float(x_m @ wq.T @ rotation @ wk @ x_n),
     prove=_e10,
 )
 
@@ -570,7 +560,7 @@ def _e11(wrong: Array, right: Array) -> Sequence[Check]:
     shown = np.array([-27.2878, -21.3629])  # the note's xk_out, token 3, pair 0
     return (
         equal("E11", "rows of sample 0 in the picture, for 5 tokens", len(wrong), 6),
-        equal("E11", "rotating them with 5 positions", name_of(outcome(_e11_turned, wrong, 5)), "ValueError"),
+        equal("E11", "rotating them with 5 positions", name_of(outcome(_e11_rotated, wrong, 5)), "ValueError"),
         above("E11", "pair 0 of row 3, from the picture: distance to the shown output", _e11_off(wrong, shown), 5),
         equal("000-40 E11", "rows, right form", len(right), 5),
         below("000-51 E11", "pair 0 of row 3, from the right rows: distance to it", _e11_off(right, shown), 1e-4),
@@ -583,13 +573,13 @@ def _e11(wrong: Array, right: Array) -> Sequence[Check]:
     )
 
 
-def _e11_turned(rows: Array, positions: int) -> Tensor:
+def _e11_rotated(rows: Array, positions: int) -> Tensor:
     xk = torch.from_numpy(rows).float()[None, :, None]  # (B, T, KV, D)
     return rope.apply_rotary_emb(xk, xk, rope.precompute_freqs_cis(8, positions))[1]
 
 
 def _e11_off(rows: Array, shown: Array) -> float:
-    return worst(_e11_turned(rows, len(rows))[0, 3, 0, :2], shown)
+    return worst(_e11_rotated(rows, len(rows))[0, 3, 0, :2], shown)
 
 
 E11 = Erratum(
@@ -613,7 +603,7 @@ Query = Callable[..., Tensor]  # (x (N, C), W (D, C), positions) -> (N, D)
 
 def _e12(wrong: Query, right: Query) -> Sequence[Check]:
     (x,), (wq, wk) = _random(12, (6, 8)), _weights(13, (8, 8), (8, 8))
-    truth = turned(x @ wq.T, np.arange(6))
+    truth = rotated(x @ wq.T, np.arange(6))
     off = {form: worst(form(*_tensors([x, wq]), torch.arange(6)), truth) for form in (wrong, right)}
     moved = {form: worst(_e12_scores(form, x, wq, wk, 5), _e12_scores(form, x, wq, wk, 0)) for form in (wrong, right)}
     return (
@@ -652,19 +642,19 @@ def _e13(wrong: Complex, right: Complex) -> Sequence[Check]:
     q, k, angle = 1 + 2j, 3 - 1j, 4 * 0.3
     true = _e09_true(q.real, q.imag, k.real, k.imag, 7, 3, 0.3)
     off = wrong(q, k, angle) - true
-    left_out = -2 * k.imag * (q * complex(math.cos(angle), math.sin(angle))).imag  # Re[q e^(ia) (k - k*)]
+    dropped = -2 * k.imag * (q * complex(math.cos(angle), math.sin(angle))).imag  # Re[q e^(ia) (k - k*)]
     args = q, k, angle
     return (
         above("E13", "error of g with the star read as 'not yet rotated'", abs(off), 1.0),
-        equal("E13", "the same error, equal to -2 k2 Im(q e^(ia))", off, left_out, 1e-12),
+        equal("E13", "the same error, equal to -2 k2 Im(q e^(ia))", off, dropped, 1e-12),
         below("000-20 E13", "error of g with the star of k read as the conjugate", abs(right(*args) - true), 1e-12),
     )
 
 
 def _e13_right(q: complex, k: complex, angle: float) -> float:
     z = torch.tensor([q, k], dtype=torch.complex128)
-    turn = torch.polar(torch.ones((), dtype=torch.float64), torch.tensor(angle, dtype=torch.float64))
-    return float((z[0] * z[1].conj() * turn).real)
+    phase = torch.polar(torch.ones((), dtype=torch.float64), torch.tensor(angle, dtype=torch.float64))
+    return float((z[0] * z[1].conj() * phase).real)
 
 
 E13 = Erratum(
@@ -700,8 +690,8 @@ Rows = Callable[["rope.Rope", int, int], Tensor]  # (table, cached tokens, new t
 
 def _e53(wrong: Rows, right: Rows) -> Sequence[Check]:
     (x,), (wq, wk) = _random(53, (8, 16)), _weights(54, (8, 16), (8, 16))
-    q, k = x @ wq.T, turned(x @ wk.T, np.arange(8))  # (T, D): the keys lie turned in the cache
-    truth = turned(q, np.arange(8)) @ k.T / 8**0.5  # (T, T)
+    q, k = x @ wq.T, rotated(x @ wk.T, np.arange(8))  # (T, D): the cached keys are rotated
+    truth = rotated(q, np.arange(8)) @ k.T / 8**0.5  # (T, T)
     table = rope.Rope("complex", 8, 64, 10000.0)
     off = {}
     for form in (wrong, right):
@@ -730,7 +720,7 @@ E53 = Erratum(
         line="new token j (from 0) uses row j of freqs_cis",
         ask="the row that new token j uses with `start` tokens in the cache",
         names={"j": Number("new token, from 0", 0, 9, 1), "start": Number("tokens in the cache", 1, 50, 1)},
-        truth=lambda j, start: float(len([0] * int(start) + [0] * int(j))),  # tokens that stand before it
+        truth=lambda j, start: float(len([0] * int(start) + [0] * int(j))),  # tokens before it
         printed="j",
         answer="start + j",
     ),
@@ -794,7 +784,7 @@ Counting = Callable[[int], tuple[Tensor, Tensor]]  # tokens -> (positions of the
 
 def _ok7(tempting: Counting, printed: Counting) -> Sequence[Check]:
     q, k = _random(107, (6, 8), (6, 8))
-    from_zero = turned(q, np.arange(6)) @ turned(k, np.arange(6)).T
+    from_zero = rotated(q, np.arange(6)) @ rotated(k, np.arange(6)).T
     w = inverse_frequencies(8)[0]
     off = {}
     for form in (tempting, printed):

@@ -1,4 +1,4 @@
-"""Note 001: why sinusoids, the two styles of RoPE, the base, and how a context is stretched."""
+"""Note 001: why sinusoids, the two styles of RoPE, the base, and longer contexts."""
 
 from __future__ import annotations
 
@@ -18,41 +18,36 @@ from .base import (
     Erratum,
     Number,
     Quiz,
+    Table,
     fit_residual,
     frequencies,
+    library_table,
     name_of,
     outcome,
+    rotated,
     sinusoid_table,
-    turned,
     worst,
 )
 
 
 def _divisors(scaling: dict[str, object], dim: int, theta: float = 10000.0, **lengths: int) -> Array:
-    """By how much a scaling of the library divides each frequency: (D/2,)."""
+    """Factors by which a scaling of the library divides the frequencies: (D/2,)."""
     scaled = measures.frequencies(dim, theta, scaling, **lengths)
     return (measures.frequencies(dim, theta) / scaled).numpy()
 
 
 # ------------------------------------------------------------------------------------------------------------- E14
-Coding = Callable[[int, int], Array]  # (positions, width) -> table
-
-
 def _e14_printed(count: int, dim: int) -> Array:
     angles = np.arange(count)[:, None] * frequencies(dim)  # (N, d/2)
     table = np.empty((count, dim))
     table[:, 0::2] = 2 / np.pi * np.arcsin(np.sin(angles))  # a triangle wave of the same period
-    table[:, 1::2] = 2 / np.pi * np.arcsin(np.cos(angles))  # the same, a quarter ahead
+    table[:, 1::2] = 2 / np.pi * np.arcsin(np.cos(angles))  # the same wave, a quarter period ahead
     return table
 
 
-def _e14_right(count: int, dim: int) -> Array:
-    return measures.sinusoids(torch.arange(count), dim).numpy()
-
-
-def _e14(wrong: Coding, right: Coding) -> Sequence[Check]:
+def _e14(wrong: Table, right: Table) -> Sequence[Check]:
     angles = 3 * frequencies(8)
-    shift = np.zeros((8, 8))  # the sum-angle formula, a block a pair
+    shift = np.zeros((8, 8))  # the sum-angle formula, one block per pair
     for i, angle in enumerate(angles):
         block = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
         shift[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = block
@@ -73,7 +68,7 @@ E14 = Erratum(
     right="sin(a + b) and cos(a + b) are linear in sin a and cos a, so encoding t + k is a linear map of encoding t",
     why="A triangle wave has the same periods, but no linear map takes its encoding of t to its encoding of t + 3.",
     wrong_form=_e14_printed,
-    right_form=_e14_right,
+    right_form=library_table,
     prove=_e14,
 )
 
@@ -130,10 +125,10 @@ def _e15b(wrong: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]) 
 
 
 def _e15b_right(distances: Tensor) -> Tensor:
-    """Score of a query against a key that was turned back by 500, both of equal parts in each pair, by distance."""
+    """Scores, by distance, of a query and a key rotated by 500; all pairs have equal weight."""
     w = measures.frequencies(128)
     q = torch.tensor([1.0, 0.0] * 64, dtype=torch.float64) / 8  # (D,), of length 1
-    key = measures.turn(q[None], torch.tensor([500]), w)  # (1, D): at distance 500 it lies along q
+    key = measures.turn(q[None], torch.tensor([500]), w)  # (1, D): parallel to the query at distance 500
     return measures.turn(q.expand(len(distances), -1), distances, w) @ key[0]
 
 
@@ -215,7 +210,7 @@ def _e17(wrong: tuple[int, float], right: tuple[int, float]) -> Sequence[Check]:
 
 
 def _e17_periods(dim: int, base: float) -> Array:
-    """Seconds a turn of each pair, the fastest taking 60."""
+    """Seconds per turn of each pair, where the fastest takes 60."""
     lengths = measures.wavelengths(measures.frequencies(dim, base)).numpy()
     return np.asarray(60 * lengths / lengths[0])
 
@@ -294,16 +289,16 @@ E18 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E19
-Place = Callable[[float, float, float], float]  # (position, L_train, L_test) -> position that is used
+Interpolated = Callable[[float, float, float], float]  # (position, L_train, L_test) -> the position used instead
 
 
 def _e19_right(position: float, trained: float, tested: float) -> float:
-    """The position by which the library's linear scaling turns pair 0, whose frequency is 1."""
+    """The angle of pair 0, whose frequency is 1, under the library's linear scaling."""
     scaling = {"rope_type": "linear", "factor": tested / trained}
     return position * float(inverse_frequencies(8, scaling=scaling)[0][0])
 
 
-def _e19(wrong: Place, right: Place) -> Sequence[Check]:
+def _e19(wrong: Interpolated, right: Interpolated) -> Sequence[Check]:
     return (
         equal("E19", "position 8192 'shrunk by a factor' 2048/8192", wrong(8192, 2048, 8192), 32768.0),
         equal("001-18 E19", "position 8192, scaled by the library", right(8192, 2048, 8192), 2048.0, 1e-3),
@@ -347,7 +342,7 @@ NewBase = Callable[[float, float, int], float]  # (s, base, d) -> the new base
 
 
 def _e20_right(factor: float, base: float, dim: int) -> float:
-    """The base of the library's NTK-aware frequencies, read off the last of them."""
+    """The base of the library's NTK-aware frequencies, computed from the last of them."""
     last = float(measures.frequencies(dim, base, {"rope_type": "ntk", "factor": factor})[-1])
     return last ** (-dim / (dim - 2))
 
@@ -397,7 +392,7 @@ E20 = Erratum(
 
 
 def _e20_solve(base: float, s: float, d: float) -> float:
-    """The base found by halving an interval of its logarithm."""
+    """Find the base by bisection on its logarithm."""
     low, high = math.log(base), math.log(base) + 2 * math.log(s)
     last = -(d - 2) / d  # exponent of the last frequency
     for _ in range(60):
@@ -410,12 +405,12 @@ def _e20_solve(base: float, s: float, d: float) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------- E21
-Divisor = Callable[[int, float, int], Array]  # (d, s, L) -> by how much each pair is divided
+Divisor = Callable[[int, float, int], Array]  # (d, s, L) -> divisor of each pair
 
 
 def _e21_printed(dim: int, factor: float, length: int) -> Array:
     turns = length * frequencies(dim) / (2 * np.pi)
-    return np.where(turns >= 1, 1.0, factor)  # high: not changed; low: interpolated
+    return np.where(turns >= 1, 1.0, factor)  # high frequencies: unchanged; low: interpolated
 
 
 def _e21_right(dim: int, factor: float, length: int) -> Array:
@@ -424,7 +419,7 @@ def _e21_right(dim: int, factor: float, length: int) -> Array:
 
 def _e21(wrong: Divisor, right: Divisor) -> Sequence[Check]:
     printed, divisor = wrong(128, 4.0, 2048), right(128, 4.0, 2048)
-    angle = frequencies(128)[41] / divisor[41]  # of pair 41, a position
+    angle = frequencies(128)[41] / divisor[41]  # of pair 41, per position
     return (
         equal("E21", "unchanged pairs, as printed", int((np.abs(printed - 1) < 1e-6).sum()), 41),
         equal("E21", "unchanged pairs, in fact", int((np.abs(divisor - 1) < 1e-6).sum()), 1),
@@ -479,7 +474,7 @@ Moved = Callable[[Array], Array]  # vectors (N, D) -> vectors (N, D)
 
 def _e22_printed(x: Array) -> Array:
     rotation, _ = np.linalg.qr(np.random.default_rng(22).standard_normal((x.shape[-1],) * 2))
-    rotation[:, 0] *= np.linalg.det(rotation)  # a rotation, and any one
+    rotation[:, 0] *= np.linalg.det(rotation)  # an arbitrary rotation
     return np.asarray(x @ rotation.T)
 
 
@@ -492,12 +487,12 @@ def _e22(wrong: Moved, right: Moved) -> Sequence[Check]:
     rng = np.random.default_rng(122)
     q, k = rng.standard_normal((6, 8)), rng.standard_normal((6, 8))
     steps = np.arange(6)
-    scores = turned(q, steps) @ turned(k, steps).T
-    change = {form: worst(turned(form(q), steps) @ turned(form(k), steps).T, scores) for form in (wrong, right)}
+    scores = rotated(q, steps) @ rotated(k, steps).T
+    change = {form: worst(rotated(form(q), steps) @ rotated(form(k), steps).T, scores) for form in (wrong, right)}
     return (
         above("E22", "score change under an arbitrary rotation of q and k", change[wrong], 1.0),
         below("001-08 E22", "score change under the rotation R_17 of q and k", change[right], 1e-6),
-        below("E22", "R_17, difference from numpy", worst(right(q), turned(q, np.full(6, 17))), 1e-6),
+        below("E22", "R_17, difference from numpy", worst(right(q), rotated(q, np.full(6, 17))), 1e-6),
     )
 
 
@@ -517,7 +512,7 @@ E22 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E23
-Stretch = Callable[[float, float], float]  # (factor, length over trained length) -> stretch of the last pair
+Stretch = Callable[[float, float], float]  # (factor, length / trained length) -> stretch of the last pair
 
 
 def _e23_right(factor: float, ratio: float) -> float:
@@ -564,11 +559,7 @@ Extended = Callable[[int, int, int], Array]  # (positions, width, trained length
 
 
 def _e51_printed(count: int, dim: int, trained: int) -> Array:
-    return sinusoid_table(trained, dim)[np.arange(count) % trained]  # periodic: what was seen comes again
-
-
-def _e51_right(count: int, dim: int, trained: int) -> Array:
-    return measures.sinusoids(torch.arange(count), dim).numpy()
+    return sinusoid_table(trained, dim)[np.arange(count) % trained]  # periodic: the trained rows repeat
 
 
 def _e51(wrong: Extended, right: Extended) -> Sequence[Check]:
@@ -576,14 +567,15 @@ def _e51(wrong: Extended, right: Extended) -> Sequence[Check]:
     slow = measures.wavelengths(measures.frequencies(512)) > 512
     return (
         above("E51", "error up to position 2047 if the rows up to 511 repeated", worst(printed, table), 1.5),
-        equal("E51", "columns that leave the seen range if the rows repeated", _e51_leave(printed), 0),
-        equal("E51", "columns out of 512 that leave it by more than 0.05", _e51_leave(ours), 221),
+        equal("E51", "columns that leave the seen range if the rows repeated", _e51_outside(printed), 0),
+        equal("E51", "columns out of 512 that leave it by more than 0.05", _e51_outside(ours), 221),
         equal("E51", "pairs out of 256 with a wavelength above 512", int(slow.sum()), 133),
         below("E51", "right form, difference from numpy", worst(ours, table), 1e-12),
     )
 
 
-def _e51_leave(table: Array) -> int:
+def _e51_outside(table: Array) -> int:
+    """Number of columns with a value, from row 512 on, outside the range of the first 512 rows."""
     seen, new = table[:512], table[512:]
     outside = (new.max(0) > seen.max(0) + 0.05) | (new.min(0) < seen.min(0) - 0.05)
     return int(outside.sum())
@@ -599,7 +591,7 @@ E51 = Erratum(
     why="At d = 512 and a training length of 512, 133 of 256 pairs have a longer wavelength than that, and 221 of 512"
     " columns take values never seen. Line 83 of the same note makes this point about RoPE.",
     wrong_form=_e51_printed,
-    right_form=_e51_right,
+    right_form=lambda count, dim, trained: library_table(count, dim),
     prove=_e51,
 )
 
@@ -616,11 +608,11 @@ def _e55(wrong: Callable[[int, int], int], right: Callable[[int, int], int]) -> 
 
 
 def _e55_by_hand(dim: int, length: int) -> int:
-    """Pairs for which some angle beyond `length` is further from every angle before it than one step."""
+    """Number of pairs with an angle beyond `length` that is more than two steps from every earlier angle."""
     found = 0
     for w in frequencies(dim):
         seen = np.sort(np.arange(length) * w % (2 * np.pi))
-        seen = np.concatenate((seen[-1:] - 2 * np.pi, seen, seen[:1] + 2 * np.pi))  # a circle
+        seen = np.concatenate((seen[-1:] - 2 * np.pi, seen, seen[:1] + 2 * np.pi))  # wrap around
         new = np.arange(length, 4 * length) * w % (2 * np.pi)
         after = np.searchsorted(seen, new)
         nearest = np.minimum(np.abs(seen[after] - new), np.abs(new - seen[after - 1]))
@@ -680,7 +672,7 @@ OK9 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------ OK11
-Clock = Callable[[int, int, int], int]  # (seconds a minute, minutes an hour, hours a round) -> seconds
+Clock = Callable[[int, int, int], int]  # (seconds per minute, minutes per hour, hours per round) -> seconds
 
 
 def _ok11(tempting: Clock, printed: Clock) -> Sequence[Check]:
@@ -704,13 +696,13 @@ def _ok11(tempting: Clock, printed: Clock) -> Sequence[Check]:
 
 
 def _ok11_by_hand(seconds: int, minutes: int, hours: int) -> int:
-    """The hands are stepped; how often until they are back."""
+    """Count the steps until all hands are back at the start."""
     hands, steps = [0, 0, 0], 0
     while True:
         steps += 1
-        for place, size in enumerate((seconds, minutes, hours)):
-            hands[place] = (hands[place] + 1) % size
-            if hands[place]:
+        for i, size in enumerate((seconds, minutes, hours)):
+            hands[i] = (hands[i] + 1) % size
+            if hands[i]:
                 break
         if hands == [0, 0, 0]:
             return steps
@@ -761,7 +753,7 @@ def _ok12(tempting: Scaled, printed: Scaled) -> Sequence[Check]:
 
 
 def _ok12_by_parts(dim: int, base: float, length: int, factor: float, alpha: float, beta: float) -> Array:
-    """The YaRN paper's NTK-by-parts: a ramp that is linear in the turns of a pair."""
+    """The YaRN paper's NTK-by-parts: a ramp that is linear in the number of turns of a pair."""
     w = frequencies(dim, base)
     keep = np.clip((length * w / (2 * np.pi) - alpha) / (beta - alpha), 0, 1)
     return np.asarray((1 - keep) * w / factor + keep * w)

@@ -1,4 +1,4 @@
-"""Note 002: formulas as pictures, a class for sinusoids, and the code of a LLaMA from its rotary table on."""
+"""Note 002: formulas as pictures, a class for sinusoids, and the code of LLaMA from the rotary table on."""
 
 from __future__ import annotations
 
@@ -25,28 +25,24 @@ from .base import (
     Erratum,
     Number,
     Quiz,
+    Table,
     block_by_hand,
     fit_residual,
     frequencies,
     hidden_by_hand,
+    library_table,
     name_of,
     outcome,
+    rotated,
     sinusoid_table,
     small_model,
-    turned,
     worst,
 )
-
-Table = Callable[[int, int], Array]  # (positions, width) -> (positions, width)
-
-
-def _library_table(count: int, dim: int) -> Array:
-    return measures.sinusoids(torch.arange(count), dim).numpy()
 
 
 # ------------------------------------------------------------------------------------------------------------- E24
 def _e24_printed(count: int, dim: int) -> Array:
-    table = sinusoid_table(count, dim)  # the cosines are right here: E25 is about them
+    table = sinusoid_table(count, dim)  # the cosines are right here; E25 covers them
     for pos in range(count):
         for i in range(0, dim, 2):
             table[pos, i] = math.sin(pos / (10000 ** ((2 * i) / dim)))
@@ -77,7 +73,7 @@ E24 = Erratum(
     why="Nothing fails. Every pair but the first rotates too slowly, and the slower half hardly at all. The first"
     " column is right, so a quick look at the table does not show the mistake.",
     wrong_form=_e24_printed,
-    right_form=_library_table,
+    right_form=library_table,
     prove=_e24,
     quiz=Quiz(
         line="for i in range(0, d, 2): pe[pos, i] = sin(pos / 10000**((2*i)/d))",
@@ -133,7 +129,7 @@ E25 = Erratum(
     " frequencies its squared length ranges from 0 to 1.98, and encoding t + 3 is no longer a linear map of encoding"
     " t.",
     wrong_form=_e25_printed,
-    right_form=_library_table,
+    right_form=library_table,
     prove=_e25,
     quiz=Quiz(
         line="for i in range(0, d, 2): pe[pos, i+1] = cos(pos / 10000**((2*(i+1))/d))",
@@ -160,7 +156,7 @@ def _e26_printed(longest: int, dim: int, x: Tensor) -> Tensor:
         for i in range(0, dim, 2):
             table[pos, i] = math.sin(pos / 10000 ** (i / dim))
             table[pos, i + 1] = math.cos(pos / 10000 ** (i / dim))
-    table = table.unsqueeze(0)  # (batch_size, seq_len, embed_dim), says the note's comment
+    table = table.unsqueeze(0)  # the note's comment: (batch_size, seq_len, embed_dim)
     return x + table[:, : x.shape[1]]
 
 
@@ -204,8 +200,8 @@ E26 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E27
-# The same mistakes on a class of three lines: a method that is indented by one space too many, a loop that feeds every
-# layer the same undefined thing, no norm, nothing returned.
+# The note's mistakes in a small class: a method indented by one space too many, a loop that passes the same undefined
+# name to every layer, no norm, and no return.
 _E27_PRINTED = """\
 class Decoder:
     def __init__(self, model):
@@ -213,9 +209,9 @@ class Decoder:
 
      def forward(self, tokens, positions, mask):
         embedded = self.model.tok_embeddings(tokens)
-        turns = self.model.rope.rows(positions, len(positions))
+        freqs_cis = self.model.rope.rows(positions, len(positions))
         for layer in self.model.layers:
-            output = layer(hidden, turns, causal, positions, None)
+            output = layer(hidden, freqs_cis, causal, positions, None)
 """
 _E27_RIGHT = """\
 class Decoder:
@@ -224,28 +220,28 @@ class Decoder:
 
     def forward(self, tokens, positions, mask):
         hidden = self.model.tok_embeddings(tokens)  # (B, T, C)
-        turns = self.model.rope.rows(positions, len(positions))
+        freqs_cis = self.model.rope.rows(positions, len(positions))
         for layer in self.model.layers:
-            hidden = layer(hidden, turns, mask, positions, None)
+            hidden = layer(hidden, freqs_cis, mask, positions, None)
         return self.model.norm(hidden)
 """
 
 
 def _e27(wrong: str, right: str) -> Sequence[Check]:
     model, tokens = small_model(), torch.tensor([[1, 5, 7, 9, 3]])
-    straight = wrong.replace("\n     def", "\n    def")
-    given = {"hidden": model.tok_embeddings(tokens), "causal": causal_mask(torch.arange(5), torch.arange(5))}
-    heard: list[Tensor] = []
-    hooks = [layer.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0])) for layer in model.layers]
-    supplied = _e27_run(straight, model, tokens, given)
+    fixed = wrong.replace("\n     def", "\n    def")
+    missing = {"hidden": model.tok_embeddings(tokens), "causal": causal_mask(torch.arange(5), torch.arange(5))}
+    entered: list[Tensor] = []
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0])) for layer in model.layers]
+    completed = _e27_run(fixed, model, tokens, missing)
     for hook in hooks:
         hook.remove()
     truth = hidden_by_hand(model, [1, 5, 7, 9, 3])[None]  # (B, T, C)
     return (
         equal("E27", "the class as printed", name_of(_e27_run(wrong, model, tokens, {})), "IndentationError"),
-        equal("E27", "with the indentation fixed", name_of(_e27_run(straight, model, tokens, {})), "NameError"),
-        equal("E27", "with the missing names defined as well", name_of(supplied), "NoneType"),
-        equal("E27", "difference between the inputs of the two layers", worst(*heard[:2]), 0.0),
+        equal("E27", "with the indentation fixed", name_of(_e27_run(fixed, model, tokens, {})), "NameError"),
+        equal("E27", "with the missing names defined as well", name_of(completed), "NoneType"),
+        equal("E27", "difference between the inputs of the two layers", worst(*entered[:2]), 0.0),
         below(
             "002-29 E27", "right form, difference from numpy", worst(_e27_run(right, model, tokens, {}), truth), 1e-5
         ),
@@ -253,12 +249,14 @@ def _e27(wrong: str, right: str) -> Sequence[Check]:
     )
 
 
-def _e27_run(source: str, model: Transformer, tokens: Tensor, given: dict[str, Tensor]) -> Any:
+def _e27_run(source: str, model: Transformer, tokens: Tensor, names: dict[str, Tensor]) -> Any:
+    """Run the forward of a class in `source`, with these names defined; an exception is returned."""
+
     def run() -> Any:
-        names: dict[str, Any] = dict(given)
-        exec(compile(source, "the note", "exec"), names)
+        scope: dict[str, Any] = dict(names)
+        exec(compile(source, "the note", "exec"), scope)
         positions = torch.arange(tokens.shape[1])
-        return names["Decoder"](model).forward(tokens, positions, causal_mask(positions, positions))
+        return scope["Decoder"](model).forward(tokens, positions, causal_mask(positions, positions))
 
     return outcome(run)
 
@@ -283,10 +281,10 @@ E27 = Erratum(
 Step = Callable[[TransformerBlock, Tensor, tuple[Tensor, ...], Tensor, Tensor], Any]
 
 
-def _e28_printed(layer: TransformerBlock, h: Tensor, turns: tuple[Tensor, ...], mask: Tensor, at: Tensor) -> None:
-    residual = h  # noqa: F841  (kept, and never used: that is the mistake)
+def _e28_printed(layer: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, ...], mask: Tensor, at: Tensor) -> None:
+    residual = h  # noqa: F841  (saved and never used: that is the mistake)
     h = layer.attention_norm(h)
-    h = layer.attention(h, turns, mask, at, None)
+    h = layer.attention(h, freqs_cis, mask, at, None)
 
 
 def _e28(wrong: Step, right: Step) -> Sequence[Check]:
@@ -306,6 +304,7 @@ def _e28(wrong: Step, right: Step) -> Sequence[Check]:
 
 
 def _e28_used(layer: TransformerBlock, call: Callable[[], Any]) -> set[str]:
+    """Names of the layer's submodules that run during a call."""
     found: set[str] = set()
     hooks = [
         part.register_forward_pre_hook(lambda *_, name=name: found.add(name)) for name, part in layer.named_children()
@@ -326,13 +325,13 @@ E28 = Erratum(
     why="Two of the four parts that __init__ creates are never called. Without the addition there is no residual"
     " stream, and without a return statement the result is None.",
     wrong_form=_e28_printed,
-    right_form=lambda layer, h, turns, mask, at: layer(h, turns, mask, at, None),
+    right_form=lambda layer, h, freqs_cis, mask, at: layer(h, freqs_cis, mask, at, None),
     prove=_e28,
 )
 
 
 # ------------------------------------------------------------------------------------------------------------- E29
-Calls = Callable[[], Callable[[int], Array]]  # makes a new table: tokens of a call -> its frequencies
+Calls = Callable[[], Callable[[int], Array]]  # creates a table: number of tokens -> frequencies
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 
 
@@ -340,8 +339,8 @@ def _e29_frequencies(tokens: int) -> Array:
     return inverse_frequencies(8, 10000.0, _DYNAMIC, seq_len=tokens, max_seq_len=16)[0].double().numpy()
 
 
-class _Remembering:
-    """The rule of the printed class: grow when longer than ever before, go back when shorter than the original."""
+class _Stateful:
+    """The printed class: extend for a new longest text, reset for one shorter than the original length."""
 
     def __init__(self) -> None:
         self.original = self.cached = 16
@@ -369,7 +368,7 @@ def _e29(wrong: Calls, right: Calls) -> Sequence[Check]:
 
 
 def _e29_after_forty(form: Calls) -> tuple[Array, Array]:
-    """Frequencies for 16 tokens and for 24, each asked for after a text of 40."""
+    """Frequencies for 16 and for 24 tokens, each computed after a text of 40."""
     short, middle = form(), form()
     short(40)
     middle(40)
@@ -385,18 +384,18 @@ E29 = Erratum(
     right="no state: the frequencies depend only on the length of the current text",
     why="After a text of 40 tokens, a text of 16, the original length, keeps frequencies stretched 4 times, and a text"
     " of 24 keeps those of 40. The same prompt then returns different logits, depending on what ran before it.",
-    wrong_form=_Remembering,
+    wrong_form=_Stateful,
     right_form=lambda: _e29_frequencies,
     prove=_e29,
 )
 
 
 # ------------------------------------------------------------------------------------------------------------- E30
-Cast = Callable[[int, torch.dtype], Array]  # (width of a head, dtype of the model) -> the frequencies it then uses
+Cast = Callable[[int, torch.dtype], Array]  # (head_dim, dtype of the model) -> the frequencies it uses
 
 
 class _AsBuffer(nn.Module):
-    """Frequencies as the printed class keeps them: a buffer, and a plain attribute beside it for the reset."""
+    """Frequencies as in the printed class: a buffer, and a plain attribute for the reset."""
 
     inv_freq: Tensor
 
@@ -407,7 +406,7 @@ class _AsBuffer(nn.Module):
 
 
 def _e30_right(dim: int, dtype: torch.dtype) -> Array:
-    """Read off the turns by which a model of the library, cast to dtype, moves position 1."""
+    """The angles at position 1 of a library model that was cast to dtype."""
     config = ModelConfig(
         dim=8,
         n_layers=1,
@@ -425,7 +424,7 @@ def _e30_right(dim: int, dtype: torch.dtype) -> Array:
 
 def _e30(wrong: Cast, right: Cast) -> Sequence[Check]:
     w = frequencies(128)
-    cast, kept = wrong(128, torch.bfloat16), right(128, torch.bfloat16)
+    cast, preserved = wrong(128, torch.bfloat16), right(128, torch.bfloat16)
     moved = _AsBuffer(8).to("meta")
     return (
         equal(
@@ -436,7 +435,9 @@ def _e30(wrong: Cast, right: Cast) -> Sequence[Check]:
             1e-4,
         ),
         equal("E30", "angle error at position 8191, rad", 8191 * worst(cast, w), 10.0, 0.1),
-        below("002-17 E30", "the library after .to(bfloat16): angle error at 8191, rad", 8191 * worst(kept, w), 0.01),
+        below(
+            "002-17 E30", "the library after .to(bfloat16): angle error at 8191, rad", 8191 * worst(preserved, w), 0.01
+        ),
         equal("E30", "device of the buffer after .to(another device)", moved.inv_freq.device.type, "meta"),
         equal("E30", "device of the copy that the reset restores", moved.original_inv_freq.device.type, "cpu"),
     )
@@ -458,7 +459,7 @@ E30 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E31
-Placed = Callable[[Array, float], Array]  # (vector (D,), position) -> (D,)
+Encoded = Callable[[Array, float], Array]  # (vector (D,), position) -> (D,)
 
 
 def _e31_right(x: Array, position: float) -> Array:
@@ -466,7 +467,7 @@ def _e31_right(x: Array, position: float) -> Array:
     return measures.turn(torch.from_numpy(x)[None], at, measures.frequencies(x.shape[-1]))[0].numpy()
 
 
-def _e31(wrong: Placed, right: Placed) -> Sequence[Check]:
+def _e31(wrong: Encoded, right: Encoded) -> Sequence[Check]:
     x = np.random.default_rng(31).standard_normal(8)
     tripled = {form: float(np.linalg.norm(form(3 * x, 7) - 3 * form(x, 7))) for form in (wrong, right)}
     longer = {form: abs(float(np.linalg.norm(form(x, 7)) - np.linalg.norm(x))) for form in (wrong, right)}
@@ -475,7 +476,7 @@ def _e31(wrong: Placed, right: Placed) -> Sequence[Check]:
         above("E31", "change of the length of q, added", longer[wrong], 0.1),
         below("E31", "length of f(3q) - 3 f(q), rotated", tripled[right], 1e-12),
         below("000-25 E31", "change of the length of q, rotated", longer[right], 1e-12),
-        below("E31", "right form, difference from numpy", worst(right(x, 7), turned(x[None], [7])[0]), 1e-6),
+        below("E31", "right form, difference from numpy", worst(right(x, 7), rotated(x[None], [7])[0]), 1e-6),
     )
 
 
@@ -512,13 +513,13 @@ _E32_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddin
 
 
 def _e32_measured() -> float:
-    """Logits with the attention factor of YaRN over logits without it, by the library."""
+    """Ratio of the library's logits with YaRN's attention factor to those without it."""
     rng = np.random.default_rng(32)
     q, k = (torch.from_numpy(rng.standard_normal((1, 6, 1, 16))).float() for _ in range(2))  # (B, T, H, D)
     logits = []
     for scaling in (_E32_YARN, {**_E32_YARN, "attention_factor": 1.0}):
-        turned_q, turned_k = rope.apply_rotary_emb(q, k, rope.precompute_freqs_cis(16, 6, 10000.0, scaling))
-        logits.append((turned_q[0, :, 0] @ turned_k[0, :, 0].T).double())  # (T, T)
+        xq, xk = rope.apply_rotary_emb(q, k, rope.precompute_freqs_cis(16, 6, 10000.0, scaling))
+        logits.append((xq[0, :, 0] @ xk[0, :, 0].T).double())  # (T, T)
     return float((logits[0] * logits[1]).sum() / (logits[1] ** 2).sum())  # least squares
 
 
@@ -538,7 +539,7 @@ E32 = Erratum(
         line="cos = cos * a; sin = sin * a scales the logits by a",
         ask="the factor by which the logits q . k are multiplied",
         names={"a": Number("attention_scaling", 1.05, 2)},
-        truth=lambda a: float(np.dot(a * turned(np.ones((1, 4)), [5])[0], a * turned(np.ones((1, 4)), [5])[0]) / 4),
+        truth=lambda a: float(np.dot(a * rotated(np.ones((1, 4)), [5])[0], a * rotated(np.ones((1, 4)), [5])[0]) / 4),
         printed="a",
         answer="a ** 2",
     ),
@@ -546,7 +547,7 @@ E32 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E52
-Mask = Callable[[Tensor], Tensor]  # positions (T,) -> who may look where (T, T)
+Mask = Callable[[Tensor], Tensor]  # positions (T,) -> allowed pairs (T, T)
 
 
 def _e52(wrong: Mask, right: Mask) -> Sequence[Check]:
@@ -600,12 +601,12 @@ _LONGROPE: dict[str, Any] = {
 
 
 def _e54_printed(scaling: dict[str, Any], tokens: int) -> Array:
-    length = tokens if "dynamic" in scaling["rope_type"] else 16  # else the table of the beginning stays
+    length = tokens if "dynamic" in scaling["rope_type"] else 16  # otherwise the first table stays
     return inverse_frequencies(8, 10000.0, scaling, seq_len=length, max_seq_len=16)[0].double().numpy()
 
 
 def _e54_right(scaling: dict[str, Any], tokens: int) -> Array:
-    """Read off the rows that the library's table gives for a text of that length."""
+    """The angles at position 1 in the library's table for a text of that length."""
     table = rope.Rope("complex", 8, 64, 10000.0, scaling, trained_len=16)
     return torch.angle(table.rows(torch.tensor([1]), tokens)[0][0]).double().numpy()
 
@@ -656,7 +657,7 @@ E54 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- OK8
-Rotated = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, freqs_cis) -> both, for the scores
+Rotated = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, freqs_cis) -> both rotated
 
 
 def _ok8_halves(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
@@ -667,7 +668,7 @@ def _ok8_halves(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor
 def _ok8(tempting: Rotated, printed: Rotated) -> Sequence[Check]:
     rng = np.random.default_rng(8)
     q, k = rng.standard_normal((6, 8)), rng.standard_normal((6, 8))
-    truth = turned(q, np.arange(6)) @ turned(k, np.arange(6)).T  # adjacent pairs
+    truth = rotated(q, np.arange(6)) @ rotated(k, np.arange(6)).T  # adjacent pairs
     xq, xk = (torch.from_numpy(x).float()[None, :, None] for x in (q, k))  # (B, T, H, D)
     off = {}
     for form in (tempting, printed):
@@ -695,11 +696,11 @@ OK8 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------ OK10
-Turn = Callable[[Tensor, Tensor], Tensor]  # (x (1, T, 1, D), angles (T, D/2)) -> turned x
+Rotation = Callable[[Tensor, Tensor], Tensor]  # (x (1, T, 1, D), angles (T, D/2)) -> rotated x
 
 
 def _ok10_tempting(x: Tensor, angles: Tensor) -> Tensor:
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # (b, a): a swap is all one sees at first
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # (b, a): swapped, without the sign
     cos, sin = angles.cos().repeat_interleave(2, -1), angles.sin().repeat_interleave(2, -1)  # (T, D) each
     return x * cos[:, None] + swapped * sin[:, None]
 
@@ -709,7 +710,7 @@ def _ok10_printed(x: Tensor, angles: Tensor) -> Tensor:
     return rope.apply_rotary_emb_elementwise(x, x, cos, sin)[0]
 
 
-def _ok10(tempting: Turn, printed: Turn) -> Sequence[Check]:
+def _ok10(tempting: Rotation, printed: Rotation) -> Sequence[Check]:
     x = np.random.default_rng(10).standard_normal((6, 64))
     angles = torch.outer(torch.arange(6.0), inverse_frequencies(64)[0])  # (T, D/2)
     matrices = rope.rotation_matrix(angles.cos(), angles.sin()).double().numpy()  # (T, D, D)
@@ -728,7 +729,7 @@ def _ok10(tempting: Turn, printed: Turn) -> Sequence[Check]:
             worst(tempting(batch, angles)[0, :, 0], by_matrix),
             1.0,
         ),
-        below("OK10", "R x, difference from numpy", worst(by_matrix, turned(x, np.arange(6))), 1e-5),
+        below("OK10", "R x, difference from numpy", worst(by_matrix, rotated(x, np.arange(6))), 1e-5),
         equal("OK10", "fraction of R that is zero, d = 64", float((matrices[5] == 0).mean()), 0.969, 5e-4),
     )
 

@@ -1,4 +1,4 @@
-"""Note 003: attention, why the square root of d, sinusoids as digits, and RoPE derived from its demand."""
+"""Note 003: attention, why the square root of d, sinusoids as digits, and the derivation of RoPE."""
 
 from __future__ import annotations
 
@@ -13,17 +13,31 @@ from ...attention import reference, reference_weights
 from ...rope_scaling import inverse_frequencies
 from .. import measures
 from ..report import Check, above, below, equal
-from .base import Array, Erratum, Number, Quiz, frequencies, rotation, sinusoid_table, softmax, turned, worst
+from .base import (
+    Array,
+    Erratum,
+    Number,
+    Quiz,
+    Table,
+    frequencies,
+    library_rotation,
+    library_table,
+    rotated,
+    rotation,
+    sinusoid_table,
+    softmax,
+    worst,
+)
 
 # ------------------------------------------------------------------------------------------------------------- E33
-Turn = Callable[[Array, float], Array]  # (vector (D,), position) -> (D,)
+Rotation = Callable[[Array, float], Array]  # (vector (D,), position) -> (D,)
 
 
 def _e33_printed(x: Array, position: float) -> Array:
     angles = np.repeat(position * frequencies(len(x)), 2)  # (D,)
-    beside = np.stack((-x[1::2], x[0::2]), -1).reshape(-1)  # -x2, x1, -x4, x3, ..
-    beside[-2:] = -x[-2], x[-1]  # and the last two rows as they stand in the note
-    return np.asarray(x * np.cos(angles) + beside * np.sin(angles))
+    swapped = np.stack((-x[1::2], x[0::2]), -1).reshape(-1)  # -x2, x1, -x4, x3, ..
+    swapped[-2:] = -x[-2], x[-1]  # the last two rows as printed in the note
+    return np.asarray(x * np.cos(angles) + swapped * np.sin(angles))
 
 
 def _e33_right(x: Array, position: float) -> Array:
@@ -32,11 +46,11 @@ def _e33_right(x: Array, position: float) -> Array:
     return rope.apply_rotary_emb_elementwise(batch, batch, angles.cos(), angles.sin())[0][0, 0, 0].double().numpy()
 
 
-def _e33(wrong: Turn, right: Turn) -> Sequence[Check]:
+def _e33(wrong: Rotation, right: Rotation) -> Sequence[Check]:
     x = np.array([0.5, -1.0, 1.5, 2.0, -0.5, 1.0, 2.0, -1.0])
-    error = {m: np.abs(wrong(x, m) - turned(x[None], [m])[0]) for m in (3, 300)}
-    law = {m: float(abs(x[-1] - x[-2]) * abs(math.sin(m * 1e-3))) for m in (3, 300)}  # the last pair turns by 1e-3
-    kept = {form: float(np.linalg.norm(form(x, 300)[-2:]) / np.linalg.norm(x[-2:])) for form in (wrong, right)}
+    error = {m: np.abs(wrong(x, m) - rotated(x[None], [m])[0]) for m in (3, 300)}
+    law = {m: float(abs(x[-1] - x[-2]) * abs(math.sin(m * 1e-3))) for m in (3, 300)}  # the last pair rotates by 1e-3
+    ratio = {form: float(np.linalg.norm(form(x, 300)[-2:]) / np.linalg.norm(x[-2:])) for form in (wrong, right)}
     c, s = math.cos(0.3), math.sin(0.3)
     length = math.hypot(2.0 * (c - s), -1.0 * (c + s)) / math.hypot(2.0, -1.0)
     return (
@@ -48,18 +62,18 @@ def _e33(wrong: Turn, right: Turn) -> Sequence[Check]:
         ),
         equal("E33", "their error, |x_d - x_(d-1)| sin(m theta)", float(error[3].max()), law[3], 1e-9),
         equal("E33", "their error at m = 300", float(error[300].max()), law[300], 1e-9),
-        equal("E33", "last pair, m = 300: length over its original length", kept[wrong], length, 1e-9),
-        equal("000-25 E33", "the same ratio, right form", kept[right], 1.0, 1e-6),
+        equal("E33", "last pair, m = 300: length over its original length", ratio[wrong], length, 1e-9),
+        equal("000-25 E33", "the same ratio, right form", ratio[right], 1.0, 1e-6),
         below(
             "003-22 E33",
             "right form, difference from numpy at m = 3",
-            worst(right(x, 3), turned(x[None], [3])[0]),
+            worst(right(x, 3), rotated(x[None], [3])[0]),
             1e-6,
         ),
         below(
             "003-22 E33",
             "right form, difference from numpy at m = 300",
-            worst(right(x, 300), turned(x[None], [300])[0]),
+            worst(right(x, 300), rotated(x[None], [300])[0]),
             1e-6,
         ),
     )
@@ -93,7 +107,7 @@ E33 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E34
-def _e34(wrong: Callable[[int, int], Array], right: Callable[[int, int], Array]) -> Sequence[Check]:
+def _e34(wrong: Table, right: Table) -> Sequence[Check]:
     truth = sinusoid_table(256, 16)
     return (
         equal("E34", "smallest entry of a table that runs from 0 to 1", float(wrong(256, 16).min()), 0.0, 1e-4),
@@ -112,8 +126,8 @@ E34 = Erratum(
     right="continuous values from -1 to 1",
     why="Values from 0 to 1 are (1 + sin)/2. This is another table: it is not centred, and because of the added"
     " constant encoding t + k is no longer linear in encoding t.",
-    wrong_form=lambda count, dim: (1 + measures.sinusoids(torch.arange(count), dim).numpy()) / 2,
-    right_form=lambda count, dim: measures.sinusoids(torch.arange(count), dim).numpy(),
+    wrong_form=lambda count, dim: (1 + library_table(count, dim)) / 2,
+    right_form=library_table,
     prove=_e34,
 )
 
@@ -131,7 +145,7 @@ def _e35(wrong: Digits, right: Digits) -> Sequence[Check]:
     periods = 2 * np.pi / frequencies(128)
     ratios = periods[1:] / periods[:-1]
     radix, digits = right(128)
-    claimed, places = wrong(128)
+    claimed, count = wrong(128)
     return (
         equal("E35", "radix as printed", claimed, 7.256, 1e-3),
         above(
@@ -143,7 +157,7 @@ def _e35(wrong: Digits, right: Digits) -> Sequence[Check]:
         equal(
             "E35",
             "powers of ten between its first and its last period",
-            (places - 1) * math.log10(claimed),
+            (count - 1) * math.log10(claimed),
             109.3,
             0.05,
         ),
@@ -180,7 +194,7 @@ E35 = Erratum(
 
 # ------------------------------------------------------------------------------------------------------------- E36
 def _e36_right(hidden: int, heads: int) -> float:
-    """What the library divides by, found from the weights of two keys whose products with the query are 1 and 0."""
+    """The library's divisor, computed from the weights of two keys whose products with the query are 1 and 0."""
     q = torch.eye(hidden // heads, dtype=torch.float64)[None, None, :1]  # (B, H, T = 1, D)
     weights = reference_weights(q, torch.cat((q, 0 * q), -2))[0, 0, 0].double()  # (S = 2,)
     return 1 / float((weights[0] / weights[1]).log())
@@ -233,11 +247,11 @@ E36 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E37
-Steepness = Callable[[Sequence[float]], float]  # scores -> largest derivative of a weight by a score
+Steepness = Callable[[Sequence[float]], float]  # scores -> largest derivative of a weight with respect to a score
 
 
 def _e37_printed(scores: Sequence[float]) -> float:
-    """One score is large, so the weights are taken for one-hot."""
+    """One-hot weights as soon as one score is large."""
     x = np.array(scores)
     p = np.eye(len(x))[x.argmax()] if x.max() >= 50 else softmax(x)
     return float(np.abs(np.diag(p) - np.outer(p, p)).max())
@@ -246,7 +260,7 @@ def _e37_printed(scores: Sequence[float]) -> float:
 def _e37(wrong: Steepness, right: Steepness) -> Sequence[Check]:
     even, uneven = (100.0, 100.0, 100.0), (0.0, 0.0, 50.0)
     x = torch.tensor(even, dtype=torch.float64)
-    with torch.enable_grad():  # the caller may have switched gradients off
+    with torch.enable_grad():  # the caller may have disabled gradients
         derived = torch.autograd.functional.jacobian(lambda y: y.softmax(-1), x)
     return (
         equal("E37", "(100, 100, 100), by the sentence alone: largest derivative", wrong(even), 0.0),
@@ -277,7 +291,7 @@ _BLOCK = 8
 
 
 def _e38_printed(q: Array, k: Array, v: Array) -> tuple[Array, int]:
-    """Fewer than n^2 products: each block of queries hears its own block of keys."""
+    """Fewer than n^2 products: each block of queries attends to one block of keys."""
     out, products = np.empty_like(v), 0
     for start in range(0, len(q), _BLOCK):
         block = slice(start, start + _BLOCK)
@@ -288,7 +302,7 @@ def _e38_printed(q: Array, k: Array, v: Array) -> tuple[Array, int]:
 
 
 def _e38_right(q: Array, k: Array, v: Array) -> tuple[Array, int]:
-    """FlashAttention's arithmetic: all blocks, one after another, with a running maximum and sum for each row."""
+    """FlashAttention's arithmetic: all blocks in turn, with a running maximum and sum for each row."""
     out, products = np.empty_like(v), 0
     for rows in range(0, len(q), _BLOCK):
         queries = q[rows : rows + _BLOCK]
@@ -309,12 +323,12 @@ def _e38_right(q: Array, k: Array, v: Array) -> tuple[Array, int]:
 def _e38(wrong: Counted, right: Counted) -> Sequence[Check]:
     q, k, v = np.random.default_rng(38).standard_normal((3, 64, 16))
     direct = softmax(q @ k.T / 4) @ v
-    (fewer, few), (blockwise, all_of_them) = wrong(q, k, v), right(q, k, v)
+    (partial, n_partial), (blockwise, n_blockwise) = wrong(q, k, v), right(q, k, v)
     library = reference(*(torch.from_numpy(x)[None, None] for x in (q, k, v)))[0, 0]
     return (
-        below("E38", "products q . k of a form below n^2, n = 64", few, 64**2),
-        above("E38", "error of its output", worst(fewer, direct), 0.1),
-        equal("E38", "products q . k, block by block as in FlashAttention", all_of_them, 64**2),
+        below("E38", "products q . k of a form below n^2, n = 64", n_partial, 64**2),
+        above("E38", "error of its output", worst(partial, direct), 0.1),
+        equal("E38", "products q . k, block by block as in FlashAttention", n_blockwise, 64**2),
         below("E38", "error of its output", worst(blockwise, direct), 1e-12),
         below("E38", "the library's attention, difference from it", worst(library, blockwise), 1e-5),
     )
@@ -377,30 +391,30 @@ OK1 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- OK2
-Relative = Callable[[int, int], int]  # (m, n) -> steps of the rotation between q and k
+Relative = Callable[[int, int], int]  # (m, n) -> positions to rotate by between q and k
 
 
 def _ok2(tempting: Relative, printed: Relative) -> Sequence[Check]:
     q, k = np.random.default_rng(2).standard_normal((2, 8))
-    true = float(turned(q[None], [7])[0] @ turned(k[None], [3])[0])
-    product = _ok2_matrix(7).T @ _ok2_matrix(3)
+    true = float(rotated(q[None], [7])[0] @ rotated(k[None], [3])[0])
+    product = library_rotation(8, 7).T @ library_rotation(8, 3)
     return (
         below(
-            "000-35 OK2", "difference between R_m^T R_n and R_(n-m)", worst(product, _ok2_matrix(printed(7, 3))), 1e-12
+            "000-35 OK2",
+            "difference between R_m^T R_n and R_(n-m)",
+            worst(product, library_rotation(8, printed(7, 3))),
+            1e-12,
         ),
         below(
             "003-20 OK2",
             "q^T R_(n-m) k, difference from the rotated product",
-            abs(float(q @ _ok2_matrix(printed(7, 3)) @ k) - true),
+            abs(float(q @ library_rotation(8, printed(7, 3)) @ k) - true),
             1e-7,
         ),
-        above("OK2", "difference between R_m^T R_n and R_(m-n)", worst(product, _ok2_matrix(tempting(7, 3))), 0.1),
+        above(
+            "OK2", "difference between R_m^T R_n and R_(m-n)", worst(product, library_rotation(8, tempting(7, 3))), 0.1
+        ),
     )
-
-
-def _ok2_matrix(steps: int) -> Array:
-    angles = steps * inverse_frequencies(8)[0].double()
-    return rope.rotation_matrix(angles.cos(), angles.sin()).numpy()
 
 
 OK2 = Erratum(
@@ -446,12 +460,12 @@ OK3 = Erratum(
 def _ok4(tempting: Callable[[int], float], printed: Callable[[int], float]) -> Sequence[Check]:
     rng = np.random.default_rng(4)
     q = rng.standard_normal((40000, 64))
-    apart = _variance((q * rng.standard_normal((40000, 64))).sum(-1))
-    alike = _variance(q.sum(-1) * rng.standard_normal(40000))  # all 64 entries of k are one number
+    independent = _variance((q * rng.standard_normal((40000, 64))).sum(-1))
+    identical = _variance(q.sum(-1) * rng.standard_normal(40000))  # all 64 entries of k are equal
     return (
-        equal("003-08 OK4", "variance of q . k, independent entries, over d", apart / printed(64), 1.0, 0.06),
-        equal("OK4", "variance of q . k, all entries of k equal, over d", alike / printed(64), 1.0, 0.06),
-        below("OK4", "variance of q . k, all entries of k equal, over d^2", alike / tempting(64), 0.05),
+        equal("003-08 OK4", "variance of q . k, independent entries, over d", independent / printed(64), 1.0, 0.06),
+        equal("OK4", "variance of q . k, all entries of k equal, over d", identical / printed(64), 1.0, 0.06),
+        below("OK4", "variance of q . k, all entries of k equal, over d^2", identical / tempting(64), 0.05),
     )
 
 

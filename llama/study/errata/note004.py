@@ -1,4 +1,4 @@
-"""Note 004: the absolute code as turning vectors, the clock, and a function with four mistakes."""
+"""Note 004: the absolute encoding as rotating vectors, the clock, and a function with four mistakes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ from .. import measures
 from ..encodings import Rotary, additive_terms, scores
 from ..measures import diagonal_spread, sinusoids
 from ..report import Check, above, below, equal, holds
-from .base import Array, Erratum, Number, Quiz, frequencies, name_of, outcome, sinusoid_table, turned, worst
-
-Table = Callable[[int, int], Tensor]  # (positions, width) -> (positions, width)
-
-
-def _library_table(count: int, dim: int) -> Tensor:
-    return sinusoids(torch.arange(count), dim)
+from .base import (
+    Array,
+    Erratum,
+    Number,
+    Quiz,
+    Table,
+    frequencies,
+    library_table,
+    name_of,
+    outcome,
+    rotated,
+    sinusoid_table,
+    worst,
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- E39
 def _e39_printed(count: int) -> Tensor:
-    made: Tensor = getattr(torch, "arrange")(0, count)  # noqa: B009  (a type checker would refuse torch.arrange)
+    made: Tensor = getattr(torch, "arrange")(0, count)  # noqa: B009  (a type checker rejects torch.arrange)
     return made
 
 
@@ -98,7 +105,7 @@ E40 = Erratum(
 def _e41_printed(count: int, dim: int) -> Tensor:
     table = torch.zeros(count, dim, dtype=torch.float64)
     pos = torch.arange(0, count).unsqueeze(-1)  # (N, 1)
-    div_term = torch.exp(-1 * torch.arange(0, count, 2) * math.log(10000.0) / dim)  # the mistake: count for dim
+    div_term = torch.exp(-1 * torch.arange(0, count, 2) * math.log(10000.0) / dim)  # the mistake: count instead of dim
     table[:, 0::2] = torch.sin(pos * div_term)
     table[:, 1::2] = torch.cos(pos * div_term)
     return table
@@ -135,7 +142,7 @@ E41 = Erratum(
     why="Usually the shapes do not fit and the call fails. With two positions, a single frequency is silently"
     " broadcast to all columns, with an error of 0.84. With seq_len = d_model the result is right by accident.",
     wrong_form=_e41_printed,
-    right_form=_library_table,
+    right_form=library_table,
     prove=_e41,
     quiz=Quiz(
         line="div_term = exp(-arange(0, seq_len, 2) * log(10000) / d_model), which has seq_len/2 elements",
@@ -152,7 +159,7 @@ E41 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E42
-Frequency = Callable[[int, int], float]  # (pair, width) -> radians a position
+Frequency = Callable[[int, int], float]  # (pair, width) -> radians per position
 
 
 def _e42(wrong: Frequency, right: Frequency) -> Sequence[Check]:
@@ -197,7 +204,7 @@ E42 = Erratum(
 
 # ------------------------------------------------------------------------------------------------------------- E43
 def _e43_printed(count: int, dim: int) -> Tensor:
-    """The note's function with E39 to E41 mended."""
+    """The note's function with E39 to E41 fixed."""
     table = torch.zeros(count, dim, dtype=torch.float64)
     pos = torch.arange(0, count).unsqueeze(-1)  # (N, 1)
     div_term = torch.exp(-torch.arange(0, dim, 2) * math.log(10000.0) / dim)  # (ceil(d/2),)
@@ -207,13 +214,13 @@ def _e43_printed(count: int, dim: int) -> Tensor:
 
 
 def _e43(wrong: Table, right: Table) -> Sequence[Check]:
-    refused = outcome(right, 10, 7)
+    rejected = outcome(right, 10, 7)
     return (
         equal("E43", "width 7, as printed with E39 to E41 fixed", name_of(outcome(wrong, 10, 7)), "RuntimeError"),
         holds(
             "E43",
             "width 7, right form: ValueError with the number 7",
-            isinstance(refused, ValueError) and "7" in str(refused),
+            isinstance(rejected, ValueError) and "7" in str(rejected),
         ),
         below(
             "E43",
@@ -235,7 +242,7 @@ E43 = Erratum(
     why="Width 7 has four sine columns and three cosine columns. The error message mentions sizes 4 and 3, not the"
     " width.",
     wrong_form=_e43_printed,
-    right_form=_library_table,
+    right_form=library_table,
     prove=_e43,
 )
 
@@ -289,26 +296,29 @@ Lowest = Callable[[int], float]  # width -> lowest frequency
 
 def _e45(wrong: Lowest, right: Lowest) -> Sequence[Check]:
     widths = (2, 4, 8, 64, 512)
-    found = [right(dim) for dim in widths]
+    lowest = [right(dim) for dim in widths]
     known = [1, 1e-2, 1e-3, 1.33e-4, 1.04e-4]
     return (
         below(
             "E45",
             "lowest of 5 widths over 1, .01, .001, 1.33e-4, 1.04e-4, minus 1",
-            _apart(found, known),
+            _relative(lowest, known),
             0.005,
         ),
-        below("E45", "right form over numpy, minus 1", _apart(found, [frequencies(dim).min() for dim in widths]), 1e-6),
-        above("E45", "lowest frequency at d = 8 over 1/10000", found[2] / wrong(8), 9.9),
+        below(
+            "E45", "right form over numpy, minus 1", _relative(lowest, [frequencies(dim).min() for dim in widths]), 1e-6
+        ),
+        above("E45", "lowest frequency at d = 8 over 1/10000", lowest[2] / wrong(8), 9.9),
         holds(
             "E45",
             "no width reaches 1/10000",
-            all(lowest > wrong(dim) for lowest, dim in zip(found, widths, strict=True)),
+            all(value > wrong(dim) for value, dim in zip(lowest, widths, strict=True)),
         ),
     )
 
 
-def _apart(values: Sequence[float], others: Sequence[float]) -> float:
+def _relative(values: Sequence[float], others: Sequence[float]) -> float:
+    """Largest relative difference."""
     return worst(np.array(values) / np.array(others), np.ones(len(values)))
 
 
@@ -336,10 +346,10 @@ E45 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E46
-Meant = Callable[[float, float, float], tuple[float, float]]  # (m, n, w) -> theta_1, theta_2
+Angles = Callable[[float, float, float], tuple[float, float]]  # (m, n, w) -> theta_1, theta_2
 
 
-def _e46(wrong: Meant, right: Meant) -> Sequence[Check]:
+def _e46(wrong: Angles, right: Angles) -> Sequence[Check]:
     m, n, w = 7, 3, float(frequencies(8)[1])
     table = sinusoids(torch.tensor([m, n]), 8)[:, 2:4]  # pair 1 of both positions
     product = float(table[0] @ table[1])
@@ -401,8 +411,8 @@ Scores = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (x (N, C), wq, wk
 
 
 def _e47_printed(x: Tensor, wq: Tensor, wk: Tensor, positions: Tensor) -> Tensor:
-    coded = x + sinusoids(positions, x.shape[-1])  # (N, C)
-    return (coded @ wq.T) @ (coded @ wk.T).T
+    encoded = x + sinusoids(positions, x.shape[-1])  # (N, C)
+    return (encoded @ wq.T) @ (encoded @ wk.T).T
 
 
 def _e47(wrong: Scores, right: Scores) -> Sequence[Check]:
@@ -411,7 +421,7 @@ def _e47(wrong: Scores, right: Scores) -> Sequence[Check]:
     x, at = token.repeat(12, 1), torch.arange(12)  # the same token everywhere: only positions differ
     p = sinusoids(at, 16)
     terms = additive_terms(x, p, wq, wk)
-    by_hand = turned((x @ wq.T).numpy(), np.arange(12)) @ turned((x @ wk.T).numpy(), np.arange(12)).T / 4
+    by_hand = rotated((x @ wq.T).numpy(), np.arange(12)) @ rotated((x @ wk.T).numpy(), np.arange(12)).T / 4
     return (
         below("E47", "variation of p . p along a diagonal", diagonal_spread(p @ p.T), 1e-12),
         above("E47", "variation of p W_q^T W_k p", diagonal_spread(terms["position-position"]), 1.0),
@@ -445,15 +455,15 @@ E47 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E48
-Seen = Callable[[Array, Array, int], float]  # (q, k, steps from query to key) -> score
+ScoreAhead = Callable[[Array, Array, int], float]  # (q, k, steps from query to key) -> score
 
 
 def _e48_right(q: Array, k: Array, steps: int) -> float:
     xq, xk = (torch.from_numpy(x).float()[None, None, None] for x in (q, k))  # (B, T = 1, H, D)
     row = {m: rope.precompute_freqs_cis(len(q), m + 1)[m:] for m in (20, 20 + steps)}
-    turned_q = rope.apply_rotary_emb(xq, xq, row[20])[0]
-    turned_k = rope.apply_rotary_emb(xk, xk, row[20 + steps])[1]
-    return float((turned_q * turned_k).sum())
+    xq_out = rope.apply_rotary_emb(xq, xq, row[20])[0]
+    xk_out = rope.apply_rotary_emb(xk, xk, row[20 + steps])[1]
+    return float((xq_out * xk_out).sum())
 
 
 def _e48_printed(q: Array, k: Array, steps: int) -> float:
@@ -461,7 +471,7 @@ def _e48_printed(q: Array, k: Array, steps: int) -> float:
     return float(table[0] @ table[1])
 
 
-def _e48(wrong: Seen, right: Seen) -> Sequence[Check]:
+def _e48(wrong: ScoreAhead, right: ScoreAhead) -> Sequence[Check]:
     q, k = np.random.default_rng(48).standard_normal((2, 16))
     z = (q[0::2] - 1j * q[1::2]) * (k[0::2] + 1j * k[1::2])  # (D/2,)
     by_hand = 2 * float((-z.imag * np.sin(5 * frequencies(16))).sum())  # score at +5 less score at -5
@@ -490,16 +500,16 @@ E48 = Erratum(
 # ------------------------------------------------------------------------------------------------------------- E49
 def _e49(wrong: Callable[[float], complex], right: Callable[[float], complex]) -> Sequence[Check]:
     before, after = right(0.5), right(0.6)
-    turn = {form: float(np.angle(form(0.6) / form(0.5))) for form in (wrong, right)}
+    change = {form: float(np.angle(form(0.6) / form(0.5))) for form in (wrong, right)}
     return (
-        equal("E49", "cos + i sin: rotation when theta grows by 0.1", turn[wrong], 0.1, 1e-12),
+        equal("E49", "cos + i sin: rotation when theta grows by 0.1", change[wrong], 0.1, 1e-12),
         above(
             "E49",
             "its difference from the pair in the table",
             abs(wrong(0.5) - complex(math.sin(0.5), math.cos(0.5))),
             0.3,
         ),
-        equal("E49", "pair in the table: rotation when theta grows by 0.1", turn[right], -0.1, 1e-9),
+        equal("E49", "pair in the table: rotation when theta grows by 0.1", change[right], -0.1, 1e-9),
         below(
             "004-05 E49",
             "pair in the table, difference from i e^(-i theta)",
@@ -514,7 +524,7 @@ def _e49_law(*angles: float) -> Array:
 
 
 def _e49_right(theta: float) -> complex:
-    """Entries 0 and 1 of the library's table, whose pair 0 has the position for its angle."""
+    """Entries 0 and 1 of the library's table; the angle of pair 0 is the position."""
     sine, cosine = sinusoids(torch.tensor([theta], dtype=torch.float64), 2)[0].tolist()
     return complex(sine, cosine)
 
@@ -543,11 +553,11 @@ E49 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E50
-Speed = Callable[[int, int], Array]  # (position, width) -> radians a position of each pair (d/2,)
+Speed = Callable[[int, int], Array]  # (position, width) -> radians per position of each pair (d/2,)
 
 
 def _e50_right(position: int, dim: int) -> Array:
-    """How far the library turns each pair from one position to the next."""
+    """Angle by which the library rotates each pair from one position to the next."""
     x = torch.tensor([1.0, 0.0] * (dim // 2), dtype=torch.float64).repeat(2, 1)  # (N = 2, D)
     at = torch.tensor([position, position + 1])
     pairs = torch.view_as_complex(measures.turn(x, at, measures.frequencies(dim)).unflatten(-1, (-1, 2)))  # (N, D/2)
