@@ -1,4 +1,4 @@
-"""clearllama study errata: the list, one erratum with its proof, and the quiz."""
+"""clearllama study errata: list all errata, show one with its proof, or run the quiz."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 WIDTH = 100  # columns of running text
 TRIES = 3
-REFUSALS = 10  # lines that are no expression, before the quiz goes on by itself
-LONGEST_LINE = 4096  # characters read at once from a pipe
+REJECTED = 10  # lines that are not expressions, before the quiz moves on
+LONGEST_LINE = 4096  # characters of one line; the rest is read as the next line
 
-# what `study errata` looks at; any other option of `study` is refused
+# options that `study errata` uses; other options of `study` are rejected
 OWN = ("command", "topic", "erratum", "quiz", "seed", "json", "quiet", "debug", "run")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `study` that belong to the topic errata."""
-    parser.add_argument("erratum", nargs="?", metavar="ERRATUM", help="on the topic errata: one of them, such as E33")
+    """Add the arguments of `study` that belong to the topic errata."""
+    parser.add_argument("erratum", nargs="?", metavar="ERRATUM", help="with TOPIC errata: show one entry, such as E33")
     group = parser.add_argument_group("mistakes in the notes (TOPIC errata)")
     group.add_argument(
-        "--quiz", nargs="?", const="", metavar="ERRATUM", help="mend the broken lines, all of them or one"
+        "--quiz", nargs="?", const="", metavar="ERRATUM", help="correct the wrong lines, all of them or one"
     )
     group.add_argument("--seed", type=int, metavar="N", help="with --quiz: shuffle the lines (default: in order)")
     parse = parser.parse_known_args
 
-    def parse_all(*given: Any, **options: Any) -> Any:
-        """argparse of Python 3.11 leaves over a second optional word that stands behind an option."""
-        args, rest = parse(*given, **options)
+    def parse_all(*arguments: Any, **options: Any) -> Any:
+        """Accept ERRATUM after an option: argparse of Python 3.11 leaves it in the rest."""
+        args, rest = parse(*arguments, **options)
         if args.topic == "errata" and args.erratum is None and len(rest) == 1 and not rest[0].startswith("-"):
             args.erratum = rest.pop()
         return args, rest
@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_elsewhere(args: argparse.Namespace) -> None:
-    """Raise UsageError where arguments of errata are given to another topic, or to none."""
-    given = {"--quiz": args.quiz, "--seed": args.seed, f"{args.erratum!r:.40}": args.erratum}
-    for name, value in given.items():
+    """Raise UsageError if arguments of the topic errata are passed to another topic, or without a topic."""
+    own = {"--quiz": args.quiz, "--seed": args.seed, f"{args.erratum!r:.40}": args.erratum}
+    for name, value in own.items():
         if value is not None and args.topic != "errata":
             raise UsageError(f"{name} belongs to the topic errata: clearllama study errata")
 
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     for name, value in vars(args).items():
         if name not in OWN and value is not None and value is not False:
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"study errata does not take {option}; it takes: ERRATUM, --quiz, --seed, --json")
+            raise UsageError(f"study errata does not accept {option}; it accepts: ERRATUM, --quiz, --seed, --json")
     if args.quiz is None and args.seed is not None:
-        raise UsageError("--seed shuffles the lines of the quiz: clearllama study errata --quiz --seed N")
+        raise UsageError("--seed needs --quiz, whose lines it shuffles: clearllama study errata --quiz --seed N")
     if args.quiz is not None:
         return _quiz(args)
     return _list(args) if args.erratum is None else _one(args, errata.find(args.erratum))
@@ -97,7 +97,7 @@ def _list(args: argparse.Namespace) -> int:
         streams.write_json({"errata": rows, "passed": count == len(rows)})
     else:
         streams.write(f"{'PASS' if count == len(rows) else 'FAIL'}: {count} of {len(rows)}\n")
-        streams.say(args, "clearllama study errata E33 shows one; --quiz is an exercise")
+        streams.say(args, "clearllama study errata E33 shows one entry; --quiz starts an exercise")
     return 0 if count == len(rows) else 1
 
 
@@ -112,8 +112,8 @@ def _one(args: argparse.Namespace, erratum: Erratum) -> int:
         "right": erratum.right,
         "why": erratum.why,
     }
-    says = [line for label, text in parts.items() for line in _labelled(label, text)]
-    report = reports.Report(erratum.id, erratum.matter, erratum.proof(), says=says)
+    lines = [line for label, text in parts.items() for line in _labelled(label, text)]
+    report = reports.Report(erratum.id, erratum.matter, erratum.proof(), says=lines)
     if args.json:
         streams.write_json(
             {
@@ -141,19 +141,19 @@ def _quiz(args: argparse.Namespace) -> int:
     from ..study.errata.quiz import SPELLING
 
     if args.json:
-        raise UsageError("the quiz is a conversation; --json is for the list and for one erratum")
+        raise UsageError("--quiz is interactive and has no JSON output; --json is for the list and for one erratum")
     if sys.stdin is None:
-        raise UsageError("standard input is closed, and the quiz reads its answers from it")
+        raise UsageError("standard input is closed; the quiz reads its answers from standard input")
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no expression either
+        sys.stdin.reconfigure(errors="replace")  # invalid bytes become text that is not an expression
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     questions = _questions(args)
-    streams.write(f"Mend the line. An answer may hold {SPELLING}.\n")
-    streams.write("An empty line shows the answer, the end of the input ends the quiz.\n")
+    streams.write(f"Correct the line. An answer may contain {SPELLING}.\n")
+    streams.write("An empty line shows the answer; the end of the input ends the quiz.\n")
     right = done = 0
-    for place, erratum in enumerate(questions, 1):
-        streams.write(f"\n{erratum.id} ({place} of {len(questions)}): {erratum.where}\n")
+    for number, erratum in enumerate(questions, 1):
+        streams.write(f"\n{erratum.id} ({number} of {len(questions)}): {erratum.where}\n")
         verdict = _ask(erratum, args.seed or 0)
         if verdict is None:
             break
@@ -163,21 +163,25 @@ def _quiz(args: argparse.Namespace) -> int:
 
 
 def _questions(args: argparse.Namespace) -> Sequence[Erratum]:
-    """The errata that are asked, in their order."""
+    """The errata of the quiz, in the order of the questions."""
     import numpy as np
 
     from ..study.errata import ERRATA, find
 
     if args.seed is not None and args.seed < 0:
         raise UsageError(f"--seed must be 0 or more, got {args.seed}")
-    wanted = args.quiz or args.erratum
-    if wanted is not None:
-        erratum = find(wanted)
+    id = args.quiz or args.erratum
+    if id is not None:
+        erratum = find(id)
         if args.quiz and args.erratum and find(args.erratum) != erratum:
-            raise UsageError(f"two errata are named, {args.erratum} and {args.quiz}; the quiz takes one or all")
+            raise UsageError(
+                f"expected one erratum, found two: {args.erratum} and {args.quiz}; name one, or none for all"
+            )
         if erratum.quiz is None:
-            having = ", ".join(id for id, one in ERRATA.items() if one.quiz is not None)
-            raise UsageError(f"{erratum.id} cannot be mended with one expression; these can: {having}")
+            with_quiz = ", ".join(name for name, entry in ERRATA.items() if entry.quiz is not None)
+            raise UsageError(
+                f"{erratum.id} has no quiz, its answer is not one expression; entries with one: {with_quiz}"
+            )
         return [erratum]
     every = [erratum for erratum in ERRATA.values() if erratum.quiz is not None]
     order = range(len(every)) if args.seed is None else np.random.default_rng(args.seed).permutation(len(every))
@@ -185,17 +189,17 @@ def _questions(args: argparse.Namespace) -> Sequence[Erratum]:
 
 
 def _ask(erratum: Erratum, seed: int) -> bool | None:
-    """One line: True if it was mended, False if the answer had to be shown, None at the end of the input."""
+    """Ask one question: True if answered right, False if the answer was shown, None at the end of the input."""
     from ..study.errata.quiz import judge
 
     quiz = erratum.quiz
     if quiz is None:
         return False
     names = "; ".join(f"{name}: {number.meaning}" for name, number in quiz.names.items())
-    for label, text in (("printed", quiz.line), ("wanted", quiz.ask), ("names", names)):
+    for label, text in (("printed", quiz.line), ("find", quiz.ask), ("names", names)):
         streams.write("".join(f"  {line}\n" for line in _labelled(label, text)))
-    tries = refusals = 0
-    while tries < TRIES and refusals < REFUSALS:
+    tries = rejected = 0
+    while tries < TRIES and rejected < REJECTED:
         line = _read()
         if line is None:
             return None
@@ -203,23 +207,25 @@ def _ask(erratum: Erratum, seed: int) -> bool | None:
             break
         try:
             verdict = judge(quiz, line, seed)
-        except UsageError as error:  # no expression: this costs no try
-            refusals += 1
-            streams.write(f"  refused: {streams.one_line(str(error))}\n")
+        except UsageError as error:  # not an expression: this does not count as a try
+            rejected += 1
+            streams.write(f"  rejected: {streams.one_line(str(error))}\n")
             continue
         if verdict.right:
             streams.write("".join(f"  {text}\n" for text in _labelled("right", erratum.why)))
             return True
         tries += 1
         at = ", ".join(f"{name} = {value:.6g}" for name, value in verdict.values.items())
-        streams.write(f"  no ({tries} of {TRIES}): at {at} that is {verdict.given:.9g}, not {verdict.expected:.9g}\n")
+        streams.write(
+            f"  no ({tries} of {TRIES}): at {at} this is {verdict.computed:.9g}, not {verdict.expected:.9g}\n"
+        )
     for label, text in (("answer", quiz.answer), ("why", erratum.why)):
         streams.write("".join(f"  {text}\n" for text in _labelled(label, text)))
     return False
 
 
 def _read() -> str | None:
-    """The next line; None at the end of the input."""
+    """Read the next line; None at the end of the input."""
     try:
         if sys.stdin.isatty():
             return input("> ")

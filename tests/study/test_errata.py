@@ -1,4 +1,4 @@
-"""The errata: all there, each proof able to fail, the quiz a fair judge, and the command around them."""
+"""The errata: the list is complete, each proof can fail, the quiz judges correctly, and the command works."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ QUIZZED = [id for id in IDS if ERRATA[id].quiz is not None]
 
 
 # ------------------------------------------------------------------------------------------------------- the entries
-def test_every_erratum_is_there_once_and_in_order() -> None:
+def test_every_erratum_is_listed_once_and_in_order() -> None:
     assert list(ERRATA) == IDS
     assert len(ERRATA) == 68
     modules = [__import__(f"llama.study.errata.{note}", fromlist=["ERRATA"]) for note in NOTES]
     assert Counter(erratum.id for module in modules for erratum in module.ERRATA) == Counter(IDS)
 
 
-def test_the_classes_are_those_of_the_notes_review() -> None:
+def test_the_classes_are_those_of_the_review() -> None:
     for kind, ids in CLASSES.items():
         assert sorted(ids.split()) == sorted(id for id in IDS if ERRATA[id].kind == kind)
     assert set(KINDS) == set(CLASSES)
 
 
 @pytest.mark.parametrize("id", IDS)
-def test_every_entry_says_all_it_has_to(id: str) -> None:
+def test_every_entry_has_all_its_texts(id: str) -> None:
     erratum = ERRATA[id]
     for text in (erratum.where, erratum.matter, erratum.printed, erratum.right, erratum.why):
         assert text == text.strip()
@@ -72,16 +72,16 @@ def test_proof(id: str) -> None:
 
 
 @pytest.mark.parametrize("id", IDS)
-def test_the_proof_fails_if_what_is_called_wrong_were_right(id: str) -> None:
+def test_a_proof_fails_with_the_right_form_as_the_wrong_one(id: str) -> None:
     assert not passes(ERRATA[id].proof(wrong_form=ERRATA[id].right_form))
 
 
 @pytest.mark.parametrize("id", IDS)
-def test_the_proof_fails_if_what_is_called_right_were_wrong(id: str) -> None:
+def test_a_proof_fails_with_the_wrong_form_as_the_right_one(id: str) -> None:
     assert not passes(ERRATA[id].proof(right_form=ERRATA[id].wrong_form))
 
 
-# What the review of the notes measured: number after number, some check must have computed it, to 1 in 100.
+# Numbers measured in the review of the notes: for each, a check must have computed the same number within 1%.
 MEASURED = {
     "E01": (1, 0.680),
     "E03": (8, 1e-7),
@@ -116,19 +116,19 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("id", MEASURED)
-def test_the_numbers_of_the_review_come_out(id: str) -> None:
+def test_the_checks_compute_the_numbers_of_the_review(id: str) -> None:
     computed = [c.computed for c in ERRATA[id].proof() if isinstance(c.computed, int | float)]
     for number in MEASURED[id]:
         assert any(value == pytest.approx(number, rel=1e-2) for value in computed), number
 
 
-def test_e45_lowest_frequencies() -> None:
+def test_e45_lowest_frequency_by_width() -> None:
     lowest = {2: 1, 4: 1e-2, 8: 1e-3, 64: 1.33e-4, 512: 1.04e-4}
     for dim, value in lowest.items():
         assert ERRATA["E45"].right_form(dim) == pytest.approx(value, rel=1e-2)
 
 
-def test_proofs_are_the_same_every_time_and_leave_torch_alone() -> None:
+def test_proofs_are_reproducible_and_do_not_change_torchs_state() -> None:
     torch.manual_seed(1)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     first = [erratum.proof() for erratum in ERRATA.values()]
@@ -137,18 +137,18 @@ def test_proofs_are_the_same_every_time_and_leave_torch_alone() -> None:
     assert [erratum.proof() for erratum in ERRATA.values()] == first
 
 
-def test_a_proof_without_checks_proves_nothing() -> None:
+def test_a_proof_without_checks_does_not_pass() -> None:
     assert not passes(())
 
 
-def test_find_takes_either_case_and_names_what_is_known() -> None:
+def test_find_ignores_case_and_lists_the_known_ids() -> None:
     assert find("e15B") is ERRATA["E15b"]
     assert find("ok3") is ERRATA["OK3"]
     with pytest.raises(UsageError, match="unknown erratum 'E56'; known: E01 to E55, E15b, OK1 to OK12"):
         find("E56")
 
 
-def test_the_topic_runs_all_of_them() -> None:
+def test_the_topic_runs_every_proof() -> None:
     assert list(TOPICS)[-1] == "errata"
     report = find_topic("errata").report()
     assert [check.claim for check in report.checks] == IDS
@@ -163,25 +163,25 @@ def quiz_of(id: str) -> Quiz:
     return quiz
 
 
-def test_enough_of_them_can_be_mended() -> None:
+def test_enough_errata_have_a_quiz() -> None:
     assert len(QUIZZED) >= 20
     assert {"E01", "E09", "E16", "E24", "E25", "E32", "E33", "E35", "E36", "E41", "E42", "E44", "E45"} <= set(QUIZZED)
 
 
 @pytest.mark.parametrize("id", QUIZZED)
-def test_the_quiz_takes_its_answer_and_refuses_the_printed_line(id: str) -> None:
+def test_the_quiz_accepts_its_answer_and_rejects_the_printed_line(id: str) -> None:
     quiz = quiz_of(id)
     for seed in range(10):
         assert judge(quiz, quiz.answer, seed).right
         verdict = judge(quiz, quiz.printed, seed)
         assert not verdict.right
-        assert verdict.given == evaluate(quiz.printed, verdict.values) != verdict.expected
+        assert verdict.computed == evaluate(quiz.printed, verdict.values) != verdict.expected
     assert not judge(quiz, f"({quiz.answer}) * 1.0001").right
-    assert not judge(quiz, repr(judge(quiz, quiz.printed).expected)).right  # one number fits one draw
+    assert not judge(quiz, repr(judge(quiz, quiz.printed).expected)).right  # a constant matches only one draw
 
 
-# the same numbers by another road
-OTHER_ROADS = {
+# equivalent forms of the answers
+EQUIVALENT = {
     "E01": "cos(pi/2 - i * exp(-2*t/d * log(10000)))",
     "E02": "(d - 2) / 2",
     "E03": "100 ** (4/d) / 10000",
@@ -216,12 +216,12 @@ OTHER_ROADS = {
 
 
 @pytest.mark.parametrize("id", QUIZZED)
-def test_the_quiz_takes_every_form_of_the_right_answer(id: str) -> None:
+def test_the_quiz_accepts_an_equivalent_form_of_the_answer(id: str) -> None:
     for seed in range(5):
-        assert judge(quiz_of(id), OTHER_ROADS[id], seed).right
+        assert judge(quiz_of(id), EQUIVALENT[id], seed).right
 
 
-def test_the_judge_draws_from_the_whole_range() -> None:
+def test_draws_cover_the_complete_range() -> None:
     rng = np.random.default_rng(0)
     assert {Number("", 2, 8, 2).draw(rng) for _ in range(100)} == {2, 4, 6, 8}
     assert all(2 <= Number("", 2, 8).draw(rng) <= 8 for _ in range(100))
@@ -244,55 +244,55 @@ def test_the_judge_draws_from_the_whole_range() -> None:
         ("-" * 30 + "1", 1),
     ],
 )
-def test_arithmetic(text: str, value: float) -> None:
+def test_the_calculator_evaluates_arithmetic(text: str, value: float) -> None:
     assert evaluate(text, {"d": 3.0, "x_1": 2.0}) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("9**9**9**9", "passes 1e\\+100"),
-        ("9" * 150, "passes 1e\\+100"),
-        ("1e999", "passes 1e\\+100"),
-        ("1e999 - 1e999", "passes 1e\\+100"),
-        ("exp(1000)", "passes 1e\\+100"),
-        ("10.0**60 * 10**60", "passes 1e\\+100"),
-        ("().__class__", "holds something else"),
-        ("().__class__.__bases__[0].__subclasses__()", "holds something else"),
-        ("__import__('os').system('true')", "holds something else"),
-        ("sin.__call__(1)", "holds something else"),
-        ("(lambda: 1)()", "holds something else"),
-        ("open('x')", "holds something else"),
-        ("abs(1)", "holds something else"),
-        ("sin(1, 2)", "holds something else"),
-        ("sin(x=1)", "holds something else"),
-        ("sin(*(1,))", "holds something else"),
-        ("'1' * 3", "holds something else"),
-        ("b'1'", "holds something else"),
-        ("1j", "holds something else"),
-        ("True", "holds something else"),
-        ("None", "holds something else"),
-        ("...", "holds something else"),
-        ("[1][0]", "holds something else"),
-        ("1 < 2", "holds something else"),
-        ("1 if 1 else 2", "holds something else"),
-        ("not 1", "holds something else"),
-        ("~1", "holds something else"),
-        ("7 // 2", "holds something else"),
-        ("1 << 2", "holds something else"),
-        ("(d := 3)", "holds something else"),
-        ("f'{d}'", "holds something else"),
-        ("2 ^ 3", "written \\*\\*"),
+        ("9**9**9**9", "exceeds 1e\\+100"),
+        ("9" * 150, "exceeds 1e\\+100"),
+        ("1e999", "exceeds 1e\\+100"),
+        ("1e999 - 1e999", "exceeds 1e\\+100"),
+        ("exp(1000)", "exceeds 1e\\+100"),
+        ("10.0**60 * 10**60", "exceeds 1e\\+100"),
+        ("().__class__", "contains something else"),
+        ("().__class__.__bases__[0].__subclasses__()", "contains something else"),
+        ("__import__('os').system('true')", "contains something else"),
+        ("sin.__call__(1)", "contains something else"),
+        ("(lambda: 1)()", "contains something else"),
+        ("open('x')", "contains something else"),
+        ("abs(1)", "contains something else"),
+        ("sin(1, 2)", "contains something else"),
+        ("sin(x=1)", "contains something else"),
+        ("sin(*(1,))", "contains something else"),
+        ("'1' * 3", "contains something else"),
+        ("b'1'", "contains something else"),
+        ("1j", "contains something else"),
+        ("True", "contains something else"),
+        ("None", "contains something else"),
+        ("...", "contains something else"),
+        ("[1][0]", "contains something else"),
+        ("1 < 2", "contains something else"),
+        ("1 if 1 else 2", "contains something else"),
+        ("not 1", "contains something else"),
+        ("~1", "contains something else"),
+        ("7 // 2", "contains something else"),
+        ("1 << 2", "contains something else"),
+        ("(d := 3)", "contains something else"),
+        ("f'{d}'", "contains something else"),
+        ("2 ^ 3", "power is written \\*\\*"),
         ("sin", "unknown name 'sin'; known: pi, d"),
         ("q", "unknown name 'q'"),
         ("θ", "unknown name 'θ'"),
         ("1/0", "divides by zero"),
         ("1 % 0", "divides by zero"),
         ("0**-1", "divides by zero"),
-        ("sqrt(0-1)", "root or the logarithm"),
-        ("log(0)", "root or the logarithm"),
+        ("sqrt(0-1)", "root of a negative number"),
+        ("log(0)", "logarithm of a number that is not positive"),
         ("(-8)**0.5", "not a real number"),
-        ("2t", "written 2\\*t"),
+        ("2t", "write a product as 2\\*t"),
         ("w = 3", "not an expression"),
         ("1; 2", "not an expression"),
         ("1 +", "not an expression"),
@@ -307,8 +307,8 @@ def test_arithmetic(text: str, value: float) -> None:
         ("(" * 5000, "200 characters"),
     ],
 )
-def test_the_calculator_refuses(text: str, reason: str | None) -> None:
-    if reason is None:  # parentheses alone make no level
+def test_the_calculator_rejects(text: str, reason: str | None) -> None:
+    if reason is None:  # parentheses do not add a level
         assert evaluate(text, {}) == 1
         return
     with pytest.raises(UsageError, match=reason) as error:
@@ -318,13 +318,13 @@ def test_the_calculator_refuses(text: str, reason: str | None) -> None:
 
 
 @given(st.text(max_size=60) | st.text("0123456789.+-*/%()e dsincoxplgrt_,'[]", max_size=60))
-def test_any_text_is_a_finite_number_or_one_line(text: str) -> None:
+def test_any_text_is_a_finite_number_or_a_one_line_error(text: str) -> None:
     try:
-        said = repr(evaluate(text, {"d": 3.0}))
+        output = repr(evaluate(text, {"d": 3.0}))
     except UsageError as error:
-        said = f"1 {error}"
-    assert len(said.splitlines()) == 1
-    assert abs(float(said.split()[0])) <= 1e100
+        output = f"1 {error}"
+    assert len(output.splitlines()) == 1
+    assert abs(float(output.split()[0])) <= 1e100
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -333,7 +333,7 @@ Study = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def study(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Study:
-    """Run `clearllama study errata ..` with lines on standard input: exit code, stdout, stderr."""
+    """Run `clearllama study errata ..` with bytes as standard input: exit code, stdout, stderr."""
 
     def run(*args: str, stdin: bytes = b"", topic: tuple[str, ...] = ("errata",)) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
@@ -347,7 +347,7 @@ def study(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-def test_the_list(study: Study) -> None:
+def test_the_list_shows_every_erratum(study: Study) -> None:
     code, out, err = study()
     lines = out.splitlines()
     assert code == 0
@@ -359,7 +359,7 @@ def test_the_list(study: Study) -> None:
     assert study("-q")[2] == ""
 
 
-def test_the_list_as_json(study: Study) -> None:
+def test_the_list_has_a_json_form(study: Study) -> None:
     code, out, _ = study("--json")
     found = json.loads(out)
     assert code == 0
@@ -370,11 +370,11 @@ def test_the_list_as_json(study: Study) -> None:
 
 
 def failing(erratum: Erratum) -> Erratum:
-    """The same with the printed form in the place of the right one."""
+    """The erratum with the printed form as its right form."""
     return Erratum(**{**vars(erratum), "right_form": erratum.wrong_form})
 
 
-def test_a_proof_that_fails_is_exit_code_1(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_proof_gives_exit_code_1(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ERRATA, "_entries", {"E33": failing(ERRATA["E33"]), "E34": ERRATA["E34"]})
     code, out, _ = study()
     assert code == 1
@@ -385,7 +385,7 @@ def test_a_proof_that_fails_is_exit_code_1(study: Study, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("id", IDS)
-def test_one_erratum_is_one_screen(study: Study, id: str) -> None:
+def test_one_erratum_fits_on_a_screen(study: Study, id: str) -> None:
     code, out, _ = study(id)
     assert code == 0
     lines = out.splitlines()
@@ -399,7 +399,7 @@ def test_one_erratum_is_one_screen(study: Study, id: str) -> None:
 
 
 @pytest.mark.parametrize("words", [("E33", "--json"), ("--json", "E33"), ("--json", "e33")])
-def test_one_erratum_as_json(study: Study, words: tuple[str, ...]) -> None:
+def test_one_erratum_has_a_json_form(study: Study, words: tuple[str, ...]) -> None:
     code, out, _ = study(*words)
     found = json.loads(out)
     assert code == 0
@@ -415,23 +415,23 @@ def test_one_erratum_as_json(study: Study, words: tuple[str, ...]) -> None:
     ("words", "reason"),
     [
         (("E99",), "unknown erratum 'E99'"),
-        (("--figure", "x.png"), "study errata does not take --figure"),
-        (("--which", "x"), "study errata does not take --which"),
-        (("--context", "0"), "study errata does not take --context"),
-        (("E33", "--rope-theta", "5"), "study errata does not take --rope-theta"),
-        (("--seed", "1"), "--seed shuffles the lines of the quiz"),
-        (("E33", "--seed", "1"), "--seed shuffles the lines of the quiz"),
+        (("--figure", "x.png"), "study errata does not accept --figure"),
+        (("--which", "x"), "study errata does not accept --which"),
+        (("--context", "0"), "study errata does not accept --context"),
+        (("E33", "--rope-theta", "5"), "study errata does not accept --rope-theta"),
+        (("--seed", "1"), "--seed needs --quiz"),
+        (("E33", "--seed", "1"), "--seed needs --quiz"),
         (("--quiz", "--seed", "-1"), "--seed must be 0 or more"),
-        (("--quiz", "--json"), "the quiz is a conversation"),
-        (("--quiz", "E05"), "E05 cannot be mended with one expression; these can: E01, E02"),
+        (("--quiz", "--json"), "--quiz is interactive"),
+        (("--quiz", "E05"), "E05 has no quiz, its answer is not one expression; entries with one: E01, E02"),
         (("--quiz", "E99"), "unknown erratum 'E99'"),
-        (("E33", "--quiz", "E34"), "two errata are named"),
+        (("E33", "--quiz", "E34"), "expected one erratum, found two: E33 and E34"),
         (("E33", "E34"), "unrecognized arguments: E34"),
         (("--json", "E33", "E34"), "unrecognized arguments"),
         (("--nonsense",), "unrecognized arguments: --nonsense"),
     ],
 )
-def test_usage_errors(study: Study, words: tuple[str, ...], reason: str) -> None:
+def test_a_usage_error_is_one_line_and_exit_code_2(study: Study, words: tuple[str, ...], reason: str) -> None:
     code, out, err = study(*words)
     assert code == 2
     assert out == ""
@@ -443,17 +443,19 @@ def test_usage_errors(study: Study, words: tuple[str, ...], reason: str) -> None
     ("topic", "words"),
     [(("example",), ("E33",)), (("example",), ("--quiz",)), (("example",), ("--seed", "1")), ((), ("--quiz",))],
 )
-def test_arguments_of_errata_belong_to_errata(study: Study, topic: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_arguments_of_errata_are_errors_for_other_topics(
+    study: Study, topic: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     code, out, err = study(*words, topic=topic)
     assert (code, out) == (2, "")
     assert "belongs to the topic errata" in err
 
 
-def test_the_list_of_topics_names_it(study: Study) -> None:
+def test_the_list_of_topics_includes_errata(study: Study) -> None:
     assert f"errata       {TOPICS['errata']}" in study(topic=())[1]
 
 
-def test_quiz_all_answers_right(study: Study) -> None:
+def test_the_quiz_counts_right_answers(study: Study) -> None:
     answers = "".join(f"{quiz_of(id).answer}\n" for id in QUIZZED)
     code, out, err = study("--quiz", stdin=answers.encode())
     assert code == 0
@@ -463,7 +465,7 @@ def test_quiz_all_answers_right(study: Study) -> None:
     assert out.count("\n  right ") == len(QUIZZED)
 
 
-def test_quiz_three_tries_and_then_the_answer(study: Study) -> None:
+def test_the_quiz_shows_the_answer_after_three_tries(study: Study) -> None:
     code, out, _ = study("--quiz", "E42", stdin=b"exp(2*i/d)*log(10000)\n1\n2\n3\n")
     assert code == 0
     assert out.count("  no (") == 3
@@ -473,34 +475,34 @@ def test_quiz_three_tries_and_then_the_answer(study: Study) -> None:
     assert out.splitlines()[-1] == "score: 0 of 1"
 
 
-def test_quiz_refusals_are_one_line_and_cost_no_try(study: Study) -> None:
+def test_a_rejected_line_of_the_quiz_does_not_count_as_a_try(study: Study) -> None:
     hostile = b"9**9**9**9\n().__class__\n2*\xff\n" + b"x" * 5000 + b"\n"
     code, out, _ = study("E42", "--quiz", stdin=hostile + b"1\n2\n10000**(-2*i/d)\n")
     assert code == 0
-    refused = [line for line in out.splitlines() if line.startswith("  refused: ")]
-    assert len(refused) == 5  # the long line is taken in two pieces
+    rejected = [line for line in out.splitlines() if line.startswith("  rejected: ")]
+    assert len(rejected) == 5  # the long line is read in two pieces
     assert out.count("  no (") == 2
     assert out.splitlines()[-1] == "score: 1 of 1"
 
 
-def test_quiz_goes_on_after_many_refusals(study: Study) -> None:
+def test_the_quiz_moves_on_after_ten_rejected_lines(study: Study) -> None:
     code, out, _ = study("--quiz", "E42", stdin=b"nonsense\n" * 1000)
     assert code == 0
-    assert out.count("refused") == 10
+    assert out.count("rejected") == 10
     assert out.splitlines()[-1] == "score: 0 of 1"
 
 
-def test_quiz_ends_with_the_input(study: Study) -> None:
+def test_the_quiz_ends_at_the_end_of_the_input(study: Study) -> None:
     code, out, _ = study("--quiz")
     assert code == 0
     assert out.splitlines()[-1] == f"score: 0 of 0, {len(QUIZZED)} left"
     code, out, _ = study("--quiz", stdin=f"\n{quiz_of('E02').answer}\n1".encode())
     assert code == 0
-    assert "answer   sin(i / 10000**(2*t/d))" in out  # an empty line asks for it
+    assert "answer   sin(i / 10000**(2*t/d))" in out  # shown for an empty line
     assert out.splitlines()[-1] == f"score: 1 of 2, {len(QUIZZED) - 2} left"
 
 
-def test_quiz_seed_picks_the_order(study: Study) -> None:
+def test_the_seed_of_the_quiz_determines_the_order(study: Study) -> None:
     def order(*words: str) -> list[str]:
         _, out, _ = study("--quiz", *words, stdin=b"\n" * 100)
         return [line.split()[0] for line in out.splitlines() if line.startswith("E")]
@@ -511,20 +513,20 @@ def test_quiz_seed_picks_the_order(study: Study) -> None:
     assert sorted(order("--seed", "1")) == sorted(QUIZZED)
 
 
-def test_quiz_without_standard_input(study: Study, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_quiz_needs_standard_input(study: Study, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["study", "errata", "--quiz"]) == 2
     assert "standard input is closed" in capsys.readouterr().err
 
 
-def test_quiz_at_a_terminal() -> None:
+def test_the_quiz_works_at_a_terminal() -> None:
     child = pexpect.spawn(
         sys.executable, ["-m", "llama", "study", "errata", "--quiz"], encoding="utf-8", timeout=60, dimensions=(50, 120)
     )
     child.expect("E01 \\(1 of ")
     child.expect("> ")
     child.sendline("().__class__")
-    child.expect("refused: ")
+    child.expect("rejected: ")
     child.expect("> ")
     child.sendline("sin(i / 10000**(2*i/d))")
     child.expect("no \\(1 of 3\\)")

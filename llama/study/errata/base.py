@@ -1,8 +1,8 @@
-"""What an erratum is, and the numpy side of the proofs.
+"""The Erratum class, and the formulas in numpy that the proofs compare with.
 
-A proof is a function of two forms, the wrong one and the right one, so that it can be tried with the roles exchanged:
-a proof that passes then, too, proves nothing. The right form is the library's own code; what both are measured
-against is written here once more in numpy and float64, from the formulas.
+A proof is a function of two forms, the wrong one and the right one. A test exchanges the two: a proof that still passes
+proves nothing. The right form is the library's own code. Both forms are compared with the formulas below, which are
+written independently of the library in numpy and float64.
 """
 
 from __future__ import annotations
@@ -16,25 +16,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ... import rope
 from ...config import ModelConfig
 from ...model import Transformer
+from ...rope_scaling import inverse_frequencies
+from ..measures import sinusoids
 from ..report import Check
 
 Array = NDArray[Any]
+Table = Callable[[int, int], Any]  # (positions, width) -> (positions, width)
 Kind = Literal["A", "B", "C", "OK"]
 
-# what the classes mean, in the order of the list
+# meaning of each class, in the order of the list
 KINDS: dict[Kind, str] = {
     "A": "false or does not run",
     "B": "misleading",
-    "C": "true, but half is missing",
-    "OK": "looks wrong, is right",
+    "C": "true but incomplete",
+    "OK": "looks wrong, but is right",
 }
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number that a quiz draws: low to high, in steps or, with step 0, anywhere between."""
+    """A random number of a quiz: low to high, in steps or, with step 0, uniformly distributed."""
 
     meaning: str
     low: float
@@ -42,7 +46,7 @@ class Number:
     step: float = 0.0
 
     def draw(self, rng: np.random.Generator) -> float:
-        """One value."""
+        """Draw one value."""
         if not self.step:
             return float(rng.uniform(self.low, self.high))
         return self.low + self.step * int(rng.integers(round((self.high - self.low) / self.step) + 1))
@@ -50,14 +54,14 @@ class Number:
 
 @dataclass(frozen=True)
 class Quiz:
-    """A broken line to mend.
+    """A wrong line to correct.
 
-    line     the line as the note has it
-    ask      the quantity whose right expression is asked for
-    names    what may stand in the expression, besides pi and the functions of quiz.py
-    truth    the quantity itself, computed in another way, from the drawn numbers as keyword arguments
-    printed  the note's expression, which `truth` refutes
-    answer   an expression that is right
+    line     the line as printed in the note
+    ask      the quantity that the answer must express
+    names    variables of the expression, in addition to pi and the functions of quiz.py
+    truth    computes that quantity independently, with the drawn numbers as keyword arguments
+    printed  the note's expression, which differs from `truth`
+    answer   a right expression
     """
 
     line: str
@@ -70,20 +74,20 @@ class Quiz:
 
 @dataclass(frozen=True)
 class Erratum:
-    """One sentence, formula or line of the notes, and the computation that judges it.
+    """One sentence, formula or line of the notes, and its proof.
 
-    id          "E33", or "OK1" for one that looks wrong and is right
+    id          "E33", or "OK1" for one that looks wrong but is right
     kind        one of KINDS
     where       note and line, in words
     matter      what is wrong, in one line
     printed     what the note says
     right       the right form
-    why         how the mistake is seen, and what it does to whoever builds on it
-    wrong_form  what is printed, as something that runs; for C the sentence read as if it were whole, and for OK the
-                correction that suggests itself
-    right_form  the same for what is right, by the library; for OK what is printed
+    why         how the mistake shows, and what it causes
+    wrong_form  what is printed, as code or data; for C the incomplete sentence read literally, for OK the tempting
+                "correction"
+    right_form  what is right, by the library; for OK what is printed
     prove       (wrong form, right form) -> checks
-    quiz        the line as an exercise, if it can be answered with an expression
+    quiz        the line as an exercise, if an expression can answer it
     """
 
     id: str
@@ -99,20 +103,20 @@ class Erratum:
     quiz: Quiz | None = None
 
     def proof(self, wrong_form: Any = None, right_form: Any = None) -> Sequence[Check]:
-        """Run both forms; other forms than the erratum's own may take either place, to test the proof itself."""
+        """Run the proof. Other forms may replace the erratum's own, to test the proof itself."""
         wrong = self.wrong_form if wrong_form is None else wrong_form
         right = self.right_form if right_form is None else right_form
         return self.prove(wrong, right)
 
 
 def passes(checks: Sequence[Check]) -> bool:
-    """Whether every check holds; none at all prove nothing."""
+    """Whether there are checks and all of them pass."""
     return bool(checks) and all(check.passed for check in checks)
 
 
-# ----------------------------------------------------------------------------------------- measuring what came out
+# ----------------------------------------------------------------------------------------------- comparing results
 def worst(a: Any, b: Any) -> float:
-    """Largest absolute difference of two arrays; infinite where their shapes differ or a number is missing."""
+    """Largest absolute difference of two arrays; infinite for different shapes, exceptions and NaN."""
     if a is None or b is None or isinstance(a, Exception) or isinstance(b, Exception):
         return float("inf")
     left, right = (x.detach().resolve_conj().numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (a, b))
@@ -123,7 +127,7 @@ def worst(a: Any, b: Any) -> float:
 
 
 def outcome(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call returns, or the exception that it raises."""
+    """The result of a call, or the exception that it raises."""
     try:
         return call(*arguments)
     except Exception as error:
@@ -131,12 +135,12 @@ def outcome(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def name_of(result: Any) -> str:
-    """The type of an `outcome`: of the exception, or of what was returned."""
+    """The name of the type of an `outcome`."""
     return type(result).__name__
 
 
 def fit_residual(table: Array, shift: int) -> float:
-    """How far the best linear map leaves row t + shift from what it makes of row t: table (N, d)."""
+    """Largest error of the best linear map from row t to row t + shift: table (N, d)."""
     before, after = table[:-shift], table[shift:]
     best = np.linalg.lstsq(before, after, rcond=None)[0]  # (d, d)
     return worst(before @ best, after)
@@ -149,28 +153,40 @@ def frequencies(dim: int, base: float = 10000.0) -> Array:
 
 
 def sinusoid_table(count: int, dim: int, base: float = 10000.0) -> Array:
-    """Row t: sin and cos of t * base^(-2i/d), in turn: (count, d)."""
+    """Row t: sin and cos of t * base^(-2i/d), alternating: (count, d)."""
     angles = np.arange(count)[:, None] * frequencies(dim, base)  # (count, d/2)
     table = np.empty((count, dim))
     table[:, 0::2], table[:, 1::2] = np.sin(angles), np.cos(angles)
     return table
 
 
-def turned(x: Array, positions: Sequence[float] | Array, base: float = 10000.0) -> Array:
+def rotated(x: Array, positions: Sequence[float] | Array, base: float = 10000.0) -> Array:
     """Vectors x (N, D) with pair i of row m multiplied by e^(i position_m w_i): (N, D)."""
     z = (x[:, 0::2] + 1j * x[:, 1::2]) * np.exp(1j * np.outer(positions, frequencies(x.shape[-1], base)))  # (N, D/2)
     return np.stack((z.real, z.imag), -1).reshape(x.shape)
 
 
 def rotation(angle: float) -> Array:
-    """[[cos, -sin], [sin, cos]]: a turn against the clock."""
+    """[[cos, -sin], [sin, cos]]: a counter-clockwise rotation."""
     return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
 
 
 def softmax(scores: Array) -> Array:
-    """Over the last axis."""
+    """Softmax over the last axis."""
     powers = np.exp(scores - scores.max(-1, keepdims=True))
     return np.asarray(powers / powers.sum(-1, keepdims=True))
+
+
+# -------------------------------------------------------------------------------------------- the library's own forms
+def library_table(count: int, dim: int) -> Array:
+    """The library's table of sinusoids, `sinusoid_table` in its code: (count, d)."""
+    return sinusoids(torch.arange(count), dim).numpy()
+
+
+def library_rotation(dim: int, steps: int) -> Array:
+    """The library's rotation matrix by `steps` positions: (D, D)."""
+    angles = steps * inverse_frequencies(dim)[0].double()
+    return rope.rotation_matrix(angles.cos(), angles.sin()).numpy()
 
 
 # ---------------------------------------------------------------------------------------------------- a small model
@@ -188,7 +204,7 @@ CONFIG = ModelConfig(
 
 
 def small_model(config: ModelConfig = CONFIG, seed: int = 0) -> Transformer:
-    """A model of the library with random weights; torch's own random numbers are left as they were."""
+    """A library model with random weights; the state of torch's random generator does not change."""
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config)
     rng = np.random.default_rng(seed)
@@ -201,7 +217,7 @@ def small_model(config: ModelConfig = CONFIG, seed: int = 0) -> Transformer:
 
 
 def block_by_hand(model: Transformer, layer: int, h: Array) -> Array:
-    """Layer `layer` of a model on h (T, C), positions 0 .. T - 1, in numpy: (T, C)."""
+    """Layer `layer` of a model for h (T, C) at positions 0 .. T - 1, in numpy: (T, C)."""
     config = model.config
     prefix = f"layers.{layer}."
     weight = {
@@ -220,8 +236,8 @@ def block_by_hand(model: Transformer, layer: int, h: Array) -> Array:
         group = head * config.n_kv_heads // config.n_heads  # the key head that this query head reads
         own = slice(head * config.head_dim, (head + 1) * config.head_dim)
         shared = slice(group * config.head_dim, (group + 1) * config.head_dim)
-        q = turned(x @ weight["attention.wq"][own].T, steps, config.rope_theta)  # (T, D)
-        k = turned(x @ weight["attention.wk"][shared].T, steps, config.rope_theta)  # (T, D)
+        q = rotated(x @ weight["attention.wq"][own].T, steps, config.rope_theta)  # (T, D)
+        k = rotated(x @ weight["attention.wk"][shared].T, steps, config.rope_theta)  # (T, D)
         scores = q @ k.T / config.head_dim**0.5  # (T, T)
         scores[steps[:, None] < steps] = -np.inf
         heads.append(softmax(scores) @ (x @ weight["attention.wv"][shared].T))  # (T, D)
@@ -233,7 +249,7 @@ def block_by_hand(model: Transformer, layer: int, h: Array) -> Array:
 
 
 def hidden_by_hand(model: Transformer, tokens: Sequence[int]) -> Array:
-    """`Transformer.hidden` of one row of tokens, in numpy: (T, C)."""
+    """`Transformer.hidden` for one row of tokens, in numpy: (T, C)."""
     state = model.state_dict()
     h = state["tok_embeddings.weight"].double().numpy()[list(tokens)]
     for layer in range(model.config.n_layers):

@@ -15,21 +15,24 @@ from ...config import ModelConfig
 from ...model import Attention
 from ...rope_scaling import inverse_frequencies
 from ..encodings import Encoding, Rotary, attend, scores
-from ..measures import sinusoids, turn
+from ..measures import turn
 from ..report import Check, above, below, equal, holds
 from .base import (
     Array,
     Erratum,
     Number,
     Quiz,
+    Table,
     fit_residual,
     frequencies,
+    library_rotation,
+    library_table,
     name_of,
     outcome,
+    rotated,
     rotation,
     sinusoid_table,
     softmax,
-    turned,
     worst,
 )
 
@@ -40,7 +43,7 @@ def _random(seed: int, *shapes: tuple[int, ...]) -> list[Array]:
 
 
 def _weights(seed: int, *shapes: tuple[int, ...]) -> list[Array]:
-    """Random matrices that keep the size of what they multiply."""
+    """Random matrices, scaled so that a product has the size of its input."""
     return [array / array.shape[-1] ** 0.5 for array in _random(seed, *shapes)]
 
 
@@ -49,9 +52,6 @@ def _tensors(arrays: Sequence[Array]) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------------- E01
-Table = Callable[[int, int], Array]  # (positions, width) -> (positions, width)
-
-
 def _e01_printed(count: int, dim: int) -> Array:
     table = np.empty((count, dim))
     for i in range(count):
@@ -61,44 +61,39 @@ def _e01_printed(count: int, dim: int) -> Array:
     return table
 
 
-def _e01_right(count: int, dim: int) -> Array:
-    return sinusoids(torch.arange(count), dim).numpy()
-
-
 def _e01(wrong: Table, right: Table) -> Sequence[Check]:
     printed, table = wrong(256, 64), right(256, 64)
     return (
-        equal("E01", "different sine columns among 32, as printed", _different(printed[:, 0::2].T), 1),
-        equal("E01", "rows 100 to 255, as printed: spread", float(np.ptp(printed[100:], 0).max()), 3.16e-11, 1e-13),
-        equal("E01", "best linear map i to i + 1, as printed: residual", fit_residual(printed, 1), 0.680, 1e-3),
-        below("E01", "best linear map i to i + 1, right: residual", fit_residual(table, 1), 1e-11),
-        below("E01", "right form against numpy", worst(table, sinusoid_table(256, 64)), 1e-12),
+        equal("E01", "distinct sine columns out of 32, as printed", _distinct(printed[:, 0::2].T), 1),
+        equal("E01", "spread of rows 100 to 255, as printed", float(np.ptp(printed[100:], 0).max()), 3.16e-11, 1e-13),
+        equal("E01", "residual of the best linear map i to i + 1, as printed", fit_residual(printed, 1), 0.680, 1e-3),
+        below("E01", "residual of the best linear map i to i + 1, right form", fit_residual(table, 1), 1e-11),
+        below("E01", "right form, difference from numpy", worst(table, sinusoid_table(256, 64)), 1e-12),
     )
 
 
-def _different(rows: Array) -> int:
+def _distinct(rows: Array) -> int:
     return len(np.unique(rows, axis=0))
 
 
 E01 = Erratum(
     id="E01",
     kind="A",
-    where="note 000, lines 64 and 66, the two formulas of the sinusoidal code",
-    matter="the exponent holds the position where the index of the pair belongs",
-    printed="p[i, 2t] = sin(i / 10000^(2i/d)), p[i, 2t+1] = cos(i / 10000^(2i/d)), with i the position",
-    right="the exponent is 2t/d: t counts the pairs, i only the positions",
-    why="Nothing on the right depends on t, so all pairs of a row are the same; from position 100 on all rows are"
-    " alike, too. A table built from this line has no frequencies, and one position cannot be had from another"
-    " linearly.",
+    where="note 000, lines 64 and 66, the two formulas of the sinusoidal encoding",
+    matter="the exponent uses the position i instead of the pair index t",
+    printed="p[i, 2t] = sin(i / 10000^(2i/d)), p[i, 2t+1] = cos(i / 10000^(2i/d)), where i is the position",
+    right="the exponent is 2t/d, where t is the pair index; i is only the position",
+    why="The right-hand side does not depend on t, so all pairs of a row are equal. From position 100 on, all rows are"
+    " nearly equal as well. Such a table contains no frequencies, and no linear map takes one position to the next.",
     wrong_form=_e01_printed,
-    right_form=_e01_right,
+    right_form=library_table,
     prove=_e01,
     quiz=Quiz(
         line="p[i, 2t] = sin(i / 10000**(2*i/d))",
         ask="p[i, 2t]",
         names={
             "i": Number("position", 1, 40, 1),
-            "t": Number("index of the pair, from 0", 0, 3, 1),
+            "t": Number("pair index, from 0", 0, 3, 1),
             "d": Number("width of the table", 8, 64, 8),
         },
         truth=lambda i, t, d: sinusoid_table(int(i) + 1, int(d))[int(i), 2 * int(t)],
@@ -109,12 +104,12 @@ E01 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E02
-Pairs = Callable[[int], list[tuple[int, int]]]  # width -> (pair t, place of its sine counted from 0)
+Pairs = Callable[[int], list[tuple[int, int]]]  # width -> (pair t, index of its sine from 0)
 
 
 def _e02_printed(dim: int) -> list[tuple[int, int]]:
     entries = set(range(1, dim + 1))
-    return [(t, 2 * t - 1) for t in range(dim + 1) if {2 * t, 2 * t + 1} <= entries]  # entry 1 is place 0
+    return [(t, 2 * t - 1) for t in range(dim + 1) if {2 * t, 2 * t + 1} <= entries]  # entry 1 has index 0
 
 
 def _e02_right(dim: int) -> list[tuple[int, int]]:
@@ -123,32 +118,37 @@ def _e02_right(dim: int) -> list[tuple[int, int]]:
 
 def _e02(wrong: Pairs, right: Pairs) -> Sequence[Check]:
     printed, filled = _e02_fill(wrong, 8), _e02_fill(right, 8)
-    empty = ", ".join(str(place + 1) for place in range(8) if np.isnan(printed[place]))
+    empty = ", ".join(str(index + 1) for index in range(8) if np.isnan(printed[index]))
     return (
         equal("E02", "pairs t that fit, as printed", ", ".join(str(t) for t, _ in wrong(8)), "1, 2, 3"),
-        equal("E02", "entries of 1 to 8 that no pair fills, as printed", empty, "1, 8"),
-        below("E02", "a row filled by the right pairs against the library", worst(filled, _e01_right(4, 8)[3]), 1e-12),
+        equal("E02", "entries 1 to 8 that no pair fills, as printed", empty, "1, 8"),
+        below(
+            "E02",
+            "row filled by the right pairs, difference from the library",
+            worst(filled, library_table(4, 8)[3]),
+            1e-12,
+        ),
     )
 
 
 def _e02_fill(form: Pairs, dim: int) -> Array:
-    """Row 3 of the table, filled where the form puts its pairs."""
+    """Row 3 of the table, with only the form's pairs filled in."""
     row = np.full(dim, np.nan)
-    for t, place in form(dim):
+    for t, index in form(dim):
         angle = 3 * 10000 ** (-2 * t / dim)
-        row[place : place + 2] = math.sin(angle), math.cos(angle)
+        row[index : index + 2] = math.sin(angle), math.cos(angle)
     return row
 
 
 E02 = Erratum(
     id="E02",
     kind="A",
-    where="note 000, line 68, the range of the indices below the sinusoidal formulas",
-    matter="the entries 2t, 2t+1 are said to lie in 1..d, which loses the first and the last",
+    where="note 000, line 68, the index range below the sinusoidal formulas",
+    matter="with 2t and 2t+1 in 1..d, the first and the last entry are never filled",
     printed="{2t, 2t+1} is a subset of {1, 2, ..., d}",
     right="{2t, 2t+1} is a subset of {0, ..., d-1}, with t = 0 .. d/2 - 1",
     why="At d = 8 only t = 1, 2, 3 fit, so entries 1 and 8 are never filled and the fastest pair is missing. Counted"
-    " from 0 the pairs fill every entry.",
+    " from 0, the pairs fill every entry.",
     wrong_form=_e02_printed,
     right_form=_e02_right,
     prove=_e02,
@@ -156,7 +156,7 @@ E02 = Erratum(
         line="{2t, 2t+1} is a subset of {1, ..., d}, so the largest t is (d-1)/2",
         ask="the largest t",
         names={"d": Number("width of the table, even", 4, 128, 2)},
-        truth=lambda d: float([place // 2 for place in range(int(d))][-1]),
+        truth=lambda d: float([index // 2 for index in range(int(d))][-1]),
         printed="(d-1)/2",
         answer="d/2 - 1",
     ),
@@ -177,10 +177,10 @@ def _e03_right(dim: int) -> Array:
 
 def _e03(wrong: Angles, right: Angles) -> Sequence[Check]:
     return (
-        equal("E03", "angles for the 4 pairs of d = 8, as printed", len(wrong(8)), 8),
-        equal("E03", "the smallest of them", float(wrong(8).min()), 1e-7, 1e-12),
-        equal("000-33 E03", "angles for the 4 pairs of d = 8, right", len(right(8)), 4),
-        below("E03", "right form against numpy", worst(right(8), frequencies(8)), 1e-8),
+        equal("E03", "number of angles for the 4 pairs of d = 8, as printed", len(wrong(8)), 8),
+        equal("E03", "smallest of these angles", float(wrong(8).min()), 1e-7, 1e-12),
+        equal("000-33 E03", "number of angles for the 4 pairs of d = 8, right form", len(right(8)), 4),
+        below("E03", "right form, difference from numpy", worst(right(8), frequencies(8)), 1e-8),
     )
 
 
@@ -188,18 +188,18 @@ E03 = Erratum(
     id="E03",
     kind="A",
     where="note 000, line 196, the set of angles Theta",
-    matter="one angle for each of d entries, and bound to i while the formula says t",
+    matter="Theta has d angles instead of d/2, and its index is i although the formula uses t",
     printed="Theta = {theta_t = 10000^(-2(t-1)/d), i in {1, ..., d}}",
-    right="t in {1, ..., d/2}: one angle a pair",
-    why="A head of d entries has d/2 pairs. Taken as printed there are twice as many angles, and the slowest is 1e-7"
-    " at d = 8 where the slowest pair turns by 1e-3.",
+    right="t in {1, ..., d/2}: one angle per pair",
+    why="A head with d entries has d/2 pairs. As printed there are twice as many angles, and at d = 8 the smallest is"
+    " 1e-7, although the slowest pair rotates by 1e-3 per position.",
     wrong_form=_e03_printed,
     right_form=_e03_right,
     prove=_e03,
     quiz=Quiz(
         line="theta_t = 10000**(-2*(t-1)/d), t = 1 .. d; the smallest is 10000**(-2*(d-1)/d)",
-        ask="the smallest angle of a head of width d",
-        names={"d": Number("width of a head, even", 4, 128, 4)},
+        ask="the smallest angle of a head of dimension d",
+        names={"d": Number("head dimension, even", 4, 128, 4)},
         truth=lambda d: float(frequencies(int(d)).min()),
         printed="10000**(-2*(d-1)/d)",
         answer="10000**(-2*(d/2-1)/d)",
@@ -210,9 +210,9 @@ E03 = Erratum(
 # ------------------------------------------------------------------------------------------------------------- E04
 def _e04(wrong: Callable[[int, int], int], right: Callable[[int, int], int]) -> Sequence[Check]:
     return (
-        equal("E04", "shape of xk, as worded", _e04_shape(wrong(2, 2)), "(2, 5, 2, 8)"),
-        equal("000-40 E04", "shape of xk, right and as the note has it", _e04_shape(right(2, 2)), "(2, 5, 1, 8)"),
-        equal("E04", "query heads that read key head 0, right", _e04_readers(right(2, 2)), 2),
+        equal("E04", "shape of xk, as the sentence says", _e04_shape(wrong(2, 2)), "(2, 5, 2, 8)"),
+        equal("000-40 E04", "shape of xk, right form and in the note", _e04_shape(right(2, 2)), "(2, 5, 1, 8)"),
+        equal("E04", "query heads that read key head 0, right form", _e04_readers(right(2, 2)), 2),
     )
 
 
@@ -238,7 +238,7 @@ def _e04_shape(n_kv_heads: int) -> str:
 
 
 def _e04_readers(n_kv_heads: int) -> int:
-    """Query heads whose weights change when key head 0 changes."""
+    """Number of query heads whose weights change when key head 0 changes."""
     q, k = _tensors(_random(4, (1, 2, 5, 8), (1, n_kv_heads, 5, 8)))  # (B, H, T, D), (B, KV, T, D)
     other = k.clone()
     other[:, 0] += torch.from_numpy(_random(5, (5, 8))[0])
@@ -249,19 +249,20 @@ def _e04_readers(n_kv_heads: int) -> int:
 E04 = Erratum(
     id="E04",
     kind="A",
-    where="note 000, line 224 (the numbers of the example) against line 234 (the shape of xk)",
-    matter="'query_group_num = 2, one key and value each' would make 2 key heads; shown is 1",
+    where="note 000, line 224 (the example's numbers) and line 234 (the shape of xk)",
+    matter="'query_group_num = 2, one key and value each' means 2 key heads, but xk has 1",
     printed="the queries are split into query_group_num = 2 groups, each with one key and one value; xk is"
     " (2, 5, 1, 8)",
-    right="the 2 is the number of query heads that share a key head: n_kv_heads = 2 / 2 = 1, n_rep = 2",
-    why="With 2 groups of one key head each xk would be (2, 5, 2, 8). The example divides the heads by the number;"
-    " read as the number of groups it gives wk twice its rows, and weights made for one key head don't fit.",
+    right="query_group_num is the number of query heads that share a key head: n_kv_heads = 2 / 2 = 1, n_rep = 2",
+    why="With 2 groups of one key head each, xk would be (2, 5, 2, 8). The example divides the number of heads by"
+    " query_group_num. Read as a number of groups, it doubles the rows of wk, and weights made for one key head do not"
+    " fit.",
     wrong_form=lambda heads, query_group_num: query_group_num,
     right_form=lambda heads, query_group_num: heads // query_group_num,
     prove=_e04,
     quiz=Quiz(
-        line="n_kv_heads = g, with g = query_group_num of the example",
-        ask="n_kv_heads, so that xk of the example (heads = 2, g = 2) has one head",
+        line="n_kv_heads = g, where g is the example's query_group_num",
+        ask="n_kv_heads, such that xk in the example (heads = 2, g = 2) has one head",
         names={
             "heads": Number("query heads", 8, 64, 8),
             "g": Number("query_group_num", 2, 4, 2),
@@ -279,7 +280,7 @@ Attending = Callable[..., Tensor]  # (x, wq, wk, wv, positions) -> (N, D)
 
 def _e05_printed(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, positions: Tensor) -> Tensor:
     encoding = Rotary(8)
-    v = encoding.turn(x @ wv.T, positions)  # (N, D): the value is given a position like q and k
+    v = encoding.turn(x @ wv.T, positions)  # (N, D): the value is rotated like q and k
     return scores(encoding, x, wq, wk, positions).softmax(-1) @ v
 
 
@@ -291,26 +292,26 @@ def _e05(wrong: Attending, right: Attending) -> Sequence[Check]:
     arrays = _random(5, (6, 16)) + _weights(6, (8, 16), (8, 16), (8, 16))
     x, wq, wk, wv = arrays
     steps = np.arange(6)
-    q, k = turned(x @ wq.T, steps), turned(x @ wk.T, steps)
+    q, k = rotated(x @ wq.T, steps), rotated(x @ wk.T, steps)
     truth = softmax(q @ k.T / 8**0.5) @ (x @ wv.T)
     at = {shift: torch.arange(6) + shift for shift in (0, 5)}
     change = {form: worst(form(*_tensors(arrays), at[5]), form(*_tensors(arrays), at[0])) for form in (wrong, right)}
     return (
-        above("E05", "output when all positions grow by 5, values turned: change", change[wrong], 0.1),
-        below("000-06 E05", "all positions + 5, values left alone: change of output", change[right], 1e-6),
-        below("E05", "right form against numpy", worst(right(*_tensors(arrays), at[0]), truth), 1e-6),
+        above("E05", "output change if positions shift by 5, values rotated", change[wrong], 0.1),
+        below("000-06 E05", "output change if positions shift by 5, values not rotated", change[right], 1e-6),
+        below("E05", "right form, difference from numpy", worst(right(*_tensors(arrays), at[0]), truth), 1e-6),
     )
 
 
 E05 = Erratum(
     id="E05",
     kind="B",
-    where="note 000, lines 31 to 37, where q, k and v are all said to hold the position",
-    matter="with RoPE the value holds no position",
-    printed="v_n = f_v(x_n, n): position goes into q, k and v",
-    right="true of codes that are added; with RoPE v_n = W_v x_n, and only q and k are turned",
-    why="A turned value makes the output depend on where the text begins: shift all positions by 5 and it changes."
-    " Left alone, it does not.",
+    where="note 000, lines 31 to 37, which make q, k and v all depend on the position",
+    matter="with RoPE the value v does not depend on the position",
+    printed="v_n = f_v(x_n, n): the position enters q, k and v",
+    right="true for encodings that are added; with RoPE v_n = W_v x_n, and only q and k are rotated",
+    why="If the values are rotated, the output depends on where the text begins: it changes when all positions shift"
+    " by 5. Without that rotation it stays the same.",
     wrong_form=_e05_printed,
     right_form=_e05_right,
     prove=_e05,
@@ -323,11 +324,11 @@ def _e06(wrong: Callable[[Array, int], Array], right: Callable[[Array, int], Arr
     row = reference_weights(q, k)[0, 0, 2].double().numpy()  # (N,): the scores of token m = 2
     causal = reference_weights(q, k, causal_mask(torch.arange(7), torch.arange(7)))[0, 0]  # (N, N)
     return (
-        equal("E06", "scores that are counted, 'n' read as the index n = 3", len(wrong(row, 3)), 3),
-        above("E06", "what they lack to 1", 1 - float(wrong(row, 3).sum()), 0.05),
-        equal("E06", "scores that are counted, right", len(right(row, 3)), 7),
+        equal("E06", "number of scores, with 'n' read as the index n = 3", len(wrong(row, 3)), 3),
+        above("E06", "1 minus their sum", 1 - float(wrong(row, 3).sum()), 0.05),
+        equal("E06", "number of scores, right form", len(right(row, 3)), 7),
         equal("000-07 E06", "their sum", float(right(row, 3).sum()), 1.0, 1e-6),
-        equal("E06", "scores of token m = 2 of a decoder", int((causal[2] > 0).sum()), 3),
+        equal("E06", "number of scores of token m = 2 in a decoder", int((causal[2] > 0).sum()), 3),
     )
 
 
@@ -335,10 +336,10 @@ E06 = Erratum(
     id="E06",
     kind="B",
     where="note 000, line 39, on the softmax",
-    matter="'n scores': n is the index that runs; their number is N",
+    matter="'n scores': n is the running index; the number of scores is N",
     printed="the softmax gives n attention scores",
-    right="it gives N scores, n = 1 .. N; in a decoder token m, counted from 0, gets m + 1",
-    why="n is used for one key and for how many there are. The scores sum to 1 only over all N.",
+    right="it returns N scores, n = 1 .. N; in a decoder, token m (counted from 0) has m + 1",
+    why="The note uses n both for one key and for the number of keys. The scores sum to 1 only over all N.",
     wrong_form=lambda row, n: row[:n],
     right_form=lambda row, n: row,
     prove=_e06,
@@ -348,11 +349,11 @@ E06 = Erratum(
 # ------------------------------------------------------------------------------------------------------------- E07
 def _e07(wrong: tuple[str, str], right: tuple[str, str]) -> Sequence[Check]:
     return (
-        equal("E07", "steps from dog to cat, pair as printed", _e07_offsets(wrong), "+3, -2"),
-        above("E07", "pair as printed, told apart without any position by", _e07_apart(wrong, Encoding()), 0.01),
-        equal("000-03 E07", "steps from dog to cat, right pair", _e07_offsets(right), "+3, -3"),
-        below("E07", "right pair, told apart without any position by", _e07_apart(right, Encoding()), 1e-12),
-        above("E07", "right pair, told apart with RoPE by", _e07_apart(right, Rotary(8)), 1e-3),
+        equal("E07", "offset from dog to cat, printed pair", _e07_offsets(wrong), "+3, -2"),
+        above("E07", "printed pair, output difference without positions", _e07_difference(wrong, Encoding()), 0.01),
+        equal("000-03 E07", "offset from dog to cat, right pair", _e07_offsets(right), "+3, -3"),
+        below("E07", "right pair, output difference without positions", _e07_difference(right, Encoding()), 1e-12),
+        above("E07", "right pair, output difference with RoPE", _e07_difference(right, Rotary(8)), 1e-3),
     )
 
 
@@ -360,8 +361,8 @@ def _e07_offsets(pair: tuple[str, str]) -> str:
     return ", ".join(f"{text.index('猫') - text.index('狗'):+d}" for text in pair)
 
 
-def _e07_apart(pair: tuple[str, str], encoding: Encoding) -> float:
-    """Difference of the mean outputs of attention over the characters of the two sentences."""
+def _e07_difference(pair: tuple[str, str], encoding: Encoding) -> float:
+    """Difference between the mean attention outputs of the two sentences, one token per character."""
     known = sorted(set("狗在追猫被"))
     table, wq, wk, wv = _tensors(_random(7, (len(known), 16)) + _weights(8, (8, 16), (8, 16), (8, 16)))
     means = []
@@ -374,12 +375,12 @@ def _e07_apart(pair: tuple[str, str], encoding: Encoding) -> float:
 E07 = Erratum(
     id="E07",
     kind="B",
-    where="note 000, line 74, the pair of sentences for 'relative order matters'",
-    matter="the example's two sentences mean the same and have other words",
+    where="note 000, line 74, the example sentences for 'relative order matters'",
+    matter="the two example sentences mean the same and use different words",
     printed="狗在追猫 (the dog chases the cat) and 猫被狗追 (the cat is chased by the dog): the order is what matters",
-    right="狗在追猫 and 猫在追狗, as in line 11: the same words, another order, another meaning",
-    why="In the printed pair the order is opposite (+3 and -2) and the meaning the same, so it speaks against the"
-    " sentence it is to support; and as the words differ, attention tells them apart without any position.",
+    right="狗在追猫 and 猫在追狗, as in line 11: the same words in another order, with another meaning",
+    why="In the printed pair the order is reversed (+3 and -2) but the meaning is the same, which contradicts the"
+    " point of the example. Because the words differ, attention distinguishes the sentences even without positions.",
     wrong_form=("狗在追猫", "猫被狗追"),
     right_form=("狗在追猫", "猫在追狗"),
     prove=_e07,
@@ -395,22 +396,28 @@ def _e08(wrong: Change, right: Change) -> Sequence[Check]:
     measured = {m: _e08_measured(m) for m in (6, 44)}
     xk = torch.arange(80.0).reshape(2, 5, 1, 8)
     _, xk_out = rope.apply_rotary_emb(xk, xk, rope.precompute_freqs_cis(8, 5))
-    moved = (xk_out - xk)[0, 4, 0].abs()  # (D,): token 4 of the note's example
+    moved = (xk_out - xk)[0, 4, 0].abs()  # (D,): token 4 in the note's example
     return (
         equal("E08", "m = 6: change of pair 0", float(measured[6][0]), 0.282, 1e-3),
-        equal("E08", "m = 6: change of pair 1, later and larger", float(measured[6][1]), 0.591, 1e-3),
+        equal("E08", "m = 6: change of pair 1 (later, yet larger)", float(measured[6][1]), 0.591, 1e-3),
         above("E08", "m = 6: error of 'the change is the angle'", worst(wrong(6, w), measured[6]), 5.0),
-        above("E08", "m = 44: the same", worst(wrong(44, w), measured[44]), 40.0),
+        above("E08", "m = 44: error of 'the change is the angle'", worst(wrong(44, w), measured[44]), 40.0),
         below("000-53 E08", "m = 6: error of 2 |sin(m w / 2)|", worst(right(6, w), measured[6]), 1e-5),
-        below("E08", "m = 44: the same", worst(right(44, w), measured[44]), 1e-5),
-        equal("E08", "m = 44: pairs 0 and 1", float(measured[44][0] / measured[44][1]), 0.018 / 1.617, 5e-4),
-        equal("E08", "the note's xk[0, 4]: entry 0 changes by", float(moved[0]), 27.94, 0.01),
-        equal("E08", "the note's xk[0, 4]: entry 1 changes by", float(moved[1]), 78.79, 0.01),
+        below("E08", "m = 44: error of 2 |sin(m w / 2)|", worst(right(44, w), measured[44]), 1e-5),
+        equal(
+            "E08",
+            "m = 44: change of pair 0 over change of pair 1",
+            float(measured[44][0] / measured[44][1]),
+            0.018 / 1.617,
+            5e-4,
+        ),
+        equal("E08", "the note's xk[0, 4]: change of entry 0", float(moved[0]), 27.94, 0.01),
+        equal("E08", "the note's xk[0, 4]: change of entry 1", float(moved[1]), 78.79, 0.01),
     )
 
 
 def _e08_measured(position: int) -> Array:
-    """How far the library moves pairs of length 1: (4,)."""
+    """Distance by which the library moves pairs of length 1: (4,)."""
     x = torch.tensor([1.0, 0.0] * 4).reshape(1, 1, 1, 8)  # (B, T, H, D)
     row = rope.precompute_freqs_cis(8, position + 1)[position:]  # (1, D/2)
     moved = rope.apply_rotary_emb(x, x, row)[0] - x
@@ -420,18 +427,18 @@ def _e08_measured(position: int) -> Array:
 E08 = Erratum(
     id="E08",
     kind="B",
-    where="note 000, line 299, what the comparison of xk and xk_out shows",
-    matter="the angle falls with the index of the entry; the change does not",
-    printed="the earlier an entry stands in the vector, the more it changes",
-    right="the angle m w_i falls with i; the change of a pair is 2 |sin(m w_i / 2)| times its length",
-    why="A pair that has gone nearly once round is back where it was: at m = 6 pair 0 changes by 0.282 and pair 1 by"
-    " 0.591. In the note's own numbers entry 0 of token 4 changes by 27.94 and entry 1 by 78.79.",
+    where="note 000, line 299, the conclusion from comparing xk and xk_out",
+    matter="the angle falls with the pair index; the size of the change does not",
+    printed="the earlier an entry is in the vector, the more it changes",
+    right="the angle m w_i falls with i; a pair changes by 2 |sin(m w_i / 2)| times its length",
+    why="A pair that has rotated almost a full turn is nearly back at its start: at m = 6 pair 0 changes by 0.282 and"
+    " pair 1 by 0.591. In the note's own numbers, entry 0 of token 4 changes by 27.94 and entry 1 by 78.79.",
     wrong_form=lambda m, w: m * w,
     right_form=lambda m, w: 2 * np.abs(np.sin(m * w / 2)),
     prove=_e08,
     quiz=Quiz(
         line="change of a pair of length 1 = m * w (it grows with the angle)",
-        ask="the distance a pair of length 1 moves when it is turned by the angle m * w, below one full turn",
+        ask="the distance that a pair of length 1 moves when rotated by the angle m * w, less than a full turn",
         names={"m": Number("position", 1, 6, 1), "w": Number("frequency of the pair", 0.3, 1.0)},
         truth=lambda m, w: abs(complex(math.cos(m * w), math.sin(m * w)) - 1),
         printed="m * w",
@@ -441,7 +448,7 @@ E08 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E09
-Score = Callable[[Array, Array, float, float, float], float]  # (q~, k~, m, n, theta) -> the inner product
+Score = Callable[[Array, Array, float, float, float], float]  # (q~, k~, m, n, theta) -> the score
 
 
 def _e09_printed(q: Array, k: Array, m: float, n: float, theta: float) -> float:
@@ -457,17 +464,17 @@ def _e09(wrong: Score, right: Score) -> Sequence[Check]:
     q, k = _random(9, (2,), (2,))
     m, n, theta = 7.0, 3.0, 0.3
     true = _e09_true(float(q[0]), float(q[1]), float(k[0]), float(k[1]), m, n, theta)
-    twice = 2 * float(q[1] * k[0] - q[0] * k[1]) * math.sin((m - n) * theta)  # both signs of the sine part
+    twice = 2 * float(q[1] * k[0] - q[0] * k[1]) * math.sin((m - n) * theta)  # the sine term, once with each sign
     off = wrong(q, k, m, n, theta) - true
     return (
         above("E09", "error of q^T R((m-n) theta) k", abs(off), 0.1),
-        equal("E09", "that error, which is twice the sine part", off, twice, 1e-12),
+        equal("E09", "the same error, equal to twice the sine term", off, twice, 1e-12),
         below("000-29 E09", "error of q^T R((n-m) theta) k", abs(right(q, k, m, n, theta) - true), 1e-12),
     )
 
 
 def _e09_true(q1: float, q2: float, k1: float, k2: float, m: float, n: float, theta: float) -> float:
-    """The product of the two vectors, each turned by its own position."""
+    """The product of the two vectors, each rotated by its own position."""
     q = complex(q1, q2) * complex(math.cos(m * theta), math.sin(m * theta))
     k = complex(k1, k2) * complex(math.cos(n * theta), math.sin(n * theta))
     return q.real * k.real + q.imag * k.imag
@@ -476,26 +483,26 @@ def _e09_true(q1: float, q2: float, k1: float, k2: float, m: float, n: float, th
 E09 = Erratum(
     id="E09",
     kind="A",
-    where="note 000, lines 168 to 172, formula 7: the product as a matrix",
-    matter="the matrix between q and k turns the wrong way",
+    where="note 000, lines 168 to 172, formula 7, the product in matrix form",
+    matter="the matrix between q and k rotates in the wrong direction",
     printed="q_m^T k_n = q~^T R((m-n) theta) k~",
-    right="q_m^T k_n = q~^T R((n-m) theta) k~, as R_m^T R_n is a turn by n - m",
-    why="The note's own formulas 5 and 6 disagree with it: the part with the sine has the other sign. Who computes"
-    " scores by this line gets the score of the mirrored distance.",
+    right="q_m^T k_n = q~^T R((n-m) theta) k~, because R_m^T R_n is a rotation by n - m",
+    why="The formula contradicts the note's own formulas 5 and 6: its sine term has the opposite sign. Code written"
+    " from this line computes the score of the mirrored distance.",
     wrong_form=_e09_printed,
     right_form=_e09_right,
     prove=_e09,
     quiz=Quiz(
         line="q_m . k_n = (q1*k1 + q2*k2) * cos((m-n)*theta) + (q2*k1 - q1*k2) * sin((m-n)*theta)",
-        ask="q_m . k_n, with (q1, q2) turned by m*theta and (k1, k2) by n*theta",
+        ask="q_m . k_n, with (q1, q2) rotated by m*theta and (k1, k2) by n*theta",
         names={
-            "q1": Number("query before its turn", -2, 2),
+            "q1": Number("query before rotation, first entry", -2, 2),
             "q2": Number("its second entry", -2, 2),
-            "k1": Number("key before its turn", -2, 2),
+            "k1": Number("key before rotation, first entry", -2, 2),
             "k2": Number("its second entry", -2, 2),
             "m": Number("position of the query", 5, 9, 1),
             "n": Number("position of the key", 0, 4, 1),
-            "theta": Number("angle a position", 0.1, 0.5),
+            "theta": Number("angle per position", 0.1, 0.5),
         },
         truth=_e09_true,
         printed="(q1*k1 + q2*k2) * cos((m-n)*theta) + (q2*k1 - q1*k2) * sin((m-n)*theta)",
@@ -512,39 +519,38 @@ def _e10(wrong: Product, right: Product) -> Sequence[Check]:
     x_m, x_n = _random(10, (8,), (8,))
     wq, wk = _weights(11, (8, 8), (8, 8))
     narrow_q, narrow_k = wq[:4], wk[:4]  # heads narrower than the model, as in every LLaMA
-    true = float(turned((wq @ x_m)[None], [7])[0] @ turned((wk @ x_n)[None], [3])[0])
-    true_narrow = float(turned((narrow_q @ x_m)[None], [7])[0] @ turned((narrow_k @ x_n)[None], [3])[0])
-    printed_narrow = outcome(wrong, x_m, x_n, narrow_q, narrow_k, _e10_matrix(4, -4))
+    true = float(rotated((wq @ x_m)[None], [7])[0] @ rotated((wk @ x_n)[None], [3])[0])
+    true_narrow = float(rotated((narrow_q @ x_m)[None], [7])[0] @ rotated((narrow_k @ x_n)[None], [3])[0])
+    printed_narrow = outcome(wrong, x_m, x_n, narrow_q, narrow_k, library_rotation(4, -4))
     return (
-        above("E10", "error without the transpose", abs(wrong(x_m, x_n, wq, wk, _e10_matrix(8, -4)) - true), 0.1),
-        equal("E10", "a head of 4 in a model of 8, untransposed", name_of(printed_narrow), "ValueError"),
-        below("000-34 E10", "error with it", abs(right(x_m, x_n, wq, wk, _e10_matrix(8, -4)) - true) / abs(true), 1e-6),
+        above("E10", "error without the transpose", abs(wrong(x_m, x_n, wq, wk, library_rotation(8, -4)) - true), 0.1),
+        equal("E10", "head_dim 4, dim 8, without the transpose", name_of(printed_narrow), "ValueError"),
+        below(
+            "000-34 E10",
+            "relative error with the transpose",
+            abs(right(x_m, x_n, wq, wk, library_rotation(8, -4)) - true) / abs(true),
+            1e-6,
+        ),
         below(
             "E10",
-            "a head of 4 in a model of 8, with it: error",
-            worst(outcome(right, x_m, x_n, narrow_q, narrow_k, _e10_matrix(4, -4)), true_narrow),
+            "head_dim 4, dim 8, with the transpose: error",
+            worst(outcome(right, x_m, x_n, narrow_q, narrow_k, library_rotation(4, -4)), true_narrow),
             1e-5,
         ),
     )
-
-
-def _e10_matrix(dim: int, steps: int) -> Array:
-    """R_steps by the library: (D, D)."""
-    angles = steps * inverse_frequencies(dim)[0].double()
-    return rope.rotation_matrix(angles.cos(), angles.sin()).numpy()
 
 
 E10 = Erratum(
     id="E10",
     kind="A",
     where="note 000, lines 198 to 202, formula 12: the score in d dimensions",
-    matter="W_q stands without its transpose, and both tokens are one x",
+    matter="W_q lacks its transpose, and one x stands for both tokens",
     printed="q_m^T k_n = x^T W_q R_(n-m) W_k x",
     right="q_m^T k_n = x_m^T W_q^T R_(n-m) W_k x_n",
-    why="(W_q x)^T is x^T W_q^T. With square weights the printed line gives another number, with a head narrower than"
-    " the model the shapes don't fit at all.",
-    wrong_form=lambda x_m, x_n, wq, wk, turn: float(x_m @ wq @ turn @ wk @ x_n),
-    right_form=lambda x_m, x_n, wq, wk, turn: float(x_m @ wq.T @ turn @ wk @ x_n),
+    why="(W_q x)^T is x^T W_q^T. With square weights the printed formula returns another number. With a head narrower"
+    " than the model, the shapes do not fit at all.",
+    wrong_form=lambda x_m, x_n, wq, wk, rotation: float(x_m @ wq @ rotation @ wk @ x_n),
+    right_form=lambda x_m, x_n, wq, wk, rotation: float(x_m @ wq.T @ rotation @ wk @ x_n),
     prove=_e10,
 )
 
@@ -554,32 +560,37 @@ def _e11(wrong: Array, right: Array) -> Sequence[Check]:
     shown = np.array([-27.2878, -21.3629])  # the note's xk_out, token 3, pair 0
     return (
         equal("E11", "rows of sample 0 in the picture, for 5 tokens", len(wrong), 6),
-        equal("E11", "turning them by 5 positions", name_of(outcome(_e11_turned, wrong, 5)), "ValueError"),
-        above("E11", "pair 0 of row 3, from the picture's: distance to its output", _e11_off(wrong, shown), 5),
-        equal("000-40 E11", "rows, right", len(right), 5),
-        below("000-51 E11", "pair 0 of row 3, from the right rows: the same", _e11_off(right, shown), 1e-4),
-        below("E11", "(24 + 25i) turned by 3 radians: the same", worst((24 + 25j) * np.exp(3j), complex(*shown)), 1e-4),
+        equal("E11", "rotating them with 5 positions", name_of(outcome(_e11_rotated, wrong, 5)), "ValueError"),
+        above("E11", "pair 0 of row 3, from the picture: distance to the shown output", _e11_off(wrong, shown), 5),
+        equal("000-40 E11", "rows, right form", len(right), 5),
+        below("000-51 E11", "pair 0 of row 3, from the right rows: distance to it", _e11_off(right, shown), 1e-4),
+        below(
+            "E11",
+            "(24 + 25i) rotated by 3 radians: distance to it",
+            worst((24 + 25j) * np.exp(3j), complex(*shown)),
+            1e-4,
+        ),
     )
 
 
-def _e11_turned(rows: Array, positions: int) -> Tensor:
+def _e11_rotated(rows: Array, positions: int) -> Tensor:
     xk = torch.from_numpy(rows).float()[None, :, None]  # (B, T, KV, D)
     return rope.apply_rotary_emb(xk, xk, rope.precompute_freqs_cis(8, positions))[1]
 
 
 def _e11_off(rows: Array, shown: Array) -> float:
-    return worst(_e11_turned(rows, len(rows))[0, 3, 0, :2], shown)
+    return worst(_e11_rotated(rows, len(rows))[0, 3, 0, :2], shown)
 
 
 E11 = Erratum(
     id="E11",
     kind="A",
     where="note 000, below line 234, the picture of xk (example 2)",
-    matter="the picture of xk has a row twice, so sample 0 has six tokens",
+    matter="the picture of xk repeats a row, so sample 0 has six tokens instead of five",
     printed="sample 0 of xk: rows that begin with 0, 8, 16, 16, 24, 32",
-    right="five rows, 0, 8, 16, 24, 32: xk = arange(80).reshape(2, 5, 1, 8)",
-    why="The output the note shows for row 3, (-27.2878, -21.3629), is (24, 25) turned by 3; the picture's row 3 is"
-    " (16, 17). Typing the picture in gives 6 tokens for 5 positions, and an error.",
+    right="five rows, beginning with 0, 8, 16, 24, 32: xk = arange(80).reshape(2, 5, 1, 8)",
+    why="The output that the note shows for row 3, (-27.2878, -21.3629), is (24, 25) rotated by 3 radians, but row 3"
+    " of the picture begins with (16, 17). Copying the picture gives 6 tokens for 5 positions, which is an error.",
     wrong_form=np.arange(40.0).reshape(5, 8)[[0, 1, 2, 2, 3, 4]],
     right_form=np.arange(40.0).reshape(5, 8),
     prove=_e11,
@@ -592,14 +603,14 @@ Query = Callable[..., Tensor]  # (x (N, C), W (D, C), positions) -> (N, D)
 
 def _e12(wrong: Query, right: Query) -> Sequence[Check]:
     (x,), (wq, wk) = _random(12, (6, 8)), _weights(13, (8, 8), (8, 8))
-    truth = turned(x @ wq.T, np.arange(6))
+    truth = rotated(x @ wq.T, np.arange(6))
     off = {form: worst(form(*_tensors([x, wq]), torch.arange(6)), truth) for form in (wrong, right)}
     moved = {form: worst(_e12_scores(form, x, wq, wk, 5), _e12_scores(form, x, wq, wk, 0)) for form in (wrong, right)}
     return (
-        above("E12", "W R x against R W x: difference", off[wrong], 1.0),
-        above("E12", "all positions + 5, embedding turned: change of scores", moved[wrong], 0.5),
-        below("000-30 E12", "right form against numpy", off[right], 1e-5),
-        below("E12", "all positions + 5, q and k turned: change of scores", moved[right], 1e-9),
+        above("E12", "difference between W R x and R W x", off[wrong], 1.0),
+        above("E12", "score change if positions shift by 5, embedding rotated", moved[wrong], 0.5),
+        below("000-30 E12", "right form, difference from numpy", off[right], 1e-5),
+        below("E12", "score change if positions shift by 5, q and k rotated", moved[right], 1e-9),
     )
 
 
@@ -612,11 +623,11 @@ E12 = Erratum(
     id="E12",
     kind="B",
     where="note 000, line 178, on more than two dimensions",
-    matter="pairs are made of the entries of q and k, not of the word's embedding",
-    printed="group the entries of the word embedding in pairs and turn each",
+    matter="the pairs consist of entries of q and k, not of the word embedding",
+    printed="group the entries of the word embedding in pairs and rotate each pair",
     right="group the entries of q and of k, head by head: R_m (W_q x), not W_q (R_m x)",
-    why="W and R do not commute. Turning the embedding gives other queries, and scores that change when the whole"
-    " text moves by 5 positions.",
+    why="W and R do not commute. Rotating the embedding gives other queries, and scores that change when the whole"
+    " text shifts by 5 positions.",
     wrong_form=lambda x, weight, positions: turn(x, positions, inverse_frequencies(8)[0]) @ weight.T,
     right_form=lambda x, weight, positions: turn(x @ weight.T, positions, inverse_frequencies(8)[0]),
     prove=_e12,
@@ -631,35 +642,35 @@ def _e13(wrong: Complex, right: Complex) -> Sequence[Check]:
     q, k, angle = 1 + 2j, 3 - 1j, 4 * 0.3
     true = _e09_true(q.real, q.imag, k.real, k.imag, 7, 3, 0.3)
     off = wrong(q, k, angle) - true
-    left_out = -2 * k.imag * (q * complex(math.cos(angle), math.sin(angle))).imag  # Re[q e^(ia) (k - k*)]
+    dropped = -2 * k.imag * (q * complex(math.cos(angle), math.sin(angle))).imag  # Re[q e^(ia) (k - k*)]
     args = q, k, angle
     return (
-        above("E13", "error of g, the star read as 'not yet turned' only", abs(off), 1.0),
-        equal("E13", "that error, which is -2 k2 Im(q e^(ia))", off, left_out, 1e-12),
-        below("000-20 E13", "error of g, the star of k read as conjugate", abs(right(*args) - true), 1e-12),
+        above("E13", "error of g with the star read as 'not yet rotated'", abs(off), 1.0),
+        equal("E13", "the same error, equal to -2 k2 Im(q e^(ia))", off, dropped, 1e-12),
+        below("000-20 E13", "error of g with the star of k read as the conjugate", abs(right(*args) - true), 1e-12),
     )
 
 
 def _e13_right(q: complex, k: complex, angle: float) -> float:
     z = torch.tensor([q, k], dtype=torch.complex128)
-    turn = torch.polar(torch.ones((), dtype=torch.float64), torch.tensor(angle, dtype=torch.float64))
-    return float((z[0] * z[1].conj() * turn).real)
+    phase = torch.polar(torch.ones((), dtype=torch.float64), torch.tensor(angle, dtype=torch.float64))
+    return float((z[0] * z[1].conj() * phase).real)
 
 
 E13 = Erratum(
     id="E13",
     kind="B",
-    where="note 000, lines 140 to 142, beside the definition of g",
-    matter="one star means 'not yet turned' and 'conjugate' in the same formula",
+    where="note 000, lines 140 to 142, next to the definition of g",
+    matter="one star means both 'not yet rotated' and 'conjugate' in the same formula",
     printed="W_k x_n = k_n^* = k^*(1) + i k^*(2), while g = Re[(W_q x_m)(W_k x_n)^* e^(i(m-n) theta)]",
-    right="write q~ and k~ for what is not yet turned, and keep the star for the conjugate",
-    why="Who takes (W_k x_n)^* for the k_n^* just defined leaves out the conjugate and gets another number.",
+    right="write q~ and k~ for the vectors before rotation, and use the star only for the conjugate",
+    why="Reading (W_k x_n)^* as the k_n^* just defined drops the conjugate and gives another number.",
     wrong_form=lambda q, k, angle: (q * k * complex(math.cos(angle), math.sin(angle))).real,
     right_form=_e13_right,
     prove=_e13,
     quiz=Quiz(
         line="at m = n the score is Re[q~ k~^*] = q1*k1 - q2*k2",
-        ask="Re[q~ k~^*], the star being the conjugate",
+        ask="Re[q~ k~^*], where the star is the conjugate",
         names={
             "q1": Number("real part of q~", -2, 2),
             "q2": Number("imaginary part of q~", -2, 2),
@@ -679,8 +690,8 @@ Rows = Callable[["rope.Rope", int, int], Tensor]  # (table, cached tokens, new t
 
 def _e53(wrong: Rows, right: Rows) -> Sequence[Check]:
     (x,), (wq, wk) = _random(53, (8, 16)), _weights(54, (8, 16), (8, 16))
-    q, k = x @ wq.T, turned(x @ wk.T, np.arange(8))  # (T, D): the keys lie turned in the cache
-    truth = turned(q, np.arange(8)) @ k.T / 8**0.5  # (T, T)
+    q, k = x @ wq.T, rotated(x @ wk.T, np.arange(8))  # (T, D): the cached keys are rotated
+    truth = rotated(q, np.arange(8)) @ k.T / 8**0.5  # (T, T)
     table = rope.Rope("complex", 8, 64, 10000.0)
     off = {}
     for form in (wrong, right):
@@ -688,8 +699,8 @@ def _e53(wrong: Rows, right: Rows) -> Sequence[Check]:
         out = rope.apply_rotary_emb(last, last, form(table, 7, 1))[0][0, 0, 0].double().numpy()  # (D,)
         off[form] = worst(out @ k.T / 8**0.5, truth[7])
     return (
-        above("E53", "token 7 after 7 cached, rows cut to xq's length: error", off[wrong], 0.1),
-        below("000-45 E53", "the same, rows 7 to 7 of the table", off[right], 1e-5),
+        above("E53", "token 7, 7 tokens cached, table cut to xq's length: error", off[wrong], 0.1),
+        below("000-45 E53", "token 7, 7 tokens cached, row 7 of the table: error", off[right], 1e-5),
     )
 
 
@@ -697,19 +708,19 @@ E53 = Erratum(
     id="E53",
     kind="B",
     where="note 000, line 258, on a freqs_cis longer than xq",
-    matter="with a cache the rows begin at the number of tokens in it, not at 0",
+    matter="with a cache the rows begin at the number of cached tokens, not at 0",
     printed="cut freqs_cis to the length of xq and xk",
-    right="take the rows start .. start + T - 1, start being the tokens already in the cache",
-    why="It works for a prompt and goes wrong at the first token after it: one new token gets row 0, so its query is"
-    " turned as if it stood at the beginning.",
+    right="use rows start .. start + T - 1, where start is the number of tokens already in the cache",
+    why="This works for a prompt and fails at the next token: a single new token uses row 0, so its query is rotated"
+    " as if it were the first token of the text.",
     wrong_form=lambda table, start, count: table.rows(torch.arange(count), count)[0],
     right_form=lambda table, start, count: table.rows(torch.arange(start, start + count), start + count)[0],
     prove=_e53,
     quiz=Quiz(
-        line="new token j (from 0) takes row j of freqs_cis",
-        ask="the row that new token j takes, when `start` tokens lie in the cache",
+        line="new token j (from 0) uses row j of freqs_cis",
+        ask="the row that new token j uses with `start` tokens in the cache",
         names={"j": Number("new token, from 0", 0, 9, 1), "start": Number("tokens in the cache", 1, 50, 1)},
-        truth=lambda j, start: float(len([0] * int(start) + [0] * int(j))),  # tokens that stand before it
+        truth=lambda j, start: float(len([0] * int(start) + [0] * int(j))),  # tokens before it
         printed="j",
         answer="start + j",
     ),
@@ -722,10 +733,25 @@ def _ok6(tempting: Callable[[int], float], printed: Callable[[int], float]) -> S
     out, _ = rope.apply_rotary_emb(xq, xq, rope.precompute_freqs_cis(8, 5))
     shown = 27.708604844975795 + 29.27854534543996j
     return (
-        below("000-48 OK6", "(28 + 29i) turned by 2(i-1)/8, i = 3", worst(_ok6_element(printed), shown), 1e-12),
-        below("000-41 OK6", "the four angles, against the library", worst(_ok6_angles(printed), _e03_right(8)), 1e-8),
-        below("000-51 OK6", "the library's xq_out[0, 1, 1, 4:6]", worst(out[0, 1, 1, 4:6], [27.7086, 29.2785]), 1e-4),
-        above("OK6", "the same with 2i/8: distance", worst(_ok6_element(tempting), shown), 0.1),
+        below(
+            "000-48 OK6",
+            "(28 + 29i) rotated with exponent 2(i-1)/8, i = 3: error",
+            worst(_ok6_element(printed), shown),
+            1e-12,
+        ),
+        below(
+            "000-41 OK6",
+            "the four angles, difference from the library",
+            worst(_ok6_angles(printed), _e03_right(8)),
+            1e-8,
+        ),
+        below(
+            "000-51 OK6",
+            "the library's xq_out[0, 1, 1, 4:6], difference from the note",
+            worst(out[0, 1, 1, 4:6], [27.7086, 29.2785]),
+            1e-4,
+        ),
+        above("OK6", "(28 + 29i) rotated with exponent 2i/8: error", worst(_ok6_element(tempting), shown), 0.1),
     )
 
 
@@ -740,12 +766,12 @@ def _ok6_angles(form: Callable[[int], float]) -> Array:
 OK6 = Erratum(
     id="OK6",
     kind="OK",
-    where="note 000, lines 242 and 284, the angles of the example and the element followed through it",
-    matter="2(i-1)/8 in the example: right, as i runs from 1",
+    where="note 000, lines 242 and 284, the example's angles and the element traced through it",
+    matter="2(i-1)/8 in the example is right because i starts at 1",
     printed="freqs[i] = 1 / 10000^(2(i-1)/8), i = 1 .. 4, and (28 + 29i) becomes 27.7086 + 29.2785i",
-    right="as printed; 2i/8 would be right for i from 0",
-    why="The formulas before it count pairs from 0 or from 1 as they like. Here i = 1 is the fastest pair, and its"
-    " angle is 1.",
+    right="as printed; 2i/8 would be right with i starting at 0",
+    why="Earlier formulas of the note count pairs sometimes from 0 and sometimes from 1. Here i = 1 is the fastest"
+    " pair, and its angle is 1.",
     wrong_form=lambda i: 1 / 10000 ** (2 * i / 8),
     right_form=lambda i: 1 / 10000 ** (2 * (i - 1) / 8),
     prove=_ok6,
@@ -758,7 +784,7 @@ Counting = Callable[[int], tuple[Tensor, Tensor]]  # tokens -> (positions of the
 
 def _ok7(tempting: Counting, printed: Counting) -> Sequence[Check]:
     q, k = _random(107, (6, 8), (6, 8))
-    from_zero = turned(q, np.arange(6)) @ turned(k, np.arange(6)).T
+    from_zero = rotated(q, np.arange(6)) @ rotated(k, np.arange(6)).T
     w = inverse_frequencies(8)[0]
     off = {}
     for form in (tempting, printed):
@@ -766,9 +792,9 @@ def _ok7(tempting: Counting, printed: Counting) -> Sequence[Check]:
         off[form] = worst(turn(torch.from_numpy(q), at_q, w) @ turn(torch.from_numpy(k), at_k, w).T, from_zero)
     first = turn(torch.from_numpy(q), printed(6)[0], w)[0]
     return (
-        below("OK7", "scores counted from 1 less those from 0", off[printed], 1e-6),
-        above("OK7", "if queries count from 1 and keys from 0: difference", off[tempting], 0.1),
-        holds("000-52 OK7", "counted from 1, no token is left unchanged", worst(first, q[0]) > 0.1),
+        below("OK7", "score difference between counting from 1 and from 0", off[printed], 1e-6),
+        above("OK7", "score difference if queries start at 1 and keys at 0", off[tempting], 0.1),
+        holds("000-52 OK7", "counted from 1, the first token is rotated too", worst(first, q[0]) > 0.1),
     )
 
 
@@ -776,11 +802,11 @@ OK7 = Erratum(
     id="OK7",
     kind="OK",
     where="note 000, positions from 1 in the theory (lines 19 to 43) and from 0 in the example",
-    matter="positions from 1 in the theory, from 0 in the example: the scores are equal",
+    matter="positions start at 1 in the theory and at 0 in the example: the scores are equal",
     printed="S_N = {w_i}, i = 1 .. N; later t = tensor([0, 1, 2, 3, 4])",
     right="as printed: a common shift of all positions changes no score",
-    why="Only 'position 0 is unchanged' needs the count from 0. What must not happen is that queries and keys count"
-    " from different numbers.",
+    why="Only the statement 'position 0 is unchanged' requires counting from 0. Queries and keys must start at the"
+    " same number.",
     wrong_form=lambda count: (torch.arange(1, count + 1), torch.arange(count)),
     right_form=lambda count: (torch.arange(1, count + 1), torch.arange(1, count + 1)),
     prove=_ok7,

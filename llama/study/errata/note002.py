@@ -1,4 +1,4 @@
-"""Note 002: formulas as pictures, a class for sinusoids, and the code of a LLaMA from its rotary table on."""
+"""Note 002: formulas as pictures, a class for sinusoids, and the code of LLaMA from the rotary table on."""
 
 from __future__ import annotations
 
@@ -25,28 +25,24 @@ from .base import (
     Erratum,
     Number,
     Quiz,
+    Table,
     block_by_hand,
     fit_residual,
     frequencies,
     hidden_by_hand,
+    library_table,
     name_of,
     outcome,
+    rotated,
     sinusoid_table,
     small_model,
-    turned,
     worst,
 )
-
-Table = Callable[[int, int], Array]  # (positions, width) -> (positions, width)
-
-
-def _library_table(count: int, dim: int) -> Array:
-    return measures.sinusoids(torch.arange(count), dim).numpy()
 
 
 # ------------------------------------------------------------------------------------------------------------- E24
 def _e24_printed(count: int, dim: int) -> Array:
-    table = sinusoid_table(count, dim)  # the cosines are right here: E25 is about them
+    table = sinusoid_table(count, dim)  # the cosines are right here; E25 covers them
     for pos in range(count):
         for i in range(0, dim, 2):
             table[pos, i] = math.sin(pos / (10000 ** ((2 * i) / dim)))
@@ -57,9 +53,9 @@ def _e24(wrong: Table, right: Table) -> Sequence[Check]:
     truth = sinusoid_table(16, 8)
     error = np.abs(wrong(16, 8) - truth)[:, 0::2].max(0)  # (d/2,)
     return (
-        below("E24", "sine columns, as printed: errors less 0, 0.848, 0.148, 0.015", _e24_off(error), 1e-3),
+        below("E24", "errors of the sine columns minus 0, 0.848, 0.148, 0.015", _e24_off(error), 1e-3),
         above("E24", "largest error of the table, as printed", worst(wrong(16, 8), truth), 0.8),
-        below("002-04 E24", "largest error of the table, right", worst(right(16, 8), truth), 1e-12),
+        below("002-04 E24", "largest error of the table, right form", worst(right(16, 8), truth), 1e-12),
     )
 
 
@@ -74,10 +70,10 @@ E24 = Erratum(
     matter="i already steps by 2, so 2*i doubles the exponent",
     printed="for i in range(0, d, 2): pe[pos, i] = sin(pos / 10000**((2*i) / d))",
     right="sin(pos / 10000**(i / d)): the loop's i is the formula's 2i",
-    why="Nothing fails; every pair but the first turns too slowly, and the slower half hardly at all. The first column"
-    " is right, which is why a glance at the table does not show it.",
+    why="Nothing fails. Every pair but the first rotates too slowly, and the slower half hardly at all. The first"
+    " column is right, so a quick look at the table does not show the mistake.",
     wrong_form=_e24_printed,
-    right_form=_library_table,
+    right_form=library_table,
     prove=_e24,
     quiz=Quiz(
         line="for i in range(0, d, 2): pe[pos, i] = sin(pos / 10000**((2*i)/d))",
@@ -108,12 +104,17 @@ def _e25(wrong: Table, right: Table) -> Sequence[Check]:
     squares = (table.reshape(2000, 4, 2) ** 2).sum(-1)  # sin^2 + cos^2 of each pair
     length = (right(2000, 8).reshape(2000, 4, 2) ** 2).sum(-1)
     return (
-        equal("E25", "sin^2 + cos^2 of a pair, as printed: least", float(squares.min()), 0.0, 0.005),
-        equal("E25", "sin^2 + cos^2 of a pair, as printed: most", float(squares.max()), 1.98, 0.005),
-        equal("E25", "best linear map t to t + 3, as printed: residual", fit_residual(table, 3), 0.326, 0.002),
-        below("E25", "sin^2 + cos^2 of a pair, right, less 1", worst(length, np.ones((2000, 4))), 1e-12),
-        below("002-03 E25", "best linear map t to t + 3, right: residual", fit_residual(right(2000, 8), 3), 1e-10),
-        below("E25", "right form against numpy", worst(right(2000, 8), sinusoid_table(2000, 8)), 1e-12),
+        equal("E25", "smallest sin^2 + cos^2 of a pair, as printed", float(squares.min()), 0.0, 0.005),
+        equal("E25", "largest sin^2 + cos^2 of a pair, as printed", float(squares.max()), 1.98, 0.005),
+        equal("E25", "residual of the best linear map t to t + 3, as printed", fit_residual(table, 3), 0.326, 0.002),
+        below("E25", "sin^2 + cos^2 of a pair minus 1, right form", worst(length, np.ones((2000, 4))), 1e-12),
+        below(
+            "002-03 E25",
+            "residual of the best linear map t to t + 3, right form",
+            fit_residual(right(2000, 8), 3),
+            1e-10,
+        ),
+        below("E25", "right form, difference from numpy", worst(right(2000, 8), sinusoid_table(2000, 8)), 1e-12),
     )
 
 
@@ -121,13 +122,14 @@ E25 = Erratum(
     id="E25",
     kind="A",
     where="note 002, line 39, the cosine of PositionalEmbedding",
-    matter="the cosine has another frequency than the sine it is paired with",
+    matter="the cosine has a different frequency from the sine it is paired with",
     printed="pe[pos, i+1] = cos(pos / 10000**((2*(i+1)) / d))",
-    right="cos(pos / 10000**(i / d)), with the i of the sine before it",
-    why="A sine and a cosine of one angle are a hand of a clock: length 1, and moved on by a fixed turn. With two"
-    " frequencies its square runs from 0 to 1.98 and code t + 3 is no linear map of code t any more.",
+    right="cos(pos / 10000**(i / d)), with the i of the preceding sine",
+    why="The sine and cosine of one angle form a unit vector that rotates by a fixed angle per position. With two"
+    " frequencies its squared length ranges from 0 to 1.98, and encoding t + 3 is no longer a linear map of encoding"
+    " t.",
     wrong_form=_e25_printed,
-    right_form=_library_table,
+    right_form=library_table,
     prove=_e25,
     quiz=Quiz(
         line="for i in range(0, d, 2): pe[pos, i+1] = cos(pos / 10000**((2*(i+1))/d))",
@@ -154,7 +156,7 @@ def _e26_printed(longest: int, dim: int, x: Tensor) -> Tensor:
         for i in range(0, dim, 2):
             table[pos, i] = math.sin(pos / 10000 ** (i / dim))
             table[pos, i + 1] = math.cos(pos / 10000 ** (i / dim))
-    table = table.unsqueeze(0)  # (batch_size, seq_len, embed_dim), says the note's comment
+    table = table.unsqueeze(0)  # the note's comment: (batch_size, seq_len, embed_dim)
     return x + table[:, : x.shape[1]]
 
 
@@ -169,12 +171,10 @@ def _e26(wrong: Adding, right: Adding) -> Sequence[Check]:
     fits = sinusoid_table(12, 8)[None].repeat(2, 0)  # (B, T, d)
     return (
         equal("E26", "width 7, as printed", name_of(outcome(wrong, 16, 7, x[..., :7])), "IndexError"),
-        equal("E26", "12 tokens for a table of 9, as printed", name_of(outcome(wrong, 9, 8, x)), "RuntimeError"),
-        holds("E26", "width 7, right: a ValueError that names the 7", _e26_names(odd, "7")),
-        holds(
-            "E26", "12 tokens, right: a ValueError that names position 11 and the end, 8", _e26_names(long, "11", "8")
-        ),
-        below("E26", "width 8, 12 tokens for 16: error", worst(outcome(right, 16, 8, x), fits), 1e-12),
+        equal("E26", "12 tokens, table of 9, as printed", name_of(outcome(wrong, 9, 8, x)), "RuntimeError"),
+        holds("E26", "width 7, right form: ValueError with the number 7", _e26_names(odd, "7")),
+        holds("E26", "12 tokens, right form: ValueError with position 11 and the last, 8", _e26_names(long, "11", "8")),
+        below("E26", "width 8, 12 tokens, table of 16: error", worst(outcome(right, 16, 8, x), fits), 1e-12),
     )
 
 
@@ -186,11 +186,13 @@ E26 = Erratum(
     id="E26",
     kind="B",
     where="note 002, lines 36 to 47, the buffer and the forward of PositionalEmbedding",
-    matter="an odd width or a long text fails with a message about something else",
-    printed="pe[pos, i+1] = ..., then x + pe[:, :seq_len]; the buffer (1, max_len, d) is said to be (batch_size, ..)",
-    right="refuse an odd width and a position beyond the table, with the number in the message",
-    why="Width 7 is an IndexError from inside a loop. Twelve tokens against nine rows is a RuntimeError about shapes,"
-    " as slicing past the end gives what there is and no error. The buffer has one row for every batch, not a batch.",
+    matter="an odd width or a long text fails with an unrelated error message",
+    printed="pe[pos, i+1] = ..., then x + pe[:, :seq_len]; a comment gives the buffer (1, max_len, d) the shape"
+    " (batch_size, ..)",
+    right="reject an odd width and a position beyond the table, with the number in the message",
+    why="Width 7 raises an IndexError inside a loop. Twelve tokens with nine rows raise a RuntimeError about shapes,"
+    " because slicing past the end returns fewer rows instead of an error. The first dimension of the buffer is 1 and"
+    " serves every batch; it is not the batch size.",
     wrong_form=_e26_printed,
     right_form=_e26_right,
     prove=_e26,
@@ -198,8 +200,8 @@ E26 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E27
-# The same mistakes on a class of three lines: a method that is indented by one space too many, a loop that feeds every
-# layer the same undefined thing, no norm, nothing returned.
+# The note's mistakes in a small class: a method indented by one space too many, a loop that passes the same undefined
+# name to every layer, no norm, and no return.
 _E27_PRINTED = """\
 class Decoder:
     def __init__(self, model):
@@ -207,9 +209,9 @@ class Decoder:
 
      def forward(self, tokens, positions, mask):
         embedded = self.model.tok_embeddings(tokens)
-        turns = self.model.rope.rows(positions, len(positions))
+        freqs_cis = self.model.rope.rows(positions, len(positions))
         for layer in self.model.layers:
-            output = layer(hidden, turns, causal, positions, None)
+            output = layer(hidden, freqs_cis, causal, positions, None)
 """
 _E27_RIGHT = """\
 class Decoder:
@@ -218,39 +220,43 @@ class Decoder:
 
     def forward(self, tokens, positions, mask):
         hidden = self.model.tok_embeddings(tokens)  # (B, T, C)
-        turns = self.model.rope.rows(positions, len(positions))
+        freqs_cis = self.model.rope.rows(positions, len(positions))
         for layer in self.model.layers:
-            hidden = layer(hidden, turns, mask, positions, None)
+            hidden = layer(hidden, freqs_cis, mask, positions, None)
         return self.model.norm(hidden)
 """
 
 
 def _e27(wrong: str, right: str) -> Sequence[Check]:
     model, tokens = small_model(), torch.tensor([[1, 5, 7, 9, 3]])
-    straight = wrong.replace("\n     def", "\n    def")
-    given = {"hidden": model.tok_embeddings(tokens), "causal": causal_mask(torch.arange(5), torch.arange(5))}
-    heard: list[Tensor] = []
-    hooks = [layer.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0])) for layer in model.layers]
-    supplied = _e27_run(straight, model, tokens, given)
+    fixed = wrong.replace("\n     def", "\n    def")
+    missing = {"hidden": model.tok_embeddings(tokens), "causal": causal_mask(torch.arange(5), torch.arange(5))}
+    entered: list[Tensor] = []
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0])) for layer in model.layers]
+    completed = _e27_run(fixed, model, tokens, missing)
     for hook in hooks:
         hook.remove()
     truth = hidden_by_hand(model, [1, 5, 7, 9, 3])[None]  # (B, T, C)
     return (
         equal("E27", "the class as printed", name_of(_e27_run(wrong, model, tokens, {})), "IndentationError"),
-        equal("E27", "with the indentation mended", name_of(_e27_run(straight, model, tokens, {})), "NameError"),
-        equal("E27", "with the missing names supplied", name_of(supplied), "NoneType"),
-        equal("E27", "and then the second layer hears what the first heard: difference", worst(*heard[:2]), 0.0),
-        below("002-29 E27", "right form against numpy", worst(_e27_run(right, model, tokens, {}), truth), 1e-5),
-        below("E27", "the library against numpy", worst(model.hidden(tokens), truth), 1e-5),
+        equal("E27", "with the indentation fixed", name_of(_e27_run(fixed, model, tokens, {})), "NameError"),
+        equal("E27", "with the missing names defined as well", name_of(completed), "NoneType"),
+        equal("E27", "difference between the inputs of the two layers", worst(*entered[:2]), 0.0),
+        below(
+            "002-29 E27", "right form, difference from numpy", worst(_e27_run(right, model, tokens, {}), truth), 1e-5
+        ),
+        below("E27", "the library, difference from numpy", worst(model.hidden(tokens), truth), 1e-5),
     )
 
 
-def _e27_run(source: str, model: Transformer, tokens: Tensor, given: dict[str, Tensor]) -> Any:
+def _e27_run(source: str, model: Transformer, tokens: Tensor, names: dict[str, Tensor]) -> Any:
+    """Run the forward of a class in `source`, with these names defined; an exception is returned."""
+
     def run() -> Any:
-        names: dict[str, Any] = dict(given)
-        exec(compile(source, "the note", "exec"), names)
+        scope: dict[str, Any] = dict(names)
+        exec(compile(source, "the note", "exec"), scope)
         positions = torch.arange(tokens.shape[1])
-        return names["Decoder"](model).forward(tokens, positions, causal_mask(positions, positions))
+        return scope["Decoder"](model).forward(tokens, positions, causal_mask(positions, positions))
 
     return outcome(run)
 
@@ -259,12 +265,12 @@ E27 = Erratum(
     id="E27",
     kind="A",
     where="note 002, lines 171 to 219, the class LlamaModel",
-    matter="the model's forward does not run, and mended it would use no layer's output",
-    printed="forward is indented one space too deep; the loop calls layer(hidden_states, attention_mask=causal_mask),"
-    " two names that nothing sets, keeps nothing of what comes back, and the method ends there",
+    matter="the model's forward does not run; repaired, it would still use no layer's output",
+    printed="forward is indented one space too deep; the loop calls layer(hidden_states, attention_mask=causal_mask)"
+    " with two undefined names and discards the result; the method ends there",
     right="h = embed(tokens); for each layer h = layer(h, ..); return norm(h)",
-    why="Four mistakes behind one another: Python meets the indentation, then a NameError, then every layer hears the"
-    " embeddings, and in the end there is no norm and nothing is returned.",
+    why="There are four mistakes, one hiding the next. Python stops at the indentation and then at a NameError. With"
+    " both repaired, every layer receives the embeddings, and the method ends without a norm or a return value.",
     wrong_form=_E27_PRINTED,
     right_form=_E27_RIGHT,
     prove=_e27,
@@ -275,10 +281,10 @@ E27 = Erratum(
 Step = Callable[[TransformerBlock, Tensor, tuple[Tensor, ...], Tensor, Tensor], Any]
 
 
-def _e28_printed(layer: TransformerBlock, h: Tensor, turns: tuple[Tensor, ...], mask: Tensor, at: Tensor) -> None:
-    residual = h  # noqa: F841  (kept, and never used: that is the mistake)
+def _e28_printed(layer: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, ...], mask: Tensor, at: Tensor) -> None:
+    residual = h  # noqa: F841  (saved and never used: that is the mistake)
     h = layer.attention_norm(h)
-    h = layer.attention(h, turns, mask, at, None)
+    h = layer.attention(h, freqs_cis, mask, at, None)
 
 
 def _e28(wrong: Step, right: Step) -> Sequence[Check]:
@@ -289,15 +295,16 @@ def _e28(wrong: Step, right: Step) -> Sequence[Check]:
     used = {form: _e28_used(layer, partial(form, layer, h, *rest)) for form in (wrong, right)}
     truth = block_by_hand(model, 0, h[0].double().numpy())[None]
     return (
-        equal("E28", "what comes back, as printed", name_of(wrong(layer, h, *rest)), "NoneType"),
-        equal("E28", "parts of the layer that run, as printed", len(used[wrong]), 2),
-        holds("E28", "they are the first norm and attention", used[wrong] == {"attention", "attention_norm"}),
-        equal("002-31 E28", "parts of the layer that run, right", len(used[right]), 4),
-        below("E28", "right form against numpy", worst(right(layer, h, *rest), truth), 1e-5),
+        equal("E28", "type of the result, as printed", name_of(wrong(layer, h, *rest)), "NoneType"),
+        equal("E28", "submodules that run, as printed", len(used[wrong]), 2),
+        holds("E28", "these are the first norm and the attention", used[wrong] == {"attention", "attention_norm"}),
+        equal("002-31 E28", "submodules that run, right form", len(used[right]), 4),
+        below("E28", "right form, difference from numpy", worst(right(layer, h, *rest), truth), 1e-5),
     )
 
 
 def _e28_used(layer: TransformerBlock, call: Callable[[], Any]) -> set[str]:
+    """Names of the layer's submodules that run during a call."""
     found: set[str] = set()
     hooks = [
         part.register_forward_pre_hook(lambda *_, name=name: found.add(name)) for name, part in layer.named_children()
@@ -312,19 +319,19 @@ E28 = Erratum(
     id="E28",
     kind="A",
     where="note 002, lines 250 to 265, the class LlamaDecoderLayer",
-    matter="the layer saves its residual and never adds it, has no MLP and returns nothing",
-    printed="residual = h; h = input_layernorm(h); h, _ = self_attn(h, ..); and the method ends",
+    matter="the layer saves its residual but never adds it, has no MLP and returns nothing",
+    printed="residual = h; h = input_layernorm(h); h, _ = self_attn(h, ..); the method ends there",
     right="h = h + attention(norm1(h)); return h + mlp(norm2(h))",
-    why="Two of the four parts that __init__ makes are never called. Without the sum there is no residual stream, and"
-    " without the return the caller gets None.",
+    why="Two of the four parts that __init__ creates are never called. Without the addition there is no residual"
+    " stream, and without a return statement the result is None.",
     wrong_form=_e28_printed,
-    right_form=lambda layer, h, turns, mask, at: layer(h, turns, mask, at, None),
+    right_form=lambda layer, h, freqs_cis, mask, at: layer(h, freqs_cis, mask, at, None),
     prove=_e28,
 )
 
 
 # ------------------------------------------------------------------------------------------------------------- E29
-Calls = Callable[[], Callable[[int], Array]]  # makes a new table: tokens of a call -> its frequencies
+Calls = Callable[[], Callable[[int], Array]]  # creates a table: number of tokens -> frequencies
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 
 
@@ -332,8 +339,8 @@ def _e29_frequencies(tokens: int) -> Array:
     return inverse_frequencies(8, 10000.0, _DYNAMIC, seq_len=tokens, max_seq_len=16)[0].double().numpy()
 
 
-class _Remembering:
-    """The rule of the printed class: grow when longer than ever before, go back when shorter than the original."""
+class _Stateful:
+    """The printed class: extend for a new longest text, reset for one shorter than the original length."""
 
     def __init__(self) -> None:
         self.original = self.cached = 16
@@ -353,15 +360,15 @@ def _e29(wrong: Calls, right: Calls) -> Sequence[Check]:
     by_hand = frequencies(8, 10000 * (2 * 24 / 16 - 1) ** (8 / 6))
     return (
         equal("E29", "16 tokens after 40, as printed: slowest pair", float(after[wrong][0][-1]), 2.50e-4, 1e-6),
-        equal("E29", "24 tokens after 40, as printed: effect of the past", twenty_four[wrong], 0.0164, 1e-4),
-        equal("E29", "16 tokens after 40, right: slowest pair", float(after[right][0][-1]), 1.00e-3, 1e-6),
-        equal("002-18 E29", "24 tokens after 40, right: what the past changes", twenty_four[right], 0.0),
-        below("E29", "24 tokens, right, against numpy", worst(after[right][1], by_hand), 1e-7),
+        equal("E29", "24 tokens after 40, as printed: effect of earlier text", twenty_four[wrong], 0.0164, 1e-4),
+        equal("E29", "16 tokens after 40, right form: slowest pair", float(after[right][0][-1]), 1.00e-3, 1e-6),
+        equal("002-18 E29", "24 tokens after 40, right form: effect of earlier text", twenty_four[right], 0.0),
+        below("E29", "24 tokens, right form, difference from numpy", worst(after[right][1], by_hand), 1e-7),
     )
 
 
 def _e29_after_forty(form: Calls) -> tuple[Array, Array]:
-    """Frequencies for 16 tokens and for 24, each asked for after a text of 40."""
+    """Frequencies for 16 and for 24 tokens, each computed after a text of 40."""
     short, middle = form(), form()
     short(40)
     middle(40)
@@ -372,23 +379,23 @@ E29 = Erratum(
     id="E29",
     kind="A",
     where="note 002, line 141, the reset of dynamic frequencies (Hugging Face's own code)",
-    matter="frequencies depend on the texts before, and exactly the original length is not reset",
-    printed="reset if seq_len < original and cached > original; else keep the largest length met so far",
-    right="no state: the frequencies are a function of the length of this text alone",
-    why="After a text of 40 a text of 16, the original length, keeps frequencies stretched 4 times; one of 24 gets"
-    " those of 40. The same prompt then gives other logits, depending on what ran before it.",
-    wrong_form=_Remembering,
+    matter="frequencies depend on earlier texts, and the original length does not reset them",
+    printed="reset if seq_len < original and cached > original; otherwise keep the largest length so far",
+    right="no state: the frequencies depend only on the length of the current text",
+    why="After a text of 40 tokens, a text of 16, the original length, keeps frequencies stretched 4 times, and a text"
+    " of 24 keeps those of 40. The same prompt then returns different logits, depending on what ran before it.",
+    wrong_form=_Stateful,
     right_form=lambda: _e29_frequencies,
     prove=_e29,
 )
 
 
 # ------------------------------------------------------------------------------------------------------------- E30
-Cast = Callable[[int, torch.dtype], Array]  # (width of a head, dtype of the model) -> the frequencies it then uses
+Cast = Callable[[int, torch.dtype], Array]  # (head_dim, dtype of the model) -> the frequencies it uses
 
 
 class _AsBuffer(nn.Module):
-    """Frequencies as the printed class keeps them: a buffer, and a plain attribute beside it for the reset."""
+    """Frequencies as in the printed class: a buffer, and a plain attribute for the reset."""
 
     inv_freq: Tensor
 
@@ -399,7 +406,7 @@ class _AsBuffer(nn.Module):
 
 
 def _e30_right(dim: int, dtype: torch.dtype) -> Array:
-    """Read off the turns by which a model of the library, cast to dtype, moves position 1."""
+    """The angles at position 1 of a library model that was cast to dtype."""
     config = ModelConfig(
         dim=8,
         n_layers=1,
@@ -417,7 +424,7 @@ def _e30_right(dim: int, dtype: torch.dtype) -> Array:
 
 def _e30(wrong: Cast, right: Cast) -> Sequence[Check]:
     w = frequencies(128)
-    cast, kept = wrong(128, torch.bfloat16), right(128, torch.bfloat16)
+    cast, preserved = wrong(128, torch.bfloat16), right(128, torch.bfloat16)
     moved = _AsBuffer(8).to("meta")
     return (
         equal(
@@ -427,22 +434,24 @@ def _e30(wrong: Cast, right: Cast) -> Sequence[Check]:
             0.00365,
             1e-4,
         ),
-        equal("E30", "the angle is then off at position 8191 by, rad", 8191 * worst(cast, w), 10.0, 0.1),
-        below("002-17 E30", "the library after .to(bfloat16): off at 8191 by, rad", 8191 * worst(kept, w), 0.01),
-        equal("E30", "after .to(another device) the buffer is on", moved.inv_freq.device.type, "meta"),
-        equal("E30", "and the copy that the reset puts back is on", moved.original_inv_freq.device.type, "cpu"),
+        equal("E30", "angle error at position 8191, rad", 8191 * worst(cast, w), 10.0, 0.1),
+        below(
+            "002-17 E30", "the library after .to(bfloat16): angle error at 8191, rad", 8191 * worst(preserved, w), 0.01
+        ),
+        equal("E30", "device of the buffer after .to(another device)", moved.inv_freq.device.type, "meta"),
+        equal("E30", "device of the copy that the reset restores", moved.original_inv_freq.device.type, "cpu"),
     )
 
 
 E30 = Erratum(
     id="E30",
     kind="B",
-    where="note 002, lines 124 and 125, how the frequencies are kept",
-    matter="a buffer is cast with the model, and its plain copy stays on the old device",
+    where="note 002, lines 124 and 125, how the frequencies are stored",
+    matter="the buffer is cast with the model, and its plain copy stays on the old device",
     printed='register_buffer("inv_freq", inv_freq, persistent=False); self.original_inv_freq = self.inv_freq',
-    right="keep the frequencies in float32 whatever the model's dtype, and make what moves move together",
-    why="model.to(bfloat16) rounds the buffer by up to 0.4%, which at position 8191 is 10 radians. After a move the"
-    " reset would put a table of the old device into the module.",
+    right="keep the frequencies in float32 for every model dtype, and move all copies of them together",
+    why="model.to(bfloat16) rounds the buffer by up to 0.4%, which is 10 radians at position 8191. After a move to"
+    " another device, the reset would put a table of the old device into the module.",
     wrong_form=lambda dim, dtype: _AsBuffer(dim).to(dtype).inv_freq.double().numpy(),
     right_form=_e30_right,
     prove=_e30,
@@ -450,7 +459,7 @@ E30 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E31
-Placed = Callable[[Array, float], Array]  # (vector (D,), position) -> (D,)
+Encoded = Callable[[Array, float], Array]  # (vector (D,), position) -> (D,)
 
 
 def _e31_right(x: Array, position: float) -> Array:
@@ -458,16 +467,16 @@ def _e31_right(x: Array, position: float) -> Array:
     return measures.turn(torch.from_numpy(x)[None], at, measures.frequencies(x.shape[-1]))[0].numpy()
 
 
-def _e31(wrong: Placed, right: Placed) -> Sequence[Check]:
+def _e31(wrong: Encoded, right: Encoded) -> Sequence[Check]:
     x = np.random.default_rng(31).standard_normal(8)
     tripled = {form: float(np.linalg.norm(form(3 * x, 7) - 3 * form(x, 7))) for form in (wrong, right)}
     longer = {form: abs(float(np.linalg.norm(form(x, 7)) - np.linalg.norm(x))) for form in (wrong, right)}
     return (
-        equal("E31", "f(3q) - 3 f(q), added: its length, 2 sqrt(d/2)", tripled[wrong], 4.0, 1e-9),
-        above("E31", "length of q, added: change", longer[wrong], 0.1),
-        below("E31", "f(3q) - 3 f(q), turned", tripled[right], 1e-12),
-        below("000-25 E31", "length of q, turned: change", longer[right], 1e-12),
-        below("E31", "right form against numpy", worst(right(x, 7), turned(x[None], [7])[0]), 1e-6),
+        equal("E31", "length of f(3q) - 3 f(q), added: 2 sqrt(d/2)", tripled[wrong], 4.0, 1e-9),
+        above("E31", "change of the length of q, added", longer[wrong], 0.1),
+        below("E31", "length of f(3q) - 3 f(q), rotated", tripled[right], 1e-12),
+        below("000-25 E31", "change of the length of q, rotated", longer[right], 1e-12),
+        below("E31", "right form, difference from numpy", worst(right(x, 7), rotated(x[None], [7])[0]), 1e-6),
     )
 
 
@@ -475,11 +484,11 @@ E31 = Erratum(
     id="E31",
     kind="B",
     where="note 002, line 270, on apply_rotary_pos_emb",
-    matter="RoPE is not added to q and k, it turns them",
+    matter="RoPE does not add to q and k, it rotates them",
     printed="apply_rotary_pos_emb adds the position to q and k",
-    right="it multiplies them by a rotation: linear in q, and the length is kept",
-    why="Three times the query gives three times the turned query. With something added it does not, and the length"
-    " of the result then depends on the position.",
+    right="it multiplies them by a rotation, which is linear and preserves the length",
+    why="Three times the query gives three times the rotated query. Addition does not have this property, and it makes"
+    " the length of the result depend on the position.",
     wrong_form=lambda x, position: x + sinusoid_table(int(position) + 1, len(x))[-1],
     right_form=_e31_right,
     prove=_e31,
@@ -494,9 +503,9 @@ def _e32(wrong: Callable[[float], float], right: Callable[[float], float]) -> Se
         equal(
             "E32", "attention_scaling of YaRN for factor 4", inverse_frequencies(16, scaling=_E32_YARN)[1], 1.1386, 1e-4
         ),
-        above("E32", "logits 'scaled by it': error of the factor", abs(wrong(factor) - measured), 0.1),
+        above("E32", "error of that value as the factor of the logits", abs(wrong(factor) - measured), 0.1),
         equal("002-25 E32", "factor of the logits, measured", measured, 1.2965, 1e-4),
-        below("E32", "its square: error", abs(right(factor) - measured), 1e-5),
+        below("E32", "error of its square", abs(right(factor) - measured), 1e-5),
     )
 
 
@@ -504,13 +513,13 @@ _E32_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddin
 
 
 def _e32_measured() -> float:
-    """Logits with the attention factor of YaRN over logits without it, by the library."""
+    """Ratio of the library's logits with YaRN's attention factor to those without it."""
     rng = np.random.default_rng(32)
     q, k = (torch.from_numpy(rng.standard_normal((1, 6, 1, 16))).float() for _ in range(2))  # (B, T, H, D)
     logits = []
     for scaling in (_E32_YARN, {**_E32_YARN, "attention_factor": 1.0}):
-        turned_q, turned_k = rope.apply_rotary_emb(q, k, rope.precompute_freqs_cis(16, 6, 10000.0, scaling))
-        logits.append((turned_q[0, :, 0] @ turned_k[0, :, 0].T).double())  # (T, T)
+        xq, xk = rope.apply_rotary_emb(q, k, rope.precompute_freqs_cis(16, 6, 10000.0, scaling))
+        logits.append((xq[0, :, 0] @ xk[0, :, 0].T).double())  # (T, T)
     return float((logits[0] * logits[1]).sum() / (logits[1] ** 2).sum())  # least squares
 
 
@@ -520,16 +529,17 @@ E32 = Erratum(
     where="note 002, line 162, on attention_scaling",
     matter="multiplying cos and sin by a multiplies the logits by a squared",
     printed="cos and sin are multiplied by attention_scaling, which is the same as scaling attention",
-    right="true, and the factor of the logits is its square, as it stands in q and in k",
-    why="YaRN's 1.1386 for factor 4 sharpens the logits by 1.2965. Who moves the factor to the softmax must square it.",
+    right="true, but the logits are multiplied by its square, because both q and k carry it",
+    why="For factor 4, YaRN's 1.1386 multiplies the logits by 1.2965. Code that applies the factor in the softmax"
+    " instead must square it.",
     wrong_form=lambda scaling: scaling,
     right_form=lambda scaling: scaling**2,
     prove=_e32,
     quiz=Quiz(
         line="cos = cos * a; sin = sin * a scales the logits by a",
-        ask="by what the logits q . k are multiplied",
+        ask="the factor by which the logits q . k are multiplied",
         names={"a": Number("attention_scaling", 1.05, 2)},
-        truth=lambda a: float(np.dot(a * turned(np.ones((1, 4)), [5])[0], a * turned(np.ones((1, 4)), [5])[0]) / 4),
+        truth=lambda a: float(np.dot(a * rotated(np.ones((1, 4)), [5])[0], a * rotated(np.ones((1, 4)), [5])[0]) / 4),
         printed="a",
         answer="a ** 2",
     ),
@@ -537,7 +547,7 @@ E32 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E52
-Mask = Callable[[Tensor], Tensor]  # positions (T,) -> who may look where (T, T)
+Mask = Callable[[Tensor], Tensor]  # positions (T,) -> allowed pairs (T, T)
 
 
 def _e52(wrong: Mask, right: Mask) -> Sequence[Check]:
@@ -548,13 +558,13 @@ def _e52(wrong: Mask, right: Mask) -> Sequence[Check]:
     return (
         equal(
             "E52",
-            "first row over the 'other' keys: weights that are not a number",
+            "NaN weights in the first row, 'other' keys only",
             int(rows[wrong][0].isnan().sum()),
             5,
         ),
-        equal("002-02 E52", "first row with its own key: weight on itself", float(rows[right][0, 0]), 1.0),
-        equal("E52", "keys that tokens 0 to 4 hear, right", ", ".join(map(str, seen)), "1, 2, 3, 4, 5"),
-        below("E52", "sums of the rows, right, less 1", worst(rows[right].sum(-1), torch.ones(5)), 1e-6),
+        equal("002-02 E52", "weight of the first token on itself, right form", float(rows[right][0, 0]), 1.0),
+        equal("E52", "number of keys visible to tokens 0 to 4, right form", ", ".join(map(str, seen)), "1, 2, 3, 4, 5"),
+        below("E52", "row sums minus 1, right form", worst(rows[right].sum(-1), torch.ones(5)), 1e-6),
     )
 
 
@@ -562,15 +572,15 @@ E52 = Erratum(
     id="E52",
     kind="B",
     where="note 002, line 15, on the output o_m",
-    matter="q_m is also held against its own k_m, not only against the others",
+    matter="q_m is also scored against its own k_m, not only against the other keys",
     printed="q_m and the other k_n each give an attention score",
-    right="q_m and all k_n up to n = m, its own among them",
-    why="Without its own key the first token of a decoder has no key at all: the softmax of nothing, which is NaN.",
+    right="q_m and all k_n up to n = m, including its own",
+    why="Without its own key the first token of a decoder has no key at all, and the softmax over nothing is NaN.",
     wrong_form=lambda positions: positions[None, :] < positions[:, None],
     right_form=lambda positions: causal_mask(positions, positions),
     prove=_e52,
     quiz=Quiz(
-        line="token m (from 0) of a decoder gets m scores, one of each token before it",
+        line="token m (from 0) of a decoder has m scores, one for each token before it",
         ask="the number of scores of token m",
         names={"m": Number("token, counted from 0", 0, 30, 1)},
         truth=lambda m: float(np.tril(np.ones((32, 32)))[int(m)].sum()),
@@ -591,12 +601,12 @@ _LONGROPE: dict[str, Any] = {
 
 
 def _e54_printed(scaling: dict[str, Any], tokens: int) -> Array:
-    length = tokens if "dynamic" in scaling["rope_type"] else 16  # else the table of the beginning stays
+    length = tokens if "dynamic" in scaling["rope_type"] else 16  # otherwise the first table stays
     return inverse_frequencies(8, 10000.0, scaling, seq_len=length, max_seq_len=16)[0].double().numpy()
 
 
 def _e54_right(scaling: dict[str, Any], tokens: int) -> Array:
-    """Read off the rows that the library's table gives for a text of that length."""
+    """The angles at position 1 in the library's table for a text of that length."""
     table = rope.Rope("complex", 8, 64, 10000.0, scaling, trained_len=16)
     return torch.angle(table.rows(torch.tensor([1]), tokens)[0][0]).double().numpy()
 
@@ -606,18 +616,28 @@ def _e54(wrong: Update, right: Update) -> Sequence[Check]:
     return (
         below(
             "E54",
-            "longrope, 40 tokens, as printed: from the short table",
+            "longrope, 40 tokens, as printed: distance to the short table",
             worst(wrong(_LONGROPE, 40), short),
             1e-7,
         ),
-        above("E54", "and to the long table, which holds beyond 16", worst(wrong(_LONGROPE, 40), long), 0.04),
+        above(
+            "E54",
+            "longrope, 40 tokens, as printed: distance to the long table",
+            worst(wrong(_LONGROPE, 40), long),
+            0.04,
+        ),
         below(
             "002-21 E54",
-            "longrope, 40 tokens, right: distance to the long table",
+            "longrope, 40 tokens, right form: distance to the long table",
             worst(right(_LONGROPE, 40), long),
             1e-6,
         ),
-        below("E54", "longrope, 16 tokens, right: from the short table", worst(right(_LONGROPE, 16), short), 1e-6),
+        below(
+            "E54",
+            "longrope, 16 tokens, right form: distance to the short table",
+            worst(right(_LONGROPE, 16), short),
+            1e-6,
+        ),
     )
 
 
@@ -625,11 +645,11 @@ E54 = Erratum(
     id="E54",
     kind="B",
     where="note 002, line 147, when frequencies are updated",
-    matter="longrope must switch its table by length too, not only dynamic",
+    matter="the table must follow the length for longrope too, not only for dynamic",
     printed='if "dynamic" in self.rope_type: update the frequencies',
-    right="update for every kind whose frequencies depend on the length: dynamic and longrope",
-    why="longrope has one list of divisors up to the trained length and another beyond it. By this line a text of 40"
-    " with an original length of 16 runs on the short list, without a word.",
+    right="update for every type whose frequencies depend on the length: dynamic and longrope",
+    why="longrope has one list of divisors up to the trained length and another beyond it. With this line, a text of"
+    " 40 tokens and an original length of 16 silently uses the short list.",
     wrong_form=_e54_printed,
     right_form=_e54_right,
     prove=_e54,
@@ -637,7 +657,7 @@ E54 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- OK8
-Rotated = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, freqs_cis) -> both, for the scores
+Rotated = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (q, k, freqs_cis) -> both rotated
 
 
 def _ok8_halves(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
@@ -648,15 +668,15 @@ def _ok8_halves(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor
 def _ok8(tempting: Rotated, printed: Rotated) -> Sequence[Check]:
     rng = np.random.default_rng(8)
     q, k = rng.standard_normal((6, 8)), rng.standard_normal((6, 8))
-    truth = turned(q, np.arange(6)) @ turned(k, np.arange(6)).T  # adjacent pairs
+    truth = rotated(q, np.arange(6)) @ rotated(k, np.arange(6)).T  # adjacent pairs
     xq, xk = (torch.from_numpy(x).float()[None, :, None] for x in (q, k))  # (B, T, H, D)
     off = {}
     for form in (tempting, printed):
         out_q, out_k = form(xq, xk, rope.precompute_freqs_cis(8, 6))
         off[form] = worst(out_q[0, :, 0] @ out_k[0, :, 0].T, truth)
     return (
-        below("001-10 OK8", "cat and rotate_half, reordered, less adjacent pairs", off[printed], 1e-5),
-        above("OK8", "the same without the reordering", off[tempting], 1.0),
+        below("001-10 OK8", "rotate_half, reordered: difference from adjacent pairs", off[printed], 1e-5),
+        above("OK8", "rotate_half, not reordered: difference from adjacent pairs", off[tempting], 1.0),
     )
 
 
@@ -664,11 +684,11 @@ OK8 = Erratum(
     id="OK8",
     kind="OK",
     where="note 002, lines 158 and 342, cat(freqs, freqs) and rotate_half",
-    matter="cat(freqs, freqs) with rotate_half is RoPE, on entries in another order",
-    printed="emb = cat((freqs, freqs), -1) and rotate_half(x) = cat((-x2, x1), -1), where the theory pairs neighbours",
+    matter="cat(freqs, freqs) with rotate_half is RoPE with the entries in another order",
+    printed="emb = cat((freqs, freqs), -1) and rotate_half(x) = cat((-x2, x1), -1), while the theory pairs neighbours",
     right="as printed, for weights whose rows are in the half order (pair i is entries i and i + d/2)",
-    why="The scores are those of neighbouring pairs after one permutation. Without it they are not: the classic bug of"
-    " loading Meta's weights into Hugging Face's code, or the other way.",
+    why="After one permutation the scores equal those of neighbouring pairs. Without it they do not: this is the"
+    " classic bug of loading Meta's weights into Hugging Face's code, or the reverse.",
     wrong_form=_ok8_halves,
     right_form=lambda q, k, freqs_cis: _ok8_halves(rope.interleaved_to_half(q), rope.interleaved_to_half(k), freqs_cis),
     prove=_ok8,
@@ -676,11 +696,11 @@ OK8 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------ OK10
-Turn = Callable[[Tensor, Tensor], Tensor]  # (x (1, T, 1, D), angles (T, D/2)) -> turned x
+Rotation = Callable[[Tensor, Tensor], Tensor]  # (x (1, T, 1, D), angles (T, D/2)) -> rotated x
 
 
 def _ok10_tempting(x: Tensor, angles: Tensor) -> Tensor:
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # (b, a): a swap is all one sees at first
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # (b, a): swapped, without the sign
     cos, sin = angles.cos().repeat_interleave(2, -1), angles.sin().repeat_interleave(2, -1)  # (T, D) each
     return x * cos[:, None] + swapped * sin[:, None]
 
@@ -690,17 +710,27 @@ def _ok10_printed(x: Tensor, angles: Tensor) -> Tensor:
     return rope.apply_rotary_emb_elementwise(x, x, cos, sin)[0]
 
 
-def _ok10(tempting: Turn, printed: Turn) -> Sequence[Check]:
+def _ok10(tempting: Rotation, printed: Rotation) -> Sequence[Check]:
     x = np.random.default_rng(10).standard_normal((6, 64))
     angles = torch.outer(torch.arange(6.0), inverse_frequencies(64)[0])  # (T, D/2)
     matrices = rope.rotation_matrix(angles.cos(), angles.sin()).double().numpy()  # (T, D, D)
     by_matrix = np.einsum("tij,tj->ti", matrices, x)  # (T, D)
     batch = torch.from_numpy(x).float()[None, :, None]  # (B, T, H, D)
     return (
-        below("002-11 OK10", "element-wise form against R x", worst(printed(batch, angles)[0, :, 0], by_matrix), 1e-5),
-        above("OK10", "a swap without the sign against R x", worst(tempting(batch, angles)[0, :, 0], by_matrix), 1.0),
-        below("OK10", "R x against numpy", worst(by_matrix, turned(x, np.arange(6))), 1e-5),
-        equal("OK10", "share of R that is zero, d = 64", float((matrices[5] == 0).mean()), 0.969, 5e-4),
+        below(
+            "002-11 OK10",
+            "element-wise form, difference from R x",
+            worst(printed(batch, angles)[0, :, 0], by_matrix),
+            1e-5,
+        ),
+        above(
+            "OK10",
+            "swap without the sign, difference from R x",
+            worst(tempting(batch, angles)[0, :, 0], by_matrix),
+            1.0,
+        ),
+        below("OK10", "R x, difference from numpy", worst(by_matrix, rotated(x, np.arange(6))), 1e-5),
+        equal("OK10", "fraction of R that is zero, d = 64", float((matrices[5] == 0).mean()), 0.969, 5e-4),
     )
 
 
@@ -708,11 +738,11 @@ OK10 = Erratum(
     id="OK10",
     kind="OK",
     where="note 002, lines 92 and 97, the block-diagonal matrix and the element-wise form",
-    matter="the element-wise form is the block-diagonal matrix, with the zeros left out",
+    matter="the element-wise form equals the block-diagonal matrix, with the zeros left out",
     printed="R x = x * cos + (-x2, x1, -x4, x3, ..) * sin",
-    right="as printed: every row of R has two entries that are not zero",
-    why="At d = 64 the matrix is 96.9% zeros: 2d products do the work of d^2. The signs are the part that a plain swap"
-    " of neighbours would lose.",
+    right="as printed: every row of R has two nonzero entries",
+    why="At d = 64 the matrix is 96.9% zeros: 2d products replace d^2. A plain swap of neighbours would lose the"
+    " signs.",
     wrong_form=_ok10_tempting,
     right_form=_ok10_printed,
     prove=_ok10,

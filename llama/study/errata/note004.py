@@ -1,4 +1,4 @@
-"""Note 004: the absolute code as turning vectors, the clock, and a function with four mistakes."""
+"""Note 004: the absolute encoding as rotating vectors, the clock, and a function with four mistakes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,34 @@ from .. import measures
 from ..encodings import Rotary, additive_terms, scores
 from ..measures import diagonal_spread, sinusoids
 from ..report import Check, above, below, equal, holds
-from .base import Array, Erratum, Number, Quiz, frequencies, name_of, outcome, sinusoid_table, turned, worst
-
-Table = Callable[[int, int], Tensor]  # (positions, width) -> (positions, width)
-
-
-def _library_table(count: int, dim: int) -> Tensor:
-    return sinusoids(torch.arange(count), dim)
+from .base import (
+    Array,
+    Erratum,
+    Number,
+    Quiz,
+    Table,
+    frequencies,
+    library_table,
+    name_of,
+    outcome,
+    rotated,
+    sinusoid_table,
+    worst,
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- E39
 def _e39_printed(count: int) -> Tensor:
-    made: Tensor = getattr(torch, "arrange")(0, count)  # noqa: B009  (a type checker would refuse torch.arrange)
+    made: Tensor = getattr(torch, "arrange")(0, count)  # noqa: B009  (a type checker rejects torch.arrange)
     return made
 
 
 def _e39(wrong: Callable[[int], Tensor], right: Callable[[int], Tensor]) -> Sequence[Check]:
     return (
         equal("E39", "torch.arrange(0, 5)", name_of(outcome(wrong, 5)), "AttributeError"),
-        equal("E39", "torch.arange(0, 5) against 0, 1, 2, 3, 4", worst(outcome(right, 5), [0, 1, 2, 3, 4]), 0.0),
+        equal(
+            "E39", "torch.arange(0, 5), difference from 0, 1, 2, 3, 4", worst(outcome(right, 5), [0, 1, 2, 3, 4]), 0.0
+        ),
     )
 
 
@@ -44,8 +53,8 @@ E39 = Erratum(
     where="note 004, lines 82 and 84 of absolute_positional_encoding",
     matter="torch.arrange does not exist",
     printed="torch.arrange(0, seq_len)",
-    right="torch.arange(0, seq_len): a range, not an arrangement",
-    why="AttributeError at the first call, so the function cannot have been run as it stands.",
+    right="torch.arange(0, seq_len), with one r",
+    why="The first call raises AttributeError, so the function cannot have been run as printed.",
     wrong_form=_e39_printed,
     right_form=lambda count: torch.arange(0, count),
     prove=_e39,
@@ -63,10 +72,15 @@ def _e40(wrong: Callable[[Tensor], Any], right: Callable[[Tensor], Any]) -> Sequ
             f"math.sin of a (2, 2) tensor raises, here {failed}",
             failed in ("ValueError", "TypeError", "RuntimeError"),
         ),
-        below("E40", "torch.sin of it against math.sin of each number", worst(outcome(right, angles), by_hand), 1e-15),
+        below(
+            "E40",
+            "torch.sin of it, difference from math.sin of each element",
+            worst(outcome(right, angles), by_hand),
+            1e-15,
+        ),
         equal(
             "E40",
-            "math.sin of a tensor of one number: it looks right",
+            "math.sin of a one-element tensor, which looks right",
             wrong(angles[1, 0]),
             math.sin(1),
         ),
@@ -80,7 +94,7 @@ E40 = Erratum(
     matter="math.sin takes one number, not a tensor",
     printed="pe[:, 0::2] = math.sin(pos * div_term); pe[:, 1::2] = math.cos(pos * div_term)",
     right="torch.sin, torch.cos",
-    why="A tensor of one element passes, which hides it in the smallest trial; any other raises.",
+    why="A tensor with one element passes, which hides the mistake in the smallest test. Any other tensor raises.",
     wrong_form=math.sin,
     right_form=torch.sin,
     prove=_e40,
@@ -91,7 +105,7 @@ E40 = Erratum(
 def _e41_printed(count: int, dim: int) -> Tensor:
     table = torch.zeros(count, dim, dtype=torch.float64)
     pos = torch.arange(0, count).unsqueeze(-1)  # (N, 1)
-    div_term = torch.exp(-1 * torch.arange(0, count, 2) * math.log(10000.0) / dim)  # the mistake: count for dim
+    div_term = torch.exp(-1 * torch.arange(0, count, 2) * math.log(10000.0) / dim)  # the mistake: count instead of dim
     table[:, 0::2] = torch.sin(pos * div_term)
     table[:, 1::2] = torch.cos(pos * div_term)
     return table
@@ -101,16 +115,19 @@ def _e41(wrong: Table, right: Table) -> Sequence[Check]:
     off = {shape: worst(outcome(wrong, *shape), sinusoid_table(*shape)) for shape in ((2, 16), (16, 16))}
     return (
         equal("E41", "10 positions of width 16, as printed", name_of(outcome(wrong, 10, 16)), "RuntimeError"),
-        equal("E41", "2 positions of width 16, as printed: off by", off[2, 16], 0.84, 0.005),
-        below("E41", "16 positions of width 16, as printed: off by", off[16, 16], 1e-6),
+        equal("E41", "2 positions of width 16, as printed: largest error", off[2, 16], 0.84, 0.005),
+        below("E41", "16 positions of width 16, as printed: largest error", off[16, 16], 1e-6),
         below(
             "004-16 E41",
-            "10 positions of width 16, right: off by",
+            "10 positions of width 16, right form: largest error",
             worst(outcome(right, 10, 16), sinusoid_table(10, 16)),
             1e-12,
         ),
         below(
-            "E41", "2 positions of width 16, right: off by", worst(outcome(right, 2, 16), sinusoid_table(2, 16)), 1e-12
+            "E41",
+            "2 positions of width 16, right form: largest error",
+            worst(outcome(right, 2, 16), sinusoid_table(2, 16)),
+            1e-12,
         ),
     )
 
@@ -119,17 +136,17 @@ E41 = Erratum(
     id="E41",
     kind="A",
     where="note 004, line 84 of absolute_positional_encoding, div_term",
-    matter="the frequencies are counted with the length of the text, not with the width",
+    matter="the number of frequencies comes from the length of the text, not from the width",
     printed="div_term = exp(-arange(0, seq_len, 2) * log(10000) / d_model)",
-    right="arange(0, d_model, 2): one frequency for each sine column",
-    why="Mostly the shapes don't fit and it fails. With two positions a single frequency is spread over all columns"
-    " without a word, off by 0.84; with seq_len = d_model it is right by luck.",
+    right="arange(0, d_model, 2): one frequency per sine column",
+    why="Usually the shapes do not fit and the call fails. With two positions, a single frequency is silently"
+    " broadcast to all columns, with an error of 0.84. With seq_len = d_model the result is right by accident.",
     wrong_form=_e41_printed,
-    right_form=_library_table,
+    right_form=library_table,
     prove=_e41,
     quiz=Quiz(
-        line="div_term = exp(-arange(0, seq_len, 2) * log(10000) / d_model), which holds seq_len/2 numbers",
-        ask="how many numbers div_term must hold",
+        line="div_term = exp(-arange(0, seq_len, 2) * log(10000) / d_model), which has seq_len/2 elements",
+        ask="the number of elements that div_term must have",
         names={
             "seq_len": Number("positions, even", 4, 64, 2),
             "d_model": Number("width of the table, even", 8, 128, 2),
@@ -142,17 +159,17 @@ E41 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E42
-Frequency = Callable[[int, int], float]  # (pair, width) -> radians a position
+Frequency = Callable[[int, int], float]  # (pair, width) -> radians per position
 
 
 def _e42(wrong: Frequency, right: Frequency) -> Sequence[Check]:
     return (
-        equal("E42", "the printed side, i = 3, d = 16", wrong(3, 16), 13.401, 1e-3),
+        equal("E42", "printed right side, i = 3, d = 16", wrong(3, 16), 13.401, 1e-3),
         equal("E42", "1 / 10000^(2i/d), i = 3, d = 16", float(frequencies(16)[3]), 0.031623, 1e-6),
         equal("004-17 E42", "frequency 3 of the library, d = 16", right(3, 16), 0.031623, 1e-6),
         below(
             "E42",
-            "exp(-(2i/d) log 10000) against the library",
+            "exp(-(2i/d) log 10000), difference from the library",
             abs(math.exp(-6 / 16 * math.log(10000)) - right(3, 16)),
             1e-8,
         ),
@@ -163,11 +180,11 @@ E42 = Erratum(
     id="E42",
     kind="A",
     where="note 004, line 78, the comment above absolute_positional_encoding",
-    matter="the logarithm stands outside the exponential, and the minus is missing",
+    matter="the logarithm is outside the exponential, and the minus sign is missing",
     printed="1 / 10000 ** (2 * i / d) = exp(2 * i / d) * log(10000)",
     right="exp(-(2 * i / d) * log(10000))",
     why="a^b is exp(b log a). At i = 3, d = 16 the left side is 0.0316 and the printed right side 13.4. The code below"
-    " the comment has it right.",
+    " the comment is correct.",
     wrong_form=lambda pair, dim: math.exp(2 * pair / dim) * math.log(10000),
     right_form=lambda pair, dim: float(inverse_frequencies(dim)[0][pair]),
     prove=_e42,
@@ -175,7 +192,7 @@ E42 = Erratum(
         line="1 / 10000**(2*i/d) = exp(2*i/d) * log(10000)",
         ask="the right side, with exp and log",
         names={
-            "i": Number("index of the pair, from 0", 0, 3, 1),
+            "i": Number("pair index, from 0", 0, 3, 1),
             "d": Number("width of the table", 8, 64, 8),
         },
         truth=lambda i, d: float(frequencies(int(d))[int(i)]),
@@ -187,7 +204,7 @@ E42 = Erratum(
 
 # ------------------------------------------------------------------------------------------------------------- E43
 def _e43_printed(count: int, dim: int) -> Tensor:
-    """The note's function with E39 to E41 mended."""
+    """The note's function with E39 to E41 fixed."""
     table = torch.zeros(count, dim, dtype=torch.float64)
     pos = torch.arange(0, count).unsqueeze(-1)  # (N, 1)
     div_term = torch.exp(-torch.arange(0, dim, 2) * math.log(10000.0) / dim)  # (ceil(d/2),)
@@ -197,18 +214,21 @@ def _e43_printed(count: int, dim: int) -> Tensor:
 
 
 def _e43(wrong: Table, right: Table) -> Sequence[Check]:
-    refused = outcome(right, 10, 7)
+    rejected = outcome(right, 10, 7)
     return (
-        equal("E43", "width 7, as printed and mended", name_of(outcome(wrong, 10, 7)), "RuntimeError"),
+        equal("E43", "width 7, as printed with E39 to E41 fixed", name_of(outcome(wrong, 10, 7)), "RuntimeError"),
         holds(
             "E43",
-            "width 7, right: a ValueError that names the 7",
-            isinstance(refused, ValueError) and "7" in str(refused),
+            "width 7, right form: ValueError with the number 7",
+            isinstance(rejected, ValueError) and "7" in str(rejected),
         ),
         below(
-            "E43", "width 8, as printed and mended: error", worst(outcome(wrong, 10, 8), sinusoid_table(10, 8)), 1e-6
+            "E43",
+            "width 8, as printed with E39 to E41 fixed: error",
+            worst(outcome(wrong, 10, 8), sinusoid_table(10, 8)),
+            1e-6,
         ),
-        below("E43", "width 8, right: error", worst(right(10, 8), sinusoid_table(10, 8)), 1e-12),
+        below("E43", "width 8, right form: error", worst(right(10, 8), sinusoid_table(10, 8)), 1e-12),
     )
 
 
@@ -218,11 +238,11 @@ E43 = Erratum(
     where="note 004, lines 86 and 87 of absolute_positional_encoding",
     matter="an odd width fails with a message about shapes",
     printed="pe[:, 1::2] = cos(pos * div_term), for any d_model",
-    right="refuse an odd d_model, naming it: sines and cosines come in pairs",
-    why="With width 7 there are four sine columns and three for cosines. The error speaks of sizes 4 and 3 and not of"
-    " the width.",
+    right="reject an odd d_model, with its value in the message: sines and cosines come in pairs",
+    why="Width 7 has four sine columns and three cosine columns. The error message mentions sizes 4 and 3, not the"
+    " width.",
     wrong_form=_e43_printed,
-    right_form=_library_table,
+    right_form=library_table,
     prove=_e43,
 )
 
@@ -235,12 +255,12 @@ def _e44(wrong: Series, right: Series) -> Sequence[Check]:
     w, line = right(128), wrong(128)
     steps, ratios = np.diff(w), w[1:] / w[:-1]
     return (
-        above("E44", "a straight line from 1 to the last frequency: largest error", worst(line, frequencies(128)), 0.6),
-        below("E44", "its steps differ by", float(np.ptp(np.diff(line))), 1e-12),
+        above("E44", "straight line from 1 to the last frequency: largest error", worst(line, frequencies(128)), 0.6),
+        below("E44", "spread of its steps", float(np.ptp(np.diff(line))), 1e-12),
         equal("E44", "frequencies of the library: first step", float(steps[0]), -0.134, 1e-3),
         equal("E44", "frequencies of the library: last step", float(steps[-1]), -1.8e-5, 0.05e-5),
         equal("E44", "ratio of neighbours, 10000^(-2/128)", float(ratios.mean()), 0.8660, 1e-4),
-        below("E44", "its spread", float(np.ptp(ratios)), 1e-6),
+        below("E44", "spread of this ratio", float(np.ptp(ratios)), 1e-6),
     )
 
 
@@ -250,9 +270,9 @@ E44 = Erratum(
     where="note 004, line 67, on the index i",
     matter="the frequency falls exponentially with i, not linearly",
     printed="as i grows, the frequency falls linearly",
-    right="each frequency is the same fraction of the one before: 10000^(-2/d)",
-    why="At d = 128 the first step is -0.134 and the last -1.8e-5, the ratio 0.866 throughout. Evenly spaced"
-    " frequencies would leave hardly a slow pair to tell far positions apart.",
+    right="each frequency is a constant fraction of the one before: 10000^(-2/d)",
+    why="At d = 128 the first step is -0.134 and the last -1.8e-5, while the ratio is 0.866 throughout. Evenly spaced"
+    " frequencies would leave almost no slow pairs to distinguish distant positions.",
     wrong_form=lambda dim: np.linspace(1.0, frequencies(dim)[-1], dim // 2),
     right_form=lambda dim: measures.frequencies(dim).numpy(),
     prove=_e44,
@@ -260,7 +280,7 @@ E44 = Erratum(
         line="w = 1 - (1 - 1/10000) * i / (d/2 - 1): the frequency falls linearly",
         ask="w, the frequency of pair i",
         names={
-            "i": Number("index of the pair, from 0", 0, 15, 1),
+            "i": Number("pair index, from 0", 0, 15, 1),
             "d": Number("width of the table", 32, 128, 32),
         },
         truth=lambda i, d: float(frequencies(int(d))[int(i)]),
@@ -276,26 +296,29 @@ Lowest = Callable[[int], float]  # width -> lowest frequency
 
 def _e45(wrong: Lowest, right: Lowest) -> Sequence[Check]:
     widths = (2, 4, 8, 64, 512)
-    found = [right(dim) for dim in widths]
+    lowest = [right(dim) for dim in widths]
     known = [1, 1e-2, 1e-3, 1.33e-4, 1.04e-4]
     return (
         below(
             "E45",
-            "lowest of 5 widths over 1, .01, .001, 1.33e-4, 1.04e-4, less 1",
-            _apart(found, known),
+            "lowest of 5 widths over 1, .01, .001, 1.33e-4, 1.04e-4, minus 1",
+            _relative(lowest, known),
             0.005,
         ),
-        below("E45", "right form over numpy, less 1", _apart(found, [frequencies(dim).min() for dim in widths]), 1e-6),
-        above("E45", "1/10000 for all widths: the lowest at d = 8 is more by", found[2] / wrong(8), 9.9),
+        below(
+            "E45", "right form over numpy, minus 1", _relative(lowest, [frequencies(dim).min() for dim in widths]), 1e-6
+        ),
+        above("E45", "lowest frequency at d = 8 over 1/10000", lowest[2] / wrong(8), 9.9),
         holds(
             "E45",
-            "1/10000 is reached by none",
-            all(lowest > wrong(dim) for lowest, dim in zip(found, widths, strict=True)),
+            "no width reaches 1/10000",
+            all(value > wrong(dim) for value, dim in zip(lowest, widths, strict=True)),
         ),
     )
 
 
-def _apart(values: Sequence[float], others: Sequence[float]) -> float:
+def _relative(values: Sequence[float], others: Sequence[float]) -> float:
+    """Largest relative difference."""
     return worst(np.array(values) / np.array(others), np.ones(len(values)))
 
 
@@ -306,13 +329,13 @@ E45 = Erratum(
     matter="the lowest frequency depends on d, and 1/10000 is never reached",
     printed="dividing by d keeps the frequencies in [1/10000, 1], so that every d has the same properties",
     right="they lie in (1/10000, 1], and the lowest is 10000^(-(d-2)/d)",
-    why="The range is right and the conclusion is not: the lowest is 1e-3 at d = 8 and 1.04e-4 at d = 512, so a narrow"
-    " head has no slow pair.",
+    why="The range is right but the conclusion is not: the lowest frequency is 1e-3 at d = 8 and 1.04e-4 at d = 512,"
+    " so a narrow head has no slow pair.",
     wrong_form=lambda dim: 1 / 10000,
     right_form=lambda dim: float(inverse_frequencies(dim)[0][-1]),
     prove=_e45,
     quiz=Quiz(
-        line="lowest frequency = 1/10000, whatever d",
+        line="lowest frequency = 1/10000 for every d",
         ask="the lowest frequency of a table of width d",
         names={"d": Number("width of the table, even", 4, 128, 4)},
         truth=lambda d: float(frequencies(int(d)).min()),
@@ -323,10 +346,10 @@ E45 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E46
-Meant = Callable[[float, float, float], tuple[float, float]]  # (m, n, w) -> theta_1, theta_2
+Angles = Callable[[float, float, float], tuple[float, float]]  # (m, n, w) -> theta_1, theta_2
 
 
-def _e46(wrong: Meant, right: Meant) -> Sequence[Check]:
+def _e46(wrong: Angles, right: Angles) -> Sequence[Check]:
     m, n, w = 7, 3, float(frequencies(8)[1])
     table = sinusoids(torch.tensor([m, n]), 8)[:, 2:4]  # pair 1 of both positions
     product = float(table[0] @ table[1])
@@ -343,7 +366,12 @@ def _e46(wrong: Meant, right: Meant) -> Sequence[Check]:
             abs(_e46_cosine(right(m, n, w)) - product),
             1e-12,
         ),
-        below("E46", "cos((m - n) w) against the product of the codes", abs(math.cos((m - n) * w) - product), 1e-12),
+        below(
+            "E46",
+            "cos((m - n) w), difference from the product of the encodings",
+            abs(math.cos((m - n) * w) - product),
+            1e-12,
+        ),
     )
 
 
@@ -357,15 +385,15 @@ E46 = Erratum(
     kind="A",
     where="note 004, line 56, below the sum-angle formula",
     matter="theta_1 and theta_2 are the angles; their difference is theta_1 - theta_2",
-    printed="theta_1 and theta_2 are the differences of angle of the two positions",
-    right="theta_1 = m w and theta_2 = n w are the angles; theta_1 - theta_2 = (m - n) w is the difference",
-    why="With the differences (m - n) w and (n - m) w put in, the formula gives cos 2(m - n)w.",
+    printed="theta_1 and theta_2 are the angle differences of the two positions",
+    right="theta_1 = m w and theta_2 = n w are the angles; their difference is theta_1 - theta_2 = (m - n) w",
+    why="With the differences (m - n) w and (n - m) w, the formula evaluates to cos 2(m - n)w.",
     wrong_form=lambda m, n, w: ((m - n) * w, (n - m) * w),
     right_form=lambda m, n, w: (m * w, n * w),
     prove=_e46,
     quiz=Quiz(
         line="theta_1 = (m - n) * w in cos(theta_1)*cos(theta_2) + sin(theta_1)*sin(theta_2)",
-        ask="theta_1, the token standing at position m",
+        ask="theta_1 of a token at position m",
         names={
             "m": Number("position of the first token", 5, 9, 1),
             "n": Number("position of the second", 1, 4, 1),
@@ -383,8 +411,8 @@ Scores = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (x (N, C), wq, wk
 
 
 def _e47_printed(x: Tensor, wq: Tensor, wk: Tensor, positions: Tensor) -> Tensor:
-    coded = x + sinusoids(positions, x.shape[-1])  # (N, C)
-    return (coded @ wq.T) @ (coded @ wk.T).T
+    encoded = x + sinusoids(positions, x.shape[-1])  # (N, C)
+    return (encoded @ wq.T) @ (encoded @ wk.T).T
 
 
 def _e47(wrong: Scores, right: Scores) -> Sequence[Check]:
@@ -393,26 +421,33 @@ def _e47(wrong: Scores, right: Scores) -> Sequence[Check]:
     x, at = token.repeat(12, 1), torch.arange(12)  # the same token everywhere: only positions differ
     p = sinusoids(at, 16)
     terms = additive_terms(x, p, wq, wk)
-    by_hand = turned((x @ wq.T).numpy(), np.arange(12)) @ turned((x @ wk.T).numpy(), np.arange(12)).T / 4
+    by_hand = rotated((x @ wq.T).numpy(), np.arange(12)) @ rotated((x @ wk.T).numpy(), np.arange(12)).T / 4
     return (
-        below("E47", "p . p along a diagonal varies by", diagonal_spread(p @ p.T), 1e-12),
-        above("E47", "p W_q^T W_k p varies by", diagonal_spread(terms["position-position"]), 1.0),
-        above("E47", "the whole product of added codes varies by", diagonal_spread(wrong(x, wq, wk, at)), 5.0),
-        below("E47", "its four terms against it", worst(sum(terms.values()), _e47_printed(x, wq, wk, at)), 1e-10),
-        below("003-18 E47", "the scores of RoPE vary by", diagonal_spread(right(x, wq, wk, at)), 1e-10),
-        below("E47", "right form against numpy", worst(right(x, wq, wk, at), by_hand), 1e-4),
+        below("E47", "variation of p . p along a diagonal", diagonal_spread(p @ p.T), 1e-12),
+        above("E47", "variation of p W_q^T W_k p", diagonal_spread(terms["position-position"]), 1.0),
+        above(
+            "E47", "variation of the complete score with added encodings", diagonal_spread(wrong(x, wq, wk, at)), 5.0
+        ),
+        below(
+            "E47",
+            "sum of its four terms, difference from it",
+            worst(sum(terms.values()), _e47_printed(x, wq, wk, at)),
+            1e-10,
+        ),
+        below("003-18 E47", "variation of the scores of RoPE", diagonal_spread(right(x, wq, wk, at)), 1e-10),
+        below("E47", "right form, difference from numpy", worst(right(x, wq, wk, at), by_hand), 1e-4),
     )
 
 
 E47 = Erratum(
     id="E47",
     kind="B",
-    where="note 004, lines 50 and 62 (note 003, line 79, has it right)",
-    matter="added codes give relative position in one term of four, behind W_q^T W_k",
-    printed="by Q K^T of such codes a relative position appears between the tokens",
-    right="only p_m . p_n depends on m - n alone; the score holds p_m W_q^T W_k p_n and three more terms",
-    why="With one and the same token everywhere p . p is constant along a diagonal. With W_q and W_k between, or with"
-    " the word added, it is not; with RoPE the whole score is.",
+    where="note 004, lines 50 and 62 (note 003, line 79, is correct)",
+    matter="with added encodings, relative position is in one term of four, altered by W_q^T W_k",
+    printed="Q K^T of such encodings yields a relative position between the tokens",
+    right="only p_m . p_n depends on m - n alone; the score contains p_m W_q^T W_k p_n and three more terms",
+    why="With the same token at every position, p . p is constant along a diagonal. With W_q and W_k in between, or"
+    " with the word embedding added, it is not; with RoPE the complete score is constant.",
     wrong_form=_e47_printed,
     right_form=lambda x, wq, wk, positions: scores(Rotary(16), x, wq, wk, positions),
     prove=_e47,
@@ -420,15 +455,15 @@ E47 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E48
-Seen = Callable[[Array, Array, int], float]  # (q, k, steps from query to key) -> score
+ScoreAhead = Callable[[Array, Array, int], float]  # (q, k, steps from query to key) -> score
 
 
 def _e48_right(q: Array, k: Array, steps: int) -> float:
     xq, xk = (torch.from_numpy(x).float()[None, None, None] for x in (q, k))  # (B, T = 1, H, D)
     row = {m: rope.precompute_freqs_cis(len(q), m + 1)[m:] for m in (20, 20 + steps)}
-    turned_q = rope.apply_rotary_emb(xq, xq, row[20])[0]
-    turned_k = rope.apply_rotary_emb(xk, xk, row[20 + steps])[1]
-    return float((turned_q * turned_k).sum())
+    xq_out = rope.apply_rotary_emb(xq, xq, row[20])[0]
+    xk_out = rope.apply_rotary_emb(xk, xk, row[20 + steps])[1]
+    return float((xq_out * xk_out).sum())
 
 
 def _e48_printed(q: Array, k: Array, steps: int) -> float:
@@ -436,25 +471,25 @@ def _e48_printed(q: Array, k: Array, steps: int) -> float:
     return float(table[0] @ table[1])
 
 
-def _e48(wrong: Seen, right: Seen) -> Sequence[Check]:
+def _e48(wrong: ScoreAhead, right: ScoreAhead) -> Sequence[Check]:
     q, k = np.random.default_rng(48).standard_normal((2, 16))
     z = (q[0::2] - 1j * q[1::2]) * (k[0::2] + 1j * k[1::2])  # (D/2,)
     by_hand = 2 * float((-z.imag * np.sin(5 * frequencies(16))).sum())  # score at +5 less score at -5
     return (
-        below("E48", "p . p, 5 ahead against 5 behind: difference", abs(wrong(q, k, 5) - wrong(q, k, -5)), 1e-12),
-        above("E48", "RoPE, 5 ahead against 5 behind: difference", abs(right(q, k, 5) - right(q, k, -5)), 1.0),
-        equal("E48", "that difference, by the sine parts alone", right(q, k, 5) - right(q, k, -5), by_hand, 1e-4),
+        below("E48", "p . p: difference between 5 ahead and 5 behind", abs(wrong(q, k, 5) - wrong(q, k, -5)), 1e-12),
+        above("E48", "RoPE: difference between 5 ahead and 5 behind", abs(right(q, k, 5) - right(q, k, -5)), 1.0),
+        equal("E48", "the same difference from the sine terms alone", right(q, k, 5) - right(q, k, -5), by_hand, 1e-4),
     )
 
 
 E48 = Erratum(
     id="E48",
     kind="C",
-    where="note 004, line 68, on the difference of angles",
-    matter="p_m . p_n gives the distance without its direction",
-    printed="the sum-angle formula describes the difference of angle of two tokens, which is their distance",
-    right="true, and cos is even: 5 ahead and 5 behind look alike; RoPE has a sine part that tells them apart",
-    why="The product of two codes is a sum of cosines of (m - n) w. In q_m . k_n of RoPE the sine stands beside"
+    where="note 004, line 68, on the angle difference",
+    matter="p_m . p_n contains the distance but not its direction",
+    printed="the sum-angle formula describes the angle difference of two tokens, which is their distance",
+    right="true, but cos is even: 5 ahead and 5 behind look alike; RoPE has a sine term that distinguishes them",
+    why="The product of two encodings is a sum of cosines of (m - n) w. In q_m . k_n of RoPE the sine is multiplied by"
     " q_1 k_2 - q_2 k_1, which the weights can set.",
     wrong_form=_e48_printed,
     right_form=_e48_right,
@@ -465,19 +500,19 @@ E48 = Erratum(
 # ------------------------------------------------------------------------------------------------------------- E49
 def _e49(wrong: Callable[[float], complex], right: Callable[[float], complex]) -> Sequence[Check]:
     before, after = right(0.5), right(0.6)
-    turn = {form: float(np.angle(form(0.6) / form(0.5))) for form in (wrong, right)}
+    change = {form: float(np.angle(form(0.6) / form(0.5))) for form in (wrong, right)}
     return (
-        equal("E49", "cos + i sin: turn for 0.1 more", turn[wrong], 0.1, 1e-12),
+        equal("E49", "cos + i sin: rotation when theta grows by 0.1", change[wrong], 0.1, 1e-12),
         above(
             "E49",
-            "its distance from the pair of the table",
+            "its difference from the pair in the table",
             abs(wrong(0.5) - complex(math.sin(0.5), math.cos(0.5))),
             0.3,
         ),
-        equal("E49", "the pair of the table: turn for 0.1 more", turn[right], -0.1, 1e-9),
+        equal("E49", "pair in the table: rotation when theta grows by 0.1", change[right], -0.1, 1e-9),
         below(
             "004-05 E49",
-            "the pair of the table against i e^(-i theta)",
+            "pair in the table, difference from i e^(-i theta)",
             worst([before, after], _e49_law(0.5, 0.6)),
             1e-9,
         ),
@@ -489,7 +524,7 @@ def _e49_law(*angles: float) -> Array:
 
 
 def _e49_right(theta: float) -> complex:
-    """Entries 0 and 1 of the library's table, whose pair 0 has the position for its angle."""
+    """Entries 0 and 1 of the library's table; the angle of pair 0 is the position."""
     sine, cosine = sinusoids(torch.tensor([theta], dtype=torch.float64), 2)[0].tolist()
     return complex(sine, cosine)
 
@@ -498,11 +533,11 @@ E49 = Erratum(
     id="E49",
     kind="B",
     where="note 004, line 31, the pairs as complex numbers",
-    matter="the pair is sin + i cos, which turns clockwise",
+    matter="the pair is sin + i cos, which rotates clockwise",
     printed="two neighbouring entries form the vector cos(theta) + i sin(theta) in the complex plane",
-    right="sin(theta) + i cos(theta) = i e^(-i theta): it starts at i and goes the other way round",
-    why="By the note's own formula the even entry is the sine. The angle falls by 0.1 when theta grows by 0.1; a"
-    " picture drawn from the sentence turns the wrong way.",
+    right="sin(theta) + i cos(theta) = i e^(-i theta): it starts at i and rotates the other way",
+    why="By the note's own formula the even entry is the sine. When theta grows by 0.1, the angle falls by 0.1, so a"
+    " picture drawn from the sentence rotates the wrong way.",
     wrong_form=lambda theta: complex(math.cos(theta), math.sin(theta)),
     right_form=_e49_right,
     prove=_e49,
@@ -518,11 +553,11 @@ E49 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E50
-Speed = Callable[[int, int], Array]  # (position, width) -> radians a position of each pair (d/2,)
+Speed = Callable[[int, int], Array]  # (position, width) -> radians per position of each pair (d/2,)
 
 
 def _e50_right(position: int, dim: int) -> Array:
-    """How far the library turns each pair from one position to the next."""
+    """Angle by which the library rotates each pair from one position to the next."""
     x = torch.tensor([1.0, 0.0] * (dim // 2), dtype=torch.float64).repeat(2, 1)  # (N = 2, D)
     at = torch.tensor([position, position + 1])
     pairs = torch.view_as_complex(measures.turn(x, at, measures.frequencies(dim)).unflatten(-1, (-1, 2)))  # (N, D/2)
@@ -532,35 +567,35 @@ def _e50_right(position: int, dim: int) -> Array:
 def _e50(wrong: Speed, right: Speed) -> Sequence[Check]:
     return (
         equal("E50", "theta at position 0, fastest pair", float(wrong(0, 6)[0]), 0.0),
-        above("E50", "theta taken for the speed at position 5: error", worst(wrong(5, 6), frequencies(6)), 3.9),
+        above("E50", "theta used as the speed at position 5: error", worst(wrong(5, 6), frequencies(6)), 3.9),
         below(
             "004-06 E50",
-            "speeds of 3 pairs, against 1, 0.0464, 0.00215",
+            "speeds of 3 pairs, difference from 1, 0.0464, 0.00215",
             worst(right(0, 6), [1, 0.0464, 0.00215]),
             5e-5,
         ),
-        below("E50", "the same at position 5", worst(right(5, 6), frequencies(6)), 1e-6),
+        below("E50", "speeds at position 5, difference from numpy", worst(right(5, 6), frequencies(6)), 1e-6),
     )
 
 
 E50 = Erratum(
     id="E50",
     kind="B",
-    where="note 004, line 33, which vector turns faster",
+    where="note 004, line 33, which vector rotates faster",
     matter="theta is the angle, which depends on the position; the speed is the frequency",
-    printed="the smaller i, the larger theta and so the faster the turn, with theta = pos / 10000^(2i/d)",
-    right="the speed is w_i = 10000^(-2i/d), radians a position; theta = pos * w_i is where the hand stands",
-    why="At position 0 all angles are 0 and the hands turn no less. Letting theta be the speed makes every hand speed"
-    " up along the text.",
+    printed="the smaller i, the larger theta and so the faster the rotation, with theta = pos / 10000^(2i/d)",
+    right="the speed is w_i = 10000^(-2i/d) radians per position; theta = pos * w_i is the current angle",
+    why="At position 0 all angles are 0, but the pairs rotate at their usual speed. If theta were the speed, every"
+    " pair would accelerate along the text.",
     wrong_form=lambda position, dim: position * frequencies(dim),
     right_form=_e50_right,
     prove=_e50,
     quiz=Quiz(
         line="speed of pair i = theta = pos / 10000**(2*i/d)",
-        ask="the speed of pair i, in radians a position",
+        ask="the speed of pair i, in radians per position",
         names={
             "pos": Number("position", 2, 50, 1),
-            "i": Number("index of the pair, from 0", 0, 2, 1),
+            "i": Number("pair index, from 0", 0, 2, 1),
             "d": Number("width of the table", 6, 24, 6),
         },
         truth=lambda pos, i, d: float((pos + 1) * frequencies(int(d))[int(i)] - pos * frequencies(int(d))[int(i)]),
@@ -577,9 +612,11 @@ Exponent = Callable[[int], Tensor]  # width -> frequencies (d/2,)
 def _ok5(tempting: Exponent, printed: Exponent) -> Sequence[Check]:
     ours = inverse_frequencies(16)[0]
     return (
-        below("OK5", "exp(-arange(0, d, 2) log(10000) / d) against the library", worst(printed(16), ours), 1e-7),
-        below("OK5", "the same against numpy", worst(printed(16), frequencies(16)), 1e-6),
-        above("OK5", "with a factor of 2 more: largest error", worst(tempting(16), frequencies(16)), 0.2),
+        below(
+            "OK5", "exp(-arange(0, d, 2) log(10000) / d), difference from the library", worst(printed(16), ours), 1e-7
+        ),
+        below("OK5", "the same, difference from numpy", worst(printed(16), frequencies(16)), 1e-6),
+        above("OK5", "with an additional factor 2: largest error", worst(tempting(16), frequencies(16)), 0.2),
     )
 
 
@@ -587,10 +624,10 @@ OK5 = Erratum(
     id="OK5",
     kind="OK",
     where="note 004, line 84 of absolute_positional_encoding, the exponent",
-    matter="no factor 2 in the exponent is right: arange already steps by 2",
+    matter="the exponent needs no factor 2: arange already steps by 2",
     printed="exp(-1 * arange(0, .., 2) * log(10000) / d_model)",
-    right="as printed (with d_model for seq_len, E41): the numbers of the range are 2i",
-    why="Putting the 2 of the formula beside it is the mistake of note 002, line 38 (E24).",
+    right="as printed (with d_model instead of seq_len, E41): the elements of the range are 2i",
+    why="Adding the formula's factor 2 is the mistake of note 002, line 38 (E24).",
     wrong_form=lambda dim: torch.exp(-2 * torch.arange(0, dim, 2) * math.log(10000.0) / dim),
     right_form=lambda dim: torch.exp(-1 * torch.arange(0, dim, 2) * math.log(10000.0) / dim),
     prove=_ok5,

@@ -1,7 +1,7 @@
-"""The judge of the quiz: a small calculator, and random numbers to hold an expression against.
+"""Checking an answer of the quiz: a small calculator, and random values to compare an expression at.
 
-An expression is read as Python's syntax tree and walked; nothing of it is ever executed. What is not a number, a
-known name, + - * / ** %, a minus sign or one of six functions is refused with one line.
+An expression is parsed into Python's syntax tree, which is then walked; no part of it is executed. Anything except
+numbers, known names, signs, + - * / ** % and five functions is rejected with a one-line message.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from ...errors import UsageError
 from .base import Quiz
 
-LONGEST = 200  # characters of an expression
+LONGEST = 200  # characters in an expression
 DEEPEST = 40  # levels of its tree
-LARGEST = 1e100  # any number on the way
+LARGEST = 1e100  # absolute value of any intermediate result
 
 FUNCTIONS: dict[str, Callable[[float], float]] = {
     "sin": math.sin,
@@ -37,34 +37,34 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Pow: operator.pow,
     ast.Mod: operator.mod,
 }
-SPELLING = "numbers, the names given, pi, + - * / ** %, and sin cos exp log sqrt of one number"
+SPELLING = "numbers, the names listed, pi, + - * / ** %, and sin cos exp log sqrt of one number"
 
 
 def parse(text: str) -> ast.expr:
-    """The syntax tree of an expression. Raises UsageError on what is not one."""
+    """Parse an expression into a syntax tree. Raises UsageError if the text is not an expression."""
     text = text.strip()
     if len(text) > LONGEST:
-        raise UsageError(f"an expression may have {LONGEST} characters, this one has more")
+        raise UsageError(f"an expression may have at most {LONGEST} characters, this one has {len(text)}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's advice on odd literals is for programs
+            warnings.simplefilter("ignore")  # Python's warnings about odd literals do not help here
             return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise UsageError(f"that is not an expression (a product is written 2*t); it may hold {SPELLING}") from None
+        raise UsageError(f"not an expression (write a product as 2*t); an expression may contain {SPELLING}") from None
 
 
 def evaluate(text: str, values: Mapping[str, float]) -> float:
-    """The number that an expression stands for, all in float64.
+    """Return the value of an expression, computed in float64.
 
-    Raises UsageError, in one line, on anything but arithmetic, on unknown names, on more than LONGEST characters or
-    DEEPEST levels, and where the result is not a real number or passes LARGEST.
+    Raises UsageError with a one-line message for anything but arithmetic, for unknown names, for more than LONGEST
+    characters or DEEPEST levels, and for a result that is not a real number or exceeds LARGEST.
     """
     return _value(parse(text), {"pi": math.pi, **values}, DEEPEST)
 
 
 def _value(node: ast.expr, values: Mapping[str, float], levels: int) -> float:
     if levels == 0:
-        raise UsageError(f"an expression may be nested {DEEPEST} levels deep, this one goes deeper")
+        raise UsageError(f"an expression may be nested {DEEPEST} levels deep, this one is nested deeper")
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return _bounded(lambda: float(number))
@@ -77,49 +77,51 @@ def _value(node: ast.expr, values: Mapping[str, float], levels: int) -> float:
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand, values, levels - 1)
         case ast.BinOp(op=ast.BitXor()):
-            raise UsageError("a power is written **, not ^")
+            raise UsageError("^ is not an operator here; a power is written **")
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             a, b = _value(left, values, levels - 1), _value(right, values, levels - 1)
             return _bounded(lambda: OPERATORS[type(op)](a, b))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
             a = _value(argument, values, levels - 1)
             return _bounded(lambda: FUNCTIONS[name](a))
-    raise UsageError(f"an expression may hold {SPELLING}; this holds something else")
+    raise UsageError(f"an expression may contain {SPELLING}; this one contains something else")
 
 
 def _bounded(compute: Callable[[], float]) -> float:
-    """A result within the bounds, or a refusal."""
+    """Return the result. Raises UsageError if it is not a real number within the bounds."""
     try:
         result = compute()
     except OverflowError:
         result = math.inf
     except ZeroDivisionError:
-        raise UsageError("that divides by zero") from None
+        raise UsageError("the expression divides by zero") from None
     except ValueError:
-        raise UsageError("that is the root or the logarithm of a number that has none") from None
+        raise UsageError(
+            "the expression takes the root of a negative number, or the logarithm of a number that is not positive"
+        ) from None
     if isinstance(result, complex):
-        raise UsageError("that is not a real number: a broken power of a number below 0")
+        raise UsageError("the result is not a real number: a fractional power of a negative number")
     if not abs(result) <= LARGEST:
-        raise UsageError(f"that passes {LARGEST:.0e}, the largest number taken here")
+        raise UsageError(f"a result exceeds {LARGEST:.0e}, the largest value allowed")
     return result
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge says of an expression; values, given and expected are those of the first number it misses."""
+    """Whether an expression is right, with its result at the first values where it is not, or at the last ones."""
 
     right: bool
     values: Mapping[str, float]
-    given: float
+    computed: float
     expected: float
 
 
 def judge(quiz: Quiz, text: str, seed: int = 0, draws: int = 7) -> Verdict:
-    """Hold an expression against the truth on several draws of its names. Raises UsageError as `evaluate` does."""
+    """Compare an expression with the truth for several draws of its variables. Raises UsageError as `evaluate` does."""
     rng = np.random.default_rng(seed)
     for _ in range(draws):
         values = {name: number.draw(rng) for name, number in quiz.names.items()}
-        given, expected = evaluate(text, values), float(quiz.truth(**values))
-        if not abs(given - expected) <= 1e-9 + 1e-6 * abs(expected):
-            return Verdict(False, values, given, expected)
-    return Verdict(True, values, given, expected)
+        computed, expected = evaluate(text, values), float(quiz.truth(**values))
+        if not abs(computed - expected) <= 1e-9 + 1e-6 * abs(expected):
+            return Verdict(False, values, computed, expected)
+    return Verdict(True, values, computed, expected)
