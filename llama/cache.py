@@ -16,8 +16,8 @@ from . import checks
 from .errors import ContextLengthError
 
 FIRST_SLOTS = 1024  # tokens that a cache has room for before it first grows
-# The largest step by which it grows beyond the request. Decoding reads the complete cache for each token, so a copy every
-# few thousand tokens costs a thousandth of that; doubling would leave half of a long cache empty.
+# The largest step by which it grows beyond the request. Decoding reads the complete cache for each token, so a copy
+# every few thousand tokens costs a thousandth of that; doubling would leave half of a long cache empty.
 LARGEST_STEP = 4096
 
 

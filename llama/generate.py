@@ -104,7 +104,7 @@ def generate(
 def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, cache: KVCache | None) -> int:
     """The number of new tokens that fit after a prompt. Raises the errors of `generate` about prompt and cache."""
     if not prompt:
-        raise UsageError("the prompt has no tokens and the model has no begin-of-text id to start from; enter some text")
+        raise UsageError("the prompt has no tokens and the model has no begin-of-text id to start from; pass some text")
     context = model.max_seq_len if cache is None else min(model.max_seq_len, cache.max_len)
     if len(prompt) >= context:
         raise ContextLengthError(
@@ -130,9 +130,7 @@ def random_generator(params: SamplingParams, device: torch.device) -> torch.Gene
     return generator
 
 
-def seen_ids(
-    text: Sequence[int], params: SamplingParams, n_vocab: int | None, device: torch.device
-) -> Tensor | None:
+def seen_ids(text: Sequence[int], params: SamplingParams, n_vocab: int | None, device: torch.device) -> Tensor | None:
     """The ids (N,) that the repetition penalty applies to; None if there is no penalty."""
     if params.repetition_penalty == 1:
         return None
@@ -140,7 +138,7 @@ def seen_ids(
 
 
 def check_finite(logits: Tensor, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:
-    """Raise NumericalError if one of the logits (V,) of the token called `name`, which follows `text`, is not finite."""
+    """Raise NumericalError if one of the logits (V,) is not finite. `name` is the token they predict, after `text`."""
     check_extreme(float(extreme(logits)), name, text, diagnose)
 
 

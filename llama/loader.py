@@ -28,7 +28,7 @@ from .engine.cuda_graphs import GraphRunner
 from .engine.fused import FusedRunner
 from .engine.linears import SkipInit, check_quantized, make_embedding, make_linear
 from .engine.parallel import World, share
-from .engine.placement import Devices, Placement, PlacedRunner, pick_placement
+from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
 from .engine.runtime import pick_dtype
 from .engine.sharding import ShardedCheckpoint
 from .errors import CheckpointError, UsageError
@@ -289,7 +289,7 @@ def fill(plan: Plan) -> Transformer:
     }
     if plan.shares_embedding:  # filled together with the output
         layers.pop("tok_embeddings", None)
-    large = [name for name in layers if math.prod(tuple(layers[name].weight.shape)) > LARGE]  # type: ignore[arg-type]
+    large = [name for name in layers if math.prod(tuple(layers[name].weight.shape)) > LARGE]
     small = [name for name in layers if name not in large]
     # Dequantization is numpy, which releases the interpreter lock, so several threads use several cores. Large weights
     # are read one by one, so that at most one of them is in memory twice.

@@ -70,7 +70,7 @@ class Attention(nn.Module):
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
-        q, k = self.apply_rotary_emb(q, k, freqs_cis)  # not v: position decides which values are read, not what they say
+        q, k = self.apply_rotary_emb(q, k, freqs_cis)  # v is not rotated: position decides which values are read
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, KV, T, D) twice
         if cache is not None:
             k, v = cache.update(k, v, positions)  # (B, KV, S, D): cached keys are rotated already

@@ -203,7 +203,7 @@ def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 
 class Form(NamedTuple):
-    """A way to compute the rotation: the table made from freqs_cis, the function that applies rows of it, the layout."""
+    """A way to compute the rotation: a table made from freqs_cis, the function that applies its rows, the layout."""
 
     table: Callable[[Tensor], tuple[Tensor, ...]]
     apply: Callable[..., tuple[Tensor, Tensor]]

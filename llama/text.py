@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, overload
 
 from .chat import encode_chat
+from .engine.nonfinite import locate
 from .errors import LlamaError, NumericalError, UsageError
 from .generate import generate
 from .generation.answer import Answer, Completion, Piece, Stats, StopText
@@ -157,7 +158,8 @@ class Llama:
         cache = None if session is None else session.reuse(self.model, prompt)
         cached = 0 if cache is None else cache.length
         answer = Answer(self.tokenizer, len(prompt), stops)
-        tokens = (generate if draft is None else partial(speculate, draft=draft))(
+        plain = partial(generate, diagnose=partial(locate, self.model))
+        tokens = (plain if draft is None else partial(speculate, draft=draft))(
             self.model,
             prompt,
             params,

@@ -234,7 +234,7 @@ def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: 
 
 
 def cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Move to a device and cast to a dtype. A value beyond the range of float16 is an error, since it would become infinite."""
+    """Move to a device and cast to a dtype. A value beyond float16's range is an error: it would become infinite."""
     cast = tensor.to(device=device, dtype=dtype)
     if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
         raise CheckpointError(f"{name} holds values beyond float16's 65504; use --dtype bfloat16 or float32")

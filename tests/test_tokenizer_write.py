@@ -434,7 +434,10 @@ def test_a_tokenizer_json_that_works_otherwise_stays_one(tiktoken_512: Tokenizer
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (edit("pre_tokenizer", value={"type": "Metaspace", "replacement": "▁"}), "replace it with the published tokenizer.json"),
+        (
+            edit("pre_tokenizer", value={"type": "Metaspace", "replacement": "▁"}),
+            "replace it with the published tokenizer.json",
+        ),
         (edit("normalizer", "normalizers", 0, "prepend", value="▁▁"), "handles spaces"),
         (edit("decoder", "decoders", 3, "content", value="x"), "handles spaces"),
         (no_merge, "never merges"),
@@ -540,7 +543,9 @@ def test_a_tokenizer_of_someone_elses_is_refused() -> None:
 # -------------------------------------------------------------------------------------------------- nothing is dropped
 def test_a_byte_without_a_token_is_an_error(smollm: Tokenizer) -> None:
     assert set(smollm._missing) >= {0x04, 0x06, 0xF1, 0xF2}
-    with pytest.raises(TokenizerError, match=r"character 3 of the text, '\\x04', has the byte 0x04.* remove the character"):
+    with pytest.raises(
+        TokenizerError, match=r"character 3 of the text, '\\x04', has the byte 0x04.* remove the character"
+    ):
         smollm.encode("abc\u0004def")
     with pytest.raises(TokenizerError, match=r"character 1 of the text, '\\U00040000', has the byte 0xF1"):
         smollm.encode("é\U00040000")

@@ -113,8 +113,8 @@ def settings(args: argparse.Namespace) -> list[Setting]:
     """Every combination of the lists that were given. Raises UsageError when an entry is none that can be run."""
     import torch
 
-    from ..engine.linears import pick_scheme
     from ..engine.runtime import pick_dtype
+    from ..quant.schemes import pick_scheme
 
     dtypes = _entries("dtype", args.dtype)
     for dtype in dtypes:

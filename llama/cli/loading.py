@@ -27,7 +27,7 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
-    with parallel.together(getattr(args, "world", None)):
+    with parallel.all_succeed(getattr(args, "world", None)):
         llm = loader.load(args.model, tokens=tokens, quiet=args.quiet, **arguments.model_options(args))
     _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
@@ -45,25 +45,26 @@ def load_model(args: argparse.Namespace) -> Transformer:
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
-    with parallel.together(getattr(args, "world", None)):
+    with parallel.all_succeed(getattr(args, "world", None)):
         checkpoint = open_checkpoint(resolve(args.model, args.quiet))
-        model = loader.build(checkpoint, pack=True, **arguments.model_options(args))
+        model = loader.build(checkpoint, fast=True, **arguments.model_options(args))
     _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
     return model
 
 
 def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
-    from ..engine import linears as quant
-    from ..engine import placement
+    from ..engine.linears import describe_quantization
+    from ..engine.placement import describe_devices
     from ..rope_scaling import reach, trained_length
 
     weight, world = model.norm.weight, getattr(args, "world", None)
     dtype = str(weight.dtype).removeprefix("torch.")
+    quantized = describe_quantization(model)
+    stored = f"{quantized} weights, {dtype} compute" if quantized else dtype
     streams.say(
         args,
-        f"{args.model}: {_millions(model.config.n_params)} parameters,"
-        f" {dtype}{quant.told(model)} on {placement.told(model)}{f' in {world}' if world else ''},"
-        f" loaded in {seconds:.1f} s",
+        f"{args.model}: {_millions(model.config.n_params)} parameters, {stored}, {describe_devices(model)}"
+        f"{f', {world}' if world else ''}, loaded in {seconds:.1f} s",
     )
     for warning in warnings:
         streams.say(args, f"warning: {warning}")

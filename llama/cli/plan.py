@@ -69,7 +69,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..engine.linears import pick_scheme
+    from ..quant.schemes import pick_scheme
     from ..tools import plan
 
     own: dict[str, float | int | None] = {
@@ -230,7 +230,7 @@ def _alternative(made: Plan, quantize: str | None, stored: Stored | None) -> dic
     """The same run with other weights."""
     from dataclasses import replace
 
-    from ..engine.linears import SCHEMES
+    from ..quant.schemes import SCHEMES
     from ..tools import plan
 
     scheme = None if quantize in (None, AS_STORED) else SCHEMES[quantize]

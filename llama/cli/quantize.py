@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def show_schemes(as_json: bool) -> int:
     """The schemes there are, one a line, with bits a weight (scales and offsets counted)."""
-    from ..engine.linears import SCHEMES
+    from ..quant.schemes import SCHEMES
 
     if as_json:
         streams.write_json(

@@ -141,13 +141,13 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
         args.threads = _share_of_threads()
     from ..checkpoint import open_checkpoint
     from ..engine import parallel
-    from ..engine.sharding import Place, check_world
+    from ..engine.sharding import Rank, check_world
     from ..hub.named import resolve
 
     if PARENT not in os.environ:  # who started the ranks looked before
         with contextlib.suppress(CheckpointError, ConfigError):  # which is told to all, once they have met
             check_world(open_checkpoint(resolve(args.model)).config, tensor, pipeline)
-    world = args.world = parallel.join(Place(rank, tensor, pipeline), args.device)
+    world = args.world = parallel.join(Rank(rank, tensor, pipeline), args.device)
     args.device = str(world.device)
     if rank:
         code = _follow(args)
@@ -189,7 +189,7 @@ def _follow(args: argparse.Namespace) -> int:
         if args.debug:
             raise
         if not world.lost:  # it was not another one that ended
-            streams.tell(f"clearllama: error: rank {world.place.rank}: {streams.describe(error)}")
+            streams.tell(f"clearllama: error: rank {world.rank.number}: {streams.describe(error)}")
             return 1
     if PARENT in os.environ:
         time.sleep(2 * CLOSE_SECONDS)  # as above

@@ -32,8 +32,7 @@ from ..rope import RotaryEmb
 from ..system.folders import cache_folder, keep, kept
 from ..system.temporary import own_temporary
 from . import kernels
-from .linears import BlockLinear, TileLinear
-from .runtime import FEW_ROWS, FewRowsLinear
+from .linears import FEW_ROWS, BlockLinear, FewRowsLinear, TileLinear
 
 LOG = logging.getLogger(__name__)
 Step = Callable[[list[Tensor]], Tensor]  # takes the arguments of Trace as one flat list
@@ -63,10 +62,13 @@ class CompiledRunner(Runner):
                     f"--compile requires the C++ kernels, which are not available here ({name} is a"
                     f" {type(module).__name__}); install a C++ compiler, or leave --compile out"
                 )
-        shells = [shell(block) for block in blocks]
-        self.weights = [[tensor for _, tensor in tensors(traced)] for traced in shells]
-        self.step = load_step(model, shells[0], cache_kind)
-        self.rows_step = functools.cache(functools.partial(load_step, model, shells[0], cache_kind, rows=True))
+        shells = {block: shell(block) for block in blocks}
+        self.weights: dict[nn.Module, list[Tensor]] = {
+            block: [tensor for _, tensor in tensors(traced)] for block, traced in shells.items()
+        }
+        first = shells[blocks[0]]
+        self.step = load_step(model, first, cache_kind)
+        self.rows_step = functools.cache(functools.partial(load_step, model, first, cache_kind, rows=True))
 
     def run(
         self,
@@ -88,8 +90,8 @@ class CompiledRunner(Runner):
         h = model.tok_embeddings(tokens)  # (B, 1, C)
         freqs_cis = model.rope.freqs_cis(positions, end)  # cos and sin, (1, D/2) or (B, 1, D/2)
         mask = causal_mask(positions, key_positions)  # (1, S) or (B, 1, 1, S)
-        for layer, weights in zip(cache.layers, self.weights, strict=True):
-            h = step([h, *freqs_cis, mask, positions, *layer.buffers, *weights])  # (B, 1, C)
+        for block, layer in zip(model.layers, cache.layers, strict=True):
+            h = step([h, *freqs_cis, mask, positions, *layer.buffers, *self.weights[block]])  # (B, 1, C)
         return model.norm(h)
 
     def module_by_module(self) -> Runner:

@@ -150,7 +150,7 @@ def linear_blocks(x: Tensor, tiles: Tensor, bits: int, group: int, offset: bool,
 
 
 def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: int, offset: bool) -> Tensor:
-    """The tiles of a weight (N, K), quantized as quant.rounding.quantize does. Scales of NaN or infinity are not finite."""
+    """The tiles of a weight (N, K), quantized as by quant.rounding.quantize. NaN in a weight makes its scale NaN."""
     rows = weight.contiguous()
     if rows.dtype not in (torch.float32, torch.bfloat16):
         rows = rows.float()

@@ -204,7 +204,7 @@ class BlockEmbedding(nn.Module):
 
 # ------------------------------------------------------------------------------------------------------- the choice
 class SkipInit(TorchFunctionMode):
-    """Skips random initialization: all weights are replaced, and PyTorch's first draw on the meta device takes a second."""
+    """Skips random initialization: all weights are replaced, and the first draw on the meta device takes a second."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -262,9 +262,9 @@ def quantize_(model: Transformer, scheme: str) -> Transformer:
     for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
         weight = linear.weight.detach()
         check_quantized(scheme, weight.device)
-        source = weight.cpu()
+        source, shape = weight.cpu(), (linear.out_features, linear.in_features)
         tied = name == "output" and weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
-        quantized = QuantizedWeight.from_float(source.__getitem__, tuple(source.shape), scheme_for(name, chosen).format)
+        quantized = QuantizedWeight.from_float(source.__getitem__, shape, scheme_for(name, chosen).format)
         layer = make_linear(quantized, weight.device, linear.bias)
         model.set_submodule(name, layer)
         if tied:

@@ -418,7 +418,7 @@ def share(model: Transformer, config: ModelConfig, world: World, **settings: Any
 
 
 class StageRunner(Runner):
-    """Runs the layers of one pipeline stage. Every rank of a stage has the same h; rank 0 returns the last one, normed."""
+    """Runs the layers of one pipeline stage. Its ranks have the same h; rank 0 returns the last stage's, normed."""
 
     distributed = True
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +118,8 @@ def place_(model: Transformer, placement: Placement) -> Transformer:
     for name, module in model.named_children():
         if name != "layers":
             module.to(placement.device_of(name))
-    for i, (block, device) in enumerate(zip(model.layers, placement.layers, strict=True)):
+    blocks: list[Any] = list(model.layers)
+    for i, (block, device) in enumerate(zip(blocks, placement.layers, strict=True)):
         block.to(device)
         if device.type != "cpu" and block.attention.attend.function is not reference:
             model.set_submodule(f"layers.{i}.attention.attend", Attend(pick_attention(device)))
@@ -159,7 +161,8 @@ class PlacedRunner(Runner):
 
 def describe_devices(model: Transformer) -> str:
     """The devices of a model: 'cpu', or 'cpu (layers 0 to 15) and cuda:0 (16 to 31)'."""
-    devices: list[torch.device] = [block.attention_norm.weight.device for block in model.layers]  # type: ignore[union-attr]
+    blocks: list[Any] = list(model.layers)
+    devices: list[torch.device] = [block.attention_norm.weight.device for block in blocks]
     groups = [(device, len(list(layers))) for device, layers in groupby(devices)]
     if len(groups) == 1:
         return str(model.norm.weight.device)

@@ -1,4 +1,4 @@
-"""A weight in 4 or 8 bits on its way into a layer: the integers of a file as they are, or a float weight quantized now."""
+"""A weight in 4 or 8 bits before it becomes a layer: the quantized blocks of a file, or a float weight to quantize."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ next power of two of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,12 +25,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.cuda_graphs import next_logits
+from .. import checks
 from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
-from ..generate import Token, check_top, choose, generate, prefill, random_generator, room_for
+from ..generate import Token, check_extreme, generate, prefill, random_generator, room_for, seen_ids
 from ..model import Transformer
-from ..sampling import SamplingParams, extreme
+from ..sampling import SamplingParams, choose, extreme
+from .prefix import shared_prefix
 
 SHORTEST_PREFIX = 16  # tokens that are worth copying from another row
 CHUNK = 256  # most tokens of a prompt in one pass
@@ -95,11 +96,7 @@ class Slot:
 
     def shares(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt it holds; one at least is left to be fed, since its logits are wanted."""
-        shared = 0
-        for ours, theirs in zip(self.ids, prompt[:-1], strict=False):
-            if ours != theirs:
-                break
-            shared += 1
+        shared = shared_prefix(self.ids, prompt)
         return shared if shared >= SHORTEST_PREFIX else 0
 
 
@@ -124,8 +121,7 @@ class Batch:
         stop_ids: Collection[int] = (),
         n_vocab: int | None = None,
     ):
-        if isinstance(slots, bool) or not isinstance(slots, int) or not 1 <= slots <= MOST_SLOTS:
-            raise UsageError(f"the batch size must be a whole number from 1 to {MOST_SLOTS}, got {slots!r}")
+        checks.integer("the batch size", slots, 1, MOST_SLOTS)
         self.model, self.stop_ids, self.n_vocab = model, stop_ids, n_vocab
         longest = model.max_seq_len
         if isinstance(requests, Sequence):  # then what they need is known
@@ -184,10 +180,7 @@ class Batch:
             yield Ended(number, error)
             return
         device = self.cache.device
-        seen = None
-        if request.params.repetition_penalty != 1:
-            known = [id for id in prompt if self.n_vocab is None or id < self.n_vocab]
-            seen = torch.tensor(known, device=device, dtype=torch.long)
+        seen = seen_ids(prompt, request.params, self.n_vocab, device)
         slot.row = Row(number, request, room, random_generator(request.params, device), seen)
         yield from self._say(slot, logits, None)
 
@@ -228,7 +221,7 @@ class Batch:
         # (B, 1) each, and without gaps: compiled code takes for granted how its arguments lie in memory
         tokens, positions = torch.tensor(fed, device=device).T.contiguous().unsqueeze(-1)
         positions = positions[0] if B == 1 else positions  # (T,): as one text has it, for code made for one
-        return next_logits(self.model, tokens, positions, self.cache.rows(0, B))[:, : self.n_vocab]
+        return self.model.runner.next_logits(self.model, tokens, positions, self.cache.rows(0, B))[:, : self.n_vocab]
 
     @property
     def _width(self) -> int:
@@ -260,7 +253,7 @@ class Batch:
             yield Ended(row.number, None)
             return
         try:
-            token = self._choose(row, logits, best, partial(locate, self.model, slot.ids))
+            token = self._choose(row, logits, best, slot.ids)
         except LlamaError as error:
             slot.row, slot.ids, slot.spoilt = None, [], True
             yield Ended(row.number, error)
@@ -274,14 +267,16 @@ class Batch:
         elif row.seen is not None:
             row.seen = torch.cat((row.seen, row.seen.new_tensor([token.id])))
 
-    def _choose(self, row: Row, logits: Tensor, best: tuple[int, float] | None, where: Callable[[], str]) -> Token:
-        params = row.request.params
+    def _choose(self, row: Row, logits: Tensor, best: tuple[int, float] | None, text: Sequence[int]) -> Token:
+        params, logprob = row.request.params, None
         if best is not None and params.greedy and row.seen is None:
             id, top = best
-            check_top(top, f"new token {row.said + 1}", where)
+            logprob = float(logits.log_softmax(-1)[id]) if row.request.logprobs else None
         else:
-            id = choose(logits, params, row.seen, row.generator, row.said, where)
-        logprob = float(logits.log_softmax(-1)[id]) if row.request.logprobs else None
+            choice = choose(logits, params, row.seen, row.generator, row.request.logprobs)
+            id, top = int(choice[0]), float(choice[1])
+            logprob = float(choice[2]) if row.request.logprobs else None
+        check_extreme(top, f"new token {row.said + 1}", text, partial(locate, self.model))
         return Token(id, logprob, id in self.stop_ids)
 
     # --------------------------------------------------------------------------------------------------- without rows
@@ -290,7 +285,13 @@ class Batch:
             slot, error = self.slots[0], None
             slot.row = row = Row(number, Request(prompt, params), 0, torch.Generator(), None)
             tokens = generate(
-                self.model, prompt, params, stop_ids=self.stop_ids, n_vocab=self.n_vocab, logprobs=logprobs
+                self.model,
+                prompt,
+                params,
+                stop_ids=self.stop_ids,
+                n_vocab=self.n_vocab,
+                logprobs=logprobs,
+                diagnose=partial(locate, self.model),
             )
             yield Started(number, 0)
             try:

@@ -25,10 +25,11 @@ from ..chat import check_messages
 from ..checkpoint.documents import parse_json
 from ..checkpoint.huggingface_write import Entry, write_safetensors
 from ..checkpoint.write import raw_bytes
-from ..engine.linears import told
+from ..engine.linears import describe_quantization
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..model import Transformer
 from ..system.temporary import check_writable, own_temporary
+from .prefix import shared_prefix
 
 FORMAT = "1"  # of the file; raised when its content changes
 MARK = "clearllama_session"  # the entry of the metadata that holds it
@@ -69,12 +70,8 @@ class Session:
     def _share(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
         if self.cache is None:
             self.cache = model.new_cache()
-        shared = 0
-        kept = [] if model.rope.by_length else self.tokens  # a longer prompt turns even its first token otherwise
-        for ours, theirs in zip(kept, prompt[:-1], strict=False):
-            if ours != theirs:
-                break
-            shared += 1
+        # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
+        shared = 0 if model.rope.by_length else shared_prefix(self.tokens, prompt)
         self.cache.trim(shared)
         self.tokens = self.tokens[:shared]
         return self.cache
@@ -178,7 +175,7 @@ class Session:
 # ------------------------------------------------------------------------------------------------------ the checks
 def check_model(model: Transformer) -> None:
     """Raise UsageError where a session can't be kept: under a RoPE that depends on the length, or in several parts."""
-    if "hidden" in vars(model):  # parallel.py
+    if model.runner.distributed:
         raise UsageError("a session can't be kept of a model in several processes: each has some of its keys only")
     if model.rope.by_length:
         raise UsageError(
@@ -222,8 +219,8 @@ def settings_of(model: Transformer) -> dict[str, Any]:
     settings = {
         **dataclasses.asdict(model.config),
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
-        "quantization": told(model).removeprefix(" with ") or "none",
-        "kv_cache": model.cache_kind,
+        "quantization": describe_quantization(model) or "none",
+        "kv_cache": model.runner.cache_kind,
         "device": model.norm.weight.device.type,
         "weights": sample(model),
     }
@@ -249,12 +246,11 @@ def sample(model: Transformer) -> str:
 
 
 def _weights(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers, and what layers over torch's own packed weights hold besides (quant.py, runtime.py)."""
+    """Parameters and buffers, with their names."""
     for name, module in sorted(model.named_modules()):
         own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        own |= {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}
         for kind, tensor in sorted(own.items()):
-            yield f"{name}.{kind}", tensor.to_dense() if tensor.is_mkldnn else tensor
+            yield f"{name}.{kind}", tensor
 
 
 # ------------------------------------------------------------------------------------------------------- the file

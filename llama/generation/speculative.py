@@ -26,12 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
-from ..generate import Token, check_finite, prefill, random_generator, room_for
+from ..generate import Token, check_finite, prefill, random_generator, room_for, seen_ids
 from ..model import Transformer
 from ..sampling import SamplingParams, probs, sample
+from .prefix import shared_prefix
 
 DRAFT_TOKENS = 10  # most guesses in one pass, unless told otherwise
 # What one more token in a pass costs, in passes over a single token: 0.10 to 0.15 on a CPU.
@@ -93,9 +95,8 @@ def speculate(
     generator = random_generator(params, cache.device)
 
     def distribution(logits: Tensor, text: Sequence[int], whose: str, by: Transformer) -> Tensor:
-        check_finite(logits, f"{whose} {len(text) - len(prompt) + 1}", partial(locate, by, text))
-        seen = [] if params.repetition_penalty == 1 else [id for id in text if n_vocab is None or id < n_vocab]
-        return probs(logits, params, torch.tensor(seen, device=logits.device, dtype=torch.long))
+        check_finite(logits, f"{whose} {len(text) - len(prompt) + 1}", text, partial(locate, by))
+        return probs(logits, params, seen_ids(text, params, n_vocab, logits.device))
 
     def pick(logits: Tensor, text: Sequence[int]) -> Guess:
         q = distribution(logits[:n_vocab], text, "the draft model for new token", draft.model or model)
@@ -160,8 +161,7 @@ class Draft(ABC):
     model: Transformer | None = None
 
     def __init__(self, most: int = DRAFT_TOKENS):
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise UsageError(f"draft_tokens must be a whole number of at least 1, got {most!r}")
+        checks.integer("draft_tokens", most)
         self.most, self.rate, self.drafted, self.accepted, self.busy = most, FIRST_RATE, 0, 0, False
 
     def start(self, model: Transformer, prompt: Sequence[int]) -> None:
@@ -238,7 +238,7 @@ class ModelDraft(Draft):
         self.cache, self._held = self.model.new_cache(), []
 
     def propose(self, tokens: list[int], limit: int, pick: Pick) -> list[Guess]:
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._held, tokens[:-1], strict=False)))
+        shared = shared_prefix(self._held, tokens)
         self.cache.trim(shared)  # guesses that were not kept
         self._held, text, guesses = tokens[:shared], list(tokens), []
         for _ in range(min(limit, self.cache.max_len - len(tokens) + 1)):  # none beyond its own context

@@ -15,7 +15,7 @@ from .blocks import BlockFormat
 
 @dataclass(frozen=True)
 class Scheme:
-    """Bits per weight, inputs per group (0: a complete row), and whether a group has an offset in addition to its scale.
+    """Bits per weight, inputs per group (0: a complete row), and whether a group has an offset besides its scale.
 
     output  name of another scheme for the output layer (and a tied embedding): a token's logit is one row of it, and no
             later layer averages an error there

@@ -113,7 +113,7 @@ def _overheard(net: Transformer, layer: int) -> Iterator[dict[str, Tensor]]:
     def keep_input(name: str) -> Callable[..., None]:
         return lambda module, inputs: seen.update({name: inputs[0]})
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend(q: Tensor, k: Any, v: Any, mask: Tensor | None = None) -> Tensor:
         seen["q'"], seen["k'"] = q, k
         with _Witness(seen):
             y = attention.reference(q, k, v, mask)
@@ -136,8 +136,8 @@ def _overheard(net: Transformer, layer: int) -> Iterator[dict[str, Tensor]]:
             stack.callback(module.register_forward_hook(keep(name)).remove)
         stack.callback(block.register_forward_pre_hook(keep_input("h")).remove)
         stack.callback(block.ffn_norm.register_forward_pre_hook(keep_input("a")).remove)
-        stack.callback(setattr, block.attention, "attend", block.attention.attend)
-        block.attention.attend = attend
+        stack.callback(block.set_submodule, "attention.attend", block.attention.attend)
+        block.set_submodule("attention.attend", attention.Attend(attend))
         yield seen
 
 
@@ -194,11 +194,11 @@ def find_source(function: Callable[..., Any], expression: str) -> Source | None:
 
 # form of the rotation -> the expression that turns
 TURNS = {
-    "complex": "q * turn",
+    "complex": "q * cis",
     "real": "(a * cos - b * sin, a * sin + b * cos)",
     "half": "q.float() * cos + rotate_half(q.float()) * sin",
     "elementwise": "xq.float() * cos + quarter_turn(xq.float()) * sin",
-    "matrix": "turn @ x.float().unsqueeze(-1)",
+    "matrix": "rotation @ x.float().unsqueeze(-1)",
 }
 
 
@@ -232,7 +232,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
             "embedding",
             "e = the token's row of the embedding matrix, the input h of block 0",
             (("e", "(T, C)"),),
-            ((model.Transformer.run, "self.tok_embeddings(tokens)"),),
+            ((model.Runner.run, "model.tok_embeddings(tokens)"),),
             "000-01",
         ),
         Recipe(
@@ -258,7 +258,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
             (("q'", "(H, T, D)"), ("k'", "(KV, T, D)")),
             (
                 (rope.freqs_cis_at, "positions.unsqueeze(-1).float() * inv_freq"),
-                (forward, "self.rope.apply(q, k, *turns)"),
+                (forward, "self.apply_rotary_emb(q, k, freqs_cis)"),
                 (apply if form != "half" else rope.apply_rotary_pos_emb, TURNS[form]),
             ),
             "000-31",
@@ -301,7 +301,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
             (
                 (
                     model.TransformerBlock.forward,
-                    "h + self.attention(self.attention_norm(h), turns, mask, positions, cache)",
+                    "h + self.attention(self.attention_norm(h), freqs_cis, mask, positions, cache)",
                 ),
             ),
             "002-31",
@@ -396,7 +396,7 @@ def explain(
     right = {"e": embedded, **reference(start, _weights_of(net, layer), angles, factor, config)}
 
     steps = []
-    for recipe in recipes(net.rope.form, net.rope.apply, kind_of(config.rope_scaling)):
+    for recipe in recipes(net.rope.form, rope.FORMS[net.rope.form].apply, kind_of(config.rope_scaling)):
         # numpy's maximum and not Python's: NaN must win
         apart = float(np.max([_apart(ours.get(letter), right[letter]) for letter, _ in recipe.values]))
         steps.append(

@@ -65,11 +65,11 @@ def only_layers(model: Transformer, layers: Sequence[int]) -> Iterator[None]:
     everything = model.layers
     if not layers or not all(0 <= layer < len(everything) for layer in layers):
         raise UsageError(f"layers must be among 0 to {len(everything) - 1}, at least one; got {list(layers)}")
-    model.layers = nn.ModuleList([everything[layer] for layer in layers])
+    model.set_submodule("layers", nn.ModuleList([everything[layer] for layer in layers]))
     try:
         yield
     finally:
-        model.layers = everything
+        model.set_submodule("layers", everything)
 
 
 class _Still(Rope):
@@ -98,9 +98,8 @@ def other_rope(
 
 @contextlib.contextmanager
 def _turned_by(model: Transformer, config: ModelConfig, kind: type[Rope]) -> Iterator[None]:
-    """The model and its blocks hold one Rope together; exchange it for all, with the config that tells of it."""
+    """Replace the model's table of freqs_cis, and the config that describes it."""
     before = model.rope, model.config
-    blocks: list[Any] = list(model.layers)
     rope = kind(
         before[0].form,
         config.head_dim,
@@ -109,17 +108,11 @@ def _turned_by(model: Transformer, config: ModelConfig, kind: type[Rope]) -> Ite
         config.rope_scaling,
         config.max_seq_len,
     )
-
-    def set_rope(rope: Rope, config: ModelConfig) -> None:
-        model.rope, model.config = rope, config
-        for block in blocks:
-            block.attention.rope = rope
-
     try:
-        set_rope(rope, config)
+        model.rope, model.config = rope, config
         yield
     finally:
-        set_rope(*before)
+        model.rope, model.config = before
 
 
 # ------------------------------------------------------------------------------------------- asked for together

@@ -1,7 +1,6 @@
 """What one forward pass computed, kept: surprisals, the logit lens, attention weights, and the angles of RoPE.
 
-The model that runs is the model that is asked; there is no second one. Hooks on the blocks keep the residual stream,
-and for the length of a `with` block each block's `attend` also writes down its weights. Neither changes a number: the
+Forward hooks on the blocks keep the residual stream, and hooks on each block's `attend` keep the attention weights. The
 logits are those of the untraced model, bit for bit.
 
 Letters: T tokens, L layers that ran, H query heads, D head_dim, C model dim, V vocabulary. Logarithms are natural, so
@@ -13,7 +12,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,21 +58,17 @@ def recording(model: Transformer) -> Iterator[Recording]:
         seen.layers.append(block.attention.layer)
         seen.hidden.append(output[0])
 
-    def listening(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attend_and_record(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-            seen.weights.append(reference_weights(q, k, mask)[0])
-            seen.pair_norms.append(pair_norms(q[0], k[0]))
-            return attend(q, k, v, mask)
-
-        return attend_and_record
+    def attended(attend: Any, inputs: Any, output: Tensor) -> None:
+        q, k, _, mask = inputs
+        seen.weights.append(reference_weights(q, k, mask)[0])
+        seen.pair_norms.append(pair_norms(q[0], k[0]))
 
     with contextlib.ExitStack() as stack:
         stack.callback(model.tok_embeddings.register_forward_hook(embedded).remove)
         blocks: list[Any] = list(model.layers)
         for block in blocks:
             stack.callback(block.register_forward_hook(ran).remove)
-            stack.callback(setattr, block.attention, "attend", block.attention.attend)
-            block.attention.attend = listening(block.attention.attend)
+            stack.callback(block.attention.attend.register_forward_hook(attended).remove)
         yield seen
 
 

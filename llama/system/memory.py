@@ -248,3 +248,9 @@ def remedies(need: Need, dtype: torch.dtype, quantize: str | None, kv_cache: str
         if kv_cache != "int8":
             found.append("store keys and values in 8 bits (--kv-cache int8)")
     return found or ["use a smaller model"]
+
+
+def check_growth(size: int, tokens: int, device: torch.device) -> None:
+    """`check_cache` on a device, for a KV cache that will hold `tokens` slots (cache.MemoryCheck)."""
+    if size > SMALL and device.type != "meta":
+        check_cache(size, tokens, rooms(device))

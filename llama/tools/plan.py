@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import ModelConfig
-from ..engine.linears import Scheme, scheme_for
 from ..errors import UsageError
+from ..quant.schemes import Scheme, scheme_for
 from ..system import memory
 from ..system.memory import cache_bytes
 

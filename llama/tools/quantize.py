@@ -14,10 +14,10 @@ from torch import Tensor
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.quantized import LAYOUT, Packed, entries_of, write
 from ..checkpoint.write import Model
-from ..engine.linears import Scheme, pick_scheme, scheme_for
 from ..errors import CheckpointError, ConfigError, UsageError
 from ..quant.blocks import BlockFormat
-from ..weights import check_tensors, read_blocks, rounded_again
+from ..quant.schemes import Scheme, pick_scheme, scheme_for
+from ..weights import check_tensors, read_quantized, requantization_warning
 from .convert import NO_TEMPLATE, Progress, Proof, check_target, describe, put_whole, stored_dtype, tensor_hash
 
 
@@ -61,7 +61,7 @@ def quantize(
     packed = {name: Packed(kind, partial(read_tiles, name, kind)) for name, kind in kinds.items() if kind is not None}
     plain = describe(checkpoint, _dtypes(checkpoint, packed))
     model = Model(**{**plain.__dict__, "read": lambda name: noted(name, plain.read(name))})
-    warnings = rounded_again(checkpoint, chosen)
+    warnings = requantization_warning(checkpoint, chosen)
 
     def fill(place: Path) -> Proof:
         warnings.extend(write(place, model, packed, scheme, shards))
@@ -92,17 +92,13 @@ def kind_of(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | 
         stored = checkpoint.blocks(name, slice(0, 1))
         return None if stored is None else stored.format
     wanted = scheme_for("output" if layer == "tok_embeddings" else layer, scheme)
-    return BlockFormat(wanted.bits, wanted.group, wanted.offset)
+    return wanted.format
 
 
 def tiles_of(checkpoint: Checkpoint, name: str, kind: BlockFormat) -> Tensor:
     """A weight packed, taken from the file's integers or rounded. Raises CheckpointError, naming it, if it can't be."""
-    scheme = Scheme(*kind, about=str(kind))
-    integers = read_blocks(checkpoint, name, LAYOUT, scheme, as_stored=False)
-    if integers is None:
-        raise AssertionError("a scheme was given, so there are integers")
     try:
-        tiles = integers.tiles()
+        tiles = read_quantized(checkpoint, name, kind, LAYOUT).tiles()
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(name)}: {error}") from error
     checkpoint.release(name)

@@ -12,14 +12,20 @@ import torch
 from torch import Tensor
 
 from .. import loader, rope
+from ..attention import Attend
 from ..checkpoint import huggingface_write, open_checkpoint
 from ..checkpoint.write import Model
 from ..config import ModelConfig
-from ..engine import compiled, kernels
-from ..engine import linears as quant
-from ..engine.runtime import pick_attention, pick_device
+from ..engine import kernels
+from ..engine.compiled import CompiledRunner
+from ..engine.cpu_attention import pick_attention
+from ..engine.linears import computes_quantized, make_linear
+from ..engine.quantized_weight import QuantizedWeight
+from ..engine.runtime import pick_device
 from ..errors import UsageError, one_line
 from ..model import Transformer
+from ..quant.rounding import quantize
+from ..quant.schemes import pick_scheme
 from ..system.folders import cache_folder
 from ..weights import random_model
 from .facts import REPORT, Finding, folder_state
@@ -87,7 +93,9 @@ def check_rope() -> str:
 def check_cache() -> str:
     """The logits of a text fed in parts to a cache, down to single tokens, against one pass."""
     tokens = _tokens(48)
-    model = _model(attention=pick_attention(torch.device("cpu")))
+    model = _model()
+    for i in range(CONFIG.n_layers):
+        model.set_submodule(f"layers.{i}.attention.attend", Attend(pick_attention(torch.device("cpu"))))
     cache = model.new_cache(64)
     cuts = [0, 20, 37, *range(38, 49)]
     parts = [model(tokens[:, start:end], cache=cache) for start, end in itertools.pairwise(cuts)]
@@ -102,24 +110,19 @@ def check_quantized() -> str:
     ready, form = kernels.ready(), kernels.pick_form()
     if not ready and form is not None and kernels.built(form) is not None:
         raise Wrong("the C++ kernels are built and can't be loaded")
-    ran = []
-    for name in ("int8", "int4") if ready else ("int8-row", "int4-all"):
-        scheme = quant.pick_scheme(name)
-        layer = quant.linear_of(quant.rounded(lambda rows: weight[rows], (64, 128), scheme), torch.device("cpu"))
-        if layer is None:
-            continue
-        dequantized = quant.quantize(weight, scheme).weight.double()
-        check_close(f"weights in {name}", dequantized, weight, 0.15 if scheme.bits == 4 else 0.02)
+    if not computes_quantized(torch.device("cpu")):
+        raise NotRun("quantized layers on a CPU require the C++ kernels")
+    for name in ("int8", "int4"):
+        format = pick_scheme(name).format
+        layer = make_linear(QuantizedWeight.from_float(weight.__getitem__, (64, 128), format), torch.device("cpu"))
+        dequantized = quantize(weight, format).weight.double()
+        check_close(f"weights in {name}", dequantized, weight, 0.15 if format.bits == 4 else 0.02)
         for rows in (1, 7):
             x = torch.randn(rows, 128, generator=draw)
             error = max(error, check_close(f"products in {name}", layer(x), x.double() @ dequantized.T, 0.03))
-        ran.append(name)
-    if not ran:
-        raise NotRun("neither the C++ kernels nor torch have such layers on this processor")
-    if ready:
-        x, bf16 = torch.randn(2, 128, generator=draw).bfloat16(), weight.bfloat16()
-        check_close("products in bfloat16", kernels.linear_bf16(x, bf16, None), x.double() @ bf16.double().T, 0.02)
-    return f"{', '.join(ran)} by {'the C++ kernels' if ready else 'torch'} as by plain arithmetic, within {error:.0e}"
+    x, bf16 = torch.randn(2, 128, generator=draw).bfloat16(), weight.bfloat16()
+    check_close("products in bfloat16", kernels.linear_bf16(x, bf16, None), x.double() @ bf16.double().T, 0.02)
+    return f"int8 and int4 by the C++ kernels agree with plain arithmetic, within {error:.0e}"
 
 
 def check_safetensors() -> str:
@@ -163,7 +166,8 @@ def check_compile() -> str:
     kernels.ready()
     tokens, logits = _tokens(12), []
     try:
-        eager, fast = _model("real"), compiled.compile_(_model("real"))
+        eager, fast = _model("real"), _model("real")
+        fast.runner = CompiledRunner(fast)
     except UsageError as why:  # not a usage error here: with a compiler and a folder, compiling should work
         raise Wrong(str(why)) from None
     for model in (eager, fast):

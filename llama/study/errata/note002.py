@@ -15,6 +15,7 @@ from ... import rope
 from ...attention import causal_mask, reference_weights
 from ...config import ModelConfig
 from ...model import Transformer, TransformerBlock
+from ...rope import FreqsCis
 from ...rope_scaling import inverse_frequencies
 from .. import measures
 from ..encodings import Learned
@@ -27,6 +28,7 @@ from .base import (
     Quiz,
     Table,
     block_by_hand,
+    complex_row,
     fit_residual,
     frequencies,
     hidden_by_hand,
@@ -209,7 +211,7 @@ class Decoder:
 
      def forward(self, tokens, positions, mask):
         embedded = self.model.tok_embeddings(tokens)
-        freqs_cis = self.model.rope.rows(positions, len(positions))
+        freqs_cis = self.model.rope.freqs_cis(positions, len(positions))
         for layer in self.model.layers:
             output = layer(hidden, freqs_cis, causal, positions, None)
 """
@@ -220,7 +222,7 @@ class Decoder:
 
     def forward(self, tokens, positions, mask):
         hidden = self.model.tok_embeddings(tokens)  # (B, T, C)
-        freqs_cis = self.model.rope.rows(positions, len(positions))
+        freqs_cis = self.model.rope.freqs_cis(positions, len(positions))
         for layer in self.model.layers:
             hidden = layer(hidden, freqs_cis, mask, positions, None)
         return self.model.norm(hidden)
@@ -278,10 +280,10 @@ E27 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E28
-Step = Callable[[TransformerBlock, Tensor, tuple[Tensor, ...], Tensor, Tensor], Any]
+Step = Callable[[TransformerBlock, Tensor, FreqsCis, Tensor, Tensor], Any]
 
 
-def _e28_printed(layer: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, ...], mask: Tensor, at: Tensor) -> None:
+def _e28_printed(layer: TransformerBlock, h: Tensor, freqs_cis: FreqsCis, mask: Tensor, at: Tensor) -> None:
     residual = h  # noqa: F841  (saved and never used: that is the mistake)
     h = layer.attention_norm(h)
     h = layer.attention(h, freqs_cis, mask, at, None)
@@ -291,7 +293,7 @@ def _e28(wrong: Step, right: Step) -> Sequence[Check]:
     model = small_model()
     layer, at = cast(TransformerBlock, model.layers[0]), torch.arange(5)
     h = torch.from_numpy(np.random.default_rng(28).standard_normal((1, 5, CONFIG.dim))).float()  # (B, T, C)
-    rest = model.rope.rows(at, 5), causal_mask(at, at), at
+    rest = model.rope.freqs_cis(at, 5), causal_mask(at, at), at
     used = {form: _e28_used(layer, partial(form, layer, h, *rest)) for form in (wrong, right)}
     truth = block_by_hand(model, 0, h[0].double().numpy())[None]
     return (
@@ -419,7 +421,7 @@ def _e30_right(dim: int, dtype: torch.dtype) -> Array:
         max_seq_len=16,
     )
     model = small_model(config).to(dtype)
-    return torch.angle(model.rope.rows(torch.tensor([1]), 2)[0][0]).double().numpy()  # (D/2,)
+    return torch.angle(complex_row(model.rope, 1)).double().numpy()  # (D/2,)
 
 
 def _e30(wrong: Cast, right: Cast) -> Sequence[Check]:
@@ -608,7 +610,7 @@ def _e54_printed(scaling: dict[str, Any], tokens: int) -> Array:
 def _e54_right(scaling: dict[str, Any], tokens: int) -> Array:
     """The angles at position 1 in the library's table for a text of that length."""
     table = rope.Rope("complex", 8, 64, 10000.0, scaling, trained_len=16)
-    return torch.angle(table.rows(torch.tensor([1]), tokens)[0][0]).double().numpy()
+    return torch.angle(complex_row(table, 1, tokens)).double().numpy()
 
 
 def _e54(wrong: Update, right: Update) -> Sequence[Check]:
