@@ -309,7 +309,7 @@ def plain_model(run: Run) -> list[Row]:
     both = torch.cat((there, there.flip(1)))
     rows.append(at_most("a batch against row by row: error", relative(model(both)[1:], model(both[1:])), 1e-4))
     for kind in ("model", "int8"):
-        model.cache_kind = kind
+        model.runner.cache_kind = kind
         cache = model.new_cache(96)
         steps = torch.cat([model(there[:, i : i + 1], cache=cache) for i in range(96)], 1)
         rows.append(

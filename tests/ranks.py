@@ -30,7 +30,7 @@ from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
 from llama.engine import parallel
 from llama.engine.linears import TileEmbedding, TileLinear
-from llama.engine.sharding import Place
+from llama.engine.sharding import Rank
 from llama.errors import ContextLengthError, LlamaError, NumericalError
 from llama.generate import generate, prefill
 from llama.generation.batch import Batch, Request, Said, Started
@@ -101,7 +101,7 @@ def serve() -> None:
 
 def run_rank(rank: int, request: dict[str, Any]) -> None:
     """Join the world, run the requested case, save its result, and exit."""
-    folder, place = Path(request["folder"]), Place(rank, request["tensor"], request["pipeline"])
+    folder, place = Path(request["folder"]), Rank(rank, request["tensor"], request["pipeline"])
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(place.tensor * place.pipeline))
     os.environ["CLEARLLAMA_STORE"] = str(folder / "store")
     code = 1
@@ -219,15 +219,12 @@ def refusals(model: Transformer) -> dict[str, Tensor]:
     """Return logits computed after calls that were refused: the ranks must still be in step."""
     row = list(range(20))
     cache = model.new_cache(16)
-    foreign = copy.copy(model.new_cache(30)) if "hidden" in vars(model) else model.new_cache(3)
+    foreign = copy.copy(model.new_cache(30)) if model.runner.distributed else model.new_cache(3)
     bads: list[Callable[[], Any]] = [
         lambda: prefill(model, row, cache),
         lambda: model(torch.tensor([row]), torch.arange(1, 21), cache),
         lambda: prefill(model, row, foreign),  # the other ranks do not have this cache
     ]
-    if "hidden" in vars(model):  # a call that the other ranks would not receive
-        zeros, at = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
-        bads.append(lambda: model.run(zeros, model.rope.rows(at, 1), None, at, None))
     for bad in bads:
         try:
             bad()
@@ -306,7 +303,7 @@ def memory(world: parallel.World, path: str, **options: Any) -> dict[str, int]:
     before = status("VmRSS:")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     with parallel.together(world):
-        model = loader.build(open_checkpoint(path), device="cpu", pack=True, world=world, **options)
+        model = loader.build(open_checkpoint(path), device="cpu", fast=True, world=world, **options)
     loaded = status("VmHWM:") - before
     if world.leader:
         for _ in range(2):
@@ -320,7 +317,7 @@ def memory(world: parallel.World, path: str, **options: Any) -> dict[str, int]:
 def differ(world: parallel.World, paths: list[str]) -> str:
     """Return the error message of a rank if each loads a different model."""
     try:
-        build(paths[world.place.rank], world)
+        build(paths[world.rank.number], world)
     except LlamaError as error:
         world.broken = "as expected"  # skips the orderly shutdown
         return str(error)

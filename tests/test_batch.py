@@ -96,7 +96,7 @@ def test_each_row_says_what_it_says_alone(slots: int) -> None:
 
 
 def int8_cache(net: Transformer) -> Transformer:
-    net.cache_kind = "int8"
+    net.runner.cache_kind = "int8"
     return net
 
 
@@ -124,7 +124,7 @@ def test_in_every_kind_of_model(kind: str) -> None:
 def test_with_the_kernels_of_the_cpu(settings: tuple[str, str]) -> None:
     scheme, kind = settings
     net = quantize_(tiny.model(WIDE, attention="kernel"), scheme)
-    net.cache_kind = kind
+    net.runner.cache_kind = kind
     requests = ragged(random.Random(6), 8)
     assert_same(together(net, requests, 4), [alone(net, request) for request in requests], tolerance=0.05)
 
@@ -177,8 +177,8 @@ def test_a_compiled_model(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     requests = ragged(random.Random(8), 7, longest=30)
     net = tiny.model(config, rope="real", attention="kernel")
     expected = [alone(net, request) for request in requests]
-    fast = compiled.compile_(net)
-    assert fast.fixed_cache
+    fast = compiled.tiny.compiled(net)
+    assert fast.runner.fixed_cache
     for slots in (1, 6, 7):  # of seven requests; at the end four, two and one are left
         assert_same(together(fast, requests, slots), expected)
     if by == "trace":

@@ -77,7 +77,7 @@ def test_bytes_of_a_step_from_a_file(tmp_path: Path, stored: str, bits: tuple[fl
         pytest.skip("needs the C++ kernels")
     config = dataclasses.replace(WIDE, tie_embeddings=tied)
     path = tiny.write_gguf(tmp_path / "x.gguf", config, quantization=stored)
-    model = build(open_checkpoint(path), "cpu", "bfloat16", pack=True)
+    model = build(open_checkpoint(path), "cpu", "bfloat16", fast=True)
     layers, output = weights_of(config)
     assert benchmark.linear_bytes(model) == layers * bits[0] / 8 + output * bits[1] / 8
     assert benchmark.cache_bytes(model.new_cache(200), 77) == keys_of(config, 2, 77)
@@ -87,7 +87,7 @@ def test_bytes_of_a_step_from_a_file(tmp_path: Path, stored: str, bits: tuple[fl
 @pytest.mark.parametrize(("scheme", "bits"), ROUNDED.items())
 def test_bytes_of_a_step_from_rounded_weights(file: Path, scheme: str, bits: tuple[float, float]) -> None:
     layers, output = weights_of(WIDE)
-    model = build(open_checkpoint(file), "cpu", "bfloat16", pack=True, quantize=scheme)
+    model = build(open_checkpoint(file), "cpu", "bfloat16", fast=True, quantize=scheme)
     assert benchmark.linear_bytes(model) == layers * bits[0] / 8 + output * bits[1] / 8
     assert SCHEMES[scheme].bits_per_weight == bits[0]
 

@@ -10,7 +10,7 @@ import torch
 
 from llama import loader
 from llama.attention import reference, sdpa
-from llama.cache import FIRST_SLOTS, KVCache, Rounded, round_to_8_bits
+from llama.cache import FIRST_SLOTS, KVCache, QuantizedKV, quantize_kv
 from llama.engine import kernels
 from llama.errors import UsageError
 from llama.generate import prefill
@@ -20,24 +20,24 @@ from . import tiny
 
 def rounded_model(**options: str):
     net = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=4000), **options)
-    net.cache_kind = "int8"
+    net.runner.cache_kind = "int8"
     return net
 
 
 def test_rounding_errs_by_half_a_step_of_each_heads_own_scale() -> None:
     x = torch.randn(2, 3, 5, 16) * torch.logspace(-6, 4, 5)[:, None]
-    rounded = round_to_8_bits(x)
+    rounded = quantize_kv(x)
     largest = x.abs().amax(-1, keepdim=True)
-    assert bool(((rounded.numbers(torch.float32) - x).abs() <= largest / 254 * 1.0001).all())
+    assert bool(((rounded.dequantize(torch.float32) - x).abs() <= largest / 254 * 1.0001).all())
     assert rounded.values.abs().amax(-1).eq(127).all()  # the largest entry is met exactly
-    assert torch.equal(round_to_8_bits(torch.zeros(1, 1, 1, 4)).numbers(torch.float32), torch.zeros(1, 1, 1, 4))
+    assert torch.equal(quantize_kv(torch.zeros(1, 1, 1, 4)).dequantize(torch.float32), torch.zeros(1, 1, 1, 4))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_so(bad: float) -> None:
     x = torch.randn(1, 1, 2, 8)
     x[0, 0, 1, 3] = bad
-    numbers = round_to_8_bits(x).numbers(torch.float32)
+    numbers = quantize_kv(x).dequantize(torch.float32)
     assert bool(torch.isfinite(numbers[0, 0, 0]).all())
     assert not bool(torch.isfinite(numbers[0, 0, 1]).all())
 
@@ -47,13 +47,13 @@ def test_a_cache_in_8_bits_holds_what_was_put_in_wherever_it_is_put() -> None:
     k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8)
     keys, values = cache.layers[0].update(k, v, cache.place(3))
     cache.commit()
-    assert isinstance(keys, Rounded)
-    torch.testing.assert_close(keys.numbers(torch.float32), k, rtol=0, atol=float(k.abs().max()) / 254 * 1.001)
-    torch.testing.assert_close(values.numbers(torch.float32), v, rtol=0, atol=float(v.abs().max()) / 254 * 1.001)
+    assert isinstance(keys, QuantizedKV)
+    torch.testing.assert_close(keys.dequantize(torch.float32), k, rtol=0, atol=float(k.abs().max()) / 254 * 1.001)
+    torch.testing.assert_close(values.dequantize(torch.float32), v, rtol=0, atol=float(v.abs().max()) / 254 * 1.001)
     rows = cache.place(1, torch.tensor([[3], [1]]))  # each row of the batch at a position of its own
     one = torch.randn(2, 2, 1, 8)
     keys, _ = cache.layers[0].update(one, one, rows)
-    got = keys.numbers(torch.float32)
+    got = keys.dequantize(torch.float32)
     torch.testing.assert_close(got[0, :, 3], one[0, :, 0], rtol=0, atol=0.02)
     torch.testing.assert_close(got[1, :, 1], one[1, :, 0], rtol=0, atol=0.02)
     torch.testing.assert_close(got[1, :, 2], k[1, :, 2], rtol=0, atol=0.02)
@@ -79,8 +79,8 @@ def test_logits_differ_by_the_rounding_and_no_more(attention: str) -> None:
 
 def test_attention_reads_8_bits_as_the_numbers_they_stand_for() -> None:
     q, k, v = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
-    few_k, few_v = round_to_8_bits(k), round_to_8_bits(v)
-    plain = reference(q, few_k.numbers(torch.float32), few_v.numbers(torch.float32))
+    few_k, few_v = quantize_kv(k), quantize_kv(v)
+    plain = reference(q, few_k.dequantize(torch.float32), few_v.dequantize(torch.float32))
     for attend in (sdpa, reference):
         torch.testing.assert_close(attend(q, few_k, few_v), plain, rtol=0, atol=1e-5)
 
@@ -103,7 +103,7 @@ def test_a_fixed_cache_gives_what_a_growing_one_gives() -> None:
     net, tokens = tiny.model(), tiny.random_tokens(12)[0].tolist()
     grown = net.new_cache(40)
     want = [prefill(net, tokens[:5], grown)] + [prefill(net, [token], grown) for token in tokens[5:]]
-    net.fixed_cache = True
+    net.runner.fixed_cache = True
     fixed = net.new_cache(40)
     assert fixed.fixed
     got = [prefill(net, tokens[:5], fixed)] + [prefill(net, [token], fixed) for token in tokens[5:]]

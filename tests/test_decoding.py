@@ -140,7 +140,7 @@ def test_the_cache_may_grow_on_the_way(
 ) -> None:
     monkeypatch.setattr(cache_module, "FIRST_SLOTS", 10)
     model, params = tiny.model(), SamplingParams(max_new_tokens=60)
-    model.fixed_cache, model.cache_kind = fixed, kind
+    model.runner.fixed_cache, model.runner.cache_kind = fixed, kind
     assert alike(behind(model, PROMPT, params), plain(model, PROMPT, params))
 
 

@@ -270,7 +270,7 @@ def test_bfloat16_with_biases_is_packed_and_near(tmp_path: Path) -> None:
     from llama.tokenizer import Tokenizer
 
     model = write(tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
-    packed = loader.build(open_checkpoint(tmp_path), "cpu", "bfloat16", pack=True)
+    packed = loader.build(open_checkpoint(tmp_path), "cpu", "bfloat16", fast=True)
     expected = model(tokens(30)).logits
     assert float((packed(tokens(30)) - expected).norm() / expected.norm()) < 0.03
     with pytest.raises(LlamaError, match=r"no tokenizer\.json or tokenizer\.model"):
@@ -292,7 +292,7 @@ def test_what_was_copied_is_released_from_the_mapped_file(tmp_path: Path) -> Non
         checkpoint = open_checkpoint(tmp_path)
         released: set[str] = set()
         checkpoint.release = released.add  # type: ignore[method-assign]
-        model = loader.build(checkpoint, "cpu", dtype, pack=pack)
+        model = loader.build(checkpoint, "cpu", dtype, fast=pack)
         rotated = {name for name in checkpoint.shapes if name.endswith((".wq.weight", ".wk.weight"))}
         packed = type(model.output).__name__ == "PackedLinear"
         assert released == (set(checkpoint.shapes) if dtype == "float32" or packed else rotated)

@@ -318,8 +318,8 @@ def samples() -> list[Tensor]:
     for kind in KINDS:
         linear = layer(random_blocks(37, 200, *kind))
         out += [linear(numbers(14, 200)), linear(numbers(3, 200).bfloat16())]
-        out.append(kernels.round_to_tiles(numbers(37, 200), (1.0, 0.9, 0.8), *kind))
-        out.append(kernels.round_to_tiles(numbers(37, 200).bfloat16(), (1.0,), *kind))
+        out.append(kernels.quantize_to_tiles(numbers(37, 200), (1.0, 0.9, 0.8), *kind))
+        out.append(kernels.quantize_to_tiles(numbers(37, 200).bfloat16(), (1.0,), *kind))
     out.append(kernels.linear_bf16(numbers(7, 100).bfloat16(), numbers(30, 100, seed=1).bfloat16(), None))
     q, k, v = heads(2, 6, 2, 3, 300, 80)
     out.append(kernels.attend(q, k, v, causal(3, 300)))

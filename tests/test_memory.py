@@ -97,7 +97,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("cache_kind", ["model", "int8"])
 def test_no_tensor_of_a_prefill_grows_faster_than_the_prompt(kind: str, cache_kind: str) -> None:
     model = model_with(kind)
-    model.cache_kind = cache_kind
+    model.runner.cache_kind = cache_kind
     entries = {}
     for length in (1024, 2048, 4096):
         cache = model.new_cache(length)
@@ -173,7 +173,7 @@ def test_inspect_predicts_the_bytes_of_a_cache_to_the_last(tiny_gguf: Path) -> N
         (torch.bfloat16, "model", "bfloat16"),
         (torch.bfloat16, "int8", "int8"),
     ):
-        model.cache_kind = kind
+        model.runner.cache_kind = kind
         cache = model.to(dtype).new_cache(3000, batch=3)
         fill(cache, 3000)
         assert held(cache) == facts[f"{told}, 3000 tokens x 3"]
@@ -241,7 +241,7 @@ def test_the_peak_of_a_prefill_is_linear_in_its_length() -> None:
 def test_activations_are_bounded_by_their_formula(kind: str, chunk: int) -> None:
     """The tensors that a chunk makes, added up as they live, against the bound; weights and cache are not counted."""
     model = model_with("default")
-    model.cache_kind = kind
+    model.runner.cache_kind = kind
     cache = model.new_cache(3000)
     prefill(model, tiny.random_tokens(3000 - chunk)[0].tolist(), cache)
     cache.reserve(3000)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama.attention import ATTENTION, reference, reference_weights, sdpa
+from llama.attention import reference, reference_weights, sdpa
 from llama.cache import KVCache
 from llama.config import ModelConfig
 from llama.errors import ConfigError, ContextLengthError
@@ -130,7 +130,7 @@ def test_rms_norm_squares_in_float32() -> None:
     torch.testing.assert_close(out, torch.ones(1, 8, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("attention", tiny.FUNCTIONS)
 def test_every_form_of_rope_gives_the_same_logits(attention: str) -> None:
     tokens = tiny.random_tokens(50, batch=2)
     expected = tiny.model()(tokens)

@@ -20,7 +20,7 @@ from llama.checkpoint import open_checkpoint
 from llama.checkpoint.gguf import NAMES
 from llama.config import ModelConfig
 from llama.engine import parallel
-from llama.engine.sharding import PartCheckpoint, Place, check_world, fits, stages
+from llama.engine.sharding import Rank, ShardedCheckpoint, check_world, fits, stages
 from llama.errors import UsageError
 from llama.quant.blocks import READERS
 from llama.tools.convert import convert
@@ -239,10 +239,10 @@ def test_the_kernels_of_few_bits(quantize: str, world: ranks.Ranks, tmp_path: Pa
 def test_a_cut_through_a_group_of_integers_is_refused(tmp_path: Path) -> None:
     narrow = dataclasses.replace(WIDE, hidden_dim=4 * 48)
     checkpoint = open_checkpoint(source(tmp_path, "Q8_0", narrow))
-    PartCheckpoint(checkpoint, Place(0, 2)).check_groups()
+    ShardedCheckpoint(checkpoint, Rank(0, 2)).check_groups()
     with pytest.raises(UsageError, match=r"parts of 48 inputs, .* in groups of 32"):
-        PartCheckpoint(checkpoint, Place(1, 4)).check_groups()
-    PartCheckpoint(checkpoint, Place(1, 4)).check_groups(group=16)
+        ShardedCheckpoint(checkpoint, Rank(1, 4)).check_groups()
+    ShardedCheckpoint(checkpoint, Rank(1, 4)).check_groups(group=16)
 
 
 TYPES = ["F32", "F16", "BF16", *READERS]
@@ -352,7 +352,7 @@ def test_parts_cover_the_model_once(
             check_world(config, tensor, pipeline)
         return
     check_world(config, tensor, pipeline)
-    places = [Place(rank, tensor, pipeline) for rank in range(tensor * pipeline)]
+    places = [Rank(rank, tensor, pipeline) for rank in range(tensor * pipeline)]
     assert [i for place in places[::tensor] for i in place.layers(config)] == list(range(layers))
     assert all(len(place.layers(config)) > 0 for place in places)
     for name, shape in expected_shapes(config).items():

@@ -18,7 +18,6 @@ from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import cuda_graphs as decoding
 from llama.engine import kernels, placement
-from llama.engine.compiled import compile_
 from llama.engine.linears import BlockEmbedding, BlockLinear, TileEmbedding, TileLinear, quantize_
 from llama.engine.placement import Placed, Placement, pick_placement, place_, spread
 from llama.engine.runtime import FewRowsLinear, PackedLinear
@@ -96,7 +95,7 @@ def test_cached_passes_are_those_of_one_device_bit_for_bit(form: str, cache: str
     tokens = tiny.random_tokens(20, CONFIG)
     outs = []
     for model in (plain, net):
-        model.cache_kind, model.fixed_cache = cache, fixed
+        model.runner.cache_kind, model.runner.fixed_cache = cache, fixed
         kept = model.new_cache(32)
         cuts = [(0, 7), (7, 18), (18, 19), (19, 20)]
         outs.append([raw(model(tokens[:, a:b].to(kept.device), cache=kept)) for a, b in cuts])
@@ -160,7 +159,7 @@ def test_only_the_hidden_state_crosses_and_only_where_layers_part(where: str, bo
     cache = net.new_cache(32)
     for tokens, masked in ((tiny.random_tokens(6, CONFIG), True), (tiny.random_tokens(1, CONFIG), False)):
         fed = tokens.to(last)
-        net.rope.rows(torch.arange(4).to(last), 4)  # the table stays where it was first asked for
+        net.rope.freqs_cis(torch.arange(4).to(last), 4)  # the table stays where it was first asked for
         B, T = tokens.shape
         with away.counted() as moves:
             net(fed, cache=cache)
@@ -211,7 +210,7 @@ def test_blocks_of_a_file_are_for_the_layers_on_the_cpu(tmp_path: Path, tied: bo
     path = tiny.write_gguf(
         tmp_path / "wide.gguf", config, quantization="Q8_0", without=("output.weight",) if tied else ()
     )
-    net = build(open_checkpoint(path), "away:0", "bfloat16", gpu_layers=2, pack=True)
+    net = build(open_checkpoint(path), "away:0", "bfloat16", gpu_layers=2, fast=True)
     for i, block in enumerate(net.layers):
         assert type(block.attention.wq) is (TileLinear if i < 2 else nn.Linear)
     assert type(net.output) is nn.Linear
@@ -337,14 +336,14 @@ def test_a_loaded_model_says_what_it_says_on_one_device(tmp_path: Path, tied: bo
 def test_each_layer_is_made_for_the_device_it_lies_on(tmp_path: Path, tied: bool, quantize: str | None) -> None:
     config = replace(tiny.WIDE, n_layers=4, tie_embeddings=tied)
     path = tiny.write_gguf(tmp_path / "wide.gguf", config, without=("output.weight",) if tied else ())
-    net = build(open_checkpoint(path), "away:0", "bfloat16", quantize=quantize, gpu_layers=2, pack=True)
+    net = build(open_checkpoint(path), "away:0", "bfloat16", quantize=quantize, gpu_layers=2, fast=True)
     here: Any = (TileLinear if quantize else (FewRowsLinear, PackedLinear)), "kernel"
     there: Any = (BlockLinear if quantize else nn.Linear), "sdpa"
     for i, block in enumerate(net.layers):
         kind, attention = here if i < 2 else there
         for layer in (block.attention.wq, block.attention.wo, block.feed_forward.w_down):
             assert isinstance(layer, kind), (i, layer)
-        assert block.attention.attend is llama.attention.ATTENTION[attention]
+        assert block.attention.attend is llama.tiny.FUNCTIONS[attention]
     assert isinstance(net.output, there[0])
     assert isinstance(net.tok_embeddings, TileEmbedding if quantize and tied else nn.Embedding)
     tokens = tiny.random_tokens(11, config)
@@ -361,7 +360,7 @@ def test_each_layer_is_made_for_the_device_it_lies_on(tmp_path: Path, tied: bool
 def test_a_tied_embedding_apart_reads_the_same_integers(tmp_path: Path, where: str) -> None:
     config = replace(tiny.WIDE, tie_embeddings=True)
     path = tiny.write_gguf(tmp_path / "wide.gguf", config, without=("output.weight",))
-    net = build(open_checkpoint(path), where, "float32", quantize="int8", pack=True)
+    net = build(open_checkpoint(path), where, "float32", quantize="int8", fast=True)
     if where.startswith("cpu") and not kernels.ready():
         pytest.skip("wants the C++ kernels")
     assert isinstance(net.tok_embeddings, BlockEmbedding | TileEmbedding)
@@ -377,4 +376,4 @@ def test_compiled_code_is_for_one_device(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="runs on one device"):
             build(open_checkpoint(path), compile=True, **options)
     with pytest.raises(UsageError, match="runs on one device"):
-        compile_(placed(CONFIG, "cc00", rope="real"))
+        tiny.compiled(placed(CONFIG, "cc00", rope="real"))

@@ -91,7 +91,7 @@ def damaged(saved: Path, tmp_path: Path) -> Path:
 
 def built(path: Path, quantize: str | None = None, rope: str = "complex", dtype: str | None = None) -> Transformer:
     """The model that llama.load makes, also of a checkpoint without a tokenizer."""
-    return build(open_checkpoint(path), "cpu", dtype, rope, pack=True, quantize=quantize)
+    return build(open_checkpoint(path), "cpu", dtype, rope, fast=True, quantize=quantize)
 
 
 def contents(model: Transformer) -> dict[str, Any]:
@@ -733,7 +733,7 @@ from llama.loader import build
 from llama.quantize import quantize
 
 def load(path, scheme=None):
-    return build(open_checkpoint(path), "cpu", pack=True, quantize=scheme)
+    return build(open_checkpoint(path), "cpu", fast=True, quantize=scheme)
 
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key + ":"))

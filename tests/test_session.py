@@ -67,7 +67,7 @@ def test_a_loaded_session_gives_the_logits_of_the_one_that_was_saved(
     tmp_path: Path, kind: str, dtype: torch.dtype, length: int, fixed: bool
 ) -> None:
     model = tiny.model(LONG).to(dtype)
-    model.cache_kind, model.fixed_cache = kind, fixed
+    model.runner.cache_kind, model.runner.fixed_cache = kind, fixed
     ours = filled(model, TEXT[:length])
     assert ours.save(tmp_path / "s", model) == (tmp_path / "s").stat().st_size
     theirs = Session.load(tmp_path / "s", model)
@@ -146,7 +146,7 @@ def test_a_model_held_otherwise_is_refused_by_what_differs(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="dtype float32; this model has bfloat16"):
         Session.load(saved, tiny.model(LONG).bfloat16())
     rounded = tiny.model(LONG)
-    rounded.cache_kind = "int8"
+    rounded.runner.cache_kind = "int8"
     with pytest.raises(CheckpointError, match="kv_cache model; this model has int8"):
         Session.load(saved, rounded)
 

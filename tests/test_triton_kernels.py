@@ -213,7 +213,7 @@ def test_what_the_kernels_cannot_do_runs_as_the_model_is_written() -> None:
     positions = torch.tensor([0, 1, 1], device=DEVICE)  # a token takes another's place
     caches = [model.new_cache(8) for model in (plain, fused)]
     torch.testing.assert_close(fused(rows[:1, :3], positions, caches[1]), plain(rows[:1, :3], positions, caches[0]))
-    plain.cache_kind = fused.cache_kind = "int8"
+    plain.runner.cache_kind = fused.runner.cache_kind = "int8"
     caches = [model.new_cache(8) for model in (plain, fused)]
     torch.testing.assert_close(fused(rows[:1], cache=caches[1]), plain(rows[:1], cache=caches[0]))
 

@@ -10,8 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llama.attention import ATTENTION, Attend
 from llama.config import ModelConfig
+from llama.engine.compiled import CompiledRunner
+from llama.engine.cpu_attention import cpu_sdpa, kernel_attention
+from llama.engine.fused import FusedRunner
 from llama.model import Transformer
+from llama.rope import Rope, RotaryEmb
 from llama.weights import expected_shapes
 
 CONFIG = ModelConfig(
@@ -48,11 +53,41 @@ def weights(config: ModelConfig = CONFIG, seed: int = 0, scale: float = 1.0) -> 
     return state
 
 
-def model(config: ModelConfig = CONFIG, seed: int = 0, **options: Any) -> Transformer:
-    """Return a random model in float32."""
+# Every attention function, by name: the decoder's, and those that the loader chooses on a CPU.
+FUNCTIONS = {**ATTENTION, "cpu": cpu_sdpa, "kernel": kernel_attention}
+
+
+def model(config: ModelConfig = CONFIG, seed: int = 0, attention: str = "cpu", **options: Any) -> Transformer:
+    """Return a random model in float32, with one of FUNCTIONS."""
     net = Transformer(config, **options).requires_grad_(False).eval()
     net.load_state_dict(weights(config, seed), strict=not config.tie_embeddings)
+    for layer in range(config.n_layers):
+        net.set_submodule(f"layers.{layer}.attention.attend", Attend(FUNCTIONS[attention]))
     return net
+
+
+def compiled(net: Transformer) -> Transformer:
+    """Let a model decode with compiled steps, in place; return it."""
+    net.runner = CompiledRunner(net, net.runner.cache_kind)
+    return net
+
+
+def fused(net: Transformer) -> Transformer:
+    """Let a model run by fused CUDA kernels, in place; return it."""
+    net.runner = FusedRunner(net, net.runner.cache_kind)
+    return net
+
+
+def rows(table: Rope, positions: Tensor, end: int) -> tuple[Tensor, ...]:
+    """Return rows of a table of freqs_cis as a tuple in every form: one complex tensor, or two real ones."""
+    found = table.freqs_cis(positions, end)
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def rotate(table: Rope, q: Tensor, k: Tensor, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    """Rotate q and k as a model with this table does."""
+    rotated: tuple[Tensor, Tensor] = RotaryEmb(table.form)(q, k, table.freqs_cis(positions, end))
+    return rotated
 
 
 def byte_vocabulary() -> dict[str, Any]:

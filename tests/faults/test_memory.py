@@ -126,7 +126,7 @@ def test_a_cpu_computes_in_16_bits_what_it_does_in_32(dtype: str, tolerance: flo
     tokens = tiny.random_tokens(30)
     expected = loader.build(open_checkpoint(gguf), "cpu", "float32")(tokens)
     for pack in (True, False):
-        got = loader.build(open_checkpoint(gguf), "cpu", dtype, pack=pack)(tokens)
+        got = loader.build(open_checkpoint(gguf), "cpu", dtype, fast=pack)(tokens)
         assert float((got.float() - expected).norm() / expected.norm()) < tolerance
 
 
@@ -224,7 +224,7 @@ def test_views_as_weights(view: Callable[[Tensor], Tensor], tmp_path: Path) -> N
     plain = Path(make_tiny.make(tmp_path / "meta", "llama-3-8b"))
     tokens = tiny.random_tokens(20, loader.build(open_checkpoint(plain), "cpu", "float32").config)
     expected = {
-        options: loader.build(open_checkpoint(plain), "cpu", options[0], rope=options[1], pack=True)(tokens)
+        options: loader.build(open_checkpoint(plain), "cpu", options[0], rope=options[1], fast=True)(tokens)
         for options in (("float32", "complex"), ("bfloat16", "half"))
     }
     file = plain / "consolidated.00.pth"
@@ -233,7 +233,7 @@ def test_views_as_weights(view: Callable[[Tensor], Tensor], tmp_path: Path) -> N
     kept = torch.load(file, weights_only=True)
     assert view is offset or not kept["layers.0.attention.wq.weight"].is_contiguous()
     for (dtype, rope), logits in expected.items():
-        got = loader.build(open_checkpoint(plain), "cpu", dtype, rope=rope, pack=True)(tokens)
+        got = loader.build(open_checkpoint(plain), "cpu", dtype, rope=rope, fast=True)(tokens)
         assert torch.equal(got, logits)
     convert(plain, tmp_path / "hf", "hf")  # and written anew
     read = loader.build(open_checkpoint(tmp_path / "hf"), "cpu", "float32")

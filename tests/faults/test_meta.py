@@ -31,6 +31,7 @@ from llama.errors import LlamaError, NumericalError
 from llama.tools import convert
 from llama.weights import check_tensors
 
+from .. import tiny
 from ..scripts import make_tiny
 from .conftest import Try
 from .harness import INTEGERS, cuts, flips, integers
@@ -368,7 +369,6 @@ def test_the_run_ends_with_the_cause(meta: Path, attempt: Try, value: str) -> No
 @pytest.mark.parametrize("which", ["q", "k"])
 def test_attention_passes_on_what_is_not_a_number(form: str, which: str) -> None:
     """Against attention written out: where that is NaN the fused kernels are, at every length."""
-    from llama.attention import ATTENTION
 
     generator = torch.Generator().manual_seed(0)
     for T, S in ((1, 1), (1, 2), (1, 9), (1, 17), (1, 31), (1, 32), (1, 33), (1, 300), (2, 2), (5, 30), (16, 16)):
@@ -377,7 +377,7 @@ def test_attention_passes_on_what_is_not_a_number(form: str, which: str) -> None
             broken = q if which == "q" else k
             broken[1, 0, 0 if part == "first" else slice(None), 3] = torch.nan
             mask = None if T == 1 else torch.arange(S)[None] <= torch.arange(S - T, S)[:, None]
-            expected, found = reference(q, k, v, mask), ATTENTION[form](q, k, v, mask)
+            expected, found = reference(q, k, v, mask), tiny.FUNCTIONS[form](q, k, v, mask)
             assert bool(found[expected.isnan()].isnan().all()), (T, S, part)
             assert bool(found[0].isfinite().all()), "the other row of the batch is not touched"
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from llama.engine import kernels, nonfinite
-from llama.engine.compiled import compile_
 from llama.engine.linears import (
     BlockLinear,
     TileLinear,
@@ -284,7 +283,7 @@ def test_a_compiled_model_says_where() -> None:
     """Compiled code has no layers to look at; the second pass runs the model as it is written."""
     config = dataclasses.replace(tiny.CONFIG, n_layers=1, max_seq_len=200)
     net = tiny.model(config, rope="real", attention="kernel")
-    fast = compile_(net)
+    fast = tiny.compiled(net)
     said = [token.id for token in generate(fast, PROMPT, SamplingParams(max_new_tokens=9))]
     at = next(i for i, id in enumerate(said) if i >= 1 and id not in [*PROMPT, *said[:i]])
     fast.tok_embeddings.weight[said[at], 5] = math.nan
@@ -315,7 +314,7 @@ def test_the_search_leaves_nothing_behind(broken: Transformer) -> None:
 def test_a_session_that_met_nan_answers_the_next_prompt_as_if_it_had_not(attention: str, fixed: bool) -> None:
     """What lies behind a mask has weight 0, and 0 times NaN is NaN: it must be gone from the cache."""
     net = tiny.model(attention=attention)
-    net.fixed_cache = fixed
+    net.runner.fixed_cache = fixed
     llm, session = Llama(net, _tokenizer()), Session()
     poison = [5, 6, 7, 200, 9]
     net.tok_embeddings.weight[200] = math.nan
@@ -333,7 +332,7 @@ def test_a_session_that_met_nan_answers_the_next_prompt_as_if_it_had_not(attenti
 @pytest.mark.row("G18")
 def test_a_draft_that_met_nan_goes_on_where_it_can() -> None:
     small = tiny.model()
-    small.fixed_cache = True
+    small.runner.fixed_cache = True
     small.tok_embeddings.weight[200] = math.nan
     net, draft = tiny.model(seed=1), ModelDraft(small)
     with pytest.raises(NumericalError, match="draft model"):

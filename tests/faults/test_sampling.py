@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama import attention, loader
+from llama import loader
 from llama.attention import causal_mask
 from llama.cache import KINDS, KVCache
 from llama.config import ModelConfig
@@ -163,7 +163,7 @@ def test_an_answer_ends_with_the_context_and_every_token_of_it_is_right(
     how: str, theirs: Callable[..., torch.Tensor], tiny_llm: Llama
 ) -> None:
     net, prompt = tiny.model(), tiny.random_tokens(240)[0].tolist()
-    net.fixed_cache, net.cache_kind = how == "fixed cache", "int8" if how == "8-bit cache" else "model"
+    net.runner.fixed_cache, net.runner.cache_kind = how == "fixed cache", "int8" if how == "8-bit cache" else "model"
     llm = Llama(net, copy.copy(tiny_llm.tokenizer))
     llm.tokenizer.stop_ids = frozenset()
     if how == "batch":
@@ -364,7 +364,7 @@ def test_a_batch_is_iterated_over_once() -> None:
 
 
 @pytest.mark.row("G20")
-@pytest.mark.parametrize("name", attention.ATTENTION)
+@pytest.mark.parametrize("name", tiny.FUNCTIONS)
 def test_rows_without_an_answer_make_no_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots of a batch that have ended or not begun are fed something too; what they say is finite and nobody's."""
     net, real, rows = tiny.model(attention=name), batch.next_logits, [0]
@@ -443,12 +443,12 @@ def test_the_command_ends_well_with_an_empty_answer(tmp_path: Path, attempt: Try
 # ------------------------------------------------------------------------------------------- caches, tables, positions
 @pytest.mark.row("G19")
 @pytest.mark.parametrize("kind", ["growing", "fixed"])
-@pytest.mark.parametrize("name", attention.ATTENTION)
+@pytest.mark.parametrize("name", tiny.FUNCTIONS)
 def test_every_position_behind_a_cache_is_what_transformers_says_without_one(
     name: str, kind: str, theirs: Callable[..., torch.Tensor]
 ) -> None:
     net, ids = tiny.model(attention=name), tiny.random_tokens(30)[0].tolist()
-    net.fixed_cache = kind == "fixed"
+    net.runner.fixed_cache = kind == "fixed"
     expected, cache = theirs(ids), net.new_cache(40)
     for at, id in enumerate(ids):
         torch.testing.assert_close(prefill(net, [id], cache), expected[at], rtol=0, atol=1e-4)
@@ -457,7 +457,7 @@ def test_every_position_behind_a_cache_is_what_transformers_says_without_one(
 @pytest.mark.row("G19")
 @pytest.mark.row("G22")
 @pytest.mark.parametrize("chunk", [1, 3, 30])
-@pytest.mark.parametrize("name", attention.ATTENTION)
+@pytest.mark.parametrize("name", tiny.FUNCTIONS)
 def test_chunks_behind_a_cache_are_what_transformers_says(
     name: str, chunk: int, theirs: Callable[..., torch.Tensor]
 ) -> None:
@@ -488,10 +488,10 @@ def test_turns_far_beyond_the_first_table_are_those_of_transformers(form: str) -
 @pytest.mark.parametrize("form", ["complex", "real", "half", "elementwise", "matrix"])
 def test_a_position_without_a_row_is_refused_and_never_dropped(form: str) -> None:
     rope = tiny.model(rope=form).rope
-    assert all(len(part) == 256 for part in rope.rows(torch.arange(256), 256))
+    assert all(len(part) == 256 for part in tiny.rows(rope, torch.arange(256), 256))
     for end in (257, 1000, 10**6):
         with pytest.raises(ContextLengthError, match=f"position {end - 1} .*256 positions"):
-            rope.rows(torch.arange(end - 2, end), end)
+            rope.freqs_cis(torch.arange(end - 2, end), end)
 
 
 @pytest.mark.row("G10")

@@ -120,7 +120,8 @@ def test_one_thread_may_grow_the_table_of_turns_under_another(form: str, monkeyp
     config = dataclasses.replace(tiny.CONFIG, n_layers=1, max_seq_len=6000)
     net = tiny.model(config, rope=form)
     long, short = torch.arange(4000, 4003), torch.arange(1100, 1103)
-    expected = {end: tiny.model(config, rope=form).rope.rows(at, end) for at, end in ((long, 4003), (short, 1103))}
+    table = tiny.model(config, rope=form).rope
+    expected = {end: tiny.rows(table, at, end) for at, end in ((long, 4003), (short, 1103))}
     real, begun, done = rope.Rope._table, threading.Event(), threading.Event()
 
     def slow(self: rope.Rope, end: int) -> tuple[torch.Tensor, ...]:
@@ -134,13 +135,13 @@ def test_one_thread_may_grow_the_table_of_turns_under_another(form: str, monkeyp
     with ThreadPoolExecutor(max_workers=1) as pool:
         waiting = pool.submit(net.rope.rows, short, 1103)
         assert begun.wait(20)
-        ours = net.rope.rows(long, 4003)
+        ours = tiny.rows(net.rope, long, 4003)
         done.set()
         theirs = waiting.result(timeout=20)
     for got, end in ((ours, 4003), (theirs, 1103)):
         assert all(torch.equal(a, b) for a, b in zip(got, expected[end], strict=True))
     assert net.rope.end >= 4003  # not replaced by the shorter
-    assert all(torch.equal(a, b) for a, b in zip(net.rope.rows(long, 4003), expected[4003], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tiny.rows(net.rope, long, 4003), expected[4003], strict=True))
 
 
 def test_the_search_for_nan_does_not_look_into_another_threads_pass() -> None:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from llama.attention import ATTENTION
 from llama.engine import kernels
+
+from .. import tiny
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,7 +19,7 @@ def _kernels() -> Iterator[None]:
     """What is said of ATTENTION holds for its kernel too, which a library brings; left out where none can be built."""
     with pytest.MonkeyPatch.context() as patch:
         if not kernels.ready():
-            patch.delitem(ATTENTION, "kernel")
+            patch.delitem(tiny.FUNCTIONS, "kernel")
         yield
 
 

@@ -111,7 +111,7 @@ def test_000_08_the_output_is_the_weighted_sum_of_the_values(seed: int, tokens: 
     q, k, v = (gaussians(seed + i, tokens, 8) for i in range(3))
     at = torch.arange(tokens)
     expected = by_hand.attention(q.numpy(), k.numpy(), v.numpy(), lambda m, n: n <= m)
-    for attend in attention.ATTENTION.values():
+    for attend in tiny.FUNCTIONS.values():
         out = attend(*(x.float()[None, None] for x in (q, k, v)), attention.causal_mask(at, at))[0, 0]
         np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=2e-6)
 
@@ -554,7 +554,7 @@ def test_000_52_position_0_is_left_as_it_is_bit_for_bit(seed: int, d: int, base:
     x = gaussians(seed, 2, 1, 3, d).float()
     table = rope.Rope(form, d, 8, base)
     given_to = rope.interleaved_to_half(x) if table.layout == "half" else x
-    q, k = table.apply(given_to, given_to, *table.rows(torch.tensor([0]), 1))
+    q, k = tiny.rotate(table, given_to, given_to, torch.tensor([0]), 1)
     assert torch.equal(q, x)
     assert torch.equal(k, x)
 

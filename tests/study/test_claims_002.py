@@ -210,8 +210,8 @@ def test_002_14_the_trained_length_is_remembered() -> None:
     plain = rope.Rope("complex", 8, 64, 1e4).rows(torch.arange(17), 17)[0]
     table = rope.Rope("complex", 8, 64, 1e4, DYNAMIC, trained_len=16)
     assert table.max_seq_len == 64
-    assert torch.equal(table.rows(torch.arange(16), 16)[0], plain[:16])
-    assert not torch.equal(table.rows(torch.arange(17), 17)[0], plain)
+    assert torch.equal(tiny.rows(table, torch.arange(16), 16)[0], plain[:16])
+    assert not torch.equal(tiny.rows(table, torch.arange(17), 17)[0], plain)
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "yarn", "longrope", "llama3"])
@@ -243,14 +243,15 @@ def test_002_16_frequencies_are_in_no_checkpoint() -> None:
 def test_002_17_frequencies_stay_float32_when_the_model_is_cast(form: str, dtype: torch.dtype) -> None:
     """E30."""
     model = tiny.model(rope=form)
-    before = [row.clone() for row in model.rope.rows(torch.arange(40), 40)]
+    before = [row.clone() for row in tiny.rows(model.rope, torch.arange(40), 40)]
     model.to(dtype)
     assert model.tok_embeddings.weight.dtype == dtype
-    for after, row in zip(model.rope.rows(torch.arange(40), 40), before, strict=True):
+    for after, row in zip(tiny.rows(model.rope, torch.arange(40), 40), before, strict=True):
         assert after.dtype in (torch.complex64, torch.float32)
         assert torch.equal(after, row)
     fresh = tiny.model(rope=form).rope
-    for after, row in zip(model.rope.rows(torch.arange(200), 200), fresh.rows(torch.arange(200), 200), strict=True):
+    at = torch.arange(200)
+    for after, row in zip(tiny.rows(model.rope, at, 200), tiny.rows(fresh, at, 200), strict=True):
         assert torch.equal(after, row)  # rows computed after the cast as well
 
 
@@ -276,7 +277,7 @@ def test_002_18_at_the_trained_length_the_frequencies_are_the_trained_ones() -> 
     table = rope.Rope("complex", 8, 64, 1e4, DYNAMIC, trained_len=16)
 
     def slowest(length: int) -> float:
-        return float(table.rows(torch.arange(length), length)[0][1, -1].angle())
+        return float(tiny.rows(table, torch.arange(length), length)[0][1, -1].angle())
 
     found = [slowest(length) for length in (16, 40, 16, 24, 15)]
     middle = 1e-3 / (2 * 24 / 16 - 1)
@@ -356,7 +357,7 @@ def test_002_23_autocast_does_not_reach_the_angles() -> None:
 @pytest.mark.parametrize("form", rope.FORMS)
 def test_002_23_autocast_does_not_reach_the_rotation(form: str) -> None:
     table = rope.Rope(form, 16, 64, 1e4)
-    q, rows = gaussians(0, 1, 40, 2, 16).float(), table.rows(torch.arange(40), 40)
+    q, rows = gaussians(0, 1, 40, 2, 16).float(), tiny.rows(table, torch.arange(40), 40)
     plain = table.apply(q, q, *rows)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under = table.apply(q, q, *rows)
@@ -402,7 +403,7 @@ def test_002_26_what_comes_out_has_the_dtype_of_x(form: str, dtype: torch.dtype)
     """Rounded once, after the rotation, where the note's code rounds cos and sin before it."""
     table = rope.Rope(form, 16, 64, 1e4)
     x = gaussians(0, 2, 40, 3, 16).to(dtype)
-    rows = table.rows(torch.arange(40), 40)
+    rows = tiny.rows(table, torch.arange(40), 40)
     turned, _ = table.apply(x, x, *rows)
     assert turned.dtype == dtype
     assert torch.equal(turned, table.apply(x.float(), x.float(), *rows)[0].to(dtype))
@@ -434,7 +435,7 @@ def test_002_31_norm_then_attention_then_norm_then_mlp_each_added() -> None:
     """E28: h = x + attention(norm x), out = h + mlp(norm h)."""
     model = tiny.model()
     block, x, at = model.layers[1], gaussians(0, 1, 5, 64).float(), torch.arange(5)
-    rows, mask = model.rope.rows(at, 5), attention.causal_mask(at, at)
+    rows, mask = model.rope.freqs_cis(at, 5), attention.causal_mask(at, at)
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(by_hand.rms_norm(x.double().numpy(), weight.double().numpy(), 1e-5)).float()
@@ -452,7 +453,7 @@ def test_002_31_norm_then_attention_then_norm_then_mlp_each_added() -> None:
 def test_002_32_q_and_k_are_turned_not_added_to(seed: int, m: int, scale: float, form: str) -> None:
     """E31: turning is linear and keeps lengths, as adding a vector does not."""
     table = rope.Rope(form, 16, 8193, 1e4)
-    rows = table.rows(torch.tensor([m]), m + 1)
+    rows = tiny.rows(table, torch.tensor([m]), m + 1)
     x, y = gaussians(seed, 1, 1, 2, 16).float(), gaussians(seed + 1, 1, 1, 2, 16).float()
     turned, other = table.apply(x, y, *rows)
     scaled, _ = table.apply(scale * x, y, *rows)
@@ -490,7 +491,7 @@ def test_002_34_a_group_of_query_heads_shares_a_key_head(seed: int, kv: int, gro
     k, v = gaussians(seed + 1, 2, kv, tokens, 8).float(), gaussians(seed + 2, 2, kv, tokens, 8).float()
     repeated = [torch.from_numpy(np.repeat(x.numpy(), group, axis=1)) for x in (k, v)]
     assert all(torch.equal(a, repeat_kv(b, group)) for a, b in zip(repeated, (k, v), strict=True))
-    for attend in attention.ATTENTION.values():
+    for attend in tiny.FUNCTIONS.values():
         torch.testing.assert_close(attend(q, k, v), attend(q, *repeated), rtol=0, atol=1e-6)
 
 

@@ -29,7 +29,7 @@ def test_003_02_scores_softmax_weighted_sum(seed: int, d: int, queries: int, key
     """E36: d is the width of a head."""
     q, k, v = gaussians(seed, queries, d), gaussians(seed + 1, keys, d), gaussians(seed + 2, keys, d)
     expected = by_hand.attention(q.numpy(), k.numpy(), v.numpy())
-    for attend in attention.ATTENTION.values():
+    for attend in tiny.FUNCTIONS.values():
         out = attend(*(x.float()[None, None] for x in (q, k, v)))[0, 0]
         np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=3e-6)
 
@@ -37,7 +37,7 @@ def test_003_02_scores_softmax_weighted_sum(seed: int, d: int, queries: int, key
 def test_003_03_many_heads_are_a_loop_over_one() -> None:
     model = tiny.model()
     of, x, at = model.layers[0].attention, gaussians(0, 1, 6, 64).float(), torch.arange(6)
-    out = of(x, model.rope.rows(at, 6), attention.causal_mask(at, at), at, None)[0]  # (T, C)
+    out = of(x, tiny.rows(model.rope, at, 6), attention.causal_mask(at, at), at, None)[0]  # (T, C)
     w = {name: getattr(of, name).weight.double().numpy() for name in ("wq", "wk", "wv", "wo")}
     speeds, mine = by_hand.frequencies(16), x[0].double().numpy()
     expected = np.zeros((6, 64))
@@ -163,7 +163,7 @@ def test_003_09_divided_by_sqrt_d_the_weights_stay_soft(
 def test_003_10_attention_alone_has_no_positions(seed: int) -> None:
     q, k, v = (gaussians(seed + i, 1, 2, 7, 8).float() for i in range(3))
     order = torch.from_numpy(rng(seed).permutation(7))
-    for attend in attention.ATTENTION.values():
+    for attend in tiny.FUNCTIONS.values():
         out = attend(q[:, :, order], k[:, :, order], v[:, :, order])
         torch.testing.assert_close(out, attend(q, k, v)[:, :, order], rtol=0, atol=2e-6)
 

@@ -37,7 +37,7 @@ def turned_by(form: str, q: Tensor, k: Tensor, positions: Tensor, base: float = 
     table = Rope(form, q.shape[-1], 8192, base)
     if table.layout == "half":
         q, k = rope.interleaved_to_half(q), rope.interleaved_to_half(k)
-    return table.apply(q, k, *table.rows(positions, int(positions.max()) + 1))
+    return tiny.rotate(table, q, k, positions, int(positions.max()) + 1)
 
 
 def by_formula(x: Tensor, positions: Tensor, base: float = 1e4) -> np.ndarray[Any, Any]:
@@ -229,7 +229,7 @@ def test_the_wrong_pairing_turns_the_right_angles_of_the_wrong_entries() -> None
 
     def score(m: int, n: int, reordered: bool) -> float:
         a, b = (rope.interleaved_to_half(x) if reordered else x for x in (q, k))
-        at_m, at_n = (table.apply(x, x, *table.rows(torch.tensor([at]), at + 1))[0] for x, at in ((a, m), (b, n)))
+        at_m, at_n = (tiny.rotate(table, x, x, torch.tensor([at]), at + 1)[0] for x, at in ((a, m), (b, n)))
         return float((at_m * at_n).sum())
 
     assert score(40, 30, False) == pytest.approx(score(140, 130, False), abs=1e-3)

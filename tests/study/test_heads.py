@@ -20,6 +20,8 @@ from llama.study.figure import save
 from llama.study.perplexity import tiny_folder
 from llama.study.topics import find, heads
 
+from .. import tiny
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -90,7 +92,7 @@ def test_the_figures_numbers_are_sums_over_tokens() -> None:
     layer, head = 0, 2  # layer 0 needs nothing but the embedding
     x = model.layers[0].attention_norm(model.tok_embeddings(tokens))
     q, k = (w(x).unflatten(-1, (-1, 32)) for w in (model.layers[0].attention.wq, model.layers[0].attention.wk))
-    q, k = model.rope.apply(q, k, *model.rope.rows(torch.arange(40), 40))
+    q, k = tiny.rotate(model.rope, q, k, torch.arange(40), 40)
     q, k = q[0, :, head].double().numpy(), k[0, :, head].double().numpy()  # (T, D)
     weights = np.zeros((40, 40))
     for m in range(40):

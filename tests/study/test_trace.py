@@ -227,7 +227,7 @@ def test_the_frequencies_told_are_the_angles_that_vectors_are_turned_by(rope: st
     traced = tracing.trace(model, IDS)
     ones = torch.zeros(1, 11, 1, 16)
     ones[..., slice(0, 8) if rope == "half" else slice(0, 16, 2)] = 1  # every pair is (1, 0)
-    turned, _ = model.rope.apply(ones, ones, *model.rope.rows(torch.arange(11), 11))
+    turned, _ = tiny.rotate(model.rope, ones, ones, torch.arange(11), 11)
     points = torch.view_as_complex(turned[0, :, 0].unflatten(-1, (-1, 2)).contiguous())  # (T, D/2)
     expected = torch.polar(torch.ones(11, 8), torch.arange(11.0)[:, None] * traced.inv_freq)
     torch.testing.assert_close(points, expected, rtol=0, atol=1e-6)
