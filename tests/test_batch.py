@@ -19,7 +19,7 @@ from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageEr
 from llama.generate import Token, generate, prefill
 from llama.generation import batch
 from llama.generation.batch import Batch, Ended, Request, Said, Started
-from llama.model import Transformer
+from llama.model import Runner, Transformer
 from llama.sampling import SamplingParams
 from llama.text import Llama
 
@@ -177,7 +177,7 @@ def test_a_compiled_model(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     requests = ragged(random.Random(8), 7, longest=30)
     net = tiny.model(config, rope="real", attention="kernel")
     expected = [alone(net, request) for request in requests]
-    fast = compiled.tiny.compiled(net)
+    fast = tiny.compiled(net)
     assert fast.runner.fixed_cache
     for slots in (1, 6, 7):  # of seven requests; at the end four, two and one are left
         assert_same(together(fast, requests, slots), expected)
@@ -190,18 +190,20 @@ def test_logits_of_a_row_are_those_it_has_alone() -> None:
     """The whole distribution, not just what was drawn: rows at different positions, a slot taken over by another."""
     net = tiny.model()
     seen: list[torch.Tensor] = []
-    real = batch.next_logits
+    real = Runner.next_logits
 
-    def spy(model: Transformer, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> torch.Tensor:
+    def spy(
+        runner: Runner, model: Transformer, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache
+    ) -> torch.Tensor:
         seen.append(torch.cat((tokens, positions.view(-1, 1)), 1))
-        logits = real(model, tokens, positions, cache)
+        logits = real(runner, model, tokens, positions, cache)
         rows.append(logits.clone())
         return logits
 
     rows: list[torch.Tensor] = []
     requests = ragged(random.Random(9), 6, temperature=0.0, repetition_penalty=1.0, max_new_tokens=9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "next_logits", spy)
+        patch.setattr(Runner, "next_logits", spy)
         told = together(net, requests, 3)
     texts = [list(request.prompt) + [token.id for token in row] for request, row in zip(requests, told, strict=True)]
     full = [net(torch.tensor([text]))[0] for text in texts]  # (T, V) each, without any cache
@@ -258,9 +260,9 @@ def test_requests_are_taken_when_there_is_room_and_not_before() -> None:
 
 def test_steps_have_one_shape_until_no_prompt_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     net, shapes = tiny.model(), []
-    real = batch.next_logits
+    real = Runner.next_logits
     monkeypatch.setattr(
-        batch, "next_logits", lambda *given: (shapes.append((len(given[1]), given[3].slots)), real(*given))[1]
+        Runner, "next_logits", lambda *given: (shapes.append((len(given[2]), given[4].slots)), real(*given))[1]
     )
     lengths = [30, 4, 20, 9, 16, 2, 7, 12, 5, 5, 3, 25]
     requests = [Request([i + 1] * (i + 1), SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths)]
@@ -411,7 +413,7 @@ def test_a_row_may_turn_bad_in_the_middle() -> None:
     net = tiny.model()
     requests = [Request([i + 1, 2, 3], SamplingParams(max_new_tokens=8)) for i in range(5)]
     expected = [alone(net, request) for request in requests]
-    real, calls = batch.next_logits, [0]
+    real, calls = Runner.next_logits, [0]
 
     def spoil(*given: Any) -> torch.Tensor:
         logits: torch.Tensor = real(*given)
@@ -421,7 +423,7 @@ def test_a_row_may_turn_bad_in_the_middle() -> None:
         return logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "next_logits", spoil)
+        patch.setattr(Runner, "next_logits", spoil)
         events = list(Batch(net, requests, slots=3))
     said = [[event.token for event in events if isinstance(event, Said) and event.number == i] for i in range(5)]
     assert [event.number for event in events if isinstance(event, Ended) and event.error] == [1]
@@ -457,8 +459,8 @@ def test_a_stop_string_frees_the_slot(tiny_llm: Llama, monkeypatch: pytest.Monke
     whole = tiny_llm.generate("hello", **options)
     stop = whole.text[8:11]
     steps: list[int] = []
-    real = batch.next_logits
-    monkeypatch.setattr(batch, "next_logits", lambda *given: (steps.append(len(given[1])), real(*given))[1])
+    real = Runner.next_logits
+    monkeypatch.setattr(Runner, "next_logits", lambda *given: (steps.append(len(given[2])), real(*given))[1])
     stopped = tiny_llm.generate(["hello", "hello"], **options, stop=[stop])
     assert [c.text for c in stopped] == [whole.text[: whole.text.index(stop)]] * 2
     assert len(steps) == len(stopped[0].tokens) - 1

@@ -70,8 +70,8 @@ def test_compiled_is_eager_at_any_length_with_one_build(
     build = compiled.build
     monkeypatch.setattr(compiled, "build", lambda *given: (builds.append(given[2]), build(*given)))
     graphs = dict(torch._dynamo.utils.counters["stats"])
-    eager, fast = model(**settings), compiled.tiny.compiled(model(**settings))
-    again = compiled.tiny.compiled(model(**settings))
+    eager, fast = model(**settings), tiny.compiled(model(**settings))
+    again = tiny.compiled(model(**settings))
     assert len(builds) == 1  # for three layers, two models
     ids = ids_of(40)
     for prompt, slots in ((1, 40), (5, 64), (30, 333)):
@@ -97,7 +97,7 @@ def test_every_step_of_every_layer_is_the_compiled_one(folder: Path, monkeypatch
         return lambda arguments: (steps.append(len(arguments)), step(arguments))[1]
 
     monkeypatch.setattr(compiled, "load_step", counted)
-    fast = compiled.tiny.compiled(model(**PACKED))
+    fast = tiny.compiled(model(**PACKED))
     cache = fast.new_cache(40)
     prefill(fast, ids_of(9), cache)
     assert steps == []  # a prompt runs as it is written
@@ -136,11 +136,11 @@ def test_what_the_library_depends_on_is_in_its_name() -> None:
 
 def test_the_complex_form_and_opaque_layers_are_refused() -> None:
     with pytest.raises(UsageError, match="rope='real'"):
-        compiled.tiny.compiled(model(rope="complex"))
+        tiny.compiled(model(rope="complex"))
     net = model()
     net.layers[0].attention.wo = torch.nn.Identity()
     with pytest.raises(UsageError, match=r"wants the C\+\+ kernels.*attention\.wo is a Identity"):
-        compiled.tiny.compiled(net)
+        tiny.compiled(net)
 
 
 def test_a_word_is_no_answer_to_whether_to_compile(tiny_gguf: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_word_is_no_answer_to_whether_to_compile(tiny_gguf: Path) -> None:
 @pytest.mark.row("J07")
 @needs_kernels
 def test_prompts_batches_and_given_positions_run_uncompiled(folder: Path) -> None:
-    eager, fast = model(**PACKED), compiled.tiny.compiled(model(**PACKED))
+    eager, fast = model(**PACKED), tiny.compiled(model(**PACKED))
     tokens = torch.tensor([ids_of(6), ids_of(6, 1)])  # (B, T)
     caches = [net.new_cache(32, batch=2) for net in (eager, fast)]
     for part in (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:]):

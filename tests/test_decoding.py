@@ -1,4 +1,4 @@
-"""Decoding behind the program's back says what the plain loop says, ends where it ends, and asks the device nothing."""
+"""Asynchronous decoding yields the tokens of the plain loop, ends where it ends, and never waits for the device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama import cache as cache_module
 from llama.cache import KVCache
-from llama.engine import cuda_graphs as decoding
+from llama.engine import cuda_graphs
+from llama.engine.cuda_graphs import GraphRunner
 from llama.errors import NumericalError
 from llama.generate import Token, generate, prefill, random_generator
-from llama.model import Transformer
+from llama.model import Runner, Transformer
 from llama.rope import FORMS, to_half_layout
-from llama.sampling import SamplingParams, draw, sample
+from llama.sampling import SamplingParams, choose, draw, sample
 
 from . import tiny
 
@@ -39,18 +40,29 @@ WISHES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Token]]:
-    """`generate` by decoding.decode, which it takes on CUDA."""
+    """`generate` by a GraphRunner, the runner on CUDA."""
 
-    def run(*args: Any, **options: Any) -> list[Token]:
+    def run(model: Transformer, *args: Any, **options: Any) -> list[Token]:
         with monkeypatch.context() as patch:
-            patch.setattr(decoding, "fits", lambda model, cache: True)
-            return list(generate(*args, **options))
+            runner = model.runner if isinstance(model.runner, GraphRunner) else graph_runner(model)
+            patch.setattr(model, "runner", runner)
+            return list(generate(model, *args, **options))
 
     return run
 
 
+def graph_runner(model: Transformer) -> GraphRunner:
+    runner = GraphRunner(model.runner.cache_kind)
+    runner.fixed_cache = model.runner.fixed_cache
+    return runner
+
+
 def plain(*args: Any, **options: Any) -> list[Token]:
     return list(generate(*args, **options))
+
+
+def picker(params: SamplingParams, **options: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    return lambda logits: choose(logits, params, **options)
 
 
 def alike(ours: list[Token], theirs: list[Token]) -> bool:
@@ -101,12 +113,13 @@ def test_a_cache_goes_on_after_a_stop(behind: Callable[..., list[Token]]) -> Non
     model, params = tiny.model(), SamplingParams(max_new_tokens=30, temperature=1.0, seed=5)
     cache = model.new_cache(120)
     stop = plain(model, PROMPT, params)[4].id
+    model.runner = runner = graph_runner(model)
     first = behind(model, PROMPT, params, stop_ids=[stop], cache=cache)
     longer = [*PROMPT, *(token.id for token in first), 5, 6, 7]
-    steps = cache.steps
-    assert alike(behind(model, longer, params, cache=cache), plain(model, longer, params))
-    assert cache.steps is steps  # what was recorded once serves the next answer
-    assert decoding.steps_of(tiny.model(), cache) is not steps  # but no other model
+    step = runner.step_for(model, cache)
+    assert alike(behind(model, longer, params, cache=cache), plain(tiny.model(), longer, params))
+    assert runner.step_for(model, cache) is step  # the next answer reuses the captured graph
+    assert graph_runner(model).step_for(model, cache) is not step  # another runner does not
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 5, 11])
@@ -114,10 +127,10 @@ def test_who_stops_reading_finds_the_cache_as_the_plain_loop_leaves_it(taken: in
     model, params = tiny.model(), SamplingParams(max_new_tokens=30)
     cache = model.new_cache(60)
     logits = prefill(model, PROMPT, cache)
-    with closing(decoding.decode(model, logits, cache, params, 30)) as tokens:
-        said = [next(tokens).id for _ in range(taken)]
+    with closing(GraphRunner().decode(model, logits, cache, 30, picker(params))) as tokens:
+        said = [next(tokens)[0] for _ in range(taken)]
         ahead = cache.length - len(PROMPT)
-        assert ahead <= taken + (decoding.AHEAD + 1) * decoding.STRIDE
+        assert ahead <= taken + (cuda_graphs.AHEAD + 1) * cuda_graphs.STRIDE
     assert cache.length == len(PROMPT) + max(0, taken - 1)
     whole = torch.tensor([[*PROMPT, *said][: cache.length]])
     expected = model.new_cache(60)
@@ -182,10 +195,8 @@ def test_no_step_asks_the_device(monkeypatch: pytest.MonkeyPatch, wish: dict[str
     with NoQuestions():
         with pytest.raises(AssertionError, match="waits"):
             int(logits.argmax())  # the plain loop's way
-        tokens = decoding.decode(
-            model, logits, cache, params, 20, n_vocab=N_VOCAB, seen=seen, generator=generator, logprobs=True
-        )
-        assert len([choice.id for choice in tokens]) == 20
+        pick = picker(params, seen=seen, generator=generator, logprobs=True)
+        assert len(list(GraphRunner().decode(model, logits[:N_VOCAB], cache, 20, pick))) == 20
 
 
 def test_a_draw_is_the_draw_of_multinomial_and_follows_the_distribution() -> None:
@@ -220,7 +231,8 @@ def test_answers_over_many_seeds_follow_the_models_distribution(behind: Callable
 def test_a_cache_is_freed_with_its_last_reader() -> None:
     model = tiny.model()
     cache = model.new_cache(60)
-    tokens = decoding.decode(model, prefill(model, PROMPT, cache), cache, SamplingParams(), 20)
+    runner = GraphRunner()
+    tokens = runner.decode(model, prefill(model, PROMPT, cache), cache, 20, picker(SamplingParams()))
     next(tokens)
     gone = weakref.ref(cache)
     gc.disable()
@@ -251,11 +263,11 @@ class Recorded:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     """Steps recorded and replayed as on CUDA: two runs before, undone, then a recording that does nothing itself."""
     made: list[Recorded] = []
-    steps_of = decoding.steps_of
+    step_for = GraphRunner.step_for
 
-    def recording(model: Transformer, cache: KVCache) -> decoding.Steps:
-        steps = steps_of(model, cache)
-        steps._records = True
+    def recording(runner: GraphRunner, model: Transformer, cache: KVCache) -> cuda_graphs.GraphStep:
+        found = step_for(runner, model, cache)
+        found._captures = True
 
         def capture(step: Callable[[], object], restore: Callable[[], object]) -> Recorded:
             for _ in range(2):
@@ -264,10 +276,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
             made.append(Recorded(cache, step))
             return made[-1]
 
-        monkeypatch.setattr(decoding, "capture", capture)
-        return steps
+        monkeypatch.setattr(cuda_graphs, "capture", capture)
+        return found
 
-    monkeypatch.setattr(decoding, "steps_of", recording)
+    monkeypatch.setattr(GraphRunner, "step_for", recording)
     return made
 
 
@@ -276,12 +288,13 @@ def test_a_step_is_recorded_once_for_each_size_of_the_cache(
 ) -> None:
     monkeypatch.setattr(cache_module, "FIRST_SLOTS", 16)
     model, params = tiny.model(), SamplingParams(max_new_tokens=60)
+    model.runner = graph_runner(model)
     cache = model.new_cache(200)
-    assert alike(behind(model, PROMPT, params, cache=cache), plain(model, PROMPT, params))
+    assert alike(behind(model, PROMPT, params, cache=cache), plain(tiny.model(), PROMPT, params))
     assert len(recorded) == 4  # 16, 32, 64 and 128 slots
     longer = [*PROMPT, *PROMPT]
     cache.trim(len(PROMPT))
-    assert alike(behind(model, longer, params, cache=cache), plain(model, longer, params))
+    assert alike(behind(model, longer, params, cache=cache), plain(tiny.model(), longer, params))
     assert len(recorded) == 4
 
 
@@ -289,22 +302,26 @@ def test_a_step_is_recorded_anew_when_the_table_of_rope_is_replaced(
     behind: Callable[..., list[Token]], recorded: list[Recorded]
 ) -> None:
     model, params = tiny.model(), SamplingParams(max_new_tokens=5)
+    model.runner = graph_runner(model)
     cache = model.new_cache(200)
     behind(model, PROMPT, params, cache=cache)
     model.rope.table = tuple(table.clone() for table in model.rope.table)
     cache.trim(len(PROMPT) - 1)
-    assert alike(behind(model, PROMPT, params, cache=cache), plain(model, PROMPT, params))
+    assert alike(behind(model, PROMPT, params, cache=cache), plain(tiny.model(), PROMPT, params))
     assert len(recorded) == 2
 
 
-def test_it_is_for_one_text_on_cuda_under_steady_frequencies() -> None:
+def test_a_batch_and_frequencies_by_length_decode_as_the_plain_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("a graph step was made")
+
+    monkeypatch.setattr(GraphRunner, "step_for", refuse)
+    stretched = tiny.model(dataclasses.replace(tiny.CONFIG, rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
+    expected = plain(stretched, PROMPT, SamplingParams(max_new_tokens=9))
+    stretched.runner = GraphRunner()
+    assert alike(plain(stretched, PROMPT, SamplingParams(max_new_tokens=9)), expected)
     model = tiny.model()
-    cache = model.new_cache(10)
-    assert not decoding.fits(model, cache)
-    cache.device = torch.device("cuda")
-    assert decoding.fits(model, cache)
     several = model.new_cache(10, batch=2)
-    several.device = torch.device("cuda")
-    assert not decoding.fits(model, several)
-    stretched = dataclasses.replace(tiny.CONFIG, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    assert not decoding.fits(tiny.model(stretched), cache)
+    logits = model(torch.tensor([[1, 2], [1, 2]]), cache=several)[0, -1]
+    found = [list(r.decode(model, logits, several, 1, picker(SamplingParams()))) for r in (GraphRunner(), Runner())]
+    assert found[0] == found[1]

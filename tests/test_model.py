@@ -135,7 +135,7 @@ def test_every_form_of_rope_gives_the_same_logits(attention: str) -> None:
     tokens = tiny.random_tokens(50, batch=2)
     expected = tiny.model()(tokens)
     for form in ("complex", "real", "half"):
-        model = Transformer(tiny.CONFIG, rope=form, attention=attention).eval()
+        model = tiny.model(rope=form, attention=attention)
         state = tiny.weights()
         layout = model.rope.layout
         model.load_state_dict({n: to_layout(n, t, 16, "interleaved", layout) for n, t in state.items()})

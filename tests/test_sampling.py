@@ -19,7 +19,7 @@ from transformers import (
 from llama import sampling
 from llama.cli import arguments
 from llama.errors import LlamaError, NumericalError, UsageError
-from llama.generate import choose, generate
+from llama.generate import check_finite, generate
 from llama.sampling import SamplingParams, probs, sample
 
 from . import tiny
@@ -240,7 +240,7 @@ def test_rows_without_a_token_are_never_chosen() -> None:
 @pytest.mark.row("G10")
 def test_logits_that_are_not_finite_stop_with_the_step(bad: float) -> None:
     with pytest.raises(NumericalError, match="new token 3"):
-        choose(torch.full((5,), bad), SamplingParams(), None, torch.Generator(), 2)
+        check_finite(torch.full((5,), bad), "new token 3")
 
 
 def test_nan_in_a_weight_is_found_at_the_first_step() -> None:

@@ -394,7 +394,7 @@ def test_a_number_of_guesses_is_a_whole_one_from_1(most: Any) -> None:
         lambda: ModelDraft(tiny.model(SMALL), most),
         lambda: make_draft("ngram", most),
     ):
-        with pytest.raises(UsageError, match="draft_tokens must be a whole number of at least 1, got"):
+        with pytest.raises(UsageError, match="draft_tokens must be an integer of at least 1, got"):
             make()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,15 @@ import pytest
 import torch
 
 from llama.engine import kernels, nonfinite
-from llama.engine.linears import (
-    BlockLinear,
-    TileLinear,
-    TorchInt4Linear,
-    TorchInt8Linear,
-    pick_scheme,
-    quantize,
-    quantize_,
-)
+from llama.engine.linears import BlockLinear, TileLinear, quantize_
 from llama.errors import CheckpointError, NumericalError
 from llama.generate import generate
 from llama.generation.batch import Batch, Ended, Request
 from llama.generation.session import Session
 from llama.generation.speculative import ModelDraft, NGramDraft, speculate
 from llama.model import Transformer
+from llama.quant.rounding import quantize
+from llama.quant.schemes import pick_scheme
 from llama.quant.tiles import pack
 from llama.sampling import SamplingParams
 from llama.text import Llama
@@ -38,13 +33,12 @@ from .conftest import Try
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.row("G10")]
 PROMPT, BIASED = [3, 1, 4, 1, 5], dataclasses.replace(tiny.CONFIG, attention_bias=True, mlp_bias=True)
-needs_avx512 = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="torch's kernel wants AVX-512")
 needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights want the C++ kernels")
 
 
 def told(net: Transformer, prompt: list[int] = PROMPT, **params: Any) -> str:
     with pytest.raises(NumericalError) as error:
-        list(generate(net, prompt, SamplingParams(**params)))
+        list(generate(net, prompt, SamplingParams(**params), diagnose=partial(nonfinite.locate, net)))
     message = str(error.value)
     assert "\n" not in message
     return message
@@ -61,7 +55,7 @@ def spoil(net: Transformer, name: str, bad: float) -> list[int]:
 def part_of(name: str) -> str:
     if not name.startswith("layers."):
         first = name.split(".")[0]
-        places = {"tok_embeddings": "in the embedding", "norm": "in the norm behind the last layer"}
+        places = {"tok_embeddings": "in the embedding", "norm": "in the norm after the last layer"}
         return places.get(first, "in output")
     _, number, *rest = name.split(".")
     part = "attention" if rest[0].startswith("attention") else "feed-forward"
@@ -178,25 +172,11 @@ def block(linear: torch.nn.Linear) -> torch.nn.Module:
     return layer
 
 
-def torch_int8(linear: torch.nn.Linear) -> torch.nn.Module:
-    layer = TorchInt8Linear(quantize(linear.weight, pick_scheme("int8-sym")))
-    layer._scale[4] = math.nan
-    return layer
-
-
-def torch_int4(linear: torch.nn.Linear) -> torch.nn.Module:
-    layer = TorchInt4Linear(quantize(linear.weight, pick_scheme("int4-sym-g64")))
-    layer._scales[0, 4, 0] = math.nan
-    return layer
-
-
 FEW_BITS: dict[str, Any] = {
     "int8 tiles": pytest.param(tile("int8"), marks=needs_kernels),
     "int8-sym tiles": pytest.param(tile("int8-sym"), marks=needs_kernels),
     "int4 tiles": pytest.param(tile("int4"), marks=needs_kernels),
     "blocks": block,
-    "torch int8": torch_int8,
-    "torch int4": pytest.param(torch_int4, marks=needs_avx512),
 }
 
 
@@ -207,7 +187,7 @@ def test_a_scale_of_a_quantized_weight_is_found(make: Callable[[torch.nn.Linear]
     net.layers[1].feed_forward.w_up = make(linear)
     message = told(net)
     assert "in layer 1 (of 0 to 1), in its feed-forward, at the output of w_up" in message
-    assert "layers.1.feed_forward.w_up.weight, in the scales of its integers, holds 1 " in message
+    assert "layers.1.feed_forward.w_up.weight, in its quantization scales, holds 1 " in message
 
 
 def test_a_scale_in_a_file_is_found_by_the_command(tmp_path: Path, attempt: Try) -> None:
@@ -297,7 +277,7 @@ def test_what_stands_in_the_way_of_the_search_is_said(broken: Transformer, monke
         raise RuntimeError("can't allocate memory:\nyou tried 1 TB")
 
     monkeypatch.setattr(nonfinite, "_pass", full)
-    assert "where that begins could not be found (can't allocate memory: you tried 1 TB)" in told(broken)
+    assert "the layer where that begins could not be found (can't allocate memory: you tried 1 TB)" in told(broken)
 
 
 def test_the_search_leaves_nothing_behind(broken: Transformer) -> None:

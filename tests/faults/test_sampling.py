@@ -25,10 +25,10 @@ from llama.attention import causal_mask
 from llama.cache import KINDS, KVCache
 from llama.config import ModelConfig
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
-from llama.generate import LARGEST_LOGIT, choose, generate, prefill
-from llama.generation import batch
+from llama.generate import check_extreme, generate, prefill
 from llama.generation.batch import Batch, Ended, Request, Said
-from llama.sampling import SamplingParams, probs
+from llama.model import Runner
+from llama.sampling import LARGEST_LOGIT, SamplingParams, choose, probs
 from llama.text import Llama, Session
 from llama.weights import to_layout
 
@@ -106,7 +106,7 @@ def test_what_is_no_text_is_a_usage_error(tiny_llm: Llama, prompt: Any) -> None:
 @pytest.mark.row("G01")
 def test_without_begin_of_text_an_empty_prompt_is_refused(tmp_path: Path, attempt: Try) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"tokenizer.ggml.bos_token_id": None})
-    attempt(*RUN, "-m", path, "", "-n", "2").refused("no begin-of-text id", "give some text", code=2)
+    attempt(*RUN, "-m", path, "", "-n", "2").refused("no begin-of-text id", "pass some text", code=2)
     llm = loader.load(path, dtype="float32", device="cpu")
     with pytest.raises(UsageError, match=r"^prompt 2 of 3: the prompt has no tokens"):
         llm.generate(["a", "", "b"], max_new_tokens=2)
@@ -303,11 +303,11 @@ def test_every_chain_of_filters_leaves_something_to_draw(
     seen = torch.arange(len(values)) if penalty != 1 else None
     if not max(map(abs, values)) < LARGEST_LOGIT or any(map(math.isnan, values)):
         with pytest.raises(NumericalError, match="new token 5 "):
-            choose(logits, params, seen, torch.Generator(), 4)
+            check_extreme(float(choose(logits, params, seen, torch.Generator())[1]), "new token 5")
         return
     chances = probs(logits, params, seen)
     assert float(chances.sum()) == pytest.approx(1, abs=1e-5)
-    id = choose(logits, params, seen, torch.Generator().manual_seed(seed), 4)
+    id = int(choose(logits, params, seen, torch.Generator().manual_seed(seed))[0])
     assert float(chances[id]) > 0
     assert math.isfinite(values[id])
 
@@ -316,12 +316,10 @@ def test_every_chain_of_filters_leaves_something_to_draw(
 def test_ties_are_decided_alike_every_time() -> None:
     logits = torch.zeros(50)
     logits[[7, 30]] = 2.0
-    assert {choose(logits, SamplingParams(), None, torch.Generator(), 0) for _ in range(5)} == {7}
-    drawn = [choose(logits, SamplingParams(temperature=1.0, top_p=0.3), None, torch.Generator().manual_seed(4), 0)]
-    assert drawn * 5 == [
-        choose(logits, SamplingParams(temperature=1.0, top_p=0.3), None, torch.Generator().manual_seed(4), 0)
-        for _ in range(5)
-    ]
+    assert {int(choose(logits, SamplingParams(), None, torch.Generator())[0]) for _ in range(5)} == {7}
+    params = SamplingParams(temperature=1.0, top_p=0.3)
+    drawn = [int(choose(logits, params, None, torch.Generator().manual_seed(4))[0]) for _ in range(5)]
+    assert drawn == drawn[:1] * 5
 
 
 @pytest.mark.row("G11")
@@ -367,7 +365,7 @@ def test_a_batch_is_iterated_over_once() -> None:
 @pytest.mark.parametrize("name", tiny.FUNCTIONS)
 def test_rows_without_an_answer_make_no_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots of a batch that have ended or not begun are fed something too; what they say is finite and nobody's."""
-    net, real, rows = tiny.model(attention=name), batch.next_logits, [0]
+    net, real, rows = tiny.model(attention=name), Runner.next_logits, [0]
 
     def finite(*given: Any) -> torch.Tensor:
         logits: torch.Tensor = real(*given)
@@ -375,7 +373,7 @@ def test_rows_without_an_answer_make_no_nan(name: str, monkeypatch: pytest.Monke
         rows[0] += len(logits)
         return logits
 
-    monkeypatch.setattr(batch, "next_logits", finite)
+    monkeypatch.setattr(Runner, "next_logits", finite)
     lengths = (1, 9, 2, 1, 12, 5)
     requests = (Request([i + 1] * (i + 1), SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths))
     said = sum(isinstance(event, Said) for event in Batch(net, requests, slots=5))
