@@ -35,7 +35,7 @@ def score(q: torch.Tensor, k: torch.Tensor, m: int, n: int, inv_freq: torch.Tens
 
 
 # -------------------------------------------------------------------------------- embeddings, attention, and order
-def test_000_01_an_embedding_makes_a_row_of_numbers_of_each_id() -> None:
+def test_000_01_an_embedding_maps_each_id_to_a_row_of_numbers() -> None:
     model, tokens = tiny.model(), tiny.random_tokens(9, batch=3)
     embedded = model.tok_embeddings(tokens)  # (B, N, C)
     assert embedded.shape == (3, 9, tiny.CONFIG.dim)
@@ -45,7 +45,7 @@ def test_000_01_an_embedding_makes_a_row_of_numbers_of_each_id() -> None:
 
 @LAW
 @given(seed=seeds)
-def test_000_03_without_positions_attention_cannot_tell_orders_apart(seed: int) -> None:
+def test_000_03_without_positions_attention_ignores_the_order(seed: int) -> None:
     n, d = 6, 8
     x, wq, wk, wv = (gaussians(seed + i, *s) for i, s in enumerate([(n, d), (d, d), (d, d), (d, d)]))
     order = torch.from_numpy(by_hand.rng(seed).permutation(n))
@@ -64,7 +64,7 @@ def test_000_03_without_positions_attention_cannot_tell_orders_apart(seed: int) 
 
 
 @pytest.mark.parametrize("form", rope.FORMS)
-def test_000_05_counting_from_1_or_from_0_is_the_same_to_the_model(form: str) -> None:
+def test_000_05_counting_from_1_or_from_0_gives_the_same_logits(form: str) -> None:
     """OK7: scores depend on differences alone; only "position 0 is unchanged" requires counting from 0."""
     model, tokens = tiny.model(rope=form), tiny.random_tokens(10)
     from_0, from_1 = watch(model, tokens), watch(model, tokens, torch.arange(1, 11))
@@ -72,7 +72,7 @@ def test_000_05_counting_from_1_or_from_0_is_the_same_to_the_model(form: str) ->
     assert not torch.allclose(from_1.q[0], from_0.q[0], atol=1e-2)
 
 
-def test_000_06_position_enters_all_three_by_addition_and_v_never_by_rotation() -> None:
+def test_000_06_added_positions_change_q_k_and_v_and_rotation_does_not_change_v() -> None:
     x, w = gaussians(0, 1, 16), gaussians(1, 16, 16)
     here, there = torch.tensor([3]), torch.tensor([30])
     added, rotary = encodings.make("sinusoidal", 16, 16), encodings.make("rope", 16, 16)
@@ -92,7 +92,7 @@ def test_000_06_position_enters_all_three_by_addition_and_v_never_by_rotation() 
 
 @LAW
 @given(seed=seeds, tokens=st.integers(1, 9))
-def test_000_07_weights_are_a_softmax_over_the_keys_that_may_be_seen(seed: int, tokens: int) -> None:
+def test_000_07_weights_are_a_softmax_over_the_visible_keys(seed: int, tokens: int) -> None:
     q, k = gaussians(seed, tokens, 8), gaussians(seed + 1, tokens, 8)
     at = torch.arange(tokens)
     for mask in (None, attention.causal_mask(at, at)):
@@ -118,7 +118,7 @@ def test_000_08_the_output_is_the_weighted_sum_of_the_values(seed: int, tokens: 
 
 # --------------------------------------------------------------------------------------- encodings that are added
 @pytest.mark.parametrize(("d", "expected"), [(4, 0.0444064), (8, 0.185977), (16, 1.014725), (128, 1.952596)])
-def test_000_09_every_position_has_a_vector_of_its_own(d: int, expected: float) -> None:
+def test_000_09_every_position_has_a_distinct_vector(d: int, expected: float) -> None:
     table = measures.sinusoids(torch.arange(8192), d)  # (N, d)
     # |p_m - p_n|^2 = d - 2 sum_i cos((m - n) w_i), so the smallest distance is among the distances to row 0.
     from_first = (table[1:] - table[0]).norm(dim=-1)  # (N - 1,)
@@ -133,7 +133,7 @@ def test_000_09_every_position_has_a_vector_of_its_own(d: int, expected: float) 
 
 @LAW
 @given(seed=seeds)
-def test_000_10_added_positions_leave_the_distance_hard_to_read(seed: int) -> None:
+def test_000_10_scores_with_added_positions_do_not_depend_on_the_distance_alone(seed: int) -> None:
     d, n = 16, 12
     x = gaussians(seed, 1, d).expand(n, d)  # one repeated word: all differences come from the positions
     wq, wk = gaussians(seed + 1, d, d) / 4, gaussians(seed + 2, d, d) / 4
@@ -158,7 +158,7 @@ def test_000_11_sinusoids_are_not_trained() -> None:
     assert not [name for name, _ in model.named_parameters() if "rope" in name or "pos" in name]
 
 
-def test_000_13_a_sinusoid_is_added_once_and_rope_turns_in_every_layer() -> None:
+def test_000_13_a_sinusoid_is_added_once_and_rope_rotates_in_every_layer() -> None:
     config = dataclasses.replace(tiny.CONFIG, n_layers=3)
     seen = watch(tiny.model(config), tiny.random_tokens(5))
     assert seen.steps == ["look up"] + ["turn", "attend"] * 3
@@ -197,7 +197,7 @@ def test_000_15_the_sinusoidal_table(d: int, base: float, start: int) -> None:
 
 @LAW
 @given(d=even_dims, position=st.integers(0, 1000), k=st.integers(-1000, 1000))
-def test_000_16_the_vector_k_later_is_a_linear_function(d: int, position: int, k: int) -> None:
+def test_000_16_the_vector_k_positions_later_is_a_linear_function(d: int, position: int, k: int) -> None:
     """One block-diagonal matrix serves all positions; its blocks depend on k alone."""
     ours = measures.sinusoids(torch.tensor([position, position + k]), d).numpy()
     # The entries are (sin, cos), so the matrix that increases the angle is the transpose of the usual rotation.
@@ -217,7 +217,7 @@ def test_000_19_scores_depend_on_the_distance_alone(seed: int, m: int, n: int, s
     assert abs(moved - score(q, k, m - n + 1, 0, inv_freq)) > 1e-6
 
 
-def test_000_19_scores_in_float32_move_by_rounding_only() -> None:
+def test_000_19_scores_in_float32_change_by_rounding_only() -> None:
     """At D = 128, for vectors of length about 8 and shifts up to 4,096."""
     q, k = (gaussians(seed, 1, 1, 1, 128).float() / 2**0.5 for seed in (0, 1))
     table, shifts = llama.precompute_freqs_cis(128, 4200), torch.arange(4097)
@@ -255,7 +255,7 @@ def test_000_21_the_real_part_of_q_times_the_conjugate_of_k_is_their_product(see
 
 @LAW
 @given(m=st.integers(0, 300), n=st.integers(0, 300), base=bases)
-def test_000_22_eulers_formula_makes_the_table(m: int, n: int, base: float) -> None:
+def test_000_22_the_table_follows_eulers_formula(m: int, n: int, base: float) -> None:
     m, n = max(m, n), min(m, n)
     table = llama.precompute_freqs_cis(16, 301, base).to(torch.complex128)
     expected = np.array([math.cos(m * w) + 1j * math.sin(m * w) for w in by_hand.frequencies(16, base)])
@@ -291,7 +291,7 @@ def test_000_24_the_complex_product_is_the_rotation_matrix(seed: int, angle: flo
 
 @LAW
 @given(seed=seeds, m=positions, d=even_dims, base=bases)
-def test_000_25_turning_keeps_lengths_and_angles(seed: int, m: int, d: int, base: float) -> None:
+def test_000_25_rotation_preserves_lengths_and_angles(seed: int, m: int, d: int, base: float) -> None:
     angles = m * torch.from_numpy(by_hand.frequencies(d, base))
     matrix = rope.rotation_matrix(angles.cos(), angles.sin())
     torch.testing.assert_close(matrix.T @ matrix, torch.eye(d, dtype=torch.float64), rtol=0, atol=1e-14)
@@ -304,7 +304,7 @@ def test_000_25_turning_keeps_lengths_and_angles(seed: int, m: int, d: int, base
 
 @LAW
 @given(seed=seeds, n=positions)
-def test_000_26_keys_are_turned_as_queries_are(seed: int, n: int) -> None:
+def test_000_26_keys_are_rotated_like_queries(seed: int, n: int) -> None:
     q, k = gaussians(seed, 1, 1, 3, 16).float(), gaussians(seed + 1, 1, 1, 2, 16).float()
     row = rope.freqs_cis_at(torch.tensor([n]), inverse_frequencies(16)[0])
     _, rotated = rope.apply_rotary_emb(q, k, row)
@@ -327,7 +327,7 @@ def test_000_27_g_written_out_in_real_numbers(seed: int, m: int, n: int, theta: 
 
 @LAW
 @given(seed=seeds, m=positions, n=positions)
-def test_000_28_the_product_of_the_turned_vectors_is_that_same_g(seed: int, m: int, n: int) -> None:
+def test_000_28_the_product_of_the_rotated_vectors_equals_g(seed: int, m: int, n: int) -> None:
     q, k = gaussians(seed, 2), gaussians(seed + 1, 2)
     (q1, q2), (k1, k2) = q.tolist(), k.tolist()
     theta = float(inverse_frequencies(2)[0])  # 1: the only pair of D = 2
@@ -337,7 +337,7 @@ def test_000_28_the_product_of_the_turned_vectors_is_that_same_g(seed: int, m: i
 
 @LAW
 @given(seed=seeds, m=st.integers(0, 40), n=st.integers(0, 40))
-def test_000_29_between_q_and_k_stands_r_of_n_minus_m(seed: int, m: int, n: int) -> None:
+def test_000_29_the_matrix_between_q_and_k_is_r_of_n_minus_m(seed: int, m: int, n: int) -> None:
     """E09: with m - n, as printed, the sign of the sine is wrong; both agree only where the sine term is 0."""
     q, k = gaussians(seed, 2), gaussians(seed + 1, 2)
     w = by_hand.frequencies(2)
@@ -367,7 +367,7 @@ def test_000_31_the_models_q_and_k_are_r_times_w_times_x() -> None:
 
 @LAW
 @given(seed=seeds, m=st.integers(0, 200), d=even_dims, base=bases)
-def test_000_32_r_is_block_diagonal_and_does_what_apply_rotary_emb_does(seed: int, m: int, d: int, base: float) -> None:
+def test_000_32_r_is_block_diagonal_and_equals_apply_rotary_emb(seed: int, m: int, d: int, base: float) -> None:
     """000-30: neighbouring entries are a pair."""
     inv_freq, _ = inverse_frequencies(d, base)
     row = rope.freqs_cis_at(torch.tensor([m]), inv_freq)  # (1, D/2)
@@ -382,7 +382,7 @@ def test_000_32_r_is_block_diagonal_and_does_what_apply_rotary_emb_does(seed: in
 
 @LAW
 @given(d=even_dims, base=bases)
-def test_000_33_theta_t_for_half_as_many_t_as_entries(d: int, base: float) -> None:
+def test_000_33_there_are_half_as_many_angles_as_entries(d: int, base: float) -> None:
     """E03: t runs over 1 .. d/2. 003-21: theta_i is w_(i-1), counted from 0."""
     inv_freq, _ = inverse_frequencies(d, base)
     expected = [base ** (-2 * (t - 1) / d) for t in range(1, d // 2 + 1)]
@@ -416,7 +416,7 @@ def test_000_35_r_m_transposed_times_r_n(m: int, n: int, d: int) -> None:
     assert float((r_m.T @ r_n - between).abs().max()) < 1e-14
 
 
-def test_000_36_project_turn_then_compare() -> None:
+def test_000_36_project_rotate_then_compare() -> None:
     """q and k are rotated once, before the cache and before key heads are repeated; v is not rotated."""
     model, tokens = tiny.model(), tiny.random_tokens(6)
     cache = model.new_cache()
@@ -432,7 +432,7 @@ def test_000_36_project_turn_then_compare() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the worked example
-def test_000_38_two_query_heads_that_share_one_key_head() -> None:
+def test_000_38_two_query_heads_share_one_key_head() -> None:
     """E04: the 2 is the number of query heads per key head."""
     config = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=16, vocab_size=320)
     seen = watch(tiny.model(config), tiny.random_tokens(5, batch=2))
@@ -480,7 +480,7 @@ def test_000_44_from_angle_to_cos_and_sin() -> None:
     assert FREQS_CIS.abs().flatten().tolist() == pytest.approx([1] * 20, abs=1e-7)
 
 
-def test_000_45_the_table_must_have_the_rows_of_the_tokens() -> None:
+def test_000_45_the_table_must_have_one_row_per_token() -> None:
     """E53: the first rows fit only a text that begins at 0; with cached tokens, later rows are needed."""
     for rows in (1, 4, 6):
         with pytest.raises(ValueError, match="5 tokens"):
@@ -519,7 +519,7 @@ def test_000_47_one_table_for_every_sample_and_head() -> None:
             rope.apply_rotary_emb(XQ, XK, wrong)
 
 
-def test_000_48_one_element_by_hand() -> None:
+def test_000_48_one_element_computed_by_hand() -> None:
     expected = 27.708604844975795 + 29.27854534543996j
     assert (28 + 29j) * complex(math.cos(0.01), math.sin(0.01)) == pytest.approx(expected, rel=1e-15)
     assert complex(FREQS_CIS[1, 2]) == pytest.approx(0.99995 + 0.009999833j, abs=1e-8)
@@ -535,7 +535,7 @@ def test_000_49_a_complex_number_becomes_two_entries_again(a: float, b: float) -
     assert out.flatten().tolist() == [a, b]
 
 
-def test_000_50_flattened_into_the_shape_it_had() -> None:
+def test_000_50_the_output_has_the_shape_of_the_input() -> None:
     xq_out, xk_out = rope.apply_rotary_emb(XQ, XK, FREQS_CIS)
     assert (xq_out.shape, xk_out.shape) == (XQ.shape, XK.shape)
     assert [round(x, 4) for x in xq_out[0, 1, 1, 4:6].tolist()] == [27.7086, 29.2785]
@@ -550,7 +550,7 @@ def test_000_51_all_240_numbers() -> None:
 
 @LAW
 @given(seed=seeds, d=even_dims, base=bases, form=st.sampled_from(list(rope.FORMS)))
-def test_000_52_position_0_is_left_as_it_is_bit_for_bit(seed: int, d: int, base: float, form: str) -> None:
+def test_000_52_position_0_is_unchanged_bit_for_bit(seed: int, d: int, base: float, form: str) -> None:
     x = gaussians(seed, 2, 1, 3, d).float()
     table = rope.Rope(form, d, 8, base)
     entries = rope.interleaved_to_half(x) if table.layout == "half" else x
@@ -586,7 +586,7 @@ def test_000_53_the_earlier_entry_does_not_always_change_more() -> None:
     assert by_entry[:2] == pytest.approx([27.94, 78.79], abs=5e-3)  # the second entry changed more than the first
 
 
-def test_000_54_the_turn_is_the_same_for_other_samples_and_other_heads() -> None:
+def test_000_54_the_rotation_is_the_same_for_every_sample_and_head() -> None:
     xq_out, xk_out = rope.apply_rotary_emb(XQ, XK, FREQS_CIS)
     for x, out in ((XQ, xq_out), (XK, xk_out)):
         before, after = (y.double().unflatten(-1, (-1, 2)).numpy() for y in (x, out))

@@ -39,7 +39,7 @@ def triangle(angles: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("d", [4, 8, 16])
-def test_001_01_the_sum_formula_links_positions_and_not_the_period(d: int) -> None:
+def test_001_01_the_sum_formula_links_positions_and_the_period_does_not(d: int) -> None:
     """E14: a triangle wave also gives distinct encodings, but none is a linear function of an earlier one."""
     angles = np.outer(np.arange(500), by_hand.frequencies(d))
     waves = np.concatenate((triangle(angles), triangle(angles + math.pi / 2)), 1)  # (N, d)
@@ -52,7 +52,7 @@ def test_001_01_the_sum_formula_links_positions_and_not_the_period(d: int) -> No
 
 @LAW
 @given(k=st.integers(1, 50), d=st.sampled_from([8, 16, 32]))
-def test_001_02_a_linear_probe_reads_the_neighbours_code(k: int, d: int) -> None:
+def test_001_02_a_linear_probe_predicts_the_neighbours_encoding(k: int, d: int) -> None:
     ours = measures.sinusoids(torch.arange(400), d).numpy()
     half = by_hand.rng(k).permutation(400 - k)
     fitted, *_ = np.linalg.lstsq(ours[half[:200]], ours[half[:200] + k], rcond=None)
@@ -62,7 +62,7 @@ def test_001_02_a_linear_probe_reads_the_neighbours_code(k: int, d: int) -> None
 
 @LAW
 @given(seed=seeds, position=positions)
-def test_001_03_the_code_is_added_and_nothing_else_is_done(seed: int, position: int) -> None:
+def test_001_03_the_encoding_is_added_and_changes_nothing_else(seed: int, position: int) -> None:
     encoding, at = encodings.make("sinusoidal", 16, 16), torch.tensor([position])
     x, q = gaussians(seed, 1, 16), gaussians(seed + 1, 1, 16)
     np.testing.assert_allclose((encoding.embed(x, at) - x)[0], by_hand.sinusoid(position, 16), rtol=0, atol=1e-11)
@@ -72,7 +72,7 @@ def test_001_03_the_code_is_added_and_nothing_else_is_done(seed: int, position: 
 
 @LAW
 @given(form=st.sampled_from(list(rope.FORMS)), start=st.integers(0, 2000), base=bases)
-def test_001_05_computed_before_or_on_the_fly_is_the_same(form: str, start: int, base: float) -> None:
+def test_001_05_a_stored_and_a_computed_table_are_equal(form: str, start: int, base: float) -> None:
     at = torch.arange(start, start + 4)
     stored = rope.Rope(form, 16, 4096, base)
     fresh = rope.FORMS[form][0](rope.freqs_cis_at(at, inverse_frequencies(16, base)[0]))
@@ -82,7 +82,7 @@ def test_001_05_computed_before_or_on_the_fly_is_the_same(form: str, start: int,
     assert torch.equal(measures.sinusoids(at, d, base), measures.sinusoids(torch.arange(start + 4), d, base)[start:])
 
 
-def test_001_05_there_is_no_weight_in_it() -> None:
+def test_001_05_positions_have_no_weights() -> None:
     model = tiny.model()
     assert sum(p.numel() for p in model.parameters()) == tiny.CONFIG.n_params
     c = tiny.CONFIG  # all weights of the model, by the shapes of the paper; none is for positions
@@ -91,7 +91,7 @@ def test_001_05_there_is_no_weight_in_it() -> None:
     assert tiny.CONFIG.n_params == 2 * c.vocab_size * c.dim + c.n_layers * block + c.dim
 
 
-def test_001_06_a_learned_table_costs_a_vector_a_position_and_ends() -> None:
+def test_001_06_a_learned_table_has_one_vector_per_position_and_a_limit() -> None:
     table = gaussians(0, 50, 16)
     learned, x = encodings.Learned(table), gaussians(1, 1, 16)
     assert learned.table.numel() == 50 * 16
@@ -106,7 +106,7 @@ def test_001_06_a_learned_table_costs_a_vector_a_position_and_ends() -> None:
 # ---------------------------------------------------------------------------------------------------- RoPE's styles
 @LAW
 @given(seed=seeds, together=positions, m=st.integers(0, 500), n=st.integers(0, 500))
-def test_001_08_a_common_shift_changes_nothing_and_another_rotation_does(
+def test_001_08_a_common_shift_keeps_scores_and_another_rotation_does_not(
     seed: int, together: int, m: int, n: int
 ) -> None:
     """E22: "invariant under rotation" is true of R_p for a position p, not of other rotations."""
@@ -128,7 +128,7 @@ def test_001_08_a_common_shift_changes_nothing_and_another_rotation_does(
 
 @LAW
 @given(seed=seeds, m=positions, n=positions)
-def test_001_09_turned_by_absolute_positions_compared_by_relative_ones(seed: int, m: int, n: int) -> None:
+def test_001_09_rotation_by_absolute_positions_gives_relative_scores(seed: int, m: int, n: int) -> None:
     m, n = max(m, n), min(m, n)
     q, k = gaussians(seed, 1, 1, 1, 32).float(), gaussians(seed + 1, 1, 1, 1, 32).float()
     table = llama.precompute_freqs_cis(32, m + 1)
@@ -155,7 +155,7 @@ def test_001_10_the_two_styles_are_one_rotation_of_reordered_entries(seed: int, 
 
 
 # ------------------------------------------------------------------------------------------------------- the base
-def test_001_12_two_decays_that_go_opposite_ways_with_the_base() -> None:
+def test_001_12_the_two_decays_change_in_opposite_directions_with_the_base() -> None:
     """E15: a larger base decays faster over the dimensions and more slowly over the distance."""
     distances = torch.arange(1, 4097)
     slowest = [float(measures.frequencies(128, base)[-1]) for base in (1e4, 1e6)]
@@ -197,7 +197,7 @@ def test_001_15_the_score_as_the_real_part_of_a_sum_over_pairs(seed: int, m: int
 
 
 @pytest.mark.parametrize(("base", "length", "unfinished"), [(1e4, 2048, 23), (1e4, 4096, 18), (5e5, 8192, 29)])
-def test_001_16_pairs_that_never_finish_a_turn_in_training(base: float, length: int, unfinished: int) -> None:
+def test_001_16_some_pairs_never_complete_a_turn_in_training(base: float, length: int, unfinished: int) -> None:
     """LLaMA 1, 2 and 3: the number of 64 pairs that do not cover the complete circle."""
     inv_freq = measures.frequencies(128, base)
     assert int((measures.turns(inv_freq, length) < 1).sum()) == unfinished
@@ -210,7 +210,7 @@ def test_001_16_pairs_that_never_finish_a_turn_in_training(base: float, length: 
 # ----------------------------------------------------------------------------------- beyond the trained length: PI
 @LAW
 @given(length=st.integers(2, 400), factor=st.sampled_from([2, 4, 8]), base=bases)
-def test_001_18_interpolation_counts_every_position_for_a_part(length: int, factor: int, base: float) -> None:
+def test_001_18_interpolation_divides_every_position(length: int, factor: int, base: float) -> None:
     plain = inverse_frequencies(16, base)[0]
     scaled = inverse_frequencies(16, base, {"rope_type": "linear", "factor": float(factor)})[0]
     at = torch.arange(factor * length)
@@ -220,7 +220,7 @@ def test_001_18_interpolation_counts_every_position_for_a_part(length: int, fact
     assert float((at[-1] + 1) / factor) == length
 
 
-def test_001_19_only_the_slow_pairs_meet_angles_that_training_never_showed() -> None:
+def test_001_19_only_the_slow_pairs_reach_angles_unseen_in_training() -> None:
     """E55: by position 2,048, 41 of the 64 pairs of LLaMA 1 have completed a turn, pair 0 326 of them."""
     inv_freq = measures.frequencies(128)
     turns = measures.turns(inv_freq, 2048)
@@ -233,7 +233,7 @@ def test_001_19_only_the_slow_pairs_meet_angles_that_training_never_showed() -> 
     assert new[-15:].min() > 0.3
 
 
-def test_001_20_interpolation_brings_neighbours_together() -> None:
+def test_001_20_interpolation_reduces_the_distance_between_neighbours() -> None:
     step = [
         float(inverse_frequencies(128, 1e4, scaling)[0][0])
         for scaling in (None, {"rope_type": "linear", "factor": 4.0})
@@ -271,7 +271,7 @@ def test_001_25_the_last_pair_is_the_slowest() -> None:
     assert float(waves[63]) == pytest.approx(54410, abs=1)
 
 
-def test_001_26_a_clock_tells_43200_seconds_apart() -> None:
+def test_001_26_a_clock_distinguishes_43200_seconds() -> None:
     """E17: three hands are three pairs, so D = 6; their periods are not a geometric series, unlike RoPE's."""
     hands = 2 * math.pi / np.array([60.0, 3600.0, 43200.0])  # radians a second
     at = torch.arange(43200)
@@ -286,7 +286,7 @@ def test_001_26_a_clock_tells_43200_seconds_apart() -> None:
 
 @LAW
 @given(factor=factors)
-def test_001_27_interpolation_slows_every_hand_alike(factor: float) -> None:
+def test_001_27_interpolation_slows_every_hand_equally(factor: float) -> None:
     divisor = float64("default", 6, 1e4) / float64("linear", 6, 1e4, factor=factor)
     assert divisor.tolist() == pytest.approx([factor] * 3, rel=1e-14)
     assert 360 / 60 / divisor[0] == pytest.approx(6 / factor)  # degrees of the second hand per second

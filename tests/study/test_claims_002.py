@@ -40,7 +40,7 @@ def doubled(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # ----------------------------------------------------------------------------------------- attention and sinusoids
-def test_002_02_a_token_attends_to_itself_too() -> None:
+def test_002_02_a_token_also_attends_to_itself() -> None:
     """E52: without n = m, the first token of a decoder would have no key, and the softmax would be NaN."""
     at = torch.arange(4)
     assert bool(attention.causal_mask(at, at).diagonal().all())
@@ -91,7 +91,7 @@ def test_002_04_an_odd_width_has_no_table(d: int) -> None:
 
 @LAW
 @given(position=st.integers(0, 10**6), d=even_dims)
-def test_002_05_a_codes_length_is_the_root_of_half_its_width(position: int, d: int) -> None:
+def test_002_05_the_length_of_an_encoding_is_the_root_of_half_its_width(position: int, d: int) -> None:
     code = measures.sinusoids(torch.tensor([position]), d)
     assert float(code.square().sum()) == pytest.approx(d / 2, rel=1e-12)
 
@@ -108,7 +108,7 @@ def test_002_05_llama_does_not_scale_its_embedding() -> None:
 # --------------------------------------------------------------------------------------------- RoPE, derived again
 @LAW
 @given(seed=seeds, m=positions, n=positions, shift=st.integers(0, 4096))
-def test_002_06_g_knows_the_difference_alone(seed: int, m: int, n: int, shift: int) -> None:
+def test_002_06_g_depends_on_the_difference_alone(seed: int, m: int, n: int, shift: int) -> None:
     q, k, inv_freq = gaussians(seed, 1, 2), gaussians(seed + 1, 1, 2), inverse_frequencies(2)[0]
     scores = [
         float((measures.turn(q, torch.tensor([a]), inv_freq) * measures.turn(k, torch.tensor([b]), inv_freq)).sum())
@@ -167,7 +167,7 @@ def test_002_09_an_odd_width_is_an_error(dim: int) -> None:
 
 @LAW
 @given(seed=seeds, shift=st.integers(1, 150))
-def test_002_10_attention_with_rope_knows_distances(seed: int, shift: int) -> None:
+def test_002_10_attention_with_rope_depends_on_distances(seed: int, shift: int) -> None:
     """A shift of 1 to 150 positions does not change the model's logits; doubling all positions does."""
     model, tokens = tiny.model(), tiny.random_tokens(12, seed=seed % 1000)
     here = model(tokens)
@@ -177,7 +177,7 @@ def test_002_10_attention_with_rope_knows_distances(seed: int, shift: int) -> No
 
 @LAW
 @given(seed=seeds, m=positions, d=even_dims)
-def test_002_11_two_products_an_entry_do_the_matrixs_work(seed: int, m: int, d: int) -> None:
+def test_002_11_two_products_per_entry_replace_the_matrix(seed: int, m: int, d: int) -> None:
     x, angles = gaussians(seed, d), m * torch.from_numpy(by_hand.frequencies(d))
     cos, sin = angles.cos(), angles.sin()
     by_entry = x * cos.repeat_interleave(2) + rope.quarter_turn(x) * sin.repeat_interleave(2)
@@ -195,7 +195,7 @@ def test_002_11_most_of_the_matrix_is_zero() -> None:
 # ------------------------------------------------------------------------------------------------ rotary embedding
 @LAW
 @given(factor=st.floats(1, 64), dim=st.sampled_from([8, 64]))
-def test_002_13_both_spellings_of_the_kind_and_none(factor: float, dim: int) -> None:
+def test_002_13_the_type_has_two_keys_and_a_default(factor: float, dim: int) -> None:
     new, old = ({key: "linear", "factor": factor} for key in ("rope_type", "type"))
     assert kind_of(new) == kind_of(old) == "linear"
     assert torch.equal(inverse_frequencies(dim, scaling=new)[0], inverse_frequencies(dim, scaling=old)[0])
@@ -205,7 +205,7 @@ def test_002_13_both_spellings_of_the_kind_and_none(factor: float, dim: int) -> 
     assert torch.equal(inverse_frequencies(dim)[0], inverse_frequencies(dim, scaling={"rope_type": "default"})[0])
 
 
-def test_002_14_the_trained_length_is_remembered() -> None:
+def test_002_14_the_trained_length_is_stored() -> None:
     """`dynamic` stretches beyond the trained length, whatever the maximum length of the model."""
     plain = rope.Rope("complex", 8, 64, 1e4).rows(torch.arange(17), 17)[0]
     table = rope.Rope("complex", 8, 64, 1e4, DYNAMIC, trained_len=16)
@@ -215,7 +215,7 @@ def test_002_14_the_trained_length_is_remembered() -> None:
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "yarn", "longrope", "llama3"])
-def test_002_15_a_table_of_functions_that_give_frequencies_and_a_factor(kind: str) -> None:
+def test_002_15_every_type_returns_frequencies_and_a_factor(kind: str) -> None:
     scaling = {
         "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
         "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
@@ -229,7 +229,7 @@ def test_002_15_a_table_of_functions_that_give_frequencies_and_a_factor(kind: st
     assert factor == 1 or kind in ("yarn", "longrope")
 
 
-def test_002_16_frequencies_are_in_no_checkpoint() -> None:
+def test_002_16_frequencies_are_not_in_a_checkpoint() -> None:
     model = tiny.model()
     state = model.state_dict()
     assert not [name for name in state if "rope" in name or "freq" in name]
@@ -260,7 +260,7 @@ def test_002_17_frequencies_stay_float32_when_the_model_is_cast(form: str, dtype
     scaling=st.sampled_from([DYNAMIC, LONGROPE, {"rope_type": "yarn", "factor": 4.0}, None]),
     form=st.sampled_from(list(rope.FORMS)),
 )
-def test_002_18_the_rows_are_a_function_of_the_length_whatever_came_before(
+def test_002_18_the_rows_depend_on_the_length_and_not_on_earlier_texts(
     lengths: list[int], scaling: dict[str, Any] | None, form: str
 ) -> None:
     """E29: an object that stores the longest text returns different rows after it."""
@@ -283,7 +283,7 @@ def test_002_18_at_the_trained_length_the_frequencies_are_the_trained_ones() -> 
     assert found == pytest.approx([1e-3, 2.5e-4, 1e-3, middle, 1e-3], rel=1e-6)
 
 
-def test_002_19_the_length_is_the_largest_position_of_the_batch_and_one() -> None:
+def test_002_19_the_length_is_the_largest_position_of_the_batch_plus_one() -> None:
     """This includes batches padded on the left: the longest row sets the length for all rows."""
     config = dataclasses.replace(tiny.CONFIG, rope_scaling={"rope_type": "dynamic", "factor": 4.0}, max_seq_len=16)
     model = tiny.model(config, max_seq_len=64)
@@ -295,7 +295,7 @@ def test_002_19_the_length_is_the_largest_position_of_the_batch_and_one() -> Non
     assert torch.equal(seen.rows[0][0], rope.freqs_cis_at(rows, inv_freq))
 
 
-def test_002_20_the_table_has_no_gradient_and_lets_it_pass() -> None:
+def test_002_20_the_table_has_no_gradient_and_passes_gradients_to_q() -> None:
     with torch.enable_grad():
         table = rope.Rope("real", 8, 64, 1e4).rows(torch.arange(3), 3)
         q = gaussians(0, 1, 3, 1, 8).float().requires_grad_(True)
@@ -310,7 +310,7 @@ def test_002_20_the_table_has_no_gradient_and_lets_it_pass() -> None:
 
 
 @pytest.mark.parametrize("scaling", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
-def test_002_21_every_kind_that_depends_on_the_length_follows_it(scaling: dict[str, Any]) -> None:
+def test_002_21_every_type_that_depends_on_the_length_follows_it(scaling: dict[str, Any]) -> None:
     """E54: longrope, too, depends on the length: it switches lists beyond the trained length."""
     assert scaling["rope_type"] in BY_LENGTH
     config = dataclasses.replace(tiny.CONFIG, dim=32, n_heads=4, head_dim=8, max_seq_len=16, rope_scaling=scaling)
@@ -328,7 +328,7 @@ def test_002_21_every_kind_that_depends_on_the_length_follows_it(scaling: dict[s
 
 @LAW
 @given(start=positions, seed=seeds, d=even_dims)
-def test_002_22_a_matrix_product_that_is_an_outer_product(start: int, seed: int, d: int) -> None:
+def test_002_22_the_matrix_product_is_an_outer_product(start: int, seed: int, d: int) -> None:
     ids = torch.from_numpy(by_hand.rng(seed).integers(start, start + 100, (2, 5)))  # (B, T)
     inv_freq = inverse_frequencies(d)[0]
     product = (inv_freq[None, :, None].expand(2, -1, 1) @ ids[:, None, :].float()).transpose(1, 2)  # (B, T, D/2)
@@ -339,7 +339,7 @@ def test_002_22_a_matrix_product_that_is_an_outer_product(start: int, seed: int,
     torch.testing.assert_close(ours, torch.polar(torch.ones_like(product), product), rtol=0, atol=2e-3)
 
 
-def test_002_23_autocast_does_not_reach_the_angles() -> None:
+def test_002_23_autocast_does_not_affect_the_angles() -> None:
     """E30: with frequencies rounded to bfloat16, the angle at position 8,191 would be wrong by 10 radians."""
     at = torch.arange(8192)
     inv_freq = inverse_frequencies(128)[0]
@@ -354,7 +354,7 @@ def test_002_23_autocast_does_not_reach_the_angles() -> None:
 
 
 @pytest.mark.parametrize("form", rope.FORMS)
-def test_002_23_autocast_does_not_reach_the_rotation(form: str) -> None:
+def test_002_23_autocast_does_not_affect_the_rotation(form: str) -> None:
     table = rope.Rope(form, 16, 64, 1e4)
     q, rows = gaussians(0, 1, 40, 2, 16).float(), table.rows(torch.arange(40), 40)
     plain = table.apply(q, q, *rows)
@@ -363,7 +363,7 @@ def test_002_23_autocast_does_not_reach_the_rotation(form: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
 
 
-def test_002_24_the_half_style_has_every_angle_twice() -> None:
+def test_002_24_the_half_style_repeats_every_angle() -> None:
     for part in rope.Rope("half", 16, 64, 1e4).rows(torch.arange(30), 30):
         assert part.shape == (30, 16)
         assert torch.equal(part[..., :8], part[..., 8:])
@@ -398,7 +398,7 @@ def test_002_25_the_factor_for_four_times_the_length() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("form", rope.FORMS)
-def test_002_26_what_comes_out_has_the_dtype_of_x(form: str, dtype: torch.dtype) -> None:
+def test_002_26_the_output_has_the_dtype_of_x(form: str, dtype: torch.dtype) -> None:
     """The result is rounded once, after the rotation; the note's code rounds cos and sin before it."""
     table = rope.Rope(form, 16, 64, 1e4)
     x = gaussians(0, 2, 40, 3, 16).to(dtype)
@@ -409,7 +409,7 @@ def test_002_26_what_comes_out_has_the_dtype_of_x(form: str, dtype: torch.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------- the model
-def test_002_27_one_look_into_the_table_serves_every_layer() -> None:
+def test_002_27_one_lookup_in_the_table_serves_every_layer() -> None:
     seen = watch(tiny.model(dataclasses.replace(tiny.CONFIG, n_layers=4)), tiny.random_tokens(6))
     assert len(seen.asked) == 1
     assert len(seen.rows) == 4
@@ -430,7 +430,7 @@ def test_002_29_ids_layers_norm_logits(heads: tuple[int, int]) -> None:
     np.testing.assert_allclose(logits.numpy(), expected, rtol=0, atol=2e-5)
 
 
-def test_002_31_norm_then_attention_then_norm_then_mlp_each_added() -> None:
+def test_002_31_attention_and_mlp_are_normed_and_added() -> None:
     """E28: h = x + attention(norm x), out = h + mlp(norm h)."""
     model = tiny.model()
     block, x, at = model.layers[1], gaussians(0, 1, 5, 64).float(), torch.arange(5)
@@ -449,7 +449,7 @@ def test_002_31_norm_then_attention_then_norm_then_mlp_each_added() -> None:
 
 @LAW
 @given(seed=seeds, m=positions, scale=st.sampled_from([-2.0, 0.5, 4.0]), form=st.sampled_from(list(rope.FORMS)))
-def test_002_32_q_and_k_are_turned_not_added_to(seed: int, m: int, scale: float, form: str) -> None:
+def test_002_32_q_and_k_are_rotated_not_added_to(seed: int, m: int, scale: float, form: str) -> None:
     """E31: a rotation is linear and preserves lengths; adding a vector does neither."""
     table = rope.Rope(form, 16, 8193, 1e4)
     rows = table.rows(torch.tensor([m]), m + 1)
@@ -462,7 +462,7 @@ def test_002_32_q_and_k_are_turned_not_added_to(seed: int, m: int, scale: float,
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
 
 
-def test_002_32_v_is_left_alone() -> None:
+def test_002_32_v_is_unchanged() -> None:
     model, tokens = tiny.model(), tiny.random_tokens(8)
     seen = watch(model, tokens)
     block = model.layers[0]
@@ -471,7 +471,7 @@ def test_002_32_v_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(None, 16), ("absent", 16), (32, 32)])
-def test_002_33_the_heads_width_or_what_the_sizes_give(tmp_path: Path, head_dim: Any, expected: int) -> None:
+def test_002_33_head_dim_is_given_or_follows_from_the_sizes(tmp_path: Path, head_dim: Any, expected: int) -> None:
     """A head_dim of null has the same fallback as an absent one."""
     test_huggingface.write(tmp_path, **({"head_dim": 32} if expected == 32 else {}))
     if head_dim == "absent":
@@ -496,7 +496,7 @@ def test_002_34_a_group_of_query_heads_shares_a_key_head(seed: int, kv: int, gro
 
 @LAW
 @given(seed=seeds, d=st.sampled_from([2, 8, 32, 128]), h=st.sampled_from([1, 4]))
-def test_002_35_scores_are_divided_by_the_root_of_the_heads_width(seed: int, d: int, h: int) -> None:
+def test_002_35_scores_are_divided_by_the_root_of_head_dim(seed: int, d: int, h: int) -> None:
     """E36: the root of head_dim, not of the hidden size h * d."""
     q, k = gaussians(seed, 1, h, 3, d), gaussians(seed + 1, 1, h, 5, d)
     ours = attention.reference_weights(q, k)[0].numpy()
@@ -507,7 +507,7 @@ def test_002_35_scores_are_divided_by_the_root_of_the_heads_width(seed: int, d: 
             assert float(np.abs(ours[head] - by_hand.softmax(scores / (h * d) ** 0.5)).max()) > 1e-4
 
 
-def test_002_36_the_four_projections_and_no_bias() -> None:
+def test_002_36_the_four_projections_have_no_bias() -> None:
     config = dataclasses.replace(tiny.CONFIG, n_heads=6, n_kv_heads=2, head_dim=24)
     layer = tiny.model(config).layers[0].attention
     shapes = {name: tuple(getattr(layer, name).weight.shape) for name in ("wq", "wk", "wv", "wo")}
@@ -517,7 +517,7 @@ def test_002_36_the_four_projections_and_no_bias() -> None:
     assert all(getattr(biased, name).bias.shape == (shapes[name][0],) for name in shapes)
 
 
-def test_002_37_heads_before_tokens() -> None:
+def test_002_37_heads_come_before_tokens() -> None:
     seen = watch(tiny.model(), tiny.random_tokens(5, batch=2))
     q, k = seen.before[0]  # as projected, tokens first
     assert (q.shape, k.shape) == ((2, 5, 4, 16), (2, 5, 2, 16))
@@ -529,7 +529,7 @@ def test_002_37_heads_before_tokens() -> None:
 
 @pytest.mark.parametrize("form", rope.FORMS)
 @pytest.mark.parametrize("chunk", [1, 7, 30])
-def test_002_38_keys_are_cached_turned_and_the_cache_changes_nothing(form: str, chunk: int) -> None:
+def test_002_38_rotated_keys_are_cached_and_the_cache_changes_no_logits(form: str, chunk: int) -> None:
     model, tokens = tiny.model(rope=form), tiny.random_tokens(30)
     full, cache = watch(model, tokens), model.new_cache()
     parts = [model(part, cache=cache) for part in tokens.split(chunk, 1)]
@@ -540,7 +540,7 @@ def test_002_38_keys_are_cached_turned_and_the_cache_changes_nothing(form: str, 
     torch.testing.assert_close(late, full.logits[:, 20:], rtol=0, atol=1e-5)
 
 
-def test_002_39_attention_written_out_and_no_dropout() -> None:
+def test_002_39_fused_attention_equals_the_formula_and_has_no_dropout() -> None:
     tokens = tiny.random_tokens(40)
     fused, written_out = (tiny.model(attention=name) for name in ("sdpa", "reference"))
     torch.testing.assert_close(fused(tokens), written_out(tokens), rtol=0, atol=1e-5)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # ------------------------------------------------------------------------------------------------------- attention
 @LAW
 @given(seed=seeds, d=st.sampled_from([2, 8, 64]), queries=st.integers(1, 5), keys=st.integers(1, 7))
-def test_003_02_scores_softmax_weighted_sum(seed: int, d: int, queries: int, keys: int) -> None:
+def test_003_02_attention_is_scores_softmax_weighted_sum(seed: int, d: int, queries: int, keys: int) -> None:
     """E36: d is the dimension of a head."""
     q, k, v = gaussians(seed, queries, d), gaussians(seed + 1, keys, d), gaussians(seed + 2, keys, d)
     expected = by_hand.attention(q.numpy(), k.numpy(), v.numpy())
@@ -69,7 +69,7 @@ def test_003_05_the_jacobian_of_softmax(scores: list[float]) -> None:
     assert float(ours.sum(-1).abs().max()) < 1e-14  # weights that sum to 1 change by sums of 0
 
 
-def test_003_06_where_one_score_stands_out_nothing_moves_the_weights() -> None:
+def test_003_06_the_jacobian_vanishes_when_one_score_dominates() -> None:
     jacobian = measures.softmax_jacobian(torch.tensor([0.0, 0.0, 50.0]))
     assert float(jacobian[0, 0]) == pytest.approx(math.exp(-50), rel=1e-12)  # 1.9e-22
     assert float(jacobian[0, 2]) == pytest.approx(-math.exp(-50), rel=1e-12)
@@ -83,7 +83,7 @@ def test_003_06_where_one_score_stands_out_nothing_moves_the_weights() -> None:
 
 @LAW
 @given(level=st.floats(-200, 200), keys=st.integers(2, 9))
-def test_003_06_large_scores_that_are_equal_still_move(level: float, keys: int) -> None:
+def test_003_06_the_jacobian_does_not_vanish_for_large_equal_scores(level: float, keys: int) -> None:
     """E37: large means large relative to the others."""
     jacobian = measures.softmax_jacobian(torch.full((keys,), level))
     assert float(jacobian.abs().max()) == pytest.approx((keys - 1) / keys**2, rel=1e-9)  # 0.222 for three
@@ -197,7 +197,7 @@ def test_003_12_the_last_wavelength_at_512() -> None:
 
 @LAW
 @given(k=st.integers(-300, 300), d=st.sampled_from([2, 8, 64]), base=bases)
-def test_003_16_one_matrix_moves_every_code_by_k(k: int, d: int, base: float) -> None:
+def test_003_16_one_matrix_shifts_every_encoding_by_k(k: int, d: int, base: float) -> None:
     t = torch.arange(300, 340)
     now, later = measures.sinusoids(t, d, base).numpy(), measures.sinusoids(t + k, d, base).numpy()
     np.testing.assert_allclose(later, now @ by_hand.rotation(k, by_hand.frequencies(d, base)), rtol=0, atol=1e-12)
@@ -205,7 +205,7 @@ def test_003_16_one_matrix_moves_every_code_by_k(k: int, d: int, base: float) ->
 
 @LAW
 @given(t=st.integers(0, 1000), k=st.integers(-500, 500), w=st.floats(1e-4, 1))
-def test_003_17_a_sine_and_its_cosine_turn_clockwise(t: int, k: int, w: float) -> None:
+def test_003_17_a_sine_and_its_cosine_rotate_clockwise(t: int, k: int, w: float) -> None:
     """OK1: the vector is (sin, cos), so the matrix with the minus sign below the diagonal is right."""
     c, s = math.cos(w * k), math.sin(w * k)
     at_t = np.array([math.sin(w * t), math.cos(w * t)])
@@ -219,7 +219,7 @@ def test_003_17_a_sine_and_its_cosine_turn_clockwise(t: int, k: int, w: float) -
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_003_18_in_the_whole_score_the_distance_is_one_part_of_four(seed: int) -> None:
+def test_003_18_in_the_complete_score_the_distance_is_in_one_term_of_four(seed: int) -> None:
     """E47: only p_m . p_n depends on the distance alone; with W_q^T W_k in between it no longer does."""
     d, n = 16, 24
     x, wq, wk = gaussians(seed, n, d), gaussians(seed + 9, d, d) / 4, gaussians(seed + 18, d, d) / 4
@@ -238,7 +238,7 @@ def test_003_18_in_the_whole_score_the_distance_is_one_part_of_four(seed: int) -
 # ------------------------------------------------------------------------------------------------------------ RoPE
 @LAW
 @given(seed=seeds, m=positions, w=st.floats(1e-4, 1))
-def test_003_19_a_query_is_turned_counter_clockwise(seed: int, m: int, w: float) -> None:
+def test_003_19_a_query_is_rotated_counter_clockwise(seed: int, m: int, w: float) -> None:
     q = gaussians(seed, 2)
     inv_freq = torch.tensor([w], dtype=torch.float64)
     ours = measures.turn(q[None], torch.tensor([m]), inv_freq)[0]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @LAW
 @given(d=even_dims, base=bases)
-def test_004_01_rope_turns_at_the_sinusoids_frequencies_bit_for_bit(d: int, base: float) -> None:
+def test_004_01_rope_has_the_frequencies_of_the_sinusoids_bit_for_bit(d: int, base: float) -> None:
     at = torch.arange(50)
     angles = at.double()[:, None] * rope_scaling.Base(d, base).inv_freq()  # RoPE's, before rounding to float32
     table = measures.sinusoids(at, d, base)
@@ -61,7 +61,7 @@ def test_004_05_sine_first_turns_clockwise() -> None:
     assert change == pytest.approx(-0.1, abs=1e-12)
 
 
-def test_004_06_three_hands_of_a_code_of_six() -> None:
+def test_004_06_six_dimensions_are_three_hands() -> None:
     speeds = measures.frequencies(6).tolist()
     assert speeds == pytest.approx([1, 0.0464, 0.00215], rel=3e-3)
     assert speeds == pytest.approx([1, 1e4 ** (-1 / 3), 1e4 ** (-2 / 3)], rel=1e-7)
@@ -69,9 +69,7 @@ def test_004_06_three_hands_of_a_code_of_six() -> None:
 
 @LAW
 @given(m=st.integers(0, 2000), n=st.integers(0, 2000), d=even_dims, base=bases)
-def test_004_10_the_product_of_two_codes_is_a_sum_of_cosines_of_the_distance(
-    m: int, n: int, d: int, base: float
-) -> None:
+def test_004_10_the_product_of_two_encodings_is_a_sum_of_cosines(m: int, n: int, d: int, base: float) -> None:
     """E48: the cosine is even, so the product contains the distance but not the direction."""
     p_m, p_n = measures.sinusoids(torch.tensor([m, n]), d, base)
     expected = sum(math.cos((m - n) * w) for w in by_hand.frequencies(d, base))
@@ -82,7 +80,7 @@ def test_004_10_the_product_of_two_codes_is_a_sum_of_cosines_of_the_distance(
 
 @LAW
 @given(seed=seeds, distance=st.integers(1, 6))
-def test_004_10_rope_has_a_direction(seed: int, distance: int) -> None:
+def test_004_10_rope_scores_depend_on_the_direction(seed: int, distance: int) -> None:
     q, k, inv_freq = gaussians(seed, 1, 16), gaussians(seed + 1, 1, 16), inverse_frequencies(16)[0]
     ahead, behind = (
         float((measures.turn(q, torch.tensor([50]), inv_freq) * measures.turn(k, torch.tensor([at]), inv_freq)).sum())
@@ -107,7 +105,7 @@ def test_004_11_the_two_thetas_are_angles(m: int, n: int, w: float) -> None:
 
 @LAW
 @given(seed=seeds, position=positions)
-def test_004_13_the_vector_does_not_depend_on_the_word(seed: int, position: int) -> None:
+def test_004_13_the_position_vector_does_not_depend_on_the_word(seed: int, position: int) -> None:
     encoding, at = encodings.make("sinusoidal", 16, 16), torch.tensor([position])
     one, other = gaussians(seed, 1, 16), gaussians(seed + 1, 1, 16)
     added = encoding.embed(one, at) - one
@@ -125,7 +123,7 @@ def test_004_14_the_slowest_frequency_depends_on_the_width(d: int, slowest: floa
     assert float(speeds.min()) > 1e-4
 
 
-def test_004_14_frequencies_fall_by_a_ratio() -> None:
+def test_004_14_frequencies_fall_by_a_constant_ratio() -> None:
     """E44: the steps are not constant."""
     speeds = measures.frequencies(128).numpy()
     np.testing.assert_allclose(speeds[1:] / speeds[:-1], 0.8660, rtol=1e-4)
@@ -133,7 +131,7 @@ def test_004_14_frequencies_fall_by_a_ratio() -> None:
     assert (steps[0], steps[-1]) == pytest.approx((-0.134, -1.8e-5), rel=1e-2)
 
 
-def test_004_15_256_frequencies_of_512_dimensions() -> None:
+def test_004_15_512_dimensions_have_256_frequencies() -> None:
     assert len(set(measures.frequencies(512).tolist())) == 256
     table = measures.sinusoids(torch.arange(40), 512)
     angles = np.outer(np.arange(40), by_hand.frequencies(512))
@@ -152,14 +150,14 @@ def function_of_the_note(seq_len: int, d_model: int) -> torch.Tensor:
 
 @LAW
 @given(seq_len=st.integers(1, 200), d=even_dims)
-def test_004_16_the_function_mended(seq_len: int, d: int) -> None:
+def test_004_16_the_corrected_function_gives_the_table(seq_len: int, d: int) -> None:
     """E39, E40, E41."""
     ours = measures.sinusoids(torch.arange(seq_len), d)
     torch.testing.assert_close(ours.float(), function_of_the_note(seq_len, d), rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("d", [1, 3, 15])
-def test_004_16_an_odd_width_is_refused(d: int) -> None:
+def test_004_16_an_odd_width_is_rejected(d: int) -> None:
     """E43: with its four mistakes fixed, the note's function still fails, with an error about shapes."""
     with pytest.raises(ValueError, match=f"even.*{d}"):
         measures.sinusoids(torch.arange(4), d)
@@ -177,7 +175,7 @@ def test_004_17_the_frequency_as_an_exponential(half: int, i: int) -> None:
     assert float(measures.frequencies(d)[i]) == pytest.approx(as_exponential, rel=1e-7)
 
 
-def test_004_17_as_printed_it_is_another_number() -> None:
+def test_004_17_the_printed_formula_gives_another_number() -> None:
     """E42: at i = 3, d = 16."""
     assert math.exp(2 * 3 / 16) * math.log(10000) == pytest.approx(13.401, rel=1e-4)
     assert float(measures.frequencies(16)[3]) == pytest.approx(0.031623, rel=1e-4)
