@@ -209,7 +209,7 @@ class Decoder:
 
      def forward(self, tokens, positions, mask):
         embedded = self.model.tok_embeddings(tokens)
-        freqs_cis = self.model.rope.rows(positions, len(positions))
+        freqs_cis = self.model.rope.freqs_cis(positions, len(positions))
         for layer in self.model.layers:
             output = layer(hidden, freqs_cis, causal, positions, None)
 """
@@ -220,7 +220,7 @@ class Decoder:
 
     def forward(self, tokens, positions, mask):
         hidden = self.model.tok_embeddings(tokens)  # (B, T, C)
-        freqs_cis = self.model.rope.rows(positions, len(positions))
+        freqs_cis = self.model.rope.freqs_cis(positions, len(positions))
         for layer in self.model.layers:
             hidden = layer(hidden, freqs_cis, mask, positions, None)
         return self.model.norm(hidden)
@@ -278,10 +278,10 @@ E27 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E28
-Step = Callable[[TransformerBlock, Tensor, tuple[Tensor, ...], Tensor, Tensor], Any]
+Step = Callable[[TransformerBlock, Tensor, rope.FreqsCis, Tensor, Tensor], Any]
 
 
-def _e28_printed(layer: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, ...], mask: Tensor, at: Tensor) -> None:
+def _e28_printed(layer: TransformerBlock, h: Tensor, freqs_cis: rope.FreqsCis, mask: Tensor, at: Tensor) -> None:
     residual = h  # noqa: F841  (saved and never used: that is the mistake)
     h = layer.attention_norm(h)
     h = layer.attention(h, freqs_cis, mask, at, None)
@@ -291,7 +291,7 @@ def _e28(wrong: Step, right: Step) -> Sequence[Check]:
     model = small_model()
     layer, at = cast(TransformerBlock, model.layers[0]), torch.arange(5)
     h = torch.from_numpy(np.random.default_rng(28).standard_normal((1, 5, CONFIG.dim))).float()  # (B, T, C)
-    rest = model.rope.rows(at, 5), causal_mask(at, at), at
+    rest = model.rope.freqs_cis(at, 5), causal_mask(at, at), at
     used = {form: _e28_used(layer, partial(form, layer, h, *rest)) for form in (wrong, right)}
     truth = block_by_hand(model, 0, h[0].double().numpy())[None]
     return (
@@ -419,22 +419,28 @@ def _e30_right(dim: int, dtype: torch.dtype) -> Array:
         max_seq_len=16,
     )
     model = small_model(config).to(dtype)
-    return torch.angle(model.rope.rows(torch.tensor([1]), 2)[0][0]).double().numpy()  # (D/2,)
+    return _angles(model.rope, 2)
+
+
+def _angles(table: rope.Rope, tokens: int) -> Array:
+    """The angles at position 1 for a text of so many tokens: (D/2,)."""
+    freqs_cis = cast(Tensor, table.freqs_cis(torch.tensor([1]), tokens))  # (1, D/2)
+    return freqs_cis[0].angle().double().numpy()
 
 
 def _e30(wrong: Cast, right: Cast) -> Sequence[Check]:
     w = frequencies(128)
-    cast, preserved = wrong(128, torch.bfloat16), right(128, torch.bfloat16)
+    rounded, preserved = wrong(128, torch.bfloat16), right(128, torch.bfloat16)
     moved = _AsBuffer(8).to("meta")
     return (
         equal(
             "E30",
             "buffer in bfloat16: largest relative error",
-            float(np.abs(cast / w - 1).max()),
+            float(np.abs(rounded / w - 1).max()),
             0.00365,
             1e-4,
         ),
-        equal("E30", "angle error at position 8191, rad", 8191 * worst(cast, w), 10.0, 0.1),
+        equal("E30", "angle error at position 8191, rad", 8191 * worst(rounded, w), 10.0, 0.1),
         below(
             "002-17 E30", "the library after .to(bfloat16): angle error at 8191, rad", 8191 * worst(preserved, w), 0.01
         ),
@@ -608,7 +614,7 @@ def _e54_printed(scaling: dict[str, Any], tokens: int) -> Array:
 def _e54_right(scaling: dict[str, Any], tokens: int) -> Array:
     """The angles at position 1 in the library's table for a text of that length."""
     table = rope.Rope("complex", 8, 64, 10000.0, scaling, trained_len=16)
-    return torch.angle(table.rows(torch.tensor([1]), tokens)[0][0]).double().numpy()
+    return _angles(table, tokens)
 
 
 def _e54(wrong: Update, right: Update) -> Sequence[Check]:
