@@ -554,7 +554,7 @@ def test_000_52_position_0_is_unchanged_bit_for_bit(seed: int, d: int, base: flo
     x = gaussians(seed, 2, 1, 3, d).float()
     table = rope.Rope(form, d, 8, base)
     entries = rope.interleaved_to_half(x) if table.layout == "half" else x
-    q, k = table.apply(entries, entries, *table.rows(torch.tensor([0]), 1))
+    q, k = rope.RotaryEmb(form)(entries, entries, table.freqs_cis(torch.tensor([0]), 1))
     assert torch.equal(q, x)
     assert torch.equal(k, x)
 

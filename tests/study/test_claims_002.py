@@ -207,11 +207,11 @@ def test_002_13_the_type_has_two_keys_and_a_default(factor: float, dim: int) -> 
 
 def test_002_14_the_trained_length_is_stored() -> None:
     """`dynamic` stretches beyond the trained length, whatever the maximum length of the model."""
-    plain = rope.Rope("complex", 8, 64, 1e4).rows(torch.arange(17), 17)[0]
+    plain = rope.Rope("complex", 8, 64, 1e4).freqs_cis(torch.arange(17), 17)
     table = rope.Rope("complex", 8, 64, 1e4, DYNAMIC, trained_len=16)
     assert table.max_seq_len == 64
-    assert torch.equal(table.rows(torch.arange(16), 16)[0], plain[:16])
-    assert not torch.equal(table.rows(torch.arange(17), 17)[0], plain)
+    assert torch.equal(table.freqs_cis(torch.arange(16), 16), plain[:16])
+    assert not torch.equal(table.freqs_cis(torch.arange(17), 17), plain)
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "yarn", "longrope", "llama3"])
@@ -243,14 +243,16 @@ def test_002_16_frequencies_are_not_in_a_checkpoint() -> None:
 def test_002_17_frequencies_stay_float32_when_the_model_is_cast(form: str, dtype: torch.dtype) -> None:
     """E30."""
     model = tiny.model(rope=form)
-    before = [row.clone() for row in model.rope.rows(torch.arange(40), 40)]
+    before = [row.clone() for row in by_hand.parts(model.rope.freqs_cis(torch.arange(40), 40))]
     model.to(dtype)
     assert model.tok_embeddings.weight.dtype == dtype
-    for after, row in zip(model.rope.rows(torch.arange(40), 40), before, strict=True):
+    for after, row in zip(by_hand.parts(model.rope.freqs_cis(torch.arange(40), 40)), before, strict=True):
         assert after.dtype in (torch.complex64, torch.float32)
         assert torch.equal(after, row)
-    fresh = tiny.model(rope=form).rope
-    for after, row in zip(model.rope.rows(torch.arange(200), 200), fresh.rows(torch.arange(200), 200), strict=True):
+    rows, fresh = (
+        by_hand.parts(table.freqs_cis(torch.arange(200), 200)) for table in (model.rope, tiny.model(rope=form).rope)
+    )
+    for after, row in zip(rows, fresh, strict=True):
         assert torch.equal(after, row)  # rows computed after the cast as well
 
 
@@ -266,8 +268,10 @@ def test_002_18_the_rows_depend_on_the_length_and_not_on_earlier_texts(
     """E29: an object that stores the longest text returns different rows after it."""
     used = rope.Rope(form, 8, 64, 1e4, scaling, trained_len=16)
     for length in lengths:
-        rows = used.rows(torch.arange(length), length)
-        fresh = rope.Rope(form, 8, 64, 1e4, scaling, trained_len=16).rows(torch.arange(length), length)
+        rows, fresh = (
+            by_hand.parts(table.freqs_cis(torch.arange(length), length))
+            for table in (used, rope.Rope(form, 8, 64, 1e4, scaling, trained_len=16))
+        )
         assert all(torch.equal(a, b) for a, b in zip(rows, fresh, strict=True))
 
 
@@ -276,7 +280,7 @@ def test_002_18_at_the_trained_length_the_frequencies_are_the_trained_ones() -> 
     table = rope.Rope("complex", 8, 64, 1e4, DYNAMIC, trained_len=16)
 
     def slowest(length: int) -> float:
-        return float(table.rows(torch.arange(length), length)[0][1, -1].angle())
+        return float(table.freqs_cis(torch.arange(length), length)[1, -1].angle())
 
     found = [slowest(length) for length in (16, 40, 16, 24, 15)]
     middle = 1e-3 / (2 * 24 / 16 - 1)
@@ -297,7 +301,7 @@ def test_002_19_the_length_is_the_largest_position_of_the_batch_plus_one() -> No
 
 def test_002_20_the_table_has_no_gradient_and_passes_gradients_to_q() -> None:
     with torch.enable_grad():
-        table = rope.Rope("real", 8, 64, 1e4).rows(torch.arange(3), 3)
+        table = rope.Rope("real", 8, 64, 1e4).freqs_cis(torch.arange(3), 3)
         q = gaussians(0, 1, 3, 1, 8).float().requires_grad_(True)
         rotated, _ = rope.apply_rotary_emb_real(q, q.detach(), *table)
         upstream = gaussians(1, 1, 3, 1, 8).float()
@@ -355,19 +359,18 @@ def test_002_23_autocast_does_not_affect_the_angles() -> None:
 
 @pytest.mark.parametrize("form", rope.FORMS)
 def test_002_23_autocast_does_not_affect_the_rotation(form: str) -> None:
-    table = rope.Rope(form, 16, 64, 1e4)
-    q, rows = gaussians(0, 1, 40, 2, 16).float(), table.rows(torch.arange(40), 40)
-    plain = table.apply(q, q, *rows)
+    q, freqs_cis = gaussians(0, 1, 40, 2, 16).float(), rope.Rope(form, 16, 64, 1e4).freqs_cis(torch.arange(40), 40)
+    plain = rope.RotaryEmb(form)(q, q, freqs_cis)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = table.apply(q, q, *rows)
+        under = rope.RotaryEmb(form)(q, q, freqs_cis)
     assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
 
 
 def test_002_24_the_half_style_repeats_every_angle() -> None:
-    for part in rope.Rope("half", 16, 64, 1e4).rows(torch.arange(30), 30):
+    for part in rope.Rope("half", 16, 64, 1e4).freqs_cis(torch.arange(30), 30):
         assert part.shape == (30, 16)
         assert torch.equal(part[..., :8], part[..., 8:])
-    cos, sin = rope.Rope("half", 16, 64, 1e4).rows(torch.arange(30), 30)
+    cos, sin = rope.Rope("half", 16, 64, 1e4).freqs_cis(torch.arange(30), 30)
     angles = np.outer(np.arange(30), by_hand.frequencies(16))
     np.testing.assert_allclose(cos[:, :8], np.cos(angles), rtol=0, atol=3e-6)
     np.testing.assert_allclose(sin[:, :8], np.sin(angles), rtol=0, atol=3e-6)
@@ -400,12 +403,11 @@ def test_002_25_the_factor_for_four_times_the_length() -> None:
 @pytest.mark.parametrize("form", rope.FORMS)
 def test_002_26_the_output_has_the_dtype_of_x(form: str, dtype: torch.dtype) -> None:
     """The result is rounded once, after the rotation; the note's code rounds cos and sin before it."""
-    table = rope.Rope(form, 16, 64, 1e4)
+    rotate, freqs_cis = rope.RotaryEmb(form), rope.Rope(form, 16, 64, 1e4).freqs_cis(torch.arange(40), 40)
     x = gaussians(0, 2, 40, 3, 16).to(dtype)
-    rows = table.rows(torch.arange(40), 40)
-    rotated, _ = table.apply(x, x, *rows)
+    rotated, _ = rotate(x, x, freqs_cis)
     assert rotated.dtype == dtype
-    assert torch.equal(rotated, table.apply(x.float(), x.float(), *rows)[0].to(dtype))
+    assert torch.equal(rotated, rotate(x.float(), x.float(), freqs_cis)[0].to(dtype))
 
 
 # ------------------------------------------------------------------------------------------------------- the model
@@ -434,29 +436,28 @@ def test_002_31_attention_and_mlp_are_normed_and_added() -> None:
     """E28: h = x + attention(norm x), out = h + mlp(norm h)."""
     model = tiny.model()
     block, x, at = model.layers[1], gaussians(0, 1, 5, 64).float(), torch.arange(5)
-    rows, mask = model.rope.rows(at, 5), attention.causal_mask(at, at)
+    freqs_cis, mask = model.rope.freqs_cis(at, 5), attention.causal_mask(at, at)
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(by_hand.rms_norm(x.double().numpy(), weight.double().numpy(), 1e-5)).float()
 
-    h = x + block.attention(norm(x, block.attention_norm.weight), rows, mask, at, None)
+    h = x + block.attention(norm(x, block.attention_norm.weight), freqs_cis, mask, at, None)
     expected = h + block.feed_forward(norm(h, block.ffn_norm.weight))
-    torch.testing.assert_close(block(x, rows, mask, at, None), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(block(x, freqs_cis, mask, at, None), expected, rtol=0, atol=1e-5)
     block.attention.wo.weight.zero_()
     block.feed_forward.w_down.weight.zero_()
-    assert torch.equal(block(x, rows, mask, at, None), x)  # only the residual connections remain
+    assert torch.equal(block(x, freqs_cis, mask, at, None), x)  # only the residual connections remain
 
 
 @LAW
 @given(seed=seeds, m=positions, scale=st.sampled_from([-2.0, 0.5, 4.0]), form=st.sampled_from(list(rope.FORMS)))
 def test_002_32_q_and_k_are_rotated_not_added_to(seed: int, m: int, scale: float, form: str) -> None:
     """E31: a rotation is linear and preserves lengths; adding a vector does neither."""
-    table = rope.Rope(form, 16, 8193, 1e4)
-    rows = table.rows(torch.tensor([m]), m + 1)
+    rotate, freqs_cis = rope.RotaryEmb(form), rope.Rope(form, 16, 8193, 1e4).freqs_cis(torch.tensor([m]), m + 1)
     x, y = gaussians(seed, 1, 1, 2, 16).float(), gaussians(seed + 1, 1, 1, 2, 16).float()
-    rotated, other = table.apply(x, y, *rows)
-    scaled, _ = table.apply(scale * x, y, *rows)
-    together, _ = table.apply(x + y, y, *rows)
+    rotated, other = rotate(x, y, freqs_cis)
+    scaled, _ = rotate(scale * x, y, freqs_cis)
+    together, _ = rotate(x + y, y, freqs_cis)
     assert torch.equal(scaled, scale * rotated)
     torch.testing.assert_close(together, rotated + other, rtol=0, atol=2e-6)
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)

@@ -37,7 +37,7 @@ def test_003_02_attention_is_scores_softmax_weighted_sum(seed: int, d: int, quer
 def test_003_03_many_heads_are_a_loop_over_one() -> None:
     model = tiny.model()
     layer, x, at = model.layers[0].attention, gaussians(0, 1, 6, 64).float(), torch.arange(6)
-    out = layer(x, model.rope.rows(at, 6), attention.causal_mask(at, at), at, None)[0]  # (T, C)
+    out = layer(x, model.rope.freqs_cis(at, 6), attention.causal_mask(at, at), at, None)[0]  # (T, C)
     w = {name: getattr(layer, name).weight.double().numpy() for name in ("wq", "wk", "wv", "wo")}
     inv_freq, hidden = by_hand.frequencies(16), x[0].double().numpy()
     expected = np.zeros((6, 64))
