@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"study errata does not accept {option}; it accepts: ERRATUM, --quiz, --seed, --json")
     if args.quiz is None and args.seed is not None:
-        raise UsageError("--seed needs --quiz, whose lines it shuffles: clearllama study errata --quiz --seed N")
+        raise UsageError("--seed needs --quiz: clearllama study errata --quiz --seed N")
     if args.quiz is not None:
         return _quiz(args)
     return _list(args) if args.erratum is None else _one(args, errata.find(args.erratum))

@@ -1,7 +1,7 @@
-"""The formulas of the notes and papers in numpy's float64, written apart from the library: what it is held against.
+"""The formulas of the notes and papers in numpy's float64, as an independent reference for the tests.
 
-Nothing here imports from `llama`; what does the same work there must come to the same numbers. Letters: N positions,
-D head_dim, d width of a table.
+Nothing here imports from `llama`; the library must compute the same numbers. Letters: N positions, D head_dim, d width
+of a table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 
-# Laws are tried on the same examples on every machine and every run.
+# Settings of a law: the same examples on every machine and in every run.
 LAW = settings(max_examples=40, derandomize=True, deadline=None)
 
 seeds = st.integers(0, 2**32 - 1)
@@ -34,7 +34,7 @@ def rng(seed: int) -> np.random.Generator:
 
 
 def gaussians(seed: int, *shape: int) -> Tensor:
-    """Independent numbers of mean 0 and variance 1 in float64."""
+    """Independent standard normal numbers in float64."""
     return torch.from_numpy(rng(seed).standard_normal(shape))
 
 
@@ -46,20 +46,20 @@ def frequencies(dim: int, base: float = 1e4) -> Array:
 def rotation(position: float, w: Array) -> Array:
     """The block-diagonal R_m, entry by entry: (D, D)."""
     matrix = np.zeros((2 * len(w), 2 * len(w)))
-    for i, speed in enumerate(w):
-        c, s = math.cos(position * speed), math.sin(position * speed)
+    for i, frequency in enumerate(w):
+        c, s = math.cos(position * frequency), math.sin(position * frequency)
         matrix[2 * i, 2 * i], matrix[2 * i, 2 * i + 1] = c, -s
         matrix[2 * i + 1, 2 * i], matrix[2 * i + 1, 2 * i + 1] = s, c
     return matrix
 
 
-def turned(x: Array, at: Sequence[float] | Array, w: Array) -> Array:
-    """Each x[n] (.., N, D) times R of at[n], by one matrix a position."""
+def rotated(x: Array, at: Sequence[float] | Array, w: Array) -> Array:
+    """Each x[n] (.., N, D) times R of at[n], with one matrix per position."""
     return np.stack([x[..., n, :] @ rotation(m, w).T for n, m in enumerate(at)], -2)
 
 
 def sinusoid(t: float, d: int, base: float = 1e4) -> Array:
-    """One row of the table of sines and cosines: (d,)."""
+    """One row of the table of sinusoids: (d,)."""
     row = np.empty(d)
     for i in range(d // 2):
         row[2 * i], row[2 * i + 1] = math.sin(t / base ** (2 * i / d)), math.cos(t / base ** (2 * i / d))
@@ -67,35 +67,35 @@ def sinusoid(t: float, d: int, base: float = 1e4) -> Array:
 
 
 def table(length: int, d: int, base: float = 1e4) -> Array:
-    """The first rows of that table: (N, d)."""
+    """The first rows of the table of sinusoids: (N, d)."""
     return np.stack([sinusoid(t, d, base) for t in range(length)])
 
 
 def softmax(x: Array) -> Array:
-    """e^x over its sum, along the last axis."""
+    """Softmax over the last axis."""
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
 
 
-def attention(q: Array, k: Array, v: Array, sees: Callable[[int, int], bool] = lambda m, n: True) -> Array:
-    """softmax(q k^T / sqrt(D)) v of one head, one number at a time: q (T, D), k and v (S, D)."""
+def attention(q: Array, k: Array, v: Array, visible: Callable[[int, int], bool] = lambda m, n: True) -> Array:
+    """softmax(q k^T / sqrt(D)) v of one head, computed entry by entry: q (T, D), k and v (S, D)."""
     out = np.zeros((len(q), v.shape[1]))
     for m in range(len(q)):
-        seen = [n for n in range(len(k)) if sees(m, n)]
-        weights = softmax(np.array([q[m] @ k[n] / math.sqrt(len(q[m])) for n in seen]))
-        for weight, n in zip(weights, seen, strict=True):
+        keys = [n for n in range(len(k)) if visible(m, n)]
+        weights = softmax(np.array([q[m] @ k[n] / math.sqrt(len(q[m])) for n in keys]))
+        for weight, n in zip(weights, keys, strict=True):
             out[m] += weight * v[n]
     return out
 
 
 def linear_residual(points: Array, images: Array) -> float:
-    """The largest error of the best linear map from points (N, d) to images (N, e)."""
+    """Largest error of the best linear map from points (N, d) to images (N, e)."""
     matrix, *_ = np.linalg.lstsq(points, images, rcond=None)
     return float(np.abs(points @ matrix - images).max())
 
 
 def functions_of(path: Path, *names: str) -> dict[str, Callable[..., Any]]:
-    """Functions out of a file that needs no other line of it, so that the file's imports are not needed."""
+    """Functions of a file, executed without the rest of the file, so that its imports are not needed."""
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
     scope: dict[str, Any] = {"torch": torch, "Tuple": tuple}
@@ -103,29 +103,35 @@ def functions_of(path: Path, *names: str) -> dict[str, Callable[..., Any]]:
     return {name: scope[name] for name in names}
 
 
+def parts(freqs_cis: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors of a table's rows: one in the complex form of RoPE, cos and sin in the others."""
+    return (freqs_cis,) if isinstance(freqs_cis, Tensor) else freqs_cis
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """x over its root mean square, times a weight: (.., C)."""
+    """x divided by its root mean square, times a weight: (.., C)."""
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
 def llama(weights: dict[str, Tensor], config: Any, tokens: Sequence[int]) -> Array:
-    """The whole decoder for one text, head by head: logits (T, V)."""
+    """The complete decoder for one text, head by head: logits (T, V)."""
     w = {name: tensor.double().numpy() for name, tensor in weights.items()}
-    d, at, speeds = config.head_dim, range(len(tokens)), frequencies(config.head_dim, config.rope_theta)
+    d, at = config.head_dim, range(len(tokens))
+    inv_freq = frequencies(d, config.rope_theta)
     h = w["tok_embeddings.weight"][list(tokens)]  # (T, C): not scaled by sqrt(C)
     for layer in range(config.n_layers):
-        mine = {name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): value for name, value in w.items()}
-        x = rms_norm(h, mine["attention_norm"], config.norm_eps)
+        own = {name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): value for name, value in w.items()}
+        x = rms_norm(h, own["attention_norm"], config.norm_eps)
         heads = []
         for head in range(config.n_heads):
             shared = head // (config.n_heads // config.n_kv_heads)
-            q = turned(x @ mine["attention.wq"][d * head : d * (head + 1)].T, at, speeds)  # (T, D)
-            k = turned(x @ mine["attention.wk"][d * shared : d * (shared + 1)].T, at, speeds)
-            v = x @ mine["attention.wv"][d * shared : d * (shared + 1)].T
+            q = rotated(x @ own["attention.wq"][d * head : d * (head + 1)].T, at, inv_freq)  # (T, D)
+            k = rotated(x @ own["attention.wk"][d * shared : d * (shared + 1)].T, at, inv_freq)
+            v = x @ own["attention.wv"][d * shared : d * (shared + 1)].T
             heads.append(attention(q, k, v, lambda m, n: n <= m))
-        h = h + np.concatenate(heads, -1) @ mine["attention.wo"].T
-        x = rms_norm(h, mine["ffn_norm"], config.norm_eps)
-        gate = x @ mine["feed_forward.w_gate"].T
+        h = h + np.concatenate(heads, -1) @ own["attention.wo"].T
+        x = rms_norm(h, own["ffn_norm"], config.norm_eps)
+        gate = x @ own["feed_forward.w_gate"].T
         swish = gate / (1 + np.exp(-gate))
-        h = h + (swish * (x @ mine["feed_forward.w_up"].T)) @ mine["feed_forward.w_down"].T
+        h = h + (swish * (x @ own["feed_forward.w_up"].T)) @ own["feed_forward.w_down"].T
     return rms_norm(h, w["norm.weight"], config.norm_eps) @ w["output.weight"].T

@@ -1,4 +1,4 @@
-"""What the tests of the study share: the C++ kernels, and a headless Chromium, which pip does not bring."""
+"""Fixtures of the study's tests: the C++ kernels, and a headless Chromium, which pip does not install."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import tiny
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels() -> Iterator[None]:
-    """What is said of ATTENTION holds for its kernel too, which a library brings; left out where none can be built."""
+    """Include the C++ kernel in ATTENTION, or remove its entry on machines where it cannot be built."""
     with pytest.MonkeyPatch.context() as patch:
         if not kernels.ready():
             patch.delitem(tiny.FUNCTIONS, "kernel")
@@ -28,7 +28,7 @@ def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
         pytest.skip("no Chromium on this machine: apt install chromium")
-    root = os.name == "posix" and os.geteuid() == 0  # Chromium's sandbox refuses to run for the superuser
+    root = os.name == "posix" and os.geteuid() == 0  # Chromium's sandbox does not run as the superuser
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"] if root else [])
         yield chromium

@@ -1,4 +1,4 @@
-"""docs/study/claims.md against what it names: every claim is there once, and every place that is to show it exists."""
+"""docs/study/claims.md: every claim is listed once, and every test, topic and figure that it names exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llama.study import topics
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = (ROOT / "docs" / "study" / "claims.md").read_text()
 COUNTS = {"000": 55, "001": 35, "002": 43, "003": 24, "004": 17}
-KINDS = ("law", "test", "demo", "figure", "said")
+KINDS = ("law", "test", "demo", "figure", "statement")
 
 ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in CLAIMS.splitlines() if re.match(r"\| \d", line)]
 IDS = [row[0] for row in ROWS]
@@ -31,7 +31,7 @@ def functions_in(name: str) -> dict[str, ast.FunctionDef]:
 
 @cache
 def ids_with_a_test() -> frozenset[str]:
-    """Every claim id in the name or the docstring of a test anywhere below tests/."""
+    """Every claim id in the name or the docstring of a test in tests/."""
     found: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -42,14 +42,14 @@ def ids_with_a_test() -> frozenset[str]:
 
 
 def ids_in(text: str) -> set[str]:
-    """Claim ids in a text, ranges such as "001-32..35" and "000-46 to 000-50" spelled out."""
+    """Claim ids in a text; ranges such as "001-32..35" and "000-46 to 000-50" are expanded."""
     found = set(re.findall(r"\b00\d-\d\d\b", text))
     for note, first, last in re.findall(r"\b(00\d)-(\d\d)(?:\.\.| to 00\d-)(\d\d)\b", text):
         found |= {f"{note}-{i:02d}" for i in range(int(first), int(last) + 1)}
     return found
 
 
-def test_every_claim_of_every_note_is_there_once_and_in_order() -> None:
+def test_every_claim_of_every_note_is_listed_once_and_in_order() -> None:
     assert [f"{note}-{i:02d}" for note, count in COUNTS.items() for i in range(1, count + 1)] == IDS
     assert sum(COUNTS.values()) == 174
     for note in COUNTS:
@@ -64,11 +64,11 @@ def test_every_row_is_complete() -> None:
         assert len(claim) > 20
         assert claim.endswith((".", ")."))
         assert kind in KINDS, row
-        assert (shown == "-") == (kind == "said"), row
+        assert (shown == "-") == (kind == "statement"), row
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row[2] in ("law", "test")], ids=lambda row: row[0])
-def test_a_law_has_a_test_that_bears_its_name(row: list[str]) -> None:
+def test_a_law_or_test_has_a_test_with_its_id(row: list[str]) -> None:
     id, _, kind, shown = row
     assert id in ids_with_a_test()
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", shown)
@@ -79,11 +79,11 @@ def test_a_law_has_a_test_that_bears_its_name(row: list[str]) -> None:
         assert id.replace("-", "_") in name or id in (ast.get_docstring(test) or "")
         assert any(isinstance(node, ast.Assert) for node in ast.walk(test)) or "assert_close" in ast.dump(test) \
             or "assert_allclose" in ast.dump(test) or "raises" in ast.dump(test)  # fmt: skip
-    tried_on_many = [name for file, name in named if "LAW" in map(ast.unparse, functions_in(file)[name].decorator_list)]
-    assert (kind == "law") == bool(tried_on_many)
+    laws = [name for file, name in named if "LAW" in map(ast.unparse, functions_in(file)[name].decorator_list)]
+    assert (kind == "law") == bool(laws)
 
 
-def test_every_topic_and_figure_it_names_exists_and_knows_the_claim() -> None:
+def test_every_topic_and_figure_exists_and_names_the_claim() -> None:
     sources = {name: ids_in((ROOT / "llama" / "study" / "topics" / f"{name}.py").read_text()) for name in topics.TOPICS}
     for id, _, _, shown in ROWS:
         for part in shown.split("; "):
@@ -94,18 +94,18 @@ def test_every_topic_and_figure_it_names_exists_and_knows_the_claim() -> None:
             figures = re.findall(r"figure `(\w+)`", match[2])
             assert match[1] in topics.TOPICS, f"{id}: no topic {match[1]}"
             assert set(figures) <= {figure.name for figure in topics.find(match[1]).figures}, f"{id}: {part}"
-            assert figures or id in sources[match[1]], f"{id}: the topic {match[1]} does not speak of it"
+            assert figures or id in sources[match[1]], f"{id}: the topic {match[1]} does not name it"
 
 
-def test_every_claim_that_the_study_speaks_of_is_listed() -> None:
-    """The other way round: no topic, erratum or lesson names an id that is none, and no topic goes unnamed."""
+def test_every_claim_named_in_the_study_is_listed() -> None:
+    """No topic, erratum or lesson names an unknown id, and the list names every topic."""
     for path in [*(ROOT / "llama" / "study").rglob("*.py"), *(ROOT / "docs" / "study").glob("*.md")]:
         assert ids_in(path.read_text()) <= set(IDS), path
     shown = " ".join(row[3] for row in ROWS)
     assert {name for name in topics.TOPICS if f"`study {name}" not in shown} == set()
 
 
-def test_every_erratum_it_names_exists_and_every_erratum_is_named() -> None:
+def test_the_list_names_every_erratum_and_no_unknown_one() -> None:
     from llama.study.errata import ERRATA
 
     named = set(re.findall(r"\b(?:E\d\d[a-z]?|OK\d+)\b", " ".join(row[1] + row[3] for row in ROWS)))
@@ -113,20 +113,20 @@ def test_every_erratum_it_names_exists_and_every_erratum_is_named() -> None:
     assert {id for id in ERRATA if id.startswith("E")} <= named
 
 
-def test_the_word_before_an_erratum_is_its_class() -> None:
-    """What is wrong is called wrong, what is misleading that, and what is right is not blamed."""
+def test_the_word_before_an_erratum_states_its_class() -> None:
+    """Wrong is class A, Misleading is B, Half of it is C, Right is OK."""
     from llama.study.errata import ERRATA
 
     kinds = {"Wrong": "A", "Misleading": "B", "Half of it": "C", "Right": "OK"}
     for id, claim, *_ in ROWS:
-        said, *rest = re.split(r"\*\*([\w ]+):?\*\*", claim)
-        assert not re.search(r"\b(?:E\d\d|OK\d)", said), f"{id}: an erratum without a word before it"
-        for word, text in zip(rest[0::2], rest[1::2], strict=True):
-            named = re.findall(r"\b(?:E\d\d[a-z]?|OK\d+)\b", text)
+        text, *rest = re.split(r"\*\*([\w ]+):?\*\*", claim)
+        assert not re.search(r"\b(?:E\d\d|OK\d)", text), f"{id}: an erratum without a word before it"
+        for word, remark in zip(rest[0::2], rest[1::2], strict=True):
+            named = re.findall(r"\b(?:E\d\d[a-z]?|OK\d+)\b", remark)
             assert named or word == "Right", f"{id}: {word} without an erratum"
             assert {ERRATA[name].kind for name in named} <= {kinds[word]}, f"{id}: {word}, {named}"
 
 
-def test_it_is_written_in_english_and_in_its_own_words() -> None:
-    """The only Chinese in it are the example sentences; nothing longer is carried over from the notes."""
+def test_the_list_is_in_english_and_does_not_copy_the_notes() -> None:
+    """The only Chinese text is the example sentences; nothing longer is copied from the notes."""
     assert set(re.findall(r"[\u4e00-\u9fff]+", CLAIMS)) == {"狗在追猫", "猫在追狗", "猫被狗追"}

@@ -1,4 +1,4 @@
-"""Note 001: why sinusoids, the two styles of RoPE, the base, and ways past the trained length. One test a claim."""
+"""Note 001: why sinusoids, the two styles of RoPE, the base, and longer contexts. One test per claim."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from .by_hand import LAW, bases, gaussians, positions, rng, seeds
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 factors = st.sampled_from([1.5, 2.0, 4.0, 8.0, 32.0])
-heads = st.sampled_from([4, 6, 8, 64, 128])  # a base is stretched by factor^(D / (D - 2)), so D is above 2
+heads = st.sampled_from([4, 6, 8, 64, 128])  # the base grows by factor^(D / (D - 2)), so D is above 2
 
 
 def float64(kind: str, dim: int, base: float, **parameters: float) -> np.ndarray:
-    """The library's frequencies before they are rounded to float32."""
+    """The library's frequencies before rounding to float32."""
     start = rope_scaling.Base(dim, base, max_seq_len=2048)
     return rope_scaling.SCALINGS[kind](start, parameters)[0].numpy()
 
 
 # ------------------------------------------------------------------------------------------------------- sinusoids
 def triangle(angles: np.ndarray) -> np.ndarray:
-    """As periodic as the sine, between -1 and 1 like it, and made of straight lines."""
+    """A triangle wave with the period and the range of the sine."""
     return 2 / math.pi * np.arcsin(np.sin(angles))
 
 
 @pytest.mark.parametrize("d", [4, 8, 16])
-def test_001_01_the_sum_formula_links_positions_and_not_the_period(d: int) -> None:
-    """E14: a wave of the same periods has codes of its own as well, yet none is a linear function of an earlier one."""
+def test_001_01_the_sum_formula_links_positions_and_the_period_does_not(d: int) -> None:
+    """E14: a triangle wave also gives distinct encodings, but none is a linear function of an earlier one."""
     angles = np.outer(np.arange(500), by_hand.frequencies(d))
     waves = np.concatenate((triangle(angles), triangle(angles + math.pi / 2)), 1)  # (N, d)
     ours = measures.sinusoids(torch.arange(500), d).numpy()
-    for codes in (ours, waves):
-        assert len({row.tobytes() for row in codes}) == 500
+    for table in (ours, waves):
+        assert len({row.tobytes() for row in table}) == 500
     assert by_hand.linear_residual(ours[:-3], ours[3:]) < 1e-12
     assert by_hand.linear_residual(waves[:-3], waves[3:]) > 0.05
 
 
 @LAW
 @given(k=st.integers(1, 50), d=st.sampled_from([8, 16, 32]))
-def test_001_02_a_linear_probe_reads_the_neighbours_code(k: int, d: int) -> None:
+def test_001_02_a_linear_probe_predicts_the_neighbours_encoding(k: int, d: int) -> None:
     ours = measures.sinusoids(torch.arange(400), d).numpy()
     half = by_hand.rng(k).permutation(400 - k)
     fitted, *_ = np.linalg.lstsq(ours[half[:200]], ours[half[:200] + k], rcond=None)
@@ -62,7 +62,7 @@ def test_001_02_a_linear_probe_reads_the_neighbours_code(k: int, d: int) -> None
 
 @LAW
 @given(seed=seeds, position=positions)
-def test_001_03_the_code_is_added_and_nothing_else_is_done(seed: int, position: int) -> None:
+def test_001_03_the_encoding_is_added_and_changes_nothing_else(seed: int, position: int) -> None:
     encoding, at = encodings.make("sinusoidal", 16, 16), torch.tensor([position])
     x, q = gaussians(seed, 1, 16), gaussians(seed + 1, 1, 16)
     np.testing.assert_allclose((encoding.embed(x, at) - x)[0], by_hand.sinusoid(position, 16), rtol=0, atol=1e-11)
@@ -72,26 +72,26 @@ def test_001_03_the_code_is_added_and_nothing_else_is_done(seed: int, position: 
 
 @LAW
 @given(form=st.sampled_from(list(rope.FORMS)), start=st.integers(0, 2000), base=bases)
-def test_001_05_computed_before_or_on_the_fly_is_the_same(form: str, start: int, base: float) -> None:
+def test_001_05_a_stored_and_a_computed_table_are_equal(form: str, start: int, base: float) -> None:
     at = torch.arange(start, start + 4)
     stored = rope.Rope(form, 16, 4096, base)
-    fresh = rope.FORMS[form][0](rope.freqs_cis_at(at, inverse_frequencies(16, base)[0]))
-    for a, b in zip(tiny.rows(stored, at, start + 4), fresh, strict=True):
+    fresh = rope.FORMS[form].table(rope.freqs_cis_at(at, inverse_frequencies(16, base)[0]))
+    for a, b in zip(by_hand.parts(stored.freqs_cis(at, start + 4)), fresh, strict=True):
         assert torch.equal(a, b)
     d = 16
     assert torch.equal(measures.sinusoids(at, d, base), measures.sinusoids(torch.arange(start + 4), d, base)[start:])
 
 
-def test_001_05_there_is_no_weight_in_it() -> None:
+def test_001_05_positions_have_no_weights() -> None:
     model = tiny.model()
     assert sum(p.numel() for p in model.parameters()) == tiny.CONFIG.n_params
-    c = tiny.CONFIG  # every weight the model has, by the shapes of the paper; none is left over for positions
+    c = tiny.CONFIG  # all weights of the model, by the shapes of the paper; none is for positions
     attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     block = attention + 3 * c.dim * c.hidden_dim + 2 * c.dim
     assert tiny.CONFIG.n_params == 2 * c.vocab_size * c.dim + c.n_layers * block + c.dim
 
 
-def test_001_06_a_learned_table_costs_a_vector_a_position_and_ends() -> None:
+def test_001_06_a_learned_table_has_one_vector_per_position_and_a_limit() -> None:
     table = gaussians(0, 50, 16)
     learned, x = encodings.Learned(table), gaussians(1, 1, 16)
     assert learned.table.numel() == 50 * 16
@@ -100,16 +100,16 @@ def test_001_06_a_learned_table_costs_a_vector_a_position_and_ends() -> None:
         learned.embed(x, torch.tensor([50]))
     with pytest.raises(IndexError):
         table[torch.tensor([50])]
-    assert bool(measures.sinusoids(torch.tensor([10**6]), 16).isfinite().all())  # the fixed one has no end
+    assert bool(measures.sinusoids(torch.tensor([10**6]), 16).isfinite().all())  # the fixed encoding has no end
 
 
 # ---------------------------------------------------------------------------------------------------- RoPE's styles
 @LAW
 @given(seed=seeds, together=positions, m=st.integers(0, 500), n=st.integers(0, 500))
-def test_001_08_a_common_shift_changes_nothing_and_another_rotation_does(
+def test_001_08_a_common_shift_keeps_scores_and_another_rotation_does_not(
     seed: int, together: int, m: int, n: int
 ) -> None:
-    """E22: "invariant under rotation" holds of R_p for a position p, not of rotations at large."""
+    """E22: "invariant under rotation" is true of R_p for a position p, not of other rotations."""
     d = 16
     q, k, inv_freq = gaussians(seed, 1, d), gaussians(seed + 1, 1, d), inverse_frequencies(d)[0]
     at_m, at_n, at_p = (torch.tensor([p]) for p in (m, n, together))
@@ -119,7 +119,7 @@ def test_001_08_a_common_shift_changes_nothing_and_another_rotation_does(
 
     plain = score(q, k)
     assert abs(score(measures.turn(q, at_p, inv_freq), measures.turn(k, at_p, inv_freq)) - plain) < 1e-9
-    other, _ = np.linalg.qr(rng(seed).standard_normal((d, d)))  # orthogonal, and no R_p
+    other, _ = np.linalg.qr(rng(seed).standard_normal((d, d)))  # orthogonal, but not an R_p
     other = torch.from_numpy(other)
     assert float((q @ other).norm()) == pytest.approx(float(q.norm()))
     if abs(m - n) > 2:
@@ -128,13 +128,13 @@ def test_001_08_a_common_shift_changes_nothing_and_another_rotation_does(
 
 @LAW
 @given(seed=seeds, m=positions, n=positions)
-def test_001_09_turned_by_absolute_positions_compared_by_relative_ones(seed: int, m: int, n: int) -> None:
+def test_001_09_rotation_by_absolute_positions_gives_relative_scores(seed: int, m: int, n: int) -> None:
     m, n = max(m, n), min(m, n)
     q, k = gaussians(seed, 1, 1, 1, 32).float(), gaussians(seed + 1, 1, 1, 1, 32).float()
     table = llama.precompute_freqs_cis(32, m + 1)
     absolute = rope.apply_rotary_emb(q, q, table[m : m + 1])[0] * rope.apply_rotary_emb(k, k, table[n : n + 1])[0]
     relative = rope.apply_rotary_emb(q, q, table[m - n : m - n + 1])[0] * k
-    # In float32 the angle of pair 0 at position m is known to m * 2^-24; q and k have lengths of about 6.
+    # In float32 the angle of pair 0 at position m is exact to m * 2^-24; q and k have a length of about 6.
     assert float(absolute.sum() - relative.sum()) == pytest.approx(0, abs=2e-5 + 40 * m * 2**-22)
 
 
@@ -142,11 +142,11 @@ def test_001_09_turned_by_absolute_positions_compared_by_relative_ones(seed: int
 @given(seed=seeds, m=st.integers(1, 500), d=st.sampled_from([4, 8, 64, 128]), base=bases)
 def test_001_10_the_two_styles_are_one_rotation_of_reordered_entries(seed: int, m: int, d: int, base: float) -> None:
     x, inv_freq = gaussians(seed, 1, d), inverse_frequencies(d, base)[0]
-    interleaved = measures.turn(x, torch.tensor([m]), inv_freq)  # GPT-J's and the paper's: neighbours
+    interleaved = measures.turn(x, torch.tensor([m]), inv_freq)  # GPT-J and the paper: neighbours
     angles = m * inv_freq.double()
     cos, sin = torch.cat((angles.cos(),) * 2), torch.cat((angles.sin(),) * 2)  # (D,)
 
-    def half(x: torch.Tensor) -> torch.Tensor:  # GPT-NeoX's: entry i with entry i + D/2
+    def half(x: torch.Tensor) -> torch.Tensor:  # GPT-NeoX: entry i with entry i + D/2
         return x * cos + rope.rotate_half(x) * sin
 
     reordered = rope.half_to_interleaved(half(rope.interleaved_to_half(x)))
@@ -155,8 +155,8 @@ def test_001_10_the_two_styles_are_one_rotation_of_reordered_entries(seed: int, 
 
 
 # ------------------------------------------------------------------------------------------------------- the base
-def test_001_12_two_decays_that_go_opposite_ways_with_the_base() -> None:
-    """E15: over the dimensions a larger base decays faster, over the distance slower."""
+def test_001_12_the_two_decays_change_in_opposite_directions_with_the_base() -> None:
+    """E15: a larger base decays faster over the dimensions and more slowly over the distance."""
     distances = torch.arange(1, 4097)
     slowest = [float(measures.frequencies(128, base)[-1]) for base in (1e4, 1e6)]
     over_distance = [
@@ -190,50 +190,50 @@ def test_001_14_a_larger_base_decays_later(base: float, mean: float, below_half:
 @given(seed=seeds, m=positions, n=positions, d=st.sampled_from([2, 8, 64]), base=bases)
 def test_001_15_the_score_as_the_real_part_of_a_sum_over_pairs(seed: int, m: int, n: int, d: int, base: float) -> None:
     q, k, inv_freq = gaussians(seed, 1, d), gaussians(seed + 1, 1, d), inverse_frequencies(d, base)[0]
-    turned = measures.turn(q, torch.tensor([m]), inv_freq) * measures.turn(k, torch.tensor([n]), inv_freq)
+    products = measures.turn(q, torch.tensor([m]), inv_freq) * measures.turn(k, torch.tensor([n]), inv_freq)
     a, b = (x[0].numpy()[0::2] + 1j * x[0].numpy()[1::2] for x in (q, k))
     expected = (a * b.conj() * np.exp(1j * (m - n) * np.float64(inv_freq.numpy()))).sum().real
-    assert abs(float(turned.sum()) - expected) < 1e-9
+    assert abs(float(products.sum()) - expected) < 1e-9
 
 
 @pytest.mark.parametrize(("base", "length", "unfinished"), [(1e4, 2048, 23), (1e4, 4096, 18), (5e5, 8192, 29)])
-def test_001_16_pairs_that_never_finish_a_turn_in_training(base: float, length: int, unfinished: int) -> None:
-    """LLaMA 1, 2 and 3: of 64 pairs, so many have not shown the whole circle."""
+def test_001_16_some_pairs_never_complete_a_turn_in_training(base: float, length: int, unfinished: int) -> None:
+    """LLaMA 1, 2 and 3: the number of 64 pairs that do not cover the complete circle."""
     inv_freq = measures.frequencies(128, base)
     assert int((measures.turns(inv_freq, length) < 1).sum()) == unfinished
     assert int((2 * math.pi / by_hand.frequencies(128, base) > length).sum()) == unfinished
     arc = measures.seen_arc(inv_freq, length)
-    walked = (length - 1) * by_hand.frequencies(128, base)
-    np.testing.assert_allclose(arc.numpy(), np.minimum(walked, 2 * math.pi), rtol=1e-6)
+    angles = (length - 1) * by_hand.frequencies(128, base)
+    np.testing.assert_allclose(arc.numpy(), np.minimum(angles, 2 * math.pi), rtol=1e-6)
 
 
-# ----------------------------------------------------------------------------------- past the trained length: PI
+# ----------------------------------------------------------------------------------- beyond the trained length: PI
 @LAW
 @given(length=st.integers(2, 400), factor=st.sampled_from([2, 4, 8]), base=bases)
-def test_001_18_interpolation_counts_every_position_for_a_part(length: int, factor: int, base: float) -> None:
+def test_001_18_interpolation_divides_every_position(length: int, factor: int, base: float) -> None:
     plain = inverse_frequencies(16, base)[0]
     scaled = inverse_frequencies(16, base, {"rope_type": "linear", "factor": float(factor)})[0]
     at = torch.arange(factor * length)
-    # A power of two divides a float32 without rounding, so the two readings agree bit for bit.
+    # Dividing a float32 by a power of two does not round, so the two forms agree bit for bit.
     assert torch.equal(rope.freqs_cis_at(at, scaled), rope.freqs_cis_at(at / factor, plain))
-    assert float(at[-1] / factor) == length - 1 / factor  # counted from 0, a little past the trained length - 1
+    assert float(at[-1] / factor) == length - 1 / factor  # counted from 0, slightly beyond the trained length - 1
     assert float((at[-1] + 1) / factor) == length
 
 
-def test_001_19_only_the_slow_pairs_meet_angles_that_training_never_showed() -> None:
-    """E55: at position 2,048 a LLaMA 1 has seen the whole circle of 41 of its 64 pairs, of pair 0 326 times."""
+def test_001_19_only_the_slow_pairs_reach_angles_unseen_in_training() -> None:
+    """E55: by position 2,048, 41 of the 64 pairs of LLaMA 1 have completed a turn, pair 0 326 of them."""
     inv_freq = measures.frequencies(128)
     turns = measures.turns(inv_freq, 2048)
     assert int((turns >= 1).sum()) == 41
     assert float(turns[0]) == pytest.approx(326, abs=0.5)
     seen = np.outer(np.arange(2048), by_hand.frequencies(128)) % (2 * math.pi)  # (N, D/2)
     later = (np.arange(2048, 8192)[:, None] * by_hand.frequencies(128)) % (2 * math.pi)
-    new = (later > seen.max(0)).mean(0)  # part of the later angles beyond the largest that was seen
+    new = (later > seen.max(0)).mean(0)  # fraction of the later angles beyond the largest seen
     assert new[:30].max() < 0.01
     assert new[-15:].min() > 0.3
 
 
-def test_001_20_interpolation_brings_neighbours_together() -> None:
+def test_001_20_interpolation_reduces_the_distance_between_neighbours() -> None:
     step = [
         float(inverse_frequencies(128, 1e4, scaling)[0][0])
         for scaling in (None, {"rope_type": "linear", "factor": 4.0})
@@ -244,11 +244,11 @@ def test_001_20_interpolation_brings_neighbours_together() -> None:
     assert chords == pytest.approx([2 * math.sin(0.5), 2 * math.sin(0.125)], rel=1e-12)
 
 
-# ------------------------------------------------------------------------------ past the trained length: NTK-aware
+# ------------------------------------------------------------------------------ beyond the trained length: NTK-aware
 @LAW
 @given(dim=heads, base=bases, factor=factors)
 def test_001_23_ntk_aware_divides_pair_i_by_a_power_of_the_factor(dim: int, base: float, factor: float) -> None:
-    """E21: only pair 0 is unchanged, only the last is divided by the whole factor."""
+    """E21: only pair 0 is unchanged, only the last pair is divided by the full factor."""
     divisor = float64("default", dim, base) / float64("ntk", dim, base, factor=factor)
     i = np.arange(dim // 2)
     np.testing.assert_allclose(divisor, factor ** (2 * i / (dim - 2)), rtol=1e-12)
@@ -264,15 +264,15 @@ def test_001_24_the_first_pair_is_the_fastest() -> None:
 
 
 def test_001_25_the_last_pair_is_the_slowest() -> None:
-    """E16: low frequency is where i is large."""
+    """E16: the low frequencies have a large i."""
     waves = measures.wavelengths(measures.frequencies(128))
     assert int(waves.argmax()) == 63
     assert float(waves[63]) == pytest.approx(2 * math.pi * 1e4 ** (126 / 128), rel=1e-6)
     assert float(waves[63]) == pytest.approx(54410, abs=1)
 
 
-def test_001_26_a_clock_tells_43200_seconds_apart() -> None:
-    """E17: three hands are three pairs, so D = 6; their periods are no geometric series, as RoPE's are."""
+def test_001_26_a_clock_distinguishes_43200_seconds() -> None:
+    """E17: three hands are three pairs, so D = 6; their periods are not a geometric series, unlike RoPE's."""
     hands = 2 * math.pi / np.array([60.0, 3600.0, 43200.0])  # radians a second
     at = torch.arange(43200)
     faces = measures.turn(torch.tensor([[1.0, 0.0] * 3]).expand(43200, 6), at, torch.from_numpy(hands))
@@ -286,14 +286,14 @@ def test_001_26_a_clock_tells_43200_seconds_apart() -> None:
 
 @LAW
 @given(factor=factors)
-def test_001_27_interpolation_slows_every_hand_alike(factor: float) -> None:
+def test_001_27_interpolation_slows_every_hand_equally(factor: float) -> None:
     divisor = float64("default", 6, 1e4) / float64("linear", 6, 1e4, factor=factor)
     assert divisor.tolist() == pytest.approx([factor] * 3, rel=1e-14)
-    assert 360 / 60 / divisor[0] == pytest.approx(6 / factor)  # degrees of the second hand a second
+    assert 360 / 60 / divisor[0] == pytest.approx(6 / factor)  # degrees of the second hand per second
 
 
 def test_001_28_the_stretched_clock() -> None:
-    """E18: each hand's own factor is 1, 1.5, 2; their periods are stretched 1, 1.5 and 3 times."""
+    """E18: the radices are multiplied by 1, 1.5 and 2, the periods of the hands by 1, 1.5 and 3."""
     radix = np.array([60, 60 * 1.5, 12 * 2])
     assert radix.prod() == 129600
     assert (np.cumprod(radix) / np.cumprod([60, 60, 12])).tolist() == [1, 1.5, 3]

@@ -1,4 +1,4 @@
-"""Note 002: the formulas again, a sinusoid class, and Hugging Face's Llama from RoPE to attention. One test a claim."""
+"""Note 002: the formulas again, a sinusoid class, Hugging Face's Llama from RoPE to attention. One test per claim."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LONGROPE = {
 
 
 def doubled(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin (T, D) of angles (T, D/2) twice over, as the half style wants them."""
+    """cos and sin (T, D) of angles (T, D/2), each repeated as the half style needs them."""
     return torch.cat((angles.cos(),) * 2, -1), torch.cat((angles.sin(),) * 2, -1)
 
 
 # ----------------------------------------------------------------------------------------- attention and sinusoids
-def test_002_02_a_token_attends_to_itself_too() -> None:
-    """E52: were n = m left out, the first token of a decoder would have nobody to hear, and softmax no sum."""
+def test_002_02_a_token_also_attends_to_itself() -> None:
+    """E52: without n = m, the first token of a decoder would have no key, and the softmax would be NaN."""
     at = torch.arange(4)
     assert bool(attention.causal_mask(at, at).diagonal().all())
     q, k = gaussians(0, 1, 1, 4, 8), gaussians(1, 1, 1, 4, 8)
@@ -62,7 +62,7 @@ def test_002_03_additive_positions(seed: int, start: int) -> None:
 
 
 def class_of_the_note(length: int, d: int, exponent: Any) -> torch.Tensor:
-    """The two loops of the note's class, in its float32 table; `exponent` is what stands over 10000."""
+    """The two loops of the note's class, in its float32 table; `exponent` is the exponent of 10000."""
     pe = torch.zeros(length, d)
     for pos in range(length):
         for i in range(0, d, 2):
@@ -72,7 +72,7 @@ def class_of_the_note(length: int, d: int, exponent: Any) -> torch.Tensor:
 
 
 def test_002_04_a_table_of_max_len_rows() -> None:
-    """E24, E25: i steps by 2 already, so the exponent is i/d, and the same for the sine and its cosine."""
+    """E24, E25: i already steps by 2, so the exponent is i/d, for the sine and for its cosine."""
     right = measures.sinusoids(torch.arange(16), 8)
     assert right.shape == (16, 8)
     repaired = class_of_the_note(16, 8, lambda i, j: i / 8)
@@ -91,13 +91,13 @@ def test_002_04_an_odd_width_has_no_table(d: int) -> None:
 
 @LAW
 @given(position=st.integers(0, 10**6), d=even_dims)
-def test_002_05_a_codes_length_is_the_root_of_half_its_width(position: int, d: int) -> None:
+def test_002_05_the_length_of_an_encoding_is_the_root_of_half_its_width(position: int, d: int) -> None:
     code = measures.sinusoids(torch.tensor([position]), d)
     assert float(code.square().sum()) == pytest.approx(d / 2, rel=1e-12)
 
 
 def test_002_05_llama_does_not_scale_its_embedding() -> None:
-    """The note's class multiplies x by sqrt(d) to keep it large beside what is added; here nothing is added."""
+    """The note's class multiplies x by sqrt(d) before it adds the encoding; here nothing is added."""
     model, tokens, entered = tiny.model(), tiny.random_tokens(5), []
     hook = model.layers[0].register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
     model(tokens)
@@ -108,7 +108,7 @@ def test_002_05_llama_does_not_scale_its_embedding() -> None:
 # --------------------------------------------------------------------------------------------- RoPE, derived again
 @LAW
 @given(seed=seeds, m=positions, n=positions, shift=st.integers(0, 4096))
-def test_002_06_g_knows_the_difference_alone(seed: int, m: int, n: int, shift: int) -> None:
+def test_002_06_g_depends_on_the_difference_alone(seed: int, m: int, n: int, shift: int) -> None:
     q, k, inv_freq = gaussians(seed, 1, 2), gaussians(seed + 1, 1, 2), inverse_frequencies(2)[0]
     scores = [
         float((measures.turn(q, torch.tensor([a]), inv_freq) * measures.turn(k, torch.tensor([b]), inv_freq)).sum())
@@ -149,14 +149,14 @@ def test_002_08_f_and_g_as_matrices(seed: int, m: int, n: int) -> None:
 @given(seed=seeds, m=positions, n=positions, d=even_dims)
 def test_002_09_the_score_is_the_sum_of_the_pairs_scores(seed: int, m: int, n: int, d: int) -> None:
     q, k, inv_freq = gaussians(seed, 1, d), gaussians(seed + 1, 1, d), inverse_frequencies(d)[0]
-    turned_q, turned_k = (measures.turn(x, torch.tensor([at]), inv_freq) for x, at in ((q, m), (k, n)))
-    whole = float((turned_q * turned_k).sum())
-    parts = 0.0
+    q_m, k_n = (measures.turn(x, torch.tensor([at]), inv_freq) for x, at in ((q, m), (k, n)))
+    score = float((q_m * k_n).sum())
+    total = 0.0
     for i in range(d // 2):
         pair = slice(2 * i, 2 * i + 2)
         a, b = (measures.turn(x[:, pair], torch.tensor([at]), inv_freq[i : i + 1]) for x, at in ((q, m), (k, n)))
-        parts += float((a * b).sum())
-    assert whole == pytest.approx(parts, abs=1e-11)
+        total += float((a * b).sum())
+    assert score == pytest.approx(total, abs=1e-11)
 
 
 @pytest.mark.parametrize("dim", [1, 3, 127])
@@ -167,8 +167,8 @@ def test_002_09_an_odd_width_is_an_error(dim: int) -> None:
 
 @LAW
 @given(seed=seeds, shift=st.integers(1, 150))
-def test_002_10_attention_with_rope_knows_distances(seed: int, shift: int) -> None:
-    """The whole model: a text 1 to 150 positions later is the same text; spread by a factor 2 it is another one."""
+def test_002_10_attention_with_rope_depends_on_distances(seed: int, shift: int) -> None:
+    """A shift of 1 to 150 positions does not change the model's logits; doubling all positions does."""
     model, tokens = tiny.model(), tiny.random_tokens(12, seed=seed % 1000)
     here = model(tokens)
     torch.testing.assert_close(model(tokens, torch.arange(shift, shift + 12)), here, rtol=0, atol=1e-3)
@@ -177,7 +177,7 @@ def test_002_10_attention_with_rope_knows_distances(seed: int, shift: int) -> No
 
 @LAW
 @given(seed=seeds, m=positions, d=even_dims)
-def test_002_11_two_products_an_entry_do_the_matrixs_work(seed: int, m: int, d: int) -> None:
+def test_002_11_two_products_per_entry_replace_the_matrix(seed: int, m: int, d: int) -> None:
     x, angles = gaussians(seed, d), m * torch.from_numpy(by_hand.frequencies(d))
     cos, sin = angles.cos(), angles.sin()
     by_entry = x * cos.repeat_interleave(2) + rope.quarter_turn(x) * sin.repeat_interleave(2)
@@ -189,33 +189,33 @@ def test_002_11_most_of_the_matrix_is_zero() -> None:
     angles = 7 * torch.from_numpy(by_hand.frequencies(64))
     matrix = rope.rotation_matrix(angles.cos(), angles.sin())
     assert float((matrix == 0).double().mean()) == pytest.approx(0.969, abs=5e-4)
-    assert int((matrix != 0).sum()) == 2 * 64  # multiplications left of the 64^2
+    assert int((matrix != 0).sum()) == 2 * 64  # multiplications that remain of 64^2
 
 
 # ------------------------------------------------------------------------------------------------ rotary embedding
 @LAW
 @given(factor=st.floats(1, 64), dim=st.sampled_from([8, 64]))
-def test_002_13_both_spellings_of_the_kind_and_none(factor: float, dim: int) -> None:
+def test_002_13_the_type_has_two_keys_and_a_default(factor: float, dim: int) -> None:
     new, old = ({key: "linear", "factor": factor} for key in ("rope_type", "type"))
     assert kind_of(new) == kind_of(old) == "linear"
     assert torch.equal(inverse_frequencies(dim, scaling=new)[0], inverse_frequencies(dim, scaling=old)[0])
     both = {"rope_type": "linear", "type": "yarn", "factor": factor}
-    assert kind_of(both) == "linear"  # the newer key decides
+    assert kind_of(both) == "linear"  # the newer key takes precedence
     assert kind_of(None) == kind_of({}) == "default"
     assert torch.equal(inverse_frequencies(dim)[0], inverse_frequencies(dim, scaling={"rope_type": "default"})[0])
 
 
-def test_002_14_the_trained_length_is_remembered() -> None:
-    """And is where `dynamic` starts to stretch, however far the model may go."""
-    plain = rope.Rope("complex", 8, 64, 1e4).rows(torch.arange(17), 17)[0]
+def test_002_14_the_trained_length_is_stored() -> None:
+    """`dynamic` stretches beyond the trained length, whatever the maximum length of the model."""
+    plain = rope.Rope("complex", 8, 64, 1e4).freqs_cis(torch.arange(17), 17)
     table = rope.Rope("complex", 8, 64, 1e4, DYNAMIC, trained_len=16)
     assert table.max_seq_len == 64
-    assert torch.equal(tiny.rows(table, torch.arange(16), 16)[0], plain[:16])
-    assert not torch.equal(tiny.rows(table, torch.arange(17), 17)[0], plain)
+    assert torch.equal(table.freqs_cis(torch.arange(16), 16), plain[:16])
+    assert not torch.equal(table.freqs_cis(torch.arange(17), 17), plain)
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "yarn", "longrope", "llama3"])
-def test_002_15_a_table_of_functions_that_give_frequencies_and_a_factor(kind: str) -> None:
+def test_002_15_every_type_returns_frequencies_and_a_factor(kind: str) -> None:
     scaling = {
         "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
         "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
@@ -229,7 +229,7 @@ def test_002_15_a_table_of_functions_that_give_frequencies_and_a_factor(kind: st
     assert factor == 1 or kind in ("yarn", "longrope")
 
 
-def test_002_16_frequencies_are_in_no_checkpoint() -> None:
+def test_002_16_frequencies_are_not_in_a_checkpoint() -> None:
     model = tiny.model()
     state = model.state_dict()
     assert not [name for name in state if "rope" in name or "freq" in name]
@@ -243,15 +243,16 @@ def test_002_16_frequencies_are_in_no_checkpoint() -> None:
 def test_002_17_frequencies_stay_float32_when_the_model_is_cast(form: str, dtype: torch.dtype) -> None:
     """E30."""
     model = tiny.model(rope=form)
-    before = [row.clone() for row in tiny.rows(model.rope, torch.arange(40), 40)]
+    before = [row.clone() for row in by_hand.parts(model.rope.freqs_cis(torch.arange(40), 40))]
     model.to(dtype)
     assert model.tok_embeddings.weight.dtype == dtype
-    for after, row in zip(tiny.rows(model.rope, torch.arange(40), 40), before, strict=True):
+    for after, row in zip(by_hand.parts(model.rope.freqs_cis(torch.arange(40), 40)), before, strict=True):
         assert after.dtype in (torch.complex64, torch.float32)
         assert torch.equal(after, row)
-    fresh = tiny.model(rope=form).rope
-    at = torch.arange(200)
-    for after, row in zip(tiny.rows(model.rope, at, 200), tiny.rows(fresh, at, 200), strict=True):
+    rows, fresh = (
+        by_hand.parts(table.freqs_cis(torch.arange(200), 200)) for table in (model.rope, tiny.model(rope=form).rope)
+    )
+    for after, row in zip(rows, fresh, strict=True):
         assert torch.equal(after, row)  # rows computed after the cast as well
 
 
@@ -261,14 +262,16 @@ def test_002_17_frequencies_stay_float32_when_the_model_is_cast(form: str, dtype
     scaling=st.sampled_from([DYNAMIC, LONGROPE, {"rope_type": "yarn", "factor": 4.0}, None]),
     form=st.sampled_from(list(rope.FORMS)),
 )
-def test_002_18_the_rows_are_a_function_of_the_length_whatever_came_before(
+def test_002_18_the_rows_depend_on_the_length_and_not_on_earlier_texts(
     lengths: list[int], scaling: dict[str, Any] | None, form: str
 ) -> None:
-    """E29: an object that remembers the longest text gives other numbers after it."""
+    """E29: an object that stores the longest text returns different rows after it."""
     used = rope.Rope(form, 8, 64, 1e4, scaling, trained_len=16)
     for length in lengths:
-        rows = used.rows(torch.arange(length), length)
-        fresh = rope.Rope(form, 8, 64, 1e4, scaling, trained_len=16).rows(torch.arange(length), length)
+        rows, fresh = (
+            by_hand.parts(table.freqs_cis(torch.arange(length), length))
+            for table in (used, rope.Rope(form, 8, 64, 1e4, scaling, trained_len=16))
+        )
         assert all(torch.equal(a, b) for a, b in zip(rows, fresh, strict=True))
 
 
@@ -277,15 +280,15 @@ def test_002_18_at_the_trained_length_the_frequencies_are_the_trained_ones() -> 
     table = rope.Rope("complex", 8, 64, 1e4, DYNAMIC, trained_len=16)
 
     def slowest(length: int) -> float:
-        return float(tiny.rows(table, torch.arange(length), length)[0][1, -1].angle())
+        return float(table.freqs_cis(torch.arange(length), length)[1, -1].angle())
 
     found = [slowest(length) for length in (16, 40, 16, 24, 15)]
     middle = 1e-3 / (2 * 24 / 16 - 1)
     assert found == pytest.approx([1e-3, 2.5e-4, 1e-3, middle, 1e-3], rel=1e-6)
 
 
-def test_002_19_the_length_is_the_largest_position_of_the_batch_and_one() -> None:
-    """Also where rows of a batch are padded on the left: the longest row decides for all of them."""
+def test_002_19_the_length_is_the_largest_position_of_the_batch_plus_one() -> None:
+    """This includes batches padded on the left: the longest row sets the length for all rows."""
     config = dataclasses.replace(tiny.CONFIG, rope_scaling={"rope_type": "dynamic", "factor": 4.0}, max_seq_len=16)
     model = tiny.model(config, max_seq_len=64)
     rows = torch.stack((torch.arange(24), (torch.arange(24) - 9).clamp(min=0)))  # (B, T), row 1 padded by 9
@@ -296,23 +299,23 @@ def test_002_19_the_length_is_the_largest_position_of_the_batch_and_one() -> Non
     assert torch.equal(seen.rows[0][0], rope.freqs_cis_at(rows, inv_freq))
 
 
-def test_002_20_the_table_has_no_gradient_and_lets_it_pass() -> None:
+def test_002_20_the_table_has_no_gradient_and_passes_gradients_to_q() -> None:
     with torch.enable_grad():
-        table = rope.Rope("real", 8, 64, 1e4).rows(torch.arange(3), 3)
+        table = rope.Rope("real", 8, 64, 1e4).freqs_cis(torch.arange(3), 3)
         q = gaussians(0, 1, 3, 1, 8).float().requires_grad_(True)
-        turned, _ = rope.apply_rotary_emb_real(q, q.detach(), *table)
+        rotated, _ = rope.apply_rotary_emb_real(q, q.detach(), *table)
         upstream = gaussians(1, 1, 3, 1, 8).float()
-        (turned * upstream).sum().backward()
+        (rotated * upstream).sum().backward()
     assert not any(part.requires_grad for part in table)
-    # What comes back through a rotation is turned back: the transpose of R_m is R_(-m).
+    # The gradient is rotated back: the transpose of R_m is R_(-m).
     cos, sin = table
     back, _ = rope.apply_rotary_emb_real(upstream, upstream, cos, -sin)
     torch.testing.assert_close(q.grad, back, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaling", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
-def test_002_21_every_kind_that_depends_on_the_length_follows_it(scaling: dict[str, Any]) -> None:
-    """E54: longrope changes lists past the trained length, and not only `dynamic` has to look."""
+def test_002_21_every_type_that_depends_on_the_length_follows_it(scaling: dict[str, Any]) -> None:
+    """E54: longrope, too, depends on the length: it switches lists beyond the trained length."""
     assert scaling["rope_type"] in BY_LENGTH
     config = dataclasses.replace(tiny.CONFIG, dim=32, n_heads=4, head_dim=8, max_seq_len=16, rope_scaling=scaling)
     model = tiny.model(config, max_seq_len=64)
@@ -329,7 +332,7 @@ def test_002_21_every_kind_that_depends_on_the_length_follows_it(scaling: dict[s
 
 @LAW
 @given(start=positions, seed=seeds, d=even_dims)
-def test_002_22_a_matrix_product_that_is_an_outer_product(start: int, seed: int, d: int) -> None:
+def test_002_22_the_matrix_product_is_an_outer_product(start: int, seed: int, d: int) -> None:
     ids = torch.from_numpy(by_hand.rng(seed).integers(start, start + 100, (2, 5)))  # (B, T)
     inv_freq = inverse_frequencies(d)[0]
     product = (inv_freq[None, :, None].expand(2, -1, 1) @ ids[:, None, :].float()).transpose(1, 2)  # (B, T, D/2)
@@ -340,13 +343,13 @@ def test_002_22_a_matrix_product_that_is_an_outer_product(start: int, seed: int,
     torch.testing.assert_close(ours, torch.polar(torch.ones_like(product), product), rtol=0, atol=2e-3)
 
 
-def test_002_23_autocast_does_not_reach_the_angles() -> None:
-    """E30: frequencies rounded to bfloat16 would be 10 radians off at position 8,191."""
+def test_002_23_autocast_does_not_affect_the_angles() -> None:
+    """E30: with frequencies rounded to bfloat16, the angle at position 8,191 would be wrong by 10 radians."""
     at = torch.arange(8192)
     inv_freq = inverse_frequencies(128)[0]
     plain = rope.freqs_cis_at(at, inv_freq)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert (inv_freq[:, None] @ inv_freq[None]).dtype == torch.bfloat16  # what would happen to a product
+        assert (inv_freq[:, None] @ inv_freq[None]).dtype == torch.bfloat16  # a matrix product would be cast
         assert torch.equal(rope.freqs_cis_at(at, inv_freq), plain)
         assert torch.equal(llama.precompute_freqs_cis(128, 8192), plain)
     rounded = inv_freq.bfloat16().double()
@@ -355,20 +358,19 @@ def test_002_23_autocast_does_not_reach_the_angles() -> None:
 
 
 @pytest.mark.parametrize("form", rope.FORMS)
-def test_002_23_autocast_does_not_reach_the_rotation(form: str) -> None:
-    table = rope.Rope(form, 16, 64, 1e4)
-    q, rows = gaussians(0, 1, 40, 2, 16).float(), tiny.rows(table, torch.arange(40), 40)
-    plain = table.apply(q, q, *rows)
+def test_002_23_autocast_does_not_affect_the_rotation(form: str) -> None:
+    q, freqs_cis = gaussians(0, 1, 40, 2, 16).float(), rope.Rope(form, 16, 64, 1e4).freqs_cis(torch.arange(40), 40)
+    plain = rope.RotaryEmb(form)(q, q, freqs_cis)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = table.apply(q, q, *rows)
+        under = rope.RotaryEmb(form)(q, q, freqs_cis)
     assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
 
 
-def test_002_24_the_half_style_has_every_angle_twice() -> None:
-    for part in rope.Rope("half", 16, 64, 1e4).rows(torch.arange(30), 30):
+def test_002_24_the_half_style_repeats_every_angle() -> None:
+    for part in rope.Rope("half", 16, 64, 1e4).freqs_cis(torch.arange(30), 30):
         assert part.shape == (30, 16)
         assert torch.equal(part[..., :8], part[..., 8:])
-    cos, sin = rope.Rope("half", 16, 64, 1e4).rows(torch.arange(30), 30)
+    cos, sin = rope.Rope("half", 16, 64, 1e4).freqs_cis(torch.arange(30), 30)
     angles = np.outer(np.arange(30), by_hand.frequencies(16))
     np.testing.assert_allclose(cos[:, :8], np.cos(angles), rtol=0, atol=3e-6)
     np.testing.assert_allclose(sin[:, :8], np.sin(angles), rtol=0, atol=3e-6)
@@ -377,7 +379,7 @@ def test_002_24_the_half_style_has_every_angle_twice() -> None:
 @LAW
 @given(seed=seeds, factor=st.floats(1.01, 64), m=positions, n=positions)
 def test_002_25_the_factor_reaches_the_score_squared(seed: int, factor: float, m: int, n: int) -> None:
-    """E32: q and k both carry it."""
+    """E32: both q and k carry the factor."""
     scaling = {"rope_type": "yarn", "factor": factor}
     inv_freq, sharper = inverse_frequencies(16, 1e4, scaling, max_seq_len=2048)
     assert sharper == pytest.approx(1 + 0.1 * math.log(factor), rel=1e-12)
@@ -385,9 +387,9 @@ def test_002_25_the_factor_reaches_the_score_squared(seed: int, factor: float, m
     at_m, at_n = torch.tensor([m]), torch.tensor([n])
 
     def score(factor: float) -> float:
-        turned_q, _ = rope.apply_rotary_emb(q, q, rope.freqs_cis_at(at_m, inv_freq, factor))
-        turned_k, _ = rope.apply_rotary_emb(k, k, rope.freqs_cis_at(at_n, inv_freq, factor))
-        return float((turned_q * turned_k).sum())
+        q_m, _ = rope.apply_rotary_emb(q, q, rope.freqs_cis_at(at_m, inv_freq, factor))
+        k_n, _ = rope.apply_rotary_emb(k, k, rope.freqs_cis_at(at_n, inv_freq, factor))
+        return float((q_m * k_n).sum())
 
     assert score(sharper) == pytest.approx(sharper**2 * score(1.0), abs=1e-4)
 
@@ -399,18 +401,17 @@ def test_002_25_the_factor_for_four_times_the_length() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("form", rope.FORMS)
-def test_002_26_what_comes_out_has_the_dtype_of_x(form: str, dtype: torch.dtype) -> None:
-    """Rounded once, after the rotation, where the note's code rounds cos and sin before it."""
-    table = rope.Rope(form, 16, 64, 1e4)
+def test_002_26_the_output_has_the_dtype_of_x(form: str, dtype: torch.dtype) -> None:
+    """The result is rounded once, after the rotation; the note's code rounds cos and sin before it."""
+    rotate, freqs_cis = rope.RotaryEmb(form), rope.Rope(form, 16, 64, 1e4).freqs_cis(torch.arange(40), 40)
     x = gaussians(0, 2, 40, 3, 16).to(dtype)
-    rows = tiny.rows(table, torch.arange(40), 40)
-    turned, _ = table.apply(x, x, *rows)
-    assert turned.dtype == dtype
-    assert torch.equal(turned, table.apply(x.float(), x.float(), *rows)[0].to(dtype))
+    rotated, _ = rotate(x, x, freqs_cis)
+    assert rotated.dtype == dtype
+    assert torch.equal(rotated, rotate(x.float(), x.float(), freqs_cis)[0].to(dtype))
 
 
 # ------------------------------------------------------------------------------------------------------- the model
-def test_002_27_one_look_into_the_table_serves_every_layer() -> None:
+def test_002_27_one_lookup_in_the_table_serves_every_layer() -> None:
     seen = watch(tiny.model(dataclasses.replace(tiny.CONFIG, n_layers=4)), tiny.random_tokens(6))
     assert len(seen.asked) == 1
     assert len(seen.rows) == 4
@@ -419,9 +420,9 @@ def test_002_27_one_look_into_the_table_serves_every_layer() -> None:
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 def test_002_29_ids_layers_norm_logits(heads: tuple[int, int]) -> None:
-    """E27: every layer's output enters the next, and after the last comes the final norm.
+    """E27: every layer's output enters the next, and the final norm follows the last layer.
 
-    The whole decoder (002-28) of blocks (002-30, 003-04) whose heads are merged by wo (002-40), held to numpy.
+    Compares with numpy: the complete decoder (002-28), its blocks (002-30, 003-04), heads merged by wo (002-40).
     """
     config = dataclasses.replace(tiny.CONFIG, n_layers=3, n_heads=heads[0], n_kv_heads=heads[1])
     tokens = tiny.random_tokens(9)
@@ -431,39 +432,38 @@ def test_002_29_ids_layers_norm_logits(heads: tuple[int, int]) -> None:
     np.testing.assert_allclose(logits.numpy(), expected, rtol=0, atol=2e-5)
 
 
-def test_002_31_norm_then_attention_then_norm_then_mlp_each_added() -> None:
+def test_002_31_attention_and_mlp_are_normed_and_added() -> None:
     """E28: h = x + attention(norm x), out = h + mlp(norm h)."""
     model = tiny.model()
     block, x, at = model.layers[1], gaussians(0, 1, 5, 64).float(), torch.arange(5)
-    rows, mask = model.rope.freqs_cis(at, 5), attention.causal_mask(at, at)
+    freqs_cis, mask = model.rope.freqs_cis(at, 5), attention.causal_mask(at, at)
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(by_hand.rms_norm(x.double().numpy(), weight.double().numpy(), 1e-5)).float()
 
-    h = x + block.attention(norm(x, block.attention_norm.weight), rows, mask, at, None)
+    h = x + block.attention(norm(x, block.attention_norm.weight), freqs_cis, mask, at, None)
     expected = h + block.feed_forward(norm(h, block.ffn_norm.weight))
-    torch.testing.assert_close(block(x, rows, mask, at, None), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(block(x, freqs_cis, mask, at, None), expected, rtol=0, atol=1e-5)
     block.attention.wo.weight.zero_()
     block.feed_forward.w_down.weight.zero_()
-    assert torch.equal(block(x, rows, mask, at, None), x)  # what is left is the way past both
+    assert torch.equal(block(x, freqs_cis, mask, at, None), x)  # only the residual connections remain
 
 
 @LAW
 @given(seed=seeds, m=positions, scale=st.sampled_from([-2.0, 0.5, 4.0]), form=st.sampled_from(list(rope.FORMS)))
-def test_002_32_q_and_k_are_turned_not_added_to(seed: int, m: int, scale: float, form: str) -> None:
-    """E31: turning is linear and keeps lengths, as adding a vector does not."""
-    table = rope.Rope(form, 16, 8193, 1e4)
-    rows = tiny.rows(table, torch.tensor([m]), m + 1)
+def test_002_32_q_and_k_are_rotated_not_added_to(seed: int, m: int, scale: float, form: str) -> None:
+    """E31: a rotation is linear and preserves lengths; adding a vector does neither."""
+    rotate, freqs_cis = rope.RotaryEmb(form), rope.Rope(form, 16, 8193, 1e4).freqs_cis(torch.tensor([m]), m + 1)
     x, y = gaussians(seed, 1, 1, 2, 16).float(), gaussians(seed + 1, 1, 1, 2, 16).float()
-    turned, other = table.apply(x, y, *rows)
-    scaled, _ = table.apply(scale * x, y, *rows)
-    together, _ = table.apply(x + y, y, *rows)
-    assert torch.equal(scaled, scale * turned)
-    torch.testing.assert_close(together, turned + other, rtol=0, atol=2e-6)
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
+    rotated, other = rotate(x, y, freqs_cis)
+    scaled, _ = rotate(scale * x, y, freqs_cis)
+    together, _ = rotate(x + y, y, freqs_cis)
+    assert torch.equal(scaled, scale * rotated)
+    torch.testing.assert_close(together, rotated + other, rtol=0, atol=2e-6)
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
 
 
-def test_002_32_v_is_left_alone() -> None:
+def test_002_32_v_is_unchanged() -> None:
     model, tokens = tiny.model(), tiny.random_tokens(8)
     seen = watch(model, tokens)
     block = model.layers[0]
@@ -471,14 +471,14 @@ def test_002_32_v_is_left_alone() -> None:
     assert torch.equal(seen.v[0].transpose(1, 2).flatten(-2), v)
 
 
-@pytest.mark.parametrize(("given_as", "expected"), [(None, 16), ("absent", 16), (32, 32)])
-def test_002_33_the_heads_width_or_what_the_sizes_give(tmp_path: Path, given_as: Any, expected: int) -> None:
-    """A head_dim of null falls back as an absent one does."""
+@pytest.mark.parametrize(("head_dim", "expected"), [(None, 16), ("absent", 16), (32, 32)])
+def test_002_33_head_dim_is_given_or_follows_from_the_sizes(tmp_path: Path, head_dim: Any, expected: int) -> None:
+    """A head_dim of null has the same fallback as an absent one."""
     test_huggingface.write(tmp_path, **({"head_dim": 32} if expected == 32 else {}))
-    if given_as == "absent":
+    if head_dim == "absent":
         test_huggingface.edit(tmp_path, remove=("head_dim",))
     else:
-        test_huggingface.edit(tmp_path, head_dim=given_as)
+        test_huggingface.edit(tmp_path, head_dim=head_dim)
     assert open_checkpoint(tmp_path).config.head_dim == expected
 
 
@@ -497,8 +497,8 @@ def test_002_34_a_group_of_query_heads_shares_a_key_head(seed: int, kv: int, gro
 
 @LAW
 @given(seed=seeds, d=st.sampled_from([2, 8, 32, 128]), h=st.sampled_from([1, 4]))
-def test_002_35_scores_are_divided_by_the_root_of_the_heads_width(seed: int, d: int, h: int) -> None:
-    """E36: of the head, and not of the hidden size h * d."""
+def test_002_35_scores_are_divided_by_the_root_of_head_dim(seed: int, d: int, h: int) -> None:
+    """E36: the root of head_dim, not of the hidden size h * d."""
     q, k = gaussians(seed, 1, h, 3, d), gaussians(seed + 1, 1, h, 5, d)
     ours = attention.reference_weights(q, k)[0].numpy()
     for head in range(h):
@@ -508,45 +508,45 @@ def test_002_35_scores_are_divided_by_the_root_of_the_heads_width(seed: int, d: 
             assert float(np.abs(ours[head] - by_hand.softmax(scores / (h * d) ** 0.5)).max()) > 1e-4
 
 
-def test_002_36_the_four_projections_and_no_bias() -> None:
+def test_002_36_the_four_projections_have_no_bias() -> None:
     config = dataclasses.replace(tiny.CONFIG, n_heads=6, n_kv_heads=2, head_dim=24)
-    of = tiny.model(config).layers[0].attention
-    shapes = {name: tuple(getattr(of, name).weight.shape) for name in ("wq", "wk", "wv", "wo")}
+    layer = tiny.model(config).layers[0].attention
+    shapes = {name: tuple(getattr(layer, name).weight.shape) for name in ("wq", "wk", "wv", "wo")}
     assert shapes == {"wq": (6 * 24, 64), "wk": (2 * 24, 64), "wv": (2 * 24, 64), "wo": (64, 6 * 24)}
-    assert all(getattr(of, name).bias is None for name in shapes)
+    assert all(getattr(layer, name).bias is None for name in shapes)
     biased = tiny.model(dataclasses.replace(config, attention_bias=True)).layers[0].attention
     assert all(getattr(biased, name).bias.shape == (shapes[name][0],) for name in shapes)
 
 
-def test_002_37_heads_before_tokens() -> None:
+def test_002_37_heads_come_before_tokens() -> None:
     seen = watch(tiny.model(), tiny.random_tokens(5, batch=2))
     q, k = seen.before[0]  # as projected, tokens first
     assert (q.shape, k.shape) == ((2, 5, 4, 16), (2, 5, 2, 16))
     assert (seen.q[0].shape, seen.k[0].shape, seen.v[0].shape) == ((2, 4, 5, 16), (2, 2, 5, 16), (2, 2, 5, 16))
-    turned, _ = rope.apply_rotary_emb(q, k, llama.precompute_freqs_cis(16, 5))
+    rotated, _ = rope.apply_rotary_emb(q, k, llama.precompute_freqs_cis(16, 5))
     for b, t, h in np.ndindex(2, 5, 4):
-        assert torch.equal(seen.q[0][b, h, t], turned[b, t, h])
+        assert torch.equal(seen.q[0][b, h, t], rotated[b, t, h])
 
 
 @pytest.mark.parametrize("form", rope.FORMS)
 @pytest.mark.parametrize("chunk", [1, 7, 30])
-def test_002_38_keys_are_cached_turned_and_the_cache_changes_nothing(form: str, chunk: int) -> None:
+def test_002_38_rotated_keys_are_cached_and_the_cache_changes_no_logits(form: str, chunk: int) -> None:
     model, tokens = tiny.model(rope=form), tiny.random_tokens(30)
-    whole, cache = watch(model, tokens), model.new_cache()
+    full, cache = watch(model, tokens), model.new_cache()
     parts = [model(part, cache=cache) for part in tokens.split(chunk, 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole.logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.cat(parts, 1), full.logits, rtol=0, atol=1e-5)
     for layer in range(tiny.CONFIG.n_layers):
-        torch.testing.assert_close(cache.k[layer, :, :, :30], whole.k[layer], rtol=0, atol=1e-5)
+        torch.testing.assert_close(cache.k[layer, :, :, :30], full.k[layer], rtol=0, atol=1e-5)
     late = torch.cat([model(part, at, cache) for part, at in [(tokens[:, 20:], torch.arange(20, 30))]])
-    torch.testing.assert_close(late, whole.logits[:, 20:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(late, full.logits[:, 20:], rtol=0, atol=1e-5)
 
 
-def test_002_39_attention_written_out_and_no_dropout() -> None:
+def test_002_39_fused_attention_equals_the_formula_and_has_no_dropout() -> None:
     tokens = tiny.random_tokens(40)
     fused, written_out = (tiny.model(attention=name) for name in ("sdpa", "reference"))
     torch.testing.assert_close(fused(tokens), written_out(tokens), rtol=0, atol=1e-5)
     in_training = tiny.model().train()
-    assert torch.equal(in_training(tokens), fused(tokens))  # nothing is drawn, in training either
+    assert torch.equal(in_training(tokens), fused(tokens))  # nothing is random, not even in training mode
     assert not [m for m in in_training.modules() if isinstance(m, torch.nn.Dropout)]
 
 
@@ -555,13 +555,13 @@ def test_002_39_attention_written_out_and_no_dropout() -> None:
 @given(seed=seeds, d=even_dims)
 def test_002_41_rotate_half_is_a_quarter_turn(seed: int, d: int) -> None:
     x = gaussians(seed, 3, d)
-    turned = rope.rotate_half(x)
-    assert torch.equal(rope.rotate_half(turned), -x)
-    assert torch.equal(turned, torch.cat((-x[:, d // 2 :], x[:, : d // 2]), -1))
+    rotated = rope.rotate_half(x)
+    assert torch.equal(rope.rotate_half(rotated), -x)
+    assert torch.equal(rotated, torch.cat((-x[:, d // 2 :], x[:, : d // 2]), -1))
     matrix = rope.rotate_half(torch.eye(d, dtype=torch.float64))
     assert torch.equal(matrix @ matrix.T, torch.eye(d, dtype=torch.float64))
-    assert torch.equal(turned.norm(dim=-1), x.norm(dim=-1)) or torch.allclose(turned.norm(dim=-1), x.norm(dim=-1))
-    assert float((turned * x).sum(-1).abs().max()) < 1e-12
+    assert torch.allclose(rotated.norm(dim=-1), x.norm(dim=-1))
+    assert float((rotated * x).sum(-1).abs().max()) < 1e-12
 
 
 @LAW
@@ -587,5 +587,5 @@ def test_002_43_the_axis_of_the_heads_is_an_argument(seed: int, start: int) -> N
     for a, b in zip(heads_first, tokens_first, strict=True):
         assert torch.equal(a, b.transpose(1, 2))
     assert "position_ids" not in inspect.signature(rope.apply_rotary_pos_emb).parameters
-    with pytest.raises(ValueError, match="4 tokens"):  # the axis of the tokens, taken for that of the heads
+    with pytest.raises(ValueError, match="4 tokens"):  # the axis of the tokens instead of the heads
         rope.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)

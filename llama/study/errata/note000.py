@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -685,7 +686,7 @@ E13 = Erratum(
 
 
 # ------------------------------------------------------------------------------------------------------------- E53
-Rows = Callable[["rope.Rope", int, int], Tensor]  # (table, cached tokens, new tokens) -> rows (T, D/2)
+Rows = Callable[[rope.Rope, int, int], Any]  # (table, cached tokens, new tokens) -> rows (T, D/2)
 
 
 def _e53(wrong: Rows, right: Rows) -> Sequence[Check]:
@@ -713,8 +714,8 @@ E53 = Erratum(
     right="use rows start .. start + T - 1, where start is the number of tokens already in the cache",
     why="This works for a prompt and fails at the next token: a single new token uses row 0, so its query is rotated"
     " as if it were the first token of the text.",
-    wrong_form=lambda table, start, count: table.rows(torch.arange(count), count)[0],
-    right_form=lambda table, start, count: table.rows(torch.arange(start, start + count), start + count)[0],
+    wrong_form=lambda table, start, count: table.freqs_cis(torch.arange(count), count),
+    right_form=lambda table, start, count: table.freqs_cis(torch.arange(start, start + count), start + count),
     prove=_e53,
     quiz=Quiz(
         line="new token j (from 0) uses row j of freqs_cis",
