@@ -53,7 +53,7 @@ def load_ours(spec: dict[str, Any]) -> tuple[Job, int]:
     from llama.sampling import SamplingParams
 
     torch.set_num_threads(spec["threads"])
-    model = loader.build(open_checkpoint(Path(spec["path"])), device="cpu", pack=True, compile=spec["compile"])
+    model = loader.build(open_checkpoint(Path(spec["path"])), device="cpu", fast=True, compile=spec["compile"])
 
     def job(prompts: list[list[int]], new: int, size: int) -> None:
         requests = [Request(prompt, SamplingParams(max_new_tokens=new)) for prompt in prompts]

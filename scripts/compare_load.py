@@ -37,7 +37,7 @@ def ours(folder: Path, format: str) -> tuple[float, Any, int]:
     path = folder / ("bf16.gguf" if format.startswith("gguf") else format.split("-")[0])
     torch.set_grad_enabled(False)
     started = time.perf_counter()
-    model = loader.build(open_checkpoint(path), "cpu", "bfloat16", pack=format.endswith("-packed"))
+    model = loader.build(open_checkpoint(path), "cpu", "bfloat16", fast=format.endswith("-packed"))
     return time.perf_counter() - started, model, model.config.n_params
 
 

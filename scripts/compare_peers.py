@@ -286,7 +286,7 @@ def load_clearllama(spec: dict[str, Any]) -> tuple[Step, int, int | None]:
     from llama.tools import benchmark
 
     torch.set_num_threads(spec["threads"])
-    model = loader.build(open_checkpoint(spec["path"]), device="cpu", pack=True, **spec["options"])
+    model = loader.build(open_checkpoint(spec["path"]), device="cpu", fast=True, **spec["options"])
     prompt = spec["prompt_tokens"]
     cache = model.new_cache(prompt + spec["new_tokens"])
     read = benchmark.linear_bytes(model) + benchmark.cache_bytes(model.new_cache(prompt), prompt)
