@@ -101,12 +101,12 @@ def serve() -> None:
 
 def run_rank(rank: int, request: dict[str, Any]) -> None:
     """Join the world, run the requested case, save its result, and exit."""
-    folder, place = Path(request["folder"]), Rank(rank, request["tensor"], request["pipeline"])
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(place.tensor * place.pipeline))
+    folder, tensor, pipeline = Path(request["folder"]), request["tensor"], request["pipeline"]
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(tensor * pipeline))
     os.environ["CLEARLLAMA_STORE"] = str(folder / "store")
     code = 1
     try:
-        world = parallel.join(place, "cpu")
+        world = parallel.join(Rank(rank, tensor, pipeline), "cpu")
         returned = CASES[request["case"]](world, **request["arguments"])
         parallel.leave(world)
         torch.save(returned, folder / f"{rank}.pt")
@@ -120,8 +120,8 @@ def run_rank(rank: int, request: dict[str, Any]) -> None:
 # ----------------------------------------------------------------------------------------------------------- cases
 def build(path: str, world: parallel.World | None = None, plain: bool = False, **options: Any) -> Transformer:
     """Return a model in float32 with the default kernels. plain: dequantize quantized weights."""
-    options = {"dtype": "float32", "device": "cpu", "pack": True, **options}
-    with parallel.together(world):
+    options = {"dtype": "float32", "device": "cpu", "fast": True, **options}
+    with parallel.all_succeed(world):
         model = loader.build(open_checkpoint(path), world=world, **options)
     for name, layer in list(model.named_modules()):
         if plain and isinstance(layer, TileLinear):
@@ -141,18 +141,24 @@ def ask(world: parallel.World, path: str, what: str = "answers", **options: Any)
     shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.state_dict().items()}
     if world.leader:
         return {**QUESTIONS[what](model), **shapes}
-    alive: weakref.WeakSet[KVCache] = weakref.WeakSet()
-    counts, new_cache = [0], model.new_cache
-
-    def counted(*args: Any) -> KVCache:
-        cache = new_cache(*args)
-        alive.add(cache)
-        counts.append(len(alive))
-        return cache
-
-    model.new_cache = counted  # type: ignore[method-assign]
+    model.runner = runner = CountingRunner(world, model.runner.cache_kind)
     parallel.follow(model, world)
-    return {**shapes, "caches made": torch.tensor(len(counts) - 1), "caches alive": torch.tensor(max(counts))}
+    return {**shapes, "caches created": torch.tensor(runner.created), "most caches alive": torch.tensor(runner.most)}
+
+
+class CountingRunner(parallel.StageRunner):
+    """Counts the caches of a rank."""
+
+    def __init__(self, world: parallel.World, cache_kind: str):
+        super().__init__(world, cache_kind)
+        self.alive: weakref.WeakSet[KVCache] = weakref.WeakSet()
+        self.created = self.most = 0
+
+    def new_cache(self, *args: Any) -> KVCache:
+        cache = super().new_cache(*args)
+        self.alive.add(cache)
+        self.created, self.most = self.created + 1, max(self.most, len(self.alive))
+        return cache
 
 
 @torch.inference_mode()
@@ -220,14 +226,14 @@ def refusals(model: Transformer) -> dict[str, Tensor]:
     row = list(range(20))
     cache = model.new_cache(16)
     foreign = copy.copy(model.new_cache(30)) if model.runner.distributed else model.new_cache(3)
-    bads: list[Callable[[], Any]] = [
+    calls: list[Callable[[], Any]] = [
         lambda: prefill(model, row, cache),
         lambda: model(torch.tensor([row]), torch.arange(1, 21), cache),
         lambda: prefill(model, row, foreign),  # the other ranks do not have this cache
     ]
-    for bad in bads:
+    for call in calls:
         try:
-            bad()
+            call()
         except (ContextLengthError, ValueError):
             continue
         raise AssertionError("expected the call to be refused")
@@ -302,7 +308,7 @@ def memory(world: parallel.World, path: str, **options: Any) -> dict[str, int]:
 
     before = status("VmRSS:")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    with parallel.together(world):
+    with parallel.all_succeed(world):
         model = loader.build(open_checkpoint(path), device="cpu", fast=True, world=world, **options)
     loaded = status("VmHWM:") - before
     if world.leader:

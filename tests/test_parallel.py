@@ -88,7 +88,7 @@ def test_ranks_answer_as_one(world: ranks.Ranks, tmp_path: Path) -> None:
         found, *others = world.run(tensor, pipeline, "ask", path=path)
         check(found, expected)
         for other in others:  # a cache that rank 0 lets go is let go everywhere
-            assert int(other["caches alive"]) <= 5 < int(other["caches made"])
+            assert int(other["most caches alive"]) <= 5 < int(other["caches created"])
 
 
 @pytest.mark.slow

@@ -136,6 +136,23 @@ FLOATS = (
 )
 
 
+def add_metadata(writer: gguf.GGUFWriter, entries: dict[str, Any]) -> None:
+    """Add metadata entries that are not None, each with the type of its value."""
+    for key, value in entries.items():
+        if value is None:
+            continue
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        elif key in FLOATS:
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+
+
 def write_gguf(
     path: Path,
     config: ModelConfig = CONFIG,
@@ -152,19 +169,7 @@ def write_gguf(
     state = weights(config) if state is None else state
     entries = {**architecture(config), **byte_vocabulary(), **(metadata or {})}
     writer = gguf.GGUFWriter(str(path), entries.pop("general.architecture", "llama"))
-    for key, value in entries.items():
-        if value is None:
-            continue
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
-        elif key in FLOATS:
-            writer.add_float32(key, value)
-        else:
-            writer.add_uint32(key, value)
+    add_metadata(writer, entries)
     file_names = {ours: file for file, ours in NAMES.items()}
     tensors = {}
     for name, tensor in state.items():

@@ -109,10 +109,10 @@ META: tuple[Defect, ...] = (
     Defect("A18", "a value beyond float16's range becomes infinity", "llama/weights.py",
            "    if dtype == torch.float16 and not bool", "    if False and not bool"),
     Defect("A19", "a token is chosen from nonfinite logits", "llama/generate.py",
-           '    check_finite(logits, f"new token {step + 1}", where)\n', ""),
+           '            check_extreme(top, f"new token {step + 1}", text, diagnose)\n', ""),
     Defect("A19", "the C++ attention treats NaN as a masked key", "llama/engine/cpp/attention.h",
            "nan && most == -INFINITY ? 0 : most", "most"),
-    Defect("A19", "torch's attention returns 0 if all scores are NaN", "llama/attention.py",
+    Defect("A19", "torch's attention returns 0 if all scores are NaN", "llama/engine/cpu_attention.py",
            "k.shape[2] < FEW_KEYS", "False"),
 )  # fmt: skip
 CONFIG: tuple[Defect, ...] = (
@@ -190,15 +190,15 @@ SAMPLING: tuple[Defect, ...] = (
         "G05",
         "a negative temperature inverts the distribution",
         "llama/sampling.py",
-        '_real("temperature", self.temperature, 0.0, 1e6)',
-        '_real("temperature", self.temperature, -1e6, 1e6)',
+        'checks.number("temperature", self.temperature, 0.0, 1e6)',
+        'checks.number("temperature", self.temperature, -1e6, 1e6)',
     ),
     Defect(
         "G07",
         "a top_p above 1 is ignored",
         "llama/sampling.py",
-        '_real("top_p", self.top_p, 0.0, 1.0)',
-        '_real("top_p", self.top_p, 0.0, 2.0)',
+        'checks.number("top_p", self.top_p, 0.0, 1.0)',
+        'checks.number("top_p", self.top_p, 0.0, 2.0)',
     ),
     Defect(
         "G10",
@@ -239,8 +239,8 @@ SAMPLING: tuple[Defect, ...] = (
         "G19",
         "a single query after a cache sees only the first key",
         "llama/attention.py",
-        "q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask).view(q.shape)",
-        "q.view(*k.shape[:2], -1, q.shape[-1]), k, v, is_causal=True).view(q.shape)",
+        "q.view(*k.shape[:2], -1, q.shape[-1]), k, v, mask)",
+        "q.view(*k.shape[:2], -1, q.shape[-1]), k, v, is_causal=True)",
     ),
     Defect(
         "G21",
@@ -291,11 +291,11 @@ PROCESS = (
     Defect(
         "I11",
         "a check is an assert, which -O removes",
-        "llama/sampling.py",
-        """    if not low <= number <= high:  # also false for NaN
-        raise UsageError(f"{name} must be a number from {low:g} to {high:g}, got {value!r:.80}")
+        "llama/checks.py",
+        """    if not low <= found <= high:  # also false for NaN
+        raise error(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
 """,
-        """    assert low <= number <= high, name
+        """    assert low <= found <= high, name
 """,
     ),
 )
@@ -304,15 +304,15 @@ MEMORY: tuple[Defect, ...] = (
         "J07",
         "compiled steps are never used",
         "llama/engine/compiled.py",
-        "        if h.shape[0] == 1 and mask.dim() == 2:\n",
-        "        if h.shape[0] == 0 and mask.dim() == 2:\n",
+        "            if len(tokens) == 1 and positions.dim() == 1:\n",
+        "            if len(tokens) == 0 and positions.dim() == 1:\n",
     ),
     Defect(
         "J07",
         "a compiled step swaps cos and sin",
         "llama/engine/compiled.py",
-        "return step([h, *turns, mask, positions, *cache.buffers, *weights])",
-        "return step([h, *turns[::-1], mask, positions, *cache.buffers, *weights])",
+        "step([h, *freqs_cis, mask,",
+        "step([h, *freqs_cis[::-1], mask,",
     ),
 )
 RANKS: tuple[Defect, ...] = (
@@ -320,15 +320,15 @@ RANKS: tuple[Defect, ...] = (
         "K04",
         "ranks with different weights work together",
         "llama/loader.py",
-        '        world.told.append(f"weights whose sample has the hash {sample_hash(checkpoint)}")\n',
+        '        world.fingerprint.append(f"weights whose sample has the hash {sample_hash(checkpoint)}")\n',
         "",
     ),
     Defect(
         "K04",
         "ranks don't compare their settings",
         "llama/engine/parallel.py",
-        """        if other["told"] != heard[0]["told"]:""",
-        """        if other["told"] is None:""",
+        """        if other["fingerprint"] != reports[0]["fingerprint"]:""",
+        """        if other["fingerprint"] is None:""",
     ),
     Defect(
         "K04",

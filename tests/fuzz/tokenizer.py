@@ -133,15 +133,7 @@ def pieces() -> dict[str, Any]:
 def vocabulary(path: Path, metadata: dict[str, Any]) -> bytes:
     """Return a GGUF file that contains only a vocabulary."""
     writer = GGUFWriter(str(path), "llama")
-    for key, value in metadata.items():
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
-        else:
-            writer.add_uint32(key, value)
+    tiny.add_metadata(writer, metadata)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

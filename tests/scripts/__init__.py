@@ -1,13 +1,16 @@
-"""Import the repository's scripts as modules, for the tests."""
+"""The repository's scripts as modules. Each is imported on first use, since most tests need only one."""
 
+import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import compare_peers
-import gpu_check
-import make_tiny
-import train_tiny
-
 __all__ = ["compare_peers", "gpu_check", "make_tiny", "train_tiny"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(name)
