@@ -174,7 +174,11 @@ def test_convert_says_what_is_wrong(clearllama: Run, meta: Path, tmp_path: Path)
         ((str(tmp_path / "none"), str(tmp_path / "x"), "--to", "hf"), 1, b"there is no file or folder"),
         ((str(meta), str(tmp_path / "x"), "--to", "hf", "--dtype", "int3"), 2, b"unknown dtype"),
         ((str(meta), str(tmp_path / "x"), "--to", "onnx"), 2, b"invalid choice"),
-        ((str(meta), str(tmp_path / "x"), "--to", "hf", "--shards", "-1"), 2, b"must not be negative"),
+        (
+            (str(meta), str(tmp_path / "x"), "--to", "hf", "--shards", "-1"),
+            2,
+            b"shards must be an integer of at least 0",
+        ),
     ):
         result = clearllama("convert", *arguments)
         assert result.returncode == code

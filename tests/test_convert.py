@@ -56,7 +56,7 @@ def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) 
     file = convert(hf.path, tmp_path / "model.gguf", "gguf")
     back = convert(file.path, tmp_path / "back", "meta")
     assert len({proof.sha256 for proof in (hf, file, back)}) == 1
-    assert hf.warnings == ["Meta's files hold no chat template, so the new ones have none either"]
+    assert hf.warnings == ["Meta's checkpoints have no chat template, so the new files have none"]
     assert file.warnings == []
     original, final = torch.load(source / "consolidated.00.pth"), torch.load(tmp_path / "back" / "consolidated.00.pth")
     if "405b" not in like:
@@ -233,7 +233,7 @@ def test_a_dtype_too_small_for_a_weight_is_refused(tmp_path: Path) -> None:
     state = tiny.weights()
     state["norm.weight"][3] = 1e6
     source = tiny.write_gguf(tmp_path / "x.gguf", state=state)
-    with pytest.raises(CheckpointError, match=r"beyond what torch\.float16 can hold"):
+    with pytest.raises(CheckpointError, match=r"beyond the range of torch\.float16"):
         convert(source, tmp_path / "hf", "hf", dtype=torch.float16)
     assert os.listdir(tmp_path) == ["x.gguf"]
 
@@ -271,7 +271,7 @@ def test_targets_that_exist(source: Path, tmp_path: Path) -> None:
     (tmp_path / "hf" / "mine.txt").write_text("x")
     convert(source, tmp_path / "hf", "hf", force=True)
     assert files(tmp_path / "hf") == before
-    for name, holds in (("photos", "holds a.jpg and no checkpoint"), ("hf", "holds the folder photos")):
+    for name, holds in (("photos", "contains a.jpg and no checkpoint"), ("hf", "contains the folder photos")):
         inside = tmp_path / name / ("photos" if name == "hf" else "")
         inside.mkdir()
         (inside / "a.jpg").write_text("x")

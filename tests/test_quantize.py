@@ -373,7 +373,7 @@ def test_usage_errors_are_one_line(sources: dict[str, Path], tmp_path: Path, cap
             "unknown quantization scheme 'int3'; known: int8, int8-sym, int8-row",
         ),
         ([source], 2, "quantize needs SRC and DST"),
-        ([source, target, "--shards", "-1"], 2, "must not be negative, got -1"),
+        ([source, target, "--shards", "-1"], 2, "shards must be an integer of at least 0, got -1"),
         ([source, target, "--shards", "100"], 1, "21 weights can't be spread over 100 files"),
         ([source, str(tmp_path / "no" / "q")], 2, f"{tmp_path / 'no'} is not a folder; make it first"),
         ([source, source], 2, "is the source"),
@@ -489,7 +489,7 @@ def test_a_wrong_byte_is_found_by_the_proof(
 # In one process that has imported everything, forks that die at the n-th thing they do to the disk.
 DYING = """
 import os, signal, sys
-from llama.quantize import quantize
+from llama.tools.quantize import quantize
 source, target = sys.argv[1:]
 quantize(source, target + ".warm", "int4")
 for line in sys.stdin:
@@ -730,7 +730,7 @@ from pathlib import Path
 import llama
 from llama.checkpoint import open_checkpoint
 from llama.loader import build
-from llama.quantize import quantize
+from llama.tools.quantize import quantize
 
 def load(path, scheme=None):
     return build(open_checkpoint(path), "cpu", fast=True, quantize=scheme)

@@ -1,23 +1,25 @@
-"""From one format to another, weight by weight: memory holds one weight, the target appears whole or not at all.
+"""Convert a checkpoint to another format, with one weight in memory at a time.
 
-At the end the new files are read again and every weight is held against the source's: the proof of the conversion.
+The target appears in one step when it is complete. Before that, every weight is read back from the new files and
+compared with the source's, which proves the conversion.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.write import Model, Writer, raw_bytes
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
@@ -26,19 +28,19 @@ from ..tokenizer import Tokenizer
 from ..weights import check_tensors, to_layout
 
 T = TypeVar("T")
-PREFIX = ".convert"  # of what lies beside a target while it is written
-# (what is being done, weights done, weights in all)
+PREFIX = ".convert"  # of the temporary folder next to a target
+# (the step, number of weights done, number of weights)
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Proof:
-    """What a conversion shows for itself.
+    """The result of a conversion that was read back and compared with its source.
 
     path      the new folder or file
-    tensors   weights that were read back and are the same
-    sha256    one hash over the names, shapes, dtypes and values of all of them, in the interleaved layout
-    warnings  what could not be carried over
+    tensors   number of weights that were compared
+    sha256    one hash of the names, shapes, dtypes and values of all weights, in the interleaved layout
+    warnings  what could not be converted
     """
 
     path: Path
@@ -65,7 +67,7 @@ def _gguf() -> Writer:
     return gguf_write.write
 
 
-# name -> (the writer, whether it writes a folder): a new format adds one line
+# name -> (the writer, whether it writes a folder)
 WRITERS: dict[str, tuple[Callable[[], Writer], bool]] = {
     "meta": (_meta, True),
     "hf": (_huggingface, True),
@@ -86,48 +88,57 @@ def convert(
     """Write the model at `source` to `target` in another format.
 
     to      "meta", "hf" (folders) or "gguf" (a file)
-    shards  files of a Meta or Hugging Face folder; 0 is one for Meta, as few as needed for Hugging Face
-    dtype   of the matrices; None keeps the stored one
-    force   replace a target that exists
+    shards  number of weight files in a folder; 0: one for Meta, as few as needed for Hugging Face
+    dtype   dtype of the matrices; None keeps the stored one
+    force   replace an existing target
 
-    Raises ConfigError where the format can't express the model, CheckpointError when the target can't be written
-    or does not read back the same; then nothing is left behind.
+    Raises ConfigError if the format can't express the model, CheckpointError if the target can't be written or is not
+    read back equal. After an error, the target is unchanged.
     """
-    if to not in WRITERS:
-        raise UsageError(f"unknown format {to!r}; known: {', '.join(WRITERS)}")
-    if shards < 0:
-        raise UsageError(f"the number of shards must not be negative, got {shards}")
+    checks.choice("format", to, WRITERS)
+    checks.integer("shards", shards, 0)
     source, target = Path(source), Path(target)
     load_writer, is_folder = WRITERS[to]
     checkpoint = open_checkpoint(source)
     check_tensors(checkpoint)
     model = describe(checkpoint, plan_dtypes(checkpoint, dtype))
 
-    def fill(place: Path) -> Proof:
+    def read_back(written: Checkpoint, name: str) -> tuple[Tensor, str]:
+        stored = to_layout(name, written.tensor(name), model.config.head_dim, written.layout, "interleaved")
+        tensor = stored.to(model.dtypes[name])
+        if tensor.dtype != stored.dtype and not torch.equal(tensor.to(stored.dtype), stored):
+            tensor = stored  # the cast changes values, so they are not those that were written
+        return tensor, f"{tuple(tensor.shape)} {tensor.dtype}"
+
+    def write(path: Path) -> Proof:
         hashes: dict[str, str] = {}
-        warnings = list(load_writer()(place, _counted(model, hashes, progress), shards))
-        if model.tokenizer is None:
-            warnings.append(f"why there is no tokenizer: {model.no_tokenizer}")
-        elif checkpoint.format == "Meta" and to != "meta":
-            warnings.append(NO_TEMPLATE)
-        return Proof(target, len(hashes), prove(place, model, hashes, progress), warnings)
+        read = recorded(model.read, hashes, len(model.shapes), progress)
+        warnings = list(load_writer()(path, dataclasses.replace(model, read=read), shards))
+        warnings += tokenizer_warnings(checkpoint, model, to)
+        return Proof(target, len(hashes), prove(path, hashes, read_back, progress), warnings)
 
     check_target(source, target, is_folder, force)
     try:
-        return put_whole(target, is_folder, force, sum(map(model.nbytes, model.shapes)), fill)
+        return write_target(target, is_folder, force, sum(map(model.nbytes, model.shapes)), write)
     except ConfigError as error:
-        raise ConfigError(f"{source} can't become {to}: {error}") from error
+        raise ConfigError(f"{source} can't be converted to {to}: {error}") from error
 
 
-NO_TEMPLATE = "Meta's files hold no chat template, so the new ones have none either"
+def tokenizer_warnings(checkpoint: Checkpoint, model: Model, to: str) -> list[str]:
+    """What a new checkpoint lacks of the source's tokenizer and chat template."""
+    if model.tokenizer is None:
+        return [f"why there is no tokenizer: {model.no_tokenizer}"]
+    if checkpoint.format == "Meta" and to != "meta":
+        return ["Meta's checkpoints have no chat template, so the new files have none"]
+    return []
 
 
-def put_whole(target: Path, is_folder: bool, force: bool, needed: int, fill: Callable[[Path], T]) -> T:
-    """Let `fill` write a file or into a new folder, then give that its name; a target is there whole or not at all.
+def write_target(target: Path, is_folder: bool, force: bool, needed: int, write: Callable[[Path], T]) -> T:
+    """Call `write` with a temporary file or folder, then rename that to `target`; return what `write` returned.
 
-    needed  bytes the disk must have free
+    needed  bytes that must be free on the disk
 
-    Returns what `fill` returns. Raises CheckpointError where the system does not let it happen; nothing is left behind.
+    Raises CheckpointError if the system reports an error. Then the target is unchanged.
     """
     try:
         with locked(target, PREFIX):
@@ -135,12 +146,12 @@ def put_whole(target: Path, is_folder: bool, force: bool, needed: int, fill: Cal
             sweep(target.parent, PREFIX)
             _check_space(target, needed)
             with own_temporary(target.parent, PREFIX) as work:
-                place = work / target.name
+                path = work / target.name
                 if is_folder:
-                    place.mkdir()
-                made = fill(place)
-                _sync(place)
-                _put(place, target, force, work)
+                    path.mkdir()
+                made = write(path)
+                _sync(path)
+                _install(path, target, force, work)
     except OSError as error:
         why = f"{error.filename or target}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -151,15 +162,15 @@ def put_whole(target: Path, is_folder: bool, force: bool, needed: int, fill: Cal
 
 
 def plan_dtypes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """In which dtype each weight is written: the one asked for, or its own.
+    """The dtype to write each weight in: `dtype`, or the stored one.
 
-    Vectors follow the matrices where that loses nothing.
+    Without `dtype`, vectors are written in the dtype of the matrices if that changes no value.
     """
     matrices = {stored_dtype(checkpoint, name) for name, shape in checkpoint.shapes.items() if len(shape) > 1}
     if dtype is None and (quantized := sorted(kind for kind in matrices if isinstance(kind, str))):
         raise UsageError(
-            f"{checkpoint.path}: the weights are quantized ({', '.join(quantized)}); say in which dtype they are to be"
-            f" written: --dtype float32 is exact, bfloat16 takes half the space"
+            f"{checkpoint.path}: the weights are quantized ({', '.join(quantized)}); choose the dtype to write:"
+            " --dtype float32 is exact, bfloat16 takes half the space"
         )
     common = dtype or max((kind for kind in matrices if isinstance(kind, torch.dtype)), key=lambda kind: kind.itemsize)
     dtypes: dict[str, torch.dtype] = {}
@@ -174,7 +185,7 @@ def plan_dtypes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, 
 
 
 def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype]) -> Model:
-    """What the writers are given of a checkpoint, each weight in the dtype planned for it."""
+    """The model of a checkpoint as the writers need it, each weight in its dtype of `dtypes`."""
     config = checkpoint.config
 
     def stored(name: str) -> Tensor:
@@ -184,21 +195,21 @@ def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype]) -> Model
     last: list[str] = []
 
     def read(name: str) -> Tensor:
-        while last:  # the writer is through with it
+        while last:  # the writer no longer needs it
             checkpoint.release(last.pop())
         last.append(name)
         tensor = stored(name)
         cast = tensor.to(dtypes[name])
         narrows = cast.dtype == torch.float16 != tensor.dtype  # the only cast that overflows in practice
         if narrows and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{name} holds values beyond what {dtypes[name]} can hold; choose another --dtype")
+            raise CheckpointError(f"{name} has values beyond the range of {dtypes[name]}; choose another --dtype")
         return cast
 
     tokenizer: Tokenizer | None
     why = ""
     try:
         tokenizer = checkpoint.tokenizer()
-    except TokenizerError as error:  # none, or one that can't be read; one of another model is an error
+    except TokenizerError as error:  # missing or damaged; the tokenizer of another model is a CheckpointError
         tokenizer, why = None, str(error)
     return Model(
         config=config,
@@ -214,55 +225,59 @@ def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype]) -> Model
 
 
 def stored_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype | str:
-    """The dtype of a weight, or the name of the blocks it is stored in."""
+    """The dtype of a weight, or the name of its format if it is quantized."""
     kind = checkpoint.stored(name)
     return {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind, kind)
 
 
-def prove(place: Path, model: Model, hashes: dict[str, str], progress: Progress) -> str:
-    """Read the new files and hold each weight against the hash of the source's; one hash over all.
+def recorded(
+    read: Callable[[str], Tensor], hashes: dict[str, str], total: int, progress: Progress
+) -> Callable[[str], Tensor]:
+    """`read`, which also records the hash of each tensor and reports the progress."""
 
-    Raises CheckpointError when one differs.
+    def read_and_record(name: str) -> Tensor:
+        tensor = read(name)
+        hashes[name] = tensor_hash(tensor)
+        progress("writing", len(hashes), total)
+        return tensor
+
+    return read_and_record
+
+
+def prove(
+    path: Path, hashes: Mapping[str, str], read: Callable[[Checkpoint, str], tuple[Tensor, str]], progress: Progress
+) -> str:
+    """Read the new files and compare each weight with the hash of what was written; return one hash of them all.
+
+    read  a weight of the new checkpoint as it was written, and its shape and dtype
+
+    Raises CheckpointError if a weight differs.
     """
-    written = open_checkpoint(place)
+    written = open_checkpoint(path)
     check_tensors(written)
-    if written.shapes.keys() != model.shapes.keys():
-        raise CheckpointError(
-            f"the new files hold other tensors: {sorted(written.shapes.keys() ^ model.shapes.keys())[:3]}"
-        )
-    whole = hashlib.sha256()
-    for done, name in enumerate(sorted(model.shapes)):
-        progress("checking", done, len(model.shapes))
-        read = to_layout(name, written.tensor(name), model.config.head_dim, written.layout, "interleaved")
-        exact = read.to(model.dtypes[name])
-        lossy = exact.dtype != read.dtype and not torch.equal(exact.to(read.dtype), read)
-        if tensor_hash(exact) != hashes[name] or lossy:
+    if written.shapes.keys() != hashes.keys():
+        raise CheckpointError(f"the new files have other tensors: {sorted(written.shapes.keys() ^ hashes.keys())[:3]}")
+    total = hashlib.sha256()
+    for done, name in enumerate(sorted(hashes)):
+        progress("checking", done, len(hashes))
+        tensor, form = read(written, name)
+        if tensor_hash(tensor) != hashes[name]:
             raise CheckpointError(f"{name} does not read back as it was written; the disk or this program is at fault")
-        whole.update(f"{name} {tuple(exact.shape)} {exact.dtype} {hashes[name]}\n".encode())
+        del tensor  # so that memory holds one weight
+        total.update(f"{name} {form} {hashes[name]}\n".encode())
         written.release(name)
-    progress("checking", len(model.shapes), len(model.shapes))
-    return whole.hexdigest()
+    progress("checking", len(hashes), len(hashes))
+    return total.hexdigest()
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """sha256 of a tensor's bytes."""
+    """The sha256 of a tensor's bytes."""
     return hashlib.sha256(raw_bytes(tensor).data).hexdigest()
 
 
-def _counted(model: Model, hashes: dict[str, str], progress: Progress) -> Model:
-    """The model, its reader noting the hash of what it reads and telling how far it is."""
-
-    def read(name: str) -> Tensor:
-        tensor = model.read(name)
-        hashes[name] = tensor_hash(tensor)
-        progress("writing", len(hashes), len(model.shapes))
-        return tensor
-
-    return Model(**{**model.__dict__, "read": read})
-
-
+# ------------------------------------------------------------------------------------------------------- the target
 def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> None:
-    """Raise UsageError unless the target may be written: it is not there, or force is given and it is no other kind."""
+    """Raise UsageError unless the target does not exist, or `force` is set and it may be replaced."""
     if target.exists() or target.is_symlink():
         if source.resolve() == target.resolve() or target.resolve() in source.resolve().parents:
             raise UsageError(f"{target} is the source, or the source lies in it; name another target")
@@ -273,18 +288,18 @@ def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> No
             raise UsageError(
                 f"{target} is {kind[0]} and this format is {kind[1]}; remove it first or name another target"
             )
-        if is_folder and (foreign := _not_of_a_checkpoint(target)):
+        if is_folder and (foreign := _foreign_content(target)):
             raise UsageError(
-                f"{target} holds {foreign}, so it is not replaced as a whole; remove it first or name another target"
+                f"{target} contains {foreign}, so it is not replaced; remove it first or name another target"
             )
     if not target.name or target.name in (".", ".."):
-        raise UsageError(f"{target} is no name for a new file or folder")
+        raise UsageError(f"{target} is not a name for a new file or folder")
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent} is not a folder; make it first")
 
 
-def _not_of_a_checkpoint(folder: Path) -> str | None:
-    """What in a folder was hardly written by a conversion: another folder, or files with no checkpoint among them."""
+def _foreign_content(folder: Path) -> str | None:
+    """What shows that a conversion did not write a folder: a folder in it, or files without a checkpoint's config."""
     inside = sorted(folder.iterdir())
     for path in inside:
         if path.is_dir():
@@ -298,50 +313,48 @@ def _check_space(target: Path, needed: int) -> None:
     if free < needed * 1.01 + 2**20:
         raise CheckpointError(
             f"{target.parent} has {free // 10**6} MB free and the new files need {needed // 10**6} MB;"
-            f" nothing was written"
+            " nothing was written"
         )
 
 
-def _sync(place: Path) -> None:
-    """Let the disk have everything before the name appears."""
-    for path in [*place.iterdir()] if place.is_dir() else [place]:
-        with open(path, "rb+") as file:
+def _sync(path: Path) -> None:
+    """Write a new file or folder to the disk before it gets its name."""
+    for part in [*path.iterdir()] if path.is_dir() else [path]:
+        with open(part, "rb+") as file:
             os.fsync(file.fileno())
-    with contextlib.suppress(OSError):  # not every system opens folders
-        handle = os.open(place if place.is_dir() else place.parent, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # not every system can open a folder
+        handle = os.open(path if path.is_dir() else path.parent, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
 
 
-def _put(place: Path, target: Path, force: bool, work: Path) -> None:
-    """Give the finished files their name. An old target goes only when the new one is there."""
+def _install(path: Path, target: Path, force: bool, work: Path) -> None:
+    """Rename the finished file or folder to its target. An old target is removed after the new one is in its place."""
+    if target.exists() and not force:
+        raise CheckpointError(f"{target} was created in the meantime; nothing was changed")
     if not target.is_dir():
-        if target.exists() and not force:
-            raise CheckpointError(f"{target} appeared in the meantime; nothing was changed")
-        os.replace(place, target)
+        os.replace(path, target)
         return
-    if not force:
-        raise CheckpointError(f"{target} appeared in the meantime; nothing was changed")
-    if swap(place, target):
-        return  # the old one is in the work folder now and goes with it
-    old = target.with_name(f"{_old(target)}{work.name}")
-    os.rename(target, old)  # killed behind this line, the next conversion to this target takes it back
+    if swap(path, target):
+        return  # the old folder is in `work` now and is removed with it
+    old = target.with_name(f"{_old_prefix(target)}{work.name}")
+    os.rename(target, old)  # if the process is killed after this line, the next conversion renames it back
     try:
-        os.rename(place, target)
+        os.rename(path, target)
     except OSError:
         os.rename(old, target)
         raise
     shutil.rmtree(old)
 
 
-def _old(target: Path) -> str:
-    """How the name of a target's old folder begins while the new one takes its place."""
+def _old_prefix(target: Path) -> str:
+    """The prefix of the name that an old target has while it is replaced."""
     return f".{target.name}"
 
 
 def _restore(target: Path) -> None:
-    """Give back, or clear away, the old folder of a conversion that was killed when two names could not be swapped."""
-    for old in abandoned(target.parent, f"{_old(target)}{PREFIX}"):
+    """Rename back, or remove, the old target of a conversion that was killed while it replaced it without `swap`."""
+    for old in abandoned(target.parent, f"{_old_prefix(target)}{PREFIX}"):
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:

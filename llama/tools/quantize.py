@@ -1,24 +1,34 @@
-"""A checkpoint rounded to 4 or 8 bits and saved, weight by weight; what a running model does with it is in quant.py."""
+"""Quantize a checkpoint to 4 or 8 bits and save it, weight by weight. engine/linears.py computes with the result."""
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.quantized import LAYOUT, Packed, entries_of, write
-from ..checkpoint.write import Model
-from ..errors import CheckpointError, ConfigError, UsageError
+from ..errors import CheckpointError, ConfigError
 from ..quant.blocks import BlockFormat
 from ..quant.schemes import Scheme, pick_scheme, scheme_for
 from ..weights import check_tensors, read_quantized, requantization_warning
-from .convert import NO_TEMPLATE, Progress, Proof, check_target, describe, put_whole, stored_dtype, tensor_hash
+from .convert import (
+    Progress,
+    Proof,
+    check_target,
+    describe,
+    prove,
+    recorded,
+    stored_dtype,
+    tokenizer_warnings,
+    write_target,
+)
 
 
 def quantize(
@@ -30,59 +40,59 @@ def quantize(
     force: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Proof:
-    """Write the model at `source` to the folder `target`, its linear layers rounded to a scheme of quant.SCHEMES.
+    """Write the model at `source` to the folder `target`, its linear layers quantized by a scheme of linears.SCHEMES.
 
-    The source may be of any format. Where it is stored in the very integers that the scheme asks for, they are kept;
-    others are turned into numbers and rounded again, and a warning says so. Everything else stays what it is.
+    The source may have any format. Weights that are stored quantized as in the scheme are copied; those quantized in
+    another way are dequantized and quantized again, with a warning. All other weights stay as they are.
 
-    shards  files to spread the weights over; 0 is as few as needed
-    force   replace a folder that exists
+    shards  number of weight files; 0: as few as needed
+    force   replace an existing folder
 
-    Raises as convert.convert does, UsageError for an unknown scheme, CheckpointError for a weight that can't be
-    rounded.
+    Raises what convert.convert raises, UsageError for an unknown scheme, CheckpointError for a weight that can't be
+    quantized.
     """
     chosen = pick_scheme(scheme)
-    if shards < 0:
-        raise UsageError(f"the number of shards must not be negative, got {shards}")
+    checks.integer("shards", shards, 0)
     source, target = Path(source), Path(target)
     checkpoint = open_checkpoint(source)
     check_tensors(checkpoint)
     hashes: dict[str, str] = {}
 
-    def noted(name: str, tensor: Tensor) -> Tensor:
-        hashes[name] = tensor_hash(tensor)
-        progress("writing", len(hashes), len(checkpoint.shapes))
-        return tensor
-
-    def read_tiles(name: str, kind: BlockFormat) -> Tensor:
-        return noted(name, tiles_of(checkpoint, name, kind))
+    def record(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+        return recorded(read, hashes, len(checkpoint.shapes), progress)
 
     kinds = {name: kind_of(checkpoint, name, chosen) for name in checkpoint.shapes}
-    packed = {name: Packed(kind, partial(read_tiles, name, kind)) for name, kind in kinds.items() if kind is not None}
+    packed = {
+        name: Packed(kind, partial(record(partial(tiles_of, checkpoint, kind=kind)), name))
+        for name, kind in kinds.items()
+        if kind is not None
+    }
     plain = describe(checkpoint, _dtypes(checkpoint, packed))
-    model = Model(**{**plain.__dict__, "read": lambda name: noted(name, plain.read(name))})
+    model = dataclasses.replace(plain, read=record(plain.read))
     warnings = requantization_warning(checkpoint, chosen)
 
-    def fill(place: Path) -> Proof:
-        warnings.extend(write(place, model, packed, scheme, shards))
-        if model.tokenizer is None:
-            warnings.append(f"why there is no tokenizer: {model.no_tokenizer}")
-        elif checkpoint.format == "Meta":
-            warnings.append(NO_TEMPLATE)
-        return Proof(target, len(hashes), _prove(place, hashes, progress), warnings)
+    def read_back(written: Checkpoint, name: str) -> tuple[Tensor, str]:
+        tiles = written.tiles(name)
+        tensor = written.tensor(name) if tiles is None else tiles
+        return tensor, f"{written.shapes[name]} {written.stored(name)}"
+
+    def write_folder(path: Path) -> Proof:
+        warnings.extend([*write(path, model, packed, scheme, shards), *tokenizer_warnings(checkpoint, model, "hf")])
+        return Proof(target, len(hashes), prove(path, hashes, read_back, progress), warnings)
 
     check_target(source, target, True, force)
     needed = sum(entry.nbytes for entry in entries_of(model, packed)[0].values())
     try:
-        return put_whole(target, True, force, needed, fill)
+        return write_target(target, True, force, needed, write_folder)
     except ConfigError as error:
         raise ConfigError(f"{source} can't be saved: {error}") from error
 
 
 def kind_of(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | None:
-    """As what kind of integers a weight is saved; None: as the numbers that it is.
+    """The kind of quantization to save a weight in; None: in floating point.
 
-    A linear layer gets the scheme's. An embedding that is not tied to one is not rounded, but keeps integers it has.
+    Linear layers are quantized by the scheme. An embedding that is not tied to one is not, but stays quantized if the
+    source stores it so.
     """
     layer = name.removesuffix(".weight")
     embedding = layer == "tok_embeddings" and not checkpoint.config.tie_embeddings
@@ -96,7 +106,7 @@ def kind_of(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | 
 
 
 def tiles_of(checkpoint: Checkpoint, name: str, kind: BlockFormat) -> Tensor:
-    """A weight packed, taken from the file's integers or rounded. Raises CheckpointError, naming it, if it can't be."""
+    """A weight in packed tiles, copied from the file or quantized. Raises CheckpointError if it can't be quantized."""
     try:
         tiles = read_quantized(checkpoint, name, kind, LAYOUT).tiles()
     except CheckpointError as error:
@@ -106,26 +116,7 @@ def tiles_of(checkpoint: Checkpoint, name: str, kind: BlockFormat) -> Tensor:
 
 
 def _dtypes(checkpoint: Checkpoint, packed: Mapping[str, Packed]) -> dict[str, torch.dtype]:
-    """Of each weight the dtype it has; of one in few bits that in which it is worth computing with it."""
+    """The dtype to store each weight in; for quantized weights the one to compute in, float32 if dequantized here."""
     stored = {name: stored_dtype(checkpoint, name) for name in checkpoint.shapes}
-    few_bits = {name: torch.bfloat16 if name in packed else torch.float32 for name in stored}
-    return {name: kind if isinstance(kind, torch.dtype) else few_bits[name] for name, kind in stored.items()}
-
-
-def _prove(place: Path, hashes: Mapping[str, str], progress: Progress) -> str:
-    """Read the new folder and hold each tensor against the hash of what was written; one hash over all.
-
-    Raises CheckpointError when one differs.
-    """
-    written = open_checkpoint(place)
-    check_tensors(written)
-    whole = hashlib.sha256()
-    for done, name in enumerate(sorted(hashes)):
-        progress("checking", done, len(hashes))
-        tiles = written.tiles(name)
-        if tensor_hash(written.tensor(name) if tiles is None else tiles) != hashes[name]:
-            raise CheckpointError(f"{name} does not read back as it was written; the disk or this program is at fault")
-        whole.update(f"{name} {written.shapes[name]} {written.stored(name)} {hashes[name]}\n".encode())
-        written.release(name)
-    progress("checking", len(hashes), len(hashes))
-    return whole.hexdigest()
+    computed = {name: torch.bfloat16 if name in packed else torch.float32 for name in stored}
+    return {name: kind if isinstance(kind, torch.dtype) else computed[name] for name, kind in stored.items()}
