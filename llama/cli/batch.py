@@ -36,8 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "many prompts",
         'one JSON object per line, {"prompt": "..."} or {"messages": [...]}; optional keys are "id" (default: the line'
-        f' number), "system" and {", ".join(SAMPLING)}. The answers are JSON lines in the same order. With --output, the'
-        " same command resumes an interrupted run. With --seed N, line n uses the seed N + n - 1",
+        f' number), "system" and {", ".join(SAMPLING)}. The answers are JSON lines in the same order. With --output,'
+        " the same command resumes an interrupted run. With --seed N, line n uses the seed N + n - 1",
     )
     group.add_argument("--prompts", metavar="FILE", help="the file of prompts; - reads standard input")
     group.add_argument("--output", metavar="FILE", help="the file for the answers (default: -, standard output)")
@@ -98,7 +98,7 @@ def parse(line: bytes, number: int, source: str) -> Item:
         raise UsageError(f'{here}: expected either "prompt" or "messages", got {found}')
     _check_types(values, here)
     if "system" in values and "messages" in values:
-        raise UsageError(f"{here}: a system message belongs into messages; leave system out")
+        raise UsageError(f"{here}: a system message belongs in messages; leave system out")
     options = {key: values[key] for key in SAMPLING if key in values}
     try:
         SamplingParams(**{key: value for key, value in options.items() if key != "stop"})
@@ -180,7 +180,7 @@ def check_lines(args: argparse.Namespace, lines: list[bytes], source: str) -> No
         if "messages" in item.input and args.raw:
             raise UsageError(f"{source} line {number} has messages, which --raw does not support; leave --raw out")
         if "messages" in item.input and args.system is not None:
-            raise UsageError(f"{source} line {number}: a system message belongs into messages; leave --system out")
+            raise UsageError(f"{source} line {number}: a system message belongs in messages; leave --system out")
         if item.system is not None and args.raw:
             raise UsageError(
                 f"{source} line {number} has a system message, which --raw does not support; leave --raw out"

@@ -53,7 +53,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "bench",
         help="measure speed and memory, or the quality loss of quantization",
         description="Prefill random prompts and decode greedily. Reports the best, the median and every run, the bytes"
-        " read per token, and the share of this machine's memory bandwidth that this takes. Run engines to compare one"
+        " read per token, and their share of this machine's memory bandwidth. Run the engines that you compare one"
         " right after another: absolute numbers depend on the load of the machine.",
         usage="%(prog)s [options]",
         allow_abbrev=False,

@@ -19,8 +19,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check this machine and run a self-test",
-        description="Check versions, processor, memory limits, devices, C++ kernels, compiler and cache folders, then run"
-        " a self-test on a random model of 0.4 million parameters. Each line is ok, note (works, but slower or"
+        description="Check versions, processor, memory limits, devices, C++ kernels, compiler and cache folders, then"
+        " run a self-test on a random model of 0.4 million parameters. Each line is ok, note (works, but slower or"
         " without a feature) or FAIL, with a remedy. Does not use the network. Exit code 1 if a check failed.",
         allow_abbrev=False,
     )

@@ -137,7 +137,7 @@ def check_file(option: str, path: Path) -> None:
 
 
 def read_file(path: Path, expected: str) -> bytes:
-    """Read a file or a pipe. Raises UsageError, which says what was `expected`, for a device or an unreadable file."""
+    """Read a file or a pipe. Raises UsageError, naming what was `expected`, for a device or an unreadable file."""
     try:
         if stat.S_ISCHR(path.stat().st_mode):
             raise UsageError(f"{path} is a device, which may be endless; expected {expected}")

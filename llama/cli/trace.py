@@ -16,8 +16,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "trace",
         help="show what a model computes on a text",
         description="Run the model on plain text and show what it computes: the surprisal of every token, the"
-        " prediction after each layer, every attention map, the angles of RoPE. With an intervention, also the difference"
-        " from the unchanged model. Layers and heads are numbered from 0.",
+        " prediction after each layer, every attention map, the angles of RoPE. With an intervention, also the"
+        " difference from the unchanged model. Layers and heads are numbered from 0.",
         usage="%(prog)s [options] [PROMPT]",
         allow_abbrev=False,
     )

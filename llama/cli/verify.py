@@ -65,13 +65,13 @@ def locate(name: str) -> Path:
     if path.exists() or path.is_symlink():
         return path
     if name in hub.MODELS:
-        here = hub.find(name)
+        found = hub.find(name)
     else:
         wanted = repository.hub_id(name)
-        here = repository.cached(wanted) if wanted else None
-    if here is None:
+        found = repository.cached(wanted) if wanted else None
+    if found is None:
         raise CheckpointError(f"{name!r} is not a file, a folder or a model that was pulled")
-    return here
+    return found
 
 
 def _line(finding: Finding) -> str:
