@@ -230,7 +230,7 @@ def _in_a_process(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     except EOFError:
         child.join()
         code = child.exitcode or 0
-        ending = f"was killed by signal {-code}; out of memory?" if code < 0 else f"ended with exit code {code}"
+        ending = f"was killed by signal {-code}; out of memory?" if code < 0 else f"ended with code {code}"
         return {"error": f"its process {ending}"}
     finally:
         child.kill()  # it has sent its result, or this process is interrupted

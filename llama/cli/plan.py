@@ -115,7 +115,7 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
         return loading.model_name(path_or_name), checkpoint.config, checkpoint
     name = path.stem if path.stem not in ("config", "params") else path.resolve().parent.name
     if path.is_dir() or not path.exists():
-        raise UsageError(f"{path} does not exist; known models: {', '.join(official())}")
+        raise UsageError(f"{path}: no such file; known models: {', '.join(official())}")
     values = read_json(path)
     if "model_type" in values or "hidden_size" in values or "architectures" in values:
         return name, ConfigFile(path).config, None
@@ -284,7 +284,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     text += [f"  {label:<14}{memory[key] / 1e9:>9.2f}" for key, label in labels.items()]
     text += [f"  {'total':<14}{memory['total'] / 1e9:>9.2f}  of {memory['of'] / 1e9:.2f}"]
     text += ["", f"fits        {_verdict(facts)}", ""]
-    text += [f"{'weights':<14}{'all, GB':>9}{'GPU, GB':>12}{'fits':>7}   fewest GPUs"]
+    text += [f"{'weights':<14}{'total, GB':>9}{'per GPU, GB':>12}{'fits':>7}   fewest GPUs"]
     for other in facts["alternatives"]:
         few = other["smallest"]
         fewest = f"{few['gpus']} ({few['tensor']} x {few['pipeline']})" if few else "none"
@@ -300,9 +300,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
 def _verdict(facts: dict[str, Any]) -> str:
     few = facts["smallest"]
     fewest = (
-        f"fewest GPUs that fit it: {few['gpus']}, tensor {few['tensor']} x pipeline {few['pipeline']}"
+        f"fewest GPUs: {few['gpus']}, tensor {few['tensor']} x pipeline {few['pipeline']}"
         if few
-        else "no number of these GPUs fits it"
+        else "no number of these GPUs is enough"
     )
     if not facts["fits"]:
         return f"no; {fewest}"
@@ -332,7 +332,7 @@ def _speed(facts: dict[str, Any]) -> list[str]:
         )
     sent = max(stage["sent_per_token"] for stage in facts["stages"])
     if sent:
-        text.append(f"  sent per GPU        {sent / 1e6:.2f} MB per token, {sent * facts['batch'] / 1e6:.2f} MB")
+        text.append(f"  sent per GPU        {sent / 1e6:.2f} MB per token, {sent * facts['batch'] / 1e6:.2f} MB per step")
     shared = f", {decode['groups']} times for {decode['rows']:g}" if decode["groups"] > 1 else ""
     text += [
         "",

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return show_schemes(args.json)
     if args.source is None or args.target is None:
-        raise UsageError("quantize needs SRC, the checkpoint, and DST, the new folder; --list shows the schemes")
+        raise UsageError("quantize needs SRC and DST, a checkpoint and a new folder; --list shows the schemes")
     from ..checkpoint import open_checkpoint
     from ..hub.named import resolve
     from ..tools.quantize import quantize
