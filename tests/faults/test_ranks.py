@@ -85,7 +85,7 @@ def test_a_waiting_rank_listens_on_the_loopback_interface_only(tiny_gguf: Path) 
 
 
 def listening(pids: list[int]) -> set[str]:
-    """Where these processes listen, in /proc/net's notation."""
+    """The addresses these processes listen on, in the notation of /proc/net."""
     found, sockets = set(), set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
