@@ -121,7 +121,7 @@ def test_two_processes_give_the_answer_of_one(tiny_gguf: Path, forked: forked.Fo
     code, out, err = Forked(forked, *args, "--tensor-parallel", "2").end()
     assert code == one.returncode == 0, err
     assert json.loads(out)["tokens"] == json.loads(one.stdout)["tokens"]
-    assert any("in 2 processes" in line for line in err)
+    assert any(", 2 processes," in line for line in err)
     assert len(err) == len(one.stderr.decode().splitlines())  # only rank 0 reports
 
 
@@ -132,7 +132,7 @@ def test_torchrun_can_start_the_ranks(number: int, tiny_gguf: Path, clearllama: 
     code, out, err = Launched(*args, "--pipeline-parallel", "2", module=module).end()
     assert code == 0, err
     assert json.loads(out)["tokens"] == json.loads(clearllama(*args).stdout)["tokens"]
-    assert any(f"in {number} processes in 2 stages" in line for line in err)
+    assert any(f", {number} processes in 2 stages," in line for line in err)
 
 
 FAULTS = [("1 load kill", "SIGKILL"), ("1 prefill 13", "exit code 13"), ("1 decode kill", "SIGKILL")]
@@ -208,7 +208,7 @@ def test_a_signal_to_the_parent_ends_all_ranks(number: signal.Signals, tiny_gguf
     args = (*PROMPT, "-m", str(tiny_gguf), "-n", "200", "--tensor-parallel", "2")
     launched = Launched(*args)
     assert launched.process.stderr is not None
-    assert "in 2 processes" in launched.process.stderr.readline()
+    assert ", 2 processes," in launched.process.stderr.readline()
     launched.process.send_signal(number)
     code, _, err = launched.end(20)
     assert code == 128 + number

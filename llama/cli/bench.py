@@ -116,8 +116,8 @@ def settings(args: argparse.Namespace) -> list[Setting]:
     """Every combination of the lists in the options. Raises UsageError for an unknown or invalid entry."""
     import torch
 
-    from ..engine.linears import pick_scheme
     from ..engine.runtime import pick_dtype
+    from ..quant.schemes import pick_scheme
 
     dtypes = _entries("dtype", args.dtype)
     for dtype in dtypes:

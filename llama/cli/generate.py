@@ -121,7 +121,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     prompt: str | None = args.text if args.text is not None else args.prompt
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         raise UsageError(
-            f'no prompt: clearllama {args.command} "your text", or pipe the text in; for a conversation: clearllama chat'
+            f'no prompt: clearllama {args.command} "your text", or pipe it in; for a conversation, clearllama chat'
         )
     if prompt is None or prompt == "-":
         return streams.read_stdin()

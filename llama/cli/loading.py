@@ -27,7 +27,7 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
-    with parallel.together(getattr(args, "world", None)):
+    with parallel.all_succeed(getattr(args, "world", None)):
         llm = loader.load(args.model, tokens=tokens, quiet=args.quiet, **arguments.model_options(args))
     _show_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
@@ -45,24 +45,25 @@ def load_model(args: argparse.Namespace) -> Transformer:
 
     runtime.set_threads(args.threads)
     started = time.perf_counter()
-    with parallel.together(getattr(args, "world", None)):
+    with parallel.all_succeed(getattr(args, "world", None)):
         checkpoint = open_checkpoint(resolve(args.model, args.quiet))
-        model = loader.build(checkpoint, pack=True, **arguments.model_options(args))
+        model = loader.build(checkpoint, fast=True, **arguments.model_options(args))
     _show_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
     return model
 
 
 def _show_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
-    from ..engine import linears as quant
-    from ..engine import placement
+    from ..engine.linears import describe_quantization
+    from ..engine.placement import describe_devices
     from ..rope_scaling import reach, trained_length
 
     config, world = model.config, getattr(args, "world", None)
-    dtype, weights = dtype_name(model), quant.told(model)
+    dtype, quantized = dtype_name(model), describe_quantization(model)  # "4/8-bit", or "" for float weights
     facts = [
         f"{args.model}: {_millions(config.n_params)} parameters",
-        *([weights, f"{dtype} compute"] if weights else [dtype]),
-        placement.told(model) + (f" in {world}" if world else ""),
+        f"{quantized} weights, {dtype} compute" if quantized else dtype,
+        describe_devices(model),
+        *([str(world)] if world else []),
         f"loaded in {seconds:.1f} s",
     ]
     streams.info(args, ", ".join(facts))

@@ -72,7 +72,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..engine.linears import pick_scheme
+    from ..quant.schemes import pick_scheme
     from ..tools import plan
 
     overrides: dict[str, float | int | None] = {
@@ -233,7 +233,7 @@ def _alternative(result: Plan, quantize: str | None, stored: Stored | None) -> d
     """The facts of the same run with other weights."""
     from dataclasses import replace
 
-    from ..engine.linears import SCHEMES
+    from ..quant.schemes import SCHEMES
     from ..tools import plan
 
     scheme = None if quantize in (None, AS_STORED) else SCHEMES[quantize]
@@ -332,7 +332,8 @@ def _speed(facts: dict[str, Any]) -> list[str]:
         )
     sent = max(stage["sent_per_token"] for stage in facts["stages"])
     if sent:
-        text.append(f"  sent per GPU        {sent / 1e6:.2f} MB per token, {sent * facts['batch'] / 1e6:.2f} MB per step")
+        per_step = f"{sent * facts['batch'] / 1e6:.2f} MB per step"
+        text.append(f"  sent per GPU        {sent / 1e6:.2f} MB per token, {per_step}")
     shared = f", {decode['groups']} times for {decode['rows']:g}" if decode["groups"] > 1 else ""
     text += [
         "",

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     schemes = [entry.strip() for entry in (args.quantize or "int8,int4").split(",")]
     from .. import loader
     from ..engine import runtime
-    from ..engine.linears import pick_scheme
+    from ..quant.schemes import pick_scheme
     from ..study.perplexity import tiny_folder
 
     for scheme in schemes:

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def show_schemes(as_json: bool) -> int:
     """List the schemes with their bits per weight, scales and offsets included."""
-    from ..engine.linears import SCHEMES
+    from ..quant.schemes import SCHEMES
 
     if as_json:
         streams.write_json(

@@ -146,13 +146,13 @@ def _run_rank(args: argparse.Namespace, rank: int, size: int, sizes: list[int | 
         args.threads = _share_of_threads()
     from ..checkpoint import open_checkpoint
     from ..engine import parallel
-    from ..engine.sharding import Place, check_world
+    from ..engine.sharding import Rank, check_world
     from ..hub.named import resolve
 
     if PARENT not in os.environ:  # else the parent has checked it
         with contextlib.suppress(CheckpointError, ConfigError):  # reported to all ranks after they have joined
             check_world(open_checkpoint(resolve(args.model)).config, tensor, pipeline)
-    world = args.world = parallel.join(Place(rank, tensor, pipeline), args.device)
+    world = args.world = parallel.join(Rank(rank, tensor, pipeline), args.device)
     args.device = str(world.device)
     if rank:
         code = _follow(args)
@@ -194,7 +194,7 @@ def _follow(args: argparse.Namespace) -> int:
         if args.debug:
             raise
         if not world.lost:  # the error is this rank's own, not the end of another rank
-            streams.error(f"rank {world.place.rank}: {streams.describe(error)}")
+            streams.error(f"rank {world.rank.number}: {streams.describe(error)}")
             return 1
     if PARENT in os.environ:
         time.sleep(2 * CLOSE_SECONDS)  # as in _run_rank
