@@ -1,4 +1,4 @@
-"""`python -m llama` and the command `clearllama` start here."""
+"""Entry point of `python -m llama` and of the command `clearllama`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 def main() -> int:
-    """Import the command line and run it. An interrupt during the import ends quietly; from then on main sees to it."""
+    """Import the command line and run it. An interrupt during the import exits at once, without a traceback."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         os.write(2, b"\nclearllama: interrupted\n")
@@ -22,10 +22,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, previous)
     try:
         return run()
-    except KeyboardInterrupt:  # a second one, where the first had just been told of
+    except KeyboardInterrupt:  # a second interrupt, after the first one was reported
         return 130
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left that it could end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is done; ignore interrupts during shutdown
 
 
 if __name__ == "__main__":

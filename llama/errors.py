@@ -1,15 +1,15 @@
-"""The errors a user can meet. Each message is one line: what was expected, what came, the likely cause, the remedy."""
+"""The errors this package raises. Each message is one line: what was expected, what was found, cause, remedy."""
 
 
 def one_line(text: str) -> str:
-    """A text without line breaks and control characters; what can't be printed is written as in Python's source."""
+    """Replace line breaks and tabs with spaces, and write other unprintable characters as escapes."""
     return "".join(c if c.isprintable() else " " if c in "\r\n\t" else repr(c)[1:-1] for c in text)
 
 
 class LlamaError(Exception):
-    """Base of every error this package raises on purpose; the command line prints it and exits with `exit_code`.
+    """Base class of the errors this package raises on purpose. The command prints them and exits with `exit_code`.
 
-    Its text is one printable line, whatever a file put into it: it may end up in a terminal or a log.
+    The message is always one printable line, because parts of it may come from a file and it may go to a terminal.
     """
 
     exit_code = 1
@@ -19,17 +19,17 @@ class LlamaError(Exception):
 
 
 class UsageError(LlamaError, ValueError):
-    """An argument is outside its range or of the wrong kind."""
+    """An argument has the wrong type or is out of range."""
 
     exit_code = 2
 
 
 class ConfigError(LlamaError, ValueError):
-    """The description of an architecture contradicts itself or is not one this package can run."""
+    """An architecture contradicts itself, or this package does not support it."""
 
 
 class CheckpointError(LlamaError):
-    """A file or folder of weights is damaged, incomplete, or not what it claims to be."""
+    """A checkpoint is damaged, incomplete or of another format than expected."""
 
 
 class TokenizerError(LlamaError, ValueError):
@@ -37,7 +37,7 @@ class TokenizerError(LlamaError, ValueError):
 
 
 class TemplateError(LlamaError, ValueError):
-    """A chat template is missing, broken, or refused by the sandbox."""
+    """A chat template is missing or broken, or the sandbox refused it."""
 
 
 class ContextLengthError(LlamaError, ValueError):
@@ -45,12 +45,12 @@ class ContextLengthError(LlamaError, ValueError):
 
 
 class ParallelError(LlamaError, RuntimeError):
-    """A process that runs a part of the model is gone or out of step, so none of them can go on."""
+    """One of several processes ended or fell out of step, so none of them can continue."""
 
 
 class MemoryLimitError(LlamaError, MemoryError):
-    """A run would take more memory than is free."""
+    """A run needs more memory than is free."""
 
 
 class NumericalError(LlamaError, ArithmeticError):
-    """The model produced a number that is not finite."""
+    """The model computed a number that is not finite."""

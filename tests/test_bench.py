@@ -307,7 +307,7 @@ def test_the_table_has_a_row_for_each(
     assert "error: float32-none-eager-batch2-context20: no" in err
     folders = {"float32-none-eager-batch1-context20", "float32-none-eager-batch3-context20"}
     assert {path.name for path in tmp_path.iterdir()} == folders
-    assert out.count("costliest operators") == 4
+    assert out.count("slowest operators") == 4
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_the_table_has_a_row_for_each(
     [
         (["--dtype", "float32,int3"], "unknown dtype 'int3'"),
         (["--quantize", "int8,int9"], "unknown quantization scheme 'int9'"),
-        (["--quantize", "int8,,int4"], "--quantize: expected entries with commas"),
+        (["--quantize", "int8,,int4"], "--quantize must be a comma-separated list"),
         (["--batch", "2,2"], "each once: '2,2'"),
         (["--batch", "0"], "--batch must be a whole number of at least 1, got '0'"),
         (["--batch", "9" * 30], "--batch must be"),
@@ -325,13 +325,13 @@ def test_the_table_has_a_row_for_each(
         (["--compile", ""], "--compile: expected"),
         (["--new-tokens", "0"], "--new-tokens must be at least 1"),
         (["--reps", "0"], "--reps must be at least 1"),
-        (["--window", "9"], "--window goes with --quality"),
-        (["--quality", "--reps", "3"], "--reps is about speed"),
-        (["--quality", "--compile"], "--compile is about speed"),
-        (["--quality", "--batch", "1"], "--batch is about speed"),
+        (["--window", "9"], "--window needs --quality"),
+        (["--quality", "--reps", "3"], "--reps only affects speed"),
+        (["--quality", "--compile"], "--compile only affects speed"),
+        (["--quality", "--batch", "1"], "--batch only affects speed"),
         (["--quality", "--quantize", "int9"], "unknown quantization scheme 'int9'"),
-        (["--quality", "--window", "1"], "--window must be at least 2"),
-        (["--quality", "--window", "999"], "longer than the context of 256"),
+        (["--quality", "--window", "1"], "--window must be an integer of at least 2"),
+        (["--quality", "--window", "999"], "exceeds the context of 256"),
         (["--quality", "/nowhere"], "No such file"),
         (["--quality", os.devnull], "is a device"),
     ],

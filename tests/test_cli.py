@@ -1,4 +1,4 @@
-"""The command as a user meets it: processes, pipes, exit codes, one line for each mistake."""
+"""The command line as a user sees it: processes, pipes, exit codes, one line per error."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from llama import cli
 from llama.text import Llama
 from llama.tokenizer.common import BYTE_OF
 
@@ -23,7 +24,7 @@ FAST = ("-n", "5", "--temp", "2", "--seed", "1")
 
 
 def error_line(result: subprocess.CompletedProcess[bytes]) -> str:
-    """The one line on stderr; nothing may be on stdout."""
+    """The only line on stderr. Nothing may be on stdout."""
     lines = result.stderr.decode().splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("clearllama")
@@ -31,34 +32,20 @@ def error_line(result: subprocess.CompletedProcess[bytes]) -> str:
     return lines[0]
 
 
-def test_help_imports_no_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     code = "import sys; from llama.cli import build_parser; build_parser().format_help(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
-def test_loading_a_model_imports_no_compiler(tiny_gguf: Path) -> None:
-    """torch._dynamo takes as long to import as the default model takes to load."""
+def test_loading_a_model_does_not_import_the_compiler(tiny_gguf: Path) -> None:
+    """Importing torch._dynamo takes as long as loading the default model."""
     code = f"import sys, llama; llama.load({str(tiny_gguf)!r}).generate('a'); print('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "generate",
-        "chat",
-        "inspect",
-        "convert",
-        "quantize",
-        "pull",
-        "verify",
-        "doctor",
-        "bench",
-        "perplexity",
-        "study",
-        "trace",
-        "explain",
-    ],
+    [command.__name__.rsplit(".", 1)[1] for command in cli.COMMANDS],
 )
 def test_every_command_has_help(clearllama: Run, command: str) -> None:
     result = clearllama(command, "--help")
@@ -70,7 +57,7 @@ def test_version(clearllama: Run) -> None:
     assert clearllama("--version").stdout.startswith(b"clearllama ")
 
 
-def test_generate_json_has_the_promised_keys(clearllama: Run, tiny_gguf: Path, tiny_llm: Llama) -> None:
+def test_generate_json_has_the_documented_keys(clearllama: Run, tiny_gguf: Path, tiny_llm: Llama) -> None:
     result = clearllama("generate", "-m", str(tiny_gguf), "hello", "--json", "--logprobs", "--dtype", "fp32", *FAST)
     assert result.returncode == 0
     answer = json.loads(result.stdout)
@@ -86,14 +73,12 @@ def test_generate_json_has_the_promised_keys(clearllama: Run, tiny_gguf: Path, t
     assert answer["stats"]["seed"] == 1
 
 
-def test_raw_and_template_are_told_apart(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_raw_and_chat_prompts_differ(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     chat = clearllama("generate", "-m", str(tiny_gguf), "hello", *FAST)
     raw = clearllama("generate", "-m", str(tiny_gguf), "hello", "--raw", *FAST)
     assert b"one user message" in chat.stderr
-    assert b"continued as it is (--raw)" in raw.stderr
+    assert b"continued as plain text (--raw)" in raw.stderr
     assert chat.stdout != raw.stdout
-    from . import tiny
-
     base = tiny.write_gguf(tmp_path / "base.gguf", metadata={"tokenizer.chat_template": None})
     result = clearllama("generate", "-m", str(base), "hello", *FAST)
     assert b"the model has no chat template" in result.stderr
@@ -125,7 +110,7 @@ def test_stop_strings_and_system(clearllama: Run, tiny_gguf: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         ((), "COMMAND"),
         (("frobnicate",), "frobnicate"),
@@ -159,19 +144,17 @@ def test_stop_strings_and_system(clearllama: Run, tiny_gguf: Path) -> None:
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(
-    clearllama: Run, tiny_gguf: Path, args: tuple[str, ...], says: str
+    clearllama: Run, tiny_gguf: Path, args: tuple[str, ...], message: str
 ) -> None:
     model = ("-m", str(tiny_gguf)) if args and args[0] in ("generate", "bench") else ()
     result = clearllama(*args, *model, stdin=b"")
     assert result.returncode == 2
-    assert says in error_line(result)
+    assert message in error_line(result)
 
 
-def test_words_too_many_are_told_of_quotes_only_where_there_is_a_prompt(
+def test_the_hint_about_quotes_is_only_for_commands_with_a_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from llama import cli
-
     for command in cli.COMMANDS:
         name = command.__name__.rsplit(".", 1)[1]
         needed = {"convert": ["a", "b", "--to", "hf"], "plan": ["-m", "a", "--gpus", "H100"], "pull": ["a"]}
@@ -187,7 +170,7 @@ def test_words_too_many_are_told_of_quotes_only_where_there_is_a_prompt(
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])
-def test_a_file_that_is_no_model_is_one_line_and_exit_1(clearllama: Run, tmp_path: Path, command: str) -> None:
+def test_a_file_that_is_not_a_model_is_one_line_and_exit_1(clearllama: Run, tmp_path: Path, command: str) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF" + bytes(20))
     args = ("generate", "-m", str(path), "hi") if command == "generate" else ("inspect", str(path))
@@ -198,14 +181,14 @@ def test_a_file_that_is_no_model_is_one_line_and_exit_1(clearllama: Run, tmp_pat
 
 
 @pytest.mark.row("G02")
-def test_a_prompt_longer_than_the_context_names_both_numbers(clearllama: Run, tiny_gguf: Path) -> None:
+def test_the_error_for_a_long_prompt_names_its_length_and_the_context(clearllama: Run, tiny_gguf: Path) -> None:
     result = clearllama("generate", "-q", "-m", str(tiny_gguf), "x" * 400, "--raw")
     assert result.returncode == 1
     assert "400 tokens and the context holds 256" in error_line(result)
 
 
 @pytest.mark.row("E09")
-def test_bytes_that_are_not_utf8(clearllama: Run, tiny_gguf: Path) -> None:
+def test_a_prompt_that_is_not_utf8_is_refused(clearllama: Run, tiny_gguf: Path) -> None:
     result = clearllama("generate", "-q", "-m", str(tiny_gguf), stdin=b"abc\xff")
     assert result.returncode == 2
     assert "byte 3 is 0xff" in error_line(result)
@@ -215,7 +198,7 @@ def test_bytes_that_are_not_utf8(clearllama: Run, tiny_gguf: Path) -> None:
 
 
 @pytest.mark.row("G04")
-def test_no_new_tokens_is_an_empty_answer(clearllama: Run, tiny_gguf: Path) -> None:
+def test_zero_new_tokens_give_an_empty_answer(clearllama: Run, tiny_gguf: Path) -> None:
     result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", "-n", "0")
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
@@ -226,7 +209,7 @@ def test_debug_shows_the_traceback(clearllama: Run) -> None:
 
 # ------------------------------------------------------------------------------------------------ pipes and signals
 @pytest.mark.row("I01")
-def test_a_reader_that_leaves_ends_it_quietly(tiny_gguf: Path) -> None:
+def test_a_closed_pipe_ends_the_command_without_a_message(tiny_gguf: Path) -> None:
     command = f"{sys.executable} -m llama generate -q -m {tiny_gguf} hello -n 200 --temp 3 --seed 1; echo $? >&2"
     result = subprocess.run(["bash", "-c", f"({command}) | true"], capture_output=True, check=False)
     assert result.stderr.decode().split() == ["141"]
@@ -248,7 +231,7 @@ def test_a_closed_stdout_is_one_line_and_exit_1(clearllama: Run, tiny_gguf: Path
 
 
 @pytest.mark.row("I03")
-def test_a_closed_stderr_puts_nothing_else_on_stdout(clearllama: Run, tiny_gguf: Path) -> None:
+def test_a_closed_or_full_stderr_does_not_change_stdout(clearllama: Run, tiny_gguf: Path) -> None:
     args = ("generate", "-m", str(tiny_gguf), "hello", *FAST)
     closed = clearllama(*args, streams={2: None})
     assert closed.returncode == 0
@@ -264,24 +247,24 @@ def test_chat_without_stdin_is_one_line(clearllama: Run, tiny_gguf: Path) -> Non
     assert "standard input is closed" in error_line(result)
 
 
-SLOW = pytest.mark.slow  # the same at more moments
+SLOW = pytest.mark.slow  # more delays
 
 
 @pytest.mark.row("I06")
 @pytest.mark.parametrize("after", [0.15, pytest.param(0.25, marks=SLOW), 0.4, pytest.param(0.6, marks=SLOW), 0.9])
-def test_an_interrupt_while_loading_ends_it(default_gguf: Path, after: float) -> None:
+def test_an_interrupt_while_loading_ends_the_command(default_gguf: Path, after: float) -> None:
     command = [sys.executable, "-m", "llama", "generate", "-m", str(default_gguf), "--raw", "Once", "-n", "4000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     time.sleep(after)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=20)
-    # -2 or 1: so early, on a busy machine, that Python itself was not up yet
+    # -2 or 1: on a busy machine the interrupt may arrive before Python has started
     assert process.returncode == 130 or (after < 0.2 and process.returncode in (-2, 1) and b"llama" not in stderr)
     assert b"Traceback" not in stderr or b"llama" not in stderr
 
 
 @pytest.mark.row("I05")
-def test_an_ascii_terminal_gets_escapes(clearllama: Run, tiny_gguf: Path) -> None:
+def test_output_in_ascii_is_escaped(clearllama: Run, tiny_gguf: Path) -> None:
     args = ("generate", "-q", "-m", str(tiny_gguf), "hello", "-n", "60", "--temp", "9", "--seed", "3")
     plain = clearllama(*args).stdout.decode()
     assert not plain.isascii()
@@ -294,9 +277,7 @@ def test_an_ascii_terminal_gets_escapes(clearllama: Run, tiny_gguf: Path) -> Non
 
 @pytest.fixture
 def endless(tmp_path: Path) -> list[str]:
-    """A command that answers until it is stopped."""
-    from . import tiny
-
+    """A command that generates until it is stopped."""
     path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"llama.context_length": 2**20})
     sampling = ["-n", "1000000", "--temp", "3", "--seed", "1"]
     return [sys.executable, "-m", "llama", "generate", "-q", "-m", str(path), "--raw", "hello", *sampling]
@@ -304,10 +285,10 @@ def endless(tmp_path: Path) -> list[str]:
 
 @pytest.mark.row("I06")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_it_with_their_code(endless: list[str], number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_the_command_with_its_exit_code(endless: list[str], number: signal.Signals, code: int) -> None:
     process = subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
-    assert process.stdout.read(1)  # it is generating
+    assert process.stdout.read(1)  # generation has started
     process.send_signal(number)
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == code
@@ -315,26 +296,26 @@ def test_signals_end_it_with_their_code(endless: list[str], number: signal.Signa
 
 
 @pytest.mark.row("I06")
-def test_nohup_stays_in_force(endless: list[str]) -> None:
+def test_nohup_keeps_the_command_running(endless: list[str]) -> None:
     process = subprocess.Popen(["nohup", *endless], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGHUP)
-    assert process.stdout.read(200)  # it goes on
+    assert process.stdout.read(200)  # still generating
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143
 
 
 @pytest.mark.row("I11")
-@pytest.mark.slow  # tests/test_structure.py shows that no check is an assert
-def test_optimized_python_checks_as_much(tiny_gguf: Path) -> None:
+@pytest.mark.slow  # tests/test_structure.py checks that the package has no assert
+def test_optimized_python_performs_the_same_checks(tiny_gguf: Path) -> None:
     command = [sys.executable, "-OO", "-m", "llama", "generate", "-m", str(tiny_gguf), "--top-p", "7", "x"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
 
 
 # -------------------------------------------------------------------------------------------------- inspect, bench
-def test_inspect_the_default_model(clearllama: Run, default_gguf: Path) -> None:
+def test_inspect_describes_the_default_model(clearllama: Run, default_gguf: Path) -> None:
     facts = json.loads(clearllama("inspect", str(default_gguf), "--json").stdout)
     expected = {
         "format": "GGUF", "parameters": 134_515_008, "dim": 576, "n_layers": 30, "n_heads": 9, "n_kv_heads": 3,
@@ -348,7 +329,7 @@ def test_inspect_the_default_model(clearllama: Run, default_gguf: Path) -> None:
     assert "134,515,008" in text
 
 
-def test_bench_json_has_the_promised_keys(clearllama: Run, tiny_gguf: Path) -> None:
+def test_bench_json_has_the_documented_keys(clearllama: Run, tiny_gguf: Path) -> None:
     args = ("--prompt-tokens", "40", "--new-tokens", "5", "--reps", "2", "--json", "-q")
     result = json.loads(clearllama("bench", "-m", str(tiny_gguf), *args).stdout)
     keys = ["engine", "model", "dtype", "load_s", "prefill_tps", "decode_tps", "decode_tps_all", "peak_rss_mb"]
@@ -358,7 +339,7 @@ def test_bench_json_has_the_promised_keys(clearllama: Run, tiny_gguf: Path) -> N
 
 
 # ------------------------------------------------------------------------------------------------------------ chat
-def test_chat_over_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_chat_reads_turns_from_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     lines = f"hello\nthe\n/save {saved}\n/save {saved}\n/clear\n/what\n/exit\nnever read\n"
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", "--seed", "1", stdin=lines.encode(), cwd=tmp_path)
@@ -367,8 +348,8 @@ def test_chat_over_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> N
     assert [m["role"] for m in messages] == ["user", "assistant"] * 2
     assert messages[1]["content"] in result.stdout.decode()
     stderr = result.stderr.decode()
-    assert f"4 messages are in {saved}" in stderr
-    assert "exists already" in stderr
+    assert f"wrote 4 messages to {saved}" in stderr
+    assert "already exists" in stderr
     assert "unknown command /what" in stderr
     assert [p.name for p in tmp_path.iterdir()] == ["talk.json"]
 
@@ -382,7 +363,7 @@ def test_a_full_stderr_does_not_end_a_chat(clearllama: Run, tiny_gguf: Path) -> 
     assert full.stdout == plain.stdout
 
 
-def test_chat_survives_names_that_are_no_files(clearllama: Run, tiny_gguf: Path) -> None:
+def test_chat_continues_after_a_file_name_that_cannot_be_written(clearllama: Run, tiny_gguf: Path) -> None:
     lines = "hello\n/save ~nosuchuser/x\n/save a\0b\n/save /no/such/folder/x\n/save\nhello\n"
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
     assert result.returncode == 0
@@ -390,27 +371,25 @@ def test_chat_survives_names_that_are_no_files(clearllama: Run, tiny_gguf: Path)
     assert result.stderr.count(b"prompt tokens") == 2
 
 
-def test_a_long_context_costs_nothing_until_it_is_filled(clearllama: Run, tmp_path: Path) -> None:
-    from . import tiny
-
+def test_a_long_context_needs_no_memory_until_it_is_filled(clearllama: Run, tmp_path: Path) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"llama.context_length": 2**31})
     result = clearllama("chat", "-m", str(path), "-n", "5", stdin=b"hello\n")
     assert result.returncode == 0
     assert b"prompt tokens" in result.stderr
 
 
-def test_chat_goes_on_after_a_turn_that_is_too_long(clearllama: Run, tiny_gguf: Path) -> None:
+def test_chat_continues_after_a_turn_that_is_too_long(clearllama: Run, tiny_gguf: Path) -> None:
     lines = "hello\n" + "x" * 400 + "\nhello\n"
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
     assert result.returncode == 0
     assert result.stderr.count(b"context holds 256") == 1
-    assert b"/clear forgets the conversation" in result.stderr
+    assert b"/clear starts a new conversation" in result.stderr
     assert result.stderr.count(b"prompt tokens") == 2
 
 
 @pytest.mark.row("I06")
 def test_chat_at_a_terminal(default_gguf: Path) -> None:
-    """Ctrl-C stops the answer and not the program; Ctrl-D leaves."""
+    """Ctrl-C stops the answer but not the program; Ctrl-D leaves."""
     command = [
         "-m",
         "llama",
@@ -436,7 +415,7 @@ def test_chat_at_a_terminal(default_gguf: Path) -> None:
     child.expect("stopped")
     child.expect("> ")
     child.sendline("/system")
-    child.expect("forgotten")
+    child.expect("started a new conversation")
     child.sendline("What is the capital of France?")
     child.expect("Paris")
     child.expect("> ")
@@ -448,7 +427,7 @@ def test_chat_at_a_terminal(default_gguf: Path) -> None:
     assert child.exitstatus == 0
 
 
-OBEYED = [
+CONTROLS = [  # characters that a terminal acts upon
     *map(chr, range(32)),
     "\x7f",
     *map(chr, range(0x80, 0xA0)),
@@ -458,21 +437,21 @@ OBEYED = [
 
 
 @pytest.mark.row("I07")
-def test_control_characters_are_harmless_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    """All of C0 but newline and tab, DEL, C1, and what turns the order of text; on a pipe they are left as they are.
+def test_control_characters_are_escaped_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """C0 except newline and tab, DEL, C1 and bidirectional controls are escaped; a pipe gets them unchanged.
 
-    Right-to-left text, its marks, combining characters and joined emoji stay whole.
+    Right-to-left text, its marks, combining characters and joined emoji are not changed.
     """
     from llama.cli import streams
 
-    text = "a".join(OBEYED)
+    text = "a".join(CONTROLS)
     harmless = "שלום\u200f العربية e\u0301 👨‍👩‍👧 \ufeff\n\t"
     streams.write(text + harmless)
     assert capsys.readouterr().out == text + harmless
     streams.write_json(text)
     assert json.loads(capsys.readouterr().out) == text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for character in OBEYED:
+    for character in CONTROLS:
         streams.write(f"a{character}b")
         shown = capsys.readouterr().out
         code = f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}"
@@ -486,11 +465,11 @@ def test_control_characters_are_harmless_on_a_terminal(capsys: pytest.CaptureFix
 
 
 @pytest.mark.row("I07")
-def test_an_answer_with_escapes_at_a_terminal_and_in_a_pipe(clearllama: Run, tmp_path: Path) -> None:
-    """A model made to say one token, which clears the screen: a terminal shows it, a pipe gets the bytes."""
+def test_an_answer_with_escape_codes_is_escaped_on_a_terminal_only(clearllama: Run, tmp_path: Path) -> None:
+    """A model that always generates ESC: a terminal shows it escaped, a pipe gets the byte."""
     (escape,) = (letter for letter, byte in BYTE_OF.items() if byte == 0x1B)
     state = tiny.weights()
-    for name, tensor in state.items():  # nothing but the embedding, all ones, reaches the output
+    for name, tensor in state.items():  # only the embedding, all ones, reaches the output
         if name.endswith((".wo.weight", ".w2.weight")) or name == "output.weight":
             tensor.zero_()
     state["tok_embeddings.weight"].fill_(1)

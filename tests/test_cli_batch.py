@@ -1,4 +1,4 @@
-"""`generate --prompts`: order, ids, errors by line, and that an interrupted run goes on as if it had not been."""
+"""`generate --prompts`: order, ids, errors per line, and resuming an interrupted run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Command = Callable[..., int]
 
 @pytest.fixture
 def main(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The command in this process, on a model that is loaded already; exit codes come back."""
+    """Run the command in this process on a loaded model. Returns the exit code."""
     monkeypatch.setattr(loader, "load", lambda *_, **__: tiny_llm)
     monkeypatch.setattr(batch, "chat_of", lambda args: Chat(tiny_llm.tokenizer, tiny_llm.chat_template, None))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
@@ -58,8 +58,8 @@ def read(path: Path) -> Lines:
     return [json.loads(line) for line in data.splitlines()]
 
 
-def told(answers: Lines) -> Lines:
-    """Without what differs from run to run: times, and which neighbour a beginning was taken from."""
+def comparable(answers: Lines) -> Lines:
+    """Answers without the statistics that differ between runs, except the seed."""
     return [{**answer, "stats": answer.get("stats", {}).get("seed")} for answer in answers]
 
 
@@ -80,9 +80,9 @@ def mixed(count: int, seed: int = 0) -> Lines:
     return made
 
 
-# -------------------------------------------------------------------------------------------- what is asked and told
+# ------------------------------------------------------------------------------------------------ prompts and answers
 @pytest.mark.parametrize("size", ["1", "3", "50"])
-def test_the_answers_are_those_of_one_by_one_in_order_with_their_ids(
+def test_answers_have_the_ids_and_order_of_the_prompts_and_equal_single_runs(
     main: Command, tiny_llm: Llama, tmp_path: Path, size: str
 ) -> None:
     lines = mixed(12)
@@ -109,7 +109,7 @@ def test_the_answers_are_those_of_one_by_one_in_order_with_their_ids(
         assert set(answer["stats"]) == set(alone.stats.as_dict())
 
 
-def test_raw_prompts_system_messages_and_formats(main: Command, tiny_llm: Llama, tmp_path: Path) -> None:
+def test_raw_prompts_and_system_messages(main: Command, tiny_llm: Llama, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", [{"prompt": "hello"}, {"prompt": "a", "system": "own"}]), tmp_path / "out"
     assert main("--prompts", str(source), "--output", str(target), "-n", "5", "--system", "common") == 0
     for answer, system, prompt in zip(read(target), ("common", "own"), ("hello", "a"), strict=True):
@@ -121,7 +121,7 @@ def test_raw_prompts_system_messages_and_formats(main: Command, tiny_llm: Llama,
     assert read(target)[0]["tokens"] == tiny_llm.generate("hello", max_new_tokens=5).tokens
 
 
-def test_from_a_pipe_to_a_pipe(clearllama: Run, tiny_gguf: Path) -> None:
+def test_prompts_from_a_pipe_are_answered_on_stdout(clearllama: Run, tiny_gguf: Path) -> None:
     result = clearllama(
         "generate", "-m", str(tiny_gguf), "--prompts", "-", "-n", "3", stdin=b'{"prompt": "caf\xc3\xa9"}\r\n{"prompt": "b"}'
     )  # fmt: skip
@@ -131,7 +131,7 @@ def test_from_a_pipe_to_a_pipe(clearllama: Run, tiny_gguf: Path) -> None:
     assert b"2 prompts, 6 new tokens" in result.stderr
 
 
-def test_a_terminal_gets_a_bar(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_a_terminal_shows_a_progress_bar(tiny_gguf: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [{"prompt": "hello"}] * 3)
     args = ["-m", "llama", "generate", "-m", str(tiny_gguf), "--prompts", str(source), "-n", "4"]
     child = pexpect.spawn(sys.executable, [*args, "--output", str(tmp_path / "out")], timeout=60, dimensions=(24, 120))
@@ -141,7 +141,7 @@ def test_a_terminal_gets_a_bar(tiny_gguf: Path, tmp_path: Path) -> None:
     assert len(read(tmp_path / "out")) == 3
 
 
-def test_a_prompt_that_cannot_run_is_an_error_in_its_place(
+def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
     main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = {"prompt": "hello"}
@@ -159,22 +159,21 @@ def test_a_prompt_that_cannot_run_is_an_error_in_its_place(
     assert "context holds" in answers[0]["error"]
     assert answers[0]["id"] == "long"
     assert "context holds" in answers[4]["error"]
-    assert (
-        capsys.readouterr().err == "clearllama: error: 4 of 7 prompts could not be run; these answers hold an error\n"
-    )
+    message = "4 of 7 prompts could not be run; see the key error in the output"
+    assert capsys.readouterr().err == f"clearllama: error: {message}\n"
     before = target.read_bytes()
-    assert main(*args) == 1  # they count again, and nothing is done again
+    assert main(*args) == 1  # errors of an earlier run count, and nothing is run again
     assert target.read_bytes() == before
 
 
-def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
+def test_an_output_of_errors_only_is_complete(main: Command, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", [{"prompt": "x" * 300}] * 3), tmp_path / "out"
     assert main("--prompts", str(source), "--output", str(target)) == 1
     assert [answer["id"] for answer in read(target) if "error" in answer] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         (b"", "line 2 is empty"),
         (b"   ", "line 2 is empty"),
@@ -194,7 +193,7 @@ def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
         (b'{"prompt": "a", "id": true}', "line 2: id must be"),
         (b'{"prompt": "a", "id": 1.5}', "line 2: id must be"),
         (b'{"prompt": "a", "system": 1}', "line 2: system must be"),
-        (b'{"messages": [], "system": "a"}', "line 2: messages hold their own"),
+        (b'{"messages": [], "system": "a"}', "line 2: a system message belongs in messages"),
         (b'{"prompt": "a", "temperature": -1}', "line 2: temperature must be"),
         (b'{"prompt": "a", "max_new_tokens": true}', "line 2: max_new_tokens must be"),
         (b'{"prompt": "a", "top_p": "x"}', "line 2: top_p must be"),
@@ -207,12 +206,12 @@ def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
         (b'{"prompt": "a", "top_k": true}', "line 2: top_k must be a number, got true"),
         (b'{"prompt": "a", "id": "x", "seed": {}}', 'line 2 (id "x"): seed must be a number, got {}'),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "line 2: it holds a number of thousands of digits"),
-        (b'{"prompt": "a\\ud800"}', "line 2: 'prompt' holds '\\ud800', half of a surrogate pair"),
-        (b'{"prompt": "a", "id": "\\udfff"}', "line 2: 'id' holds '\\udfff', half of"),
-        (b'{"prompt": "a", "stop": ["b", "\\ud83d"]}', "line 2: 'stop' holds '\\ud83d', half of"),
-        (b'{"prompt": "a", "system": "\\ud83d"}', "line 2: 'system' holds '\\ud83d', half of"),
-        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "line 2: 'messages' holds '\\ud83d', half of"),
-        (b'{"prompt": "a", "\\udc00": 1}', "line 2: '\\udc00' holds '\\udc00', half of"),
+        (b'{"prompt": "a\\ud800"}', "line 2: 'prompt' contains '\\ud800', half of a surrogate pair"),
+        (b'{"prompt": "a", "id": "\\udfff"}', "line 2: 'id' contains '\\udfff', half of"),
+        (b'{"prompt": "a", "stop": ["b", "\\ud83d"]}', "line 2: 'stop' contains '\\ud83d', half of"),
+        (b'{"prompt": "a", "system": "\\ud83d"}', "line 2: 'system' contains '\\ud83d', half of"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "line 2: 'messages' contains '\\ud83d', half of"),
+        (b'{"prompt": "a", "\\udc00": 1}', "line 2: '\\udc00' contains '\\udc00', half of"),
         (b'{"id": 7, "messages": []}', "line 2 (id 7): a chat needs at least one message"),
         (b'{"messages": [{"role": "nobody", "content": "x"}]}', "line 2: message 0: role must be one of system, user,"),
         (b'{"messages": [{"content": "x"}]}', "line 2: message 0: role must be a string, got none"),
@@ -221,12 +220,12 @@ def test_errors_alone_are_answers_too(main: Command, tmp_path: Path) -> None:
         (b'{"messages": [{"role": "user", "content": null}]}', "line 2: message 0: content must be a string, got null"),
         (b'{"messages": [{"role": "user", "content": [{}]}]}', "line 2: message 0: content must be a string, got [{}]"),
         (b'{"messages": ["hello"]}', 'line 2: message 0 must be an object with role and content, got "hello"'),
-        (b'{"prompt": "a", "id": 1}', "line 2 and line 1 both have the id 1 (a line without one has its number)"),
-        (b'{"prompt": "a", "id": 3}', "line 3 and line 2 both have the id 3 (a line without one has its number)"),
+        (b'{"prompt": "a", "id": 1}', "line 2 and line 1 both have the id 1 (default: the line number)"),
+        (b'{"prompt": "a", "id": 3}', "line 3 and line 2 both have the id 3 (default: the line number)"),
     ],
 )
-def test_a_bad_line_is_named_before_anything_is_loaded_or_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: bytes, told: str
+def test_a_bad_line_is_reported_before_anything_is_loaded_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: bytes, message: str
 ) -> None:
     monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -234,12 +233,12 @@ def test_a_bad_line_is_named_before_anything_is_loaded_or_written(
     assert cli.main(["generate", "--prompts", str(source), "--output", str(target)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert told in error
+    assert message in error
     assert str(source) in error
     assert not target.exists()
 
 
-def test_equal_ids_are_told_apart_by_their_kind_only(
+def test_an_integer_id_and_a_string_id_are_different(
     main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tmp_path / "in", [{"prompt": "a"}, {"id": "1", "prompt": "b"}, {"id": "x", "prompt": "c"}])
@@ -250,7 +249,7 @@ def test_equal_ids_are_told_apart_by_their_kind_only(
     assert 'line 3 and line 1 both have the id "x"' in capsys.readouterr().err
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(main: Command, tmp_path: Path) -> None:
+def test_a_byte_order_mark_before_the_first_line_is_ignored(main: Command, tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "\xef\xbb\xbfb"}\n')
     assert main("--prompts", str(source), "--output", str(tmp_path / "out"), "-n", "1") == 0
@@ -263,25 +262,25 @@ NEEDS_A_CHAT = [
 ]
 
 
-@pytest.mark.parametrize(("line", "told"), NEEDS_A_CHAT)
-def test_a_model_without_a_chat_is_found_out_before_its_weights_are_read(
-    clearllama: Run, tmp_path: Path, line: dict[str, Any], told: str
+@pytest.mark.parametrize(("line", "message"), NEEDS_A_CHAT)
+def test_a_missing_chat_template_is_reported_before_weights_are_read(
+    clearllama: Run, tmp_path: Path, line: dict[str, Any], message: str
 ) -> None:
     base = tiny.write_gguf(tmp_path / "base.gguf", metadata={"tokenizer.chat_template": None})
     source, target = write(tmp_path / "in", [{"prompt": "a"}, {"id": "b", **line}]), tmp_path / "out"
     args = ("generate", "-m", str(base), "--prompts", str(source), "--output", str(target), "-n", "1")
-    result = clearllama(*args, env={"CLEARLLAMA_KERNELS": "sse9"})  # which loading weights would refuse
+    result = clearllama(*args, env={"CLEARLLAMA_KERNELS": "sse9"})  # loading weights would refuse this
     assert result.returncode == 2
     [error] = result.stderr.decode().splitlines()
     assert error.startswith(f'clearllama: error: {source} line 2 (id "b"): ')
-    assert told in error
+    assert message in error
     assert not target.exists()
-    result = clearllama(*args, "--chat-format", "llama2")  # its vocabulary lacks the format's control tokens
+    result = clearllama(*args, "--chat-format", "llama2")  # the vocabulary lacks the control tokens of this format
     assert result.returncode == 2
     assert b"line 2" in result.stderr
 
 
-def test_an_order_of_roles_that_the_template_refuses_is_found_before_anything_is_loaded(
+def test_roles_that_the_template_refuses_are_reported_before_anything_is_loaded(
     main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_llm: Llama
 ) -> None:
     template = "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('the user speaks first') }}{% endif %}x"
@@ -297,9 +296,9 @@ def test_an_order_of_roles_that_the_template_refuses_is_found_before_anything_is
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
-        (("hello",), "leave a prompt out"),
+        (("hello",), "leave the PROMPT argument out"),
         (("-p", "hello"), "leave --prompt out"),
         (("--suffix", "x"), "leave --suffix out"),
         (("--draft", "ngram"), "leave --draft out"),
@@ -312,28 +311,28 @@ def test_an_order_of_roles_that_the_template_refuses_is_found_before_anything_is
         (("--batch-size", "99999"), "--batch-size must be"),
         (("--raw", "--system", "x"), "leave --raw out"),
         (("--temp", "-1"), "temperature must be"),
-        (("--output", "IN"), "--output is the file that --prompts reads"),
-        (("--output", "."), "no regular file"),
+        (("--output", "IN"), "--output and --prompts name the same file"),
+        (("--output", "."), "not a regular file"),
         (("--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
         (("--prompts", "/dev/zero"), "is a device"),
         (("--prompts", os.devnull), "is a device"),
     ],
 )
-def test_options_that_make_no_sense_together(
+def test_contradicting_options_are_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     args: tuple[str, ...],
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
     source = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
     given = [str(source) if arg == "IN" else arg for arg in args]
     assert cli.main(["generate", "--prompts", str(source), *given]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_dash_is_standard_output(
+def test_the_output_dash_is_standard_output(
     main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -344,12 +343,12 @@ def test_a_dash_is_standard_output(
 
 
 @pytest.mark.parametrize("args", [("--output", "x"), ("--batch-size", "4")])
-def test_options_for_many_prompts_want_prompts(capsys: pytest.CaptureFixture[str], args: tuple[str, ...]) -> None:
+def test_options_for_many_prompts_need_prompts(capsys: pytest.CaptureFixture[str], args: tuple[str, ...]) -> None:
     assert cli.main(["generate", "hello", *args]) == 2
-    assert "goes with --prompts" in capsys.readouterr().err
+    assert "needs --prompts" in capsys.readouterr().err
 
 
-def test_messages_want_a_chat(main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_need_a_chat(main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "in", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}])
     for args in (("--raw",), ("--system", "x")):
         assert main("--prompts", str(source), *args) == 2
@@ -361,10 +360,10 @@ def test_messages_want_a_chat(main: Command, tmp_path: Path, capsys: pytest.Capt
     assert "is empty" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------ interruptions
+# ----------------------------------------------------------------------------------------------------------- resuming
 @pytest.mark.row("F03")
 @pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
-def test_wherever_the_output_was_cut_the_next_run_completes_it(
+def test_a_run_resumes_wherever_the_output_was_cut(
     step: int, main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llm: Llama
 ) -> None:
     lines: Lines = [{"id": "\xe9", "prompt": "a"}, {"prompt": "x" * 260}, {"prompt": "b", "temperature": 3.0}]
@@ -372,25 +371,28 @@ def test_wherever_the_output_was_cut_the_next_run_completes_it(
     args = ("--prompts", str(source), "--output", str(target), "-n", "1", "--batch-size", "2", "--seed", "1")
     assert main(*args) == 1
     parsed = cli.build_parser().parse_args(["generate", "--quiet", *args])
-    whole = target.read_bytes()
-    expected = told(read(target))
-    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
-    asked: list[int] = []
+    complete = target.read_bytes()
+    expected = comparable(read(target))
+    ends = [at + 1 for at, byte in enumerate(complete) if byte == ord("\n")]
+    encoded: list[int] = []
     encode = tiny_llm.tokenizer.encode
-    monkeypatch.setattr(tiny_llm.tokenizer, "encode", lambda *a, **k: asked.append(1) or encode(*a, **k))
-    assert len(whole) > 600
-    beside = {at for end in (0, *ends) for at in (end - 1, end, end + 1) if 0 <= at <= len(whole)}
-    for cut in sorted(beside | set(range(0, len(whole), step))):
-        target.write_bytes(whole[:cut])
-        asked.clear()
+    monkeypatch.setattr(tiny_llm.tokenizer, "encode", lambda *a, **k: encoded.append(1) or encode(*a, **k))
+    assert len(complete) > 600
+    near_ends = {at for end in (0, *ends) for at in (end - 1, end, end + 1) if 0 <= at <= len(complete)}
+    for cut in sorted(near_ends | set(range(0, len(complete), step))):
+        target.write_bytes(complete[:cut])
+        encoded.clear()
         assert parsed.run(parsed) == 1
-        assert told(read(target)) == expected, cut
+        assert comparable(read(target)) == expected, cut
         done = sum(end <= cut for end in ends)
-        assert target.read_bytes()[: ends[done - 1] if done else 0] == whole[: ends[done - 1] if done else 0]
-        assert (done == 3) == (not asked)  # what is done is not even looked at
+        kept = ends[done - 1] if done else 0
+        assert target.read_bytes()[:kept] == complete[:kept]
+        assert (done == 3) == (not encoded)  # answered prompts are not encoded again
 
 
-def test_what_was_dropped_is_said(main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_reports_the_removed_line_and_the_answers_kept(
+    main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target = write(tmp_path / "in", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out"
     args = ["generate", "--prompts", str(source), "--output", str(target), "-n", "1"]
     assert main(*args[1:]) == 0
@@ -398,37 +400,37 @@ def test_what_was_dropped_is_said(main: Command, tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert cli.main(args) == 0
     error = capsys.readouterr().err
-    assert "dropped the last line, which was cut after" in error
-    assert "1 of 2 prompts done already" in error
+    assert "removed the incomplete last line" in error
+    assert "resuming, 1 of 2 prompts are already answered" in error
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
-        (b"a poem\nof mine\n", "line 1 is no answer"),
-        (b"a poem without an end", "line 1 is no answer"),
+        (b"a poem\nof mine\n", "line 1 is not an answer"),
+        (b"a poem without an end", "line 1 is not an answer"),
         (b'{"id": 1, "prompt": "b", "text": ""}\n', "line 1 has the prompt 'b'"),
         (b'{"id": 2, "prompt": "a", "text": ""}\n', "line 1 has the id 2"),
         (b'{"id": "1", "prompt": "a", "text": ""}\n', "line 1 has the id '1'"),
         (b'{"prompt": "a", "text": ""}\n', "line 1 has the id None"),
-        (b'{"id": 1, "prompt": "a"}\n', "line 1 is no answer"),
+        (b'{"id": 1, "prompt": "a"}\n', "line 1 is not an answer"),
         (
             b'{"id": 1, "prompt": "a", "error": "x"}\n{"id": 2, "prompt": "c", "text": ""}\n',
             "line 2 has the prompt 'c'",
         ),
-        (b'{"id": 1, "prompt": "a", "error": "x"}\n{"id": 2, "prompt": "c', "line 2 is no answer"),
-        (b'{"id": 1, "prompt": "a", "error": "x"}\n\n', "line 2 is no answer"),
-        (b'{"id": 1, "prompt": "a", "error": "x"}\n{"id": 2, "prompt": "b", "text": ""}\n{"id', "line 3 is there"),
+        (b'{"id": 1, "prompt": "a", "error": "x"}\n{"id": 2, "prompt": "c', "line 2 is not an answer"),
+        (b'{"id": 1, "prompt": "a", "error": "x"}\n\n', "line 2 is not an answer"),
+        (b'{"id": 1, "prompt": "a", "error": "x"}\n{"id": 2, "prompt": "b", "text": ""}\n{"id', "it has a line 3"),
     ],
 )
-def test_an_output_of_something_else_is_left_alone(
-    main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, told: str
+def test_a_file_with_other_content_is_not_changed(
+    main: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
 ) -> None:
     source, target = write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out.jsonl"
     target.write_bytes(content)
     assert main("--prompts", str(source), "--output", str(target)) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert "--output" in error
     assert target.read_bytes() == content
 
@@ -437,8 +439,8 @@ def start(args: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "llama", "generate", *args], stderr=subprocess.PIPE)
 
 
-def grown(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
-    """Wait until a file is larger than that, or the process is through."""
+def wait_until_larger(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a file has more than `size` bytes or the process has ended."""
     until = time.monotonic() + 60
     while process.poll() is None and (not path.exists() or path.stat().st_size <= size):
         assert time.monotonic() < until
@@ -447,38 +449,23 @@ def grown(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.row("F03")
 @pytest.mark.slow
-def test_killed_again_and_again_it_still_completes_the_same_file(
-    main: Command, tiny_gguf: Path, tmp_path: Path
-) -> None:
+def test_runs_that_are_killed_repeatedly_complete_the_same_file(main: Command, tiny_gguf: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", mixed(120, seed=3))
     once, target = tmp_path / "once.jsonl", tmp_path / "out.jsonl"
-    args = [
-        "-m",
-        str(tiny_gguf),
-        "--dtype",
-        "float32",
-        "--prompts",
-        str(source),
-        "-n",
-        "20",
-        "--temp",
-        "2",
-        "--seed",
-        "5",
-    ]
+    model = ["-m", str(tiny_gguf), "--dtype", "float32"]
+    args = [*model, "--prompts", str(source), "-n", "20", "--temp", "2", "--seed", "5"]
     assert main(*args, "--output", str(once)) == 0
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
         process = start([*args, "--output", str(target)])
-        grown(target, target.stat().st_size if target.exists() else 0, process)
+        wait_until_larger(target, target.stat().st_size if target.exists() else 0, process)
         process.send_signal(number)
         code = process.wait()
         assert code in (0, -number, 128 + number)
         data = target.read_bytes()
-        assert told([json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]) == told(
-            read(once)[: data.count(b"\n")]
-        )
+        answers = [json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+        assert comparable(answers) == comparable(read(once)[: len(answers)])
     assert start([*args, "--output", str(target)]).wait() == 0
-    assert told(read(target)) == told(read(once))
+    assert comparable(read(target)) == comparable(read(once))
 
 
 @pytest.mark.row("F04")
@@ -495,18 +482,18 @@ def test_a_second_writer_is_refused(main: Command, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.row("F04")
-def test_two_processes_at_once_leave_one_whole_output(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_two_processes_at_once_leave_one_complete_output(tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", mixed(30)), tmp_path / "out"
     args = ["-m", str(tiny_gguf), "--prompts", str(source), "--output", str(target), "-n", "30"]
     both = [start(args), start(args)]
     ends = [(process.communicate()[1], process.returncode) for process in both]
-    assert sorted(code for _, code in ends) in ([0, 2], [0, 0])  # or the second came when the first was through
+    assert sorted(code for _, code in ends) in ([0, 2], [0, 0])  # [0, 0]: the second started after the first had ended
     assert all(code == 0 or b"is being written by another" in error for error, code in ends)
     assert len(read(target)) == 30
 
 
 @pytest.mark.row("F01")
-def test_a_full_disk_is_an_error_and_leaves_whole_lines(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_complete_lines(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [{"prompt": f"hello {i}"} for i in range(20)]), tmp_path / "out.jsonl"
     command = ("generate", "-m", str(tiny_gguf), "--prompts", str(source), "-n", "3", "--output", str(target))
     limited = clearllama(*command, file_size=2000)

@@ -1,4 +1,4 @@
-"""Several processes as a user starts them: what they say, and that they end together, whatever happens to one."""
+"""Several processes as a user starts them: their output, and that they all end if one of them fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = ("generate", "hello there", "--raw", "--dtype", "float32", "--device", 
 
 
 class Launched:
-    """A command in a process of its own, and the processes that it starts, which all bear a mark."""
+    """A command in its own process. It and the processes it starts are marked by an environment variable."""
 
     def __init__(self, *args: str, module: tuple[str, ...] = ("-m", "llama"), stdin: Any = None, **env: str):
         self.mark = f"CLEARLLAMA_TEST_MARK={uuid.uuid4().hex}"
@@ -46,7 +46,7 @@ class Launched:
         )
 
     def end(self, timeout: float = 60) -> tuple[int, str, list[str]]:
-        """Exit code, stdout and the lines of stderr; no process may be left."""
+        """Wait for the end: exit code, stdout and the lines of stderr. No marked process may be left."""
         try:
             out, err = self.process.communicate(timeout=timeout)
         finally:
@@ -55,20 +55,20 @@ class Launched:
         return self.process.returncode, out, err.splitlines()
 
     def marked(self) -> list[int]:
-        """The processes that are alive and bear the mark."""
+        """The marked processes that are alive."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
                 if not entry.name.isdigit() or self.mark.encode() not in (entry / "environ").read_bytes():
                     continue
-                if (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":  # dead, not yet buried
+                if (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX":  # zombie or dead
                     found.append(int(entry.name))
             except OSError:
                 continue
         return found
 
     def wait_for(self, count: int, seconds: float = 20) -> list[int]:
-        """The marked processes, as soon as there are so many."""
+        """Wait until there are `count` marked processes, and return them."""
         deadline = time.monotonic() + seconds
         while len(found := self.marked()) != count and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -81,7 +81,7 @@ class Launched:
 
 
 class Forked(Launched):
-    """The same, where only the end is looked at: the parent is forked off a process that has imported torch."""
+    """The same, forked off a process that has imported torch. Only the end of the command can be observed."""
 
     def __init__(self, server: forked.Forked, *args: str, **env: str):
         self.mark = f"CLEARLLAMA_TEST_MARK={uuid.uuid4().hex}"
@@ -99,7 +99,7 @@ class Forked(Launched):
 
 @pytest.fixture
 def chatting(tiny_gguf: Path) -> Iterator[Launched]:
-    """A conversation of two processes that has come to its second turn."""
+    """A conversation of two processes before its second turn."""
     options = ("--dtype", "float32", "--device", "cpu", "-n", "4", "--temp", "0", "--tensor-parallel", "2")
     launched = Launched("chat", "-m", str(tiny_gguf), *options, stdin=subprocess.PIPE)
     assert launched.process.stdin is not None
@@ -115,24 +115,24 @@ def chatting(tiny_gguf: Path) -> Iterator[Launched]:
     launched.clear()
 
 
-def test_the_command_answers_as_in_one_process(tiny_gguf: Path, forked: forked.Forked, clearllama: Any) -> None:
+def test_two_processes_give_the_answer_of_one(tiny_gguf: Path, forked: forked.Forked, clearllama: Any) -> None:
     args = (*PROMPT, "-m", str(tiny_gguf), "-n", "12", "--json")
     one = clearllama(*args)
     code, out, err = Forked(forked, *args, "--tensor-parallel", "2").end()
     assert code == one.returncode == 0, err
     assert json.loads(out)["tokens"] == json.loads(one.stdout)["tokens"]
-    assert any("in 2 processes" in line for line in err)
-    assert len(err) == len(one.stderr.decode().splitlines())  # what rank 0 says, and nothing twice
+    assert any(", 2 processes," in line for line in err)
+    assert len(err) == len(one.stderr.decode().splitlines())  # only rank 0 reports
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_torchrun_starts_it_as_well(number: int, tiny_gguf: Path, clearllama: Any) -> None:
+def test_torchrun_can_start_the_ranks(number: int, tiny_gguf: Path, clearllama: Any) -> None:
     module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), "-m", "llama")
     args = (*PROMPT, "-m", str(tiny_gguf), "-n", "12", "--json")
     code, out, err = Launched(*args, "--pipeline-parallel", "2", module=module).end()
     assert code == 0, err
     assert json.loads(out)["tokens"] == json.loads(clearllama(*args).stdout)["tokens"]
-    assert any(f"in {number} processes in 2 stages" in line for line in err)
+    assert any(f", {number} processes in 2 stages," in line for line in err)
 
 
 FAULTS = [("1 load kill", "SIGKILL"), ("1 prefill 13", "exit code 13"), ("1 decode kill", "SIGKILL")]
@@ -146,8 +146,12 @@ MORE_FAULTS = [
 
 
 @pytest.mark.row("K01")
-@pytest.mark.parametrize(("fault", "told"), [*FAULTS, *(pytest.param(*f, marks=pytest.mark.slow) for f in MORE_FAULTS)])
-def test_a_rank_that_ends_ends_all_with_one_line(fault: str, told: str, tiny_gguf: Path, forked: forked.Forked) -> None:
+@pytest.mark.parametrize(
+    ("fault", "cause"), [*FAULTS, *(pytest.param(*f, marks=pytest.mark.slow) for f in MORE_FAULTS)]
+)
+def test_a_rank_that_ends_stops_all_with_one_line(
+    fault: str, cause: str, tiny_gguf: Path, forked: forked.Forked
+) -> None:
     args = (*PROMPT, "-m", str(tiny_gguf), "-n", "100", "--quiet", "--tensor-parallel", "2")
     started = time.monotonic()
     code, _, err = Forked(forked, *args, CLEARLLAMA_TEST_FAULT=fault).end()
@@ -155,14 +159,14 @@ def test_a_rank_that_ends_ends_all_with_one_line(fault: str, told: str, tiny_ggu
     assert code == 1
     assert len(err) == 1, err
     assert err[0].startswith(f"clearllama: error: rank {fault[0]} ")
-    assert told in err[0]
+    assert cause in err[0]
     assert err[0].endswith("; the other ranks were stopped")
 
 
 @pytest.mark.row("K01")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["1 load raise", "1 decode raise"])
-def test_an_error_of_one_rank_is_told_by_its_name(fault: str, tiny_gguf: Path) -> None:
+def test_an_error_of_one_rank_names_the_rank(fault: str, tiny_gguf: Path) -> None:
     args = (*PROMPT, "-m", str(tiny_gguf), "-n", "100", "--quiet", "--tensor-parallel", "2")
     code, _, err = Launched(*args, CLEARLLAMA_TEST_FAULT=fault).end(30)
     assert code == 1
@@ -173,7 +177,7 @@ def test_an_error_of_one_rank_is_told_by_its_name(fault: str, tiny_gguf: Path) -
 
 @pytest.mark.row("K01")
 @pytest.mark.row("K06")
-def test_a_conversation_listens_to_this_host_only_goes_on_after_an_interrupt_and_ends_with_its_parent(
+def test_a_conversation_listens_locally_continues_after_an_interrupt_and_ends_with_its_parent(
     chatting: Launched,
 ) -> None:
     pids = chatting.wait_for(3)
@@ -190,7 +194,7 @@ def test_a_conversation_listens_to_this_host_only_goes_on_after_an_interrupt_and
     process, stderr = chatting.process, chatting.process.stderr
     assert process.stdin is not None
     assert stderr is not None
-    process.send_signal(signal.SIGINT)  # at the prompt: drops the line, and the conversation goes on
+    process.send_signal(signal.SIGINT)  # discards the typed line; the conversation continues
     time.sleep(0.3)
     process.stdin.write("and again\n")
     process.stdin.flush()
@@ -200,11 +204,11 @@ def test_a_conversation_listens_to_this_host_only_goes_on_after_an_interrupt_and
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_to_the_parent_ends_all(number: signal.Signals, tiny_gguf: Path) -> None:
+def test_a_signal_to_the_parent_ends_all_ranks(number: signal.Signals, tiny_gguf: Path) -> None:
     args = (*PROMPT, "-m", str(tiny_gguf), "-n", "200", "--tensor-parallel", "2")
     launched = Launched(*args)
     assert launched.process.stderr is not None
-    assert "in 2 processes" in launched.process.stderr.readline()
+    assert ", 2 processes," in launched.process.stderr.readline()
     launched.process.send_signal(number)
     code, _, err = launched.end(20)
     assert code == 128 + number
@@ -233,9 +237,11 @@ def test_an_interrupt_in_the_middle_of_an_answer_leaves_the_ranks_in_step(tiny_g
     assert out.endswith(expected)
 
 
-# ------------------------------------------------------------------------------------- what is refused at once
+# ------------------------------------------------------------------------------- refused before ranks are started
 @pytest.mark.row("K02")
-def test_a_wrong_number_of_processes_is_refused_before_any_is_started(tiny_gguf: Path, forked: forked.Forked) -> None:
+def test_a_wrong_number_of_processes_is_refused_before_ranks_are_started(
+    tiny_gguf: Path, forked: forked.Forked
+) -> None:
     code, _, err = Forked(forked, *PROMPT, "-m", str(tiny_gguf), "--tensor-parallel", "3").end()
     assert code == 2
     assert len(err) == 1
@@ -243,20 +249,20 @@ def test_a_wrong_number_of_processes_is_refused_before_any_is_started(tiny_gguf:
     assert err[0].endswith("sizes that work: 1, 2, 4")
 
 
-@pytest.mark.parametrize("name", ranks.ALONE)
-def test_what_is_for_one_process_is_refused_at_once(name: str) -> None:
+@pytest.mark.parametrize("name", ranks.ONE_PROCESS_ONLY)
+def test_options_for_one_process_are_refused(name: str) -> None:
     from llama.cli import build_parser
 
     option = "--" + name.replace("_", "-")
     value = {"compile": [], "gpu_layers": ["0"]}.get(name, ["x.safetensors"])
     args = build_parser().parse_args(["generate", "x", "--tensor-parallel", "2", option, *value])
-    with pytest.raises(UsageError, match=f"{option} is for one process"):
+    with pytest.raises(UsageError, match=f"{option} does not support several processes"):
         ranks.start(args, [], 2, 1)
 
 
 @pytest.mark.row("K05")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_said_at_once(tiny_gguf: Path, forked: forked.Forked) -> None:
+def test_an_absent_gpu_is_refused_before_ranks_are_started(tiny_gguf: Path, forked: forked.Forked) -> None:
     args = (*PROMPT[:3], "-m", str(tiny_gguf), "--tensor-parallel", "2", "--device", "cuda")
     code, _, err = Forked(forked, *args).end()
     assert code == 2
@@ -267,23 +273,28 @@ ENVIRONMENTS = [
     ({"RANK": "0"}, "RANK set in the environment without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "WORLD_SIZE, MASTER_ADDR set .* without RANK, MASTER_PORT"),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT .* 'x', expected"),
-    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "a rank lies between 0 and 1"),
+    (
+        {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        "RANK 2 .* out of range; with WORLD_SIZE 2 it is 0 to 1",
+    ),
 ]
 
 
 @pytest.mark.row("K03")
-@pytest.mark.parametrize(("given", "told"), ENVIRONMENTS)
-def test_half_an_environment_is_refused(given: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("given", "message"), ENVIRONMENTS)
+def test_an_incomplete_environment_is_refused(
+    given: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ranks.NEEDED:
         monkeypatch.delenv(name, raising=False)
     assert ranks.environment() is None
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         ranks.environment()
 
 
-def test_an_address_without_a_rank_is_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_rank_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ranks.NEEDED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
@@ -291,33 +302,33 @@ def test_an_address_without_a_rank_is_no_environment(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.row("K03")
-def test_ranks_that_do_not_come_are_waited_for_and_no_longer(tiny_gguf: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        free = str(taken.getsockname()[1])
-    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free}
-    code, _, err = Launched(*PROMPT, "-m", str(tiny_gguf), **told, CLEARLLAMA_JOIN_SECONDS="2").end(30)
+def test_a_rank_waits_for_the_others_for_a_limited_time(tiny_gguf: Path) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        free = str(bound.getsockname()[1])
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free}
+    code, _, err = Launched(*PROMPT, "-m", str(tiny_gguf), **env, CLEARLLAMA_JOIN_SECONDS="2").end(30)
     assert code == 1
     assert len(err) == 1, err
     assert "rank 0 of 2 did not meet the others within 2 s" in err[0]
 
 
 @pytest.mark.row("K03")
-def test_a_port_in_use_is_said(tiny_gguf: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        code, _, err = Launched(*PROMPT, "-m", str(tiny_gguf), **told).end(30)
+def test_a_port_in_use_is_reported(tiny_gguf: Path) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        bound.listen()
+        env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(bound.getsockname()[1])}
+        code, _, err = Launched(*PROMPT, "-m", str(tiny_gguf), **env).end(30)
     assert code == 1
     assert len(err) == 1, err
-    assert f"MASTER_PORT {told['MASTER_PORT']}" in err[0]
+    assert f"MASTER_PORT {env['MASTER_PORT']}" in err[0]
     assert "in use" in err[0]
 
 
 @pytest.mark.slow
-def test_other_commands_are_refused(tiny_gguf: Path) -> None:
-    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    code, _, err = Launched("bench", "-m", str(tiny_gguf), **told).end(30)
+def test_commands_for_one_process_are_refused_in_several(tiny_gguf: Path) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    code, _, err = Launched("bench", "-m", str(tiny_gguf), **env).end(30)
     assert code == 2
-    assert "clearllama bench runs in one process, and 2 were started" in err[0]
+    assert "clearllama bench runs in one process, but 2 were started" in err[0]

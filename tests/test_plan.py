@@ -400,7 +400,7 @@ def test_quantities(option: str, text: str, value: float) -> None:
        ("flops", "989TB/s", "989TFLOP/s")],
 )  # fmt: skip
 def test_what_is_no_quantity_is_refused(option: str, text: str, example: str) -> None:
-    with pytest.raises(UsageError, match=f"--gpu-{option} is a number with a unit, as in {example}, got"):
+    with pytest.raises(UsageError, match=f"--gpu-{option} must be a number with a unit, such as {example}, got"):
         quantity(text, f"--gpu-{option}")
 
 
@@ -434,7 +434,7 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for told in (
         f"{facts['memory']['total'] / 1e9:.2f}  of 80.00",
-        f"{facts['decode']['tps_each']:,.1f} tok/s each, {facts['decode']['tps_batch']:,.1f} in all",
+        f"{facts['decode']['tps_each']:,.1f} tok/s per sequence, {facts['decode']['tps_batch']:,.1f} in total",
         f"{facts['prefill']['tps']:,.0f} tok/s",
         f"up to {facts['largest_batch']} sequences",
     ):
@@ -450,7 +450,7 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--batch", "0"], "batch must lie"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--context", "-5"], "context must lie"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--quantize", "int3"], "unknown quantization scheme"),
-        (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-memory", "much"], "--gpu-memory is a number"),
+        (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-memory", "much"], "--gpu-memory must be a number"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpus-per-host", "0"], "per_host must be above 0"),
         (["-m", "llama-9.json", "--gpus", "H100"], "no such file; known models: .*llama-3.1-405b"),
         (["-m", "llama-9", "--gpus", "H100"], "no file or folder"),
@@ -466,7 +466,7 @@ def test_what_can_t_be_planned_is_refused(arguments: list[str], why: str, capfd:
 
 def test_a_run_beyond_the_model_s_context_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "-m", "llama-2-7b", "--gpus", "H100", "--context", "10000"])
-    assert "the model was made for 4,096 tokens" in capsys.readouterr().out
+    assert "the model was trained for 4,096 tokens" in capsys.readouterr().out
 
 
 def test_configurations_by_themselves(tmp_path: Path) -> None:

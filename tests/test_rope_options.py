@@ -1,4 +1,4 @@
-"""Another scaling or base than the checkpoint's: in Python, on the command line, and with keys already in the cache."""
+"""RoPE settings that override the checkpoint's, in Python and on the command line, and length-dependent scalings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def model_with(scaling: dict[str, Any], **changes: Any) -> Transformer:
 
 # ------------------------------------------------------------------------- frequencies that change with the length
 class EachAtItsOwnLength(Rope):
-    """The choice written out: token m is turned by the frequencies of the length at which it entered, and stays so."""
+    """Reference: each token keeps the frequencies of the text length at which it entered the cache."""
 
     def __init__(self, scaling: dict[str, Any], prompt: int):
         super().__init__("complex", tiny.CONFIG.head_dim, 256, 10000.0, scaling, TRAINED)
@@ -72,26 +72,26 @@ class EachAtItsOwnLength(Rope):
 
 @pytest.mark.parametrize("scaling", BY_LENGTH, ids=lambda scaling: scaling["rope_type"])
 @pytest.mark.parametrize("prompt", [5, 31, 40])
-def test_keys_in_the_cache_keep_the_turn_they_entered_with(scaling: dict[str, Any], prompt: int) -> None:
+def test_keys_in_the_cache_keep_the_frequencies_they_entered_with(scaling: dict[str, Any], prompt: int) -> None:
     model, length = model_with(scaling), 60
     tokens = tiny.random_tokens(length)
     cache = model.new_cache(length)
     one_by_one = [model(tokens[:, :prompt], cache=cache)[0, -1]]
     one_by_one += [model(tokens[:, t : t + 1], cache=cache)[0, -1] for t in range(prompt, length)]
 
-    whole = model_with(scaling)
-    for block in whole.layers:
+    reference = model_with(scaling)
+    for block in reference.layers:
         block.attention.rope = EachAtItsOwnLength(scaling, prompt)
-    whole.rope = whole.layers[0].attention.rope
-    expected = whole(tokens)[0, prompt - 1 :]  # one full pass, no cache
+    reference.rope = reference.layers[0].attention.rope
+    expected = reference(tokens)[0, prompt - 1 :]  # one full pass, no cache
     torch.testing.assert_close(torch.stack(one_by_one), expected, rtol=0, atol=2e-5)
 
-    afresh = model(tokens)[0, prompt - 1 :]  # the other choice: everything under the frequencies of the end
-    same = scaling["rope_type"] == "longrope" and prompt > TRAINED  # the long list from the start
-    assert ((afresh - expected).abs().max() < 1e-4) == same
+    at_end = model(tokens)[0, prompt - 1 :]  # without a cache, all tokens use the frequencies of the final length
+    same = scaling["rope_type"] == "longrope" and prompt > TRAINED  # the long list applies from the start
+    assert ((at_end - expected).abs().max() < 1e-4) == same
 
 
-def test_a_length_seen_before_leaves_no_trace() -> None:
+def test_an_earlier_longer_text_does_not_change_the_logits() -> None:
     model = model_with({"rope_type": "dynamic", "factor": 4.0})
     short = tiny.random_tokens(TRAINED)
     before = model(short)
@@ -101,14 +101,14 @@ def test_a_length_seen_before_leaves_no_trace() -> None:
 
 # --------------------------------------------------------------------------------------------------- with_rope, reach
 @pytest.mark.parametrize("scaling", STRETCHES, ids=lambda scaling: scaling["rope_type"])
-def test_a_stretched_context_is_factor_times_the_trained_one(scaling: dict[str, Any]) -> None:
+def test_a_scaling_multiplies_the_context_by_its_factor(scaling: dict[str, Any]) -> None:
     config = with_rope(tiny.CONFIG, scaling)
     assert config.max_seq_len == tiny.CONFIG.max_seq_len
     assert reach(config.max_seq_len, config.rope_scaling) == scaling["factor"] * tiny.CONFIG.max_seq_len
     assert tiny.model(config).max_seq_len == scaling["factor"] * tiny.CONFIG.max_seq_len
 
 
-def test_a_new_scaling_starts_from_the_length_the_plain_frequencies_were_trained_for() -> None:
+def test_a_scaling_that_replaces_another_starts_from_the_original_context() -> None:
     llama31 = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -121,7 +121,7 @@ def test_a_new_scaling_starts_from_the_length_the_plain_frequencies_were_trained
     assert with_rope(config, {"rope_type": "yarn", "factor": 4.0}).max_seq_len == 8192
     plain = with_rope(config, {"rope_type": "default"})
     assert (plain.rope_scaling, plain.max_seq_len) == (None, 8192)
-    both = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}  # as transformers 5 writes it
+    both = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}  # the spelling of transformers 5
     assert with_rope(config, both) == with_rope(config, {"rope_type": "linear", "factor": 2.0}, 5e5)
     assert with_rope(config, both).rope_theta == 5e5
     assert with_rope(config, theta=5e5) == dataclasses.replace(config, rope_theta=5e5)
@@ -144,29 +144,29 @@ def test_a_new_scaling_starts_from_the_length_the_plain_frequencies_were_trained
         (None, float("inf")),
     ],
 )
-def test_bad_wishes_are_usage_errors(scaling: dict[str, Any] | None, theta: float | None) -> None:
+def test_bad_scalings_are_usage_errors(scaling: dict[str, Any] | None, theta: float | None) -> None:
     with pytest.raises(UsageError):
         with_rope(tiny.CONFIG, scaling, theta)
 
 
-# ----------------------------------------------------------------------------------------------- load, command line
+# -------------------------------------------------------------------------------------------- loading, command line
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_gguf(tmp_path_factory.mktemp("rope") / "tiny.gguf")
 
 
 @pytest.mark.parametrize("scaling", STRETCHES, ids=lambda scaling: scaling["rope_type"])
-def test_load_takes_another_scaling(file: Path, scaling: dict[str, Any]) -> None:
+def test_loading_with_a_scaling_equals_a_model_with_that_scaling(file: Path, scaling: dict[str, Any]) -> None:
     model = load_model(file, dtype="float32", rope_scaling=scaling, rope_theta=5e4)
-    asked = tiny.model(dataclasses.replace(tiny.CONFIG, rope_scaling=scaling, rope_theta=5e4))
-    asked.load_state_dict(model.state_dict())
+    expected = tiny.model(dataclasses.replace(tiny.CONFIG, rope_scaling=scaling, rope_theta=5e4))
+    expected.load_state_dict(model.state_dict())
     tokens = tiny.random_tokens(300)
-    assert torch.equal(model(tokens), asked(tokens))
+    assert torch.equal(model(tokens), expected(tokens))
     assert (model(tokens) - load_model(file, dtype="float32", max_seq_len=300)(tokens)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_runs_the_whole_model_alike(file: Path, form: str) -> None:
+def test_every_form_of_the_rotation_gives_the_same_logits(file: Path, form: str) -> None:
     tokens = tiny.random_tokens(40)
     logits = load_model(file, dtype="float32", rope=form)(tokens)
     torch.testing.assert_close(logits, load_model(file, dtype="float32")(tokens), rtol=0, atol=1e-4)
@@ -178,17 +178,17 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-def test_the_command_line_stretches_a_context(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompt = "hello " * 200  # beyond the 256 tokens of the file's context
+def test_the_command_line_extends_a_context(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "hello " * 200  # longer than the context of the file, 256 tokens
     base = ("generate", "-m", str(file), "--raw", "--dtype", "float32", "-n", "8", "--json", prompt)
     code, _, err = run(capsys, *base)
     assert code == 1
     assert "the context holds 256" in err
     code, out, err = run(capsys, *base, "--rope-scaling", "yarn", "--rope-factor", "4", "--rope-theta", "20000")
     assert code == 0
-    assert "rope: rope_type yarn, factor 4.0, theta 20000, as asked for; context 1024, 256 of it" in err
-    asked = load(file, dtype="float32", rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_theta=20000.0)
-    assert json.loads(out)["tokens"] == asked.generate(prompt, max_new_tokens=8).tokens
+    assert "RoPE override: rope_type yarn, factor 4.0, theta 20000; context 1024, trained 256" in err
+    expected = load(file, dtype="float32", rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_theta=20000.0)
+    assert json.loads(out)["tokens"] == expected.generate(prompt, max_new_tokens=8).tokens
     as_json = json.dumps({"rope_type": "yarn", "factor": 4})
     assert (
         run(capsys, *base, "--rope-scaling", as_json, "--rope-theta", "20000")[1].split("stats")[0]
@@ -196,15 +196,17 @@ def test_the_command_line_stretches_a_context(file: Path, capsys: pytest.Capture
     )
 
 
-def test_what_is_said_of_a_stretched_llama31(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_override_of_a_llama31_reports_its_original_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_tiny.make(tmp_path / "m", "llama-3.1-8b", format="hf")
     args = ("generate", "-m", str(tmp_path / "m"), "--raw", "hello", "-n", "1", "--rope-theta", "10000")
     code, _, err = run(capsys, *args)
     assert code == 0
-    assert "context 131072, 8192 of it without stretching" in err
+    assert "context 131072, trained 8192" in err
 
 
-def test_llama3_takes_metas_constants(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_llama3_scaling_uses_the_constants_of_meta(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("generate", "-m", str(file), "--raw", "hello", "-n", "1", "--rope-scaling", "llama3", "--rope-factor", "8")
     code, _, err = run(capsys, *args)
     assert code == 0
@@ -218,9 +220,9 @@ def test_llama3_takes_metas_constants(file: Path, capsys: pytest.CaptureFixture[
         (["--rope-factor", "4"], "add --rope-scaling"),
         (["--rope-scaling", "yarn"], "needs --rope-factor"),
         (["--rope-scaling", "spiral", "--rope-factor", "4"], "unknown rope scaling 'spiral'"),
-        (["--rope-scaling", "yarn", "--rope-factor", "0"], "between 1 and 10,000, got 0"),
-        (["--rope-scaling", "yarn", "--rope-factor", "nan"], "between 1 and 10,000, got nan"),
-        (["--rope-scaling", "yarn", "--rope-factor", "1e200"], "between 1 and 10,000, got 1e+200"),
+        (["--rope-scaling", "yarn", "--rope-factor", "0"], "from 1 to 10000, got 0"),
+        (["--rope-scaling", "yarn", "--rope-factor", "nan"], "from 1 to 10000, got nan"),
+        (["--rope-scaling", "yarn", "--rope-factor", "1e200"], "from 1 to 10000, got 1e+200"),
         (["--rope-scaling", "none", "--rope-factor", "4"], "has no effect"),
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 4, "factor": 8}'], "'factor'"),
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 4, "beta_fats": 8}'], "does not take 'beta_fats'"),
@@ -230,7 +232,7 @@ def test_llama3_takes_metas_constants(file: Path, capsys: pytest.CaptureFixture[
         (["--rope-theta", "-1"], "--rope-theta must be above 0 and below 1e300"),
     ],
 )
-def test_bad_options_are_one_line(
+def test_errors_of_bad_options_are_one_line(
     file: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     code, out, err = run(capsys, "generate", "-m", str(file), "--raw", "hello", *options)
@@ -241,7 +243,7 @@ def test_bad_options_are_one_line(
 
 # ---------------------------------------------------------------------------------------------------------- evaluate
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
-def test_logprobs_of_a_text_are_those_of_one_full_pass(chunk: int) -> None:
+def test_log_probabilities_in_chunks_equal_one_full_pass(chunk: int) -> None:
     model, tokens = tiny.model(), tiny.random_tokens(65, batch=3)
     expected = model(tokens[:, :-1]).log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)  # (B, T - 1)
     found = token_logprobs(model, tokens, chunk=chunk)

@@ -396,7 +396,7 @@ def test_a_conversation_goes_on_in_another_process(clearllama: Run, tiny_gguf: P
     second = clearllama("chat", *options, "--load-session", at, "--save-session", at, stdin=b"the hello\n")
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert both.stdout == first.stdout + second.stdout
-    assert "goes on behind its 3 messages" in second.stderr.decode()
+    assert "continuing the conversation of 3 messages" in second.stderr.decode()
     assert "of them from the session" in second.stderr.decode()
     llm = loader.load(tiny_gguf, dtype="float32", device="cpu")
     assert [m["role"] for m in Session.load(at, llm.model).messages] == ["system", *["user", "assistant"] * 2]
@@ -409,7 +409,7 @@ def test_a_conversation_that_was_cleared_is_not_in_the_file(clearllama: Run, tin
     at = str(tmp_path / "s")
     options = ["-m", str(tiny_gguf), "--dtype", "float32", "-n", "5", "--temp", "0", "--save-session", at]
     done = clearllama("chat", *options, stdin=b"hello hello\n/clear\n")
-    assert "nothing has been computed" in done.stderr.decode()
+    assert "the session is empty" in done.stderr.decode()
     assert not Path(at).exists()
     clearllama("chat", *options, stdin=b"hello hello\n/clear\nthe\n")
     llm = loader.load(tiny_gguf, dtype="float32", device="cpu")

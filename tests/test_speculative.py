@@ -535,10 +535,10 @@ def test_a_model_drafts_for_a_chat(
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (("--draft-tokens", "3"), 2, "--draft-tokens goes with --draft"),
-        (("--draft", "ngram", "--draft-tokens", "0"), 2, "--draft-tokens must be at least 1, got 0"),
-        (("--draft", "ngram", "--draft-tokens", "-1"), 2, "--draft-tokens must be at least 1, got -1"),
-        (("--draft", "ngrams"), 1, "--draft is ngram or a model, and there is no file or folder 'ngrams'"),
+        (("--draft-tokens", "3"), 2, "--draft-tokens needs --draft"),
+        (("--draft", "ngram", "--draft-tokens", "0"), 2, "--draft-tokens must be an integer of at least 1, got 0"),
+        (("--draft", "ngram", "--draft-tokens", "-1"), 2, "--draft-tokens must be an integer of at least 1, got -1"),
+        (("--draft", "ngrams"), 1, "--draft must be ngram or a model, and there is no file or folder 'ngrams'"),
         (("--draft", "{other}"), 2, "has 300 ids on cpu and its model 320 on cpu"),
     ],
 )

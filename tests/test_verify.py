@@ -579,5 +579,5 @@ def test_the_process(clearllama: Run, copy: Copy) -> None:
 def test_a_pulled_model_goes_by_its_name(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository, "cached", lambda wanted: originals["hf"] if wanted.repo == "org/name" else None)
     assert run("org/name") == 0
-    with pytest.raises(CheckpointError, match="no model of that name was pulled"):
+    with pytest.raises(CheckpointError, match="is not a file, a folder or a model that was pulled"):
         run("org/other")

@@ -1,4 +1,4 @@
-"""The command `clearllama`: one file a subcommand. torch is imported only after the arguments are parsed."""
+"""The command `clearllama`: one file per subcommand. torch is imported only after the arguments are parsed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from . import (
     pull,
     quantize,
     ranks,
+    signals,
     streams,
     study,
     trace,
     verify,
 )
-from .streams import describe, one_line, tell
 
 COMMANDS = (
     generate,
@@ -50,21 +50,18 @@ COMMANDS = (
     explain,
 )
 
-ENDING = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
-
-
-PROMPTED = ("generate", "trace")  # what takes a prompt on the command line
+PROMPTED = ("generate", "trace")  # commands with a prompt as argument
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with usage errors on one line."""
+    """argparse with usage errors on one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {streams.one_line(message)} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line; importing torch is left to the subcommands."""
+    """Build the parser of all commands. Does not import torch."""
     parser = Parser(
         prog="clearllama",
         description="Run, inspect and study LLaMA models.",
@@ -79,52 +76,55 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 failure, 2 usage, 129, 130, 143 signals, 141 closed pipe."""
-    if sys.stderr is None:  # print() would turn to stdout
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
+    """Run one command and return the exit code.
+
+    0 success, 1 failure, 2 usage error, 129, 130 and 143 signals, 141 closed pipe.
+    """
+    if sys.stderr is None:  # print(file=None) would write to stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (stays open until the process ends)
     if sys.stdout is None:
-        print("clearllama: error: standard output is closed; redirect it to a file or a terminal", file=sys.stderr)
+        streams.error("standard output is closed; redirect it to a file or a terminal")
         return 1
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that can't show a character gets \uXXXX, not a traceback
+        if hasattr(stream, "reconfigure"):  # characters outside the encoding become \uXXXX instead of an error
             stream.reconfigure(errors="backslashreplace")
     if os.environ.get("TERM") == "dumb":
-        os.environ.setdefault("TQDM_DISABLE", "1")  # it can't go back to the beginning of a line
+        os.environ.setdefault("TQDM_DISABLE", "1")  # such a terminal cannot redraw a line
     parser = build_parser()
     try:
         args, rest = parser.parse_known_args(argv)
         if rest:
-            hint = "; a prompt of several words needs quotes, one that begins with - goes behind --"
+            hint = "; a prompt of several words needs quotes, a prompt that starts with - needs -- before it"
             parser.error(f"unrecognized arguments: {' '.join(rest)}" + hint * (args.command in PROMPTED))
-    except SystemExit as left:  # --help, --version and usage errors; the text may still be in the buffer
+    except SystemExit as left:  # --help, --version and usage errors; their text may still be in the buffer
         try:
-            streams.out("")
+            streams.write_raw("")
         except OSError as error:
             _drop_stdout()
             if isinstance(error, BrokenPipeError):
                 return 141
-            tell(f"clearllama: error: {describe(error)}")
+            streams.error(streams.describe(error))
             return 1
         raise left
-    streams.listen(args.quiet)
-    for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it is, and stays so
-            signal.signal(number, _unwind)
+    streams.show_log(args.quiet)
+    for number in signals.ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _exit_on_signal)
     try:
         if "RANK" in os.environ and not args.debug:
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what fails is said in one line, without its stack
-        if args.run not in (pull.run, doctor.run):  # which need none of it, or ask a process of their own
-            _import_quietly()
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
+        if args.run not in (pull.run, doctor.run):  # these need no torch, or import it in a process of their own
+            _import_torch()
         code = ranks.run(args, sys.argv[1:] if argv is None else argv)
-        if code == 0:  # else what failed was told, here or by a rank
-            streams.out("")
+        if code == 0:  # a failure was already reported, here or by a rank
+            streams.write_raw("")
         return code
     except KeyboardInterrupt:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one finds nothing to end
-        tell("\nclearllama: interrupted")
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second interrupt
+        streams.write_stderr("\nclearllama: interrupted")
         signal.signal(signal.SIGINT, previous)
         return 130
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of stdout has closed it
         _drop_stdout()
         return 141
     except Exception as error:
@@ -132,13 +132,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if isinstance(error, OSError):
             _drop_stdout()
-        tell(f"clearllama: error: {describe(error)}")
+        streams.error(streams.describe(error))
         return error.exit_code if isinstance(error, LlamaError) else 1
 
 
-def _import_quietly() -> None:
-    """Import torch, which takes a second. A signal inside it would be lost or leave it half imported: just end."""
+def _import_torch() -> None:
+    """Import torch and the library, which takes about a second. A signal during the import exits at once.
 
+    A Python handler could run inside the import, where its exception may be lost or leave a module half imported.
+    """
     check_import()
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -146,20 +148,14 @@ def _import_quietly() -> None:
             os.write(2, b"\nclearllama: interrupted\n")
         os._exit(128 + number)
 
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, leave)
-    from .. import loader, text  # noqa: F401
-
-    for number, handler in previous.items():
-        signal.signal(number, handler)
+    with signals.handled_by(leave):
+        from .. import loader, text  # noqa: F401
 
 
-def _unwind(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)  # an exception, so that temporary files are cleared on the way out
+def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)  # an exception, so that temporary files are removed
 
 
 def _drop_stdout() -> None:
-    """Point stdout at nothing, or Python would complain about the same failure again at exit."""
+    """Redirect stdout to the null device, or Python would report the same failure again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What is told about an answer besides its text."""
+"""Facts about an answer: the statistics on stderr and the JSON object."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from ..text import Completion, Stats
 
 
-def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> None:
-    """Tokens, speed and seed of an answer, on stderr."""
+def show_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> None:
+    """Write token counts, speed and seed of an answer to stderr."""
 
     def speed(tps: float | None) -> str:
         return f" ({tps:,.0f} tok/s)" if tps else ""
@@ -24,11 +24,11 @@ def say_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> Non
     new = f"{stats.new_tokens} new{speed(stats.decode_tps)}"
     if args.draft is not None:
         new += f", {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"
-    streams.say(args, f"{prompt}, {new}, finish: {finish_reason}, seed {stats.seed}")
+    streams.info(args, f"{prompt}, {new}, finish: {finish_reason}, seed {stats.seed}")
 
 
-def answer_facts(completion: Completion) -> dict[str, Any]:
-    """What the JSON of an answer holds, whatever asked for it."""
+def as_dict(completion: Completion) -> dict[str, Any]:
+    """The JSON fields that every answer has, with and without --prompts."""
     logprobs = completion.logprobs
     return {
         "text": completion.text,

@@ -1,149 +1,179 @@
-"""Options that several subcommands have, and what is wrong with them before a model is loaded. Imports no torch."""
+"""Options shared by several subcommands, and the checks that need no model. Does not import torch."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from ..checks import number
 from ..errors import UsageError
 from ..hub.named import DEFAULT
 
-LARGEST_FACTOR = 10_000  # nobody stretches a context further
+LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 
-Subparsers = Any  # argparse's own class for this is private
+Subparsers = Any  # argparse's own class is private
+
+
+def option(name: str) -> str:
+    """The option of an attribute of the parsed arguments: 'top_p' -> '--top-p'."""
+    return f"--{name.replace('_', '-')}"
 
 
 def add_model_options(parser: argparse.ArgumentParser, default: str | None = DEFAULT, dtype: str | None = None) -> None:
-    """Which model, where and how; default None is a model of the command's own, dtype None the device's fastest."""
+    """Add the options of a model.
+
+    default  the model to use without --model; None if the command brings its own
+    dtype    the default of --dtype; None for the fastest dtype of the device
+    """
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
         "-m",
         default=default,
         metavar="PATH_OR_NAME",
-        help="a folder of Meta's or Hugging Face's, a .gguf file, a known name, or ORG/NAME that was pulled"
-        + (f" (default: {default})" if default else ""),
+        help="a folder in Meta's or Hugging Face's format, a .gguf file, a known name, or ORG/NAME after"
+        " 'clearllama pull ORG/NAME'" + (f" (default: {default})" if default else ""),
     )
     group.add_argument(
         "--device",
         default="auto",
-        help="auto, cpu, cuda, cuda:1, mps; cuda:0,cuda:1 spreads the layers (default: auto)",
-    )
-    group.add_argument(
-        "--gpu-layers", type=int, metavar="K", help="only the last K layers on the GPU, the others on the CPU"
+        help="auto, cpu, cuda, cuda:1 or mps; cuda:0,cuda:1 spreads the layers over both (default: auto)",
     )
     group.add_argument(
         "--dtype",
         default=dtype or "auto",
-        help=f"auto, float32, bfloat16, float16 (default: {dtype or 'the fastest the device computes in'})",
+        help=f"auto, float32, bfloat16 or float16 (default: {dtype or 'auto, the fastest of the device'})",
     )
-    group.add_argument(
-        "--rope",
-        default="complex",
-        choices=["complex", "real", "half", "elementwise", "matrix"],
-        help="form of the rotation; all give the same",
-    )
-    group.add_argument("--max-seq-len", type=int, metavar="N", help="context in tokens (default: the model's)")
-    group.add_argument(
-        "--rope-scaling",
-        metavar="KIND",
-        help="stretch the context: linear, ntk, dynamic, yarn, llama3 with --rope-factor; 'none' takes the checkpoint's"
-        ' scaling off; or all of it as JSON: {"rope_type": "yarn", "factor": 4, "beta_fast": 16}',
-    )
-    group.add_argument("--rope-factor", type=float, metavar="S", help="how much longer the context is to become")
-    group.add_argument("--rope-theta", type=float, metavar="T", help="another base of the rotary frequencies")
     group.add_argument(
         "--quantize",
         metavar="SCHEME",
-        help="round the linear layers while loading: int8, int4, ... ('clearllama quantize --list' names them all)",
+        help="quantize the linear layers while loading: int8 or int4 ('clearllama quantize --list' shows all schemes)",
     )
-    group.add_argument("--compile", action="store_true", help="compile the decoding step: 20 s once, then kept on disk")
+    group.add_argument(
+        "--compile", action="store_true", help="compile the decoding step: about 20 s once, then cached on disk"
+    )
+    group.add_argument("--max-seq-len", type=int, metavar="N", help="context in tokens (default: the model's)")
     group.add_argument(
         "--kv-cache",
         default="model",
         choices=["model", "int8"],
-        help="what keys and values are kept in: the model's dtype, or 8 bits for long contexts (default: %(default)s)",
+        help="dtype of the KV cache: the model's, or 8 bits for long contexts (default: %(default)s)",
     )
+    group.add_argument("--gpu-layers", type=int, metavar="K", help="put the last K layers on the GPU, the rest on CPU")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
     group.add_argument(
-        "--no-memory-check", action="store_true", help="try it, even if it needs more memory than is free"
+        "--no-memory-check",
+        action="store_true",
+        help="load the model even if it seems to need more memory than is free",
     )
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one for each core)")
+    group = parser.add_argument_group("longer contexts", "these options replace the checkpoint's RoPE settings")
+    group.add_argument(
+        "--rope-scaling",
+        metavar="KIND",
+        help="linear, ntk, dynamic, yarn or llama3, each with --rope-factor; 'none' removes the checkpoint's scaling;"
+        ' or all parameters as JSON: {"rope_type": "yarn", "factor": 4, "beta_fast": 16}',
+    )
+    group.add_argument("--rope-factor", type=float, metavar="S", help="how many times longer the context becomes")
+    group.add_argument("--rope-theta", type=float, metavar="T", help="base of the rotary frequencies")
+    group = parser.add_argument_group("study")
+    group.add_argument(
+        "--rope",
+        default="complex",
+        choices=["complex", "real", "half", "elementwise", "matrix"],
+        help="how the rotation is computed; all forms give the same logits (default: %(default)s)",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, fallback: str) -> None:
-    """How tokens are chosen. What is not given is None: the checkpoint's own wish, or else the fallback, holds."""
+    """Add the sampling options. An option that is not set is None: the checkpoint's default or the fallback applies."""
     group = parser.add_argument_group(
         "sampling",
-        "applied in this order: repetition penalty, temperature, top-k, top-p, min-p; then one draw. Where nothing is"
-        f" said the checkpoint's generation_config.json holds, and without one: {fallback}",
+        "applied in this order: repetition penalty, temperature, top-k, top-p, min-p, one draw. The defaults come from"
+        f" the checkpoint's generation_config.json; without that file: {fallback}",
     )
     group.add_argument(
-        "--max-new-tokens", "-n", type=int, default=max_new_tokens, metavar="N", help="default: %(default)s"
+        "--max-new-tokens",
+        "-n",
+        type=int,
+        default=max_new_tokens,
+        metavar="N",
+        help="longest answer in tokens (default: %(default)s)",
     )
     group.add_argument("--temperature", "--temp", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest; 0 is off")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest that reach P; 1 is off")
-    group.add_argument("--min-p", type=float, metavar="P", help="keep those at least P times the likeliest; 0 is off")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 is off")
     group.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="above 1 makes tokens seen less likely; 1 is off"
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="keep the smallest set of tokens whose probability reaches P; 1 is off",
     )
     group.add_argument(
-        "--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: a fresh one)"
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="keep tokens with at least P times the probability of the most likely one; 0 is off",
     )
     group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help="values above 1 make tokens of the text so far less likely; 1 is off",
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: random)")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
     )
 
 
 def add_draft_options(parser: argparse.ArgumentParser) -> None:
-    """Speculative decoding."""
+    """Add the options of speculative decoding."""
     group = parser.add_argument_group(
         "speculative decoding",
-        "a draft guesses tokens, and the model checks several in one pass: faster where the guesses are right. What is"
-        " said stays the model's own, the same tokens if greedy, else drawn from the same distribution",
+        "a draft proposes several tokens and the model verifies them in one pass, which is faster if many are right."
+        " The output is unchanged: identical when greedy, the same distribution when sampling",
     )
     group.add_argument(
         "--draft",
         metavar="ngram|MODEL",
-        help="ngram: what followed the last few tokens where they stood in the text before, for answers that copy from"
-        " the prompt; or a smaller model with the same vocabulary, named as --model names one",
+        help="ngram proposes the continuation seen earlier in the text, for answers that repeat the prompt; MODEL is a"
+        " smaller model with the same vocabulary, named as in --model",
     )
-    group.add_argument("--draft-tokens", type=int, metavar="N", help="most tokens to guess at once (default: 10)")
+    group.add_argument("--draft-tokens", type=int, metavar="N", help="most tokens to propose at once (default: 10)")
 
 
 def add_session_options(parser: argparse.ArgumentParser) -> None:
-    """The KV cache from one run to the next."""
+    """Add the options that save the KV cache and load it again."""
     group = parser.add_argument_group(
         "session",
-        "the KV cache in a file: what a later prompt begins alike with is not computed again (docs/long-contexts.md)",
+        "the KV cache in a file: a later prompt with the same prefix reuses it (docs/long-contexts.md)",
     )
-    group.add_argument("--load-session", metavar="FILE", help="go on with a session that was saved")
+    group.add_argument("--load-session", metavar="FILE", help="continue from a saved session")
     group.add_argument(
         "--save-session",
         metavar="FILE",
-        help="save the session at the end, or at Ctrl-C; an older session there is replaced",
+        help="save the session at the end or at Ctrl-C; replaces an older session file",
     )
 
 
 def add_chat_format(parser: argparse.ArgumentParser) -> None:
-    """How messages become tokens."""
+    """Add --chat-format."""
     parser.add_argument(
         "--chat-format",
         default="auto",
         choices=["auto", "jinja", "llama2", "llama3", "codellama-70b"],
-        help="how messages become tokens: the checkpoint's template (jinja), or a built-in format for checkpoints that"
-        " carry none, as Meta's (default: auto)",
+        help="how messages become tokens: the checkpoint's chat template (jinja), or a built-in format for checkpoints"
+        " without one, such as Meta's (default: auto)",
     )
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
-    """How much is said on stderr."""
-    parser.add_argument("--quiet", "-q", action="store_true", help="nothing on stderr but errors")
+    """Add --quiet and --debug."""
+    parser.add_argument("--quiet", "-q", action="store_true", help="write nothing but errors to stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of Llama.generate; ranges are checked before a model is loaded."""
+    """The sampling options as keyword arguments of Llama.generate, with their ranges checked."""
     from ..sampling import SamplingParams
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -155,7 +185,7 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of a model as `loader.load` and `loader.build` name them."""
+    """The model options as keyword arguments of loader.load and loader.build."""
     names = ("device", "dtype", "rope", "max_seq_len", "rope_theta", "quantize", "compile", "kv_cache", "gpu_layers")
     return {
         **{name: getattr(args, name) for name in names},
@@ -165,43 +195,49 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def parse_json(data: bytes, source: str) -> dict[str, Any]:
+    """Parse a JSON object that a user wrote. Raises UsageError; `source` names the object in the message."""
+    from ..checkpoint.documents import parse_json as parse
+    from ..errors import CheckpointError
+
+    try:
+        return parse(data, source)
+    except CheckpointError as error:  # written for files of a checkpoint, which may be damaged
+        message = str(error).replace("; it is damaged or not JSON", "; it is not JSON")
+        raise UsageError(message.removesuffix("; it is damaged or forged")) from None
+
+
 def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The scaling that --rope-scaling and --rope-factor ask for; None leaves the checkpoint's in place."""
+    """The scaling requested by --rope-scaling and --rope-factor; None keeps the checkpoint's."""
     factor: float | None = args.rope_factor
     if args.rope_theta is not None and not 0 < args.rope_theta < 1e300:
         raise UsageError(f"--rope-theta must be above 0 and below 1e300, got {args.rope_theta:g}")
-    if factor is not None and not 1 <= factor <= LARGEST_FACTOR:  # false for NaN too
-        raise UsageError(f"--rope-factor must lie between 1 and {LARGEST_FACTOR:,}, got {factor:g}")
+    if factor is not None:
+        number("--rope-factor", factor, 1, LARGEST_FACTOR)
     if args.rope_scaling is None:
         if factor is not None:
-            raise UsageError("--rope-factor says how far, not how: add --rope-scaling, yarn for example")
+            raise UsageError("--rope-factor needs a method: add --rope-scaling, for example --rope-scaling yarn")
         return None
     if args.rope_scaling == "none":
         if factor is not None:
-            raise UsageError("--rope-scaling none takes any scaling off, so --rope-factor has no effect; leave it out")
+            raise UsageError("--rope-factor has no effect with --rope-scaling none: leave it out")
         return {"rope_type": "default"}
     scaling: dict[str, Any] = {"rope_type": args.rope_scaling}
     if args.rope_scaling.lstrip().startswith("{"):
-        from ..checkpoint.documents import parse_json
-        from ..errors import CheckpointError
-
-        try:
-            scaling = parse_json(args.rope_scaling.encode(errors="surrogateescape"), "--rope-scaling")
-        except CheckpointError as error:
-            raise UsageError(str(error).replace("it is damaged or not JSON", "it is not JSON")) from None
+        scaling = parse_json(args.rope_scaling.encode(errors="surrogateescape"), "--rope-scaling")
     if factor is not None:
         if scaling.get("factor", factor) != factor:
             raise UsageError(f"the factor was given twice, as {scaling['factor']!r:.40} and {factor:g}; give it once")
         scaling["factor"] = factor
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in ("linear", "ntk", "dynamic", "yarn", "llama3") and scaling.get("factor") is None:
-        raise UsageError(f"--rope-scaling {kind} needs --rope-factor S, how much longer the context is to become")
-    if kind == "llama3":  # Meta's own constants, in apply_scaling
+        raise UsageError(f"--rope-scaling {kind} needs --rope-factor S: how many times longer the context becomes")
+    if kind == "llama3":  # the constants of Meta's apply_scaling
         scaling = scaling | {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | scaling
     return scaling
 
 
 def check_one_device(args: argparse.Namespace, command: str) -> None:
-    """Raise UsageError where a model would be split that the command has to see whole."""
+    """Raise UsageError if the layers would be spread over several devices."""
     if args.gpu_layers is not None or "," in args.device:
-        raise UsageError(f"{command} wants the model on one device; leave out --gpu-layers and all devices but one")
+        raise UsageError(f"{command} needs the model on one device: leave out --gpu-layers and name one --device")

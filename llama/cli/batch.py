@@ -1,7 +1,7 @@
-"""clearllama generate --prompts: a file of prompts in, a file of answers out, line by line.
+"""clearllama generate --prompts: a file of prompts in, a file of answers out, one JSON object per line.
 
-The output is in the order of the input, so what was done can be counted: an interrupted run leaves whole lines and at
-most one that is cut, and the same command goes on behind the last whole one.
+Answers are written in the order of the prompts. An interrupted run therefore leaves complete lines and at most one
+incomplete line, and the same command resumes after the last complete line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import os
-import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, LlamaError, UsageError
+from ..checks import integer, is_number
+from ..errors import LlamaError, UsageError
 from . import answers, arguments, loading, streams
 
 if TYPE_CHECKING:
@@ -27,164 +27,169 @@ if TYPE_CHECKING:
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
 KEYS = ("id", "prompt", "messages", "system", *SAMPLING)
-REFRESH = 0.5  # seconds between two states of the progress bar
+NOT_WITH_PROMPTS = ("text", "prompt", "suffix", "draft", "draft_tokens", "load_session", "save_session")
+REFRESH = 0.5  # seconds between updates of the progress bar
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What `generate` takes for many prompts."""
+    """Add the options of `generate` for many prompts."""
     group = parser.add_argument_group(
         "many prompts",
-        'one JSON object a line: {"prompt": "..."} or {"messages": [...]}, with an "id" (else the line\'s number),'
-        f' "system" and sampling options of its own ({", ".join(SAMPLING)}) if wanted. The answers come as JSON lines'
-        " in the same order; with --output an interrupted run goes on where it was. With --seed N line n draws with"
-        " seed N + n - 1",
+        'one JSON object per line, {"prompt": "..."} or {"messages": [...]}; optional keys are "id" (default: the line'
+        f' number), "system" and {", ".join(SAMPLING)}. The answers are JSON lines in the same order. With --output,'
+        " the same command resumes an interrupted run. With --seed N, line n uses the seed N + n - 1",
     )
-    group.add_argument("--prompts", metavar="FILE", help="a file of prompts, - for standard input")
-    group.add_argument("--output", metavar="FILE", help="where the answers go (default: standard output, or -)")
-    group.add_argument("--batch-size", type=int, metavar="N", help="answers under way at once (default: 16)")
+    group.add_argument("--prompts", metavar="FILE", help="the file of prompts; - reads standard input")
+    group.add_argument("--output", metavar="FILE", help="the file for the answers (default: -, standard output)")
+    group.add_argument("--batch-size", type=int, metavar="N", help="prompts to run at once (default: 16)")
 
 
 def check_absent(args: argparse.Namespace) -> None:
-    """Without --prompts the other options of this file mean nothing. Raises UsageError."""
+    """Raise UsageError if an option of this file is given without --prompts."""
     for name in ("output", "batch_size"):
         if getattr(args, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} goes with --prompts FILE")
+            raise UsageError(f"{arguments.option(name)} needs --prompts FILE")
 
 
-# ---------------------------------------------------------------------------------------------------------- the input
+# --------------------------------------------------------------------------------------------------------------- input
 @dataclass(frozen=True)
 class Item:
-    """A line of the input: what it asks, and the options that it says itself."""
+    """One line of the input: its prompt, and the options that override those of the command."""
 
     id: str | int
-    asked: dict[str, Any]  # {"prompt": str} or {"messages": [..]}, as given
+    input: dict[str, Any]  # {"prompt": str} or {"messages": [..]}, as in the line
     system: str | None
     options: dict[str, Any]
 
 
 def read_lines(name: str) -> list[bytes]:
-    """The lines of a file or of stdin, without their ends. Raises UsageError where there is none."""
-    where = "standard input" if name == "-" else name
+    """Read the lines of a file, or of stdin for '-', without line ends. Raises UsageError if there are none."""
+    source = "standard input" if name == "-" else name
     if name == "-":
         if sys.stdin is None:
-            raise UsageError("--prompts - reads standard input, and it is closed")
-        data = streams.read_input()
+            raise UsageError("--prompts - reads standard input, but standard input is closed")
+        data = streams.read_stdin_bytes()
     else:
-        try:
-            if stat.S_ISCHR(os.stat(name).st_mode):
-                raise UsageError(f"{name} is a device, which may have no end; expected a file of JSON lines")
-            data = Path(name).read_bytes()
-        except OSError as error:
-            raise UsageError(f"{name}: {error.strerror or error}; expected a file of JSON lines") from None
-    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")  # some editors begin UTF-8 with a mark
+        data = streams.read_file(Path(name), "a file of JSON lines")
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")  # some editors start UTF-8 with a byte order mark
     if not lines[-1]:
         lines.pop()
     if not lines:
-        raise UsageError(f'{where} is empty; expected one JSON object a line, as {{"prompt": "..."}}')
+        raise UsageError(f'{source} is empty; expected one JSON object per line, such as {{"prompt": "..."}}')
     return lines
 
 
-def parse(line: bytes, number: int, where: str) -> Item:
-    """Line `number` (from 1) of the input. Raises UsageError that names the line and what is wrong with it."""
+def parse(line: bytes, number: int, source: str) -> Item:
+    """Parse line `number` (from 1) of the input. Raises UsageError, which names the line and its mistake."""
     from ..chat import check_messages
-    from ..checkpoint.documents import parse_json
     from ..sampling import SamplingParams
 
-    here = f"{where} line {number}"
+    here = f"{source} line {number}"
     if not line.strip():
-        raise UsageError(f'{here} is empty; expected a JSON object, as {{"prompt": "..."}}')
+        raise UsageError(f'{here} is empty; expected a JSON object, such as {{"prompt": "..."}}')
+    values = arguments.parse_json(line, here)
+    _check_surrogates(values, here)
+    if isinstance(values.get("id"), str | int) and not isinstance(values["id"], bool):
+        here += f" (id {shown(values['id'])})"
+    if unknown := [key for key in values if key not in KEYS]:
+        raise UsageError(f"{here}: unknown key {unknown[0]!r:.80}; known: {', '.join(KEYS)}")
+    if ("prompt" in values) == ("messages" in values):
+        found = "both" if "prompt" in values else "none"
+        raise UsageError(f'{here}: expected either "prompt" or "messages", got {found}')
+    _check_types(values, here)
+    if "system" in values and "messages" in values:
+        raise UsageError(f"{here}: a system message belongs in messages; leave system out")
+    options = {key: values[key] for key in SAMPLING if key in values}
     try:
-        found = parse_json(line, here)
-    except CheckpointError as error:
-        told = str(error).replace("; it is damaged or not JSON", "; it is not JSON")
-        raise UsageError(told.removesuffix("; it is damaged or forged")) from None
-    for key, value in found.items():
+        SamplingParams(**{key: value for key, value in options.items() if key != "stop"})
+        check_content(values.get("messages"))
+        if "messages" in values:
+            check_messages(values["messages"])
+    except UsageError as error:
+        raise UsageError(f"{here}: {error}") from None
+    prompt: dict[str, Any] = {key: values[key] for key in ("prompt", "messages") if key in values}
+    return Item(values.get("id", number), prompt, values.get("system"), options)
+
+
+def _check_surrogates(values: dict[str, Any], here: str) -> None:
+    """Raise UsageError for half of a surrogate pair, which JSON can spell and UTF-8 cannot encode."""
+    for key, value in values.items():
         try:
             json.dumps((key, value), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = str(error.object)[error.start]
             raise UsageError(
-                f"{here}: {key!a:.40} holds {half!a}, half of a surrogate pair, which is no character; write both"
+                f"{here}: {key!a:.40} contains {half!a}, half of a surrogate pair, which is not a character; write both"
+                " halves"
             ) from None
-    if isinstance(found.get("id"), str | int) and not isinstance(found["id"], bool):
-        here += f" (id {spelled(found['id'])})"
-    if unknown := [key for key in found if key not in KEYS]:
-        raise UsageError(f"{here}: unknown key {unknown[0]!r:.80}; known: {', '.join(KEYS)}")
-    if ("prompt" in found) == ("messages" in found):
-        raise UsageError(
-            f'{here}: expected either "prompt" or "messages", got {"both" if "prompt" in found else "none"}'
-        )
-    kinds: dict[str, tuple[type | tuple[type, ...], str]] = {
-        "id": ((str, int), "a string or a whole number"),
-        "prompt": (str, "a string"),
-        "messages": (list, "a list"),
-        "system": (str, "a string"),
-        "stop": ((str, list), "a string or a list of strings"),
-    }
-    for key, (kind, told) in kinds.items():
-        if key in found and (not isinstance(found[key], kind) or isinstance(found[key], bool)):
-            raise UsageError(f"{here}: {key} must be {told}, got {spelled(found[key])}")
+
+
+TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "id": ((str, int), "a string or an integer"),
+    "prompt": (str, "a string"),
+    "messages": (list, "a list"),
+    "system": (str, "a string"),
+    "stop": ((str, list), "a string or a list of strings"),
+}
+
+
+def _check_types(values: dict[str, Any], here: str) -> None:
+    """Raise UsageError for a value of the wrong type. Ranges are checked by SamplingParams."""
+    for key, (kind, expected) in TYPES.items():
+        if key in values and (not isinstance(values[key], kind) or isinstance(values[key], bool)):
+            raise UsageError(f"{here}: {key} must be {expected}, got {shown(values[key])}")
     for key in SAMPLING:
-        if key != "stop" and key in found and (isinstance(found[key], bool) or not isinstance(found[key], int | float)):
-            raise UsageError(f"{here}: {key} must be a number, got {spelled(found[key])}")
-    if "system" in found and "messages" in found:
-        raise UsageError(f"{here}: messages hold their own system message; leave system out")
-    stop = found.get("stop", [])
+        if key != "stop" and key in values and not is_number(values[key]):
+            raise UsageError(f"{here}: {key} must be a number, got {shown(values[key])}")
+    stop = values.get("stop", [])
     if not all(isinstance(text, str) and text for text in ([stop] if isinstance(stop, str) else stop)):
-        raise UsageError(f"{here}: stop must be strings that are not empty, got {spelled(stop)}")
-    options = {key: found[key] for key in SAMPLING if key in found}
-    try:
-        SamplingParams(**{key: value for key, value in options.items() if key != "stop"})
-        check_content(found.get("messages"))
-        if "messages" in found:
-            check_messages(found["messages"])
-    except UsageError as error:
-        raise UsageError(f"{here}: {error}") from None
-    asked: dict[str, Any] = {key: found[key] for key in ("prompt", "messages") if key in found}
-    return Item(found.get("id", number), asked, found.get("system"), options)
+        raise UsageError(f"{here}: stop must be one or more strings that are not empty, got {shown(stop)}")
 
 
-def spelled(value: Any) -> str:
-    """A value as JSON writes it, for a message."""
+def shown(value: Any) -> str:
+    """A value as JSON, shortened to 80 characters."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:76]} ..."
 
 
 def check_content(messages: Any) -> None:
-    """Refuse in JSON's words what check_messages would refuse in Python's. Raises UsageError."""
+    """Raise UsageError for mistakes that check_messages would report with Python's names of the values."""
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict):
-            raise UsageError(f"message {number} must be an object with role and content, got {spelled(message)}")
-        if not isinstance(message.get("role"), str):
-            told = spelled(message["role"]) if "role" in message else "none"
-            raise UsageError(f"message {number}: role must be a string, got {told}")
+            raise UsageError(f"message {number} must be an object with role and content, got {shown(message)}")
         content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            told = spelled(content) if "content" in message else "none"
-            raise UsageError(f"message {number}: content must be a string, got {told}")
+        valid = {
+            "role": isinstance(message.get("role"), str),
+            "content": isinstance(content, str) or (content is None and bool(message.get("tool_calls"))),
+        }
+        for key in [key for key in valid if not valid[key]]:
+            found = shown(message[key]) if key in message else "none"
+            raise UsageError(f"message {number}: {key} must be a string, got {found}")
 
 
-def check_lines(args: argparse.Namespace, lines: list[bytes], where: str) -> None:
-    """All lines, before the model is loaded, against themselves, each other and the options of the command."""
+def check_lines(args: argparse.Namespace, lines: list[bytes], source: str) -> None:
+    """Check every line, its id against the other ids and its keys against the options of the command."""
     first: dict[tuple[type, str | int], int] = {}
     for number, line in enumerate(lines, 1):
-        item = parse(line, number, where)
+        item = parse(line, number, source)
         if (before := first.setdefault((type(item.id), item.id), number)) != number:
             raise UsageError(
-                f"{where} line {number} and line {before} both have the id {spelled(item.id)} (a line without one has"
-                " its number); give each its own"
+                f"{source} line {number} and line {before} both have the id {shown(item.id)} (default: the line"
+                " number); make the ids unique"
             )
-        if "messages" in item.asked and args.raw:
-            raise UsageError(f"{where} line {number} has messages, and --raw continues plain text; leave --raw out")
-        if "messages" in item.asked and args.system is not None:
-            raise UsageError(f"{where} line {number}: messages hold their own system message; leave --system out")
+        if "messages" in item.input and args.raw:
+            raise UsageError(f"{source} line {number} has messages, which --raw does not support; leave --raw out")
+        if "messages" in item.input and args.system is not None:
+            raise UsageError(f"{source} line {number}: a system message belongs in messages; leave --system out")
         if item.system is not None and args.raw:
-            raise UsageError(f"{where} line {number} has a system message, which needs a chat: leave --raw out")
+            raise UsageError(
+                f"{source} line {number} has a system message, which --raw does not support; leave --raw out"
+            )
 
 
 @dataclass(frozen=True)
 class Chat:
-    """What a conversation is written by."""
+    """The parts of a checkpoint that encode a conversation."""
 
     tokenizer: Tokenizer
     chat_template: str | None
@@ -192,7 +197,7 @@ class Chat:
 
 
 def chat_of(args: argparse.Namespace) -> Chat:
-    """A checkpoint's, from its headers: no weight is read."""
+    """Read the chat template or format of a checkpoint from its headers, without its weights."""
     from ..checkpoint import open_checkpoint
     from ..hub.named import resolve
 
@@ -201,14 +206,14 @@ def chat_of(args: argparse.Namespace) -> Chat:
     return Chat(tokenizer, template, checkpoint.chat_format(tokenizer) if template is None else None)
 
 
-NO_CHAT = "--system needs a chat, and the model has no chat template: name a format with --chat-format"
+NO_CHAT = "--system needs a chat model, but the model has no chat template: name a format with --chat-format"
 
 
-def check_chats(args: argparse.Namespace, lines: list[bytes], where: str) -> None:
-    """Hold the lines that need a chat against the checkpoint's, before its weights are read. Raises UsageError.
+def check_chats(args: argparse.Namespace, lines: list[bytes], source: str) -> None:
+    """Check that the checkpoint can encode the conversations, before its weights are read. Raises UsageError.
 
-    One line of each sequence of roles is written out: what a template refuses is mostly an order of roles. What it
-    refuses for the text's sake becomes that line's own error.
+    One line of each sequence of roles is encoded, because templates mostly refuse an order of roles. A template that
+    refuses a line because of its text makes the answer of that line an error.
     """
     seen: set[tuple[str, ...]] = set()
     chat = None
@@ -217,10 +222,10 @@ def check_chats(args: argparse.Namespace, lines: list[bytes], where: str) -> Non
         if chat.chat_template is None:
             raise UsageError(NO_CHAT)
     for number, line in enumerate(lines, 1):
-        item = parse(line, number, where)
-        if "messages" not in item.asked and item.system is None:
+        item = parse(line, number, source)
+        if "messages" not in item.input and item.system is None:
             continue
-        roles = tuple(message["role"] for message in item.asked.get("messages", ()))
+        roles = tuple(message["role"] for message in item.input.get("messages", ()))
         if roles in seen:
             continue
         seen.add(roles)
@@ -231,82 +236,84 @@ def check_chats(args: argparse.Namespace, lines: list[bytes], where: str) -> Non
         try:
             encode_item(chat, item, args.system, args.chat_format == "auto" and chat.chat_template is None)
         except LlamaError as error:
-            raise UsageError(f"{where} line {number} (id {spelled(item.id)}): {error}") from None
+            raise UsageError(f"{source} line {number} (id {shown(item.id)}): {error}") from None
 
 
-# --------------------------------------------------------------------------------------------------------- the output
+# -------------------------------------------------------------------------------------------------------------- output
 class Output:
-    """Where answers go, one line each: a file that is this process' own while it is open, or stdout for None."""
+    """Write one answer per line, to a file that is locked while it is open or to stdout (name None)."""
 
     def __init__(self, name: str | None):
         self.name, self.file = name, -1
         if name is None:
             return
         if os.path.exists(name) and not os.path.isfile(name):
-            raise UsageError(f"--output {name} is no regular file; leave --output out to write to standard output")
+            raise UsageError(f"--output {name} is not a regular file; leave --output out to write to standard output")
         try:
             self.file = os.open(name, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         except OSError as error:
-            raise UsageError(f"--output {name!r}: {error.strerror}; name a file that can be written to") from None
+            raise UsageError(f"--output {name!r}: {error.strerror}; choose a writable file") from None
         try:
             import fcntl
-        except ImportError:  # Windows: nothing keeps a second writer away
+        except ImportError:  # Windows has no such lock
             return
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self.close()
             raise UsageError(
-                f"{name} is being written by another clearllama; wait for it, or take another --output"
+                f"{name} is being written by another clearllama; wait for it, or choose another --output"
             ) from None
 
-    def resume(self, lines: list[bytes], where: str) -> tuple[int, int, int]:
-        """Hold what is there against the input: how many answers it has, how many of them errors, how many bytes cut.
+    def resume(self, lines: list[bytes], source: str) -> tuple[int, int, int]:
+        """Compare the answers in the file with the input, and truncate an incomplete last line.
 
-        Raises UsageError, and leaves the file as it is, where it is not the beginning of this input's answers.
+        Returns the number of answers, how many of them are errors, and the bytes truncated. Raises UsageError, and
+        leaves the file unchanged, if the answers do not belong to the first lines of the input.
         """
         if self.name is None:
             return 0, 0, 0
-        done = errors = whole = 0
-        cut = b""
+        done = errors = complete = 0
+        partial = b""
         with open(self.file, "rb", closefd=False) as file:
             for line in file:
                 if done == len(lines):
-                    raise self._other(f"line {done + 1} is there, and {where} has {len(lines)}")
-                item = parse(lines[done], done + 1, where)
+                    raise self._mismatch(f"it has a line {done + 1}, and {source} has {len(lines)} lines")
+                item = parse(lines[done], done + 1, source)
                 if not line.endswith(b"\n"):
-                    cut, start = line, encode({"id": item.id, **item.asked})[:-2]
+                    partial, start = line, encode({"id": item.id, **item.input})[:-2]
                     if not (line.startswith(start) or start.startswith(line)):
-                        raise self._other(f"line {done + 1} is no answer to line {done + 1} of {where}")
+                        raise self._mismatch(f"line {done + 1} is not an answer to line {done + 1} of {source}")
                     break
-                errors += self._matches(line, item, done + 1, where)
-                done, whole = done + 1, whole + len(line)
-        if cut:
-            os.ftruncate(self.file, whole)
-        return done, errors, len(cut)
+                errors += self._is_error(line, item, done + 1, source)
+                done, complete = done + 1, complete + len(line)
+        if partial:
+            os.ftruncate(self.file, complete)
+        return done, errors, len(partial)
 
-    def _matches(self, line: bytes, item: Item, number: int, where: str) -> bool:
-        """Whether the answer in a line is an error. Raises UsageError where it answers something else."""
+    def _is_error(self, line: bytes, item: Item, number: int, source: str) -> bool:
+        """Whether an answer is an error. Raises UsageError if it does not belong to the item."""
         try:
-            found = json.loads(line)
+            answer = json.loads(line)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or not {"text", "error"} & found.keys():
-            raise self._other(f"line {number} is no answer")
-        for key, value in {"id": item.id, **item.asked}.items():
-            if key not in found or found[key] != value:
-                raise self._other(
-                    f"line {number} has the {key} {found.get(key)!r:.60}, and line {number} of {where} {value!r:.60}"
+            answer = None
+        if not isinstance(answer, dict) or not {"text", "error"} & answer.keys():
+            raise self._mismatch(f"line {number} is not an answer")
+        for key, value in {"id": item.id, **item.input}.items():
+            if key not in answer or answer[key] != value:
+                raise self._mismatch(
+                    f"line {number} has the {key} {answer.get(key)!r:.60}, and line {number} of {source} {value!r:.60}"
                 )
-        return "error" in found
+        return "error" in answer
 
-    def _other(self, what: str) -> UsageError:
+    def _mismatch(self, reason: str) -> UsageError:
         return UsageError(
-            f"{self.name} holds answers to other prompts ({what}); take another --output, or move it away"
+            f"{self.name} does not contain answers to these prompts ({reason}); choose another --output, or move the"
+            " file away"
         )
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Append a line. Where the disk is full, none of it stays."""
+        """Append a line. If the disk is full, remove the part that was written."""
         if self.name is None:
             streams.write_json(answer)
             return
@@ -325,52 +332,49 @@ class Output:
 
 
 def encode(answer: dict[str, Any]) -> bytes:
-    """A line of the output."""
+    """An answer as a line of the output."""
     return (json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-# ---------------------------------------------------------------------------------------------------------------- run
+# ----------------------------------------------------------------------------------------------------------------- run
 def run(args: argparse.Namespace) -> int:
-    """Answer the lines that have no answer yet; 1 where some could not be run."""
+    """Answer the prompts that have no answer yet. Returns 1 if some could not be run."""
     from ..text import BATCH_SIZE
 
-    where = "standard input" if args.prompts == "-" else args.prompts
-    for name in ("text", "prompt", "suffix", "draft", "draft_tokens", "load_session", "save_session"):
+    source = "standard input" if args.prompts == "-" else args.prompts
+    for name in NOT_WITH_PROMPTS:
         if getattr(args, name) is not None:
-            told = "a prompt" if name == "text" else f"--{name.replace('_', '-')}"
-            raise UsageError(f"--prompts reads the prompts from {where}: leave {told} out")
+            what = "the PROMPT argument" if name == "text" else arguments.option(name)
+            raise UsageError(f"--prompts reads the prompts from {source}: leave {what} out")
     if args.json:
-        raise UsageError("--prompts writes JSON lines anyway: leave --json out")
+        raise UsageError("--prompts always writes JSON lines: leave --json out")
     if args.raw and args.system is not None:
         raise UsageError("--system needs a chat: leave --raw out")
-    size = BATCH_SIZE if args.batch_size is None else args.batch_size
-    if not 1 <= size <= 4096:
-        raise UsageError(f"--batch-size must be a whole number from 1 to 4096, got {size}")
+    size = integer("--batch-size", BATCH_SIZE if args.batch_size is None else args.batch_size, 1, 4096)
     if args.output is not None and args.prompts != "-" and os.path.exists(args.output):
         with contextlib.suppress(OSError):
             if os.path.samefile(args.prompts, args.output):
-                raise UsageError("--output is the file that --prompts reads; take another one")
+                raise UsageError("--output and --prompts name the same file; choose another --output")
     options = arguments.sampling_options(args)
     lines = read_lines(args.prompts)
-    check_lines(args, lines, where)
-    check_chats(args, lines, where)
+    check_lines(args, lines, source)
+    check_chats(args, lines, source)
     if args.output == "-":
         args.output = None
     output = Output(args.output)
     try:
-        done, errors, cut = output.resume(lines, where)
-        if cut:
-            streams.say(args, f"{args.output}: dropped the last line, which was cut after {cut} bytes")
+        done, errors, truncated = output.resume(lines, source)
+        if truncated:
+            streams.info(args, f"{args.output}: removed the incomplete last line of {truncated} bytes")
         if done:
-            streams.say(args, f"{args.output}: {done} of {len(lines)} prompts done already")
+            streams.info(args, f"{args.output}: resuming, {done} of {len(lines)} prompts are already answered")
         if done < len(lines):
             llm = loading.load(args)
             errors += answer_all(args, llm, lines, done, size, options, output)
     finally:
         output.close()
     if errors:
-        held = f"{'this' if errors == 1 else 'these'} answer{'s' if errors > 1 else ''} hold{'s' * (errors == 1)}"
-        streams.tell(f"clearllama: error: {errors} of {len(lines)} prompts could not be run; {held} an error")
+        streams.error(f"{errors} of {len(lines)} prompts could not be run; see the key error in the output")
     return 1 if errors else 0
 
 
@@ -383,22 +387,22 @@ def answer_all(
     options: dict[str, Any],
     output: Output,
 ) -> int:
-    """Answer the lines from `done` on: how many of them could not be run."""
-    where = "standard input" if args.prompts == "-" else args.prompts
+    """Answer the lines from `done` on. Returns how many of them could not be run."""
+    source = "standard input" if args.prompts == "-" else args.prompts
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
     raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
     if raw and args.system is not None:
         raise UsageError(NO_CHAT)
-    how = "continued as it is" if raw else "one user message"
-    streams.say(args, f"a prompt is {how}, {min(size, len(lines) - done)} at once")
-    ready: dict[int, dict[str, Any]] = {}  # answers that wait for their turn, by line (from 0)
-    items: dict[int, Item] = {}  # under way, by line
-    line_of: list[int] = []  # of the prompts that the batch has been given
+    form = "continued as plain text" if raw else "one user message"
+    streams.info(args, f"each prompt is {form}; {min(size, len(lines) - done)} run at once")
+    ready: dict[int, dict[str, Any]] = {}  # line (from 0) -> an answer that is not written yet
+    items: dict[int, Item] = {}  # line -> a prompt that is being run
+    line_of: list[int] = []  # number of a prompt in the batch -> its line
 
     def prompts() -> Iterator[tuple[list[int], dict[str, Any]]]:
         for at in range(done, len(lines)):
-            item = parse(lines[at], at + 1, where)
+            item = parse(lines[at], at + 1, source)
             try:
                 ids = encode_item(llm, item, args.system, raw)
             except LlamaError as error:
@@ -410,6 +414,16 @@ def answer_all(
 
     tokens = errors = 0
     with progress(args, len(lines), done) as show:
+
+        def write_ready() -> None:
+            """Write the answers whose predecessors are all written."""
+            nonlocal done, errors
+            while done in ready:
+                errors += "error" in ready[done]
+                output.write(ready.pop(done))
+                done += 1
+            show(done, tokens)
+
         try:
             for number, piece in llm.stream_batch(prompts(), batch_size=size):
                 if isinstance(piece, LlamaError):
@@ -420,66 +434,61 @@ def answer_all(
                     ready[at] = answered(items.pop(at), piece.completion)
                 else:
                     tokens += 1
-                while done in ready:
-                    errors += "error" in ready[done]
-                    output.write(ready.pop(done))
-                    done += 1
-                show(done, tokens)
-            while done in ready:  # lines at the end that could not be encoded
-                errors += "error" in ready[done]
-                output.write(ready.pop(done))
-                done += 1
-            show(done, tokens)
+                write_ready()
+            write_ready()  # lines at the end that could not be encoded
         except (KeyboardInterrupt, SystemExit):
             if args.output is not None:
-                told = f"{done} of {len(lines)} answers are in {args.output}"
-                streams.say(args, f"{told}; the same command goes on there")
+                count = f"{done} of {len(lines)} answers"
+                streams.info(args, f"{args.output} has {count}; run the same command again to resume")
             raise
     return errors
 
 
 def encode_item(llm: Llama | Chat, item: Item, system: str | None, raw: bool) -> list[int]:
-    """The ids of a line's prompt. Raises a LlamaError where it has none."""
+    """Encode the prompt of a line. Raises a LlamaError if that fails."""
     from ..chat import encode_chat
 
-    if raw and "prompt" in item.asked:
+    if raw and "prompt" in item.input:
         if item.system is not None:
-            raise UsageError("a system message needs a chat, and the model has no chat template")
-        return llm.tokenizer.encode_prompt(item.asked["prompt"])
-    messages = item.asked.get("messages")
+            raise UsageError("a system message needs a chat model, but the model has no chat template")
+        return llm.tokenizer.encode_prompt(item.input["prompt"])
+    messages = item.input.get("messages")
     if messages is None:
-        spoken = item.system if item.system is not None else system
-        messages = [{"role": "system", "content": spoken}] if spoken is not None else []
-        messages = [*messages, {"role": "user", "content": item.asked["prompt"]}]
+        text = item.system if item.system is not None else system
+        messages = [{"role": "system", "content": text}] if text is not None else []
+        messages = [*messages, {"role": "user", "content": item.input["prompt"]}]
     return encode_chat(llm.tokenizer, llm.chat_template, messages, format=llm.chat_format)
 
 
 def line_options(options: dict[str, Any], item: Item, number: int, logprobs: bool) -> dict[str, Any]:
-    """The options of Llama.stream_ids for line `number` (from 1): the command's, then the line's own.
+    """The options of line `number` (from 1) for Llama.stream_ids: the command's, overridden by the line's own.
 
-    The command's seed N becomes N + number - 1, so that equal prompts draw different answers and a run can be repeated
-    from any line.
+    The command's seed N becomes N + number - 1. So equal prompts get different answers, and a run that resumes at any
+    line repeats the same answers.
     """
-    made = {**options, "logprobs": logprobs}
-    if "seed" in made:
-        made["seed"] = (made["seed"] + number - 1) % 2**63
-    return {**made, **item.options}
+    merged = {**options, "logprobs": logprobs}
+    if "seed" in merged:
+        merged["seed"] = (merged["seed"] + number - 1) % 2**63
+    return {**merged, **item.options}
 
 
 def answered(item: Item, completion: Completion) -> dict[str, Any]:
-    """The line of the output for an answer."""
-    return {"id": item.id, **item.asked, **answers.answer_facts(completion)}
+    """The output object of an answer."""
+    return {"id": item.id, **item.input, **answers.as_dict(completion)}
 
 
 def failed(item: Item, error: LlamaError) -> dict[str, Any]:
-    """The line of the output for a prompt that can't be run."""
-    return {"id": item.id, **item.asked, "error": streams.one_line(str(error))}
+    """The output object of a prompt that could not be run."""
+    return {"id": item.id, **item.input, "error": streams.one_line(str(error))}
 
 
 @contextlib.contextmanager
 def progress(args: argparse.Namespace, total: int, done: int) -> Iterator[Any]:
-    """What to call with the prompts done and the new tokens so far: a bar on a terminal, one line at the end."""
-    started = shown = time.perf_counter()
+    """Show progress: a bar on a terminal, and one line at the end.
+
+    Yields a function to call with the number of prompts done and of new tokens so far.
+    """
+    started = shown_at = time.perf_counter()
     bar = None
     if sys.stderr.isatty() and not args.quiet:
         from tqdm import tqdm
@@ -488,10 +497,10 @@ def progress(args: argparse.Namespace, total: int, done: int) -> Iterator[Any]:
     tokens = 0
 
     def show(done: int, so_far: int) -> None:
-        nonlocal shown, tokens
+        nonlocal shown_at, tokens
         tokens, now = so_far, time.perf_counter()
-        if bar is not None and (now - shown > REFRESH or done == total):
-            shown, bar.n = now, done
+        if bar is not None and (now - shown_at > REFRESH or done == total):
+            shown_at, bar.n = now, done
             bar.set_postfix_str(f"{tokens / (now - started):,.0f} tok/s")
 
     first = done
@@ -503,4 +512,4 @@ def progress(args: argparse.Namespace, total: int, done: int) -> Iterator[Any]:
     seconds = time.perf_counter() - started
     speed = f"{tokens / seconds:,.0f} tok/s" if tokens else "none"
     count = f"{total - first} prompt{'s' * (total - first != 1)}"
-    streams.say(args, f"{count}, {tokens} new tokens in {seconds:.1f} s ({speed})")
+    streams.info(args, f"{count}, {tokens} new tokens in {seconds:.1f} s ({speed})")

@@ -1,4 +1,4 @@
-"""clearllama bench: speed of prefill and decoding, and memory, as numbers to put beside another engine's."""
+"""clearllama bench: measure prefill speed, decoding speed and memory, in units that other engines report."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ..checks import integer
 from ..errors import UsageError
 from . import arguments, loading, quality, streams
 
-# What says something about speed only, and what it is when nobody says: --quality refuses these.
+# Options that only affect speed, with their defaults. --quality refuses them.
 SPEED = {
     "compile": "off",
     "batch": "1",
@@ -34,7 +35,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run a model."""
+    """One combination of the options to measure."""
 
     dtype: str
     quantize: str | None
@@ -50,32 +51,35 @@ class Setting:
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure speed and memory, or what few bits cost in quality",
-        description="Prefill random prompts and decode greedily behind them; the best, the median and every run are"
-        " reported, with the bytes that a token has to read and their share of the bandwidth of this memory. Compare"
-        " with another engine in the same minutes: absolute numbers depend on what else the machine does.",
+        help="measure speed and memory, or the quality loss of quantization",
+        description="Prefill random prompts and decode greedily. Reports the best, the median and every run, the bytes"
+        " read per token, and their share of this machine's memory bandwidth. Run the engines that you compare one"
+        " right after another: absolute numbers depend on the load of the machine.",
+        usage="%(prog)s [options]",
         allow_abbrev=False,
-        conflict_handler="resolve",  # some of the model's options are lists here
+        conflict_handler="resolve",  # some model options are redefined below to accept lists
     )
     arguments.add_model_options(parser)
     group = parser.add_argument_group(
         "settings",
-        "a list, as in --quantize none,int8,int4, runs every combination, each in a process of its own",
+        "each option accepts a list, such as --quantize none,int8,int4; every combination runs in its own process",
     )
     group.add_argument(
         "--dtype", default="auto", metavar="LIST", help="auto, float32, bfloat16, float16 (default: auto)"
     )
-    group.add_argument("--quantize", metavar="LIST", help="none or a scheme: int8, int4, ... (default: none)")
-    group.add_argument("--compile", nargs="?", const="on", metavar="off|on|both", help="default: off; alone: on")
-    group.add_argument("--batch", metavar="LIST", help="prompts at a time (default: 1)")
-    group.add_argument("--prompt-tokens", metavar="LIST", help="tokens of a prompt (default: 512)")
+    group.add_argument("--quantize", metavar="LIST", help="none, int8, int4 or another scheme (default: none)")
+    group.add_argument(
+        "--compile", nargs="?", const="on", metavar="off|on|both", help="measure with --compile (default: off)"
+    )
+    group.add_argument("--batch", metavar="LIST", help="number of sequences (default: 1)")
+    group.add_argument("--prompt-tokens", metavar="LIST", help="tokens per prompt (default: 512)")
     group.add_argument("--new-tokens", "-n", type=int, metavar="N", help="decoding steps (default: 64)")
     group.add_argument("--reps", type=int, metavar="N", help="repetitions (default: 3)")
     parser.add_argument(
-        "--profile", type=Path, metavar="DIR", help="write a trace of torch.profiler; show the ten costliest operators"
+        "--profile", type=Path, metavar="DIR", help="write a torch.profiler trace and show the ten slowest operators"
     )
     quality.add_options(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object for each setting")
+    parser.add_argument("--json", action="store_true", help="write one JSON object per setting")
     arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -84,16 +88,15 @@ def run(args: argparse.Namespace) -> int:
     if args.quality is not None:
         given = [name for name in SPEED if getattr(args, name) is not None]
         if given:
-            raise UsageError(f"--{given[0].replace('_', '-')} is about speed; leave it out with --quality")
+            raise UsageError(f"{arguments.option(given[0])} only affects speed; leave it out with --quality")
         return quality.run(args)
     if args.window is not None:
-        raise UsageError("--window goes with --quality")
+        raise UsageError("--window needs --quality")
     args = argparse.Namespace(
         **{**vars(args), **{key: value for key, value in SPEED.items() if getattr(args, key) is None}}
     )
     for name in ("new_tokens", "reps"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+        integer(arguments.option(name), getattr(args, name))
     chosen = settings(args)
     if len(chosen) > 1:
         return _run_each(args, chosen)
@@ -110,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings(args: argparse.Namespace) -> list[Setting]:
-    """Every combination of the lists that were given. Raises UsageError when an entry is none that can be run."""
+    """Every combination of the lists in the options. Raises UsageError for an unknown or invalid entry."""
     import torch
 
     from ..engine.runtime import pick_dtype
@@ -133,31 +136,29 @@ def settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def _entries(name: str, text: str) -> list[str]:
-    """The entries of a list with commas."""
+    """Split a list at its commas."""
     entries = [entry.strip() for entry in text.split(",")]
     if "" in entries or len(set(entries)) < len(entries):
-        raise UsageError(f"--{name.replace('_', '-')}: expected entries with commas between them, each once: {text!r}")
+        raise UsageError(f"{arguments.option(name)} must be a comma-separated list without repetitions, got {text!r}")
     return entries
 
 
 def _counts(name: str, text: str) -> list[int]:
-    """The entries of a list of numbers from 1 on."""
+    """Split a list of positive integers."""
     entries = _entries(name, text)
     for entry in entries:
         if not (entry.isascii() and entry.isdigit() and int(entry[:18]) >= 1 and len(entry) <= 18):
-            raise UsageError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {entry!r}")
+            raise UsageError(f"{arguments.option(name)} must be an integer of at least 1, got {entry!r}")
     return [int(entry) for entry in entries]
 
 
 def measure(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    """Load the model as the setting says and time it; what --json writes."""
+    """Load the model with a setting and measure it. Returns the object that --json writes."""
     from ..tools import benchmark
 
-    wanted = {
-        key: value for key, value in dataclasses.asdict(setting).items() if key in ("dtype", "quantize", "compile")
-    }
+    chosen = {"dtype": setting.dtype, "quantize": setting.quantize, "compile": setting.compile}
     started = time.perf_counter()
-    model = loading.load_model(argparse.Namespace(**{**vars(args), **wanted}))
+    model = loading.load_model(argparse.Namespace(**{**vars(args), **chosen}))
     load_s = time.perf_counter() - started
     if setting.prompt_tokens + args.new_tokens > model.max_seq_len:
         raise UsageError(
@@ -169,7 +170,7 @@ def measure(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     result: dict[str, Any] = {
         "engine": "clearllama",
         "model": Path(args.model).name,
-        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "dtype": loading.dtype_name(model),
         "load_s": round(load_s, 3),
         **{key: facts.pop(key) for key in ("prefill_tps", "decode_tps", "decode_tps_all", "peak_rss_mb")},
         "quantize": setting.quantize,
@@ -179,7 +180,7 @@ def measure(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
         **facts,
     }
     if args.profile is not None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on stderr that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports on stderr that it starts and stops
         costs = benchmark.profile(model, args.profile, *sizes)
         result["profile"] = {phase: [dataclasses.asdict(cost) for cost in rows] for phase, rows in costs.items()}
     return result
@@ -187,17 +188,17 @@ def measure(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------------- many settings
 def _run_each(args: argparse.Namespace, chosen: list[Setting]) -> int:
-    """One line for each setting as soon as it is measured; 1 if any failed."""
+    """Measure each setting in its own process and write its line at once. Returns 1 if any failed."""
     failed, costs = 0, []
     if not args.json:
         streams.write(COLUMNS)
     for number, setting in enumerate(chosen, 1):
-        streams.say(args, f"{number} of {len(chosen)}: {setting}")
+        streams.info(args, f"{number} of {len(chosen)}: {setting}")
         own = {"profile": args.profile and args.profile / str(setting)}
         result = _in_a_process(argparse.Namespace(**{**vars(args), **own}), setting)
         if "error" in result:
             failed += 1
-            streams.tell(f"clearllama: error: {setting}: {result['error']}")
+            streams.error(f"{setting}: {result['error']}")
             facts = dataclasses.asdict(setting)
             facts["context"] = facts.pop("prompt_tokens")
             result = {"engine": "clearllama", "model": Path(args.model).name, **facts, **result}
@@ -210,16 +211,16 @@ def _run_each(args: argparse.Namespace, chosen: list[Setting]) -> int:
     for folder, found in costs:
         _write_costs(found, folder)
     if failed:
-        streams.tell(f"clearllama: error: {failed} of {len(chosen)} settings could not be measured")
+        streams.error(f"{failed} of {len(chosen)} settings could not be measured")
     return 1 if failed else 0
 
 
 def _in_a_process(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    """`measure` in a fresh process, so that its memory is its own and its end not ours; or {"error": ..}."""
+    """Run `measure` in a new process, for its own peak memory and its own crash. Returns {"error": ..} if it fails."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_measure_and_send, args=(args, setting, sender), daemon=True)
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: an interrupt is this process's business
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the child: the parent handles interrupts
     child.start()
     signal.signal(signal.SIGINT, previous)
     sender.close()
@@ -229,10 +230,10 @@ def _in_a_process(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     except EOFError:
         child.join()
         code = child.exitcode or 0
-        how = f"was ended by signal {-code}; out of memory?" if code < 0 else f"ended with code {code}"
-        return {"error": f"its process {how}"}
+        ending = f"was killed by signal {-code}; out of memory?" if code < 0 else f"ended with code {code}"
+        return {"error": f"its process {ending}"}
     finally:
-        child.kill()  # it has said all it had to say, or we are interrupted
+        child.kill()  # it has sent its result, or this process is interrupted
         child.join()
 
 
@@ -247,7 +248,7 @@ def _measure_and_send(args: argparse.Namespace, setting: Setting, sender: Connec
 
 # ----------------------------------------------------------------------------------------------------------- tables
 def _row(result: dict[str, Any]) -> str:
-    """A line under COLUMNS."""
+    """A line of the table under COLUMNS."""
     line = f"{result['dtype']:<8}  {result['quantize'] or 'none':<13}  {'on' if result['compile'] else 'off':<7}"
     line += f"  {result['batch']:>5}  {result['context']:>7}"
     if "error" in result:
@@ -260,9 +261,9 @@ def _row(result: dict[str, Any]) -> str:
 
 
 def _write_costs(costs: dict[str, list[dict[str, Any]]], folder: Path) -> None:
-    """The costliest operators of each phase."""
+    """Write the slowest operators of each phase."""
     for phase, rows in costs.items():
-        streams.write(f"\n{phase}, costliest operators (all of it: {folder / phase}.json)\n")
+        streams.write(f"\n{phase}, slowest operators (full trace: {folder / phase}.json)\n")
         streams.write("   self ms   share    calls  operator\n")
         for row in rows:
             streams.write(f"{row['self_ms']:>10,.2f}  {row['share']:>6.1%}  {row['calls']:>7,}  {row['operator']}\n")

@@ -1,4 +1,4 @@
-"""clearllama convert: a checkpoint in another format, proved weight by weight."""
+"""clearllama convert: write a checkpoint in another format and verify every weight."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "convert",
         help="write a checkpoint in another format",
-        description="Read a checkpoint of any format and write it as Meta's folder, Hugging Face's folder or a GGUF"
-        " file. One weight is in memory at a time. The target appears whole or not at all; before it does, every"
-        " weight is read back and held against the source.",
+        description="Read a checkpoint of any format and write it as a folder in Meta's or Hugging Face's format, or as"
+        " a GGUF file. One weight is in memory at a time. Every weight is read back and compared with the source before"
+        " the target appears, so the target is complete or absent.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "source", metavar="SRC", help="a folder of Meta's or Hugging Face's, a .gguf file, or a known name"
+        "source", metavar="SRC", help="a folder in Meta's or Hugging Face's format, a .gguf file, or a known name"
     )
     parser.add_argument("target", metavar="DST", type=Path, help="the new folder (meta, hf) or file (gguf)")
-    parser.add_argument("--to", required=True, choices=["meta", "hf", "gguf"], help="the format to write")
+    parser.add_argument("--to", required=True, choices=["meta", "hf", "gguf"], help="the format of the target")
     parser.add_argument(
-        "--shards", type=int, default=0, metavar="N", help="files to spread the weights over (meta, hf)"
+        "--shards",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of weight files (default: meta 1, hf files of at most 5 GB)",
     )
     parser.add_argument(
         "--dtype", default=None, help="float32, bfloat16, float16 (default: as stored; needed for quantized sources)"
     )
-    parser.add_argument("--force", action="store_true", help="replace a target that exists")
-    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parser.add_argument("--force", action="store_true", help="replace an existing target")
+    parser.add_argument("--json", action="store_true", help="write the result as one JSON object")
     arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     for warning in proof.warnings:
-        streams.say(args, f"warning: {warning}")
+        streams.info(args, f"warning: {warning}")
     if args.json:
         streams.write_json({"path": str(proof.path), "tensors": proof.tensors, "sha256": proof.sha256})
     else:
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def progress_bar(quiet: bool) -> Iterator[Progress]:
-    """A progress bar on stderr, where that is a terminal."""
+    """Show a progress bar if stderr is a terminal. Yields the function that updates it."""
     if quiet or not sys.stderr.isatty():
         yield lambda what, done, total: None
         return

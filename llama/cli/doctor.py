@@ -1,4 +1,4 @@
-"""clearllama doctor: what this machine has for the program, and whether the program computes rightly on it."""
+"""clearllama doctor: what this machine provides, and a self-test."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ MOST_SECONDS = 3600
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what this machine has, and test that the program computes rightly on it",
-        description="Versions against the floors of the package, processor, memory and its limits, devices, C++"
-        " kernels, compiler, cache folders; then a self-test on a random model of 0.4 million parameters. Each line"
-        " is ok, note (it runs, but slower or without something) or FAIL, with what to do. No network is touched. Exit"
-        " code 1 if anything failed.",
+        help="check this machine and run a self-test",
+        description="Check versions, processor, memory limits, devices, C++ kernels, compiler and cache folders, then"
+        " run a self-test on a random model of 0.4 million parameters. Each line is ok, note (works, but slower or"
+        " without a feature) or FAIL, with a remedy. Does not use the network. Exit code 1 if a check failed.",
         allow_abbrev=False,
     )
-    parser.add_argument("--no-self-test", action="store_true", help="say what there is, and compute nothing")
+    parser.add_argument("--no-self-test", action="store_true", help="check the machine only")
     parser.add_argument(
         "--seconds",
         type=float,
         default=10,
         metavar="S",
-        help="for the self-test; what is not done by then is not run (10)",
+        help="time limit of the self-test; tests that do not fit are skipped (default: 10)",
     )
-    parser.add_argument("--json", action="store_true", help="one object: clearllama, ok, findings")
+    parser.add_argument("--json", action="store_true", help="write one JSON object: clearllama, ok, findings")
     arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from ..tools.doctor import examine
 
     if not 0 < args.seconds <= MOST_SECONDS:
-        raise UsageError(f"--seconds must lie above 0 and not above {MOST_SECONDS}, got {args.seconds:g}")
+        raise UsageError(f"--seconds must be above 0 and at most {MOST_SECONDS}, got {args.seconds:g}")
     findings = []
     for finding in examine(not args.no_self_test, args.seconds):
         findings.append(finding)

@@ -97,7 +97,7 @@ def _list(args: argparse.Namespace) -> int:
         streams.write_json({"errata": rows, "passed": count == len(rows)})
     else:
         streams.write(f"{'PASS' if count == len(rows) else 'FAIL'}: {count} of {len(rows)}\n")
-        streams.say(args, "clearllama study errata E33 shows one entry; --quiz starts an exercise")
+        streams.info(args, "clearllama study errata E33 shows one entry; --quiz starts an exercise")
     return 0 if count == len(rows) else 1
 
 
@@ -128,7 +128,7 @@ def _one(args: argparse.Namespace, erratum: Erratum) -> int:
     else:
         streams.write(reports.text(report))
         if erratum.quiz is not None:
-            streams.say(args, f"clearllama study errata --quiz {erratum.id} asks for the right form")
+            streams.info(args, f"clearllama study errata --quiz {erratum.id} asks for the right form")
     return 0 if report.passed else 1
 
 

@@ -1,4 +1,4 @@
-"""clearllama explain: one token through one block, each step with its equation, its numbers and its line of code."""
+"""clearllama explain: follow one token through one block, with the equation, values and code of each step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "explain",
         help="follow one token through one block, step by step",
-        description="Follow one token through one block: for every step the equation, the shapes, some of the numbers,"
-        " the line of code that does it, and whether it equals the same step written out in numpy. Without --model: a"
-        " tiny random model whose tokens are bytes. Exit code 1 if a step differs.",
+        description="Follow one token through one block. Each step shows its equation, shapes, some values, its line of"
+        " code, and whether the result equals the same step written in numpy. Without --model, a tiny random model with"
+        " byte tokens is used. Exit code 1 if a step differs.",
+        usage="%(prog)s [options]",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--text", default="The cat sat on the mat", metavar="TEXT", help="what the model reads (default: %(default)s)"
+        "--text", default="The cat sat on the mat", metavar="TEXT", help="the text (default: %(default)s)"
     )
-    parser.add_argument("--token", type=int, metavar="N", help="which token to follow, from 0 (default: the last)")
-    parser.add_argument("--layer", type=int, default=0, metavar="N", help="which block (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    arguments.add_model_options(parser, default=None, dtype="float32")
+    parser.add_argument("--token", type=int, metavar="N", help="the token to follow, from 0 (default: the last)")
+    parser.add_argument("--layer", type=int, default=0, metavar="N", help="the block, from 0 (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
     arguments.add_debug(parser)
+    arguments.add_model_options(parser, default=None, dtype="float32")
     parser.set_defaults(run=run)
 
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         for option, value, known in (("--device", args.device, "cpu"), ("--dtype", args.dtype, "float32")):
             if value not in ("auto", known):
                 raise UsageError(
-                    f"{option} {value} is for a model of yours (-m); the tiny one runs in float32 on the CPU"
+                    f"{option} {value} needs a model (-m); the tiny random model runs in float32 on the CPU"
                 )
         config = with_rope(explain.TINY, arguments.rope_scaling(args), args.rope_theta)
         net = explain.tiny_model(config, args.rope, args.max_seq_len)

@@ -1,4 +1,4 @@
-"""clearllama generate: a prompt in, text out; many at once are batch.py's."""
+"""clearllama generate: answer one prompt. batch.py answers many."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "generate",
         help="answer or continue a prompt",
-        description="Answer a prompt. On a model with a chat template the prompt is one user message, unless --raw.",
+        description="Answer a prompt. If the model has a chat template, the prompt becomes one user message; --raw"
+        " continues it as plain text.",
+        usage="%(prog)s [options] [PROMPT]",
         allow_abbrev=False,
     )
-    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt; '-' or a pipe reads standard input")
-    parser.add_argument("--prompt", "-p", help="the prompt, as an option")
-    parser.add_argument("--system", metavar="TEXT", help="a system message before it")
+    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt (default or '-': standard input)")
+    parser.add_argument("--prompt", "-p", metavar="PROMPT", help="the prompt, given as an option")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt without a chat template")
+    arguments.add_chat_format(parser)
     parser.add_argument(
-        "--suffix", metavar="TEXT", help="fill in what goes between PROMPT and this (Code Llama's infilling)"
+        "--suffix", metavar="TEXT", help="fill in the text between PROMPT and this suffix (Code Llama infilling)"
     )
-    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument(
         "--json",
         action="store_true",
-        help="one object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats",
+        help="write one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats",
     )
     parser.add_argument(
-        "--logprobs", action="store_true", help="log-probability of each new token (with --json or --prompts)"
+        "--logprobs", action="store_true", help="add the log-probability of each new token (with --json or --prompts)"
     )
-    batch.add_options(parser)
-    arguments.add_chat_format(parser)
+    arguments.add_debug(parser)
     arguments.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
+    arguments.add_model_options(parser)
+    batch.add_options(parser)
     arguments.add_draft_options(parser)
     arguments.add_session_options(parser)
-    arguments.add_model_options(parser)
     ranks.add_options(parser)
-    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -56,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     batch.check_absent(args)
     prompt = read_prompt(args)
     if args.logprobs and not args.json:
-        raise UsageError("--logprobs goes with --json")
+        raise UsageError("--logprobs needs --json or --prompts")
     if args.suffix is not None and (args.system is not None or args.chat_format != "auto"):
-        raise UsageError("--suffix is for raw text: leave --system and --chat-format out")
+        raise UsageError("--suffix continues plain text: leave --system and --chat-format out")
     options = arguments.sampling_options(args)
     drafts.check_draft(args)
     sessions.check_session(args)
@@ -66,9 +68,7 @@ def run(args: argparse.Namespace) -> int:
     options["draft"] = drafts.load_draft(args, llm.model)
     session = options["session"] = sessions.load_session(args, llm.model)
     if session is not None and session.messages:
-        streams.say(
-            args, "the session's conversation is not continued here, but by clearllama chat; this is a new prompt"
-        )
+        streams.info(args, "this prompt is not part of the session's conversation; clearllama chat continues it")
         session.messages = []
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
@@ -76,18 +76,18 @@ def run(args: argparse.Namespace) -> int:
     if raw and args.system is not None:
         raise UsageError("--system needs a chat: leave --raw out, or name a format with --chat-format")
     if args.suffix is not None:
-        streams.say(args, "the text between prompt and suffix is filled in")
+        streams.info(args, "filling in the text between prompt and suffix")
         ids = llm.tokenizer.encode_infill(prompt, args.suffix)
         pieces = llm.stream_ids(ids, logprobs=args.logprobs, **options)
     elif raw:
-        why = "--raw" if args.raw else "the model has no chat template"
+        reason = "--raw" if args.raw else "the model has no chat template"
         if not args.raw and llm.chat_format is not None:
-            why += f"; if it was made to chat: --chat-format {llm.chat_format}"
-        streams.say(args, f"the prompt is continued as it is ({why})")
+            reason += f"; for a chat model: --chat-format {llm.chat_format}"
+        streams.info(args, f"the prompt is continued as plain text ({reason})")
         pieces = llm.stream(prompt, logprobs=args.logprobs, **options)
     else:
         form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
-        streams.say(args, f"the prompt is one user message in {form} (--raw: continue it as it is)")
+        streams.info(args, f"the prompt is one user message in {form} (--raw continues it as plain text)")
         messages = [{"role": "system", "content": args.system}] if args.system is not None else []
         messages.append({"role": "user", "content": prompt})
         pieces = llm.stream_chat(messages, logprobs=args.logprobs, **options)
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answer(args: argparse.Namespace, prompt: str, pieces: Generator[Piece]) -> None:
-    """Write an answer as it comes, or as one JSON object at its end."""
+    """Write an answer while it is generated, or as one JSON object at the end."""
     completion = None
     with contextlib.closing(pieces):
         for piece in pieces:
@@ -106,16 +106,16 @@ def answer(args: argparse.Namespace, prompt: str, pieces: Generator[Piece]) -> N
                 streams.write(piece.text)
             completion = piece.completion
     if completion is None:
-        raise RuntimeError("the stream ended without its completion")
+        raise RuntimeError("the stream ended without a completion")
     if args.json:
-        streams.write_json({"prompt": prompt, **answers.answer_facts(completion)})
+        streams.write_json({"prompt": prompt, **answers.as_dict(completion)})
     elif completion.text:
         streams.write("\n")
-    answers.say_stats(args, completion.stats, completion.finish_reason)
+    answers.show_stats(args, completion.stats, completion.finish_reason)
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt from the argument, from -p, or from a pipe; never a silent wait at a terminal."""
+    """Read the prompt from the argument, from -p or from a pipe. Raises UsageError rather than wait at a terminal."""
     if args.text is not None and args.prompt is not None:
         raise UsageError("the prompt was given twice, as an argument and with --prompt; give it once")
     prompt: str | None = args.text if args.text is not None else args.prompt
@@ -127,10 +127,6 @@ def read_prompt(args: argparse.Namespace) -> str:
         return streams.read_stdin()
     try:
         prompt.encode()
-    except UnicodeEncodeError:  # Python passes bytes that the locale does not know on as lone surrogates
-        try:
-            return os.fsencode(prompt).decode()  # they may be, in a locale that is not
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            raise UsageError(f"the prompt is not UTF-8: byte {error.start} is 0x{byte:02x}; convert it") from None
+    except UnicodeEncodeError:  # Python decodes bytes outside the locale's encoding to lone surrogates
+        return streams.decode(os.fsencode(prompt), "the prompt")  # the bytes may be valid UTF-8 in another locale
     return prompt

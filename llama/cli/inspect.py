@@ -1,4 +1,4 @@
-"""clearllama inspect: what a checkpoint is, from its headers, without reading its weights."""
+"""clearllama inspect: describe a checkpoint from its headers, without reading its weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from ..checks import integer
 from ..config import LARGEST_SIZE
-from ..errors import LlamaError, UsageError
+from ..errors import LlamaError
 from ..hub.named import DEFAULT
 from . import arguments, streams
 
@@ -16,34 +17,36 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
-BOUNDS = {
-    "context": (LARGEST_SIZE, "the longest context that a model is taken with"),
-    "batch": (4096, "as many as 'generate --prompts' has under way at once"),
-}
-NEXT = "\n" + " " * 19  # a new line below the value
+BOUNDS = {"context": LARGEST_SIZE, "batch": 4096}  # what a configuration and `generate --batch-size` accept
+NEXT = "\n" + " " * 19  # starts another line of the same value
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "inspect",
-        help="show what a checkpoint is",
-        description="Family, architecture, RoPE, files, tokenizer, stop ids and memory of a checkpoint, and every"
-        " mismatch between its configuration and its tensors; weights are not read. Exit code 1 if anything differs.",
+        help="describe a checkpoint without reading its weights",
+        description="Show family, architecture, RoPE, files, tokenizer, stop ids and memory of a checkpoint, and every"
+        " mismatch between its configuration and its tensors. Weights are not read. Exit code 1 on a mismatch.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", nargs="?", default=DEFAULT, metavar="PATH_OR_NAME", help=f"default: {DEFAULT}")
-    parser.add_argument("--context", type=int, metavar="N", help="tokens to compute memory for (default: the model's)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows to compute memory for (default: 1)")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT, metavar="PATH_OR_NAME", help=f"a checkpoint (default: {DEFAULT})"
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens for the memory estimate (default: the model's)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="sequences for the memory estimate (default: 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
     arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, (most, why) in BOUNDS.items():
-        value = getattr(args, name)
-        if value is not None and not 1 <= value <= most:
-            raise UsageError(f"--{name} must lie between 1 and {most:,}, {why}, got {value!s:.40}")
+    for name, most in BOUNDS.items():
+        if getattr(args, name) is not None:
+            integer(f"--{name}", getattr(args, name), 1, most)
     from ..checkpoint import open_checkpoint
     from ..hub.named import resolve
 
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]:
-    """The facts, in the order in which they are shown."""
+    """The facts in the order of the output."""
     from ..hub.families import named
     from ..system.memory import cache_bytes
     from ..weights import mismatches
@@ -73,7 +76,7 @@ def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
-        "family": " or ".join(named(config)) or "a LLaMA decoder of nobody's official sizes",
+        "family": " or ".join(named(config)) or "not an official LLaMA size",
         **about,
         "parameters": config.n_params,
         **architecture,
@@ -97,7 +100,7 @@ def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]
 
 
 def rope_bands(config: ModelConfig) -> dict[str, int]:
-    """How many pairs of a head the scaling leaves alone, slows down in part, and slows down most."""
+    """Number of pairs of a head whose frequency the scaling leaves unchanged, reduces in part, and reduces most."""
     from ..rope_scaling import inverse_frequencies
 
     plain, _ = inverse_frequencies(config.head_dim, config.rope_theta)
@@ -106,13 +109,13 @@ def rope_bands(config: ModelConfig) -> dict[str, int]:
     )
     slower = plain.double() / scaled.double()  # (D/2,)
     most = float(slower.max())
-    kept = int((slower < 1 + 1e-4).sum())
+    unchanged = int((slower < 1 + 1e-4).sum())
     full = int((slower > most * (1 - 1e-4)).sum()) if most > 1 + 1e-4 else 0
-    return {"unchanged": kept, "in_between": len(slower) - kept - full, "slowed_most": full}
+    return {"unchanged": unchanged, "in_between": len(slower) - unchanged - full, "slowed_most": full}
 
 
 def _chat_format(checkpoint: Checkpoint) -> str | None:
-    """The built-in format that stands in for a template the checkpoint can't carry."""
+    """The built-in chat format of a checkpoint that has no template; None if there is none."""
     try:
         return checkpoint.chat_format(checkpoint.tokenizer())
     except LlamaError:
@@ -120,12 +123,12 @@ def _chat_format(checkpoint: Checkpoint) -> str | None:
 
 
 def _vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """What the tokenizer is, and what is wrong with it; without a usable one there is still much to show."""
+    """Facts about the tokenizer, and its mismatches. A missing or broken tokenizer is a fact, not an error."""
     from ..errors import CheckpointError
 
     try:
         tokenizer = checkpoint.tokenizer()
-    except CheckpointError as error:  # it is there and belongs to another model
+    except CheckpointError as error:  # a tokenizer that does not match the embedding
         return {"tokenizer": "of another model"}, [str(error)]
     except LlamaError as error:
         return {"tokenizer": f"unusable: {error}"}, []
@@ -148,9 +151,9 @@ def _shortened(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A value for people: groups of three digits, one line for each entry where there are many.
+    """Format a value: digits in groups of three, and one line per entry if there are many.
 
-    A line break in a name of the file's makes no line, or it could look like a fact.
+    Line breaks in names from a file are replaced, because a new line could look like another fact.
     """
     if isinstance(value, dict):
         items = [f"{streams.one_line(key)} {_text(item)}".strip() for key, item in value.items()]

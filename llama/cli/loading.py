@@ -1,4 +1,4 @@
-"""The model that the options name, with a word on stderr about what was loaded. Imports torch only when called."""
+"""Load the model that the options name, and describe it on stderr. Imports torch only when called."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = None) -> Llama:
-    """The model that the options name, with its tokenizer; says on stderr what was loaded and what is unusual.
+    """Load the model with its tokenizer, and report what was loaded on stderr.
 
-    tokens tells, by the tokenizer, how long prompt and answer will be, so that there is memory for them.
+    tokens  returns how long prompt and answer will be, for the memory check
     """
     from .. import loader
     from ..engine import parallel, runtime
@@ -29,15 +29,15 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     started = time.perf_counter()
     with parallel.all_succeed(getattr(args, "world", None)):
         llm = loader.load(args.model, tokens=tokens, quiet=args.quiet, **arguments.model_options(args))
-    _say_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
+    _show_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
-        wishes = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
-        streams.say(args, f"the checkpoint asks for {wishes}; options override it")
+        defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
+        streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
     return llm
 
 
 def load_model(args: argparse.Namespace) -> Transformer:
-    """The model that the options name as `load` has it; no tokenizer is needed."""
+    """Load the model as `load` does, without a tokenizer."""
     from .. import loader
     from ..checkpoint import open_checkpoint
     from ..engine import parallel, runtime
@@ -48,41 +48,46 @@ def load_model(args: argparse.Namespace) -> Transformer:
     with parallel.all_succeed(getattr(args, "world", None)):
         checkpoint = open_checkpoint(resolve(args.model, args.quiet))
         model = loader.build(checkpoint, fast=True, **arguments.model_options(args))
-    _say_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
+    _show_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
     return model
 
 
-def _say_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
+def _show_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
     from ..engine.linears import describe_quantization
     from ..engine.placement import describe_devices
     from ..rope_scaling import reach, trained_length
 
-    weight, world = model.norm.weight, getattr(args, "world", None)
-    dtype = str(weight.dtype).removeprefix("torch.")
-    quantized = describe_quantization(model)
-    stored = f"{quantized} weights, {dtype} compute" if quantized else dtype
-    streams.say(
-        args,
-        f"{args.model}: {_millions(model.config.n_params)} parameters, {stored}, {describe_devices(model)}"
-        f"{f', {world}' if world else ''}, loaded in {seconds:.1f} s",
-    )
+    config, world = model.config, getattr(args, "world", None)
+    dtype, quantized = dtype_name(model), describe_quantization(model)  # "4/8-bit", or "" for float weights
+    facts = [
+        f"{args.model}: {_millions(config.n_params)} parameters",
+        f"{quantized} weights, {dtype} compute" if quantized else dtype,
+        describe_devices(model),
+        *([str(world)] if world else []),
+        f"loaded in {seconds:.1f} s",
+    ]
+    streams.info(args, ", ".join(facts))
     for warning in warnings:
-        streams.say(args, f"warning: {warning}")
-    config = model.config
-    trained = int(trained_length(config))
+        streams.info(args, f"warning: {warning}")
     if args.rope_scaling is not None or args.rope_theta is not None:
         scaling = config.rope_scaling or {"rope_type": "default"}
-        told = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
-        streams.say(
+        values = ", ".join(f"{key} {value}" for key, value in scaling.items() if not isinstance(value, list))
+        streams.info(
             args,
-            f"rope: {told}, theta {config.rope_theta:g}, as asked for; context {model.max_seq_len},"
-            f" {trained} of it without stretching",
+            f"RoPE override: {values}, theta {config.rope_theta:g}; context {model.max_seq_len}, trained"
+            f" {int(trained_length(config))}",
         )
     if args.max_seq_len and args.max_seq_len > reach(config.max_seq_len, config.rope_scaling):
-        streams.say(
+        streams.info(
             args,
-            f"warning: --max-seq-len {args.max_seq_len} is beyond the {config.max_seq_len} the model was trained for",
+            f"warning: --max-seq-len {args.max_seq_len} exceeds the context of {config.max_seq_len} that the model was"
+            " trained for",
         )
+
+
+def dtype_name(model: Transformer) -> str:
+    """The dtype that a model computes in: 'bfloat16'."""
+    return str(model.norm.weight.dtype).removeprefix("torch.")
 
 
 def _millions(n: int) -> str:
@@ -90,6 +95,6 @@ def _millions(n: int) -> str:
 
 
 def model_name(path_or_name: str) -> str:
-    """What to call a model: the last part of its path, or the name it was asked for by."""
+    """A short name of a model: the last part of its path, or the name that was given."""
     path = Path(path_or_name)
     return path.resolve().name if path.exists() else path_or_name

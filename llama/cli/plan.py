@@ -1,4 +1,4 @@
-"""clearllama plan: which GPUs a model wants, and how fast it could be on them, from its shapes and data sheets."""
+"""clearllama plan: the GPUs a model needs and its speed limits on them, from its shapes and GPU data sheets."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ if TYPE_CHECKING:
     from ..tools.plan import Plan, Run, Split, Stored
 
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-OTHERS = (None, "int8", "int4")  # what the table of what fits compares
+OTHERS = (None, "int8", "int4")  # weights compared in the table
 AS_STORED = "as stored"
 GPU_OPTIONS = {
-    "memory": ("SIZE", "memory of a GPU: 80GB, 24GiB"),
-    "bandwidth": ("RATE", "bandwidth of its memory: 3350GB/s"),
-    "flops": ("RATE", "dense products of 16-bit numbers: 989TFLOP/s"),
-    "link": ("RATE", "to another GPU of the host, each way: 450GB/s"),
-    "network": ("RATE", "to another host, for each GPU and each way: 50GB/s"),
+    "memory": ("SIZE", "memory of a GPU, such as 80GB or 24GiB"),
+    "bandwidth": ("RATE", "memory bandwidth, such as 3350GB/s"),
+    "flops": ("RATE", "dense 16-bit throughput, such as 989TFLOP/s"),
+    "link": ("RATE", "bandwidth to another GPU of the host, each way, such as 450GB/s"),
+    "network": ("RATE", "bandwidth to another host, per GPU and each way, such as 50GB/s"),
 }
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "plan",
-        help="show what GPUs a model needs, and how fast it could be",
-        description="Memory of each GPU, what fits and what does not, traffic, and the bounds of decoding and prefill."
-        " Nothing is loaded: all of it follows from the model's shapes and the data sheets of the GPUs. Exit code 1 if"
-        " the run does not fit.",
+        help="show which GPUs a model needs and how fast it can be on them",
+        description="Show the memory of each GPU, what fits, the traffic, and upper bounds of decoding and prefill"
+        " speed. Everything is computed from the model's shapes and the data sheets of the GPUs; no weights are needed."
+        " Exit code 1 if the run does not fit.",
+        usage="%(prog)s -m PATH_OR_NAME --gpus NxGPU [options]",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -41,29 +42,31 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "-m",
         required=True,
         metavar="PATH_OR_NAME",
-        help="a file of configs/ or its name, a config.json, a params.json, or a checkpoint as 'inspect' takes it",
+        help="a file of configs/ or its name, a config.json, a params.json, or a checkpoint",
     )
-    parser.add_argument("--gpus", required=True, metavar="NxGPU", help="16xH100, 2xRTX4090, 4xcustom, 1xcpu")
     parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens of each sequence (default: the model's, or 8192)"
+        "--gpus", required=True, metavar="NxGPU", help="number and kind: 16xH100, 2xRTX4090, 4xcustom, 1xcpu"
     )
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: 1)")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens per sequence (default: the model's context, at most 8192)"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="number of sequences (default: 1)")
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float16", "float32"],
-        help="of weights, keys and values (default: bfloat16, and a checkpoint's quantized weights as they are stored)",
+        help="dtype of weights, keys and values (default: bfloat16; quantized weights of a checkpoint as stored)",
     )
-    parser.add_argument("--quantize", metavar="SCHEME", help="linear layers as int8, int4, ... (as 'generate' has it)")
+    parser.add_argument("--quantize", metavar="SCHEME", help="quantize the linear layers: int8, int4 or another scheme")
     parser.add_argument(
-        "--kv-cache", default="model", choices=["model", "int8"], help="keys and values in the dtype, or in 8 bits"
+        "--kv-cache", default="model", choices=["model", "int8"], help="KV cache in the dtype, or in 8 bits"
     )
-    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="GPUs that share each layer")
-    parser.add_argument("--pipeline-parallel", type=int, metavar="P", help="stages of consecutive layers")
-    group = parser.add_argument_group("GPU", "what replaces the data sheet, or stands for it with custom and cpu")
+    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="number of GPUs that share each layer")
+    parser.add_argument("--pipeline-parallel", type=int, metavar="P", help="number of stages of consecutive layers")
+    group = parser.add_argument_group("GPU", "values that replace the data sheet; required for custom and cpu")
     for name, (metavar, text) in GPU_OPTIONS.items():
         group.add_argument(f"--gpu-{name}", metavar=metavar, help=text)
-    group.add_argument("--gpus-per-host", type=int, metavar="N", help="GPUs of one host (default: 8)")
-    parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
+    group.add_argument("--gpus-per-host", type=int, metavar="N", help="GPUs per host (default: 8)")
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
     arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -72,30 +75,30 @@ def run(args: argparse.Namespace) -> int:
     from ..quant.schemes import pick_scheme
     from ..tools import plan
 
-    own: dict[str, float | int | None] = {
+    overrides: dict[str, float | int | None] = {
         name: quantity(value, f"--gpu-{name}")
         for name in GPU_OPTIONS
         if (value := getattr(args, f"gpu_{name}")) is not None
     }
-    count, gpu = plan.parse_gpus(args.gpus, **own, per_host=args.gpus_per_host)
+    count, gpu = plan.parse_gpus(args.gpus, **overrides, per_host=args.gpus_per_host)
     scheme = None if args.quantize is None else pick_scheme(args.quantize)
     name, config, checkpoint = architecture(args.model)
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
     dtype = args.dtype or "bfloat16"
     stored = None if checkpoint is None else plan.stored_in(checkpoint, plan.DTYPE_BYTES[dtype])
-    kept = stored if scheme is None and args.dtype is None else scheme
-    wanted = plan.Run(config, args.batch, context, dtype, kept, args.kv_cache)
-    made = plan.plan(wanted, count, gpu, args.tensor_parallel, args.pipeline_parallel)
-    facts = describe(made, name, args.quantize, stored)
+    weights = stored if scheme is None and args.dtype is None else scheme
+    request = plan.Run(config, args.batch, context, dtype, weights, args.kv_cache)
+    result = plan.plan(request, count, gpu, args.tensor_parallel, args.pipeline_parallel)
+    facts = describe(result, name, args.quantize, stored)
     if args.json:
         streams.write_json(facts)
     else:
         streams.write("\n".join(lines(facts)) + "\n")
-    return 0 if made.fits else 1
+    return 0 if result.fits else 1
 
 
 def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
-    """What to call a model, and its sizes: from a configuration by itself, or from the headers of a checkpoint."""
+    """Name, configuration and, unless the argument is only a configuration, checkpoint of a model."""
     from ..checkpoint import open_checkpoint
     from ..checkpoint.documents import read_json
     from ..checkpoint.huggingface import ConfigFile
@@ -112,7 +115,7 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
         return loading.model_name(path_or_name), checkpoint.config, checkpoint
     name = path.stem if path.stem not in ("config", "params") else path.resolve().parent.name
     if path.is_dir() or not path.exists():
-        raise UsageError(f"{path}: there is no such file; known models: {', '.join(official())}")
+        raise UsageError(f"{path}: no such file; known models: {', '.join(official())}")
     values = read_json(path)
     if "model_type" in values or "hidden_size" in values or "architectures" in values:
         return name, ConfigFile(path).config, None
@@ -125,7 +128,7 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
 
 
 def quantity(text: str, option: str) -> float:
-    """'3350GB/s' -> 3.35e12, for --gpu-bandwidth: bytes, bytes a second or FLOP/s, as the option has it."""
+    """Parse a number with a unit: '3350GB/s' -> 3.35e12. The option decides between bytes, bytes/s and FLOP/s."""
     unit, example = {"--gpu-memory": ("b", "80GB or 24GiB"), "--gpu-flops": ("flop/?s", "989TFLOP/s")}.get(
         option, ("b/s", "3350GB/s")
     )
@@ -133,19 +136,19 @@ def quantity(text: str, option: str) -> float:
         rf"\s*(\d{{1,20}}(?:\.\d{{1,20}})?(?:e\d{{1,2}})?)\s*([kmgtp]i?)?{unit}\s*", text, re.IGNORECASE
     )
     if not match or (match[2] or "").lower() not in UNITS:
-        raise UsageError(f"{option} is a number with a unit, as in {example}, got {text!r:.60}")
+        raise UsageError(f"{option} must be a number with a unit, such as {example}, got {text!r:.60}")
     return float(match[1]) * UNITS[(match[2] or "").lower()]
 
 
 # --------------------------------------------------------------------------------------------------------- the facts
-def describe(made: Plan, name: str, quantize: str | None, stored: Stored | None = None) -> dict[str, Any]:
-    """Everything that is shown, in bytes, seconds and tokens a second. stored: a quantized checkpoint's own weights."""
+def describe(result: Plan, name: str, quantize: str | None, stored: Stored | None = None) -> dict[str, Any]:
+    """The facts in bytes, seconds and tokens per second. stored: the quantized weights of the checkpoint, if any."""
     from ..tools import plan
 
-    run, gpu, split, full = made.run, made.gpu, made.split, made.fullest
+    run, gpu, split, full = result.run, result.gpu, result.split, result.fullest
     config = run.config
     copies = max(1, split.tensor // config.n_kv_heads)
-    costs = [plan.traffic(run, split, stage) for stage in made.stages]
+    costs = [plan.traffic(run, split, stage) for stage in result.stages]
     as_stored = isinstance(run.scheme, plan.Stored)
     others = (*([AS_STORED] if stored else []), *OTHERS, quantize)
     facts: dict[str, Any] = {
@@ -186,13 +189,13 @@ def describe(made: Plan, name: str, quantize: str | None, stored: Stored | None 
                 "flops_per_token": round(cost.flops),
                 "sent_per_token": round(cost.shared + cost.handed),
             }
-            for stage, cost in zip(made.stages, costs, strict=True)
+            for stage, cost in zip(result.stages, costs, strict=True)
         ],
-        "fits": made.fits,
-        "smallest": _split(made.smallest),
-        "largest_batch": made.largest_batch,
-        "largest_context": made.largest_context,
-        "alternatives": [_alternative(made, scheme, stored) for scheme in dict.fromkeys(others)],
+        "fits": result.fits,
+        "smallest": _split(result.smallest),
+        "largest_batch": result.largest_batch,
+        "largest_context": result.largest_context,
+        "alternatives": [_alternative(result, scheme, stored) for scheme in dict.fromkeys(others)],
         "traffic": {
             "all_reduces_per_step": 0 if split.tensor == 1 else 2 * config.n_layers + 1,
             "all_reduce_bytes_per_layer": 0 if split.tensor == 1 else 2 * config.dim * run.size,
@@ -201,21 +204,21 @@ def describe(made: Plan, name: str, quantize: str | None, stored: Stored | None 
         "decode": None,
         "prefill": None,
     }
-    if made.decoding is not None and made.prefill is not None:
-        slowest = max(made.decoding.times, key=lambda times: times.bound)
+    if result.decoding is not None and result.prefill is not None:
+        slowest = max(result.decoding.times, key=lambda times: times.bound)
         facts["decode"] = {
-            "step_s": made.decoding.seconds,
+            "step_s": result.decoding.seconds,
             "memory_s": slowest.memory,
             "compute_s": slowest.compute,
             "links_s": slowest.links,
-            "groups": made.decoding.groups,
-            "rows": made.decoding.rows,
-            "bound_by": made.decoding.by,
-            "tps_each": made.decoding.each_tps,
-            "tps_batch": made.decoding.batch_tps,
+            "groups": result.decoding.groups,
+            "rows": result.decoding.rows,
+            "bound_by": result.decoding.by,
+            "tps_each": result.decoding.each_tps,
+            "tps_batch": result.decoding.batch_tps,
         }
-        prompt = run.context / made.prefill.tps
-        facts["prefill"] = {"tps": made.prefill.tps, "bound_by": made.prefill.by, "prompt_s": prompt}
+        prompt = run.context / result.prefill.tps
+        facts["prefill"] = {"tps": result.prefill.tps, "bound_by": result.prefill.by, "prompt_s": prompt}
     return facts
 
 
@@ -226,26 +229,26 @@ def _split(split: Split | None) -> dict[str, Any] | None:
     return {"gpus": split.gpus, "tensor": split.tensor, "pipeline": split.pipeline, "layers": layers}
 
 
-def _alternative(made: Plan, quantize: str | None, stored: Stored | None) -> dict[str, Any]:
-    """The same run with other weights."""
+def _alternative(result: Plan, quantize: str | None, stored: Stored | None) -> dict[str, Any]:
+    """The facts of the same run with other weights."""
     from dataclasses import replace
 
     from ..quant.schemes import SCHEMES
     from ..tools import plan
 
     scheme = None if quantize in (None, AS_STORED) else SCHEMES[quantize]
-    other: Run = replace(made.run, scheme=stored if quantize == AS_STORED else scheme)
-    held = plan.stages(other, made.split)
+    other: Run = replace(result.run, scheme=stored if quantize == AS_STORED else scheme)
+    stages = plan.stages(other, result.split)
     return {
         "quantize": quantize,
         "weights": round(plan.weight_bytes(other.config, other.size, other.scheme)),
-        "per_gpu": round(max(stage.needs for stage in held) + plan.RESERVE * made.gpu.memory),
-        "fits": plan.fits(other, made.split, made.gpu),
-        "smallest": _split(plan.smallest(other, made.gpu)),
+        "per_gpu": round(max(stage.needs for stage in stages) + plan.RESERVE * result.gpu.memory),
+        "fits": plan.fits(other, result.split, result.gpu),
+        "smallest": _split(plan.smallest(other, result.gpu)),
     }
 
 
-# ---------------------------------------------------------------------------------------------------------- for people
+# ------------------------------------------------------------------------------------------------------------ the text
 def lines(facts: dict[str, Any]) -> list[str]:
     """The facts as text, at most 100 columns wide."""
     gpu, split, memory = facts["gpu"], facts["split"], facts["memory"]
@@ -268,26 +271,26 @@ def lines(facts: dict[str, Any]) -> list[str]:
     if facts["stored"]:
         types = ", ".join(facts["stored"])
         text.append(
-            f"stored      {types}: {facts['stored_bits']:.1f} bits a number, those that stay {facts['dtype']} counted"
+            f"stored      {types}: {facts['stored_bits']:.1f} bits per weight, including those in {facts['dtype']}"
         )
         if facts["quantize"] == AS_STORED:
             text.append(
-                f"note        clearllama keeps such blocks on a CPU; for its {facts['dtype']} on a GPU say --dtype"
+                f"note        clearllama runs such blocks on a CPU; on a GPU it uses {facts['dtype']} (--dtype)"
             )
     if facts["context"] > facts["max_seq_len"]:
-        text.append(f"note        the model was made for {facts['max_seq_len']:,} tokens")
-    text += ["", "GB of the fullest GPU"]
-    labels = {"weights": "weights", "kv_cache": "keys, values", "activations": "activations", "reserve": "kept free"}
+        text.append(f"note        the model was trained for {facts['max_seq_len']:,} tokens")
+    text += ["", "memory of the fullest GPU, GB"]
+    labels = {"weights": "weights", "kv_cache": "keys, values", "activations": "activations", "reserve": "reserve"}
     text += [f"  {label:<14}{memory[key] / 1e9:>9.2f}" for key, label in labels.items()]
     text += [f"  {'total':<14}{memory['total'] / 1e9:>9.2f}  of {memory['of'] / 1e9:.2f}"]
     text += ["", f"fits        {_verdict(facts)}", ""]
-    text += [f"{'weights':<14}{'all, GB':>9}{'a GPU, GB':>12}{'fits':>7}   fewest of these GPUs"]
+    text += [f"{'weights':<14}{'total, GB':>9}{'per GPU, GB':>12}{'fits':>7}   fewest GPUs"]
     for other in facts["alternatives"]:
         few = other["smallest"]
-        told = f"{few['gpus']} ({few['tensor']} x {few['pipeline']})" if few else "none"
+        fewest = f"{few['gpus']} ({few['tensor']} x {few['pipeline']})" if few else "none"
         text.append(
             f"{other['quantize'] or facts['dtype']:<14}{other['weights'] / 1e9:>9.1f}{other['per_gpu'] / 1e9:>12.1f}"
-            f"{'yes' if other['fits'] else 'no':>7}   {told}"
+            f"{'yes' if other['fits'] else 'no':>7}   {fewest}"
         )
     if facts["decode"] is None:
         return text
@@ -297,9 +300,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
 def _verdict(facts: dict[str, Any]) -> str:
     few = facts["smallest"]
     fewest = (
-        f"fewest that hold it: {few['gpus']}, tensor {few['tensor']} x pipeline {few['pipeline']}"
+        f"fewest GPUs: {few['gpus']}, tensor {few['tensor']} x pipeline {few['pipeline']}"
         if few
-        else "no number of these GPUs does"
+        else "no number of these GPUs is enough"
     )
     if not facts["fits"]:
         return f"no; {fewest}"
@@ -310,44 +313,45 @@ def _verdict(facts: dict[str, Any]) -> str:
 
 
 def _speed(facts: dict[str, Any]) -> list[str]:
-    """Traffic and bounds."""
+    """The lines about traffic and speed limits."""
     from ..tools.plan import REACHED
 
     decode, prefill, traffic = facts["decode"], facts["prefill"], facts["traffic"]
     slow = max(facts["stages"], key=lambda stage: stage["weights_read"] + stage["kv_cache_read"])
     groups = f"{decode['groups']} x " if decode["groups"] > 1 else ""
     text = [
-        "a step, one token for each sequence",
-        f"  a GPU reads         {groups}{slow['weights_read'] / 1e9:.2f} GB of weights,"
+        "each step, one token per sequence",
+        f"  read per GPU        {groups}{slow['weights_read'] / 1e9:.2f} GB of weights,"
         f" {slow['kv_cache_read'] / 1e9:.2f} GB of keys and values",
-        f"  a GPU computes      {slow['flops_per_token'] * facts['batch'] / 1e9:,.1f} GFLOP",
+        f"  compute per GPU     {slow['flops_per_token'] * facts['batch'] / 1e9:,.1f} GFLOP",
     ]
     if traffic["all_reduces_per_step"]:
         text.append(
-            f"  all-reduces         {traffic['all_reduces_per_step']} (2 a layer and the embedding),"
-            f" {traffic['all_reduce_bytes_per_layer'] / 1e3:,.1f} kB a layer and token"
+            f"  all-reduces         {traffic['all_reduces_per_step']} (2 per layer and the embedding),"
+            f" {traffic['all_reduce_bytes_per_layer'] / 1e3:,.1f} kB per layer and token"
         )
     sent = max(stage["sent_per_token"] for stage in facts["stages"])
     if sent:
-        text.append(f"  a GPU sends         {sent / 1e6:.2f} MB a token, {sent * facts['batch'] / 1e6:.2f} MB")
+        per_step = f"{sent * facts['batch'] / 1e6:.2f} MB per step"
+        text.append(f"  sent per GPU        {sent / 1e6:.2f} MB per token, {per_step}")
     shared = f", {decode['groups']} times for {decode['rows']:g}" if decode["groups"] > 1 else ""
     text += [
         "",
-        "upper bounds: what the data sheets allow if all overlaps and no call costs time",
+        "upper bounds from the data sheets, with perfect overlap and no overhead",
         f"  slowest GPU         memory {decode['memory_s'] * 1e3:.3f} ms, compute {decode['compute_s'] * 1e3:.3f} ms,"
         f" links {decode['links_s'] * 1e3:.3f} ms{shared}",
-        f"  decoding            {decode['step_s'] * 1e3:.2f} ms a step by {decode['bound_by']}:"
-        f" {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in all",
-        f"  prefill             {prefill['tps']:,.0f} tok/s by {prefill['bound_by']}:"
+        f"  decoding            {decode['step_s'] * 1e3:.2f} ms per step, bound by {decode['bound_by']}:"
+        f" {decode['tps_each']:,.1f} tok/s per sequence, {decode['tps_batch']:,.1f} in total",
+        f"  prefill             {prefill['tps']:,.0f} tok/s, bound by {prefill['bound_by']}:"
         f" {prefill['prompt_s']:.2f} s for {facts['context']:,} tokens",
-        f"  reached             {100 * min(REACHED.values()):.0f} to {100 * max(REACHED.values()):.0f} % of memory's"
-        " bound in bfloat16 at batch 1, by gpt-fast on A100s",
+        f"  measured elsewhere  {100 * min(REACHED.values()):.0f} to {100 * max(REACHED.values()):.0f} % of the memory"
+        " bound, by gpt-fast on A100s in bfloat16 at batch 1",
     ]
     return text
 
 
 def _ranges(layers: list[int]) -> str:
-    """63 + 63; or, where there are many stages, how many have how many."""
+    """Layers per stage: '63 + 63', or for many stages '14 x 8 and 2 x 7'."""
     if len(layers) <= 8:
         return " + ".join(map(str, layers))
     return " and ".join(f"{layers.count(n)} x {n}" for n in dict.fromkeys(layers))

@@ -1,4 +1,4 @@
-"""clearllama bench --quality: what weights of few bits cost, as perplexity of a text beside that of exact weights."""
+"""clearllama bench --quality: perplexity of a text with quantized weights, compared with float32 weights."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import argparse
 import math
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import UsageError
-from . import arguments, loading, streams
+from . import arguments, loading, perplexity, streams
 
-if TYPE_CHECKING:
-    from ..model import Transformer
-
-SHIPPED = Path("held-out.txt")  # beside the model of the study
-GOALS = {8: 0.5, 4: 6.0}  # bits -> percent by which perplexity may rise at most
+SHIPPED = Path("held-out.txt")  # next to the model of the study
+GOALS = {8: 0.5, 4: 6.0}  # bits -> largest acceptable rise of perplexity in percent
 WINDOW = 512
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this way to run `bench`."""
+    """Add the options of `bench --quality`."""
     group = parser.add_argument_group(
         "quality",
-        "perplexity in float32 against each scheme of --quantize (default: int8,int4) as it runs here; a third model,"
-        " 'none', is the one without --quantize",
+        "compare the perplexity of each scheme of --quantize (default: int8,int4) with that of float32 weights; the"
+        " scheme none is the model as it runs without --quantize",
     )
     group.add_argument(
         "--quality",
@@ -32,21 +28,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const=SHIPPED,
         type=Path,
         metavar="FILE",
-        help="on a text file, UTF-8 (default: the last book of the King James Bible, which comes with the package)",
+        help="the text, UTF-8 (default: the last book of the King James Bible, which comes with the package)",
     )
-    group.add_argument("--window", type=int, metavar="N", help=f"tokens of a window (default: {WINDOW})")
+    group.add_argument("--window", type=int, metavar="N", help=f"tokens per window (default: {WINDOW})")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and write. Raises UsageError when the text is too short or an option makes no sense."""
-    if args.window is not None and args.window < 2:
-        raise UsageError(f"--window must be at least 2 tokens, got {args.window}")
+    """Measure and write the results. Raises UsageError for a text that is too short or a bad option."""
+    perplexity.check_window(args)
     schemes = [entry.strip() for entry in (args.quantize or "int8,int4").split(",")]
     from .. import loader
     from ..engine import runtime
     from ..quant.schemes import pick_scheme
     from ..study.perplexity import tiny_folder
-    from ..tools.evaluate import windows
 
     for scheme in schemes:
         if scheme != "none":
@@ -65,17 +59,13 @@ def run(args: argparse.Namespace) -> int:
         rope_theta=args.rope_theta,
         gpu_layers=args.gpu_layers,
     )
-    window = min(args.window or WINDOW, exact.max_seq_len)
-    if args.window is not None and args.window > window:
-        raise UsageError(f"--window {args.window} is longer than the context of {window}; stretch it: --rope-scaling")
-    tokens, parts = windows(loader.load_tokenizer(args.model), text, window)
-    if not parts:
-        raise UsageError(f"{path} has {tokens} tokens; perplexity needs at least 2")
+    window = perplexity.window_size(args, exact, WINDOW)
+    tokens, parts = perplexity.split(loader.load_tokenizer(args.model), text, window, str(path))
     predicted = sum(len(part) - 1 for part in parts)
-    streams.say(
-        args, f"{path.name}: {tokens:,} tokens in {len(parts)} windows of {window}, through {1 + len(schemes)} models"
+    streams.info(
+        args, f"{path.name}: {tokens:,} tokens in {len(parts)} windows of {window}, for {1 + len(schemes)} models"
     )
-    base = _nats(args, exact, parts, "float32")
+    base = perplexity.nats(args, exact, parts, "float32")
     del exact
     facts: dict[str, Any] = {
         "model": args.model,
@@ -92,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
     for scheme in schemes:
         own = {"quantize": None if scheme == "none" else scheme, "compile": False}
         model = loading.load(argparse.Namespace(**{**vars(args), **own})).model
-        found = compare(base, _nats(args, model, parts, scheme), predicted)
+        found = compare(base, perplexity.nats(args, model, parts, scheme), predicted)
         goal = None if scheme == "none" else GOALS[pick_scheme(scheme).bits]
         facts["schemes"].append(
             {
                 "quantize": own["quantize"],
-                "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+                "dtype": loading.dtype_name(model),
                 **found,
                 "goal_percent": goal,
                 "met": goal and found["change_percent"] <= goal,
@@ -112,12 +102,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(exact: list[float], other: list[float], predicted: int) -> dict[str, Any]:
-    """Perplexity of the other model, and by how many percent it is above the exact one's, over the same windows.
+    """Perplexity of a model, and its change in percent from the exact model over the same windows.
 
-    exact, other  -log p of each window, nats
-    predicted     tokens they are about
+    exact, other  -log p of each window in nats
+    predicted     number of tokens predicted
 
-    The standard error is that of the change, from how much it differs from window to window; None for one window.
+    The standard error of the change is estimated from its variation between windows; None for one window.
     """
     rises = [theirs - ours for ours, theirs in zip(exact, other, strict=True)]
     ratio = math.exp(sum(rises) / predicted)
@@ -127,16 +117,6 @@ def compare(exact: list[float], other: list[float], predicted: int) -> dict[str,
         "change_percent": 100 * (ratio - 1),
         "stderr_percent": None if error is None else 100 * ratio * error,
     }
-
-
-def _nats(args: argparse.Namespace, model: Transformer, parts: list[list[int]], what: str) -> list[float]:
-    from tqdm import tqdm
-
-    from ..tools.evaluate import nats
-
-    total = sum(map(len, parts))
-    with tqdm(total=total, desc=what, unit="tok", unit_scale=True, leave=False, disable=args.quiet or None) as bar:
-        return nats(model, parts, bar.update)
 
 
 def _row(scheme: str, facts: dict[str, Any]) -> str:

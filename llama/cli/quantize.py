@@ -1,4 +1,4 @@
-"""clearllama quantize: a checkpoint rounded to 4 or 8 bits and saved, so that it loads as fast as it is read."""
+"""clearllama quantize: quantize a checkpoint to 4 or 8 bits and save it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,31 @@ from . import arguments, convert, streams
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "quantize",
-        help="round a checkpoint to 4 or 8 bits and save it",
-        description="Read a checkpoint of any format, round its linear layers and write a folder that every command"
-        " takes as --model and that loads without rounding anything. One weight is in memory at a time. The target"
-        " appears whole or not at all; before it does, every tensor is read back and held against what was written.",
+        help="quantize a checkpoint to 4 or 8 bits and save it",
+        description="Read a checkpoint of any format, quantize its linear layers and write a folder that every command"
+        " accepts as --model and loads without quantizing again. One weight is in memory at a time. Every tensor is"
+        " read back and compared before the target appears, so the target is complete or absent.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "source", metavar="SRC", nargs="?", help="a folder of Meta's or Hugging Face's, a .gguf file, or a known name"
+        "source",
+        metavar="SRC",
+        nargs="?",
+        help="a folder in Meta's or Hugging Face's format, a .gguf file, or a known name",
     )
     parser.add_argument("target", metavar="DST", nargs="?", type=Path, help="the new folder")
-    parser.add_argument("--scheme", default="int4", metavar="SCHEME", help="how to round (default: int4)")
-    parser.add_argument("--list", action="store_true", help="show the schemes")
-    parser.add_argument("--shards", type=int, default=0, metavar="N", help="files to spread the weights over")
-    parser.add_argument("--force", action="store_true", help="replace a target that exists")
-    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parser.add_argument(
+        "--scheme",
+        default="int4",
+        metavar="SCHEME",
+        help="int4 or int8, or another scheme of --list (default: %(default)s)",
+    )
+    parser.add_argument("--list", action="store_true", help="list all schemes with their bits per weight")
+    parser.add_argument(
+        "--shards", type=int, default=0, metavar="N", help="number of weight files (default: at most 5 GB each)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace an existing target")
+    parser.add_argument("--json", action="store_true", help="write the result as one JSON object")
     arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -36,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return show_schemes(args.json)
     if args.source is None or args.target is None:
-        raise UsageError("quantize needs SRC and DST, the checkpoint and the new folder; --list shows the schemes")
+        raise UsageError("quantize needs SRC and DST, a checkpoint and a new folder; --list shows the schemes")
     from ..checkpoint import open_checkpoint
     from ..hub.named import resolve
     from ..tools.quantize import quantize
@@ -47,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
         proof = quantize(source, args.target, args.scheme, shards=args.shards, force=args.force, progress=progress)
     after = sum(open_checkpoint(proof.path).parts.values())
     for warning in proof.warnings:
-        streams.say(args, f"warning: {warning}")
+        streams.info(args, f"warning: {warning}")
     seconds = time.perf_counter() - started
-    streams.say(
-        args, f"{before / 1e6:,.0f} MB of weights became {after / 1e6:,.0f} MB ({args.scheme}) in {seconds:.1f} s"
+    streams.info(
+        args, f"quantized {before / 1e6:,.0f} MB to {after / 1e6:,.0f} MB of weights ({args.scheme}) in {seconds:.1f} s"
     )
     if args.json:
         streams.write_json(
@@ -63,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_schemes(as_json: bool) -> int:
-    """The schemes there are, one a line, with bits a weight (scales and offsets counted)."""
+    """List the schemes with their bits per weight, scales and offsets included."""
     from ..quant.schemes import SCHEMES
 
     if as_json:
@@ -72,5 +82,5 @@ def show_schemes(as_json: bool) -> int:
         )
         return 0
     for name, scheme in SCHEMES.items():
-        streams.write(f"{name:<14} {scheme.bits_per_weight:>5.2f} bits a weight   {scheme.about}\n")
+        streams.write(f"{name:<14} {scheme.bits_per_weight:>5.2f} bits per weight   {scheme.about}\n")
     return 0

@@ -1,4 +1,4 @@
-"""One command in several processes: starts them as torchrun does, or takes its place among those that were started."""
+"""Run one command in several processes: start the ranks, or be one of the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -16,116 +16,122 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..checks import integer
 from ..errors import CheckpointError, ConfigError, ParallelError, UsageError
-from . import loading, streams
+from . import arguments, loading, streams
 
-PARENT = "CLEARLLAMA_PARENT"  # the process that started the ranks and watches over them
-NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells each rank
-CLOSE_SECONDS = 5  # for a rank to end when it is asked to
+PARENT = "CLEARLLAMA_PARENT"  # environment variable: id of the process that started the ranks and monitors them
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # environment variables that torchrun sets for each rank
+CLOSE_SECONDS = 5  # time for a rank to end after a signal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """How many processes share the model."""
+    """Add --tensor-parallel and --pipeline-parallel."""
     group = parser.add_argument_group(
         "several processes",
-        "one model shared by N x P processes, each with its part of the weights: on this host, one for each GPU or for"
-        " some of the cores; over several hosts, see docs/parallel.md",
+        "split one model over N x P processes of this host, one per GPU, or on CPU each with a share of the cores; for"
+        " several hosts see docs/parallel.md",
     )
     group.add_argument(
         "--tensor-parallel",
         type=int,
         metavar="N",
-        help="cut each matrix into N parts (default: 1, or all of torchrun's)",
+        help="split each matrix into N parts (default: 1; with torchrun, all its processes)",
     )
     group.add_argument(
         "--pipeline-parallel",
         type=int,
         metavar="P",
-        help="put the layers into P stages, one after the other (default: 1)",
+        help="split the layers into P consecutive stages (default: 1)",
     )
     parser.set_defaults(world=None)
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """args.run(args), in as many processes as the options and the environment ask for."""
-    shares = hasattr(args, "world")  # `plan` has options of the same names
-    sizes = [getattr(args, f"{name}_parallel") if shares else None for name in ("tensor", "pipeline")]
+    """Run args.run(args), in several processes if the options or the environment request it."""
+    parallel = hasattr(args, "world")  # `plan` has options with the same names
+    sizes = [getattr(args, f"{name}_parallel") if parallel else None for name in ("tensor", "pipeline")]
     for name, size in zip(("tensor", "pipeline"), sizes, strict=True):
-        if size is not None and size < 1:
-            raise UsageError(f"--{name}-parallel must be at least 1, got {size}")
-    found = environment()
-    if found is None:
+        if size is not None:
+            integer(f"--{name}-parallel", size)
+    rank_and_size = environment()
+    if rank_and_size is None:
         if (sizes[0] or 1) * (sizes[1] or 1) == 1:
             return int(args.run(args))
         return start(args, argv, sizes[0] or 1, sizes[1] or 1)
-    rank, size = found
+    rank, size = rank_and_size
     if size == 1 and set(sizes) <= {None, 1}:
         return int(args.run(args))
     try:
-        return _take_part(args, rank, size, sizes)
+        return _run_rank(args, rank, size, sizes)
     except (UsageError, ParallelError) as error:
         if rank == 0:
             raise
-        told = streams.describe(error)
-        if PARENT in os.environ or told.startswith("rank "):
-            streams.tell(f"clearllama: error: {told}")
-        time.sleep(1)  # most likely rank 0 says the same
+        message = streams.describe(error)
+        if PARENT in os.environ or message.startswith("rank "):
+            streams.error(message)
+        time.sleep(1)  # rank 0 most likely reports the same error; let it end first
         return error.exit_code
 
 
 def environment() -> tuple[int, int] | None:
-    """Rank and number of ranks, where this process is one of several. Raises UsageError where half of it is told."""
+    """Rank and number of ranks from the environment; None without them. Raises UsageError if they are incomplete."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
     needed = NEEDED[:2] if "CLEARLLAMA_STORE" in os.environ else NEEDED
     if missing := [name for name in needed if not os.environ.get(name)]:
-        there = ", ".join(name for name in NEEDED if os.environ.get(name))
+        present = ", ".join(name for name in NEEDED if os.environ.get(name))
         raise UsageError(
-            f"{there} set in the environment without {', '.join(missing)}: a rank needs all of them; torchrun sets them"
-            " (torchrun --nproc-per-node N -m llama ...). To run in one process, unset them"
+            f"{present} set in the environment without {', '.join(missing)}: a rank needs all of them; start it with"
+            " torchrun (torchrun --nproc-per-node N -m llama ...), or unset them to run in one process"
         )
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", *(["MASTER_PORT"] if "MASTER_PORT" in needed else [])):
         try:
             numbers[name] = int(os.environ[name])
         except ValueError:
-            raise UsageError(
-                f"{name} in the environment is {os.environ[name]!r:.40}, expected a whole number"
-            ) from None
+            raise UsageError(f"{name} in the environment is {os.environ[name]!r:.40}, expected an integer") from None
     rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
     if not 0 <= rank < size:
-        raise UsageError(f"RANK {rank} and WORLD_SIZE {size} in the environment: a rank lies between 0 and {size - 1}")
+        raise UsageError(
+            f"RANK {rank} in the environment is out of range; with WORLD_SIZE {size} it is 0 to {size - 1}"
+        )
     return rank, size
 
 
-ALONE = ("compile", "gpu_layers", "save_session", "load_session")  # a session's file would hold one rank's keys
+ONE_PROCESS_ONLY = (
+    "compile",
+    "gpu_layers",
+    "save_session",
+    "load_session",
+)  # a session would have one rank's keys only
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise UsageError for an option that several processes can't follow."""
+    """Raise UsageError for an option that several processes do not support."""
     if args.device is not None and "," in args.device:
         raise UsageError(
-            f"--device {args.device} names several devices, which are for one process; several processes take --device"
-            " cpu or --device cuda, each a GPU of its own"
+            f"--device {args.device} names several devices, but several processes need --device cpu or --device cuda"
+            " (one GPU per process)"
         )
-    for name in ALONE:
+    for name in ONE_PROCESS_ONLY:
         value = getattr(args, name, None)
         if value is not None and value is not False:
             raise UsageError(
-                f"--{name.replace('_', '-')} is for one process, and several were asked for; leave one of both out"
+                f"{arguments.option(name)} does not support several processes; leave it out, or run in one process"
             )
 
 
-# ----------------------------------------------------------------------------------------------------------- a rank
-def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int | None]) -> int:
-    """Be one of the ranks."""
+# ---------------------------------------------------------------------------------------------------- in each rank
+def _run_rank(args: argparse.Namespace, rank: int, size: int, sizes: list[int | None]) -> int:
+    """Run the command as one of the ranks: rank 0 runs it, the others follow rank 0."""
     _end_with_parent()
     if rank:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank that waits inside of a collective hears no handler
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what an interrupt ends
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python handlers do not run inside a collective operation
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts
     if not hasattr(args, "world"):
         raise UsageError(
-            f"clearllama {args.command} runs in one process, and {size} were started; see docs/parallel.md"
+            f"clearllama {args.command} runs in one process, but {size} were started; see docs/parallel.md"
         )
     tensor, pipeline = sizes
     if tensor is None:
@@ -133,8 +139,7 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
     pipeline = size // tensor if pipeline is None else pipeline
     if tensor * pipeline != size:
         raise UsageError(
-            f"--tensor-parallel {tensor} times --pipeline-parallel {pipeline} is not the number of processes that were"
-            f" started, {size}"
+            f"--tensor-parallel {tensor} times --pipeline-parallel {pipeline} must be the number of processes, {size}"
         )
     _check_options(args)
     if args.threads is None:
@@ -144,25 +149,25 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
     from ..engine.sharding import Rank, check_world
     from ..hub.named import resolve
 
-    if PARENT not in os.environ:  # who started the ranks looked before
-        with contextlib.suppress(CheckpointError, ConfigError):  # which is told to all, once they have met
+    if PARENT not in os.environ:  # else the parent has checked it
+        with contextlib.suppress(CheckpointError, ConfigError):  # reported to all ranks after they have joined
             check_world(open_checkpoint(resolve(args.model)).config, tensor, pipeline)
     world = args.world = parallel.join(Rank(rank, tensor, pipeline), args.device)
     args.device = str(world.device)
     if rank:
         code = _follow(args)
         sys.stderr.flush()
-        os._exit(code)  # where rank 0 is gone already, closing the connections would abort this process
+        os._exit(code)  # if rank 0 has ended, closing the connections would abort this process
     try:
         code = int(args.run(args))
     except Exception:
         if world.lost and PARENT in os.environ:
-            time.sleep(2 * CLOSE_SECONDS)  # who started the ranks knows which of them ended, says so, and ends this one
+            time.sleep(2 * CLOSE_SECONDS)  # the parent reports which rank ended, and ends this one
         if world.loaded and world.broken is None:
             with contextlib.suppress(ParallelError):
                 parallel.leave(world)
         raise
-    except SystemExit as left:  # a signal; the connections are left as they are, or gloo's threads abort the process
+    except SystemExit as left:  # a signal; closing the connections could make gloo's threads abort the process
         sys.stderr.flush()
         os._exit(left.code if isinstance(left.code, int) else 1)
     parallel.leave(world)
@@ -170,15 +175,15 @@ def _take_part(args: argparse.Namespace, rank: int, size: int, sizes: list[int |
 
 
 def _follow(args: argparse.Namespace) -> int:
-    """Load a part of the model and do as rank 0 does. Nothing is said but what went wrong here alone."""
+    """Load this rank's part of the model and follow rank 0. Only errors of this rank alone are reported."""
     from ..engine import parallel
 
     args.quiet, world = True, args.world
     try:
         model = loading.load_model(args)
-    except Exception:  # one that is no LlamaError as well, memory that ran out for example
+    except Exception:  # any error, for example when memory runs out
         if world.broken is None:
-            return 0  # all ranks know, and rank 0 says so
+            return 0  # all ranks know of the error, and rank 0 reports it
         model = None
     try:
         if model is not None:
@@ -188,16 +193,16 @@ def _follow(args: argparse.Namespace) -> int:
     except Exception as error:
         if args.debug:
             raise
-        if not world.lost:  # it was not another one that ended
-            streams.tell(f"clearllama: error: rank {world.rank.number}: {streams.describe(error)}")
+        if not world.lost:  # the error is this rank's own, not the end of another rank
+            streams.error(f"rank {world.rank.number}: {streams.describe(error)}")
             return 1
     if PARENT in os.environ:
-        time.sleep(2 * CLOSE_SECONDS)  # as above
+        time.sleep(2 * CLOSE_SECONDS)  # as in _run_rank
     return 1
 
 
 def _share_of_threads() -> int | None:
-    """Threads of a rank: its share of the cores, unless somebody has set a number. (torchrun sets 1.)"""
+    """Threads of a rank: its share of the cores; None if OMP_NUM_THREADS is set, except to torchrun's default of 1."""
     if os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -205,7 +210,7 @@ def _share_of_threads() -> int | None:
 
 
 def _end_with_parent() -> None:
-    """Let the system end this rank when the process that started it ends, however that happens."""
+    """Let the operating system kill this rank when the process that started it ends."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return
@@ -218,11 +223,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-# ------------------------------------------------------------------------------------------------------- the parent
+# -------------------------------------------------------------------------------------------------- in the parent
 def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: int) -> int:
-    """Start the ranks of this host with torchrun's own means, and see that they end together. Returns the exit code.
+    """Start the ranks on this host with torchrun's launcher and end all of them together. Returns the exit code.
 
-    They meet at a file, so nothing has to listen but the ranks themselves, on the loopback interface.
+    The ranks find each other through a file, so only the ranks listen, on the loopback interface.
     """
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
@@ -237,17 +242,17 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
     device = pick_device(args.device)
     if device.type == "cuda" and torch.cuda.device_count() < tensor * pipeline:
         raise UsageError(
-            f"{tensor * pipeline} processes want a GPU each; this host has {torch.cuda.device_count()}: take fewer, or"
-            " --device cpu"
+            f"{tensor * pipeline} processes need a GPU each, but this host has {torch.cuda.device_count()}; use fewer"
+            " processes or --device cpu"
         )
     checkpoint = open_checkpoint(resolve(args.model))
     check_tensors(checkpoint)
     check_world(checkpoint.config, tensor, pipeline)
     if not args.debug:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)  # what it says is said below
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)  # failures are reported below
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP"
     size = tensor * pipeline
-    # The ranks import from where this process did.
+    # The ranks import from the same paths as this process.
     paths = [os.path.abspath(path) for path in sys.path]
     code = f"import sys; sys.path[:] = {paths}; from llama.__main__ import main; sys.exit(main())"
     with tempfile.TemporaryDirectory(prefix="clearllama-ranks-") as folder:
@@ -269,35 +274,35 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(ranks.pids()[0], number)  # it ends what it does, or an answer only
+                os.kill(ranks.pids()[0], number)  # rank 0 ends the command or, in a chat, the answer
 
         signal.signal(signal.SIGINT, interrupt)
         try:
             result = ranks.wait(period=0.05)
-        except SignalException as told:
-            return 128 + int(told.sigval)
+        except SignalException as error:
+            return 128 + int(error.sigval)
         finally:
             ranks.close()
-        return _told(args, result)
+        return _exit_code(args, result)
 
 
-def _told(args: argparse.Namespace, result: Any) -> int:
-    """The exit code, and a line about a rank that ended by itself and could not say why."""
+def _exit_code(args: argparse.Namespace, result: Any) -> int:
+    """The exit code of the command. Reports a rank that failed, unless rank 0 has reported its own failure."""
     if not result.failures:
         return 0
-    rank, failure = next(iter(result.failures.items()))  # the first that failed; the others were stopped
+    rank, failure = next(iter(result.failures.items()))  # the first failure; the other ranks were stopped
     if args.debug:
         for log in result.stderrs.values():
-            streams.tell(Path(log).read_text(errors="replace") if log else "")
+            streams.write_stderr(Path(log).read_text(errors="replace") if log else "")
     if rank == 0 and failure.exitcode > 0:
         return int(failure.exitcode)
     lines = Path(result.stderrs[rank]).read_text(errors="replace").strip().splitlines() if rank else []
     if lines and failure.exitcode > 0 and lines[-1].startswith("clearllama: "):
-        told = lines[-1].removeprefix("clearllama: error: ")
+        message = lines[-1].removeprefix("clearllama: error: ")
     elif failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        told = f"rank {rank} was ended by {name}" + " (was there too little memory?)" * (name == "SIGKILL")
+        message = f"rank {rank} was killed by {name}" + " (out of memory?)" * (name == "SIGKILL")
     else:
-        told = f"rank {rank} ended with exit code {failure.exitcode}"
-    streams.tell(f"clearllama: error: {streams.one_line(told)}; the other ranks were stopped")
+        message = f"rank {rank} ended with exit code {failure.exitcode}"
+    streams.error(f"{streams.one_line(message)}; the other ranks were stopped")
     return 1

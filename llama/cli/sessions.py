@@ -1,4 +1,4 @@
-"""--load-session and --save-session: the KV cache from one run to the next."""
+"""--load-session and --save-session: keep the KV cache between runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_session(args: argparse.Namespace) -> None:
-    """What is wrong with --load-session and --save-session, as far as it shows before the model is loaded."""
+    """Check --load-session and --save-session before the model is loaded."""
     if args.load_session is None and args.save_session is None:
         return
     from ..generation.session import check_target, open_session
@@ -29,7 +29,7 @@ def check_session(args: argparse.Namespace) -> None:
 
 
 def load_session(args: argparse.Namespace, model: Transformer) -> Session | None:
-    """The session that --load-session names, or a new one to be saved; None without either option."""
+    """Load the session of --load-session, or create one for --save-session; None without either option."""
     if args.load_session is None and args.save_session is None:
         return None
     from ..generation.session import Session, check_model
@@ -38,19 +38,19 @@ def load_session(args: argparse.Namespace, model: Transformer) -> Session | None
     if args.load_session is None:
         return Session()
     session = Session.load(args.load_session, model)
-    turns = f" and {len(session.messages)} messages" if session.messages else ""
-    streams.say(args, f"{args.load_session}: a session of {len(session.tokens):,} tokens{turns}")
+    messages = f" and {len(session.messages)} messages" if session.messages else ""
+    streams.info(args, f"{args.load_session}: loaded {len(session.tokens):,} tokens{messages}")
     return session
 
 
 @contextlib.contextmanager
 def saving(args: argparse.Namespace, session: Session | None, model: Transformer) -> Iterator[None]:
-    """Save the session behind the block, where --save-session asks for it; also where a signal ends the block."""
+    """Save the session after the block if --save-session is set, also when a signal ends the block."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, BrokenPipeError):
         if args.save_session is not None:
-            streams.tell("")  # the answer broke off in the middle of a line
+            streams.write_stderr("")  # the answer ended in the middle of a line
         _save_session(args, session, model)
         raise
     _save_session(args, session, model)
@@ -60,7 +60,7 @@ def _save_session(args: argparse.Namespace, session: Session | None, model: Tran
     if session is None or args.save_session is None:
         return
     if not session.tokens:
-        streams.say(args, f"{args.save_session} was not saved: nothing has been computed yet")
+        streams.info(args, f"{args.save_session} was not saved: the session is empty")
         return
     size = session.save(args.save_session, model)
-    streams.say(args, f"{args.save_session}: saved {len(session.tokens):,} tokens, {size / 1e6:,.1f} MB")
+    streams.info(args, f"{args.save_session}: saved {len(session.tokens):,} tokens, {size / 1e6:,.1f} MB")

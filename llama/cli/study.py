@@ -1,4 +1,4 @@
-"""clearllama study: the claims about RoPE, each computed on the spot."""
+"""clearllama study: compute and check claims about RoPE."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import UsageError
 from . import arguments, errata, streams
 
-# option -> keyword of a topic's report
+# option -> keyword argument of a topic's report
 OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", "rope_factor": "factor"} | {
     name: name for name in ("model", "text", "length", "windows", "methods", "output", "dtype")
 }
@@ -18,40 +18,43 @@ OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", 
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "study",
-        help="learn RoPE: every claim, computed on the spot",
-        description="Answer a question about position encoding: the claim, what was computed, what was expected, PASS"
-        " or FAIL. Without TOPIC: the list of topics. Exit code 1 if a check fails.",
+        help="study RoPE: compute and check claims about it",
+        description="Answer a question about position encoding. Each claim is shown with the computed value, the"
+        " expected value, and PASS or FAIL. Without TOPIC: the list of topics. Exit code 1 if a check fails.",
+        usage="%(prog)s [options] [TOPIC] [ERRATUM]",
         allow_abbrev=False,
     )
-    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="see the list that 'clearllama study' prints")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw it: .png or .svg; .csv or .json for the data")
-    parser.add_argument("--which", metavar="NAME", help="which of the topic's figures (default: the first)")
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a topic; 'clearllama study' lists them")
     parser.add_argument(
-        "--figures", type=Path, metavar="FOLDER", help="all figures, of TOPIC or of all topics, as .png and .csv"
+        "--figure", type=Path, metavar="FILE", help="draw a figure (.png or .svg) or write its data (.csv or .json)"
     )
-    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    parser.add_argument("--which", metavar="NAME", help="the figure of the topic to draw (default: the first)")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page to explore RoPE in a browser: one file, no network"
+        "--figures", type=Path, metavar="FOLDER", help="write all figures, of TOPIC or of all topics, as .png and .csv"
     )
-    group = parser.add_argument_group("numbers to try, on topics that take them")
-    group.add_argument("--head-dim", type=int, metavar="D", help="entries of a head")
+    parser.add_argument("--json", action="store_true", help="write the report as one JSON object")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page to explore RoPE in a browser: one file, works offline"
+    )
+    group = parser.add_argument_group("parameters of some topics")
+    group.add_argument("--head-dim", type=int, metavar="D", help="dimension of a head")
     group.add_argument("--rope-theta", type=float, metavar="T", help="base of the frequencies")
     group.add_argument("--context", type=int, metavar="N", help="tokens of the trained context")
-    group.add_argument("--rope-factor", type=float, metavar="S", help="how much longer the context is to become")
+    group.add_argument("--rope-factor", type=float, metavar="S", help="how many times longer the context becomes")
     group = parser.add_argument_group("perplexity against context length (TOPIC ppl)")
     group.add_argument("--model", "-m", metavar="PATH_OR_NAME", help="default: tiny-kjv, which comes with the package")
-    group.add_argument("--text", type=Path, metavar="FILE", help="a long text (default: what tiny-kjv never saw)")
-    group.add_argument("--length", type=int, metavar="N", help="tokens of a window (default: 8 trained lengths)")
-    group.add_argument("--windows", type=int, metavar="N", help="how many windows of the text (default: 6)")
+    group.add_argument("--text", type=Path, metavar="FILE", help="a long text (default: the test text of tiny-kjv)")
+    group.add_argument("--length", type=int, metavar="N", help="tokens per window (default: 8 trained lengths)")
+    group.add_argument("--windows", type=int, metavar="N", help="number of windows (default: 6)")
     group.add_argument(
         "--methods",
         type=lambda text: tuple(text.split(",")),
         metavar="LIST",
-        help="none and KIND:FACTOR with commas between (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
-        " dynamic-whole reads each bucket afresh, all of it under its end's frequencies",
+        help="comma-separated: none, or KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
+        " dynamic-whole recomputes each bucket with the frequencies of its last position",
     )
     group.add_argument(
-        "--output", type=Path, metavar="FILE.csv", help="keep windows that are done; the next run goes on"
+        "--output", type=Path, metavar="FILE.csv", help="save finished windows; the next run resumes after them"
     )
     group.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16")
     errata.add_arguments(parser)
@@ -68,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         return _write_page(args)
     if args.which is not None and args.figure is None:
-        raise UsageError("--which chooses among the figures that --figure FILE draws; add --figure FILE")
+        raise UsageError("--which needs --figure FILE")
     if args.topic is None:
         for option in ("figure", "json", *OPTIONS):
             if getattr(args, option):
-                raise UsageError(f"--{option.replace('_', '-')} needs a TOPIC: one of {', '.join(topics.TOPICS)}")
+                raise UsageError(f"{arguments.option(option)} needs a TOPIC: one of {', '.join(topics.TOPICS)}")
         if args.figures is not None:
             return _draw_all(args, list(topics.TOPICS), {})
         for name, question in topics.TOPICS.items():
@@ -82,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from ..study import report as reports
 
     given = {OPTIONS[name]: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    given = _taken(args.topic, given, topic.report)
+    _check_options(args.topic, given, topic.report)
     if args.topic == "ppl" and not args.quiet:
         given["progress"] = _progress()
     if args.figures is not None:
@@ -97,28 +100,28 @@ def run(args: argparse.Namespace) -> int:
     else:
         streams.write(reports.text(report))
         if topic.figures:
-            streams.say(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FILE)")
-    return 0 if report.passed or not report.checks else 1  # nothing to check is no failure
+            streams.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FILE)")
+    return 0 if report.passed or not report.checks else 1  # a report without checks has not failed
 
 
 def _write_page(args: argparse.Namespace) -> int:
     from ..study import page
 
     if args.json or any(getattr(args, name) is not None for name in ("topic", "figure", "which", *OPTIONS)):
-        raise UsageError("--html writes one page with controls of its own; it takes no TOPIC and no other option")
+        raise UsageError("--html writes a page with its own controls: leave TOPIC and all other options out")
     size = page.write(args.html)
-    streams.say(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
+    streams.info(args, f"{args.html}: {size / 1000:.0f} kB; open it in a browser")
     return 0
 
 
 def _figure(args: argparse.Namespace, topic: Any) -> Any:
-    """The figure that --which names, or the topic's first; refused before anything is computed."""
+    """The figure of --which, or the first of the topic. Raises UsageError before anything is computed."""
     from ..study import figure as figures
 
     names = [figure.name for figure in topic.figures]
     name = args.which or (names[0] if names else None)
     if name not in names:
-        raise UsageError(f"study {args.topic} has no figure {name!r}; it has: {', '.join(names) or 'none'}")
+        raise UsageError(f"study {args.topic} has no figure {name!r}; known: {', '.join(names) or 'none'}")
     figures.check(args.figure)
     return topic.figures[names.index(name)]
 
@@ -127,10 +130,10 @@ def _draw(args: argparse.Namespace, figure: Any, file: Path, given: dict[str, An
     from ..study import figure as figures
     from ..study.topics.base import options_of
 
-    taken = {key: value for key, value in given.items() if key in options_of(figure.data)}
-    figures.save(figure, file, **taken)
-    ignored = ", ".join(key for key in given if key not in taken and key != "progress")
-    streams.say(args, f"{file}: figure {figure.name}{f' (it shows its own {ignored})' if ignored else ''}")
+    accepted = {key: value for key, value in given.items() if key in options_of(figure.data)}
+    figures.save(figure, file, **accepted)
+    ignored = ", ".join(key for key in given if key not in accepted and key != "progress")
+    streams.info(args, f"{file}: figure {figure.name}{f' (its {ignored} is fixed)' if ignored else ''}")
 
 
 def _draw_all(args: argparse.Namespace, names: list[str], given: dict[str, Any]) -> int:
@@ -150,7 +153,7 @@ def _draw_all(args: argparse.Namespace, names: list[str], given: dict[str, Any])
 
 
 def _progress() -> Any:
-    """A bar on stderr for a run of minutes or hours."""
+    """A function that updates a progress bar on stderr."""
     from tqdm import tqdm
 
     bar = tqdm(unit="tok", unit_scale=True, leave=False, disable=None)
@@ -165,14 +168,13 @@ def _progress() -> Any:
     return show
 
 
-def _taken(topic: str, given: dict[str, Any], report: Any) -> dict[str, Any]:
-    """The options given, if the topic takes them; else an error that says which it takes."""
+def _check_options(topic: str, given: dict[str, Any], report: Any) -> None:
+    """Raise UsageError for an option that the topic does not accept; the message lists those it accepts."""
     from ..study.topics.base import options_of
 
     known = options_of(report)
-    spelled = {keyword: f"--{option.replace('_', '-')}" for option, keyword in OPTIONS.items()}
+    options = {keyword: arguments.option(name) for name, keyword in OPTIONS.items()}
     for keyword in given:
         if keyword not in known:
-            takes = ", ".join(spelled[name] for name in known if name in spelled) or "none"
-            raise UsageError(f"study {topic} does not take {spelled[keyword]}; it takes: {takes}")
-    return given
+            accepted = ", ".join(options[name] for name in known if name in options) or "none"
+            raise UsageError(f"study {topic} does not accept {options[keyword]}; it accepts: {accepted}")

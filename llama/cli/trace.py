@@ -1,4 +1,4 @@
-"""clearllama trace: what the model computes on a text, as a page to look at."""
+"""clearllama trace: show what the model computes on a text."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from . import arguments, generate, loading, streams
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "trace",
-        help="see what the model computes on a text, and what changes without a part of it",
-        description="Run the model over a raw text and show what it computed: the surprise at every token, the answer"
-        " as it forms layer by layer, every attention map, the angles of RoPE. With an intervention: what changes"
-        " against the untouched model. Layers and heads count from 0.",
+        help="show what a model computes on a text",
+        description="Run the model on plain text and show what it computes: the surprisal of every token, the"
+        " prediction after each layer, every attention map, the angles of RoPE. With an intervention, also the"
+        " difference from the unchanged model. Layers and heads are numbered from 0.",
+        usage="%(prog)s [options] [PROMPT]",
         allow_abbrev=False,
     )
-    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the text; '-' or a pipe reads standard input")
-    parser.add_argument("--prompt", "-p", help="the text, as an option")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="a page to look at: one file, no network needed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything as numbers, in one JSON object")
+    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the text (default or '-': standard input)")
+    parser.add_argument("--prompt", "-p", metavar="PROMPT", help="the text, given as an option")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: one file, works offline")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers as one JSON object")
     parser.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="refuse longer texts (default: %(default)s)"
     )
-    group = parser.add_argument_group("interventions", "besides --rope-scaling, --rope-factor and --rope-theta")
+    arguments.add_debug(parser)
+    group = parser.add_argument_group(
+        "interventions", "--rope-scaling, --rope-factor and --rope-theta are interventions as well"
+    )
     group.add_argument(
         "--ablate-head",
         action="append",
         default=[],
         metavar="LAYER.HEAD",
-        help="zero a head's output, as 3.5; may be repeated",
+        help="set the output of a head to zero, for example 3.5; may be repeated",
     )
-    group.add_argument("--layers", metavar="FIRST:END", help="run only these layers, as 0:8 for layers 0 to 7")
-    group.add_argument("--no-rope", action="store_true", help="rotate nothing")
+    group.add_argument("--layers", metavar="FIRST:END", help="run only these layers: 0:8 is layers 0 to 7")
+    group.add_argument("--no-rope", action="store_true", help="do not rotate queries and keys")
     arguments.add_model_options(parser, dtype="float32")
-    arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
 
@@ -53,23 +56,22 @@ def run(args: argparse.Namespace) -> int:
     arguments.check_one_device(args, "trace")
     prompt = generate.read_prompt(args)
     scaling = arguments.rope_scaling(args)
-    untouched = copy.copy(args)  # another rotation is an intervention here, so the model is loaded without
-    untouched.rope_scaling = untouched.rope_factor = untouched.rope_theta = None
+    unchanged = copy.copy(args)  # the RoPE options are interventions, so the model is loaded without them
+    unchanged.rope_scaling = unchanged.rope_factor = unchanged.rope_theta = None
     from ..rope_scaling import reach, with_rope
     from ..study import intervene, trace, trace_page
 
-    intervene.Intervention(
-        no_rope=args.no_rope, theta=args.rope_theta, scaling=scaling
-    )  # slips are told before loading
+    # Report wrong options before the model is loaded.
+    intervene.Intervention(no_rope=args.no_rope, theta=args.rope_theta, scaling=scaling)
     for text in args.ablate_head:
         intervene.head_numbers(text)
     if args.layers is not None:
         intervene.layer_numbers(args.layers)
-    llm = loading.load(untouched)
+    llm = loading.load(unchanged)
     config = llm.model.config
     changed = with_rope(config, scaling, args.rope_theta)
     stretched = reach(changed.max_seq_len, changed.rope_scaling)
-    if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the untouched model is compared on all of it
+    if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the unchanged model runs on the same text
         llm.model.max_seq_len = llm.model.rope.max_seq_len = stretched
     intervention = intervene.Intervention(
         heads=tuple(dict.fromkeys(intervene.parse_head(text, config) for text in args.ablate_head)),
@@ -81,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     ids = llm.tokenizer.encode_prompt(prompt)
     if len(ids) > args.max_tokens:
         raise UsageError(
-            f"the text is {len(ids)} tokens and a trace takes at most {args.max_tokens}, since its maps grow with the"
-            f" square; shorten it or raise --max-tokens"
+            f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens} (attention maps grow with its"
+            " square); shorten the text or raise --max-tokens"
         )
     traced = trace.trace(llm.model, ids, intervention)
     about = {
@@ -96,15 +98,14 @@ def run(args: argparse.Namespace) -> int:
     }
     facts = trace.facts(traced, llm.tokenizer, about)
     if args.json is not None:
-        whole = facts | {"attention": trace.attention_rows(traced.weights)}
-        text = json.dumps(whole, allow_nan=False) + "\n"
+        text = json.dumps(facts | {"attention": trace.attention_rows(traced.weights)}, allow_nan=False) + "\n"
         streams.write_file(args.json, text)
-        streams.say(args, f"{args.json}: {len(text) / 1000:,.0f} kB")
+        streams.info(args, f"{args.json}: {len(text) / 1000:,.0f} kB")
     if args.html is not None:
         text = trace_page.render(facts, trace.packed_maps(traced.weights))
         streams.write_file(args.html, text)
-        streams.say(args, f"{args.html}: {len(text.encode()) / 1000:,.0f} kB; open it in a browser")
+        streams.info(args, f"{args.html}: {len(text.encode()) / 1000:,.0f} kB; open it in a browser")
     streams.write(trace.summary(facts))
     if args.html is None and args.json is None:
-        streams.say(args, "--html FILE draws it")
+        streams.info(args, "--html FILE writes a page for a browser")
     return 0

@@ -1,4 +1,4 @@
-"""clearllama verify: whether a checkpoint that was downloaded is whole and right."""
+"""clearllama verify: check that a downloaded checkpoint is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "verify",
-        help="check that a checkpoint is whole and undamaged",
-        description="Check sizes, checksums (checklist.chk, the CRC-32 of every record in .pth and .bin files, those of"
-        " the Hugging Face hub), JSON files, tensors against the configuration, and the tokenizer. It works on what"
-        " can't be opened, too. Exit code 1 if anything failed.",
+        help="check that a checkpoint is complete and undamaged",
+        description="Check file sizes, checksums (checklist.chk, the Hugging Face hub's, the CRC-32 of every record in"
+        " .pth and .bin files), JSON files, tensors against the configuration, and the tokenizer. Also reports on"
+        " checkpoints that cannot be opened. Exit code 1 if a check failed.",
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", help="a folder of Meta's or Hugging Face's, or a .gguf file")
+    parser.add_argument("path", metavar="PATH", help="a folder in Meta's or Hugging Face's format, or a .gguf file")
     parser.add_argument(
-        "--tensors", action="store_true", help="also read every weight, for NaN, infinity and matrices of zeros"
+        "--tensors", action="store_true", help="also read every weight and report NaN, infinity and all-zero matrices"
     )
-    parser.add_argument("--json", action="store_true", help="one object: path, format, ok, findings")
+    parser.add_argument("--json", action="store_true", help="write one JSON object: path, format, ok, findings")
     arguments.add_debug(parser)
     parser.set_defaults(run=run)
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def locate(name: str) -> Path:
-    """A path, or the place of a model that was pulled, also where it is not whole."""
+    """The path of a file, a folder or a pulled model, which may be incomplete."""
     from ..hub import named as hub
     from ..hub import repository
 
@@ -65,13 +65,13 @@ def locate(name: str) -> Path:
     if path.exists() or path.is_symlink():
         return path
     if name in hub.MODELS:
-        here = hub.find(name)
+        found = hub.find(name)
     else:
         wanted = repository.hub_id(name)
-        here = repository.cached(wanted) if wanted else None
-    if here is None:
-        raise CheckpointError(f"there is no file or folder {name!r}, and no model of that name was pulled")
-    return here
+        found = repository.cached(wanted) if wanted else None
+    if found is None:
+        raise CheckpointError(f"{name!r} is not a file, a folder or a model that was pulled")
+    return found
 
 
 def _line(finding: Finding) -> str:
@@ -88,7 +88,7 @@ def _summary(counts: Counter[str]) -> str:
 
 @contextlib.contextmanager
 def _bar(quiet: bool) -> Iterator[tuple[Progress, Callable[[], None]]]:
-    """A progress bar on stderr, where that is a terminal, and how to take it off the line for a moment."""
+    """Show a progress bar if stderr is a terminal. Yields the functions that update it and that clear its line."""
     if quiet or not sys.stderr.isatty():
         yield lambda what, done, total: None, lambda: None
         return

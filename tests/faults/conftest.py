@@ -1,4 +1,4 @@
-"""A child for every bad input, with limits, a canary and a folder that must stay as it is."""
+"""Run the command on bad inputs in a child process with limits, a canary and a check of the folder."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def attempt(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> Iterator[Try]:
-    """Run `clearllama ARGS` in a child: attempt("inspect", path). Counts the inputs that were tried.
+    """Run `clearllama ARGS` in a child: attempt("inspect", path). Counts the inputs.
 
-    The child has 10 seconds and 1 GiB of addresses beyond what the imports took. CANARY names a file that no input
-    may bring about. What lay in the test's folder before must be there afterwards, to the byte, and nothing else:
-    writes=(patterns,) excepts what the command was asked to write. file_size, before, drop_root: as in Forked.run.
+    The child has 10 seconds and 1 GiB of addresses beyond those of the imports. CANARY names a file that only code in
+    an input could create. The folder of the test must be unchanged after the command, to the byte; writes=(patterns,)
+    names the files that the command may write. file_size, before, drop_root: as in Forked.run.
     """
     canary = tmp_path.parent / f"{tmp_path.name}.canary"
     monkeypatch.setenv("CANARY", str(canary))
@@ -51,8 +51,8 @@ def attempt(
         for state in (earlier, later):
             for name in [name for name in state if any(fnmatch.fnmatchcase(name, pattern) for pattern in writes)]:
                 del state[name]
-        assert later == earlier, f"{args}: files were changed, made or lost"
-        assert not canary.exists(), f"{args}: code in the input was run"
+        assert later == earlier, f"{args}: files were changed, created or deleted"
+        assert not canary.exists(), f"{args}: code in the input was executed"
         return Outcome(Trial(args), done.returncode, done.stdout, done.stderr)
 
     yield run

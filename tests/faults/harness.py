@@ -1,4 +1,4 @@
-"""What a command may do with a bad input, and how bad inputs are made out of good ones."""
+"""The contract of the command for bad inputs, and helpers that damage good inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Where a count, a length or an offset stands in a file, these are tried, wrapped to its width.
+# Values to write over a count, a length or an offset in a file, wrapped to its width.
 INTEGERS = (0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 
 
@@ -19,7 +19,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a child ended. `code` is negative where a signal ended it: -14 is the time limit, -11 a crash."""
+    """How a child ended. A negative `code` is a signal: -14 is the time limit, -11 a crash."""
 
     trial: Trial
     code: int
@@ -31,35 +31,35 @@ class Outcome:
         return self.stderr.decode()
 
     def refused(self, *words: str, code: int = 1) -> str:
-        """The contract for what is refused: the exit code, nothing on stdout, one line on stderr with all the words."""
-        told = f"{self.trial.args}\nexit code {self.code}\nstdout {self.stdout[:500]!r}\nstderr {self.error}"
-        assert self.code == code, told
-        assert self.stdout == b"", told
-        self._one_error(told)
+        """Assert a refusal: the exit code, nothing on stdout, one error line on stderr that contains all the words."""
+        report = f"{self.trial.args}\nexit code {self.code}\nstdout {self.stdout[:500]!r}\nstderr {self.error}"
+        assert self.code == code, report
+        assert self.stdout == b"", report
+        self._assert_one_error(report)
         for word in words:
-            assert word in self.error, f"expected {word!r} in\n{told}"
+            assert word in self.error, f"expected {word!r} in\n{report}"
         return self.error
 
     def survived(self) -> bool:
-        """True: it ran (exit code 0). False: it was refused by the contract. Anything else fails the test."""
+        """True if it ran (exit code 0), False if it was refused by the contract. Anything else fails the test."""
         if self.code != 0:
             self.refused(code=self.code if self.code in (1, 2) else 1)
             return False
         assert b"Traceback" not in self.stderr, self.error
         return True
 
-    def _one_error(self, told: str) -> None:
-        """Warnings and words of progress may stand before it; the error is one line, the last, and foreseen."""
+    def _assert_one_error(self, report: str) -> None:
+        """Assert that the last line on stderr is the only error, printable and not an unexpected exception."""
         lines = [line for line in self.error.splitlines() if "error" in line.split(": ")[:2][-1]]
-        assert len(lines) == 1, told
-        assert self.error.rstrip("\n").endswith(lines[0]), told
-        assert lines[0].isprintable(), told
-        assert "Traceback" not in self.error, told
-        assert "unexpected " not in lines[0], told
+        assert len(lines) == 1, report
+        assert self.error.rstrip("\n").endswith(lines[0]), report
+        assert lines[0].isprintable(), report
+        assert "Traceback" not in self.error, report
+        assert "unexpected " not in lines[0], report
 
 
 def loads(path: Path, what: str) -> bool:
-    """Whether a model can be loaded and run in this process; where not, it must be an error of the library's."""
+    """Whether a model can be loaded and run in this process. If not, the error must be a LlamaError."""
     import llama
     from llama.errors import CheckpointError, LlamaError, TokenizerError
 
@@ -70,16 +70,16 @@ def loads(path: Path, what: str) -> bool:
         caught = error
     except Exception as error:
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
-    told = f"{what}: {caught}"
+    report = f"{what}: {caught}"
     if isinstance(caught, CheckpointError | TokenizerError):
-        assert path.name in str(caught), told
-    assert "\n" not in told, told
-    assert len(told) < 2000, told
+        assert path.name in str(caught), report
+    assert "\n" not in report, report
+    assert len(report) < 2000, report
     return False
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, str]]:
-    """Mode and hash of everything below a folder; a link counts by where it points."""
+    """Mode and content hash of everything below a folder; for a link its target."""
     found: dict[str, tuple[int, str]] = {}
     for path in sorted(folder.rglob("*")):
         at = path.lstat()
@@ -88,20 +88,20 @@ def snapshot(folder: Path) -> dict[str, tuple[int, str]]:
         else:
             try:
                 content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-            except PermissionError:  # made so on purpose
+            except PermissionError:  # some tests remove the permission
                 content = "closed"
         found[str(path.relative_to(folder))] = at.st_mode, content
     return found
 
 
 def cuts(data: bytes, header: int, every: int = 1) -> Iterator[tuple[str, bytes]]:
-    """The file cut at every byte of its header, and at a few behind it."""
+    """The file cut at every byte of its header and at two positions after it."""
     for end in [*range(0, header, every), (header + len(data)) // 2, len(data) - 1]:
         yield f"cut at {end}", data[:end]
 
 
 def flips(data: bytes, header: int, every: int = 1) -> Iterator[tuple[str, bytes]]:
-    """The file with one bit of its header flipped, each in turn; every: one in so many."""
+    """The file with one bit of its header flipped, for every `every`-th bit."""
     for bit in range(0, 8 * header, every):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8

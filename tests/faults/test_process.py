@@ -173,14 +173,13 @@ setattr(m, name, sent)
 """
 TWICE = """
 from llama.cli import streams
-real, count = streams.tell, []
-def tell(text):
+real, count = streams.write_stderr, []
+def write_stderr(text):
     if not count:
         count.append(1)
-        os.kill(os.getpid(), signal.SIGINT)  # while the first one is being told of
+        os.kill(os.getpid(), signal.SIGINT)  # while the first one is being reported
     real(text)
-import llama.cli as cli
-cli.tell = tell
+streams.write_stderr = write_stderr
 """
 
 
@@ -252,7 +251,7 @@ def test_a_dumb_terminal_gets_no_bars_and_no_terminal_gets_colours(
 def test_numbers_that_json_lacks_are_null(number: float, capsys: pytest.CaptureFixture[str]) -> None:
     stats = SimpleNamespace(prompt_tokens=1, as_dict=dict)
     completion = SimpleNamespace(text="a", tokens=[1, 2], finish_reason="stop", logprobs=[number, -0.5], stats=stats)
-    facts = answers.answer_facts(completion)  # type: ignore[arg-type]
+    facts = answers.as_dict(completion)  # type: ignore[arg-type]
     streams.write_json(facts)
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert found["logprobs"] == [None, -0.5]

@@ -1,4 +1,4 @@
-"""Group K: several processes. Most of its cases stand in tests/test_parallel_launch.py and tests/test_parallel.py."""
+"""Group K: several processes. Most cases are in tests/test_parallel_launch.py and tests/test_parallel.py."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..test_parallel_launch import PROMPT, Launched
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 
 
-def nobody() -> str:
-    """A port of this host that nobody listens at."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return str(taken.getsockname()[1])
+def free_port() -> str:
+    """A port of this host that no process listens on."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return str(bound.getsockname()[1])
 
 
 @pytest.mark.row("K03")
-def test_a_rank_whose_master_is_absent_says_one_line(tiny_gguf: Path) -> None:
-    """It printed torch's stack as well, and ended with the exit code for usage."""
-    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": nobody()}
-    code, out, err = Launched(*PROMPT, "-m", str(tiny_gguf), **told, CLEARLLAMA_JOIN_SECONDS="1").end(60)
+def test_a_rank_without_its_master_reports_one_line(tiny_gguf: Path) -> None:
+    """Once it also printed torch's stack and ended with the exit code of usage errors."""
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    code, out, err = Launched(*PROMPT, "-m", str(tiny_gguf), **env, CLEARLLAMA_JOIN_SECONDS="1").end(60)
     assert (code, out) == (1, "")
     assert len(err) == 1, err
     assert "rank 1 of 2 did not meet the others within 1 s" in err[0]
@@ -36,9 +36,9 @@ def test_a_rank_whose_master_is_absent_says_one_line(tiny_gguf: Path) -> None:
 
 
 def pair(folder: Path, *each: tuple[str, ...]) -> list[tuple[int, str, list[str]]]:
-    """Two ranks that were started with arguments of their own, and how they ended."""
-    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "CLEARLLAMA_STORE": str(folder / "store")}
-    ranks = [Launched(*args, **told, RANK=str(i), LOCAL_RANK=str(i)) for i, args in enumerate(each)]
+    """Start two ranks, each with its own arguments, and wait for their ends."""
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "CLEARLLAMA_STORE": str(folder / "store")}
+    ranks = [Launched(*args, **env, RANK=str(i), LOCAL_RANK=str(i)) for i, args in enumerate(each)]
     return [rank.end(60) for rank in ranks]
 
 
@@ -57,7 +57,7 @@ def test_rank_0_decides_the_prompt_the_seed_and_the_end(tiny_gguf: Path, tmp_pat
 
 @pytest.mark.row("K04")
 @pytest.mark.slow
-def test_ranks_with_other_options_do_not_begin(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_options_are_refused(tiny_gguf: Path, tmp_path: Path) -> None:
     options = ("--raw", "hello", "-m", str(tiny_gguf), "--device", "cpu", "--dtype", "float32")
     for number, more in enumerate((("--kv-cache", "int8"), ("--rope", "half"), ("--rope-theta", "5"))):
         folder = tmp_path / str(number)
@@ -69,22 +69,23 @@ def test_ranks_with_other_options_do_not_begin(tiny_gguf: Path, tmp_path: Path) 
 
 
 @pytest.mark.row("K06")
-def test_a_rank_that_waits_for_the_others_listens_to_this_host_only(tiny_gguf: Path) -> None:
-    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": nobody()}
-    launched = Launched(*PROMPT, "-m", str(tiny_gguf), **told, CLEARLLAMA_JOIN_SECONDS="60")
-    heard: set[str] = set()
+def test_a_waiting_rank_listens_on_the_loopback_interface_only(tiny_gguf: Path) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    launched = Launched(*PROMPT, "-m", str(tiny_gguf), **env, CLEARLLAMA_JOIN_SECONDS="60")
+    addresses: set[str] = set()
     deadline = time.monotonic() + 50
-    while not heard and time.monotonic() < deadline and launched.process.poll() is None:
+    while not addresses and time.monotonic() < deadline and launched.process.poll() is None:
         time.sleep(0.1)
-        heard = listening(launched.marked())
+        addresses = listening(launched.marked())
     launched.process.kill()
     launched.end()
-    assert heard
-    assert {address.split(":")[0] for address in heard} <= {"0100007F", "00000000000000000000000001000000"}, heard
+    assert addresses
+    local = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and its IPv6 form
+    assert {address.split(":")[0] for address in addresses} <= local, addresses
 
 
 def listening(pids: list[int]) -> set[str]:
-    """Where these processes listen, in /proc/net's notation."""
+    """The addresses these processes listen on, in the notation of /proc/net."""
     found, sockets = set(), set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():

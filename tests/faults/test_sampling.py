@@ -1,7 +1,7 @@
-"""Group G: prompts, limits and sampling options at and beyond their edges, stops, streams, caches and batches.
+"""Group G: prompts, limits and sampling options at and beyond their bounds, stops, streams, caches and batches.
 
-Most cases stand where their subject is tested and carry the row there. Here are those that were missing, and those that
-want another program's numbers: logits of transformers over the whole text, without any cache.
+Most cases are next to the tests of their subject and marked with the row there. Here are the remaining cases, and those
+that compare with logits of transformers over the complete text, without a cache.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = {
 
 
 def transformers_model(config: ModelConfig, state: dict[str, torch.Tensor]) -> LlamaForCausalLM:
-    """The same weights in the other program."""
+    """The same weights in a model of transformers."""
     theirs = LlamaForCausalLM(
         LlamaConfig(
             hidden_size=config.dim, num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads,
@@ -67,18 +67,18 @@ def transformers_model(config: ModelConfig, state: dict[str, torch.Tensor]) -> L
 
 @pytest.fixture(scope="module")
 def theirs() -> Callable[[list[int]], torch.Tensor]:
-    """Logits (T, V) of the tiny model as transformers computes them: the whole text at once, no cache."""
+    """Logits (T, V) of the tiny model from transformers: the complete text at once, no cache."""
     model = transformers_model(tiny.CONFIG, tiny.weights())
     return lambda ids: model(torch.tensor([ids]), use_cache=False).logits[0]
 
 
-def said(prompt: list[int], **options: Any) -> list[int]:
+def generated(prompt: list[int], **options: Any) -> list[int]:
     return [token.id for token in generate(tiny.model(), prompt, SamplingParams(**options))]
 
 
 # --------------------------------------------------------------------------------------------------------- the prompt
 @pytest.mark.row("G01")
-def test_an_empty_text_is_begin_of_text_alone(tiny_llm: Llama) -> None:
+def test_an_empty_prompt_is_begin_of_text_only(tiny_llm: Llama) -> None:
     bos = tiny_llm.tokenizer.bos_id
     assert bos is not None
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
@@ -90,7 +90,7 @@ def test_an_empty_text_is_begin_of_text_alone(tiny_llm: Llama) -> None:
 
 @pytest.mark.row("G01")
 @pytest.mark.parametrize("text", [" ", "\n", "\t \r\n", "\0", "\u3000"])
-def test_white_space_is_a_text_like_any_other(tiny_llm: Llama, text: str) -> None:
+def test_white_space_is_a_valid_prompt(tiny_llm: Llama, text: str) -> None:
     ids = tiny_llm.tokenizer.encode_prompt(text)
     assert tiny_llm.tokenizer.decode(ids) == text
     assert tiny_llm.generate(text, max_new_tokens=2).stats.prompt_tokens == len(ids)
@@ -98,7 +98,7 @@ def test_white_space_is_a_text_like_any_other(tiny_llm: Llama, text: str) -> Non
 
 @pytest.mark.row("G01")
 @pytest.mark.parametrize("prompt", [None, 5, 1.5, b"x", {"a": 1}, [None], ["a", 5], [["a"]], {"a"}])
-def test_what_is_no_text_is_a_usage_error(tiny_llm: Llama, prompt: Any) -> None:
+def test_a_prompt_that_is_not_a_string_is_a_usage_error(tiny_llm: Llama, prompt: Any) -> None:
     with pytest.raises(UsageError, match="must be a string"):
         tiny_llm.generate(prompt)
 
@@ -117,35 +117,35 @@ def test_without_begin_of_text_an_empty_prompt_is_refused(tmp_path: Path, attemp
 
 @pytest.mark.row("G01")
 @pytest.mark.parametrize(
-    ("prompts", "kind", "says"),
+    ("prompts", "kind", "message"),
     [
         (["a", "\ud800"], LlamaError, r"^prompt 2 of 2: .*lone surrogate"),
         (["a", 7], UsageError, r"^prompt 2 of 2: a prompt must be a string, got int"),
         (["b " * 400, "a"], ContextLengthError, r"^prompt 1 of 2: the prompt has \d+ tokens and the context holds 256"),
     ],
 )
-def test_an_error_in_a_list_says_which_prompt(tiny_llm: Llama, prompts: Any, kind: type, says: str) -> None:
+def test_an_error_in_a_list_names_the_prompt(tiny_llm: Llama, prompts: Any, kind: type, message: str) -> None:
     for way in ({}, {"batch_size": 1}, {"draft": "ngram"}):
-        with pytest.raises(kind, match=says):
+        with pytest.raises(kind, match=message):
             tiny_llm.generate(prompts, max_new_tokens=2, **way)
 
 
 @pytest.mark.row("G02")
 @pytest.mark.parametrize("how", ["alone", "batch", "command"])
-def test_a_prompt_of_the_context_less_one_is_answered_and_one_more_is_refused(
+def test_a_prompt_one_token_shorter_than_the_context_is_answered_and_a_longer_one_refused(
     how: str, theirs: Callable[..., torch.Tensor], tiny_llm: Llama, tiny_gguf: Path, attempt: Try
 ) -> None:
-    """What llama-models does there, an answer of nothing, would be silent."""
+    """llama-models returns an empty answer there, without an error."""
     text = "a" * 255  # byte by byte
     ids = tiny_llm.tokenizer.encode_prompt(text)
     assert len(ids) == 255
     best = int(theirs(ids)[-1, : tiny_llm.tokenizer.n_vocab].argmax())
     for longer, count in ((text + "a", 256), (text + "aa", 257)):
-        told = f"{count} tokens and the context holds 256"
+        message = f"{count} tokens and the context holds 256"
         if how == "command":
-            attempt(*RUN, "-m", tiny_gguf, longer, "-n", "5").refused(told, "--max-seq-len")
+            attempt(*RUN, "-m", tiny_gguf, longer, "-n", "5").refused(message, "--max-seq-len")
         else:
-            with pytest.raises(ContextLengthError, match=told):
+            with pytest.raises(ContextLengthError, match=message):
                 tiny_llm.generate(longer if how == "alone" else [longer], max_new_tokens=5)
     if how == "command":
         done = json.loads(attempt(*RUN, "-m", tiny_gguf, text, "-n", "5", "--json").stdout)
@@ -159,7 +159,7 @@ def test_a_prompt_of_the_context_less_one_is_answered_and_one_more_is_refused(
 
 @pytest.mark.row("G03")
 @pytest.mark.parametrize("how", ["alone", "batch", "draft", "fixed cache", "8-bit cache"])
-def test_an_answer_ends_with_the_context_and_every_token_of_it_is_right(
+def test_an_answer_ends_at_the_end_of_the_context_and_its_tokens_are_correct(
     how: str, theirs: Callable[..., torch.Tensor], tiny_llm: Llama
 ) -> None:
     net, prompt = tiny.model(), tiny.random_tokens(240)[0].tolist()
@@ -177,15 +177,15 @@ def test_an_answer_ends_with_the_context_and_every_token_of_it_is_right(
         assert len(answer.tokens) == 16
         logits = theirs(prompt + answer.tokens)[239:-1, : llm.tokenizer.n_vocab]  # (16, V)
         chosen = logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
-        near = 0.2 if how == "8-bit cache" else 1e-4  # ties aside, the likeliest
+        near = 0.2 if how == "8-bit cache" else 1e-4  # the most likely, except for ties
         assert bool((chosen >= logits.amax(-1) - near).all())
 
 
 @pytest.mark.row("G03")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fixed", [False, True])
-def test_a_cache_refuses_what_lies_beyond_its_end(kind: str, fixed: bool) -> None:
-    """A slice past the end is empty, and writing one token there is no error of torch's."""
+def test_a_cache_refuses_tokens_beyond_its_end(kind: str, fixed: bool) -> None:
+    """A slice beyond the end is empty, and torch writes one token into it without an error."""
     cache = KVCache(1, 2, 4, max_len=8, fixed=fixed, kind=kind)
     cache.layers[0].update(*(torch.randn(1, 2, 8, 4) for _ in "kv"), cache.place(8))
     cache.commit()
@@ -211,7 +211,9 @@ def test_a_cache_refuses_what_lies_beyond_its_end(kind: str, fixed: bool) -> Non
         pytest.param("--stop", "", marks=pytest.mark.row("G14")),
     ],
 )
-def test_the_command_refuses_it_with_exit_code_2(option: str, value: str, tiny_gguf: Path, attempt: Try) -> None:
+def test_the_command_refuses_bad_sampling_options_with_exit_code_2(
+    option: str, value: str, tiny_gguf: Path, attempt: Try
+) -> None:
     attempt(*RUN, "-m", tiny_gguf, "a", f"{option}={value}" if option != "-n" else f"-n{value}").refused(code=2)
 
 
@@ -220,10 +222,10 @@ def test_the_command_refuses_it_with_exit_code_2(option: str, value: str, tiny_g
 @pytest.mark.parametrize(
     "bad", [{"temperature": -1.0}, {"temperature": -1e-9}, {"top_p": 1.5}, {"top_p": 1 + 1e-9}, {"top_p": math.nan}]
 )
-def test_no_way_in_takes_what_would_pass_in_silence(tiny_llm: Llama, bad: dict[str, float]) -> None:
-    """A negative temperature turns the distribution around, a top_p above 1 is the same as none."""
+def test_every_entry_point_refuses_bad_sampling_options(tiny_llm: Llama, bad: dict[str, float]) -> None:
+    """A negative temperature would invert the distribution, and top_p above 1 would have no effect."""
     (name, value), *_ = bad.items()
-    own = Llama(tiny_llm.model, tiny_llm.tokenizer, sampling=bad)  # as a generation_config.json would give it
+    own = Llama(tiny_llm.model, tiny_llm.tokenizer, sampling=bad)  # as from a generation_config.json
     ways: list[Callable[[], Any]] = [
         lambda: SamplingParams(**bad),
         lambda: dataclasses.replace(SamplingParams(), **bad),
@@ -243,8 +245,8 @@ def test_no_way_in_takes_what_would_pass_in_silence(tiny_llm: Llama, bad: dict[s
     st.lists(st.floats(-9, 9, width=16), min_size=2, max_size=20, unique=True),
     st.floats(0.05, 20),
 )
-def test_a_temperature_keeps_the_order_of_what_is_likely(values: list[float], temperature: float) -> None:
-    """The law that a negative one breaks: of two tokens the likelier stays the likelier, by exp(difference / T)."""
+def test_a_temperature_keeps_the_order_of_the_probabilities(values: list[float], temperature: float) -> None:
+    """The ratio of two probabilities is exp(difference of the logits / T), so their order is kept for T > 0."""
     logits = torch.tensor(values)
     p = probs(logits, SamplingParams(temperature=temperature)).double()
     expected = [math.exp((value - max(values)) / temperature) for value in values]
@@ -255,7 +257,7 @@ def test_a_temperature_keeps_the_order_of_what_is_likely(values: list[float], te
 @pytest.mark.row("G07")
 @pytest.mark.row("G08")
 @given(st.lists(st.floats(-9, 9, width=16), min_size=2, max_size=20), st.floats(0, 1))
-def test_top_p_leaves_a_token_and_no_more_than_p_wants(values: list[float], p: float) -> None:
+def test_top_p_keeps_the_smallest_set_that_reaches_p(values: list[float], p: float) -> None:
     logits = torch.tensor(values)
     kept = probs(logits, SamplingParams(temperature=1.0, top_p=p)) > 0
     chances = logits.double().softmax(-1)
@@ -267,15 +269,15 @@ def test_top_p_leaves_a_token_and_no_more_than_p_wants(values: list[float], p: f
 
 @pytest.mark.row("G06")
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-30, 5e-324, 9.9e-6])
-def test_no_temperature_is_greedy(temperature: float, theirs: Callable[..., torch.Tensor]) -> None:
+def test_temperatures_near_zero_are_greedy(temperature: float, theirs: Callable[..., torch.Tensor]) -> None:
     ids = [5, 6, 7]
-    for id in said(ids, temperature=temperature, max_new_tokens=8, seed=1):
+    for id in generated(ids, temperature=temperature, max_new_tokens=8, seed=1):
         assert id == int(theirs(ids)[-1].argmax())
         ids = [*ids, id]
 
 
 @pytest.mark.row("G06")
-def test_the_least_and_the_most_temperature_give_probabilities() -> None:
+def test_extreme_temperatures_give_valid_probabilities() -> None:
     logits = torch.tensor([30000.0, 29999.9, -30000.0])
     assert probs(logits, SamplingParams(temperature=1e-5)).tolist() == [1, 0, 0]
     torch.testing.assert_close(probs(logits / 1e5, SamplingParams(temperature=1e6)), torch.full((3,), 1 / 3))
@@ -283,9 +285,9 @@ def test_the_least_and_the_most_temperature_give_probabilities() -> None:
 
 @pytest.mark.row("G09")
 @pytest.mark.parametrize("k", [0, 320, 321, 2**31])
-def test_a_top_k_of_the_whole_vocabulary_or_more_is_none(k: int) -> None:
+def test_a_top_k_of_zero_or_at_least_the_vocabulary_size_has_no_effect(k: int) -> None:
     options: dict[str, Any] = {"temperature": 1.3, "seed": 7, "max_new_tokens": 12}
-    assert said([5, 6], top_k=k, **options) == said([5, 6], **options)
+    assert generated([5, 6], top_k=k, **options) == generated([5, 6], **options)
 
 
 @pytest.mark.row("G10")
@@ -294,10 +296,10 @@ def test_a_top_k_of_the_whole_vocabulary_or_more_is_none(k: int) -> None:
     st.floats(0, 1e6), st.integers(0, 14), st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 100), st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=150)
-def test_every_chain_of_filters_leaves_something_to_draw(
+def test_every_combination_of_filters_leaves_a_token_to_sample(
     values: list[float], temperature: float, k: int, p: float, m: float, penalty: float, seed: int
 ) -> None:
-    """Whatever the largest logit is: never a NaN, never nothing, and the draw is of a token that may be drawn."""
+    """Probabilities sum to 1 for any largest logit, and the sampled token has a positive probability."""
     logits = torch.tensor(values)
     params = SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=m, repetition_penalty=penalty)
     seen = torch.arange(len(values)) if penalty != 1 else None
@@ -313,7 +315,7 @@ def test_every_chain_of_filters_leaves_something_to_draw(
 
 
 @pytest.mark.row("G10")
-def test_ties_are_decided_alike_every_time() -> None:
+def test_ties_are_resolved_deterministically() -> None:
     logits = torch.zeros(50)
     logits[[7, 30]] = 2.0
     assert {int(choose(logits, SamplingParams(), None, torch.Generator())[0]) for _ in range(5)} == {7}
@@ -325,34 +327,34 @@ def test_ties_are_decided_alike_every_time() -> None:
 @pytest.mark.row("G11")
 @pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1])
 @pytest.mark.parametrize("way", [{}, {"draft": "ngram"}, {"logprobs": True}, {"stop": ["zq"]}], ids=str)
-def test_a_seed_decides_every_token_in_every_way_to_ask(tiny_llm: Llama, seed: int, way: dict[str, Any]) -> None:
+def test_a_seed_determines_all_tokens_with_all_options(tiny_llm: Llama, seed: int, way: dict[str, Any]) -> None:
     options = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
     options |= {"max_new_tokens": 12, "seed": seed, **way}
     first, again = (tiny_llm.generate("hello hello", **options) for _ in range(2))
     assert first.tokens == again.tokens
     assert first.stats.seed == seed
-    if "draft" not in way:  # which draws more than once for a token
+    if "draft" not in way:  # speculative decoding draws more than once per token
         listed = tiny_llm.generate(["the", "hello hello"], **options)
         assert listed[1].tokens == first.tokens
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
 @pytest.mark.row("G12")
-def test_rows_of_1_7_and_64_tokens_are_what_transformers_says(theirs: Callable[..., torch.Tensor]) -> None:
+def test_batched_prompts_of_1_7_and_64_tokens_equal_transformers(theirs: Callable[..., torch.Tensor]) -> None:
     net = tiny.model()
     prompts = [tiny.random_tokens(n, seed=n)[0].tolist() for n in (1, 7, 64)]
-    told: list[list[int]] = [[], [], []]
+    generated_ids: list[list[int]] = [[], [], []]
     for event in Batch(net, [Request(p, SamplingParams(max_new_tokens=9)) for p in prompts], slots=3):
         if isinstance(event, Said):
-            told[event.number].append(event.token.id)
-    for prompt, ids in zip(prompts, told, strict=True):
+            generated_ids[event.number].append(event.token.id)
+    for prompt, ids in zip(prompts, generated_ids, strict=True):
         assert ids == [token.id for token in generate(net, prompt, SamplingParams(max_new_tokens=9))]
         logits = theirs(prompt + ids)[len(prompt) - 1 : -1]
         assert ids == logits.argmax(-1).tolist()
 
 
 @pytest.mark.row("G13")
-def test_a_batch_is_iterated_over_once() -> None:
+def test_a_batch_can_be_iterated_only_once() -> None:
     run = Batch(tiny.model(), [Request([1, 2], SamplingParams(max_new_tokens=3))] * 3, slots=2)
     events = iter(run)
     next(events)
@@ -363,8 +365,8 @@ def test_a_batch_is_iterated_over_once() -> None:
 
 @pytest.mark.row("G20")
 @pytest.mark.parametrize("name", tiny.FUNCTIONS)
-def test_rows_without_an_answer_make_no_nan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of a batch that have ended or not begun are fed something too; what they say is finite and nobody's."""
+def test_unused_rows_of_a_batch_have_finite_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots whose sequence has ended or not started run too; their logits are finite and discarded."""
     net, real, rows = tiny.model(attention=name), Runner.next_logits, [0]
 
     def finite(*given: Any) -> torch.Tensor:
@@ -376,14 +378,14 @@ def test_rows_without_an_answer_make_no_nan(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(Runner, "next_logits", finite)
     lengths = (1, 9, 2, 1, 12, 5)
     requests = (Request([i + 1] * (i + 1), SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths))
-    said = sum(isinstance(event, Said) for event in Batch(net, requests, slots=5))
-    assert said == sum(lengths)
-    assert rows[0] > said - len(lengths)  # some rows were nobody's
+    tokens = sum(isinstance(event, Said) for event in Batch(net, requests, slots=5))
+    assert tokens == sum(lengths)
+    assert rows[0] > tokens - len(lengths)  # some rows were unused
 
 
 @pytest.mark.row("G20")
 @given(st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_every_query_sees_itself_so_no_row_is_wholly_masked(positions: list[list[int]]) -> None:
+def test_every_query_attends_to_itself_so_no_row_is_fully_masked(positions: list[list[int]]) -> None:
     where = torch.tensor(positions)  # (B, T)
     mask = causal_mask(where, torch.arange(31))  # (B, 1, T, S)
     assert bool(mask.any(-1).all())
@@ -395,7 +397,7 @@ def test_every_query_sees_itself_so_no_row_is_wholly_masked(positions: list[list
 @pytest.mark.row("G14")
 @pytest.mark.parametrize("stop", ["\U0001f642", "a\U0001f642b", "\U0001f642\U0001f642"])
 def test_a_stop_string_with_an_emoji_over_several_tokens(tiny_llm: Llama, stop: str) -> None:
-    """Four bytes, four tokens: the model is made to say them, and nothing of the stop is ever shown."""
+    """Each emoji is four tokens, one per byte. No part of the stop string is shown."""
     from llama.generate import Token
     from llama.generation.answer import Answer
 
@@ -413,11 +415,11 @@ def test_a_stop_string_with_an_emoji_over_several_tokens(tiny_llm: Llama, stop: 
 
 @pytest.mark.row("G17")
 @pytest.mark.parametrize("stops", [(2,), (0, 2), (0, 1, 2)])
-def test_an_end_at_once_is_an_empty_answer(tiny_llm: Llama, stops: tuple[int, ...]) -> None:
+def test_end_of_text_as_the_first_token_is_an_empty_answer(tiny_llm: Llama, stops: tuple[int, ...]) -> None:
     net = tiny.model()
     net.output.weight.zero_()
     net.norm.weight.fill_(1)
-    net.output.weight[stops[-1]] = net.norm(net.hidden(torch.tensor([[5, 6]])))[0, -1]  # the likeliest, by far
+    net.output.weight[stops[-1]] = net.norm(net.hidden(torch.tensor([[5, 6]])))[0, -1]  # by far the most likely
     llm = Llama(net, copy.copy(tiny_llm.tokenizer))
     llm.tokenizer.stop_ids = frozenset(stops)
     for answer in (
@@ -430,9 +432,9 @@ def test_an_end_at_once_is_an_empty_answer(tiny_llm: Llama, stops: tuple[int, ..
 
 
 @pytest.mark.row("G17")
-def test_the_command_ends_well_with_an_empty_answer(tmp_path: Path, attempt: Try) -> None:
+def test_the_command_succeeds_with_an_empty_answer(tmp_path: Path, attempt: Try) -> None:
     state = tiny.weights()
-    state["output.weight"] = torch.zeros_like(state["output.weight"])  # all alike: greedy takes the first, id 0
+    state["output.weight"] = torch.zeros_like(state["output.weight"])  # all logits are equal: greedy chooses id 0
     path = tiny.write_gguf(tmp_path / "x.gguf", state=state, metadata={"tokenizer.ggml.eos_token_id": 0})
     done = attempt(*RUN, "-m", path, "hello")
     assert (done.code, done.stdout, done.stderr) == (0, b"", b"")
@@ -442,7 +444,7 @@ def test_the_command_ends_well_with_an_empty_answer(tmp_path: Path, attempt: Try
 @pytest.mark.row("G19")
 @pytest.mark.parametrize("kind", ["growing", "fixed"])
 @pytest.mark.parametrize("name", tiny.FUNCTIONS)
-def test_every_position_behind_a_cache_is_what_transformers_says_without_one(
+def test_decoding_with_a_cache_equals_transformers_without_one(
     name: str, kind: str, theirs: Callable[..., torch.Tensor]
 ) -> None:
     net, ids = tiny.model(attention=name), tiny.random_tokens(30)[0].tolist()
@@ -456,7 +458,7 @@ def test_every_position_behind_a_cache_is_what_transformers_says_without_one(
 @pytest.mark.row("G22")
 @pytest.mark.parametrize("chunk", [1, 3, 30])
 @pytest.mark.parametrize("name", tiny.FUNCTIONS)
-def test_chunks_behind_a_cache_are_what_transformers_says(
+def test_chunked_prefill_with_a_cache_equals_transformers(
     name: str, chunk: int, theirs: Callable[..., torch.Tensor]
 ) -> None:
     net, ids = tiny.model(attention=name), tiny.random_tokens(30)[0].tolist()
@@ -468,8 +470,8 @@ def test_chunks_behind_a_cache_are_what_transformers_says(
 
 @pytest.mark.row("G21")
 @pytest.mark.parametrize("form", ["complex", "real"])
-def test_turns_far_beyond_the_first_table_are_those_of_transformers(form: str) -> None:
-    """The table has 1,024 rows at first; a slice of it past its end would be shorter, in silence."""
+def test_positions_beyond_the_initial_rope_table_equal_transformers(form: str) -> None:
+    """The table starts with 1,024 rows; a slice beyond its end would be shorter, without an error."""
     config = dataclasses.replace(tiny.CONFIG, n_layers=1, max_seq_len=2500)
     net, ids = tiny.model(config, rope=form), tiny.random_tokens(1300)
     first = net.rope.end
@@ -484,7 +486,7 @@ def test_turns_far_beyond_the_first_table_are_those_of_transformers(form: str) -
 
 @pytest.mark.row("G21")
 @pytest.mark.parametrize("form", ["complex", "real", "half", "elementwise", "matrix"])
-def test_a_position_without_a_row_is_refused_and_never_dropped(form: str) -> None:
+def test_a_position_beyond_the_rope_table_is_refused(form: str) -> None:
     rope = tiny.model(rope=form).rope
     assert all(len(part) == 256 for part in tiny.rows(rope, torch.arange(256), 256))
     for end in (257, 1000, 10**6):
@@ -494,8 +496,8 @@ def test_a_position_without_a_row_is_refused_and_never_dropped(form: str) -> Non
 
 @pytest.mark.row("G10")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e31, -1e31])
-def test_one_logit_that_is_not_finite_is_enough(value: float) -> None:
-    """Where it is not the largest as well: a token that can't be chosen in silence is a wrong distribution."""
+def test_one_nonfinite_logit_is_an_error(value: float) -> None:
+    """Even if it is not the largest: it would change the distribution silently."""
     from llama.generate import check_finite
     from llama.sampling import extreme
 
@@ -511,7 +513,7 @@ def test_one_logit_that_is_not_finite_is_enough(value: float) -> None:
 
 
 @pytest.mark.row("G10")
-def test_a_row_of_the_output_layer_that_is_infinite_ends_it_at_the_first_token() -> None:
+def test_an_infinite_weight_of_the_output_layer_is_an_error_at_the_first_token() -> None:
     net = tiny.model()
     net.output.weight[5, 3] = -math.inf
     for prompt in ([1, 2, 3], [4], [7, 8]):

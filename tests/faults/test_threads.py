@@ -1,4 +1,4 @@
-"""Threads that share a model: each gets the answer it would get alone, or a clear refusal, whatever overlaps."""
+"""Threads that share a model: each gets the same answer as alone, or a UsageError."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WAYS: dict[str, Callable[[Llama, int], list[list[int]]]] = {
 
 
 def overlapping(net: Transformer, count: int) -> threading.Barrier:
-    """From now on threads meet in the middle of a pass, between two layers: `count` of them, a few times."""
+    """Make `count` threads wait for each other between two layers, in their first passes."""
     barrier, meetings = threading.Barrier(count), [0]
 
     def meet(*_: object) -> None:
@@ -53,7 +53,7 @@ def overlapping(net: Transformer, count: int) -> threading.Barrier:
 
 
 @pytest.mark.parametrize("pair", [(a, b) for a in WAYS for b in list(WAYS)[: 1 + list(WAYS).index(a)]], ids=str)
-def test_two_threads_at_once_say_what_each_says_alone(pair: tuple[str, str], tiny_llm: Llama) -> None:
+def test_two_threads_at_once_generate_what_each_generates_alone(pair: tuple[str, str], tiny_llm: Llama) -> None:
     net = tiny.model()
     llm = Llama(net, tiny_llm.tokenizer, tiny_llm.chat_template)
     expected = [WAYS[way](llm, i + 1) for i, way in enumerate(pair)]
@@ -63,8 +63,8 @@ def test_two_threads_at_once_say_what_each_says_alone(pair: tuple[str, str], tin
     assert found == expected
 
 
-def test_they_really_overlap() -> None:
-    """The hook of the tests above holds a thread until the other is as far: inside a pass both."""
+def test_the_threads_overlap() -> None:
+    """The hook of the tests above brings both threads inside a pass at the same time."""
     net, inside, seen = tiny.model(), [0], [0]
     overlapping(net, 2)
 
@@ -80,7 +80,7 @@ def test_they_really_overlap() -> None:
 
 
 def test_a_session_or_draft_is_for_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both look whether it is free at the same moment; exactly one gets it."""
+    """Of four threads that start at the same moment, exactly one gets the session or draft."""
     net = tiny.model()
     for _ in range(30):
         session, draft, barrier = Session(), NGramDraft(), threading.Barrier(4)
@@ -101,7 +101,7 @@ def test_a_session_or_draft_is_for_one_thread_at_a_time(monkeypatch: pytest.Monk
             assert all(isinstance(error, UsageError) and "in use by another stream" in str(error) for error in refused)
 
 
-def test_a_session_whose_cache_can_not_be_made_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_is_free_after_its_cache_could_not_be_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     net, session = tiny.model(), Session()
 
     def full(*args: Any, **options: Any) -> KVCache:
@@ -115,8 +115,10 @@ def test_a_session_whose_cache_can_not_be_made_is_free_again(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("form", ["complex", "real"])
-def test_one_thread_may_grow_the_table_of_turns_under_another(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slower one has the shorter table ready when the longer one is there already."""
+def test_one_thread_may_extend_the_rope_table_while_another_reads_it(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower thread finishes a shorter table after the longer table is in use."""
     config = dataclasses.replace(tiny.CONFIG, n_layers=1, max_seq_len=6000)
     net = tiny.model(config, rope=form)
     long, short = torch.arange(4000, 4003), torch.arange(1100, 1103)
@@ -126,7 +128,7 @@ def test_one_thread_may_grow_the_table_of_turns_under_another(form: str, monkeyp
 
     def slow(self: rope.Rope, end: int) -> tuple[torch.Tensor, ...]:
         table = real(self, end)
-        if end < 4000:  # the short one waits until the long one is through
+        if end < 4000:  # the short table waits until the long one is finished
             begun.set()
             assert done.wait(20)
         return table
@@ -140,31 +142,31 @@ def test_one_thread_may_grow_the_table_of_turns_under_another(form: str, monkeyp
         theirs = waiting.result(timeout=20)
     for got, end in ((ours, 4003), (theirs, 1103)):
         assert all(torch.equal(a, b) for a, b in zip(got, expected[end], strict=True))
-    assert net.rope.end >= 4003  # not replaced by the shorter
+    assert net.rope.end >= 4003  # not replaced by the shorter table
     assert all(torch.equal(a, b) for a, b in zip(tiny.rows(net.rope, long, 4003), expected[4003], strict=True))
 
 
-def test_the_search_for_nan_does_not_look_into_another_threads_pass() -> None:
-    """While one thread looks for where its NaN began, the other's layers are the same objects."""
+def test_locating_a_nan_does_not_disturb_the_pass_of_another_thread() -> None:
+    """While one thread searches for the origin of a NaN, another uses the same layers."""
     net = tiny.model()
     net.tok_embeddings.weight[200] = torch.nan
     expected = [token.id for token in generate(net, [1, 2, 3], SamplingParams(max_new_tokens=60))]
     assert 200 not in expected
 
-    def spoilt() -> str:
+    def locate_repeatedly() -> str:
         for _ in range(15):
             with pytest.raises(NumericalError, match=r"the first at \[200, 0\]"):
                 list(generate(net, [1, 200, 3], SamplingParams(max_new_tokens=5)))
-        return "told"
+        return "located"
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        other = pool.submit(spoilt)
+        other = pool.submit(locate_repeatedly)
         while not other.done():
             assert [token.id for token in generate(net, [1, 2, 3], SamplingParams(max_new_tokens=60))] == expected
-        assert other.result() == "told"
+        assert other.result() == "located"
 
 
-def test_two_streams_in_turn_say_what_each_says_alone(tiny_llm: Llama) -> None:
+def test_interleaved_streams_generate_what_each_generates_alone(tiny_llm: Llama) -> None:
     prompts = [
         ([5, 6], {"seed": 1}),
         ([5, 6, 7, 8], {"seed": 2, "draft": "ngram"}),
@@ -183,7 +185,7 @@ def test_two_streams_in_turn_say_what_each_says_alone(tiny_llm: Llama) -> None:
         assert ends[i] == last.completion.tokens
 
 
-def test_a_stream_given_up_halfway_leaves_no_cache_and_nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_stream_frees_its_cache_session_and_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     net, session, draft = tiny.model(), Session(), ModelDraft(tiny.model())
     from llama.tokenizer.gguf import from_metadata
 
@@ -203,7 +205,7 @@ def test_a_stream_given_up_halfway_leaves_no_cache_and_nothing_taken(monkeypatch
     next(batch)
     del batch
     gc.collect()
-    assert len(made) == 1  # the session's own
+    assert len(made) == 1  # the cache of the session
     assert not session.busy
     assert not draft.busy
     *_, last = llm.stream_ids([5, 6, 7], session=session, draft=draft, max_new_tokens=9)
@@ -216,7 +218,7 @@ def test_a_stream_given_up_halfway_leaves_no_cache_and_nothing_taken(monkeypatch
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
 @pytest.mark.parametrize("at", [1, 2, 5])
 @pytest.mark.parametrize("draft", [None, "ngram"])
-def test_after_an_error_in_the_middle_of_a_pass_the_next_call_is_a_fresh_models(
+def test_a_call_after_an_error_inside_a_pass_equals_that_of_a_fresh_model(
     error: type[BaseException], at: int, draft: str | None, tiny_llm: Llama
 ) -> None:
     net, calls = tiny.model(), [0]
@@ -225,7 +227,7 @@ def test_after_an_error_in_the_middle_of_a_pass_the_next_call_is_a_fresh_models(
     def fail(*_: object) -> None:
         calls[0] += 1
         if calls[0] == at:
-            raise error("in between")
+            raise error("inside a pass")
 
     hook = net.layers[1].attention.register_forward_pre_hook(fail)
     with pytest.raises(error):

@@ -63,9 +63,9 @@ class Harness(law.Harness):
         batch.check_lines(argparse.Namespace(raw=False, system=None), lines, name)
         for number, line in enumerate(lines, 1):
             item = batch.parse(line, number, name)
-            batch.encode({"id": item.id, **item.asked, "text": ""})
+            batch.encode({"id": item.id, **item.input, "text": ""})
             for raw in (False, True):
-                if raw and "messages" in item.asked:
+                if raw and "messages" in item.input:
                     continue
                 try:
                     ids = batch.encode_item(self.llm, item, None, raw)

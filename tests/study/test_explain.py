@@ -433,8 +433,8 @@ def test_every_form_shows_the_same_numbers_and_a_scaling_others(capsys: pytest.C
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--dtype", "bfloat16"], 2, "the tiny one runs in float32"),
-        (["--device", "cuda"], 2, "the tiny one runs in float32"),
+        (["--dtype", "bfloat16"], 2, "the tiny random model runs in float32"),
+        (["--device", "cuda"], 2, "the tiny random model runs in float32"),
         (["--max-seq-len", "5"], 1, "outside the 5 positions"),
         (["--rope-factor", "4"], 2, "add --rope-scaling"),
     ],

@@ -252,8 +252,8 @@ def test_the_command_prints_draws_and_keeps(tmp_path: Path, capsys: pytest.Captu
         (["ppl", "--output", "."], "that is a folder"),
         (["ppl", "--windows", "0"], "--windows at least 1"),
         (["ppl", "-m", "smollm2-135m-instruct"], "give a long text with --text"),
-        (["order", "--windows", "3"], "study order does not take --windows"),
-        (["ppl", "--head-dim", "64"], "study ppl does not take --head-dim"),
+        (["order", "--windows", "3"], "study order does not accept --windows"),
+        (["ppl", "--head-dim", "64"], "study ppl does not accept --head-dim"),
     ],
 )
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:

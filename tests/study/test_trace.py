@@ -508,7 +508,7 @@ def test_the_command_tells_what_an_intervention_changes(tiny_gguf: Path, tmp_pat
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("hello h", "--max-tokens", "2"), "is 3 tokens and a trace takes at most 2"),
+        (("hello h", "--max-tokens", "2"), "has 3 tokens, more than --max-tokens 2"),
         (("hello", "--max-tokens", "0"), "at least 1"),
         (("hello", "--html", "/nowhere/at/all.html"), "folder that exists"),
         (("hello", "--ablate-head", "2.0"), "layers are 0 to 1 and heads 0 to 3"),
