@@ -32,8 +32,8 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
         some = [float(divisors[i]) for i in pairs]
         rows.append((kind, *some, stretch.stretched(kind)[1], stretch.reach(kind), stretch.unseen(kind)))
     table = Table(
-        f"divisor of the frequency of a pair, at {stretch.target:,} tokens",
-        ("rope_type", *(f"pair {i}" for i in pairs), "cos, sin times", "reach", "unseen"),
+        f"divisor of the frequency at pair .., at {stretch.target:,} tokens",
+        ("rope_type", *(str(i) for i in pairs), "cos, sin times", "reach", "unseen"),
         rows,
     )
     return Report(
