@@ -1,5 +1,5 @@
-"""The study of RoPE: every claim as something that runs, on the very code that runs the model.
+"""The study of RoPE: claims about the decoder, each checked by running the decoder's own code.
 
-report.py says what a topic says, figure.py what a picture is, topics/ holds one file a topic, errata/ one proof a
-mistake. Nothing else in the package imports from here.
+report.py defines the report of a topic and figure.py a figure. topics/ has one file per topic, errata/ one proof per
+mistake in the notes. Only the command line imports this folder.
 """

@@ -1,15 +1,15 @@
-"""Ways to tell attention where a token stands, behind one small interface, so that they can be compared.
+"""Position encodings with one common interface, so that they can be compared.
 
-An encoding may act in three places, and each acts in one: it adds to the embedding (`embed`), turns queries and keys
-(`turn`), or adds to the scores (`bias`). `scores` below is attention's first half with all three in place:
+An encoding changes one of three things: the embeddings (`embed`), the queries and keys (`turn`) or the attention
+scores (`bias`). `scores` below computes the scores of one head and calls all three methods:
 
-    none        nowhere
+    none        changes nothing
     sinusoidal  embed: x + the fixed table of Attention Is All You Need (arXiv:1706.03762)
-    learned     embed: x + one trained vector a position; there are as many as were trained, and no more
-    rope        turn: q and k by the angles position * inv_freq (arXiv:2104.09864)
+    learned     embed: x + one trained vector per position; positions beyond the trained ones have no vector
+    rope        turn: q and k are rotated by the angles position * inv_freq (arXiv:2104.09864)
     alibi       bias: minus slope * distance (arXiv:2108.12409)
 
-Everything is float64 and for one head. Letters: N tokens, C model dim, D head_dim.
+All computations are in float64 and for one head. Letters: N tokens, C model dim, D head_dim.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ContextLengthError, UsageError
+from ..checks import choice
+from ..errors import ContextLengthError
 from .measures import frequencies, sinusoids, turn
 
 
 class Encoding:
-    """Position is nowhere: the base of the others, and the encoding `none`."""
+    """The encoding `none`, which ignores positions; the base class of the others."""
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """What enters the first layer for embeddings x (N, C) at positions (N,)."""
+        """Input of the first layer for embeddings x (N, C) at positions (N,)."""
         return x
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Queries or keys (N, D) as they enter the product; values never pass through here."""
+        """Queries or keys x (N, D) as used in the score; values are never passed here."""
         return x
 
     def bias(self, positions: Tensor) -> Tensor:
-        """What is added to the scores: (N, N), or a zero that broadcasts."""
+        """Term added to the scores: (N, N), or a zero that broadcasts."""
         return torch.zeros((), dtype=torch.float64)
 
 
 class Sinusoidal(Encoding):
-    """Added: a fixed vector a position, nothing trained; any position has one."""
+    """Adds a fixed vector to each embedding; defined for every position."""
 
     def __init__(self, base: float = 10000.0):
         self.base = base
@@ -51,7 +52,7 @@ class Sinusoidal(Encoding):
 
 
 class Learned(Encoding):
-    """Added: a trained vector a position; table (length, C). Raises ContextLengthError beyond the table."""
+    """Adds a trained vector to each embedding: table (length, C). Raises ContextLengthError beyond the table."""
 
     def __init__(self, table: Tensor):
         self.table = table.double()
@@ -65,7 +66,7 @@ class Learned(Encoding):
 
 
 class Rotary(Encoding):
-    """Turned: q and k by position * inv_freq, in any scaling of the library."""
+    """Rotates q and k by position * inv_freq, under any scaling of the library."""
 
     def __init__(self, dim: int, theta: float = 10000.0, scaling: Mapping[str, Any] | None = None, **lengths: int):
         self.inv_freq = frequencies(dim, theta, scaling, **lengths)  # (D/2,)
@@ -75,7 +76,7 @@ class Rotary(Encoding):
 
 
 class Alibi(Encoding):
-    """Biased: a score loses `slope` a position of distance; head h of H has slope 2^(-8h/H)."""
+    """Subtracts slope * distance from each score. Head h of H has slope 2^(-8h/H)."""
 
     def __init__(self, slope: float = 0.5):
         self.slope = slope
@@ -85,7 +86,7 @@ class Alibi(Encoding):
 
 
 def scores(encoding: Encoding, x: Tensor, wq: Tensor, wk: Tensor, positions: Tensor) -> Tensor:
-    """q_m . k_n / sqrt(D), plus the bias, for embeddings x (N, C) and projections wq, wk (D, C): (N, N), row m."""
+    """Scores q_m . k_n / sqrt(D) plus the bias, (N, N), row m; x (N, C) are embeddings, wq and wk (D, C)."""
     h = encoding.embed(x.double(), positions)  # (N, C)
     q = encoding.turn(h @ wq.double().T, positions)  # (N, D)
     k = encoding.turn(h @ wk.double().T, positions)  # (N, D)
@@ -94,14 +95,14 @@ def scores(encoding: Encoding, x: Tensor, wq: Tensor, wk: Tensor, positions: Ten
 
 def attend(encoding: Encoding, x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, positions: Tensor) -> Tensor:
     """softmax(scores) v over all tokens, no mask: (N, D)."""
-    v = encoding.embed(x.double(), positions) @ wv.double().T  # (N, D): never turned
+    v = encoding.embed(x.double(), positions) @ wv.double().T  # (N, D): values are not rotated
     return scores(encoding, x, wq, wk, positions).softmax(-1) @ v
 
 
 def additive_terms(x: Tensor, p: Tensor, wq: Tensor, wk: Tensor) -> dict[str, Tensor]:
-    """The four terms of (W_q(x_m + p_m)) . (W_k(x_n + p_n)), each (N, N); their sum is the whole product.
+    """The four terms of (W_q(x_m + p_m)) . (W_k(x_n + p_n)), each (N, N); their sum is the product.
 
-    Only the last two parts of a token's embedding, p_m . p_n, know positions alone, and W_q^T W_k stands between them.
+    Only the position-position term depends on positions alone, and it is p_m W_q^T W_k p_n, not p_m . p_n.
     """
     parts = {"content": x.double(), "position": p.double()}
     return {
@@ -111,7 +112,7 @@ def additive_terms(x: Tensor, p: Tensor, wq: Tensor, wk: Tensor) -> dict[str, Te
     }
 
 
-# name -> makes it, for embeddings of width `dim`, heads of width `head_dim` and frequencies of base `theta`
+# name -> constructor, called with the embedding width, the head width and the base of the frequencies
 ENCODINGS: dict[str, Callable[[int, int, float], Encoding]] = {
     "none": lambda dim, head_dim, theta: Encoding(),
     "sinusoidal": lambda dim, head_dim, theta: Sinusoidal(theta),
@@ -124,7 +125,5 @@ ENCODINGS: dict[str, Callable[[int, int, float], Encoding]] = {
 
 
 def make(name: str, dim: int, head_dim: int, theta: float = 10000.0) -> Encoding:
-    """The encoding of that name."""
-    if name not in ENCODINGS:
-        raise UsageError(f"unknown position encoding {name!r}; known: {', '.join(ENCODINGS)}")
-    return ENCODINGS[name](dim, head_dim, theta)
+    """The encoding of that name. Raises UsageError on an unknown one."""
+    return ENCODINGS[choice("position encoding", name, ENCODINGS)](dim, head_dim, theta)

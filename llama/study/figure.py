@@ -1,6 +1,6 @@
-"""A figure of the study: data as a table, and a function that draws it. matplotlib is imported only to draw.
+"""A figure of the study: a function that computes a table and one that draws it. Only drawing imports matplotlib.
 
-Data is tidy: columns of one length, so that the same table is drawn, written as CSV, and recomputed by a test.
+A table is a mapping of columns of equal length, so that it can be drawn, written as CSV and recomputed by a test.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import json
 import os
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import UsageError
-from ..system.temporary import own_temporary
+from ..system.temporary import write_whole
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-Data = Mapping[str, np.ndarray]  # column -> (rows,) numbers or words
+Data = Mapping[str, np.ndarray]  # column -> (rows,) numbers or strings
 
-# Lines that can be told apart without colour: each has a dash pattern of its own, and MARKERS go with them.
+# Line styles that differ in their dashes as well as in colour, so that a black-and-white print is readable.
 LINES: list[dict[str, Any]] = [
     {"color": "#000000", "linestyle": "-"},
     {"color": "#b2182b", "linestyle": "--"},
@@ -40,6 +41,7 @@ LINES: list[dict[str, Any]] = [
     {"color": "#c51b7d", "linestyle": (0, (2, 1))},
 ]
 MARKERS = ["o", "s", "^", "D", "v", "x", "+", "*", "P", "<"]
+FORMATS = (".png", ".svg", ".csv", ".json")
 
 STYLE: Any = {
     "figure.dpi": 100,
@@ -49,19 +51,19 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    "svg.hashsalt": "clearllama",  # the same data gives the same bytes
+    "svg.hashsalt": "clearllama",  # the same data produces the same bytes
     "svg.fonttype": "none",
 }
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture and where its numbers come from.
+    """A picture and the source of its numbers.
 
     name     one word; also the name of its file
-    caption  the claim that the picture shows, with what to look at; printed below it
-    data     makes the table, from the library
-    draw     draws the table on an empty matplotlib figure; names every axis with its unit
+    caption  the claim that the picture shows, and what to look at; printed below the picture
+    data     computes the table with the library
+    draw     draws the table on an empty matplotlib figure; every axis has a label with its unit
     size     inches
     """
 
@@ -72,26 +74,24 @@ class Figure:
     size: tuple[float, float] = (7.0, 4.0)
 
     def _repr_png_(self) -> bytes:
-        """The picture of the default settings: what a notebook shows for a figure that ends a cell."""
-        file = io.BytesIO()
-        _draw(self, self.data(), file)
-        return file.getvalue()
+        """The picture at the default settings; a notebook displays it when a figure is the last value of a cell."""
+        return _drawn(self, self.data(), "png")
 
 
 def check(file: Path) -> None:
     """Raise UsageError unless a figure can be written to this file."""
-    if file.suffix.lower() not in _KINDS:
-        raise UsageError(f"{file}: a figure is written as {', '.join(_KINDS)}; give a file with one of these endings")
+    if file.suffix.lower() not in FORMATS:
+        raise UsageError(f"{file}: expected a file name ending in {', '.join(FORMATS)}")
     if not file.parent.is_dir():
-        raise UsageError(f"{file}: there is no folder {file.parent}; make it first")
+        raise UsageError(f"{file}: there is no folder {file.parent}; create it first")
     if file.is_dir():
-        raise UsageError(f"{file}: that is a folder; name a file in it")
+        raise UsageError(f"{file} is a folder; expected a file name")
     if not os.access(file.parent, os.W_OK):
-        raise UsageError(f"{file}: the folder {file.parent} may not be written to; name a file elsewhere")
+        raise UsageError(f"{file}: no permission to write to the folder {file.parent}; choose another folder")
     if file.suffix.lower() in (".png", ".svg") and importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
-            "drawing needs matplotlib, which is not installed: pip install 'clearllama[study]'; --figure FILE.csv"
-            " writes the numbers without it"
+            "drawing needs matplotlib, which is not installed: pip install 'clearllama[study]';"
+            " --figure FILE.csv writes the numbers without matplotlib"
         )
 
 
@@ -101,20 +101,36 @@ def save(figure: Figure, file: Path, **options: Any) -> None:
     data = figure.data(**options)
     if len({len(column) for column in data.values()}) != 1:
         raise ValueError(f"figure {figure.name}: columns of different length")
-    write, target = _KINDS[file.suffix.lower()], file.resolve()  # what a link points to, not the link
-    if target.exists() and not target.is_file():  # a pipe, say
-        write(figure, data, target)
-        return
+    kind = file.suffix.lower().removeprefix(".")
+    if kind == "csv":
+        content = _csv(data).encode()
+    elif kind == "json":
+        content = _json(figure, data).encode()
+    else:
+        content = _drawn(figure, data, kind)
     try:
-        with own_temporary(target.parent, ".figure") as work:
-            write(figure, data, work / target.name)
-            os.replace(work / target.name, target)
+        write_whole(file, content, ".figure")
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror or error}") from None
 
 
-def _draw(figure: Figure, data: Data, file: Path | io.BytesIO) -> None:
-    """As the file's ending says; into memory as PNG."""
+def draw_lines(
+    axes: Axes, data: Data, x: str, y: str, line: str, names: Iterable[str], markevery: tuple[int, int] | None = None
+) -> None:
+    """Plot column y over column x, one line for each name in the column `line`, with LINES in order.
+
+    markevery  (n, k) marks every k-th point, and starts n points later on each further line; None marks none
+    """
+    for number, name in enumerate(names):
+        rows = data[line] == name
+        marks: dict[str, Any] = {}
+        if markevery is not None:
+            marks = {"marker": MARKERS[number], "markersize": 4, "markevery": (number * markevery[0], markevery[1])}
+        axes.plot(data[x][rows], data[y][rows], label=name, **marks, **LINES[number])
+
+
+def _drawn(figure: Figure, data: Data, kind: str) -> bytes:
+    """The content of an image file, kind "png" or "svg"."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -122,24 +138,23 @@ def _draw(figure: Figure, data: Data, file: Path | io.BytesIO) -> None:
         canvas = Canvas(figsize=figure.size, layout="constrained")
         figure.draw(data, canvas)
         canvas.supxlabel(_wrapped(figure.caption, figure.size[0]), fontsize=8, x=0.02, ha="left")
-        kind = file.suffix[1:].lower() if isinstance(file, Path) else "png"
+        file = io.BytesIO()
         canvas.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return file.getvalue()
 
 
 def _wrapped(text: str, inches: float) -> str:
     return "\n".join(textwrap.wrap(text, int(inches * 15.5)))
 
 
-def _csv(figure: Figure, data: Data, file: Path) -> None:
-    with file.open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(data)
-        writer.writerows(zip(*(column.tolist() for column in data.values()), strict=True))
+def _csv(data: Data) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(data)
+    writer.writerows(zip(*(column.tolist() for column in data.values()), strict=True))
+    return text.getvalue()
 
 
-def _json(figure: Figure, data: Data, file: Path) -> None:
+def _json(figure: Figure, data: Data) -> str:
     columns = {name: column.tolist() for name, column in data.items()}
-    file.write_text(json.dumps({"name": figure.name, "caption": figure.caption, "data": columns}) + "\n")
-
-
-_KINDS = {".png": _draw, ".svg": _draw, ".csv": _csv, ".json": _json}
+    return json.dumps({"name": figure.name, "caption": figure.caption, "data": columns}) + "\n"

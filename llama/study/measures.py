@@ -1,7 +1,7 @@
-"""What the study measures about rotations: pure functions in float64, each the formula it is named after.
+"""Quantities that describe rotations: pure functions in float64, each named after its formula.
 
-inv_freq is what `llama.inverse_frequencies` returns, (D/2,), radians a position; so every number here follows from the
-frequencies the model itself runs on. Letters: N positions, D head_dim.
+inv_freq is what `llama.inverse_frequencies` returns: (D/2,), radians per position. So all results are about the
+frequencies that the model uses. Letters: N positions, D head_dim.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def frequencies(
     seq_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> Tensor:
-    """`inverse_frequencies` without the attention factor: (D/2,) float64 holding the library's float32 numbers."""
+    """`inverse_frequencies` without the attention factor: (D/2,), the library's float32 values as float64."""
     return inverse_frequencies(dim, theta, scaling, seq_len=seq_len, max_seq_len=max_seq_len)[0].double()
 
 
 def turn(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Turn vectors x (.., N, D) by their positions (N,): `apply_rotary_emb` in float64, so as to judge float32."""
+    """Rotate vectors x (.., N, D) to positions (N,): `apply_rotary_emb` in float64, as a reference for float32."""
     angles = positions.double()[:, None] * inv_freq.double()  # (N, D/2)
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())  # (.., N, D/2)
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)  # (.., N, D)
 
 
 def wavelengths(inv_freq: Tensor) -> Tensor:
-    """Positions after which each pair has made one full turn: (D/2,); infinite for a pair that doesn't turn."""
+    """Positions that each pair needs for one full turn: (D/2,); infinite for a pair that doesn't turn."""
     return 2 * math.pi / inv_freq.double()
 
 
@@ -47,17 +47,17 @@ def turns(inv_freq: Tensor, length: float) -> Tensor:
 
 
 def seen_arc(inv_freq: Tensor, length: int) -> Tensor:
-    """Radians of the circle that each pair passes over positions 0 .. length - 1, at most 2 pi: (D/2,)."""
+    """Arc that each pair covers over positions 0 .. length - 1, in radians, at most 2 pi: (D/2,)."""
     return ((length - 1) * inv_freq.double()).clamp(max=2 * math.pi)
 
 
 def mean_cosine(inv_freq: Tensor, distances: Tensor) -> Tensor:
-    """Mean over pairs of cos(distance * inv_freq): the score of q = k with equal parts in each pair: (N,)."""
+    """Mean over pairs of cos(distance * inv_freq), the score of q = k with pairs of equal length: (N,)."""
     return torch.cos(distances.double()[:, None] * inv_freq.double()).mean(-1)
 
 
 def decay_bound(inv_freq: Tensor, distances: Tensor) -> Tensor:
-    """RoFormer's bound on the score by distance, section 3.4.3: the mean over j of |S_j|, (N,).
+    """RoFormer's bound on the score at each distance, section 3.4.3: the mean over j of |S_j|, (N,).
 
     S_j is the sum of e^(i distance inv_freq) over the first j pairs, j = 1 .. D/2.
     """
@@ -68,27 +68,27 @@ def decay_bound(inv_freq: Tensor, distances: Tensor) -> Tensor:
 def sinusoids(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
     """The sinusoidal table of arXiv:1706.03762: entry 2i is sin(t * base^(-2i/d)), entry 2i + 1 its cosine: (N, d).
 
-    Raises UsageError on an odd width, whose last sine would have no cosine.
+    Raises UsageError on an odd width, where the last sine would have no cosine.
     """
     if dim < 2 or dim % 2:
-        raise UsageError(f"sines and cosines come in pairs, so the width must be even and at least 2; got {dim}")
+        raise UsageError(f"the width of a sinusoidal table must be even and at least 2, got {dim}")
     angles = positions.double()[:, None] * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (N, d/2)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (N, d)
 
 
 def diagonal_spread(scores: Tensor) -> float:
-    """The largest difference between two scores (N, N) of the same distance: 0 if only the distance matters."""
+    """Largest difference between two scores of the same distance, for scores (N, N); 0 if only distance matters."""
     n = scores.shape[0]
     diagonals = [scores.diagonal(offset) for offset in range(1 - n, n)]
     return max(float(d.max() - d.min()) for d in diagonals)
 
 
 def softmax_jacobian(scores: Tensor) -> Tensor:
-    """dp_i / dx_j = p_i (i == j) - p_i p_j of p = softmax(x), x (.., N): (.., N, N).
+    """Derivatives dp_i / dx_j = p_i (i == j) - p_i p_j of p = softmax(x), x (.., N): (.., N, N).
 
-    The diagonal p_i (1 - p_i) is summed as p_i times all other weights: near p_i = 1 the difference would round to 0.
+    The diagonal p_i (1 - p_i) is computed as the sum of p_i p_j over all other j: near p_i = 1, 1 - p_i rounds to 0.
     """
     p = scores.double().softmax(-1)  # (.., N)
     apart = 1 - torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)  # (N, N): 1 where i != j
-    moved = p.unsqueeze(-1) * p.unsqueeze(-2) * apart  # (.., N, N): what i loses when j is raised
+    moved = p.unsqueeze(-1) * p.unsqueeze(-2) * apart  # (.., N, N): how much weight i loses when score j is raised
     return torch.diag_embed(moved.sum(-1)) - moved

@@ -1,8 +1,7 @@
 """The page about RoPE: one HTML file with controls and five pictures, which needs no network and no installation.
 
-Its parts lie in page/: rope.js for the numbers, view.js for the drawing, page.css, page.html. The numbers are
-computed in the browser, so the file carries what the library computes at some settings, and the page holds the two
-against each other each time it opens.
+Its parts are in page/: rope.js computes the numbers, view.js draws, page.css, page.html. The file also contains the
+library's results at some settings. When the page opens, it compares its own numbers with them.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from .. import __version__
 from ..errors import UsageError
 from ..rope_scaling import inverse_frequencies
 from ..system.temporary import write_atomically
+from .stretch import LLAMA3
 
 METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
-# head_dim, base, trained length, stretch of the settings that the page checks itself at; the first are Llama 1 to 3.1
+# settings of the page's self-check: head_dim, base, trained length, stretch; the first three are Llama 1 to 3.1
 CHECKED = (
     (128, 10000.0, 2048, 4.0),
     (128, 10000.0, 4096, 8.0),
@@ -34,19 +34,19 @@ CHECKED = (
     (80, 31415.9, 3000, 2.7),
     (16, 10000000.0, 131072, 32.0),
 )
-WIDEST = 256  # entries of the page's fixed query and key; a narrower head takes the first of them
+WIDEST = 256  # entries of the page's fixed query and key; a smaller head uses the first of them
 
 
 def write(path: Path) -> int:
     """Write the page to `path`; an existing file is replaced in one step. Returns its size in bytes.
 
-    Raises UsageError if the folder is missing or `path` is no file, OSError if it can't be written.
+    Raises UsageError if the folder is missing or `path` is not a file, OSError if it can't be written.
     """
     target = path.resolve()  # a link stays a link
     if target.exists() and not target.is_file():
-        raise UsageError(f"{path} is no file; name one, rope.html for example")
+        raise UsageError(f"{path} is not a file; expected a file name, for example rope.html")
     if not target.parent.is_dir():
-        raise UsageError(f"{path}: {target.parent} is not a folder; make it first")
+        raise UsageError(f"{path}: there is no folder {target.parent}; create it first")
     page = html().encode()
     try:
         write_atomically(target, page)
@@ -56,13 +56,13 @@ def write(path: Path) -> int:
 
 
 def html() -> str:
-    """The whole page. The same library gives the same bytes."""
+    """The page as text. The same version of the library produces the same text."""
     data = json.dumps({"reference": reference(), **vectors()}, separators=(",", ":"), allow_nan=False)
     parts = {
         "page.css": part("page.css"),
         "rope.js": part("rope.js"),
         "view.js": part("view.js"),
-        "data": data.replace("<", "\\u003c"),  # nothing inside may end the script element
+        "data": data.replace("<", "\\u003c"),  # so that no text can close the script element
         "version": __version__,
         "waves.svg": _waves(),
         "divisors.svg": _divisors(),
@@ -71,29 +71,25 @@ def html() -> str:
 
 
 def part(name: str) -> str:
-    """A file of page/."""
+    """The text of a file in page/."""
     return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")
 
 
 def scaling_of(method: str, stretch: float, trained: int) -> dict[str, Any] | None:
-    """The scaling behind a method of the page. dynamic has factor 1: it stretches by length / trained, no more."""
+    """The scaling of a method of the page. dynamic has factor 1, so that it stretches by exactly length / trained."""
+    original = {"original_max_position_embeddings": trained}
     scaling: dict[str, dict[str, Any]] = {
         "linear": {"factor": stretch},
         "ntk": {"factor": stretch},
         "dynamic": {"factor": 1.0},
-        "yarn": {"factor": stretch, "original_max_position_embeddings": trained},
-        "llama3": {
-            "factor": stretch,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": trained,
-        },
+        "yarn": {"factor": stretch, **original},
+        "llama3": {"factor": stretch, **LLAMA3, **original},
     }
     return {"rope_type": method, **scaling[method]} if method in scaling else None
 
 
 def reference() -> list[dict[str, Any]]:
-    """What the library computes for every method at CHECKED: one row a setting, invFreq (D/2) as float32 has it."""
+    """The library's results for every method at CHECKED, one row per setting; invFreq (D/2) has float32 precision."""
     rows = []
     for dim, theta, trained, stretch in CHECKED:
         for method in METHODS:
@@ -107,14 +103,14 @@ def reference() -> list[dict[str, Any]]:
                     "seqLen": seq_len,
                     "maxSeqLen": trained,
                     "factor": factor,
-                    "invFreq": [float(str(w)) for w in inv_freq.numpy()],  # the shortest digits that name the float32
+                    "invFreq": [float(str(w)) for w in inv_freq.numpy()],  # the shortest digits that identify a float32
                 }
             )
     return rows
 
 
 def vectors() -> dict[str, list[float]]:
-    """One query and one key (256,) of normal random numbers, the same each time, to three decimals."""
+    """One query and one key (256,) of normal random numbers with a fixed seed, to three decimals."""
     q, k = np.random.default_rng(0).standard_normal((2, WIDEST)).round(3).tolist()
     return {"q": q, "k": k}
 
@@ -145,7 +141,7 @@ def _divisors() -> str:
 def _picture(
     title: str, limits: tuple[float, float], ticks: Sequence[float], curves: Mapping[str, Sequence[float]]
 ) -> str:
-    """Curves over the pair index on a logarithmic axis, each with its own dashes: an inline SVG, 640 x 300."""
+    """Curves over the pair index on a logarithmic axis, each with its own dashes, as an inline SVG of 640 x 300."""
     left, right, top, bottom = 56, 500, 24, 260
 
     def y(value: float) -> float:
@@ -160,7 +156,7 @@ def _picture(
         dashes = ("", "12 4", "6 4", "8 3 2 3", "3 3")[number]
         coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline class="other" stroke-dasharray="{dashes}" points="{coordinates}"></polyline>')
-        row = top + 20 * number  # a key beside the picture: the curves end in one point
+        row = top + 20 * number  # the names go in a legend, since all curves end in the same point
         parts.append(f'<line class="other" stroke-dasharray="{dashes}" x1="512" x2="540" y1="{row}" y2="{row}"></line>')
         parts.append(f'<text x="546" y="{row + 4}">{name}</text>')
     parts.append(

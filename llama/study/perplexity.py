@@ -1,16 +1,16 @@
-"""Perplexity against context length, for every way to stretch a context: measured by window, kept by window.
+"""Perplexity by position under the methods that stretch a context. An interrupted run can be resumed.
 
-A text is cut into windows; each window is read from position 0 to its end under each method; and the log-probabilities
-are summed in buckets of positions, whose edges are multiples of the trained length. Windows that are done are rows of
-a CSV file, so that a run of hours goes on where it was stopped.
+A text is cut into windows. The model reads each window from position 0 to its end under each method, and the
+log-probabilities are summed in buckets of positions, whose edges are multiples of the trained length. Completed
+windows are rows of a CSV file, from which the next run resumes.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,14 @@ from ..hub.named import resolve
 from ..loader import build
 from ..model import Transformer
 from ..rope_scaling import trained_length
-from ..system.temporary import own_temporary
+from ..system.temporary import write_whole
 from ..tools.evaluate import token_logprobs
+from .stretch import LLAMA3
 
-TINY = "tiny-kjv"  # trained by scripts/train_tiny.py, shipped with the package
+TINY = "tiny-kjv"  # trained by scripts/train_tiny.py and shipped with the package
 EDGES = (0.5, 1, 1.25, 1.5, 2, 3, 4, 6, 8)  # ends of the buckets, in trained lengths
 STRETCHING = ("linear", "ntk", "dynamic", "yarn", "llama3")
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # Meta's constants
+
 METHODS = ("none", "linear:4", "ntk:4", "ntk:16", "dynamic:1", "yarn:4")
 COLUMNS = ("model", "text", "dtype", "trained", "length", "windows", "method", "window", "first", "last", "nats")
 
@@ -50,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured, and how. `setting` is the same for all rows and names what must not be mixed in one file."""
+    """Results and their setting. The setting is the same for all rows: a file must not mix two of them."""
 
     setting: dict[str, str]
     rows: tuple[Row, ...]
@@ -71,12 +72,15 @@ class Measurement:
 
     @property
     def methods(self) -> list[str]:
-        """Those measured, in the order of the rows."""
+        """The methods that were measured, in the order of the rows."""
         return list(dict.fromkeys(row.method for row in self.rows))
 
 
 def scaling_of(method: str) -> dict[str, Any]:
-    """The scaling that a method names: "none", or KIND:FACTOR as in "yarn:4"; "-whole" behind a kind is cut off."""
+    """The scaling of a method: "none", or KIND:FACTOR as in "yarn:4". A suffix "-whole" of KIND is ignored.
+
+    Raises UsageError on any other form.
+    """
     kind, _, factor = method.partition(":")
     kind = kind.removesuffix("-whole")
     if kind == "none" and not factor:
@@ -92,12 +96,34 @@ def scaling_of(method: str) -> dict[str, Any]:
 
 
 def tiny_folder() -> Path:
-    """The tiny model's folder, in a checkout or in the installed package."""
+    """The tiny model's folder, in a checkout or in the installed package. Raises CheckpointError if it is missing."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package.parent / "checkpoints" / TINY, package / TINY):
         if (folder / "model.safetensors").is_file():
             return folder
     raise CheckpointError(f"the tiny model {TINY} is missing from this installation; reinstall, or give --model")
+
+
+def source(model: str, text: Path | None) -> tuple[Path, Path]:
+    """The model's folder or file, and the text to read; by default what the tiny model was not trained on.
+
+    Raises UsageError if there is no text for a model, CheckpointError if the model is missing.
+    """
+    folder = tiny_folder() if model == TINY else resolve(model)
+    if text is None and model != TINY:
+        raise UsageError("a text is needed: add --text FILE; only the tiny model comes with one")
+    return folder, text or folder / "held-out.txt"
+
+
+def read_text(path: Path) -> bytes:
+    """The content of a text file. Raises UsageError if it can't be read or is not UTF-8."""
+    try:
+        raw = path.read_bytes()
+        raw.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not"
+        raise UsageError(f"{path}: expected a text file in UTF-8: {why}") from None
+    return raw
 
 
 def measure(
@@ -111,27 +137,18 @@ def measure(
     device: str | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Measurement:
-    """Read `windows` windows of `length` tokens of a text under each method; rows already in `output` are kept.
+    """Measure `windows` windows of `length` tokens of a text under each method; rows already in `output` are kept.
 
-    length    tokens of a window; default 8 times what the model was trained for
-    progress  called with the method, the tokens done and the tokens in all, of this run
+    length    tokens of a window; by default 8 times the trained length
+    progress  called with the method, and the completed tokens and all tokens of this run
 
-    Raises UsageError when the text is too short, or `output` holds rows of another setting.
+    Raises UsageError when the text is too short, or `output` has rows of another setting.
     """
-    folder = tiny_folder() if model == TINY else resolve(model)
-    if text is None:
-        if model != TINY:
-            raise UsageError("give a long text with --text FILE; only the tiny model comes with one")
-        text = folder / "held-out.txt"
+    folder, text = source(model, text)
     checkpoint = open_checkpoint(folder)
     trained = int(trained_length(checkpoint.config))
     length = 8 * trained if length is None else length
-    try:
-        raw = text.read_bytes()
-        raw.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not"
-        raise UsageError(f"{text}: expected a text file in UTF-8: {why}") from None
+    raw = read_text(text)
     tokens = _windows(checkpoint, raw, length, windows)  # (windows, length + 1)
     methods = [method.strip() for method in methods]
     scalings = {method: scaling_of(method) for method in methods}
@@ -149,7 +166,7 @@ def measure(
     rows = [] if output is None else _read(output, setting, ends)
     done = {(row.method, row.window) for row in rows}
     todo = [(method, window) for method in methods for window in range(windows) if (method, window) not in done]
-    at_once = max(1, 8192 // length)  # windows read as one batch, and kept together
+    at_once = max(1, 8192 // length)  # windows that are read as one batch and written together
     finished, total = 0, len(todo) * length
     for method in methods:
         mine = [window for name, window in todo if name == method]
@@ -166,11 +183,11 @@ def measure(
         for start in range(0, len(mine), at_once):
             part = mine[start : start + at_once]
 
-            def tell(tokens: int, method: str = method, rows: int = len(part), before: int = finished) -> None:
+            def advance(tokens: int, method: str = method, rows: int = len(part), before: int = finished) -> None:
                 if progress is not None:
                     progress(method, before + tokens * rows, total)
 
-            logprobs = _read_through(net, tokens[part], method, trained, tell)  # (windows of this batch, length)
+            logprobs = _logprobs(net, tokens[part], method, trained, advance)  # (windows of this batch, length)
             rows += _rows(method, part, logprobs, trained)
             finished += len(part) * length
             if output is not None:
@@ -179,34 +196,34 @@ def measure(
     return Measurement(setting, tuple(sorted((r for r in rows if r.method in order), key=lambda r: order[r.method])))
 
 
-def _read_through(net: Transformer, tokens: Tensor, method: str, trained: int, tell: Callable[[int], object]) -> Tensor:
-    """log p of every token but the first, each from all before it: (B, length + 1) -> (B, length).
+def _logprobs(net: Transformer, tokens: Tensor, method: str, trained: int, advance: Callable[[int], object]) -> Tensor:
+    """log p of every token except the first, given all tokens before it: (B, length + 1) -> (B, length).
 
-    Where frequencies depend on the length the text enters in chunks of an eighth of the trained length, so that they
-    grow as they do in decoding: keys keep those they entered with. A "-whole" method reads each bucket afresh instead,
-    from the start to the bucket's end in one piece, all under the frequencies of that end. `tell` hears how many of a
-    window's tokens are done.
+    Where frequencies depend on the length, the text is read in chunks of an eighth of the trained length. So the
+    frequencies change as they do in decoding, and cached keys keep the frequencies of their own chunk. A "-whole"
+    method instead rereads the text for each bucket, from the start to the end of the bucket in one piece, under the
+    frequencies of that end. `advance` is called with the number of completed tokens of each window.
     """
     tokens = tokens.to(net.tok_embeddings.weight.device)
     if not method.partition(":")[0].endswith("-whole"):
         chunk = max(1, trained // 8) if net.rope.by_length else max(256, trained // 8)
-        return token_logprobs(net, tokens, chunk=chunk, progress=_summing(tell))
+        return token_logprobs(net, tokens, chunk=chunk, progress=_summing(advance))
     parts, first = [], 0
     for last in _ends(trained, tokens.shape[1] - 1):
         parts.append(token_logprobs(net, tokens[:, : last + 1], chunk=last)[:, first:])
         first = last
-        tell(last)
+        advance(last)
     return torch.cat(parts, dim=1)
 
 
-def _summing(tell: Callable[[int], object]) -> Callable[[int], object]:
-    """Hears the tokens of each chunk, tells how many it is so far."""
+def _summing(advance: Callable[[int], object]) -> Callable[[int], object]:
+    """A function that is called with the tokens of each chunk, and calls `advance` with their sum so far."""
     total = 0
 
     def add(tokens: int) -> None:
         nonlocal total
         total += tokens
-        tell(total)
+        advance(total)
 
     return add
 
@@ -217,7 +234,7 @@ def _ends(trained: int, length: int) -> list[int]:
 
 
 def _rows(method: str, windows: Sequence[int], logprobs: Tensor, trained: int) -> list[Row]:
-    """Sums in buckets of logprobs (B, length), window after window."""
+    """Sums of logprobs (B, length) in buckets, window by window."""
     ends = _ends(trained, logprobs.shape[1])
     return [
         Row(method, window, first, last - 1, float(-of_window[first:last].double().sum()))
@@ -227,7 +244,10 @@ def _rows(method: str, windows: Sequence[int], logprobs: Tensor, trained: int) -
 
 
 def _windows(checkpoint: Checkpoint, raw: bytes, length: int, windows: int) -> Tensor:
-    """Windows in the middle of `windows` equal parts of the text: (windows, length + 1) int64, bos included."""
+    """One window from the middle of each of `windows` equal parts of the text: (windows, length + 1) int64, with bos.
+
+    Raises UsageError if the text is too short.
+    """
     if length < 2 or windows < 1:
         raise UsageError(f"--length must be at least 2 and --windows at least 1, got {length} and {windows}")
     tokenizer = checkpoint.tokenizer()
@@ -237,14 +257,15 @@ def _windows(checkpoint: Checkpoint, raw: bytes, length: int, windows: int) -> T
     if len(ids) < windows * length + 1:
         fit = (len(ids) - 1) // length
         raise UsageError(
-            f"the text has {len(ids)} tokens, and {fit} windows of {length} fit in it; {windows} are asked for"
+            f"the text has {len(ids)} tokens, room for {fit} windows of {length}, and {windows} are needed; use a"
+            " longer text, or lower --windows or --length"
         )
-    places = [(2 * i + 1) * (len(ids) - need) // (2 * windows) for i in range(windows)]
-    return torch.stack([torch.cat((torch.tensor(start, dtype=torch.int64), ids[at : at + need])) for at in places])
+    starts = [(2 * i + 1) * (len(ids) - need) // (2 * windows) for i in range(windows)]
+    return torch.stack([torch.cat((torch.tensor(start, dtype=torch.int64), ids[at : at + need])) for at in starts])
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Tells one model from another of the same name: its architecture, and the gains of its last norms."""
+    """A hash of the architecture and some of the last weights, to distinguish models of the same name."""
     last = checkpoint.config.n_layers - 1
     digest = hashlib.sha256(repr((checkpoint.config, sorted(checkpoint.shapes.items()))).encode())
     for name in ("norm.weight", f"layers.{last}.ffn_norm.weight", f"layers.{last}.attention.wo.weight"):
@@ -253,51 +274,55 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _read(path: Path, setting: dict[str, str], ends: Sequence[int]) -> list[Row]:
-    """Rows of an earlier run, none where there is no file yet. UsageError if damaged or of another setting."""
+    """Rows of an earlier run, none if there is no file yet. Raises UsageError if damaged or of another setting."""
     if not path.parent.is_dir():
-        raise UsageError(f"--output {path}: there is no folder {path.parent}; make it first")
+        raise UsageError(f"--output {path}: there is no folder {path.parent}; create it first")
     if path.is_dir():
-        raise UsageError(f"--output {path}: that is a folder; name a file in it")
+        raise UsageError(f"--output {path} is a folder; expected a file name")
     if not path.exists() or path.stat().st_size == 0:
         return []
-    other = "name another file for --output, or delete this one"
+    other = "choose another file for --output, or delete this one"
     try:
         with path.open(newline="", encoding="utf-8") as stream:
             header, *lines = list(csv.reader(stream))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path} can't be read as a table ({error}); {other}") from None
     if tuple(header) != COLUMNS:
-        raise UsageError(f"{path} is not a table of perplexities; {other}")
+        raise UsageError(f"{path} is not a table of perplexities: its header differs; {other}")
     found: dict[tuple[str, int], list[Row]] = {}
     for number, line in enumerate(lines, 2):
         row = dict(zip(COLUMNS, line, strict=False))
         if len(line) != len(COLUMNS):
-            raise UsageError(f"{path}, line {number}: {len(line)} of {len(COLUMNS)} values, so it is damaged; {other}")
+            raise UsageError(
+                f"{path} is damaged: line {number} has {len(line)} values, expected {len(COLUMNS)}; {other}"
+            )
         for key, value in setting.items():
             if row[key] != value:
-                raise UsageError(f"{path} holds results with {key} {row[key]}, this run has {key} {value}; {other}")
+                raise UsageError(f"{path} has results with {key} {row[key]}, but this run has {key} {value}; {other}")
         try:
-            place = int(row["window"]), int(row["first"]), int(row["last"])
+            window, first, last = (int(row[name]) for name in ("window", "first", "last"))
             nats = float(row["nats"])
         except ValueError:
-            raise UsageError(f"{path}, line {number}: not numbers, so it is damaged; {other}") from None
-        if not 0 <= nats < math.inf or not 0 <= place[0] < int(setting["windows"]):
-            raise UsageError(f"{path}, line {number}: window {place[0]}, {nats} nats can't be; it is damaged; {other}")
-        found.setdefault((row["method"], place[0]), []).append(Row(row["method"], *place, nats))
-    whole = list(zip([0, *ends[:-1]], (end - 1 for end in ends), strict=True))
+            raise UsageError(f"{path} is damaged: line {number} has a value that is not a number; {other}") from None
+        if not 0 <= nats < math.inf or not 0 <= window < int(setting["windows"]):
+            raise UsageError(
+                f"{path} is damaged: line {number} has window {window} and {nats} nats, out of range; {other}"
+            )
+        found.setdefault((row["method"], window), []).append(Row(row["method"], window, first, last, nats))
+    buckets = list(zip([0, *ends[:-1]], (end - 1 for end in ends), strict=True))
     for (method, window), rows in found.items():
-        if [(row.first, row.last) for row in rows] != whole:
-            raise UsageError(f"{path}: window {window} of {method} has not its {len(ends)} buckets in order; {other}")
+        if [(row.first, row.last) for row in rows] != buckets:
+            raise UsageError(
+                f"{path} is damaged: window {window} of {method} must have {len(ends)} buckets in order; {other}"
+            )
     return [row for rows in found.values() for row in rows]
 
 
 def _write(path: Path, setting: dict[str, str], rows: Sequence[Row]) -> None:
-    """The whole table, in one rename: a run that is killed leaves the windows done so far."""
-    with own_temporary(path.parent, ".ppl") as work:
-        new = work / path.name
-        with new.open("w", newline="") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(COLUMNS)
-            for row in rows:
-                writer.writerow([*setting.values(), row.method, row.window, row.first, row.last, row.nats])
-        os.replace(new, path)
+    """Write the complete table in one rename, so that a killed run leaves the windows completed so far."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(COLUMNS)
+    for row in rows:
+        writer.writerow([*setting.values(), row.method, row.window, row.first, row.last, row.nats])
+    write_whole(path, text.getvalue().encode(), ".ppl")

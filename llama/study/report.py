@@ -1,4 +1,4 @@
-"""What a topic of the study says: statements, each with what was computed beside what was expected."""
+"""The report of a topic: statements with computed and expected values, tables, and prose."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Check:
 
     claim      ids of docs/study/claims.md or of the errata, such as "000-48" or "000-48 E08"
     what       the statement, in a few words
-    computed   what came out
-    expected   what had to come out: a number that was derived in another way, or a bound
+    computed   the value that was measured
+    expected   a value that was derived in another way, or a bound
     relation   "=" within the tolerance, "<" or ">"
     """
 
@@ -58,13 +58,13 @@ def above(claim: str, what: str, computed: float, bound: float) -> Check:
 
 
 def holds(claim: str, what: str, computed: bool) -> Check:
-    """A statement that is true or false."""
+    """The statement is true."""
     return Check(claim, what, bool(computed), True)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A small table: a title, the names of the columns (with units), and rows of numbers or words."""
+    """A small table: a title, the names of the columns (with units), and rows of numbers or strings."""
 
     title: str
     columns: Sequence[str]
@@ -73,7 +73,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a topic says. `says` is prose: the claim in words, and at the end what to take from it."""
+    """The answer of a topic. `says` is prose, in lines of at most 98 characters: the claim, then the conclusion."""
 
     topic: str
     question: str
@@ -84,17 +84,17 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True when every check holds; a report without checks proves nothing and does not pass."""
+        """True when every check holds. A report without checks proves nothing and does not pass."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
 
 def wrapped(prose: str) -> tuple[str, ...]:
-    """Prose for `Report.says` that holds computed numbers, in lines that leave a terminal's 100 columns none over."""
+    """Wrap prose for `Report.says`, so that an indented line fits a terminal of 100 columns."""
     return tuple(textwrap.wrap(prose, 98, break_on_hyphens=False))
 
 
 def text(report: Report) -> str:
-    """A report for a terminal."""
+    """A report as text for a terminal."""
     lines = [f"{report.topic}: {report.question}"]
     if report.settings:
         lines.append("  " + ", ".join(f"{key} {value}" for key, value in report.settings.items()))
@@ -114,19 +114,19 @@ def text(report: Report) -> str:
     width = max((len(check.claim) for check in report.checks), default=0)
     for check in report.checks:
         word = "PASS" if check.passed else "FAIL"
-        beside = "" if isinstance(check.computed, bool) and check.passed else f": {show(check.computed)}"
-        if beside:
+        values = "" if isinstance(check.computed, bool) and check.passed else f": {show(check.computed)}"
+        if values:
             within = f"within {check.tolerance:.0e} of".replace("e-0", "e-")
-            beside += f", {within if check.tolerance else relations[check.relation]} {show(check.expected)}"
-        lines.append(f"  {word}  {check.claim:<{width}}  {check.what}{beside}")
+            values += f", {within if check.tolerance else relations[check.relation]} {show(check.expected)}"
+        lines.append(f"  {word}  {check.claim:<{width}}  {check.what}{values}")
     count = sum(check.passed for check in report.checks)
     verdict = f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)}"
-    lines.append(verdict if report.checks else "no claim is about these settings: nothing to check")
+    lines.append(verdict if report.checks else "nothing to check: no claim is about these settings")
     return "\n".join(lines) + "\n"
 
 
 def _sources(report: Report) -> str:
-    """Where the ids beside the checks are explained, by the first of each sort; the report's own erratum needs none."""
+    """Where to look up the ids of the checks, with the first id of each kind; '' if there is nothing to look up."""
     ids = [id for check in report.checks for id in check.claim.split()]
     claims = [f"ids such as {id} are explained in docs/study/claims.md" for id in ids if id[0].isdigit()]
     errata = [f"{id} by 'clearllama study errata {id}'" for id in ids if not id[0].isdigit() and id != report.topic]
@@ -136,7 +136,7 @@ def _sources(report: Report) -> str:
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """A report as JSON has it; complex numbers become [real, imaginary], numbers that are not finite become text."""
+    """A report for JSON: complex numbers become [real, imaginary], numbers that are not finite become strings."""
     return {
         "topic": report.topic,
         "question": report.question,
@@ -167,7 +167,7 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 
 def show(value: Value) -> str:
-    """A number for people: six figures, no more; from 1,000 on in groups of three digits."""
+    """Format a value: at most six significant digits, and from 1,000 on with thousands separators."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, complex):
@@ -178,7 +178,7 @@ def show(value: Value) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON can hold."""
+    """Convert a value to one that JSON has."""
     if isinstance(value, complex):
         return [value.real, value.imag]
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,7 +1,7 @@
-"""A context to be stretched: the settings that the topics on frequencies share, and an example of every scaling.
+"""The settings that the topics on frequencies share, and an example of every scaling.
 
-Everything here asks the library (llama.rope_scaling); formulas.py says the same a second time, to judge it.
-Letters: D head_dim, theta the base, L = context the trained length, s = factor.
+All numbers here come from the library (llama.rope_scaling); formulas.py is the independent implementation they are
+compared with. Letters: D head_dim, theta the base, L = context the trained length, s = factor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..rope_scaling import BY_LENGTH, inverse_frequencies, reach
 from .measures import turns
 from .topics.base import check_head_dim, check_range
 
-# Parameters that Llama 3.1's files give beside the factor.
+# Parameters of the llama3 scaling in Llama 3.1's files, in addition to the factor.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -26,8 +26,8 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 class Stretch:
     """Heads of head_dim entries, trained at base theta on `context` tokens, to be used on `factor` times as many.
 
-    The limits keep a report under a second and every formula in the range that it was made for: YaRN's ramp, for one,
-    turns round where its last fast pair would lie behind the last pair of the head. Raises UsageError outside.
+    Raises UsageError outside of its limits. They keep a report under a second and each formula in its valid range:
+    YaRN's ramp, for example, would be reversed if its last fast pair came after the last pair of the head.
     """
 
     head_dim: int = 128
@@ -42,17 +42,20 @@ class Stretch:
         check_range("--rope-factor", self.factor, 1.0, 1024.0)
 
     @property
-    def wanted(self) -> int:
+    def target(self) -> int:
         """Tokens of the stretched context, rounded down."""
         return int(self.context * self.factor)
 
     @property
     def settings(self) -> dict[str, float]:
-        """The settings under the names that options have."""
+        """The settings by option name."""
         return {"head_dim": self.head_dim, "theta": self.theta, "context": self.context, "factor": self.factor}
 
     def scaling(self, kind: str) -> Mapping[str, Any]:
-        """An example of a kind of llama.rope_scaling.SCALINGS, with the parameters that a model's file would hold."""
+        """An example of a kind of llama.rope_scaling.SCALINGS, with the parameters that a model's file has.
+
+        Raises UsageError on an unknown kind.
+        """
         trained = {"original_max_position_embeddings": self.context}
         pairs, s = self.head_dim // 2, self.factor
         examples: dict[str, dict[str, Any]] = {
@@ -65,60 +68,61 @@ class Stretch:
             "llama3": {"factor": s, **LLAMA3, **trained},
             "proportional": {"partial_rotary_factor": 0.5},
         }
-        if kind == "divisors":  # what a GGUF file of Llama 3.1 stores
+        if kind == "divisors":  # a GGUF file of Llama 3.1 stores these
             return {"rope_type": kind, "divisors": self.divisors("llama3").tolist()}
         if kind not in examples:
-            raise UsageError(f"no example of the scaling {kind!r}; known: {', '.join((*examples, 'divisors'))}")
+            raise UsageError(f"unknown scaling {kind!r}; known: {', '.join((*examples, 'divisors'))}")
         return {"rope_type": kind, **examples[kind]}
 
     def stretched(self, kind: str) -> tuple[Tensor, float]:
-        """Frequencies at the wanted length (D/2,) float64, radians a position, and the factor of cos and sin."""
-        # dynamic reads the trained length from max_seq_len, longrope its factor
-        file_says = self.context if kind == "dynamic" else self.wanted
+        """Frequencies at the target length (D/2,) float64, radians per position, and the factor of cos and sin."""
+        # dynamic takes the trained length from max_seq_len, longrope its factor
+        max_seq_len = self.context if kind == "dynamic" else self.target
         inv_freq, attention_factor = inverse_frequencies(
             self.head_dim,
             self.theta,
             self.scaling(kind),
-            seq_len=self.wanted if kind in BY_LENGTH else None,
-            max_seq_len=file_says,
+            seq_len=self.target if kind in BY_LENGTH else None,
+            max_seq_len=max_seq_len,
         )
         return inv_freq.double(), attention_factor
 
     def frequencies(self, kind: str = "default") -> Tensor:
-        """Frequencies at the wanted length: (D/2,) float64, radians a position."""
+        """Frequencies at the target length: (D/2,) float64, radians per position."""
         return self.stretched(kind)[0]
 
     def divisors(self, kind: str) -> Tensor:
-        """By how much the kind divides each frequency: (D/2,) float64; infinite for a pair that it stops."""
+        """Divisor of each frequency under a kind of scaling: (D/2,) float64; infinite for a pair that it stops."""
         return self.frequencies() / self.frequencies(kind)
 
     def reach(self, kind: str) -> int:
-        """Positions that the library lets a model of this kind be used for.
+        """Number of positions up to which the library lets a model with this scaling run.
 
-        Files of longrope, llama3 and divisors state the stretched context, the others the trained one.
+        Model files with longrope, llama3 or divisors have the stretched context as max_seq_len, the others the
+        trained one.
         """
-        stated = self.wanted if kind in ("longrope", "llama3", "divisors") else self.context
-        return reach(stated, self.scaling(kind))
+        max_seq_len = self.target if kind in ("longrope", "llama3", "divisors") else self.context
+        return reach(max_seq_len, self.scaling(kind))
 
     def short(self) -> Tensor:
-        """Which pairs don't finish a turn within the trained context, unscaled: (D/2,) bool."""
+        """Whether each pair stays below one turn within the trained context, unscaled: (D/2,) bool."""
         return turns(self.frequencies(), self.context) < 1
 
     def unseen(self, kind: str) -> int:
-        """Pairs that meet angles at the wanted length which training never showed them.
+        """Number of pairs that meet angles at the target length that did not occur in training.
 
         A pair that finished a turn has seen every angle. A millionth is allowed for rounding.
         """
-        met = self.wanted * self.frequencies(kind)  # (D/2,) radians
+        met = self.target * self.frequencies(kind)  # (D/2,) radians
         return int((self.short() & (met > self.context * self.frequencies() * (1 + 1e-6))).sum())
 
     def some_pairs(self) -> list[int]:
-        """A few pairs over the whole range: the quarters, and the first that doesn't finish a turn."""
+        """A few pairs over the range: the quarters, and the first that doesn't finish a turn."""
         last = self.head_dim // 2 - 1
         first_short = torch.nonzero(self.short()).flatten().tolist()[:1]
         return sorted({0, (last + 1) // 4, (last + 1) // 2, 3 * (last + 1) // 4, last, *first_short})
 
 
 def searched(pairs: int, factor: float) -> list[float]:
-    """An invented list in the shape of LongRoPE's searched ones: 1 at the fast end, the factor from 5/8 on: (D/2,)."""
+    """A made-up list similar to LongRoPE's searched ones: 1 for the fastest pair, the factor from 5/8 on: (D/2,)."""
     return [factor ** min(1.0, (i / (0.625 * max(pairs - 1, 1))) ** 2) for i in range(pairs)]

@@ -293,7 +293,7 @@ def test_002_19_the_length_is_the_largest_position_of_the_batch_plus_one() -> No
     model = tiny.model(config, max_seq_len=64)
     rows = torch.stack((torch.arange(24), (torch.arange(24) - 9).clamp(min=0)))  # (B, T), row 1 padded by 9
     seen = watch(model, tiny.random_tokens(24, batch=2), rows)
-    assert [end for _, end in seen.asked] == [24]
+    assert [end for _, end in seen.lookups] == [24]
     inv_freq, _ = inverse_frequencies(16, 1e4, config.rope_scaling, seq_len=24, max_seq_len=16)
     assert not torch.equal(inv_freq, inverse_frequencies(16, 1e4)[0])
     assert torch.equal(seen.rows[0][0], rope.freqs_cis_at(rows, inv_freq))
@@ -413,7 +413,7 @@ def test_002_26_the_output_has_the_dtype_of_x(form: str, dtype: torch.dtype) -> 
 # ------------------------------------------------------------------------------------------------------- the model
 def test_002_27_one_lookup_in_the_table_serves_every_layer() -> None:
     seen = watch(tiny.model(dataclasses.replace(tiny.CONFIG, n_layers=4)), tiny.random_tokens(6))
-    assert len(seen.asked) == 1
+    assert len(seen.lookups) == 1
     assert len(seen.rows) == 4
     assert all(rows[0] is seen.rows[0][0] for rows in seen.rows)
 

@@ -1,6 +1,6 @@
-"""The five forms of one rotation, held together on random tensors and on a whole model; and what a wrong pairing does.
+"""The five forms of the rotation agree on random tensors and in a model; a wrong pairing changes the results.
 
-The judge is numpy's float64 on the formula, not one of the forms.
+The reference is the formula in numpy's float64, not one of the forms.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = [(1, 1, 1, 1, 2), (2, 5, 4, 2, 4), (1, 9, 3, 1, 16), (3, 4, 8, 8, 64), (
 
 
 def turned_by(form: str, q: Tensor, k: Tensor, positions: Tensor, base: float = 1e4) -> tuple[Tensor, Tensor]:
-    """q and k (B, T, .., D) in Meta's pairs, turned by a form at positions (T,) or (B, T)."""
+    """Rotate q and k (B, T, .., D) in the interleaved layout by a form, at positions (T,) or (B, T)."""
     table = Rope(form, q.shape[-1], 8192, base)
     if table.layout == "half":
         q, k = rope.interleaved_to_half(q), rope.interleaved_to_half(k)
@@ -41,7 +41,7 @@ def turned_by(form: str, q: Tensor, k: Tensor, positions: Tensor, base: float = 
 
 
 def by_formula(x: Tensor, positions: Tensor, base: float = 1e4) -> np.ndarray[Any, Any]:
-    """x (B, T, H, D) turned pair by pair, by the library's float32 angles, everything else in float64."""
+    """Rotate x (B, T, H, D) pair by pair, by the library's float32 angles and otherwise in float64."""
     d, at = x.shape[-1], positions.expand(x.shape[0], -1).numpy()  # (B, T)
     angles = np.float64(at[..., None].astype(np.float32) * inverse_frequencies(d, base)[0].numpy())  # (B, T, D/2)
     out, entries = np.empty(x.shape), x.double().numpy()
@@ -56,7 +56,7 @@ def by_formula(x: Tensor, positions: Tensor, base: float = 1e4) -> np.ndarray[An
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("per_row", [False, True], ids=["shared", "per row"])
-def test_every_form_is_the_formula(form: str, size: tuple[int, ...], per_row: bool) -> None:
+def test_every_form_equals_the_formula(form: str, size: tuple[int, ...], per_row: bool) -> None:
     batch, tokens, heads, kv, d = size
     q, k = gaussians(1, batch, tokens, heads, d).float(), gaussians(2, batch, tokens, kv, d).float()
     positions = torch.from_numpy(by_hand.rng(3).integers(0, 8192, (batch, tokens) if per_row else (tokens,)))
@@ -72,7 +72,7 @@ def test_every_form_is_the_formula(form: str, size: tuple[int, ...], per_row: bo
     base=st.sampled_from([1e4, 5e5]),
     form=st.sampled_from([form for form in FORMS if form != "complex"]),
 )
-def test_every_form_is_the_complex_one(seed: int, d: int, base: float, form: str) -> None:
+def test_every_form_equals_the_complex_form(seed: int, d: int, base: float, form: str) -> None:
     q, k = gaussians(seed, 2, 3, 4, d).float(), gaussians(seed + 1, 2, 3, 2, d).float()
     positions = torch.from_numpy(by_hand.rng(seed).integers(0, 8192, (2, 3)))
     both = zip(turned_by(form, q, k, positions, base), turned_by("complex", q, k, positions, base), strict=True)
@@ -82,8 +82,8 @@ def test_every_form_is_the_complex_one(seed: int, d: int, base: float, form: str
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2**-6), (torch.float16, 2**-9), (torch.float64, 4e-6)])
-def test_dtypes_are_kept_and_the_rotation_is_float32(form: str, dtype: torch.dtype, atol: float) -> None:
-    """Rounded once, at the end: by half a step of the dtype below 8. float64 comes back with float32's digits."""
+def test_the_dtype_is_preserved_and_the_rotation_is_float32(form: str, dtype: torch.dtype, atol: float) -> None:
+    """The result is rounded once, by at most half a step of the dtype below 8; float64 has float32's precision."""
     q, k = gaussians(1, 2, 9, 4, 32).to(dtype), gaussians(2, 2, 9, 2, 32).to(dtype)
     for x, turned in zip((q, k), turned_by(form, q, k, torch.arange(9)), strict=True):
         assert turned.dtype == dtype
@@ -104,8 +104,8 @@ def test_views_and_strides_do_not_matter(form: str) -> None:
 
 @LAW
 @given(seed=seeds, form=st.sampled_from(list(FORMS)), m=st.integers(0, 4000), n=st.integers(0, 4000))
-def test_turns_add_up_and_can_be_undone(seed: int, form: str, m: int, n: int) -> None:
-    """R_m R_n = R_(m + n), in every form; in float32 an angle near 8,000 is known to 8,000 * 2^-23."""
+def test_rotations_add_up(seed: int, form: str, m: int, n: int) -> None:
+    """R_m R_n = R_(m + n), in every form; the error of a float32 angle near 8,000 is up to 8,000 * 2^-23."""
     x = gaussians(seed, 1, 1, 2, 16).float()
     one, _ = turned_by(form, x, x, torch.tensor([m]))
     both, _ = turned_by(form, one, one, torch.tensor([n]))
@@ -116,11 +116,11 @@ def test_turns_add_up_and_can_be_undone(seed: int, form: str, m: int, n: int) ->
 # ------------------------------------------------------------------------------------------ pairings, permutations
 @LAW
 @given(seed=seeds, d=st.sampled_from([2, 4, 16, 128]))
-def test_the_permutation_of_entries_has_an_inverse_and_follows_its_rule(seed: int, d: int) -> None:
+def test_interleaved_to_half_follows_its_rule_and_has_an_inverse(seed: int, d: int) -> None:
     x = gaussians(seed, 3, d)
     half = rope.interleaved_to_half(x)
     for i in range(d // 2):
-        assert torch.equal(half[:, i], x[:, 2 * i])  # the first of each pair to the first half
+        assert torch.equal(half[:, i], x[:, 2 * i])  # the first entries of all pairs form the first half
         assert torch.equal(half[:, d // 2 + i], x[:, 2 * i + 1])
     assert torch.equal(rope.half_to_interleaved(half), x)
     assert torch.equal(rope.interleaved_to_half(rope.half_to_interleaved(x)), x)
@@ -128,7 +128,7 @@ def test_the_permutation_of_entries_has_an_inverse_and_follows_its_rule(seed: in
 
 @LAW
 @given(seed=seeds, heads=st.integers(1, 4), d=st.sampled_from([2, 8, 64]), width=st.integers(1, 9))
-def test_permuting_rows_of_a_weight_permutes_the_entries_it_makes(seed: int, heads: int, d: int, width: int) -> None:
+def test_permuting_the_rows_of_a_weight_permutes_its_output(seed: int, heads: int, d: int, width: int) -> None:
     weight, x = gaussians(seed, heads * d, width), gaussians(seed + 1, 5, width)
     bias = gaussians(seed + 2, heads * d)
     made = (x @ weight.T + bias).unflatten(-1, (heads, d))  # (T, heads, D)
@@ -140,14 +140,14 @@ def test_permuting_rows_of_a_weight_permutes_the_entries_it_makes(seed: int, hea
         assert torch.equal(rope.to_half_layout(rope.to_interleaved_layout(tensor, d), d), tensor)
 
 
-def test_a_permutation_alone_changes_no_score() -> None:
+def test_permuting_q_and_k_alike_changes_no_score() -> None:
     q, k = gaussians(0, 5, 64), gaussians(1, 7, 64)
     torch.testing.assert_close(rope.interleaved_to_half(q) @ rope.interleaved_to_half(k).T, q @ k.T, rtol=0, atol=1e-13)
 
 
-# -------------------------------------------------------------------------------------------------- a whole model
+# ------------------------------------------------------------------------------------------------ a complete model
 def model_in(form: str, right: bool = True, **changes: Any) -> Transformer:
-    """The tiny model in a form; with `right` false the weights keep the rows of the other pairing."""
+    """The tiny model in a form; if not `right`, its weights are in the other layout."""
     config = dataclasses.replace(tiny.CONFIG, **changes)
     net = Transformer(config, rope=form).requires_grad_(False).eval()
     target = net.rope.layout
@@ -170,7 +170,7 @@ def model_in(form: str, right: bool = True, **changes: Any) -> Transformer:
     ],
     ids=str,
 )
-def test_a_model_gives_the_same_logits_in_every_form(form: str, changes: dict[str, Any]) -> None:
+def test_a_model_has_the_same_logits_in_every_form(form: str, changes: dict[str, Any]) -> None:
     config = dataclasses.replace(tiny.CONFIG, **changes)
     tokens = tiny.random_tokens(50, config, batch=2)
     definition = tiny.model(config)(tokens)
@@ -180,15 +180,15 @@ def test_a_model_gives_the_same_logits_in_every_form(form: str, changes: dict[st
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_model_gives_numpys_logits_in_every_form(form: str) -> None:
+def test_a_model_has_numpys_logits_in_every_form(form: str) -> None:
     tokens = tiny.random_tokens(12)
     expected = by_hand.llama(tiny.weights(), tiny.CONFIG, tokens[0].tolist())
     np.testing.assert_allclose(model_in(form)(tokens)[0].numpy(), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_keys_in_the_cache_are_those_of_the_definition(form: str) -> None:
-    """Whatever the form, a cache can go on in another one: its keys stand in the interleaved order."""
+def test_cached_keys_are_interleaved_in_every_form(form: str) -> None:
+    """So a model in another form can continue with the same cache."""
     tokens = tiny.random_tokens(20)
     first, second = model_in(form), model_in("complex")
     cache, own = first.new_cache(), second.new_cache()
@@ -199,7 +199,7 @@ def test_keys_in_the_cache_are_those_of_the_definition(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_positions_of_a_row_in_every_form(form: str) -> None:
+def test_each_row_has_its_own_positions_in_every_form(form: str) -> None:
     tokens, at = tiny.random_tokens(6, batch=2), torch.stack((torch.arange(6), torch.arange(90, 96)))
     logits = model_in(form)(tokens, at)
     for row in range(2):
@@ -209,11 +209,11 @@ def test_positions_of_a_row_in_every_form(form: str) -> None:
 
 # ------------------------------------------------------------------------------------------------- the wrong pairing
 @pytest.mark.parametrize("form", FORMS)
-def test_the_wrong_pairing_is_another_model(form: str) -> None:
-    """Measured: the first token is right; then logits are off by 0.9 of their size, and 1 best token in 10 stays."""
+def test_the_wrong_pairing_changes_all_logits_but_the_first(form: str) -> None:
+    """Measured: the first is correct; later logits differ by 0.9 of their norm, and 1 top token in 10 agrees."""
     tokens = tiny.random_tokens(60)
     right, wrong = model_in(form)(tokens)[0], model_in(form, right=False)(tokens)[0]  # (T, V)
-    torch.testing.assert_close(wrong[0], right[0], rtol=0, atol=1e-4)  # at position 0 nothing is turned
+    torch.testing.assert_close(wrong[0], right[0], rtol=0, atol=1e-4)  # at position 0 all angles are 0
     off = (wrong - right).norm(dim=-1) / right.norm(dim=-1)  # (T,)
     assert float(off[1:].mean()) > 0.7
     assert float(off[1:].min()) > 0.1
@@ -222,8 +222,8 @@ def test_the_wrong_pairing_is_another_model(form: str) -> None:
     assert same < 0.3
 
 
-def test_the_wrong_pairing_turns_the_right_angles_of_the_wrong_entries() -> None:
-    """Scores stay functions of the distance, so nothing looks broken; they are those of another function."""
+def test_scores_of_the_wrong_pairing_are_another_function_of_the_distance() -> None:
+    """They still depend only on the distance, which makes the mistake hard to notice."""
     q, k = gaussians(0, 1, 1, 1, 16).float(), gaussians(1, 1, 1, 1, 16).float()
     table = Rope("half", 16, 200, 1e4)
 
@@ -243,7 +243,7 @@ def test_the_wrong_pairing_turns_the_right_angles_of_the_wrong_entries() -> None
     assert sum(gap > 0.1 for gap in apart) > 50
 
 
-def test_for_heads_of_two_there_is_one_pairing() -> None:
+def test_in_heads_of_two_entries_both_pairings_agree() -> None:
     x = gaussians(0, 1, 5, 2, 2).float()
     assert torch.equal(rope.interleaved_to_half(x), x)
     by_half, _ = turned_by("half", x, x, torch.arange(5))
@@ -251,8 +251,8 @@ def test_for_heads_of_two_there_is_one_pairing() -> None:
     torch.testing.assert_close(by_half, by_neighbours, rtol=0, atol=1e-6)
 
 
-def test_a_layer_sees_what_another_pairing_would_give() -> None:
-    """Where the damage starts: the first layer's scores, before anything else differs."""
+def test_the_wrong_pairing_changes_the_first_layers_scores() -> None:
+    """The scores of the first layer are the first values that differ."""
     tokens = tiny.random_tokens(20)
     right, wrong = watch(model_in("complex"), tokens), watch(model_in("complex", right=False), tokens)
     for seen in (right, wrong):
@@ -264,8 +264,8 @@ def test_a_layer_sees_what_another_pairing_would_give() -> None:
     assert float(gap.tril(-1).max()) > 1
 
 
-def test_metas_rows_become_hugging_faces_and_back() -> None:
-    """The permutation against the one that transformers' conversion script writes as view, transpose, reshape."""
+def test_to_half_layout_is_the_permutation_of_transformers() -> None:
+    """transformers' conversion script writes it as view, transpose, reshape."""
     weight = gaussians(0, 4 * 16, 64)
     theirs = weight.view(4, 16 // 2, 2, 64).transpose(1, 2).reshape(4 * 16, 64)
     assert torch.equal(llama.rope.to_half_layout(weight, 16), theirs)

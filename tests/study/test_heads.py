@@ -1,4 +1,4 @@
-"""Which frequencies a trained model uses: the topic on the tiny model, against sums written out."""
+"""The topic heads on the tiny model: checks, and figure data against sums written out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> None:
+def _clear_cache() -> None:
     heads._recorded.cache_clear()
 
 
@@ -34,12 +34,12 @@ def test_the_claims_hold_on_the_tiny_model() -> None:
     report = find("heads").report()
     assert report.passed, report.checks
     assert len(report.checks) == 6
-    assert "judged for this model on this text alone" in " ".join(report.says)
+    assert "The last checks apply to this model on this text only." in " ".join(report.says)
 
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's files with weights that nobody trained."""
+    """The tiny model's files with random weights."""
     folder = tmp_path_factory.mktemp("random")
     for file in tiny_folder().glob("*.json"):
         shutil.copy(file, folder)
@@ -52,44 +52,44 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_random_weights_are_judged_by_what_holds_of_all_and_told_what_training_makes(random_model: Path) -> None:
+def test_random_weights_pass_the_general_checks_and_not_those_of_a_trained_model(random_model: Path) -> None:
     report = heads.report(str(random_model), tiny_folder() / "held-out.txt")
     assert [check.claim for check in report.checks] == ["000-07", "001-15"]
     assert report.passed
-    said = " ".join(report.says)
-    assert "judged for tiny-kjv alone" in said
-    found = re.search(r"is used ([\d.]+) times .* wavelength is ([\d.]+) contexts.* looks ([\d.]+) times", said)
+    prose = " ".join(report.says)
+    assert "checked only for tiny-kjv" in prose
+    found = re.search(r"is used ([\d.]+) times .* wavelength is ([\d.]+) contexts.* head is ([\d.]+) times", prose)
     assert found
     checked = heads._of_training(*map(float, found.groups()))
-    assert sum(check.passed for check in checked) < len(checked), said
+    assert sum(check.passed for check in checked) < len(checked), prose
 
 
 @pytest.mark.parametrize("length", [2, 20, 64])
-def test_a_length_of_ones_own_is_measured_and_not_judged(length: int) -> None:
+def test_at_another_length_only_the_general_checks_run(length: int) -> None:
     report = heads.report(length=length)
     assert report.passed
     assert len(report.checks) == 2
 
 
-def test_the_second_way_to_the_weights_notices_another_angle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_from_distances_differ_at_another_angle(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Rope.frequencies
 
     def shifted(rope: Rope, length: int) -> Any:
         inv_freq, factor = real(rope, length)
         return inv_freq * 1.01, factor
 
-    heads._recorded("tiny-kjv", None, None)  # the model itself turns by the right angles
+    heads._recorded("tiny-kjv", None, None)  # cached before the patch, so that the model uses the correct angles
     monkeypatch.setattr(Rope, "frequencies", shifted)
     failed = [check.claim for check in find("heads").report().checks if not check.passed]
     assert failed == ["001-15"]
 
 
-def test_the_figures_numbers_are_sums_over_tokens() -> None:
+def test_figure_data_are_means_over_tokens() -> None:
     table = heads.data(length=40)
     text = (tiny_folder() / "held-out.txt").read_bytes()
     tokens = torch.tensor([list(text[(len(text) - 40) // 2 :][:40])])
     model = load_model(tiny_folder(), dtype="float32", max_seq_len=40)
-    layer, head = 0, 2  # layer 0 needs nothing but the embedding
+    layer, head = 0, 2  # the input of layer 0 is the embedding
     x = model.layers[0].attention_norm(model.tok_embeddings(tokens))
     q, k = (w(x).unflatten(-1, (-1, 32)) for w in (model.layers[0].attention.wq, model.layers[0].attention.wk))
     q, k = tiny.rotate(model.rope, q, k, torch.arange(40), 40)
@@ -119,10 +119,10 @@ def test_the_figure_is_written(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--length", "1"], "takes a --length from 2 to 1,024"),
-        (["--length", "5000"], "takes a --length from 2 to 1,024"),
+        (["--length", "1"], "--length of this topic must be an integer from 2 to 1024"),
+        (["--length", "5000"], "--length of this topic must be an integer from 2 to 1024"),
         (["--text", "no-such-file"], "expected a text file"),
-        (["-m", "smollm2-135m-instruct"], "give a text with --text"),
+        (["-m", "smollm2-135m-instruct"], "add --text FILE"),
     ],
 )
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
@@ -132,7 +132,7 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], options: l
     assert message in err
 
 
-def test_the_second_way_to_the_weights_knows_a_scalings_factor(tmp_path: Path) -> None:
+def test_the_weights_from_distances_include_the_factor_of_a_scaling(tmp_path: Path) -> None:
     shutil.copytree(tiny_folder(), tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     config["rope_scaling"] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}

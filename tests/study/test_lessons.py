@@ -1,4 +1,4 @@
-"""The lessons of docs/study: each is executed as a notebook and must keep its promises."""
+"""The lessons of docs/study: each runs as a notebook, and has the parts and links that it must have."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ ONE_CORE = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def execute_alone(notebook: Any) -> Any:
-    """Run all cells in place, from the lesson's folder, on one core; a cell that fails raises CellExecutionError."""
+    """Run all cells in place, in the folder of the lessons, on one core. A failing cell raises CellExecutionError."""
     return client(notebook).execute(env=ONE_CORE)
 
 
 @pytest.fixture(scope="module")
 def execute() -> Iterator[Callable[[Any], Any]]:
-    """As execute_alone, in one kernel for all, which has imported torch and forgets the names of the one before."""
+    """Like execute_alone, but with one kernel for all lessons, whose names are deleted before each lesson."""
     shared = client(jupytext.reads("", fmt="md"))
     shared.create_kernel_manager()
     shared.start_new_kernel(env=ONE_CORE)
@@ -71,15 +71,15 @@ def section(text: str, name: str) -> str:
 
 
 def check(notebook: Any) -> None:
-    """What a lesson that was executed must show."""
+    """Check the output of an executed lesson."""
     for cell in code_cells(notebook):
         if re.search(r"\.figure\([^)]*\)$", cell.source):
             assert [output.data.get("image/png", "")[:8] for output in cell.outputs] == ["iVBORw0K"], cell.source
         assert "FAIL" not in printed(cell)
-    last_words = [printed(cell) for cell in code_cells(notebook) if "mine:" in printed(cell)]
-    assert last_words, "the lesson has no judge"
-    for words in last_words:  # what is committed is the printed line, and the judge sees it
-        assert "right" not in words
+    verdicts = [printed(cell) for cell in code_cells(notebook) if "mine:" in printed(cell)]
+    assert verdicts, "the lesson has no judge"
+    for verdict in verdicts:  # the committed exercise is unsolved, and the judge must reject it
+        assert "right" not in verdict
 
 
 @every_lesson
@@ -87,13 +87,13 @@ def test_a_lesson_runs_and_shows_its_figures(execute: Callable[[Any], Any], less
     check(execute(jupytext.read(lesson)))
 
 
-@pytest.mark.slow  # the same in a kernel of its own
+@pytest.mark.slow  # the same in a new kernel
 @every_lesson
 def test_a_lesson_runs_alone(lesson: Path) -> None:
     check(execute_alone(jupytext.read(lesson)))
 
 
-def test_a_lesson_knows_no_name_of_the_one_before(execute: Callable[[Any], Any]) -> None:
+def test_a_lesson_does_not_see_names_of_the_previous_one(execute: Callable[[Any], Any]) -> None:
     execute(jupytext.reads("```python\nleft_behind = 1\n```", fmt="md"))
     with pytest.raises(CellExecutionError, match="NameError"):
         execute(jupytext.reads("```python\nleft_behind\n```", fmt="md"))
@@ -111,10 +111,10 @@ def test_a_wrong_number_makes_a_lesson_fail(execute: Callable[[Any], Any]) -> No
         execute(notebook)
 
 
-@pytest.mark.slow  # runs two lessons once more
+@pytest.mark.slow  # runs two lessons again
 @pytest.mark.parametrize("name", ["05-rope-from-one-demand", "08-longer-than-trained"])
-def test_a_solution_put_in_its_place_is_found_right(name: str) -> None:
-    """One exercise asks for a function, the other for a class; figures and reports are left out."""
+def test_the_judge_accepts_the_solution(name: str) -> None:
+    """One exercise needs a function, the other a class; figures and reports are left out."""
     notebook = jupytext.read(STUDY / f"{name}.md")
     solution = next(cell for cell in code_cells(notebook) if cell.metadata.get("tags") == ["solution"])
     repair = re.sub(r"(def|class) [sS]olution", r"\1 mine", solution.source.split("\n\n\n")[0])
@@ -157,7 +157,7 @@ def test_the_errata_that_a_lesson_names_exist(lesson: Path) -> None:
 
 
 @every_lesson
-def test_what_is_to_be_read_next_exists(lesson: Path) -> None:
+def test_the_names_under_read_next_exist(lesson: Path) -> None:
     bullets = re.findall(
         r"^- \[`(llama/[\w/]+)\.py`\]\((.*?)\)(.*?)(?=^- |\Z|^\w)",
         section(lesson.read_text(), "Read next"),
@@ -173,7 +173,7 @@ def test_what_is_to_be_read_next_exists(lesson: Path) -> None:
 
 
 def test_lesson_7_quotes_the_model() -> None:
-    """All of the function's body, code and comments, and nothing else."""
+    """The quoted text is exactly the body of the function, with its comments."""
     quoted = re.search(r"```text\n(q = self.*?)```", (STUDY / "07-inside-a-llama.md").read_text(), re.DOTALL)
     assert quoted
     source = inspect.getsource(Attention.forward)
@@ -181,7 +181,7 @@ def test_lesson_7_quotes_the_model() -> None:
     assert [line.split() for line in quoted[1].splitlines()] == [line.split() for line in body.splitlines()]
 
 
-def test_the_way_through_names_every_lesson_and_its_minutes() -> None:
+def test_the_readme_lists_every_lesson_and_its_minutes() -> None:
     readme = (STUDY / "README.md").read_text()
     rows = re.findall(r"^\| \[(\d\. .*?)\]\((.*?)\) \| (\d+) \|", readme, re.MULTILINE)
     assert [file for _, file, _ in rows] == [lesson.name for lesson in LESSONS]

@@ -1,6 +1,6 @@
-"""The page in a browser: what is drawn follows the controls, and the numbers are the library's at every setting.
+"""The page in a browser: pictures follow the controls, and the numbers equal the library's at every setting.
 
-Needs Chromium, which pip does not bring: without it these tests are skipped.
+Needs Chromium, which pip does not install; without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def show(browser: Browser, file: Path) -> Iterator[Open]:
-    """Open the page; at the end nothing may have gone wrong and nothing been fetched."""
+    """Open the page. At the end there must be no errors, warnings or network requests."""
     faults: list[str] = []
     contexts = []
 
@@ -54,12 +54,12 @@ def show(browser: Browser, file: Path) -> Iterator[Open]:
 
 
 def settle(tab: Page) -> None:
-    """Wait until what was asked for is drawn."""
+    """Wait until the page is drawn."""
     tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def until(tab: Page, condition: str) -> None:
-    """Wait for a condition in JavaScript; Playwright's own way of waiting needs the eval that the page forbids."""
+    """Wait for a condition in JavaScript. Playwright's own wait needs eval, which the page forbids."""
     for _ in range(200):
         if tab.evaluate(condition):
             return
@@ -72,7 +72,7 @@ def drawn(tab: Page) -> dict[str, str]:
 
 
 def state_of(tab: Page) -> dict[str, Any]:
-    """What the controls say."""
+    """The setting in the controls."""
     state = {name: float(tab.input_value(f"#{name}")) for name in ("base", "stretch")}
     state |= {
         name: int(tab.input_value(f"#{name}")) for name in ("dim", "trained", "length", "m", "n", "pair", "shift")
@@ -81,10 +81,10 @@ def state_of(tab: Page) -> dict[str, Any]:
 
 
 def table(tab: Page) -> list[list[str]]:
-    """The page's own table, opened if it isn't."""
+    """The cells of the page's table of numbers, which is opened if necessary."""
     if not tab.evaluate("document.getElementById('numbers').open"):
         tab.evaluate("document.getElementById('numbers').open = true")
-        settle(tab)  # the event comes a moment later
+        settle(tab)  # the event is asynchronous
     settle(tab)
     rows: list[list[str]] = tab.eval_on_selector_all(
         "#numbers tbody tr", "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent))"
@@ -98,8 +98,8 @@ def assert_the_librarys_numbers(tab: Page) -> None:
     lengths = {"seq_len": state["length"], "max_seq_len": state["trained"]}
     before = llama.inverse_frequencies(state["dim"], state["base"])[0].double()
     after = llama.inverse_frequencies(state["dim"], state["base"], scaling, **lengths)[0].double()
-    wanted = max(state["trained"], int(state["trained"] * state["stretch"] + 0.5))
-    end = max(state["length"], state["trained"]) if state["method"] == "dynamic" else wanted
+    target = max(state["trained"], int(state["trained"] * state["stretch"] + 0.5))
+    end = max(state["length"], state["trained"]) if state["method"] == "dynamic" else target
     columns = [
         range(state["dim"] // 2),
         before,
@@ -120,10 +120,9 @@ def assert_the_librarys_numbers(tab: Page) -> None:
 # --------------------------------------------------------------------------------------------------------- the numbers
 def test_the_page_opens_and_agrees_with_the_library(show: Open) -> None:
     tab = show()
-    said = tab.inner_text("#check")
-    assert re.match(r"numbers agree with the library \(48 settings, largest relative difference [3-6]\.\de-8", said), (
-        said
-    )
+    verdict = tab.inner_text("#check")
+    pattern = r"numbers agree with the library \(48 settings, largest relative difference [3-6]\.\de-8"
+    assert re.match(pattern, verdict), verdict
     assert tab.get_attribute("#check", "class") == "check"
     assert_the_librarys_numbers(tab)
 
@@ -136,19 +135,19 @@ def test_the_page_opens_and_agrees_with_the_library(show: Open) -> None:
         ('"linear","fac', '"x","fac'),
     ],
 )
-def test_numbers_that_disagree_are_said_in_red(show: Open, file: Path, tmp_path: Path, old: str, new: str) -> None:
-    spoilt = tmp_path / "spoilt.html"
+def test_a_failed_self_check_is_shown_in_red(show: Open, file: Path, tmp_path: Path, old: str, new: str) -> None:
+    changed = tmp_path / "changed.html"
     text = file.read_text(encoding="utf-8")
     assert old in text
-    spoilt.write_text(text.replace(old, new, 1), encoding="utf-8")
-    tab = show(at=spoilt)
+    changed.write_text(text.replace(old, new, 1), encoding="utf-8")
+    tab = show(at=changed)
     assert "DISAGREE" in tab.inner_text("#check")
     assert tab.get_attribute("#check", "role") == "alert"
     red, green, blue = map(int, re.findall(r"\d+", tab.eval_on_selector("#check", "(x) => getComputedStyle(x).color")))
     assert red > 2 * max(green, blue)
 
 
-# slider -> pictures that must change with it under YaRN, where every setting has a part
+# slider -> pictures that must change with it under YaRN, which uses every setting
 MOVES = {
     "base": PICTURES,
     "dim": PICTURES,
@@ -162,7 +161,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_every_slider_moves_by_keyboard_and_drives_its_pictures(show: Open, name: str) -> None:
+def test_every_slider_moves_by_keyboard_and_changes_its_pictures(show: Open, name: str) -> None:
     tab = show("#method=dynamic&length=5000" if name == "length" else "#method=yarn")
     before, state = drawn(tab), state_of(tab)
     labels = {p: tab.get_attribute(f"#{p} svg", "aria-label") for p in PICTURES}
@@ -182,7 +181,7 @@ def test_every_slider_moves_by_keyboard_and_drives_its_pictures(show: Open, name
         tab.keyboard.press(key)
         settle(tab)
         assert_the_librarys_numbers(tab)
-        for picture in MOVES[name]:  # the words for who can't see it change too
+        for picture in MOVES[name]:  # the description for screen readers must change too
             assert tab.get_attribute(f"#{picture} svg", "aria-label") != labels[picture], picture
 
 
@@ -198,12 +197,12 @@ def test_every_method_is_reached_by_keyboard(show: Open) -> None:
         assert tab.is_visible('[data-field="length"]') == (state_of(tab)["method"] == "dynamic")
     assert list(seen) == ["default", "linear", "ntk", "dynamic", "yarn", "llama3"]
     assert len(set(seen.values())) == 6
-    said = tab.inner_text("#explanation")
-    assert said.startswith("Pairs that turn more than 4 times within L stay")
+    explanation = tab.inner_text("#explanation")
+    assert explanation.startswith("Pairs that turn more than 4 times within L are unchanged")
 
 
 @pytest.mark.parametrize("address", ["#method=ntk", "#method=yarn&dim=64&pair=20&m=777", "#method=llama3&stretch=8"])
-def test_what_is_drawn_is_where_the_numbers_say(show: Open, address: str) -> None:
+def test_the_drawn_coordinates_match_the_numbers(show: Open, address: str) -> None:
     tab = show(address)
     state = state_of(tab)
     scaling = page.scaling_of(state["method"], state["stretch"], state["trained"])
@@ -256,7 +255,7 @@ def curve(tab: Page, selector: str) -> list[tuple[float, float]]:
 
 
 def axis(tab: Page, picture: str, low: str, high: str, scale: Callable[[float], float]) -> Callable[[float], float]:
-    """The picture's own axis, read off two of its tick labels: value -> height on the page."""
+    """The axis of a picture, from two of its tick labels: value -> y on the page."""
     at = {
         word: tab.eval_on_selector_all(
             f"#{picture} svg text[text-anchor=end]",
@@ -269,7 +268,7 @@ def axis(tab: Page, picture: str, low: str, high: str, scale: Callable[[float], 
     return lambda x: at[low] + (at[high] - at[low]) * (scale(x) - a) / (b - a)
 
 
-def test_the_score_stays_when_both_are_shifted(show: Open) -> None:
+def test_the_score_is_unchanged_when_both_positions_shift(show: Open) -> None:
     tab = show("#method=yarn&m=300&n=100")
     here = tab.inner_text("#score-here")
     by_distance = tab.inner_text("#scores .readout tr:last-child td:last-child")  # from the distance; here: turned
@@ -289,18 +288,18 @@ def test_the_score_stays_when_both_are_shifted(show: Open) -> None:
     assert tab.inner_text("#score-here") != here
 
 
-def test_a_field_that_cannot_be_read_is_explained_and_changes_nothing(show: Open) -> None:
+def test_an_invalid_field_has_an_error_and_changes_no_picture(show: Open) -> None:
     tab = show()
     before = drawn(tab)
-    for name, text, said in (
-        ("dim", "7", "must be an even whole number from 8 to 256; got 7; the pictures show 128"),
+    for name, text, message in (
+        ("dim", "7", "must be an even integer from 8 to 256; got 7; the pictures show 128"),
         ("dim", "", "the field is empty"),
         ("base", "-1", "got -1"),
         ("m", "9999999", "from 0 to 8191; got 9999999"),
     ):
         tab.fill(f"#{name}", text)
         settle(tab)
-        assert said in tab.inner_text(f"#{name}-error")
+        assert message in tab.inner_text(f"#{name}-error")
         assert tab.get_attribute(f"#{name}", "aria-invalid") == "true"
         assert drawn(tab) == before
     tab.fill("#dim", "64")
@@ -315,11 +314,11 @@ def test_a_number_too_large_for_the_field_is_not_called_empty(show: Open) -> Non
     tab.fill("#base", "")
     assert "the field is empty" in tab.inner_text("#base-error")
     tab.locator("#base").press_sequentially("1e400")
-    assert "too large or no number; the pictures show 10" in tab.inner_text("#base-error")
+    assert "too large or not a number; the pictures show 10" in tab.inner_text("#base-error")
     assert "empty" not in tab.inner_text("#base-error")
 
 
-def test_what_the_stretch_does_under_dynamic_is_said_beside_it(show: Open) -> None:
+def test_the_effect_of_the_stretch_under_dynamic_is_explained_next_to_it(show: Open) -> None:
     tab = show("#method=dynamic")
     assert "how long the text can get" in tab.inner_text('[data-field="stretch"]')
     assert "stretch-remark" in str(tab.get_attribute("#stretch-slider", "aria-describedby"))
@@ -329,7 +328,7 @@ def test_what_the_stretch_does_under_dynamic_is_said_beside_it(show: Open) -> No
 
 
 # ------------------------------------------------------------------------------------------------ addresses, the path
-def test_an_address_brings_the_setting_back(show: Open) -> None:
+def test_an_address_restores_the_setting(show: Open) -> None:
     tab = show("#base=500000&dim=64&trained=8192&stretch=8&method=llama3&m=40000&n=39000&pair=20&shift=5")
     tab.focus("#stretch-slider")
     tab.keyboard.press("ArrowRight")
@@ -342,7 +341,7 @@ def test_an_address_brings_the_setting_back(show: Open) -> None:
     assert state_of(tab)["method"] == "linear"
 
 
-def test_a_broken_address_is_said_and_survived(show: Open) -> None:
+def test_invalid_keys_of_an_address_are_reported_and_ignored(show: Open) -> None:
     tab = show("#dim=7&method=best&%00")
     assert "ignored in the address" in tab.inner_text("#status")
     assert state_of(tab)["dim"] == 128
@@ -383,8 +382,8 @@ def test_a_click_in_a_picture_follows_a_pair_and_sets_a_distance(show: Open) -> 
     assert state_of(tab)["m"] == state_of(tab)["n"]
 
 
-# -------------------------------------------------------------------------------------------------------- for everyone
-# Smallest contrast ratio of any text with what lies below it (WCAG 2), and the text.
+# -------------------------------------------------------------------------------------------------------- accessibility
+# The smallest contrast ratio of a text and its background (WCAG 2), and the text.
 CONTRAST = """() => {
   const rgba = (text) => { const x = text.match(/[\\d.]+/g).map(Number); return [x[0], x[1], x[2], x[3] ?? 1]; };
   const over = (top, below, opacity = 1) => {
@@ -412,7 +411,7 @@ CONTRAST = """() => {
     const style = getComputedStyle(element);
     let below = background(element);
     const svg = element.closest("svg");
-    if (svg) { // shapes drawn before the text, where its middle lies
+    if (svg) { // shapes drawn before the text, at its centre
       const box = element.getBoundingClientRect();
       const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
       for (const shape of svg.querySelectorAll("path.seen, rect.seen")) {
@@ -471,14 +470,14 @@ def test_a_phone_needs_no_sideways_scroll(show: Open) -> None:
             )
             assert outside == []
             tab.evaluate("scrollTo(0, document.body.scrollHeight / 2)")
-            box = tab.locator(".side summary").bounding_box()  # the controls are within reach wherever one reads
+            box = tab.locator(".side summary").bounding_box()  # the controls are reachable at every scroll position
             assert box is not None
             assert 0 <= box["y"] <= box["y"] + box["height"] <= 740.5
             tab.tap(".side summary")
             settle(tab)
 
 
-def test_what_has_the_focus_shows_it(show: Open) -> None:
+def test_the_focused_element_has_an_outline(show: Open) -> None:
     tab = show()
     names = []
     for _ in range(60):
@@ -488,14 +487,14 @@ def test_what_has_the_focus_shows_it(show: Open) -> None:
             return [e.id || e.name || e.textContent.trim(), getComputedStyle(shown).outlineStyle]; }"""
         )
         if outline == "none" and name.startswith("clearllama"):
-            break  # past the last element the page itself
+            break  # after the last element, the page has the focus
         names.append(name)
         assert outline == "solid", name
-    wanted = {"method", "reset", "theme", "copy", "play", "shift", *(n for n in MOVES if n != "length")}
-    assert wanted <= set(names)
+    expected = {"method", "reset", "theme", "copy", "play", "shift", *(n for n in MOVES if n != "length")}
+    assert expected <= set(names)
 
 
-def test_pictures_have_names_and_no_meaning_in_colour_alone(show: Open) -> None:
+def test_pictures_have_descriptions_and_do_not_rely_on_colour_alone(show: Open) -> None:
     tab = show()
     for name in PICTURES:
         svg = tab.locator(f"#{name} .plot svg")
@@ -505,12 +504,12 @@ def test_pictures_have_names_and_no_meaning_in_colour_alone(show: Open) -> None:
     dashes = tab.eval_on_selector_all(
         "#divisors path[data-method]", "(x) => x.map((e) => getComputedStyle(e).strokeDasharray)"
     )
-    assert len(dashes) == len(set(dashes)) == 5  # dynamic lies on ntk
+    assert len(dashes) == len(set(dashes)) == 5  # dynamic and ntk have the same curve
     labels = tab.eval_on_selector_all("#divisors svg text.halo", "(x) => x.map((e) => e.textContent)")
     assert sorted(labels) == ["NTK-aware = dynamic", "YaRN", "linear (PI)", "llama3", "none"]
 
 
-def test_nothing_moves_by_itself_where_motion_is_unwelcome(show: Open) -> None:
+def test_with_reduced_motion_nothing_is_animated(show: Open) -> None:
     tab = show("#m=5&n=0")
     tab.click(".path li:nth-child(5) button")
     settle(tab)
@@ -524,7 +523,7 @@ def test_nothing_moves_by_itself_where_motion_is_unwelcome(show: Open) -> None:
     assert tab.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
 
 
-def test_with_motion_the_tokens_run_and_stop_and_settings_glide(show: Open) -> None:
+def test_with_motion_the_tokens_run_and_stop_and_settings_are_animated(show: Open) -> None:
     tab = show("#m=5&n=0", motion="no-preference")
     tab.click("#play")
     until(tab, "Number(document.getElementById('m').value) >= 7")
@@ -540,7 +539,7 @@ def test_with_motion_the_tokens_run_and_stop_and_settings_glide(show: Open) -> N
     until(tab, "location.hash.includes('base=500000')")
 
 
-def test_without_javascript_there_is_the_explanation(show: Open) -> None:
+def test_without_javascript_the_explanation_is_shown(show: Open) -> None:
     tab = show(java_script_enabled=False)
     text = tab.inner_text("body")
     assert "need JavaScript, which is off" in text
@@ -550,7 +549,7 @@ def test_without_javascript_there_is_the_explanation(show: Open) -> None:
     assert not tab.is_visible("#panel")
 
 
-def test_on_paper_there_are_the_pictures_and_the_setting(show: Open) -> None:
+def test_in_print_the_pictures_and_the_setting_are_shown(show: Open) -> None:
     tab = show(color_scheme="dark")
     tab.emulate_media(media="print")
     assert not tab.is_visible(".side")

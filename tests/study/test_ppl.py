@@ -1,4 +1,4 @@
-"""Perplexity against context length: the sums, the file they are kept in, and the claims on the tiny trained model."""
+"""Perplexity by position: the sums, the CSV file they are stored in, and the claims on the tiny trained model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> None:
+def _clear_cache() -> None:
     ppl._measured.cache_clear()
 
 
-def test_sums_are_those_of_full_passes() -> None:
-    """Each bucket against the whole text in one pass: logits, softmax, and the mean written out in numpy."""
+def test_sums_equal_those_of_one_full_pass() -> None:
+    """Each bucket against the complete window in one pass, with softmax and mean written out in numpy."""
     found = measure(windows=2, length=300, methods=("yarn:4",))
     text = (tiny_folder() / "held-out.txt").read_bytes()
     model = load_model(
@@ -62,10 +62,10 @@ def test_perplexity_is_exp_of_the_mean_over_windows() -> None:
     assert found == pytest.approx({0.5: math.exp(1.5), 1.0: math.exp(3.0)})
 
 
-def test_a_scaling_by_length_grows_with_the_text_and_whole_reads_each_bucket_afresh() -> None:
+def test_dynamic_changes_with_the_text_and_dynamic_whole_rereads_each_bucket() -> None:
     grown = measure(windows=1, length=256, methods=("dynamic:1", "dynamic-whole:1", "none"))
     curves = {method: grown.perplexity(method) for method in grown.methods}
-    for end in (0.5, 1.0):  # up to the trained length nothing is changed
+    for end in (0.5, 1.0):  # up to the trained length the frequencies are unchanged
         assert curves["dynamic:1"][end] == pytest.approx(curves["none"][end], rel=1e-5)
         assert curves["dynamic-whole:1"][end] == pytest.approx(curves["none"][end], rel=1e-5)
     text = (tiny_folder() / "held-out.txt").read_bytes()
@@ -78,10 +78,10 @@ def test_a_scaling_by_length_grows_with_the_text_and_whole_reads_each_bucket_afr
     assert abs(curves["dynamic:1"][2.0] / curves["dynamic-whole:1"][2.0] - 1) > 1e-3
 
 
-def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, options = tmp_path / "out.csv", {"windows": 3, "length": 140, "methods": ("none", "yarn:4")}
-    whole = measure(**options)
-    real, calls = perplexity._read_through, []
+    uninterrupted = measure(**options)
+    real, calls = perplexity._logprobs, []
 
     def fragile(*args: Any) -> torch.Tensor:
         calls.append(args[1].shape[0])
@@ -89,14 +89,15 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(perplexity, "_read_through", fragile)
+    monkeypatch.setattr(perplexity, "_logprobs", fragile)
     with pytest.raises(KeyboardInterrupt):
         measure(output=file, **options)
     assert {row["method"] for row in csv.DictReader(file.open())} == {"none"}
     resumed = measure(output=file, **options)
-    assert calls == [3, 3, 3]  # none, the interrupted yarn, yarn again: none was not read twice
-    assert [(r.method, r.window, r.first) for r in resumed.rows] == [(r.method, r.window, r.first) for r in whole.rows]
-    for a, b in zip(resumed.rows, whole.rows, strict=True):
+    assert calls == [3, 3, 3]  # "none", the interrupted yarn, and yarn again: "none" was not measured twice
+    expected = uninterrupted.rows
+    assert [(r.method, r.window, r.first) for r in resumed.rows] == [(r.method, r.window, r.first) for r in expected]
+    for a, b in zip(resumed.rows, expected, strict=True):
         assert a.nats == pytest.approx(b.nats, abs=1e-5)
     assert measure(output=file, **options).rows == resumed.rows
     assert calls == [3, 3, 3]
@@ -105,7 +106,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"length": 130}, "holds results with length 140, this run has length 130"), ({"windows": 1}, "windows 2")],
+    [({"length": 130}, "has results with length 140, but this run has length 130"), ({"windows": 1}, "windows 2")],
 )
 def test_results_of_another_setting_are_not_mixed_in(tmp_path: Path, changes: dict[str, int], message: str) -> None:
     file, options = tmp_path / "out.csv", {"windows": 2, "length": 140, "methods": ("none",)}
@@ -123,12 +124,12 @@ def test_results_of_another_model_of_the_same_name_are_not_mixed_in(tmp_path: Pa
     options = {"text": tiny_folder() / "held-out.txt", "windows": 1, "length": 40, "methods": ("none",)}
     file = tmp_path / "out.csv"
     measure(str(folders[0]), output=file, **options)
-    with pytest.raises(UsageError, match="holds results with model m@"):
+    with pytest.raises(UsageError, match="has results with model m@"):
         measure(str(folders[1]), output=file, **options)
 
 
 def damaged(lines: list[str], how: str) -> str:
-    """A finished table with one thing wrong in it."""
+    """A complete table with one defect."""
     row = lines[3].split(",")
     if how == "no table":
         return "a,b\r\n1,2\r\n"
@@ -161,7 +162,7 @@ def damaged(lines: list[str], how: str) -> str:
         "negative", "nan", "words", "bucket", "window",
     ],
 )  # fmt: skip
-def test_a_damaged_or_foreign_table_is_refused_and_left_alone(tmp_path: Path, how: str) -> None:
+def test_a_damaged_or_foreign_table_is_rejected_and_unchanged(tmp_path: Path, how: str) -> None:
     file, options = tmp_path / "out.csv", {"windows": 2, "length": 140, "methods": ("none", "yarn:4")}
     measure(output=file, **options)
     file.write_text(damaged(file.read_text().splitlines(keepends=True), how), newline="")
@@ -171,14 +172,14 @@ def test_a_damaged_or_foreign_table_is_refused_and_left_alone(tmp_path: Path, ho
     assert file.read_bytes() == before
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_a_binary_file_is_rejected_as_a_table(tmp_path: Path) -> None:
     file = tmp_path / "out.csv"
     file.write_bytes(bytes(range(256)))
     with pytest.raises(UsageError, match="can't be read as a table"):
         measure(output=file, windows=1, length=140, methods=("none",))
 
 
-def test_without_a_claim_about_the_methods_there_is_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_without_a_claim_have_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "study", "ppl", "--methods", "none, ntk:8", "--windows", "1", "--length", "140")
     assert code == 0
     assert "nothing to check" in out
@@ -186,12 +187,12 @@ def test_without_a_claim_about_the_methods_there_is_no_verdict(capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("method", ["yarn", "none:4", "yarn:", "yarn:x", "", "spiral:4", "longrope:4"])
-def test_a_method_that_is_none_is_refused(method: str) -> None:
+def test_an_invalid_method_is_rejected(method: str) -> None:
     with pytest.raises(UsageError, match="KIND:FACTOR"):
         scaling_of(method)
 
 
-def test_the_claims_hold_on_the_tiny_model_and_fail_on_one_that_learned_nothing(
+def test_the_claims_hold_on_the_tiny_model_and_fail_on_an_untrained_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     report = find("ppl").report()
@@ -200,17 +201,17 @@ def test_the_claims_hold_on_the_tiny_model_and_fail_on_one_that_learned_nothing(
     ppl._measured.cache_clear()
     real = perplexity.build
 
-    def unlearned(*args: Any, **options: Any) -> Any:
+    def untrained(*args: Any, **options: Any) -> Any:
         net = real(*args, **options)
         for block in net.layers:
             block.attention.wo.weight.data = torch.zeros_like(block.attention.wo.weight)
         return net
 
-    monkeypatch.setattr(perplexity, "build", unlearned)
+    monkeypatch.setattr(perplexity, "build", untrained)
     assert not find("ppl").report(windows=1).passed
 
 
-def test_the_shipped_model_is_what_the_study_says() -> None:
+def test_the_shipped_model_has_the_documented_size() -> None:
     model = load_model(tiny_folder(), dtype="float32")
     assert model.config.max_seq_len == 128
     assert model.config.n_params == sum(p.numel() for p in model.parameters()) == 857216
@@ -224,7 +225,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-def test_the_command_prints_draws_and_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_draws_and_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / name for name in ("ppl.csv", "ppl.png", "data.csv")]
     common = ("study", "ppl", "--windows", "1", "--length", "512", "--output", str(files[0]))
     code, out, _ = run(capsys, *common, "--json", "--figure", str(files[1]))
@@ -245,13 +246,13 @@ def test_the_command_prints_draws_and_keeps(tmp_path: Path, capsys: pytest.Captu
     ("args", "message"),
     [
         (["ppl", "--methods", "spiral:4"], "kinds: linear, ntk, dynamic, yarn, llama3"),
-        (["ppl", "--length", "1000000"], "0 windows of 1000000 fit in it"),
+        (["ppl", "--length", "1000000"], "room for 0 windows of 1000000"),
         (["ppl", "--text", "no-such-file"], "expected a text file in UTF-8: No such file"),
-        (["ppl", "--windows", "100"], "62 windows of 1024 fit in it; 100 are asked for"),
+        (["ppl", "--windows", "100"], "room for 62 windows of 1024, and 100 are needed"),
         (["ppl", "--output", "no-such-folder/x.csv"], "there is no folder no-such-folder"),
-        (["ppl", "--output", "."], "that is a folder"),
+        (["ppl", "--output", "."], "is a folder; expected a file name"),
         (["ppl", "--windows", "0"], "--windows at least 1"),
-        (["ppl", "-m", "smollm2-135m-instruct"], "give a long text with --text"),
+        (["ppl", "-m", "smollm2-135m-instruct"], "add --text FILE"),
         (["order", "--windows", "3"], "study order does not accept --windows"),
         (["ppl", "--head-dim", "64"], "study ppl does not accept --head-dim"),
     ],

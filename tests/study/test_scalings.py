@@ -1,7 +1,7 @@
-"""Every scaling over real sizes: against a formula in numpy's float64, against transformers, against Meta's code.
+"""Every scaling at real sizes: against a formula in numpy's float64, against transformers, against Meta's code.
 
-The library computes in float64 and rounds once, so the formulas hold it to float32's half step. transformers and Meta
-compute in float32 throughout and are themselves off by some 1e-6; where that shows, it is said and measured.
+The library computes in float64 and rounds once, so it must match the formulas to half a step of float32. transformers
+and Meta compute in float32 and have errors of about 1e-6; tests that need a larger tolerance state it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LENGTHS = (1, 2048, 2049, 4096, 8191, 8192, 8193, 32768, 131072)
 ROUNDED = 2**-24  # the largest relative error of a float64 rounded to float32
 
 
-# ------------------------------------------------------------------------------------- the formulas, written again
+# ------------------------------------------------------------------------ an independent implementation of the formulas
 def plain(d: int, theta: float) -> Array:
     return np.exp(-2 * np.arange(d // 2) / d * math.log(theta))
 
@@ -45,25 +45,25 @@ def linear(d: int, theta: float, factor: float) -> Array:
 
 
 def ntk(d: int, theta: float, factor: float) -> Array:
-    """As a divisor of each pair: factor^(i / (D/2 - 1))."""
+    """NTK-aware as a divisor of each pair: factor^(i / (D/2 - 1))."""
     return plain(d, theta) / factor ** (np.arange(d // 2) / (d / 2 - 1))
 
 
 def dynamic(d: int, theta: float, factor: float, length: int, trained: int) -> Array:
-    """ntk, with a factor that begins at 1 at the trained length and grows by `factor` with each further one."""
+    """ntk with a factor that is 1 up to the trained length, and grows by `factor` for each further trained length."""
     return ntk(d, theta, 1 + factor * max(0, length - trained) / trained)
 
 
 def yarn(
-    d: int, theta: float, factor: float, trained: int, fast: float = 32, slow: float = 1, whole: bool = True
+    d: int, theta: float, factor: float, trained: int, fast: float = 32, slow: float = 1, truncate: bool = True
 ) -> Array:
-    """The ramp over the pair's index as YaRN's code has it: pair at which `turns` full turns fit the trained length."""
+    """The ramp of YaRN's code, linear in the pair's index."""
 
-    def place(turns: float) -> float:
+    def index(turns: float) -> float:  # of the pair that makes so many turns within the trained length
         return d / 2 * math.log(trained / (2 * math.pi * turns), theta)
 
-    first, last = place(fast), place(slow)
-    if whole:
+    first, last = index(fast), index(slow)
+    if truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, d - 1)
     width = 0.001 if first == last else last - first
@@ -75,13 +75,13 @@ def yarn(
 
 
 def yarn_attention(factor: float, over: float = 1, under: float = 0) -> float:
-    """sqrt of YaRN's 1 / t, equation 22: 0.1 ln s + 1; with two weights, a quotient of two such."""
+    """The square root of YaRN's 1 / t (equation 22), 0.1 ln s + 1; with two weights, a quotient of two such terms."""
     grows = math.log(factor) / 10 if factor > 1 else 0
     return (1 + over * grows) / (1 + under * grows)
 
 
 def llama3(d: int, theta: float, factor: float, trained: float = 8192, low: float = 1, high: float = 4) -> Array:
-    """By the wavelength, pair by pair, as Llama 3.1's code has it."""
+    """By the wavelength, pair by pair, as in Llama 3.1's code."""
     out = plain(d, theta)
     for i, w in enumerate(out):
         wave = 2 * math.pi / w
@@ -112,7 +112,7 @@ LLAMA3 = {
 def theirs(
     d: int, theta: float, scaling: dict[str, Any], context: int, length: int | None = None, exact: bool = False
 ) -> tuple[Array, float]:
-    """transformers' numbers, by the function its Llama calls; with `exact`, its lines run in float64 where they can."""
+    """transformers' results, by the function that its Llama calls; `exact` runs it in float64 where possible."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -133,9 +133,9 @@ def check(
     d: int, theta: float, scaling: dict[str, Any], expected: Array, attention: float = 1.0, *,
     context: int = 8192, length: int | None = None, in_transformers: bool = True, loss: float = 1.0,
 ) -> None:  # fmt: skip
-    """The library against the formula to a rounding, and against transformers to 1e-6.
+    """Compare the library with the formula up to one rounding, and with transformers up to 1e-6 * loss.
 
-    `loss`: transformers' own loss in float32 is larger by so much; its lines in float64 are then held to 1e-6 as well.
+    With loss > 1 the library is also compared with transformers' code in float64, up to 1e-6.
     """
     ours, factor = inverse_frequencies(d, theta, scaling, seq_len=length, max_seq_len=context)
     assert (ours.dtype, ours.shape) == (torch.float32, (d // 2,))
@@ -150,7 +150,7 @@ def check(
             np.testing.assert_allclose(ours.double().numpy(), inv_freq, rtol=1e-6, atol=0)
 
 
-# ------------------------------------------------------------------------------------------------- the whole grid
+# ------------------------------------------------------------------------------------------------------- the grid
 def test_default() -> None:
     for d, theta in itertools.product(DIMS, THETAS):
         check(d, theta, {"rope_type": "default"}, plain(d, theta))
@@ -180,12 +180,12 @@ def test_yarn() -> None:
 
 
 def optional_keys() -> Iterator[tuple[dict[str, Any], dict[str, Any], float | None]]:
-    """Every way to set yarn's optional keys: (keys, what they mean for the formula, the attention factor at 8)."""
-    for fast, slow, whole in itertools.product((None, 16.0, 64.0), (None, 0.5, 2.0), (None, True, False)):
-        ramp = {"beta_fast": fast, "beta_slow": slow, "truncate": whole}
+    """Combinations of yarn's optional keys: (keys, arguments of the formula, attention factor at factor 8)."""
+    for fast, slow, truncate in itertools.product((None, 16.0, 64.0), (None, 0.5, 2.0), (None, True, False)):
+        ramp = {"beta_fast": fast, "beta_slow": slow, "truncate": truncate}
         yield (
             {key: value for key, value in ramp.items() if value is not None},
-            {"fast": fast or 32, "slow": slow or 1, "whole": whole is not False},
+            {"fast": fast or 32, "slow": slow or 1, "truncate": truncate is not False},
             None,
         )
     for over, under, attention in itertools.product((None, 0.7, 1.0), (None, 0.5, 1.0), (None, 1.3)):
@@ -206,8 +206,8 @@ def test_every_optional_key_of_yarn(keys: dict[str, Any], means: dict[str, Any],
 @pytest.mark.parametrize(
     "keys", [{"beta_fast": None, "beta_slow": None, "attention_factor": None}, {"factor": None}], ids=str
 )
-def test_a_key_of_null_is_a_key_left_out(keys: dict[str, Any]) -> None:
-    """Without a factor, what the context is a multiple of the trained length is the factor."""
+def test_a_key_with_null_is_like_a_missing_key(keys: dict[str, Any]) -> None:
+    """Without a factor, the factor is the context divided by the trained length."""
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, **keys}
     check(64, 1e4, scaling, yarn(64, 1e4, 8.0, 4096), yarn_attention(8), context=32768)
 
@@ -222,7 +222,7 @@ def test_longrope_short_and_long() -> None:
             check(d, theta, scaling, plain(d, theta) / divide, attention, context=131072, length=length)
 
 
-def test_longropes_factor_may_be_what_the_context_says_or_be_given() -> None:
+def test_longropes_factor_is_explicit_or_from_the_context() -> None:
     for keys, attention in (
         ({}, longrope_attention(131072 / 4096, 4096)),
         ({"factor": 2.0}, longrope_attention(2, 4096)),
@@ -241,7 +241,7 @@ def test_longropes_factor_may_be_what_the_context_says_or_be_given() -> None:
 
 
 def test_llama3() -> None:
-    """In float32 the ramp loses digits: near its slow end a pair is the small difference of turns and 1, times 8."""
+    """transformers' float32 ramp loses digits near its slow end, in the difference of turns and 1; so loss is 3."""
     for (d, theta, factor), trained in itertools.product(GRID, (2048, 8192)):
         scaling = {**LLAMA3, "factor": factor, "original_max_position_embeddings": trained}
         check(d, theta, scaling, llama3(d, theta, factor, trained), loss=3)
@@ -281,7 +281,7 @@ def test_llama3_with_factor_8_is_metas_apply_scaling(d: int) -> None:
         ours, _ = inverse_frequencies(d, theta, {**LLAMA3, "factor": 8.0})
         exact = meta["apply_scaling"](torch.from_numpy(plain(d, theta)))  # their function, float64 in and out
         np.testing.assert_allclose(ours.double().numpy(), exact.numpy(), rtol=ROUNDED * 1.001, atol=0)
-        theirs_32 = 1.0 / (theta ** (torch.arange(0, d, 2).float() / d))  # as their precompute_freqs_cis begins
+        theirs_32 = 1.0 / (theta ** (torch.arange(0, d, 2).float() / d))  # as in their precompute_freqs_cis
         np.testing.assert_allclose(ours.numpy(), meta["apply_scaling"](theirs_32).numpy(), rtol=1e-6, atol=0)
         table = meta["precompute_freqs_cis"](d, 512, theta, True)
         by_us = llama.precompute_freqs_cis(d, 512, theta, {**LLAMA3, "factor": 8.0})
@@ -290,7 +290,7 @@ def test_llama3_with_factor_8_is_metas_apply_scaling(d: int) -> None:
 
 # --------------------------------------------------------------------------------------------- laws of the scalings
 def scaled(kind: str, d: int, theta: float, factor: float, length: int = 8192) -> Array:
-    """The divisor of each pair under a kind, before rounding, for a model trained for 4,096 tokens."""
+    """The divisor of each pair under a kind, before rounding, for a model trained on 4,096 tokens."""
     base = llama.rope_scaling.Base(d, theta, seq_len=length, max_seq_len=4096)
     more: dict[str, Any] = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **lists(d)}
     return plain(d, theta) / SCALINGS[kind](base, more)[0].numpy()
@@ -303,7 +303,7 @@ def scaled(kind: str, d: int, theta: float, factor: float, length: int = 8192) -
     theta=st.sampled_from(THETAS),
     factor=st.floats(1, 64),
 )
-def test_a_divisor_lies_between_1_and_the_factor_and_grows_with_the_pair(
+def test_divisors_are_between_1_and_the_factor_and_increase_with_the_pair(
     kind: str, d: int, theta: float, factor: float
 ) -> None:
     divisor = scaled(kind, d, theta, factor)
@@ -313,7 +313,7 @@ def test_a_divisor_lies_between_1_and_the_factor_and_grows_with_the_pair(
 
 
 @pytest.mark.parametrize("kind", ["linear", "ntk", "dynamic", "yarn", "llama3"])
-def test_a_factor_of_1_changes_nothing_but_dynamics_growth(kind: str) -> None:
+def test_a_factor_of_1_changes_nothing_up_to_the_trained_length(kind: str) -> None:
     for d, theta in itertools.product(DIMS, THETAS):
         np.testing.assert_allclose(scaled(kind, d, theta, 1.0, length=4096), 1, rtol=1e-12)
 
@@ -332,7 +332,7 @@ def test_dynamic_is_a_pure_function_of_the_length(factor: float, length: int, ea
 
 
 def test_dynamics_factor_is_not_the_stretch() -> None:
-    """E23: at f times the trained length a factor f stretches by f^2 - f + 1, 13 for 4; a factor 1 by f."""
+    """E23: at f times the trained length, factor f stretches by f^2 - f + 1 (13 for f = 4), and factor 1 by f."""
     for f in (2.0, 4.0, 8.0):
         divisor = scaled("dynamic", 128, 1e4, f, length=int(4096 * f))
         assert divisor[-1] == pytest.approx(f**2 - f + 1, rel=1e-12)
@@ -349,10 +349,10 @@ def test_llama3_is_ntk_by_parts(d: int, theta: float, factor: float) -> None:
 
 
 def test_yarns_code_is_not_yarns_paper() -> None:
-    """OK12: the ramp runs over the pair's index here, over its turns there; most apart at pair 34, by 1.733."""
+    """OK12: the code's ramp is linear in the pair's index, the paper's in its turns; they differ most at pair 34."""
     turns = 4096 * plain(128, 1e4) / (2 * math.pi)
     keep = np.clip((turns - 1) / (32 - 1), 0, 1)
-    apart = scaled("yarn", 128, 1e4, 4.0) * (keep + (1 - keep) / 4)  # divisor here over divisor there
+    apart = scaled("yarn", 128, 1e4, 4.0) * (keep + (1 - keep) / 4)  # divisor of the code / divisor of the paper
     apart = np.maximum(apart, 1 / apart)
     assert (int(apart.argmax()), float(apart.max())) == (34, pytest.approx(1.733, abs=1e-3))
 
@@ -378,7 +378,7 @@ FAR = np.unique(np.concatenate([np.arange(0, 64), 2 ** np.arange(6, 18), 2 ** np
 @pytest.mark.parametrize("scaling", EXAMPLES, ids=lambda s: s["rope_type"] if s else "none")
 @pytest.mark.parametrize("theta", THETAS)
 def test_angles_to_position_131072(scaling: dict[str, Any] | None, theta: float) -> None:
-    """An angle is a product of two float32 numbers, each within a rounding of the exact one, rounded once more."""
+    """An angle is the rounded product of an exact position and a rounded frequency: two roundings."""
     context = 8192
     for d in DIMS:
         inv_freq, _ = inverse_frequencies(d, theta, scaling, seq_len=131072, max_seq_len=context)
@@ -389,13 +389,13 @@ def test_angles_to_position_131072(scaling: dict[str, Any] | None, theta: float)
         np.testing.assert_allclose(angles, FAR[:, None] * exact, rtol=2 * ROUNDED * 1.001, atol=0)
         table = rope.freqs_cis_at(torch.from_numpy(FAR), inv_freq).to(torch.complex128).numpy()
         off = np.abs(table - np.exp(1j * FAR[:, None] * exact))
-        # What float32 can promise, entry by entry: two roundings of the angle, and those of cos and sin.
+        # The error bound of float32 for each entry: two roundings of the angle, and the roundings of cos and sin.
         assert bool(np.all(off <= 2 * ROUNDED * FAR[:, None] * exact + 2e-7))
 
 
 @pytest.mark.parametrize(("d", "theta"), [(64, 5e5), (128, 5e5), (64, 1e4), (128, 1e4)])
-def test_the_whole_table_to_131072(d: int, theta: float) -> None:
-    """Measured: 3.7e-3 is lost at position 131,071 by Meta's float32 table, less here; 7.8e-3 at most anywhere."""
+def test_the_complete_table_to_131072(d: int, theta: float) -> None:
+    """Measured at position 131,071: Meta's float32 table has an error of 3.7e-3, ours less; ours is below 7.8e-3."""
     table = llama.precompute_freqs_cis(d, 131072, theta)
     last = np.exp(1j * 131071 * plain(d, theta))
     ours = table[-1].to(torch.complex128).numpy()
@@ -412,7 +412,7 @@ def test_the_whole_table_to_131072(d: int, theta: float) -> None:
         assert float(np.abs((row - last).imag).max()) == pytest.approx(3.7e-3, rel=2e-2)
 
 
-def test_lengths_matter_to_two_kinds_alone() -> None:
+def test_only_two_kinds_depend_on_the_length() -> None:
     for kind in SCALINGS:
         if kind in ("divisors", "proportional", "default"):
             continue

@@ -1,4 +1,4 @@
-"""The topics about attention and additive codes: reports that can fail, figures recomputed apart, laws behind both."""
+"""The topics about attention and additive encodings: reports that can fail, independent figure data, and laws."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def find(topic: str, name: str) -> figure.Figure:
 
 
 def columns(line: str) -> int:
-    """Columns of a terminal: a Chinese character takes two."""
+    """Columns of a line in a terminal, where a Chinese character has two."""
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in line)
 
 
 # --------------------------------------------------------------------------------------------------------- reports
 @pytest.mark.parametrize("name", topics.TOPICS)
 def test_a_line_fits_and_the_ids_are_explained(name: str) -> None:
-    """The list of all errata alone may be longer than a screen."""
+    """Only the list of all errata may be longer than a screen."""
     lines = text(topics.find(name).report()).splitlines()
     assert len(lines) <= (40 if name != "errata" else 80)
     assert max(map(columns, lines)) <= 110
@@ -54,7 +54,7 @@ def test_a_line_fits_and_the_ids_are_explained(name: str) -> None:
     assert lines.index(explained[0]) == next(i for i, line in enumerate(lines) if line.startswith("  PASS")) - 1
 
 
-def test_numbers_are_for_people() -> None:
+def test_numbers_have_six_digits_and_thousands_separators() -> None:
     shown = {54410.1: "54,410.1", 2559203.4: "2,559,200", 1234.0: "1,234", 999.5: "999.5", 1e-7: "1e-07", 1e12: "1e+12"}
     assert {value: show(value) for value in shown} == shown
     assert show(-4321.5) == "-4,321.5"
@@ -91,7 +91,7 @@ def test_every_check_holds_and_the_text_fits_a_screen(name: str) -> None:
         ("relative", {"head_dim": 128, "theta": 500000.0, "context": 100}),
     ],
 )  # fmt: skip
-def test_they_hold_for_other_numbers(name: str, numbers: dict[str, Any]) -> None:
+def test_checks_pass_at_other_settings(name: str, numbers: dict[str, Any]) -> None:
     report = topics.find(name).report(**numbers)
     assert report.passed, [check for check in report.checks if not check.passed]
     shown = text(report)
@@ -102,9 +102,9 @@ def test_they_hold_for_other_numbers(name: str, numbers: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [0, -2, 3, 10**9, 2.5, math.nan, True, "8"])
-def test_numbers_out_of_range_are_refused_in_one_line(name: str, value: Any) -> None:
-    taken = set(options_of(topics.find(name).report)) & {"head_dim", "context"}
-    for option in taken - ({"head_dim"} if (name, value) == ("sqrtd", 3) else set()):
+def test_settings_out_of_range_are_rejected_in_one_line(name: str, value: Any) -> None:
+    options = set(options_of(topics.find(name).report)) & {"head_dim", "context"}
+    for option in options - ({"head_dim"} if (name, value) == ("sqrtd", 3) else set()):
         if (option, value) == ("context", 3) and name == "heatmap":
             continue
         with pytest.raises((UsageError, ConfigError)) as caught:
@@ -115,8 +115,8 @@ def test_numbers_out_of_range_are_refused_in_one_line(name: str, value: Any) -> 
 
 @pytest.mark.parametrize("name", ["order", "heatmap", "binary", "shift", "relative"])
 @pytest.mark.parametrize("theta", [0.0, 1.0, -5.0, math.nan, math.inf, 1e13, True, "10000"])
-def test_a_base_out_of_range_is_refused(name: str, theta: Any) -> None:
-    with pytest.raises(UsageError, match=r"takes a --rope-theta from 2 to 1e"):
+def test_a_base_out_of_range_is_rejected(name: str, theta: Any) -> None:
+    with pytest.raises(UsageError, match=r"^--rope-theta of this topic must be a number from 2 to 1e\+12, got "):
         topics.find(name).report(theta=theta)
 
 
@@ -184,7 +184,7 @@ def three_terms(x: Tensor, p: Tensor, wq: Tensor, wk: Tensor) -> dict[str, Tenso
 
 original_apply, original_turn, original_terms = rope.apply_rotary_emb, encodings.turn, encodings.additive_terms
 PLANTED: list[tuple[str, str, Callable[..., Any], set[str]]] = [
-    # topic, what is broken, by what, claims that must then fail (among others)
+    # topic, what is replaced, its wrong replacement, claims that must then fail (among others)
     ("order", "llama.study.encodings.turn", lambda x, positions, inv_freq: x, {"000-03", "000-08"}),
     ("order", "llama.rope.apply_rotary_emb", backwards, {"000-08"}),
     ("order", "llama.attention.reference_weights", unscaled, {"000-08"}),
@@ -231,13 +231,13 @@ def test_a_report_with_a_planted_defect_fails(
     assert "FAIL" in text(report)
 
 
-def test_every_form_of_the_rotation_is_turned_in_the_example() -> None:
+def test_the_example_covers_every_form_of_the_rotation() -> None:
     assert {"complex", *(form for form, *_ in example.FORMS)} == set(rope.FORMS)
 
 
 @pytest.mark.parametrize(("form", "claim", "what"), example.FORMS)
 @pytest.mark.parametrize("defect", ["sign", "keys"])
-def test_a_defect_in_one_form_fails_that_form(
+def test_a_defect_in_one_form_fails_only_the_check_of_that_form(
     form: str, claim: str, what: str, defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_table, apply, layout = rope.FORMS[form]
@@ -260,7 +260,9 @@ def test_every_topic_has_a_planted_defect() -> None:
 
 # --------------------------------------------------------------------------------------------------------- figures
 @pytest.mark.parametrize(("topic", "name"), FIGURES)
-def test_a_figure_draws_readably(topic: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_has_labels_and_readable_text(
+    topic: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from matplotlib.figure import Figure as Canvas
     from matplotlib.text import Text
 
@@ -292,7 +294,7 @@ def _remembering(canvases: list[Any], init: Callable[..., None]) -> Callable[...
     return remember
 
 
-def test_the_legend_of_change_stands_outside_its_lines() -> None:
+def test_the_legend_of_change_is_outside_the_plot() -> None:
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(layout="constrained")
@@ -365,17 +367,15 @@ def test_figure_heatmap_by_hand(d: int, base: float, length: int) -> None:
     near(data["value"][right], by_hand.table(length, d, base).ravel())
     as_printed = np.empty((length, d))
     for position in range(length):
-        for column in range(
-            d
-        ):  # note 002 counts i = 0, 2, 4, .., and writes 2 i for the sine, 2 (i + 1) for its cosine
+        for column in range(d):  # note 002 counts i = 0, 2, 4, ..; its exponents are 2 i (sine) and 2 (i + 1) (cosine)
             function = math.cos if column % 2 else math.sin
             as_printed[position, column] = function(position / base ** (2 * column / d))
     near(data["value"][broken], as_printed.ravel())
     assert data["position"][right].tolist() == [t for t in range(length) for _ in range(d)]
 
 
-def test_note_002s_table_is_as_wrong_as_the_errata_say() -> None:
-    """E24, E25: 0, 0.848, 0.148, 0.015 in the sine columns over 16 positions, sin^2 + cos^2 from 0.00 to 1.98."""
+def test_the_errors_of_note_002s_table_are_those_in_the_errata() -> None:
+    """E24, E25: 0, 0.848, 0.148, 0.015 in the sine columns over 16 positions; sin^2 + cos^2 from 0.00 to 1.98."""
     wrong = np.abs(heatmap.printed_table(torch.arange(16), 8).numpy() - by_hand.table(16, 8)).max(0)
     near(wrong[0::2], [0, 0.848, 0.148, 0.015], 5e-4)
     squares = heatmap.printed_table(torch.arange(200), 8).square().unflatten(-1, (-1, 2)).sum(-1)
@@ -428,7 +428,7 @@ def test_figure_shift_by_hand() -> None:
 
 
 def scores_by_hand(name: str, d: int, length: int) -> Array:
-    """Scores of one token at every position (N, N), each encoding by its own formula."""
+    """Scores of one token at every position (N, N), by the formula of the encoding."""
     x, wq, wk, _ = (t.numpy() for t in relative.drawn(d))
     draw = torch.Generator().manual_seed(0)
     added = {
@@ -477,8 +477,8 @@ def test_figure_example_by_hand() -> None:
     back = np.stack(((paired * cis).real, (paired * cis).imag), -1).ravel()
     expected = np.concatenate([numbers, numbers, paired, cis, paired * cis, back, back])
     near(data["real"] + 1j * data["imaginary"], expected, 1e-5)
-    real, pairs, whole = (2, 5, 2, 8), (2, 5, 2, 4, 2), (2, 5, 2, 4)
-    shapes = [real, pairs, whole, (1, 5, 1, 4), whole, pairs, real]
+    real, pairs, complex_ = (2, 5, 2, 8), (2, 5, 2, 4, 2), (2, 5, 2, 4)
+    shapes = [real, pairs, complex_, (1, 5, 1, 4), complex_, pairs, real]
     assert [data["shape"][data["step"] == step][0] for step in range(7)] == [str(shape) for shape in shapes]
     marked = data["marked"] == 1
     near(data["real"][marked] + 1j * data["imaginary"][marked],
@@ -508,7 +508,7 @@ def test_figure_change_by_hand() -> None:
 # ------------------------------------------------------------------------------------------------------------ laws
 @LAW
 @given(seed=seeds, order=st.permutations(range(5)), d=even_dims)
-def test_attention_without_positions_follows_any_order(seed: int, order: list[int], d: int) -> None:
+def test_attention_without_positions_permutes_with_its_input(seed: int, order: list[int], d: int) -> None:
     x, wq, wk, wv = gaussians(seed, 5, d), *gaussians(seed + 1, 3, d, d) / d**0.5
     nothing, at = encodings.make("none", d, d), torch.arange(5)
     first, second = (encodings.attend(nothing, t, wq, wk, wv, at) for t in (x, x[order]))
@@ -517,7 +517,7 @@ def test_attention_without_positions_follows_any_order(seed: int, order: list[in
 
 @LAW
 @given(seed=seeds, d=even_dims, base=bases, by=st.integers(0, 4096), name=st.sampled_from(["rope", "alibi"]))
-def test_scores_of_relative_encodings_do_not_move_with_all_positions(
+def test_scores_of_relative_encodings_do_not_change_when_all_positions_shift(
     seed: int, d: int, base: float, by: int, name: str
 ) -> None:
     x, wq, wk = gaussians(seed, 6, d), *gaussians(seed + 1, 2, d, d) / d**0.5
@@ -528,16 +528,16 @@ def test_scores_of_relative_encodings_do_not_move_with_all_positions(
 
 @LAW
 @given(seed=seeds, d=even_dims)
-def test_the_four_terms_are_the_whole_additive_product(seed: int, d: int) -> None:
+def test_the_sum_of_the_four_terms_is_the_additive_product(seed: int, d: int) -> None:
     x, wq, wk = gaussians(seed, 6, d), *gaussians(seed + 1, 2, d, d) / d**0.5
     p = torch.from_numpy(by_hand.table(6, d))
-    whole = encodings.scores(encodings.make("sinusoidal", d, d), x, wq, wk, torch.arange(6)) * d**0.5
-    torch.testing.assert_close(sum(encodings.additive_terms(x, p, wq, wk).values()), whole, rtol=0, atol=1e-9)
+    product = encodings.scores(encodings.make("sinusoidal", d, d), x, wq, wk, torch.arange(6)) * d**0.5
+    torch.testing.assert_close(sum(encodings.additive_terms(x, p, wq, wk).values()), product, rtol=0, atol=1e-9)
 
 
 @LAW
 @given(scores=st.lists(st.floats(-300, 300), min_size=2, max_size=6), shift_by=st.floats(-100, 100))
-def test_a_jacobian_sums_to_zero_and_knows_only_differences(scores: list[float], shift_by: float) -> None:
+def test_a_jacobian_sums_to_zero_and_depends_only_on_differences(scores: list[float], shift_by: float) -> None:
     x = torch.tensor(scores, dtype=torch.float64)
     jacobian = measures.softmax_jacobian(x)
     assert float(jacobian.sum(-1).abs().max()) < 1e-15
@@ -546,7 +546,7 @@ def test_a_jacobian_sums_to_zero_and_knows_only_differences(scores: list[float],
     torch.testing.assert_close(measures.softmax_jacobian(x + shift_by), jacobian, rtol=0, atol=1e-12)
 
 
-def test_a_batch_of_jacobians_is_one_by_one() -> None:
+def test_a_batch_of_jacobians_equals_single_ones() -> None:
     scores = gaussians(0, 3, 4, 5)
     batch = measures.softmax_jacobian(scores)
     assert batch.shape == (3, 4, 5, 5)
@@ -555,14 +555,14 @@ def test_a_batch_of_jacobians_is_one_by_one() -> None:
 
 @LAW
 @given(d=even_dims, base=bases, t=st.integers(0, 4096), k=st.integers(-64, 4096))
-def test_one_matrix_moves_every_position(d: int, base: float, t: int, k: int) -> None:
+def test_one_matrix_shifts_every_position(d: int, base: float, t: int, k: int) -> None:
     here, there = by_hand.sinusoid(t, d, base), by_hand.sinusoid(t + k, d, base)
     near(shift.shift_matrix(d, base, k).numpy() @ here, there, 1e-9)
 
 
 @LAW
 @given(d=st.sampled_from([4, 6, 8, 64, 128]), base=bases, more=st.integers(0, 5), seed=seeds)
-def test_positions_are_read_back_from_rough_hands(d: int, base: float, more: int, seed: int) -> None:
+def test_positions_are_recovered_from_rounded_hands(d: int, base: float, more: int, seed: int) -> None:
     radix = base ** (2 / d)
     marks = max(8, math.floor(radix) + 2) + more
     longest = 2 * math.pi * base ** (1 - 2 / d)
@@ -570,8 +570,8 @@ def test_positions_are_read_back_from_rough_hands(d: int, base: float, more: int
     assert binary.read_back(positions, d, base, marks).tolist() == positions.tolist()
 
 
-def test_too_rough_hands_are_misread() -> None:
-    """The bound is sharp in kind: radix 100 with 8 marks to a circle loses positions."""
+def test_with_too_few_marks_positions_are_lost() -> None:
+    """The bound on the marks is needed: radix 100 with 8 marks on a circle loses positions."""
     positions = np.arange(600)
     assert (binary.read_back(positions, 4, 1e4, 8) != positions).any()
     assert (binary.read_back(positions, 4, 1e4, 102) == positions).all()
@@ -587,7 +587,7 @@ def test_every_row_of_the_table_has_squared_length_half_its_width(d: int, base: 
 
 @pytest.mark.parametrize("width", [2, 16, 200])
 def test_scores_of_vectors_are_those_of_normals(width: int) -> None:
-    """Given q, the products with random keys are normals of deviation |q|: the shortcut that the report is held to."""
+    """Given q, the products with random keys are normals of deviation |q|; the report relies on it."""
     draw = by_hand.rng(5)
     q, k = draw.standard_normal((2000, width)), draw.standard_normal((2000, 32, width))
     p = by_hand.softmax(np.einsum("bd,bsd->bs", q, k))
@@ -597,8 +597,8 @@ def test_scores_of_vectors_are_those_of_normals(width: int) -> None:
     near(np.linalg.norm(jacobians, axis=(1, 2)).mean(), limit["norm raw"], 0.03)
 
 
-def test_the_weights_are_scaled_by_the_head() -> None:
-    """E36: 0.125 of the variance with 8 heads, were it the model's width."""
+def test_scores_are_divided_by_the_width_of_the_head() -> None:
+    """E36: divided by the model's width, the variance with 8 heads would be 0.125."""
     q, k = (t[:4].double() for t in sqrtd.drawn(64))
     expected = by_hand.softmax(np.einsum("bd,bsd->bs", q[:, 0, 0].numpy(), k[:, 0].numpy()) / 8)
     near(attention.reference_weights(q, k)[:, 0, 0].double().numpy(), expected, 1e-6)

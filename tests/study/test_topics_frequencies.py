@@ -1,7 +1,7 @@
 """The topics wavelengths, decay, clock, pairing, scale and precision: their reports, and every number of their figures.
 
-Frequencies, tables and a whole decoder are written here once more, in plain numpy float64, apart from the library and
-from llama/study/formulas.py; a report is then given something false to compute, and has to say so.
+This file has its own frequencies, tables and decoder in numpy's float64, independent of the library and of
+llama/study/formulas.py. A report with a planted wrong computation must fail.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
 
 
 def failed(report: Report) -> list[str]:
-    """What a report says does not hold."""
+    """The checks of a report that fail."""
     return [check.what for check in report.checks if not check.passed]
 
 
@@ -73,7 +73,7 @@ def within_limits(report: Report) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- reports
 @pytest.mark.parametrize("name", NAMES)
-def test_a_report_holds_and_fits(name: str) -> None:
+def test_a_report_passes_and_fits_a_screen(name: str) -> None:
     report = find(name).report()
     assert not failed(report)
     assert report.topic == name
@@ -82,7 +82,7 @@ def test_a_report_holds_and_fits(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, options) for name in NAMES for options in OTHERS[name]])
-def test_a_report_holds_and_fits_at_other_settings(name: str, options: dict[str, Any]) -> None:
+def test_a_report_passes_and_fits_a_screen_at_other_settings(name: str, options: dict[str, Any]) -> None:
     report = find(name).report(**options)
     assert not failed(report)
     assert {key: report.settings[key] for key in options} == options
@@ -95,7 +95,7 @@ BASES = st.floats(100, 1e9)
 
 @settings(max_examples=30, deadline=None)
 @given(HEADS, BASES, st.integers(16, 2**20), st.floats(1, 200))
-def test_what_is_said_of_scalings_holds_for_any_context(D: int, theta: float, L: int, s: float) -> None:
+def test_the_checks_on_scalings_pass_for_any_context(D: int, theta: float, L: int, s: float) -> None:
     for topic in (wavelengths, scale):
         report = topic.report(D, theta, L, s if topic is wavelengths else max(s, 1.01))
         assert not failed(report)
@@ -104,7 +104,7 @@ def test_what_is_said_of_scalings_holds_for_any_context(D: int, theta: float, L:
 
 @settings(max_examples=15, deadline=None)
 @given(HEADS, BASES, st.integers(16, 4096))
-def test_what_is_said_of_decay_holds_for_any_base(D: int, theta: float, L: int) -> None:
+def test_the_checks_on_decay_pass_for_any_base(D: int, theta: float, L: int) -> None:
     report = decay.report(D, theta, L)
     assert not failed(report)
     within_limits(report)
@@ -112,7 +112,7 @@ def test_what_is_said_of_decay_holds_for_any_base(D: int, theta: float, L: int) 
 
 @settings(max_examples=25, deadline=None)
 @given(st.floats(1.01, 1024))
-def test_what_is_said_of_the_clock_holds_for_any_factor(s: float) -> None:
+def test_the_checks_on_the_clock_pass_for_any_factor(s: float) -> None:
     report = clock.report(s)
     assert not failed(report)
     within_limits(report)
@@ -120,7 +120,7 @@ def test_what_is_said_of_the_clock_holds_for_any_factor(s: float) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(HEADS, BASES, st.integers(512, 2**20))
-def test_what_is_said_of_rounding_holds_for_any_context(D: int, theta: float, L: int) -> None:
+def test_the_checks_on_rounding_pass_for_any_context(D: int, theta: float, L: int) -> None:
     report = precision.report(D, theta, L)
     assert not failed(report)
     within_limits(report)
@@ -167,52 +167,56 @@ def test_bad_settings_are_errors_of_one_line(name: str, options: dict[str, Any])
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("pairing", {"head_dim": 3}, "this topic takes a --head-dim from 4 to 512, got 3"),
-        ("scale", {"head_dim": 7}, "this topic takes an even --head-dim, since RoPE turns pairs of entries; got 7"),
-        ("decay", {"theta": 1e13}, "this topic takes a --rope-theta from 100 to 1e10, got 1e13"),
-        ("precision", {"context": 9}, "this topic takes a --context from 512 to 1,048,576, got 9"),
-        ("clock", {"factor": 1.0}, "this topic takes a --rope-factor from 1.01 to 1,024, got 1.0"),
+        ("pairing", {"head_dim": 3}, "--head-dim of this topic must be an integer from 4 to 512, got 3"),
+        ("scale", {"head_dim": 7}, "--head-dim must be even, since RoPE rotates pairs of entries; got 7"),
+        (
+            "decay",
+            {"theta": 1e13},
+            "--rope-theta of this topic must be a number from 100 to 1e+10, got 10000000000000.0",
+        ),
+        ("precision", {"context": 9}, "--context of this topic must be an integer from 512 to 1048576, got 9"),
+        ("clock", {"factor": 1.0}, "--rope-factor of this topic must be a number from 1.01 to 1024, got 1.0"),
     ],
 )
-def test_bad_settings_are_refused_in_one_voice(name: str, options: dict[str, Any], message: str) -> None:
+def test_errors_about_settings_have_one_form(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
         find(name).report(**options)
     assert str(error.value) == message
 
 
-def said(name: str, **options: Any) -> str:
+def prose(name: str, **options: Any) -> str:
     return " ".join(find(name).report(**options).says)
 
 
-def test_what_is_said_of_decay_follows_the_numbers() -> None:
-    assert "its mean falls for every base; over all distances it is larger for each larger base" in said("decay")
-    assert "its mean falls for no base; over all distances it is not larger" in said("decay", head_dim=4)
+def test_the_prose_on_decay_follows_the_numbers() -> None:
+    assert "its mean falls for every base; over all distances it is larger for each larger base" in prose("decay")
+    assert "its mean falls for no base; over all distances it is not larger" in prose("decay", head_dim=4)
     half = 2048
-    for D in (4, 128):  # by hand
+    for D in (4, 128):
         for base in (1e4, 5e5, 1e6):
             w = base ** (-2 * np.arange(D // 2) / D)
             bound = np.abs(np.cumsum(np.exp(1j * np.outer(np.arange(2 * half + 1), w)), axis=1)).mean(1)
             assert (bound[half + 1 :].mean() < 0.95 * bound[1 : half + 1].mean()) == (D == 128)
 
 
-def test_what_is_said_of_noise_follows_the_numbers() -> None:
-    assert "noise in part, the further apart, the more." in said("pairing")
-    assert "though not the more, the further apart" in said("pairing", head_dim=4, theta=1e12)
+def test_the_prose_on_pairing_follows_the_numbers() -> None:
+    assert "partly noise, more so at larger distances." in prose("pairing")
+    assert "partly noise, not more so at larger distances." in prose("pairing", head_dim=4, theta=1e12)
 
 
-def test_what_is_said_of_rounding_follows_the_numbers() -> None:
-    assert "by 1,023 angles in bfloat16 mean nothing" in said("precision")
-    small = said("precision", head_dim=4, context=512)
-    assert "mean nothing" not in small
-    assert "float32 is off by 2.8e-08" in small
+def test_the_prose_on_precision_follows_the_numbers() -> None:
+    assert "from position 1,023 on, bfloat16 angles are useless" in prose("precision")
+    small = prose("precision", head_dim=4, context=512)
+    assert "useless" not in small
+    assert "the error is 2.8e-08 with float32" in small
 
 
-def test_the_error_of_float32_is_held_to_its_own_size() -> None:
+def test_the_tolerance_for_float32_is_its_rounding_error() -> None:
     checks = precision.report(head_dim=4, context=512).checks
     assert all(check.tolerance <= 2.0**-23 for check in checks if "511" in check.what)
 
 
-def test_scale_says_which_checks_have_no_pair() -> None:
+def test_scale_reports_which_checks_have_no_pair() -> None:
     for D, checks, words in ((6, 14, "the 3 checks of E21 do not apply"), (128, 17, "")):
         report = scale.report(head_dim=D)
         assert len(report.checks) == checks
@@ -228,7 +232,7 @@ def test_scale_says_which_checks_have_no_pair() -> None:
         within_limits(report)
 
 
-def test_a_context_has_an_example_of_every_scaling_and_of_no_other() -> None:
+def test_there_is_an_example_of_every_scaling_and_of_no_other() -> None:
     for kind in SCALINGS:
         assert rope_scaling.kind_of(Stretch().scaling(kind)) == kind
     with pytest.raises(UsageError, match="spiral"):
@@ -236,7 +240,7 @@ def test_a_context_has_an_example_of_every_scaling_and_of_no_other() -> None:
     assert [row[0] for row in scale.report().tables[0].rows] == list(SCALINGS)
 
 
-def test_the_command_takes_the_numbers_and_says_what_it_does_not_take(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_uses_the_options_and_rejects_those_of_other_topics(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "scale", "--rope-factor", "8", "--context", "4096"]) == 0
     out = capsys.readouterr().out
     assert "context 4096, factor 8.0" in out
@@ -252,7 +256,7 @@ Scaling = Callable[..., tuple[torch.Tensor, float]]
 
 
 def litgpt_yarn(base: rope_scaling.Base, scaling: Any) -> tuple[torch.Tensor, float]:
-    """YaRN with its blend the wrong way round: fast pairs divided, slow ones kept."""
+    """YaRN with a reversed ramp: fast pairs are divided, slow pairs stay."""
     inv_freq, factor = rope_scaling.yarn(base, scaling)
     return base.inv_freq() / scaling["factor"] + base.inv_freq() - inv_freq, factor
 
@@ -282,7 +286,7 @@ WRONG_SCALINGS: list[tuple[str, str, Scaling, str]] = [
 def test_a_wrong_scaling_fails(
     name: str, kind: str, wrong: Scaling, claim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind == "default":  # the others build on it
+    if kind == "default":  # the other scalings use it
         monkeypatch.setattr(rope_scaling.Base, "inv_freq", lambda base, stretch=1.0: wrong(base, {})[0])
     else:
         monkeypatch.setitem(SCALINGS, kind, wrong)
@@ -291,7 +295,7 @@ def test_a_wrong_scaling_fails(
 
 
 def plain_sum(inv_freq: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
-    """The mean cosine where the bound is meant."""
+    """The mean cosine instead of the bound."""
     return torch.cos(distances.double()[:, None] * inv_freq).mean(-1).abs() * len(inv_freq) / 2
 
 
@@ -335,7 +339,7 @@ REAL_APPLY = rope.apply_rotary_emb
 def test_a_wrong_computation_fails(
     name: str, where: Any, attribute: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if attribute == "_apply_half":  # the model finds it in a registry
+    if attribute == "_apply_half":  # the model looks it up in a registry
         make, _, layout = rope.FORMS["half"]
         monkeypatch.setitem(rope.FORMS, "half", (make, wrong, layout))
     else:
@@ -354,9 +358,9 @@ def test_a_table_that_follows_the_dtype_of_the_model_fails(monkeypatch: pytest.M
     assert failed(precision.report()) == ["a model cast to bfloat16 keeps its float32 table, bit for bit"]
 
 
-# -------------------------------------------------------------------------------------------- the same numbers by hand
+# ----------------------------------------------------------------------------------- the same numbers, computed by hand
 def by_hand(kind: str, D: int, theta: float, L: int, s: float) -> list[float]:
-    """Inverse frequencies at int(s L) positions, pair by pair: the base changed where the library changes it."""
+    """Inverse frequencies at int(s L) positions, pair by pair; NTK scalings change the base, as in the library."""
     n = int(s * L)
     found = []
     for i in range(D // 2):
@@ -389,7 +393,7 @@ def by_hand(kind: str, D: int, theta: float, L: int, s: float) -> list[float]:
 
 @settings(max_examples=60, deadline=None)
 @given(HEADS, BASES, st.integers(16, 2**20), st.floats(1, 200), st.sampled_from(list(SCALINGS)))
-def test_library_formulas_and_hand_agree_on_every_scaling(D: int, theta: float, L: int, s: float, kind: str) -> None:
+def test_library_formulas_and_test_agree_on_every_scaling(D: int, theta: float, L: int, s: float, kind: str) -> None:
     stretch = Stretch(D, theta, L, s)
     hand = np.array(by_hand(kind, D, theta, L, s))
     np.testing.assert_allclose(stretch.frequencies(kind).numpy(), hand, rtol=1e-6)
@@ -403,7 +407,7 @@ def test_library_formulas_and_hand_agree_on_every_scaling(D: int, theta: float, 
 
 @settings(max_examples=60, deadline=None)
 @given(HEADS, BASES, st.integers(16, 2**20), st.floats(1.01, 200))
-def test_yarn_untruncated_and_weighed_by_formulas_and_library(D: int, theta: float, L: int, s: float) -> None:
+def test_yarn_untruncated_and_with_mscale_agrees_with_formulas(D: int, theta: float, L: int, s: float) -> None:
     divided, times = scale._yarn(Stretch(D, theta, L, s), truncate=False, mscale=0.707, mscale_all_dim=1.5)
     np.testing.assert_allclose(divided, formulas.yarn_ramp(D, theta, L, s, truncate=False), rtol=1e-6)
     assert times == pytest.approx((0.0707 * math.log(s) + 1) / (0.15 * math.log(s) + 1), rel=1e-12)
@@ -422,7 +426,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
         st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda x: x == 0 or abs(x) > 1e-30), min_size=1, max_size=20
     )
 )
-def test_bfloat16_by_bits_by_digits_and_by_torch(numbers: list[float]) -> None:
+def test_bfloat16_by_bits_by_mantissa_and_by_torch_agree(numbers: list[float]) -> None:
     expected = torch.tensor(numbers, dtype=torch.float32).bfloat16().double().numpy()
     np.testing.assert_array_equal(formulas.bfloat16(numbers), expected)
     np.testing.assert_array_equal(rounded(np.array(numbers)), expected)
@@ -446,7 +450,7 @@ def test_figure_wavelengths(numbers: tuple[int, float, int, float]) -> None:
         np.testing.assert_allclose(rows["wavelength"], hand, rtol=1e-6)
         assert rows["pair"].tolist() == list(range(numbers[0] // 2))
         assert set(rows["trained"]) == {numbers[2]}
-        assert set(rows["wanted"]) == {int(numbers[2] * numbers[3])}
+        assert set(rows["target"]) == {int(numbers[2] * numbers[3])}
 
 
 @pytest.mark.parametrize("numbers", STRETCHES)
@@ -535,7 +539,7 @@ def test_figure_clock(s: float) -> None:
         np.testing.assert_allclose(rows["period"], expected, rtol=1e-6)
         np.testing.assert_allclose(rows["times"], np.array(expected) / (60, 3600, 43200), rtol=1e-6)
         np.testing.assert_allclose(rows["step"], 360 / np.array(expected), rtol=1e-6)
-        turned = np.exp(1j * np.radians(rows["angle"]))  # 0 and 360 degrees are one
+        turned = np.exp(1j * np.radians(rows["angle"]))  # 0 and 360 degrees are the same point
         np.testing.assert_allclose(turned, np.exp(2j * np.pi * clock.NOW / np.array(expected)), atol=1e-2)
 
 
@@ -574,7 +578,7 @@ def test_figure_precision(numbers: tuple[int, float, int]) -> None:
     for name, errors in found.items():
         rows = rows_of(data, "table", name)
         assert rows["position"].tolist() == edges[:-1]
-        ties = 2 * np.array(found["float32"]) if name == "bfloat16 cos, sin" else 0  # a tie may go either way
+        ties = 2 * np.array(found["float32"]) if name == "bfloat16 cos, sin" else 0  # a tie may round either way
         assert (abs(rows["error"] - errors) <= 1e-6 + ties).all()
 
 
@@ -605,7 +609,7 @@ def test_a_figure_draws_at_readable_size(
 
 
 def test_figures_draw_at_other_settings(tmp_path: Path) -> None:
-    for figure in (*wavelengths.TOPIC.figures, *scale.TOPIC.figures):  # every pair finishes a turn
+    for figure in (*wavelengths.TOPIC.figures, *scale.TOPIC.figures):  # here every pair finishes a turn
         figures.save(figure, tmp_path / "a.svg", head_dim=4, theta=100.0, context=1000, factor=1.01)
     figures.save(clock.TOPIC.figure(), tmp_path / "a.svg", factor=10.0)
     figures.save(decay.TOPIC.figure(), tmp_path / "a.svg", head_dim=4, context=16)
@@ -614,7 +618,7 @@ def test_figures_draw_at_other_settings(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------- pairing: a decoder in numpy
 def numpy_logits(config: ModelConfig, state: dict[str, torch.Tensor], tokens: np.ndarray, half: bool) -> np.ndarray:
-    """The decoder in float64; half: entries j and j + D/2 of a head turn together, else 2j and 2j + 1. (B, T, V)."""
+    """Logits (B, T, V) of the decoder in float64; half pairs entries j and j + D/2 of a head, otherwise 2j, 2j + 1."""
     w = {name: weight.double().numpy() for name, weight in state.items()}
     (B, T), D = tokens.shape, config.head_dim
     j = np.arange(D // 2)
@@ -652,12 +656,12 @@ def numpy_logits(config: ModelConfig, state: dict[str, torch.Tensor], tokens: np
     return normed(h, w["norm.weight"]) @ w["output.weight"].T
 
 
-def test_the_damage_of_the_wrong_pairing_is_what_a_second_decoder_finds() -> None:
+def test_a_second_decoder_finds_the_same_divergence_of_the_wrong_pairing() -> None:
     state, tokens = pairing.random_state()
     right, wrong = (numpy_logits(pairing.CONFIG, state, tokens.numpy(), half) for half in (False, True))
     p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (right, wrong))
     kl = (np.exp(p) * (p - q)).sum(-1)  # (B, T)
-    assert kl[:, 0].max() == pytest.approx(0, abs=1e-12)  # a lone token has no distance
+    assert kl[:, 0].max() == pytest.approx(0, abs=1e-12)  # a single token attends only to itself, at distance 0
     assert kl.mean() == pytest.approx(pairing.KL, abs=1e-7)
     agree = (right.argmax(-1) == wrong.argmax(-1)).mean()
     assert agree == pairing.AGREE < 0.25
@@ -668,7 +672,7 @@ def test_the_damage_of_the_wrong_pairing_is_what_a_second_decoder_finds() -> Non
 @settings(max_examples=25, deadline=None)
 @given(HEADS, BASES, st.integers(0, 3000))
 def test_the_change_of_scores_is_its_closed_form(D: int, theta: float, distance: int) -> None:
-    """q . (R' - R) k over q . R k in rms is a norm of matrices; tr(R^T R') needs only the entries that both have."""
+    """rms of q . (R' - R) k / rms of q . R k is sqrt(2 - 2 tr(R^T R') / D), a function of common entries only."""
     w = theta ** (-2 * np.arange(D // 2) / D)
     cos = np.cos(distance * w)  # (D/2,)
     # entry j is in pair j // 2 and in pair j mod D/2; no two entries are partners in both layouts

@@ -1,4 +1,4 @@
-"""The command trace: what it refuses before a model is loaded, and texts longer than the context under a scaling."""
+"""The command trace: options rejected before a model is loaded, and texts longer than the trained context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = (tiny_folder() / "held-out.txt").read_text()[:200]
 
 
-def test_a_text_beyond_the_context_is_traced_under_a_scaling_and_beside_the_untouched_model(
+def test_a_text_beyond_the_context_is_traced_with_and_without_a_scaling(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.json"
@@ -32,7 +32,7 @@ def test_a_text_beyond_the_context_is_traced_under_a_scaling_and_beside_the_unto
     numbers = json.dumps(facts)
     assert "yarn" in numbers
     changed, untouched = sums
-    assert changed < untouched  # past its length the untouched model is lost
+    assert changed < untouched  # the unscaled model fails beyond its trained length
     out = capsys.readouterr().out
     assert "KL(before || after)" in out
 
@@ -47,7 +47,7 @@ def test_a_text_beyond_the_context_is_traced_under_a_scaling_and_beside_the_unto
         (["--html", "same", "--json", "same"], "both name same"),
     ],
 )
-def test_slips_are_told_before_a_model_is_looked_for(
+def test_wrong_options_are_reported_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert main(["trace", "hello", "-m", "no-such-model", *options]) == 2
@@ -56,7 +56,7 @@ def test_slips_are_told_before_a_model_is_looked_for(
     assert message in err
 
 
-def test_a_model_in_the_current_folder_has_its_folders_name(
+def test_a_model_in_the_current_folder_has_the_name_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tiny_folder())

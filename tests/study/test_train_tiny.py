@@ -1,4 +1,4 @@
-"""The script that made the tiny model: deterministic, and what it writes is what every reader reads."""
+"""scripts/train_tiny.py is deterministic, and every reader of Hugging Face folders can load its output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> int:
 
 @pytest.mark.slow  # trains twice
 def test_two_runs_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in a process of its own, one in this one, which has drawn and computed before."""
+    """One run in a new process, and one in this process, which has used random numbers before."""
     assert subprocess.run([sys.executable, *command(tmp_path, "a")], capture_output=True, check=False).returncode == 0
     assert run_here(monkeypatch, command(tmp_path, "b")) == 0
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
@@ -51,7 +51,7 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "a" / "held-out.txt").read_text() == "Revelation 1\nheld out words\n"
 
 
-def test_what_is_saved_is_the_model_that_was_trained(tmp_path: Path) -> None:
+def test_the_saved_model_is_the_trained_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Transformer(train_tiny.CONFIG).requires_grad_(False)
     train_tiny.save(model, tmp_path)
@@ -60,7 +60,7 @@ def test_what_is_saved_is_the_model_that_was_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_text_that_cannot_be_split_is_refused(
+def test_a_text_that_cannot_be_split_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
     assert run_here(monkeypatch, command(tmp_path, "a", "Genesis 1\n" + "\nRevelation 1\n" * count)) == 1
@@ -68,7 +68,7 @@ def test_a_text_that_cannot_be_split_is_refused(
     assert not (tmp_path / "a").exists()
 
 
-def test_the_shipped_folder_reads_alike_in_transformers() -> None:
+def test_the_shipped_folder_has_the_same_logits_in_transformers() -> None:
     text = (tiny_folder() / "held-out.txt").read_bytes()[5000:5128]
     tokens = torch.tensor([list(text)])
     assert load_tokenizer(tiny_folder()).encode(text.decode()) == list(text)
@@ -76,4 +76,4 @@ def test_the_shipped_folder_reads_alike_in_transformers() -> None:
     theirs = AutoModelForCausalLM.from_pretrained(tiny_folder(), dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
-    assert 1 < perplexity(token_logprobs(ours, tokens)) < 6 < math.sqrt(256)  # it has learned; 256 is no idea at all
+    assert 1 < perplexity(token_logprobs(ours, tokens)) < 6 < math.sqrt(256)  # random weights would have about 256

@@ -1,4 +1,4 @@
-"""One forward pass of the library's model, with what each layer turned and attended to written down."""
+"""Record one forward pass of the library's model: what each layer rotates, caches and attends to."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llama.model import Transformer
 
 @dataclass
 class Pass:
-    """What happened, in order; each list has one entry a layer, and `steps` the order over all of them.
+    """The record of a pass; each list has one entry per layer, and `steps` is the order of all of them.
 
-    before   (q (B, T, H, D), k (B, T, KV, D)) as they came from wq and wk
-    rows     the table's rows that turned them
-    q, k, v  what attention was given, heads first: (B, H, T, D), (B, KV, S, D) twice
-    asked    (positions, end) of every look into the table
+    before   (q (B, T, H, D), k (B, T, KV, D)), the outputs of wq and wk
+    rows     the rows of the table that rotate them
+    q, k, v  the inputs of attention, heads first: (B, H, T, D), (B, KV, S, D) twice
+    lookups  (positions, end) of every lookup in the table
     """
 
     before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -26,13 +26,13 @@ class Pass:
     q: list[Tensor] = field(default_factory=list)
     k: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
-    asked: list[tuple[Tensor, int]] = field(default_factory=list)
+    lookups: list[tuple[Tensor, int]] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
     logits: Tensor = field(default_factory=Tensor)
 
 
 def watch(model: Transformer, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Pass:
-    """Run the model once and tell what was turned, cached and attended to; the model is left as it was."""
+    """Run the model once and record it. The model is unchanged afterwards."""
     seen = Pass()
     rope, first = model.rope, model.layers[0].attention
     apply, look, attend = rope.apply, rope.rows, first.attend
@@ -45,7 +45,7 @@ def watch(model: Transformer, tokens: Tensor, positions: Tensor | None = None, c
         return apply(q, k, *rows)
 
     def looking(positions: Tensor, end: int) -> Any:
-        seen.asked.append((positions, end))
+        seen.lookups.append((positions, end))
         seen.steps.append("look up")
         return look(positions, end)
 
@@ -59,8 +59,8 @@ def watch(model: Transformer, tokens: Tensor, positions: Tensor | None = None, c
         return wrapped
 
     def attending(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-        for kept, tensor in ((seen.q, q), (seen.k, k), (seen.v, v)):
-            kept.append(tensor.clone())
+        for record, tensor in ((seen.q, q), (seen.k, k), (seen.v, v)):
+            record.append(tensor.clone())
         seen.steps.append("attend")
         return attend(q, k, v, mask)
 

@@ -1,7 +1,7 @@
-/* The page's numbers: the formulas of llama/rope_scaling.py and llama/study/measures.py once more, in float64.
+/* The page's numbers: the formulas of llama/rope_scaling.py and llama/study/measures.py in float64.
 
-   Pure functions without a browser, so that a test can run this file in V8 and hold it against the library. Names
-   follow Python's. A head of D numbers is D/2 pairs; pair i of a token at position m stands at  m * invFreq[i]  rad. */
+   Pure functions without a browser, so that a test can run this file in V8 and compare it with the library. Names
+   follow Python's. A head of D entries has D/2 pairs; pair i of a token at position m has the angle m * invFreq[i]. */
 "use strict";
 
 const Rope = (() => {
@@ -9,7 +9,7 @@ const Rope = (() => {
   const METHODS = ["default", "linear", "ntk", "dynamic", "yarn", "llama3"];
 
   // ------------------------------------------------------------------------------------------ inverse frequencies
-  /** The finite number above 0 under `key`, or `otherwise` where there is none. */
+  /** The finite number above 0 under `key`, or `otherwise` if there is none. */
   function positive(scaling, key, otherwise) {
     const value = scaling[key] ?? otherwise;
     if (typeof value !== "number" || !(value > 0 && value < 1e300)) {
@@ -24,7 +24,7 @@ const Rope = (() => {
 
   /** (theta * stretch)^(-2i/D) for each pair i. */
   function plain(dim, theta, stretch = 1) {
-    if (!Number.isFinite(theta * stretch)) throw new RangeError("rope scaling: numbers out of range");
+    if (!Number.isFinite(theta * stretch)) throw new RangeError("rope scaling: the stretched base is out of range");
     return Array.from({ length: dim / 2 }, (_, i) => Math.pow(theta * stretch, (-2 * i) / dim));
   }
 
@@ -32,7 +32,7 @@ const Rope = (() => {
     return positive(scaling, "original_max_position_embeddings", at.maxSeqLen);
   }
 
-  // One function a kind: (scaling, {dim, theta, seqLen, maxSeqLen}) -> {invFreq, attentionFactor}
+  // One function per kind: (scaling, {dim, theta, seqLen, maxSeqLen}) -> {invFreq, attentionFactor}
   const SCALINGS = {
     default: (scaling, at) => ({ invFreq: plain(at.dim, at.theta), attentionFactor: 1 }),
 
@@ -85,17 +85,17 @@ const Rope = (() => {
         throw new RangeError(`rope scaling llama3: low_freq_factor ${low} must be below high_freq_factor ${high}`);
       }
       const invFreq = plain(at.dim, at.theta).map((w) => {
-        const keep = clamp(((trained * w) / TURN - low) / (high - low), 0, 1); // full turns in the old context
+        const keep = clamp(((trained * w) / TURN - low) / (high - low), 0, 1); // by full turns in the trained context
         return keep * w + ((1 - keep) * w) / factor;
       });
       return { invFreq, attentionFactor: 1 };
     },
   };
 
-  /** Angle in radians that each pair turns per position, and the factor for cos and sin; as llama's function.
+  /** Radians per position of each pair, and the factor of cos and sin; like llama.inverse_frequencies.
 
-      scaling is null or {rope_type, ...}; seqLen the length the frequencies are for, maxSeqLen the trained one.
-      Throws RangeError on what the library refuses. */
+      scaling is null or {rope_type, ...}; seqLen is the length of the text, maxSeqLen the trained length.
+      Throws RangeError on arguments that the library rejects. */
   function inverseFrequencies(dim, theta, scaling = null, { seqLen, maxSeqLen } = {}) {
     const kind = scaling ? scaling.rope_type : "default";
     if (!Number.isInteger(dim) || dim < 2 || dim % 2 || dim > 65536) {
@@ -115,30 +115,30 @@ const Rope = (() => {
     }
     const result = SCALINGS[kind](scaling || {}, { dim, theta, seqLen, maxSeqLen });
     if (!result.invFreq.every(Number.isFinite)) {
-      throw new RangeError(`rope scaling ${kind} gives frequencies that are not finite`);
+      throw new RangeError(`rope scaling ${kind}: a frequency is not finite`);
     }
     return result;
   }
 
-  // ---------------------------------------------------------------------------------------------- what is measured
-  /** Positions after which each pair has made one full turn. */
+  // -------------------------------------------------------------------------------------------------- measures
+  /** Positions that each pair needs for one full turn. */
   const wavelengths = (invFreq) => invFreq.map((w) => TURN / w);
 
   /** Full turns of each pair over positions 0 .. length - 1. */
   const turnsPassed = (invFreq, length) => invFreq.map((w) => ((length - 1) * w) / TURN);
 
-  /** Radians of the circle that each pair passes over positions 0 .. length - 1, at most 2 pi. */
+  /** Arc that each pair covers over positions 0 .. length - 1, in radians, at most 2 pi. */
   const seenArc = (invFreq, length) => invFreq.map((w) => Math.min((length - 1) * w, TURN));
 
-  /** What each frequency was divided by. */
+  /** The divisor of each frequency. */
   const divisors = (before, after) => before.map((w, i) => w / after[i]);
 
-  /** Mean over pairs of cos(distance * invFreq): the score of q = k with equal parts in each pair. */
+  /** Mean over pairs of cos(distance * invFreq), the score of q = k with pairs of equal length. */
   function meanCosine(invFreq, distance) {
     return invFreq.reduce((sum, w) => sum + Math.cos(distance * w), 0) / invFreq.length;
   }
 
-  /** x (D), entries 2i and 2i + 1 forming pair i, turned to `position` and multiplied by `factor`. */
+  /** x (D) rotated to `position` and multiplied by `factor`; entries 2i and 2i + 1 are pair i. */
   function rotate(x, position, invFreq, factor = 1) {
     return invFreq.flatMap((w, i) => {
       const [a, b, cos, sin] = [x[2 * i], x[2 * i + 1], Math.cos(position * w), Math.sin(position * w)];
@@ -146,13 +146,13 @@ const Rope = (() => {
     });
   }
 
-  /** q . k / sqrt(D) with q turned to position m and k to position n: what attention takes the softmax of. */
+  /** The attention score q . k / sqrt(D), with q rotated to position m and k to position n. */
   function score(q, k, m, n, invFreq, factor = 1) {
     const [turnedQ, turnedK] = [rotate(q, m, invFreq, factor), rotate(k, n, invFreq, factor)];
     return turnedQ.reduce((sum, x, i) => sum + x * turnedK[i], 0) / Math.sqrt(2 * invFreq.length);
   }
 
-  /** The score's parts by distance: score = sum over i of  along[i] cos(distance w_i) + across[i] sin(distance w_i). */
+  /** Coefficients of a score: it is the sum over i of  along[i] cos(distance w_i) + across[i] sin(distance w_i). */
   function scoreParts(q, k, pairs, factor = 1) {
     const scale = (factor * factor) / Math.sqrt(2 * pairs);
     const indices = Array.from({ length: pairs }, (_, i) => 2 * i);
@@ -162,7 +162,7 @@ const Rope = (() => {
     };
   }
 
-  /** Both scores at one distance from one set of cosines; `out` is [mean cosine, score]. */
+  /** Mean cosine and score at a distance, written to `out` as [mean cosine, score]. */
   function scoresAt(distance, invFreq, parts, out) {
     let [mean, dot] = [0, 0];
     for (let i = 0; i < invFreq.length; i++) {
@@ -189,34 +189,34 @@ const Rope = (() => {
     shift: "shift both by",
   };
 
-  /** Tokens that are wanted: s times the trained length. */
-  const wanted = (state) => Math.max(state.trained, Math.round(state.stretch * state.trained));
+  /** Tokens of the stretched context: s times the trained length. */
+  const target = (state) => Math.max(state.trained, Math.round(state.stretch * state.trained));
 
-  /** [smallest, largest, step] of a setting; step 0 stands for any number. */
+  /** [smallest, largest, step] of a setting; step 0 means any number. */
   function limits(name, state) {
     return {
       base: [1e3, 1e7, 0],
       dim: [8, 256, 2],
       trained: [128, 131072, 1],
       stretch: [1, 32, 0],
-      length: [1, wanted(state), 1],
-      m: [0, wanted(state) - 1, 1],
-      n: [0, wanted(state) - 1, 1],
+      length: [1, target(state), 1],
+      m: [0, target(state) - 1, 1],
+      n: [0, target(state) - 1, 1],
       pair: [0, state.dim / 2 - 1, 1],
-      shift: [0, wanted(state) - 1, 1],
+      shift: [0, target(state) - 1, 1],
     }[name];
   }
 
-  /** What a field holds: {value}, or {error} in one sentence.
+  /** Parse the text of a field: {value}, or {error} in one sentence.
 
-      unread: the browser holds something in the field that it can't hand over as a number, and gives "" instead. */
+      unread: the field has a text that the browser can't convert to a number, so that `text` is "". */
   function read(name, text, state, unread = false) {
     const [low, high, step] = limits(name, state);
-    const kind = step === 2 ? "an even whole number" : step === 1 ? "a whole number" : "a number";
+    const kind = step === 2 ? "an even integer" : step === 1 ? "an integer" : "a number";
     const expected = `${NAMES[name]} must be ${kind} from ${low} to ${high}`;
     const trimmed = String(text).trim();
     if (trimmed === "") {
-      return { error: `${expected}; ${unread ? "what stands there is too large or no number" : "the field is empty"}` };
+      return { error: `${expected}; ${unread ? "the text is too large or not a number" : "the field is empty"}` };
     }
     const value = Number(trimmed);
     if (!/^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(trimmed) || !(value >= low && value <= high) || (step && value % step)) {
@@ -225,26 +225,26 @@ const Rope = (() => {
     return { value };
   }
 
-  /** The state after one change, with what depends on it brought back into range: n <= m < wanted, pair < D/2. */
+  /** The state after one change, with the other settings adjusted to their ranges: n <= m < target, pair < D/2. */
   function change(state, changes) {
-    const full = state.length === wanted(state) && !("length" in changes);
+    const full = state.length === target(state) && !("length" in changes);
     const next = { ...state, ...changes };
-    const end = wanted(next);
+    const end = target(next);
     next.pair = Math.min(next.pair, next.dim / 2 - 1);
     next.shift = Math.min(next.shift, end - 1);
     next.length = full ? end : Math.min(next.length, end); // a full text stays full
     const last = next.method === "dynamic" && "length" in changes ? next.length - 1 : end - 1;
     [next.m, next.n] = [Math.min(next.m, last), Math.min(next.n, last)];
     if (next.n > next.m) {
-      // a token sees itself and earlier ones; the one that was moved pushes the other
+      // a token sees only itself and earlier ones; the setting that was changed moves the other
       if ("n" in changes && !("m" in changes)) next.m = next.n;
       else next.n = next.m;
     }
-    if (next.method === "dynamic") next.length = Math.max(next.length, next.m + 1); // a text holds its tokens
+    if (next.method === "dynamic") next.length = Math.max(next.length, next.m + 1); // position m is in the text
     return next;
   }
 
-  /** The scaling as a config holds it. dynamic with factor 1 stretches by exactly length / trained. */
+  /** The scaling as in a config. dynamic with factor 1 stretches by exactly length / trained. */
   function scalingOf(method, stretch, trained) {
     return {
       default: null,
@@ -262,14 +262,14 @@ const Rope = (() => {
     }[method];
   }
 
-  /** Everything per pair that the pictures draw, for one method; lengths in tokens, angles in radians. */
+  /** All numbers per pair that the pictures draw, for one method; lengths in tokens, angles in radians. */
   function pairs(state, method = state.method) {
     const lengths = { seqLen: state.length, maxSeqLen: state.trained };
     const before = inverseFrequencies(state.dim, state.base).invFreq;
     const scaling = scalingOf(method, state.stretch, state.trained);
     const { invFreq, attentionFactor } = inverseFrequencies(state.dim, state.base, scaling, lengths);
-    // dynamic's frequencies are those of a text of state.length tokens: no position beyond it is met with them
-    const end = method === "dynamic" ? Math.max(state.length, state.trained) : wanted(state);
+    // dynamic's frequencies are valid for a text of state.length tokens, so later positions do not occur with them
+    const end = method === "dynamic" ? Math.max(state.length, state.trained) : target(state);
     const waves = wavelengths(before);
     return {
       before,
@@ -283,50 +283,50 @@ const Rope = (() => {
       met: seenArc(invFreq, end),
       turnsSeen: turnsPassed(before, state.trained),
       turnsMet: turnsPassed(invFreq, end),
-      // no full turn in training, and the end of the text lies further than one token beyond what was seen
+      // no full turn in training, and the end of the text is more than one token beyond the angles of training
       unfinished: waves.map((wave) => wave > state.trained),
       beyond: before.map((w, i) => waves[i] > state.trained && (end - 1) * invFreq[i] > state.trained * w * (1 + 1e-12)),
     };
   }
 
-  /** A setting as the part of an address behind #. */
+  /** A setting as the part of an address after #. */
   const toHash = (state) =>
     Object.keys(START)
-      .filter((key) => key !== "length" || state.length !== wanted(state)) // a full text goes without saying
+      .filter((key) => key !== "length" || state.length !== target(state)) // a full text is the default
       .map((key) => `${key}=${state[key]}`)
       .join("&");
 
-  /** The setting that an address asks for, from `start`; what can't be read or can't be had with the rest is listed. */
+  /** The setting of an address, starting from `start`; `ignored` lists the keys that are invalid or out of range. */
   function fromHash(hash, start = START) {
-    const asked = Object.fromEntries(
+    const given = Object.fromEntries(
       hash
         .replace(/^#/, "")
         .split("&")
         .filter(Boolean)
         .map((part) => [part.split("=")[0], part.split("=").slice(1).join("=")]),
     );
-    const ignored = Object.keys(asked).filter((key) => !Object.hasOwn(START, key));
+    const ignored = Object.keys(given).filter((key) => !Object.hasOwn(START, key));
     const values = {};
     let state = { ...start };
-    if (METHODS.includes(asked.method)) state.method = asked.method;
-    else if ("method" in asked) ignored.push("method");
+    if (METHODS.includes(given.method)) state.method = given.method;
+    else if ("method" in given) ignored.push("method");
     for (const key of Object.keys(NAMES)) {
-      // in the order of NAMES: the range of a later one hangs on earlier ones
-      const { value, error } = key in asked ? read(key, asked[key], state) : {};
+      // in the order of NAMES, since the range of a setting depends on earlier ones
+      const { value, error } = key in given ? read(key, given[key], state) : {};
       if (error) ignored.push(key);
       if (value === undefined) continue;
       values[key] = value;
-      state = change(state, key === "n" && asked.m ? { m: state.m, n: value } : { [key]: value });
+      state = change(state, key === "n" && given.m ? { m: state.m, n: value } : { [key]: value });
     }
-    // n above m, say: both are in range, and one of them has given way
+    // settings that were changed again by a later one, for example n above m
     ignored.push(...Object.keys(values).filter((key) => state[key] !== values[key]));
     return { state, ignored };
   }
 
   // ------------------------------------------------------------------------------------------------- the self-check
-  /** Hold the formulas above against the library's numbers: rows {dim, theta, scaling, seqLen, maxSeqLen, factor, invFreq}.
+  /** Compare the formulas above with the library's results: rows {dim, theta, scaling, seqLen, maxSeqLen, factor, invFreq}.
 
-      Returns {settings, worst, agrees}: the largest relative difference. The library rounds to float32: about 6e-8. */
+      Returns {settings, worst, agrees}; worst is the largest relative difference. The library's float32 has about 6e-8. */
   function selfCheck(rows, tolerance = 1e-6) {
     let worst = 0;
     for (const row of rows) {
@@ -343,6 +343,6 @@ const Rope = (() => {
   return {
     TURN, METHODS, START, NAMES,
     inverseFrequencies, scalingOf, wavelengths, turnsPassed, seenArc, divisors, meanCosine, rotate, score, scoreParts,
-    scoresAt, pairs, wanted, limits, read, change, toHash, fromHash, selfCheck,
+    scoresAt, pairs, target, limits, read, change, toHash, fromHash, selfCheck,
   };
 })();

@@ -1,4 +1,4 @@
-/* What the page shows: controls, five pictures, the guided path. All numbers come from rope.js. */
+/* The view of the page: controls, five pictures, the guided path. All numbers come from rope.js. */
 "use strict";
 
 (() => {
@@ -12,17 +12,17 @@
   const LABEL = { default: "unscaled", linear: "PI", ntk: "NTK-aware", dynamic: "dynamic NTK", yarn: "YaRN", llama3: "llama3" };
   const DASH = { default: "1.5 4", linear: "12 4", ntk: "6 4", dynamic: "8 3 2 3", yarn: "12 3 2 3 2 3", llama3: "3 3" };
 
-  // --------------------------------------------------------------------------------------------- numbers as words
-  const whole = (x) => Math.round(x).toLocaleString("en-US");
+  // --------------------------------------------------------------------------------------------- numbers as text
+  const integer = (x) => Math.round(x).toLocaleString("en-US");
   function figures(x, digits = 3) {
     if (x === 0) return "0";
-    if (Math.abs(x) >= Math.min(1000, 10 ** digits)) return Math.abs(x) < 1e7 ? whole(x) : x.toExponential(digits - 1);
+    if (Math.abs(x) >= Math.min(1000, 10 ** digits)) return Math.abs(x) < 1e7 ? integer(x) : x.toExponential(digits - 1);
     return Math.abs(x) < 1e-4 ? x.toExponential(digits - 1) : String(Number(x.toPrecision(digits)));
   }
   const times = (x) => String(Number(x.toPrecision(3)));
   const degrees = (radians) => `${figures((radians * 180) / Math.PI)}°`;
   const turns = (count) => `${figures(count)} ${count === 1 ? "turn" : "turns"}`;
-  const short = (x) => (x >= 1e6 ? `${times(x / 1e6)}M` : x >= 1e3 ? `${times(x / 1e3)}k` : whole(x));
+  const short = (x) => (x >= 1e6 ? `${times(x / 1e6)}M` : x >= 1e3 ? `${times(x / 1e3)}k` : integer(x));
   const signed = (x, digits) => x.toFixed(digits).replace("-", "−");
   function span(flags) {
     const which = flags.flatMap((flag, i) => (flag ? [i] : []));
@@ -57,7 +57,7 @@
   }
 
   const COLUMN = 6;
-  /** The heights [top, bottom] that a curve takes up in each column of COLUMN pixels, null where it is not. */
+  /** The range [top, bottom] of a curve in each column of COLUMN pixels, null where the curve is absent. */
   function heights(points, box) {
     const columns = Array.from({ length: Math.ceil((box.right - box.left) / COLUMN) + 1 }, () => null);
     for (let i = 1; i < points.length; i++) {
@@ -72,10 +72,10 @@
     return columns;
   }
 
-  /** Where the labels of curves go: beside their own curve, on no curve and on no other label. */
-  function placeLabels(curves, box, taken = []) {
+  /** Positions for the labels of curves: next to their own curve, and not over a curve or another label. */
+  function placeLabels(curves, box, occupied = []) {
     const height = 15;
-    const boxes = [...taken];
+    const boxes = [...occupied];
     const all = curves.map(({ points }) => heights(points, box));
     return curves.map(({ words }, owner) => {
       const w = words.length * 6.9 + 6;
@@ -86,7 +86,7 @@
         for (const [left, top] of [[x - w / 2, up], [x - w / 2, down], [x + 6, down - 2], [x - w - 6, up + 2], [x + 6, up + 2], [x - w - 6, down - 2]]) {
           if (left < box.left || left + w > box.right || top < box.top - 12 || top + height > box.bottom - 4) continue;
           let cost = 400 * boxes.filter((b) => left < b[0] + b[2] && b[0] < left + w && top < b[1] + b[3] && b[1] < top + height).length;
-          let nearest = 40; // to a curve that isn't its own: a label must not seem to belong to that one
+          let nearest = 40; // distance to the nearest other curve, which the label must not seem to name
           const [from, to] = [Math.max(0, Math.floor((left - box.left) / COLUMN) - 1), Math.floor((left + w - box.left) / COLUMN) + 1];
           for (let other = 0; other < all.length; other++) {
             for (let c = from; c <= to; c++) {
@@ -123,7 +123,7 @@
 
   const svgWidth = (id) => Math.max(280, Math.floor(document.querySelector(`#${id} .plot`).clientWidth));
 
-  /** Where the first and the last pair stand: half a bar from the edges. */
+  /** x of the first and of the last pair: half a bar from the edges. */
   function ends(box, pairs) {
     const inset = Math.max(6, (box.right - box.left) / (2 * pairs));
     return [box.left + inset, box.right - inset];
@@ -143,7 +143,7 @@
   }
 
   // ------------------------------------------------------------------------------------------- picture 1: the clock
-  /** Six pairs with a dial of their own, or all where there are fewer: evenly spread, and the one that is followed. */
+  /** The pairs that have a dial: six, or all if there are fewer; evenly spread, and including the selected pair. */
   function dials(state) {
     const pairs = state.dim / 2;
     const shown = new Set([0, pairs - 1, state.pair]);
@@ -159,7 +159,7 @@
     return { columns, radius, height: rowHeight * Math.ceil(count / columns), center: (k) => [(k % columns) * cell + cell / 2, Math.floor(k / columns) * rowHeight + radius + 10] };
   }
 
-  /** ", 5 under PI"; nothing where there is no method. */
+  /** For example ", 5 under PI"; empty without a scaling. */
   const under = (state, words) => (state.method === "default" ? "" : `, ${words} under ${LABEL[state.method]}`);
 
   const polar = (x, y, r, angle) => [x + r * Math.cos(angle), y - r * Math.sin(angle)]; // counter-clockwise from the right
@@ -190,27 +190,27 @@
       const last = state.dim / 2 - 1;
       const name = LABEL[state.method];
       const [kept, divided] = [now.divisors.map((d) => d < 1 + 1e-9), now.divisors.map((d) => d > state.stretch * (1 - 1e-9))];
-      const fastest = `pair 0 turns ${degrees(now.before[0])} a token`;
+      const fastest = `pair 0 turns ${degrees(now.before[0])} per token`;
       const nothing = now.divisors.every((d) => Math.abs(d - 1) < 1e-9);
       const claims = {
         default: () => `Each pair is a hand: ${fastest}, pair ${last} only ${degrees(now.before[last])}`,
-        linear: () => `PI slows every hand ${s} times: pair 0 turns ${degrees(now.invFreq[0])} a token instead of ${degrees(now.before[0])}`,
-        ntk: () => `NTK-aware leaves the fastest hand alone and slows the slowest ${s} times`,
-        dynamic: () => `At ${whole(state.length)} tokens the slowest hand is slowed ${times(now.divisors[last])} times, the fastest not at all`,
+        linear: () => `PI slows every hand ${s} times: pair 0 turns ${degrees(now.invFreq[0])} per token instead of ${degrees(now.before[0])}`,
+        ntk: () => `NTK-aware slows the slowest hand ${s} times and leaves the fastest unchanged`,
+        dynamic: () => `At ${integer(state.length)} tokens the slowest hand is slowed ${times(now.divisors[last])} times, and the fastest is unchanged`,
         yarn: () => slowed(),
         llama3: () => slowed(),
       };
       const hands = (many, kind) => (many > 1 ? `the ${many} ${kind} hands` : many ? `the ${kind} hand` : "no hand");
-      const slowed = () => `${name} leaves ${hands(count(kept), "fastest")} alone and slows ${hands(count(divided), "slowest")} ${s} times`;
+      const slowed = () => `${name} leaves ${hands(count(kept), "fastest")} unchanged and slows ${hands(count(divided), "slowest")} ${s} times`;
       const claim = nothing && state.method !== "default" ? `${name} changes nothing here: every hand keeps its speed` : claims[state.method]();
       const [a, b] = [now.before[state.pair], now.invFreq[state.pair]];
       return {
         claim,
         svg: picture(width, grid.height, inside),
-        label: `${shown.length} dials with two hands at position ${whole(state.m)}. ${shown
-          .map((pair) => `Pair ${pair}: ${degrees(now.before[pair])} a token unscaled${under(state, degrees(now.invFreq[pair]))}`)
+        label: `${shown.length} dials with two hands at position ${integer(state.m)}. ${shown
+          .map((pair) => `Pair ${pair}: ${degrees(now.before[pair])} per token unscaled${under(state, degrees(now.invFreq[pair]))}`)
           .join(". ")}.`,
-        readout: `Under each dial: degrees a token, unscaled and ${state.method === "default" ? "again, as nothing is scaled" : `under ${name}`}. At position ${whole(state.m)} pair ${state.pair} stands at <b>${figures(state.m * a, 4)} rad</b> unscaled${under(state, `<b>${figures(state.m * b, 4)} rad</b>`)}.`,
+        readout: `Under each dial: degrees per token, unscaled${state.method === "default" ? " twice, since there is no scaling" : ` and under ${name}`}. At position ${integer(state.m)} pair ${state.pair} is at <b>${figures(state.m * a, 4)} rad</b> unscaled${under(state, `<b>${figures(state.m * b, 4)} rad</b>`)}.`,
       };
     },
 
@@ -218,7 +218,7 @@
     waves(state, now) {
       const width = svgWidth("waves");
       const box = { left: width < 480 ? 40 : 52, right: width - 8, top: 34, bottom: 330 };
-      const end = Rope.wanted(state);
+      const end = Rope.target(state);
       const top = Math.max(...now.waves, ...now.wavesAfter, end) * 2;
       const y = { at: log(4, top, box.bottom, box.top), name: short, title: "wavelength (tokens for one full turn, logarithmic)" };
       y.ticks = [10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9].filter((t) => t <= top);
@@ -232,8 +232,8 @@
         const words = "no full turn in training";
         if (box.right - from > words.length * 6.6) inside.push(text((from + box.right) / 2, box.bottom - 12, words, { "text-anchor": "middle" }));
       }
-      const limits = [{ at: state.trained, words: `trained: L = ${whole(state.trained)}`, kind: "limit" }];
-      if (end > state.trained) limits.push({ at: end, words: `wanted: s · L = ${whole(end)}`, kind: "limit-far" });
+      const limits = [{ at: state.trained, words: `trained: L = ${integer(state.trained)}`, kind: "limit" }];
+      if (end > state.trained) limits.push({ at: end, words: `target: s · L = ${integer(end)}`, kind: "limit-far" });
       for (const { at, kind } of limits) inside.push(line(box.left, y.at(at), box.right, y.at(at), kind));
       inside.push(line(x.at(state.pair), box.top, x.at(state.pair), box.bottom, "cursor"));
       inside.push(path(old, "old"), path(after, "new"));
@@ -243,20 +243,20 @@
       const curves = [{ points: old, words: "unscaled" }];
       const same = now.divisors.every((d) => d < 1.02);
       if (!same) curves.push({ points: after, words: LABEL[state.method] });
-      const taken = limits.map(({ at, words }) => [box.left, y.at(at) - 20, words.length * 7.4, 36]);
-      placeLabels(curves, box, taken).forEach((place, k) => {
-        if (place) inside.push(text(place.left + 3, place.top + 12, same && state.method !== "default" ? `unscaled = ${LABEL[state.method]}` : curves[k].words, { class: k || same ? "new-text halo" : "halo" }));
+      const occupied = limits.map(({ at, words }) => [box.left, y.at(at) - 20, words.length * 7.4, 36]);
+      placeLabels(curves, box, occupied).forEach((spot, k) => {
+        if (spot) inside.push(text(spot.left + 3, spot.top + 12, same && state.method !== "default" ? `unscaled = ${LABEL[state.method]}` : curves[k].words, { class: k || same ? "new-text halo" : "halo" }));
       });
       inside.push(pickArea(box, state.dim / 2));
       const slow = count(now.unfinished);
       const [pairs, i] = [state.dim / 2, state.pair];
       return {
         claim: slow
-          ? `${slow} of ${pairs} pairs do not finish a turn within the trained ${whole(state.trained)} tokens`
-          : `Every pair finishes a turn within the trained ${whole(state.trained)} tokens`,
+          ? `${slow} of ${pairs} pairs do not finish a turn within the trained ${integer(state.trained)} tokens`
+          : `Every pair finishes a turn within the trained ${integer(state.trained)} tokens`,
         svg: picture(width, box.bottom + 44, inside),
-        label: `Wavelength by pair, logarithmic. Unscaled from ${figures(now.waves[0])} tokens at pair 0 to ${figures(now.waves[pairs - 1])} at pair ${pairs - 1}${under(state, `${figures(now.wavesAfter[0])} to ${figures(now.wavesAfter[pairs - 1])}`)}. Pair ${i}: ${figures(now.waves[i], 4)} tokens unscaled${under(state, `${figures(now.wavesAfter[i], 4)} tokens`)}. Lines at the trained ${whole(state.trained)} and the wanted ${whole(end)} tokens. ${slow} of ${pairs} pairs lie above the trained length.`,
-        readout: `Pair ${i} comes round every <b>${figures(now.waves[i], 4)} tokens</b> unscaled${under(state, `every <b>${figures(now.wavesAfter[i], 4)} tokens</b>`)}. Within the trained length it makes ${turns(state.trained / now.waves[i])}.`,
+        label: `Wavelength by pair, logarithmic. Unscaled from ${figures(now.waves[0])} tokens at pair 0 to ${figures(now.waves[pairs - 1])} at pair ${pairs - 1}${under(state, `${figures(now.wavesAfter[0])} to ${figures(now.wavesAfter[pairs - 1])}`)}. Pair ${i}: ${figures(now.waves[i], 4)} tokens unscaled${under(state, `${figures(now.wavesAfter[i], 4)} tokens`)}. Lines at the trained ${integer(state.trained)} and the target ${integer(end)} tokens. ${slow} of ${pairs} pairs are above the trained length.`,
+        readout: `Pair ${i} makes a full turn every <b>${figures(now.waves[i], 4)} tokens</b> unscaled${under(state, `every <b>${figures(now.wavesAfter[i], 4)} tokens</b>`)}. Within the trained length it makes ${turns(state.trained / now.waves[i])}.`,
       };
     },
 
@@ -273,14 +273,14 @@
       if (!y.ticks.some((t) => Math.abs(Math.log2(t / s)) < 0.3)) y.ticks.push(s);
       const x = pairAxis(box, pairs);
       const points = (method) => all[method].map((d, i) => [x.at(i), y.at(d)]);
-      const groups = []; // methods whose curves lie on each other share one label
+      const groups = []; // methods with the same curve share one label
       for (const method of Rope.METHODS) {
         const twin = groups.find(([other]) => all[other].every((d, i) => Math.abs(d / all[method][i] - 1) < 0.005));
         if (twin) twin.push(method);
         else groups.push([method]);
       }
       const inside = [frame(box, x, y)];
-      const needed = (now.end - 1) / state.trained; // the divisor that keeps the last token within what was seen
+      const needed = (now.end - 1) / state.trained; // the divisor that keeps the last token within the angles of training
       if (now.beyond.includes(true)) {
         const hatched = now.beyond.flatMap((flag, i) => (flag ? [i] : []));
         const half = (x.at(1) - x.at(0)) / 2;
@@ -299,30 +299,30 @@
       const name = (group) => (group.length === Rope.METHODS.length ? "all six methods" : group.map((m) => SHORT[m]).join(" = "));
       const curves = groups.map((group) => ({ points: points(group[0]), words: name(group), chosen: group.includes(state.method) }));
       curves.sort((a, b) => b.chosen - a.chosen);
-      placeLabels(curves, box).forEach((place, k) => {
-        if (place) inside.push(text(place.left + 3, place.top + 12, curves[k].words, { class: `halo ${curves[k].chosen ? "new-text" : ""}` }));
+      placeLabels(curves, box).forEach((spot, k) => {
+        if (spot) inside.push(text(spot.left + 3, spot.top + 12, curves[k].words, { class: `halo ${curves[k].chosen ? "new-text" : ""}` }));
       });
       inside.push(pickArea(box, pairs));
 
       const kept = now.divisors.map((d) => d < 1 + 1e-9);
       const full = now.divisors.map((d) => d > s * (1 - 1e-9));
       const given = now.divisors.filter((_, i) => now.beyond[i]);
-      const want = times(Math.max(1, now.end / state.trained));
+      const required = times(Math.max(1, now.end / state.trained));
       const range = given.length > 1 && times(Math.min(...given)) !== times(Math.max(...given)) ? `${times(Math.min(...given))} to ${times(Math.max(...given))}` : times(given[0] ?? 1);
-      const few = (giver) => `${span(now.beyond).replace("p", "P")} ${given.length > 1 ? "need" : "needs"} ${want}; ${giver} gives ${range}`;
+      const few = (method) => `${span(now.beyond).replace("p", "P")} ${given.length > 1 ? "need" : "needs"} ${required}; ${method} divides by ${range}`;
       const ramp = () => {
         const parts = [];
-        if (count(kept)) parts.push(`keeps ${span(kept)}`);
+        if (count(kept)) parts.push(`leaves ${span(kept)} unchanged`);
         if (count(full)) parts.push(`divides ${span(full)} by ${times(s)}`);
         if (count(kept) + count(full) < pairs) parts.push(parts.length > 1 ? "ramps between" : "ramps over the others");
         return `${LABEL[state.method]} ${parts.join(", ")}`;
       };
       const nothing = kept.every(Boolean);
       const claims = {
-        default: () => (given.length ? `Unscaled, ${span(now.beyond)} ${given.length > 1 ? "are" : "is"} divided by 1 and would need ${want}` : "Unscaled, every pair is divided by 1, and none needs more"),
-        linear: () => `PI divides every pair by ${times(s)}, needed or not`,
-        ntk: () => (given.length ? few("NTK-aware") : `NTK-aware divides more and more, from 1 at pair 0 to ${times(s)} at the last`),
-        dynamic: () => (given.length ? few(`dynamic NTK at ${whole(state.length)} tokens`) : `Dynamic NTK at ${whole(state.length)} tokens divides by 1 to ${times(now.divisors[pairs - 1])}`),
+        default: () => (given.length ? `Unscaled, ${span(now.beyond)} ${given.length > 1 ? "are" : "is"} divided by 1 and would need ${required}` : "Unscaled, every pair is divided by 1, and no pair needs more"),
+        linear: () => `PI divides every pair by ${times(s)}, even the pairs that need no divisor`,
+        ntk: () => (given.length ? few("NTK-aware") : `NTK-aware divides by 1 at pair 0, rising to ${times(s)} at the last pair`),
+        dynamic: () => (given.length ? few(`dynamic NTK at ${integer(state.length)} tokens`) : `Dynamic NTK at ${integer(state.length)} tokens divides by 1 to ${times(now.divisors[pairs - 1])}`),
         yarn: ramp,
         llama3: ramp,
       };
@@ -330,7 +330,7 @@
       return {
         claim: nothing && state.method !== "default" ? `${LABEL[state.method]} divides by 1 here: nothing changes` : claims[state.method](),
         svg: picture(width, box.bottom + 44, inside),
-        label: `Divisor by pair for six methods, logarithmic. Chosen: ${LABEL[state.method]}. ${dials(state).map((pair) => `Pair ${pair}: ${figures(now.divisors[pair], 4)}`).join(", ")}. ${count(now.beyond) ? `Too small in ${span(now.beyond)}.` : "Large enough in every pair."}`,
+        label: `Divisor by pair for six methods, logarithmic. Selected: ${LABEL[state.method]}. ${dials(state).map((pair) => `Pair ${pair}: ${figures(now.divisors[pair], 4)}`).join(", ")}. ${count(now.beyond) ? `Too small in ${span(now.beyond)}.` : "Large enough in every pair."}`,
         readout: `Pair ${i} is divided by ${Rope.METHODS.map((m) => (m === state.method ? `<b>${figures(all[m][i])} (${LABEL[m]})</b>` : `${figures(all[m][i])} (${LABEL[m]})`)).join(", ")}. ${state.method === "yarn" ? `YaRN also multiplies cos and sin by a = <b>${figures(now.attentionFactor, 5)}</b>, so every score by a² = ${figures(now.attentionFactor ** 2, 5)}.` : ""}`,
       };
     },
@@ -369,14 +369,14 @@
       const stairs = (arcs) => arcs.flatMap((arc, i) => [[x.at(i) - half, y.at(arc)], [x.at(i) + half, y.at(arc)]]);
       inside.push(closed([[x.at(0) - half, box.bottom], ...stairs(now.seen), [x.at(pairs - 1) + half, box.bottom]], "seen"));
       for (let i = 0; i < pairs; i++) {
-        const place = { x: x.at(i) - half, width: 2 * half + 0.3 };
-        if (now.beyond[i]) inside.push(tag("rect", { ...place, y: y.at(now.met[i]), height: y.at(now.seen[i]) - y.at(now.met[i]), class: "unseen" }));
+        const column = { x: x.at(i) - half, width: 2 * half + 0.3 };
+        if (now.beyond[i]) inside.push(tag("rect", { ...column, y: y.at(now.met[i]), height: y.at(now.seen[i]) - y.at(now.met[i]), class: "unseen" }));
       }
       inside.push(line(x.at(state.pair), box.top, x.at(state.pair), box.bottom, "cursor"));
       inside.push(path(stairs(now.met), "new"));
-      const words = now.beyond.includes(true) ? "met, never seen" : null;
+      const words = now.beyond.includes(true) ? "met, not seen" : null;
       if (words) {
-        // beside the hatched pairs, not on them: the hatch would cut the letters
+        // next to the hatched pairs, since text on a hatch is hard to read
         const first = x.at(now.beyond.indexOf(true)) - half;
         inside.push(text(first - 8, y.at(Rope.TURN * 0.3), words, { "text-anchor": "end", class: "unseen-text" }));
       }
@@ -386,18 +386,18 @@
       const i = state.pair;
       return {
         claim: out
-          ? `At ${whole(now.end)} tokens ${out} of ${pairs} pairs meet angles that training never showed`
-          : `At ${whole(now.end)} tokens no pair meets an angle that training never showed`,
+          ? `At ${integer(now.end)} tokens ${out} of ${pairs} pairs meet angles that did not occur in training`
+          : `At ${integer(now.end)} tokens no pair meets an angle that did not occur in training`,
         svg: picture(width, box.bottom + 44, inside),
-        label: `${shown.length} circles, and the arcs of all pairs. ${shown.map((pair) => `Pair ${pair}: seen ${turns(now.turnsSeen[pair])} in training, met ${turns(now.turnsMet[pair])}`).join(". ")}. ${out ? `Beyond what was seen: ${span(now.beyond)}.` : "No pair goes beyond what was seen."}`,
-        readout: `Under each circle: turns seen by position ${whole(state.trained - 1)} in training, and met by position ${whole(now.end - 1)}. Pair ${i}: <b>${turns(now.turnsSeen[i])}</b> seen, <b>${turns(now.turnsMet[i])}</b> met${now.beyond[i] ? ", so part of what it meets is new" : now.unfinished[i] ? ", all of it seen" : "; it has been all round the circle"}.`,
+        label: `${shown.length} circles, and the arcs of all pairs. ${shown.map((pair) => `Pair ${pair}: seen ${turns(now.turnsSeen[pair])} in training, met ${turns(now.turnsMet[pair])}`).join(". ")}. ${out ? `New angles in ${span(now.beyond)}.` : "No pair meets new angles."}`,
+        readout: `Under each circle: turns seen by position ${integer(state.trained - 1)} in training, and met by position ${integer(now.end - 1)}. Pair ${i}: <b>${turns(now.turnsSeen[i])}</b> seen, <b>${turns(now.turnsMet[i])}</b> met${now.beyond[i] ? ", so some angles are new" : now.unfinished[i] ? ", so no angle is new" : "; it has seen every angle"}.`,
       };
     },
 
     // ------------------------------------------------------------------------------------------------ picture 5: score
     scores(state, now) {
       const width = svgWidth("scores");
-      const end = Rope.wanted(state);
+      const end = Rope.target(state);
       const distance = state.m - state.n;
       const { old, after, buckets } = scoreCurves(state, now, width);
       const boxes = [0, 1].map((k) => ({ left: width < 480 ? 40 : 46, right: width - 8, top: 34 + k * 254, bottom: 214 + k * 254 }));
@@ -424,11 +424,11 @@
         if (!same) parts.push(dot(x.at(distance), y.at(exact[0][k]), 4, "dot-old"));
         parts.push(dot(x.at(distance), y.at(exact[1][k]), 5, "dot-new"));
         const right = x.at(distance) > (box.left + box.right) / 2;
-        parts.push(text(x.at(distance) + (right ? -7 : 7), box.bottom - 7, `m − n = ${whole(distance)}`, { class: "strong halo", "text-anchor": right ? "end" : "start" }));
+        parts.push(text(x.at(distance) + (right ? -7 : 7), box.bottom - 7, `m − n = ${integer(distance)}`, { class: "strong halo", "text-anchor": right ? "end" : "start" }));
         if (k === 0) {
           const curves = [after, ...(same ? [] : [old])].map((curve, j) => ({ points: buckets.map((b, i) => [x.at(b.x), y.at(curve[0].mean[i])]), words: j ? "unscaled" : name }));
-          placeLabels(curves, box, [[x.at(distance) - (right ? 100 : 0), box.bottom - 22, 100, 20], [limit - 4, box.top, 8, box.bottom - box.top]]).forEach((place, j) => {
-            if (place) parts.push(text(place.left + 3, place.top + 12, curves[j].words, { class: `halo ${j ? "" : "new-text"}` }));
+          placeLabels(curves, box, [[x.at(distance) - (right ? 100 : 0), box.bottom - 22, 100, 20], [limit - 4, box.top, 8, box.bottom - box.top]]).forEach((spot, j) => {
+            if (spot) parts.push(text(spot.left + 3, spot.top + 12, curves[j].words, { class: `halo ${j ? "" : "new-text"}` }));
           });
         }
         return parts.join("");
@@ -442,11 +442,11 @@
       const row = (words, values) => `<tr><th scope="row">${words}</th>${values.map((v) => `<td>${signed(v, 5)}</td>`).join("")}</tr>`;
       const difference = Math.abs(there - here);
       return {
-        claim: `The score knows the distance m − n = ${whole(distance)} and nothing else of m and n`,
+        claim: `The score depends on m and n only through the distance m − n = ${integer(distance)}`,
         svg: picture(width, boxes[1].bottom + 44, inside),
-        label: `Two curves by distance, logarithmic: mean cosine over pairs, and the score of one fixed random query and key. At distance ${whole(distance)} the mean cosine is ${exact[0][0].toFixed(4)} unscaled${under(state, exact[1][0].toFixed(4))}; the score is ${exact[0][1].toFixed(4)} unscaled${under(state, exact[1][1].toFixed(4))}.`,
-        readout: `<table><tr><th scope="col">m = ${whole(state.m)}, n = ${whole(state.n)}</th><td>mean cosine</td><td>q · k / √d</td></tr>${row("unscaled", exact[0])}${same ? "" : row(name, exact[1])}</table>
-          Turned one by one: score at (${whole(state.m)}, ${whole(state.n)}) <b id="score-here">${signed(here, 9)}</b>, at (${whole(state.m + shift)}, ${whole(state.n + shift)}) <b id="score-there">${signed(there, 9)}</b>. ${difference ? `The difference, ${difference.toExponential(0)}, is rounding: shifting` : "Shifting"} both by ${whole(shift)} changes nothing${state.method === "dynamic" ? `, as long as the frequencies are held at those of ${whole(state.length)} tokens; as the text grows, dynamic NTK changes them all` : ""}.`,
+        label: `Two curves by distance, logarithmic: mean cosine over pairs, and the score of one fixed random query and key. At distance ${integer(distance)} the mean cosine is ${exact[0][0].toFixed(4)} unscaled${under(state, exact[1][0].toFixed(4))}; the score is ${exact[0][1].toFixed(4)} unscaled${under(state, exact[1][1].toFixed(4))}.`,
+        readout: `<table><tr><th scope="col">m = ${integer(state.m)}, n = ${integer(state.n)}</th><td>mean cosine</td><td>q · k / √d</td></tr>${row("unscaled", exact[0])}${same ? "" : row(name, exact[1])}</table>
+          Computed by rotating q and k: score at (${integer(state.m)}, ${integer(state.n)}) <b id="score-here">${signed(here, 9)}</b>, at (${integer(state.m + shift)}, ${integer(state.n + shift)}) <b id="score-there">${signed(there, 9)}</b>. ${difference ? `The difference, ${difference.toExponential(0)}, is rounding: shifting` : "Shifting"} both by ${integer(shift)} changes nothing${state.method === "dynamic" ? `, if the frequencies stay those of ${integer(state.length)} tokens; dynamic NTK changes all of them as the text grows` : ""}.`,
       };
     },
   };
@@ -454,11 +454,11 @@
   const parts = (state, factor) => Rope.scoreParts(data.q, data.k, state.dim / 2, factor);
 
   let curvesFor = {};
-  /** Both scores over all distances, gathered in columns of a pixel and a half; kept while only m, n, pair change. */
+  /** Both scores over all distances, in columns of 1.5 pixels; cached while only m, n and pair change. */
   function scoreCurves(state, now, width) {
     const key = JSON.stringify([state.base, state.dim, state.trained, state.stretch, state.method, state.length, width]);
     if (curvesFor.key === key) return curvesFor;
-    const end = Rope.wanted(state);
+    const end = Rope.target(state);
     const columns = Math.floor(width / 1.5);
     const buckets = [];
     const edge = (c) => Math.expm1((Math.log1p(end - 1) * c) / columns);
@@ -466,7 +466,7 @@
       const [from, to] = [Math.ceil(edge(c - 0.5)), Math.min(Math.ceil(edge(c + 0.5)), end)];
       const room = to - from;
       if (room <= 0) continue;
-      const most = 8; // distances looked at in a column; the golden ratio spreads them without a period of their own
+      const most = 8; // distances evaluated per column; the golden ratio spreads them without a period
       const values = room <= most ? Array.from({ length: room }, (_, j) => from + j) : Array.from({ length: most }, (_, j) => from + Math.floor(((j + ((c * 0.618034) % 1)) / most) * room));
       buckets.push({ x: room === 1 ? from : edge(c), values });
     }
@@ -489,7 +489,7 @@
     return curvesFor;
   }
 
-  // ----------------------------------------------------------------------------------------------------- all numbers
+  // ------------------------------------------------------------------------------------------ the table of all numbers
   function table(state, now) {
     const columns = [
       ["pair", (i) => i],
@@ -509,17 +509,17 @@
 
   // -------------------------------------------------------------------------------------------------------- controls
   const SAME = { to: Number, from: Number };
-  const rounded = (x) => Number(x.toPrecision(3));
+  const threeDigits = (x) => Number(x.toPrecision(3));
   // slider positions: logarithmic where the setting spans decades
   const SLIDERS = {
-    base: { hint: "", low: 3, high: 7, step: 0.01, to: Math.log10, from: (t) => rounded(10 ** t) },
+    base: { hint: "", low: 3, high: 7, step: 0.01, to: Math.log10, from: (t) => threeDigits(10 ** t) },
     dim: { hint: "entries", step: 2, ...SAME },
     trained: { hint: "tokens", low: 7, high: 17, step: 0.25, to: Math.log2, from: (t) => Math.round(2 ** t) },
-    stretch: { hint: "", low: 0, high: 5, step: 0.125, to: Math.log2, from: (t) => rounded(2 ** t) },
+    stretch: { hint: "", low: 0, high: 5, step: 0.125, to: Math.log2, from: (t) => threeDigits(2 ** t) },
     length: { hint: "tokens", step: 1, ...SAME },
     m: { hint: "", step: 1, ...SAME },
     n: { hint: "", step: 1, ...SAME },
-    pair: { hint: "to follow", step: 1, ...SAME },
+    pair: { hint: "selected", step: 1, ...SAME },
     shift: { hint: "tokens", step: 1, ...SAME },
   };
 
@@ -540,7 +540,7 @@
           <p class="error" id="${name}-error" role="alert"></p></div>`,
       );
       if (name === "stretch") {
-        byId(`${name}-error`).insertAdjacentHTML("beforebegin", `<p class="remark" id="stretch-remark" hidden>Under dynamic, s sets only how long the text can get (the ranges of t, m and n); a full text grows with it. The frequencies are those of factor 1 at t tokens, whatever s is.</p>`);
+        byId(`${name}-error`).insertAdjacentHTML("beforebegin", `<p class="remark" id="stretch-remark" hidden>Under dynamic, s only limits how long the text can get (the ranges of t, m and n); a full text grows with it. The frequencies are those of factor 1 at t tokens, for any s.</p>`);
         for (const input of [byId(name), byId(`${name}-slider`)]) input.setAttribute("aria-describedby", `${name}-error stretch-remark`);
       }
       byId(name).addEventListener("input", () => {
@@ -562,7 +562,7 @@
     byId(name).setAttribute("aria-invalid", String(Boolean(error)));
   }
 
-  /** Controls as the state has them; the field being typed in is left alone. */
+  /** Update the controls from the state, except the field in which the user is typing. */
   function showControls(typing) {
     for (const [name, slider] of Object.entries(SLIDERS)) {
       const [low, high] = Rope.limits(name, state);
@@ -576,12 +576,12 @@
         complain(name);
       }
     }
-    document.querySelector('[data-field="length"]').hidden = state.method !== "dynamic"; // no other method looks at it
+    document.querySelector('[data-field="length"]').hidden = state.method !== "dynamic"; // no other method uses it
     byId("stretch-remark").hidden = state.method !== "dynamic";
     document.querySelector(`input[value="${state.method}"]`).checked = true;
-    const summary = `${SHORT[state.method]}, s = ${times(state.stretch)}, b = ${whole(state.base)}, d = ${state.dim}, L = ${whole(state.trained)}`;
-    byId("summary").textContent = [SHORT[state.method], `s ${times(state.stretch)}`, `b ${short(state.base)}`, `d ${state.dim}`, `L ${whole(state.trained)}`].join(" · ");
-    byId("print-setting").textContent = `Setting: method ${summary}, m = ${whole(state.m)}, n = ${whole(state.n)}, pair ${state.pair}`;
+    const summary = `${SHORT[state.method]}, s = ${times(state.stretch)}, b = ${integer(state.base)}, d = ${state.dim}, L = ${integer(state.trained)}`;
+    byId("summary").textContent = [SHORT[state.method], `s ${times(state.stretch)}`, `b ${short(state.base)}`, `d ${state.dim}`, `L ${integer(state.trained)}`].join(" · ");
+    byId("print-setting").textContent = `Setting: method ${summary}, m = ${integer(state.m)}, n = ${integer(state.n)}, pair ${state.pair}`;
     const entry = document.querySelector(`#glossary [data-method="${state.method}"]`);
     if (byId("explanation").dataset.method !== state.method) {
       byId("explanation").innerHTML = entry.nextElementSibling.innerHTML;
@@ -609,11 +609,11 @@
     cancelAnimationFrame(queued);
     queued = 0;
     const now = Rope.pairs(state);
-    const made = Object.entries(pictures).map(([id, make]) => [id, make(state, now)]); // all are measured before one is drawn
+    const made = Object.entries(pictures).map(([id, make]) => [id, make(state, now)]); // drawing changes the layout, so all pictures are made before one is drawn
     for (const [id, { claim, svg, label, readout }] of made) {
       const section = byId(id);
-      const show = (place, html) => {
-        if (place.shown !== html) place.innerHTML = place.shown = html;
+      const show = (node, html) => {
+        if (node.shown !== html) node.innerHTML = node.shown = html;
       };
       show(section.querySelector(".plot"), svg);
       show(section.querySelector(".readout"), readout);
@@ -624,14 +624,14 @@
   }
 
   function load() {
-    const { state: asked, ignored } = Rope.fromHash(location.hash);
+    const { state: given, ignored } = Rope.fromHash(location.hash);
     byId("status").textContent = ignored.length ? `ignored in the address: ${ignored.join(", ").slice(0, 80)}` : "";
-    set(asked);
+    set(given);
   }
 
-  // ---------------------------------------------------------------------------------------------------- moving things
+  // -------------------------------------------------------------------------------------------------------- animation
   let motion = 0;
-  /** Go to another setting, in a moment where motion is welcome and at once where it isn't. */
+  /** Change to another setting: animated, or at once if the reader prefers reduced motion. */
   function glide(target) {
     cancelAnimationFrame(motion);
     const from = state;
@@ -654,18 +654,18 @@
   let running = 0;
   function play() {
     const on = () => {
-      if (state.m + 1 < Rope.wanted(state)) set({ m: state.m + 1 });
+      if (state.m + 1 < Rope.target(state)) set({ m: state.m + 1 });
       else if (running) play();
     };
     if (running) {
       clearInterval(running);
       running = 0;
-    } else if (calm.matches) on(); // one step a press: nothing moves by itself
+    } else if (calm.matches) on(); // reduced motion: one token per click
     else running = setInterval(on, 125);
     nameOfPlay();
   }
   function nameOfPlay() {
-    byId("play").textContent = running ? "Stop" : calm.matches ? "One token on" : "Let the tokens run";
+    byId("play").textContent = running ? "Stop" : calm.matches ? "Next token" : "Let the tokens run";
   }
 
   // ------------------------------------------------------------------------------------------------------ guided path
@@ -700,7 +700,7 @@
     });
   }
 
-  /** Click or drag in a picture: follow that pair, or put n at that distance. The sliders do the same by keyboard. */
+  /** Click or drag in a picture: select that pair, or set n to that distance. The sliders do the same by keyboard. */
   function pick(event) {
     const area = event.target.closest?.("[data-pick]");
     if (!area || (event.type === "pointermove" && event.buttons !== 1)) return;
@@ -731,24 +731,24 @@
     save();
     try {
       await navigator.clipboard.writeText(location.href);
-      byId("status").textContent = "Link copied: it holds this setting.";
+      byId("status").textContent = "Link copied. It includes this setting.";
     } catch {
-      byId("status").textContent = "The address of this page now holds this setting.";
+      byId("status").textContent = "The address of this page now includes this setting.";
     }
   }
 
   // ------------------------------------------------------------------------------------------------------- self-check
   function check() {
-    const place = byId("check");
+    const node = byId("check");
     let result = { agrees: false, settings: 0, worst: NaN };
     try {
       result = Rope.selfCheck(data.reference);
     } catch (error) {
       result.error = error.message;
     }
-    place.classList.toggle("bad", !result.agrees);
-    place.setAttribute("role", result.agrees ? "status" : "alert");
-    place.textContent = result.agrees
+    node.classList.toggle("bad", !result.agrees);
+    node.setAttribute("role", result.agrees ? "status" : "alert");
+    node.textContent = result.agrees
       ? `numbers agree with the library (${result.settings} settings, largest relative difference ${result.worst.toExponential(1)}, which is the library's rounding to float32)`
       : `numbers DISAGREE with the library (${result.error ?? `${result.settings} settings, relative difference ${result.worst}`}): do not trust this page`;
   }
@@ -762,7 +762,7 @@
     try {
       localStorage.setItem("clearllama-theme", name);
     } catch {
-      // then it holds until the page is closed
+      // without storage the choice lasts until the page is closed
     }
   });
   buildControls();

@@ -1,40 +1,38 @@
-"""The topics of the study: one file a topic, found here by name.
+"""The topics of the study, by name: one file per topic.
 
-A topic's file defines `TOPIC`. Files are imported on demand, so that one topic does not pay for the others.
+A topic's file defines `TOPIC`. Files are imported on demand, so that a topic loads only what it needs.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-from ...errors import UsageError
+from ...checks import choice
 from .base import Topic
 
-# name -> the question it answers; in the order in which they are best read
+# name -> the question it answers, in the recommended reading order
 TOPICS = {
     "example": "what happens to one query, number by number?",
-    "order": "can attention tell two orders of the same words apart?",
+    "order": "does attention depend on the order of the words?",
     "sqrtd": "why is the score divided by the square root of the head's width?",
-    "softmax": "how much does a weight move when a score moves?",
+    "softmax": "how much does an attention weight change when a score changes?",
     "heatmap": "what does the sinusoidal table look like?",
-    "binary": "in what sense is a position written in digits?",
+    "binary": "in what sense does the sinusoidal table write a position in digits?",
     "shift": "is the code of position t + k a linear function of the code of position t?",
     "relative": "does a score depend on the distance alone?",
-    "pairing": "which two entries make a pair, and what if the file means others?",
+    "pairing": "which two entries form a pair, and what if a file pairs others?",
     "wavelengths": "how far does each pair turn within a context?",
-    "decay": "do far tokens count less?",
-    "clock": "what do the ways to stretch a context do to the hands of a clock?",
-    "scale": "what does every scaling do to every pair?",
-    "ppl": "how far does each way to stretch a context reach, on a real model?",
+    "decay": "does a score fall with the distance?",
+    "clock": "how do the methods to stretch a context change the hands of a clock?",
+    "scale": "by how much does each scaling divide each frequency?",
+    "ppl": "how far does each method stretch the context of a real model?",
     "heads": "which frequencies does a trained model use, and how far does it look?",
     "precision": "how exact are the angles, by position and by dtype?",
-    "errata": "which sentences of the notes are wrong, and how does one see it?",
+    "errata": "which sentences of the notes are wrong, and what proves it?",
 }
 
 
 def find(name: str) -> Topic:
-    """The topic of that name."""
-    if name not in TOPICS:
-        raise UsageError(f"unknown topic {name!r}; known: {', '.join(TOPICS)}")
-    topic: Topic = import_module(f".{name}", __name__).TOPIC
+    """The topic of that name. Raises UsageError if there is none."""
+    topic: Topic = import_module(f".{choice('topic', name, TOPICS)}", __name__).TOPIC
     return topic

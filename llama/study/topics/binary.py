@@ -1,4 +1,4 @@
-"""Digits: the sinusoidal table beside numbers in binary, and what its radix and its digits really are."""
+"""Digits: the sinusoidal table compared with binary numbers, its radix and its number of digits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from .. import measures
 from ..figure import Data, Figure
-from ..report import Report, Table, equal
+from ..report import Report, Table, equal, wrapped
+from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def bits(numbers: np.ndarray, count: int = 4) -> np.ndarray:
-    """The lowest `count` binary digits of numbers (N,), the last digit first: (N, count)."""
+    """The lowest `count` binary digits of numbers (N,), least significant first: (N, count)."""
     digits: np.ndarray = numbers[:, None] >> np.arange(count) & 1
     return digits
 
 
 def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
-    """Periods of the digits, radix, number of digits; and positions read back from hands read by eye."""
+    """Periods of the digits, radix, number of digits; and positions recovered from angles read to a few marks."""
     check_head_dim(head_dim, 4, 1024)
     check_range("--rope-theta", theta, 2.0, 1e12)
     waves = measures.wavelengths(measures.frequencies(head_dim, theta))  # (d/2,)
@@ -39,17 +40,17 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
     returns = _returns(waves, head_dim, theta)
     return Report(
         "binary",
-        "in what sense is a position written in digits?",
+        TOPICS["binary"],
         settings={"width d": head_dim, "theta": theta},
-        says=(
-            "A binary digit repeats after 2, 4, 8, ... numbers, a pair after 2 pi, 2 pi beta, 2 pi beta^2, ...",
-            "positions, beta = theta^(2/d). So a position is a number of d/2 digits of radix beta, each digit",
-            f"the angle of a hand. A rough look at every hand, to 1/{marks} of a turn, gives the position exactly.",
+        says=wrapped(
+            "A binary digit repeats after 2, 4, 8, ... numbers, a pair after 2 pi, 2 pi beta, 2 pi beta^2, ..."
+            " positions, with beta = theta^(2/d). So a position is a number of d/2 digits of radix beta, and each digit"
+            f" is the angle of a hand. Reading every hand to 1/{marks} of a turn determines the position exactly."
         ),
         tables=(
             Table(
                 "digits and hands",
-                ("digit or pair", "period of the bit", "wavelength of the pair", "over the one before"),
+                ("digit or pair", "period of the bit", "wavelength of the pair", "ratio to the previous"),
                 [
                     (i, periods[i], float(waves[i]), "" if i == 0 else f"{float(waves[i] / waves[i - 1]):.6g}")
                     for i in range(min(4, head_dim // 2))
@@ -57,9 +58,9 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
             ),
             Table(
                 "the number system of the table",
-                ("", "radix", "digits", "longest period over shortest"),
+                ("", "radix", "digits", "longest period / shortest"),
                 [
-                    ("as it is", radix, len(waves), f"{span:.4g}"),
+                    ("computed", radix, len(waves), f"{span:.4g}"),
                     (
                         "as published, with 2 pi (E35)",
                         2 * math.pi * radix,
@@ -71,30 +72,28 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
         ),
         checks=(
             equal("003-13", "periods of four bits", ", ".join(map(str, periods)), "2, 4, 8, 16"),
-            equal("003-12", "change of a pair over its own wavelength, largest", returns, 0.0, 1e-5),
-            equal("E35", "a wavelength over the one before, smallest", float(steps.min()), radix, 1e-5 * radix),
-            equal("E35", "and largest", float(steps.max()), radix, 1e-5 * radix),
-            equal("E35", "2 pi is the first period only", float(waves[0]), 2 * math.pi, 1e-6),
-            equal("E35", "longest over shortest period, over theta", span / theta, theta ** (-2 / head_dim), 1e-5),
+            equal("003-12", "largest change of a pair after one wavelength", returns, 0.0, 1e-5),
+            equal("E35", "ratio of successive wavelengths, smallest", float(steps.min()), radix, 1e-5 * radix),
+            equal("E35", "ratio of successive wavelengths, largest", float(steps.max()), radix, 1e-5 * radix),
+            equal("E35", "the first period is 2 pi", float(waves[0]), 2 * math.pi, 1e-6),
+            equal("E35", "longest period / shortest / theta", span / theta, theta ** (-2 / head_dim), 1e-5),
             equal("E35", "digits", len(waves), head_dim // 2),
             equal("E34", "smallest entry of rows 0 .. 15: -1, not 0", float(table.min()), -1.0, 1e-4),
-            equal("003-15", f"of {len(positions):,} positions, hands to 1/{marks} turn: read back wrong", wrong, 0),
+            equal("003-15", f"positions of {len(positions):,} recovered wrongly, at 1/{marks} of a turn", wrong, 0),
         ),
     )
 
 
 def _periods(columns: np.ndarray) -> list[int]:
-    """For each column of (N, count) the smallest shift that leaves it as it is."""
+    """The smallest shift that leaves a column unchanged, for each column of (N, count)."""
     n = len(columns)
     return [next((p for p in range(1, n) if np.array_equal(c[p:], c[:-p])), n) for c in columns.T]
 
 
 def _returns(waves: torch.Tensor, dim: int, theta: float) -> float:
-    """How far pair i is from where it was, one wavelength later."""
+    """The largest change of pair i after i's wavelength, over all pairs."""
     now = measures.sinusoids(torch.tensor([3.0]), dim, theta)[0].view(-1, 2)  # (d/2, 2)
-    later = measures.sinusoids(3.0 + waves, dim, theta).view(
-        len(waves), -1, 2
-    )  # (d/2, d/2, 2): row i after wavelength i
+    later = measures.sinusoids(3.0 + waves, dim, theta).view(len(waves), -1, 2)  # (d/2, d/2, 2), row i: wavelength i
     return float((later.diagonal().T - now).abs().max())
 
 
@@ -103,12 +102,12 @@ def _power(radix: float, digits: int) -> str:
 
 
 def read_back(positions: np.ndarray, dim: int, theta: float, marks: int) -> np.ndarray:
-    """Positions (N,) from the table's hands, each read to the nearest of `marks` marks on its circle: (N,).
+    """Recover positions (N,) from the angles of all hands, each rounded to the nearest of `marks` marks: (N,).
 
-    From the slowest hand, which goes round once, to the fastest: each says by how much the estimate so far is off,
-    up to whole turns. That is right while an error of half a mark of the slower hand, beta times as much of this
-    one, stays below half a turn with its own half mark: marks > beta + 1. The last error is half a mark of pair 0,
-    below half a position when marks > 2 pi.
+    The estimate is refined from the slowest hand, which makes less than one turn, to the fastest. Each hand
+    determines the error of the estimate so far, up to full turns. This works if the error of the slower hand, half
+    a mark, times beta, plus half a mark of this hand, is below half a turn: marks > beta + 1. The remaining error is
+    half a mark of pair 0, which is below half a position if marks > 2 pi.
     """
     speeds = theta ** (-np.arange(0, dim, 2) / dim)  # (d/2,) radians a position
     table = measures.sinusoids(torch.from_numpy(positions), dim, theta).numpy()  # (N, d)
@@ -117,8 +116,8 @@ def read_back(positions: np.ndarray, dim: int, theta: float, marks: int) -> np.n
     estimate = np.zeros(len(positions))
     for i in reversed(range(len(speeds))):
         off = seen[:, i] - estimate * speeds[i]  # (N,) radians
-        whole = np.round(off / (2 * np.pi)) if i < len(speeds) - 1 else 0.0
-        estimate += (off - 2 * np.pi * whole) / speeds[i]
+        full_turns = np.round(off / (2 * np.pi)) if i < len(speeds) - 1 else 0.0
+        estimate += (off - 2 * np.pi * full_turns) / speeds[i]
     return np.round(estimate)
 
 
@@ -165,8 +164,8 @@ TOPIC = Topic(
     figures=(
         Figure(
             "binary",
-            "Each bit changes half as fast as the one before. So do the sines of a table of radix 2, between -1 and 1"
-            " instead of 0 and 1; with base 10000 and four pairs the radix is 10, and the third and fourth digit"
+            "Each bit changes half as fast as the one before it. So do the sines of a table of radix 2, but between -1"
+            " and 1 instead of 0 and 1. With base 10000 and four pairs the radix is 10, and the third and fourth digits"
             " hardly change in 16 steps (003-13, E34, E35).",
             binary_data,
             binary_draw,

@@ -1,4 +1,4 @@
-"""The clock: a 12-hour clock as RoPE of three pairs, and what three ways to make it last longer do to its hands."""
+"""The clock: a 12-hour clock as RoPE with three pairs, and how methods to stretch a context slow its hands."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from ..figure import Data, Figure
 from ..measures import frequencies, wavelengths
 from ..report import Report, Table, equal, wrapped
+from . import TOPICS
 from .base import Topic, check_range
 
 if TYPE_CHECKING:
@@ -18,24 +19,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 HANDS = ("second", "minute", "hour")
-BASE = 60.0**3  # of three pairs whose periods are 60 apart: 1, 60, 3600 times the first
-CLOCK = [
-    1.0,
-    1.0,
-    0.2,
-]  # divisors that make a clock of it: its hour hand is 12 times slower than its minute hand, not 60
-NOTE = (1.0, 1.5, 2.0)  # by how much the notes slow a hand against the one before it
-NOW = 10 * 3600 + 8 * 60 + 42  # the time that the figure shows, seconds
+BASE = 60.0**3  # base of three pairs with a ratio of 60 between their periods
+CLOCK = [1.0, 1.0, 0.2]  # divisors for a clock: its hour hand is 12 times slower than its minute hand, not 60 times
+NOTE = (1.0, 1.5, 2.0)  # factor by which the notes slow each hand relative to the previous one
+NOW = 10 * 3600 + 8 * 60 + 42  # the time that the figure shows, in seconds
 
 
 def report(factor: float = 3.0) -> Report:
-    """Periods of the hands now, under PI, under NTK-aware, and as the notes have it for a factor of 3."""
+    """Periods of the hands unscaled, under PI, under NTK-aware, and according to the notes for a factor of 3."""
     check_range("--rope-factor", factor, 1.01, 1024.0)
     now, stretched = _now(), _stretched(factor)
     pi, ntk = stretched["PI"], stretched["NTK-aware"]
     note = _notes()
     table = Table(
-        "seconds until a hand is back, and how many times as long as now",
+        "period of each hand in seconds, and its ratio to the period now",
         ("hand", "now", "PI", "", "NTK-aware", "", "steps x 1, 1.5, 2", ""),
         [
             (hand, now[i], *(cell for way in (pi, ntk, note) for cell in (way[i], f"x {way[i] / now[i]:.4g}")))
@@ -47,28 +44,28 @@ def report(factor: float = 3.0) -> Report:
     base60, base216000 = (", ".join(f"{x:.0f}" for x in _seconds(frequencies(6, base))) for base in (60.0, BASE))
     return Report(
         "clock",
-        "what do the ways to stretch a context do to the hands of a clock?",
+        TOPICS["clock"],
         settings={"factor": factor},
         says=wrapped(
-            "three hands are three pairs, D = 6; a position is a second, the trained context has 43,200. To tell"
-            f" {factor:g} times as many apart, PI slows all hands alike: the second hand then moves {step:.3g}"
-            " degrees a second where it moved 6. NTK-aware keeps it and slows only the last hand by all of the"
-            " factor. The last columns, for a factor of 3: a published clock that makes the steps from hand to hand 1,"
-            " 1.5 and 2 times as long, so the periods 1, 1.5 and 3 times, not 1, 1.5 and 2 (E18). A clock is no RoPE:"
-            " its periods grow by 60 and then by 12 (E17)."
+            "Three hands are three pairs, D = 6. A position is a second, and the trained context has 43,200. To"
+            f" distinguish {factor:g} times as many positions, PI slows all hands by the same factor: the second hand"
+            f" then moves {step:.3g} degrees a second instead of 6. NTK-aware leaves the second hand unchanged and"
+            " slows only the last hand by the full factor. The last columns, for a factor of 3, are a published clock:"
+            " it multiplies the ratios from hand to hand by 1, 1.5 and 2, so the periods become 1, 1.5 and 3 times as"
+            " long, not 1, 1.5 and 2 (E18). A clock is not exactly RoPE: its periods grow by 60 and then by 12 (E17)."
         ),
         tables=(table,),
         checks=(
-            equal("001-26 OK11", "seconds that the clock tells apart", now[2], float(60 * 60 * 12), 0.01),
+            equal("001-26 OK11", "number of seconds that the clock distinguishes", now[2], float(60 * 60 * 12), 0.01),
             equal("001-28 OK11", "the same, steps x 1, 1.5, 2", note[2], 60.0 * (60 * 1.5) * (2 * 12), 0.03),
             equal("001-27", "PI: degrees a second of the second hand", step, 2.0 if pinned else 6 / factor, 1e-5),
             equal("001-27", "NTK-aware: the same", 360 / ntk[0], 6.0, 1e-5),
-            equal("001-27", "PI: the minute hand's period, times", pi[1] / now[1], factor, 1e-6 * factor),
+            equal("001-27", "PI: minute hand, relative to now", pi[1] / now[1], factor, 1e-6 * factor),
             # s^(2i/(D-2)) with i = 1, D = 6
             equal("E18", "NTK-aware: the same", ntk[1] / now[1], 1.732 if pinned else math.sqrt(factor), 1e-4 * factor),
-            equal("E18", "steps x 1, 1.5, 2: the hour hand's period, times (not 2)", note[2] / now[2], 3.0, 1e-5),
-            equal("001-30", "NTK-aware: the hour hand's period", ntk[2], last, 1e-6 * last),
-            equal("001-18", "PI: the hour hand's period", pi[2], last, 1e-6 * last),
+            equal("E18", "steps x 1, 1.5, 2: hour hand, relative to now (not 2)", note[2] / now[2], 3.0, 1e-5),
+            equal("001-30", "NTK-aware: period of the hour hand", ntk[2], last, 1e-6 * last),
+            equal("001-18", "PI: period of the hour hand", pi[2], last, 1e-6 * last),
             equal("E17", "RoPE of base 60, D = 6: periods", base60, "60, 235, 920"),
             equal("E17", "of base 60^3 = 216,000", base216000, "60, 3600, 216000"),
         ),
@@ -76,7 +73,7 @@ def report(factor: float = 3.0) -> Report:
 
 
 def _seconds(inv_freq: torch.Tensor) -> list[float]:
-    """Periods of three pairs in seconds: (3,), where pair 0 takes 60 for a turn."""
+    """Periods of three pairs in seconds, (3,), scaled so that pair 0 turns once in 60 seconds."""
     return [float(x) for x in wavelengths(inv_freq) * 60 / (2 * math.pi)]
 
 
@@ -85,13 +82,13 @@ def _now() -> list[float]:
 
 
 def _notes() -> list[float]:
-    """The notes' slower clock, in seconds: each hand is slowed against the one before it, so the factors multiply."""
+    """Periods of the notes' slower clock, in seconds. Factors are relative to the previous hand, so they multiply."""
     slower = [float(divisor) for divisor in np.array(CLOCK) * np.cumprod(NOTE)]
     return _seconds(frequencies(6, BASE, {"rope_type": "divisors", "divisors": slower}))
 
 
 def _stretched(factor: float) -> dict[str, list[float]]:
-    """Periods of the clock in seconds, by method: what the library divides RoPE's pairs by, the hands are slowed by."""
+    """Periods of the clock in seconds, by method: each hand is slowed by the divisor of its pair in the library."""
     plain = frequencies(6, BASE)
     ways = {"PI": "linear", "NTK-aware": "ntk"}
     return {
@@ -110,7 +107,7 @@ PANELS = ("now", "PI", "NTK-aware")
 
 
 def clock_data(factor: float = 3.0) -> Data:
-    """clock, hand; period (seconds); times as long as now; angle at the time shown and step a second, in degrees."""
+    """clock, hand; period (seconds); its ratio to now (times); angle now and step per second, in degrees."""
     check_range("--rope-factor", factor, 1.01, 1024.0)
     now = np.array(_now())  # (3,) seconds
     periods = {"now": now} | {name: np.array(period) for name, period in _stretched(factor).items()}
@@ -157,7 +154,7 @@ def _face(axes: Axes, data: Data, name: str) -> None:
         axes.plot([0, length * x], [0, length * y], color="#000000", linewidth=width, solid_capstyle="round")
     second = (data["clock"] == name) & (data["hand"] == "second")
     angle, step = float(data["angle"][second][0]), float(data["step"][second][0])
-    for later in range(1, 6):  # where the second hand stands in the next five seconds
+    for later in range(1, 6):  # the second hand in the next five seconds
         x, y = _point(angle + later * step)
         axes.plot([0.92 * x], [0.92 * y], marker="o", markersize=2.5, color="#b2182b")
     axes.set(xlim=(-1.08, 1.08), ylim=(-1.08, 1.08), aspect="equal")
@@ -166,7 +163,7 @@ def _face(axes: Axes, data: Data, name: str) -> None:
 
 
 def _point(degrees: float) -> tuple[float, float]:
-    """On the circle of radius 1, clockwise from the top."""
+    """The point at an angle on the unit circle, clockwise from the top."""
     return math.sin(math.radians(degrees)), math.cos(math.radians(degrees))
 
 
@@ -175,9 +172,9 @@ TOPIC = Topic(
     figures=(
         Figure(
             "clock",
-            "The same second on three clocks; dots: the second hand in the next five seconds. PI slows every hand and"
-            " crowds the dots; NTK-aware keeps the second hand and gives the whole factor to the hour hand only. The"
-            " notes' clock is slowed by 1, 1.5 and 3, not by 1, 1.5 and 2 (001-26, 001-27, 001-28, E18).",
+            "The same second on three clocks. Dots: the second hand in the next five seconds. PI slows every hand and"
+            " crowds the dots. NTK-aware leaves the second hand unchanged and applies the full factor only to the hour"
+            " hand. The notes' clock is slowed by 1, 1.5 and 3, not by 1, 1.5 and 2 (001-26, 001-27, 001-28, E18).",
             clock_data,
             clock_draw,
             size=(7.0, 4.6),

@@ -1,4 +1,4 @@
-"""Decay: what distance does to a score, and what it does not."""
+"""Decay: how a score depends on the distance, and how it does not."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from .. import formulas
 from ..figure import LINES, Data, Figure
 from ..measures import decay_bound, frequencies, mean_cosine
 from ..report import Report, Table, below, equal, wrapped
+from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-SPREAD = (1, 50, 100)  # the base, and two larger ones: 1e4, 5e5 (Llama 3), 1e6
+SPREAD = (1, 50, 100)  # factors of the base: 1e4, 5e5 (Llama 3), 1e6
 ENTRIES = 2**21  # head_dim times distances: the bound is computed at every distance
 
 
 def _bases(head_dim: int, theta: float, context: int) -> list[float]:
-    """The bases compared. Raises UsageError on settings that the topic cannot take."""
+    """The bases to compare. Raises UsageError on settings out of range."""
     check_head_dim(head_dim, 4, 1024)
     check_range("--rope-theta", theta, 100.0, 1e10)
     check_range("--context", context, 16, ENTRIES // head_dim)
@@ -36,7 +37,7 @@ def _built_for(context: int) -> int:
 
 
 def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> Report:
-    """RoFormer's bound by distance for three bases, and a key that scores best far away."""
+    """RoFormer's bound by distance for three bases, and a key whose score is highest at a large distance."""
     bases = _bases(head_dim, theta, context)
     pinned = (head_dim, theta, context) == (128, 10000.0, 4096)
     distances = torch.arange(context + 1)
@@ -62,21 +63,21 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> 
     means = [float(bound[1:].mean()) for bound in bounds]
     halves = [int(torch.nonzero(bound < bound[0] / 2).flatten()[:1].sum()) for bound in bounds]  # 0: never
     rises = int((bounds[0][1:] > bounds[0][:-1]).sum())
-    # a float32 frequency is right to 2^-24 of itself, so an angle is too; a sum of turns is off by all of them at most
+    # float32 frequencies have a relative error of 2^-24, and so have the angles; the errors of a sum add up at most
     rounding = context * 2.0**-24 * float(formulas.frequencies(head_dim, bases[2]).sum()) + 1e-9
     slowest = [float(frequencies(head_dim, base)[-1]) for base in bases]
     right_slowest = (1.15e-4, 0, 1.24e-6) if pinned else [base ** (-(head_dim - 2) / head_dim) for base in bases]
     apart, over = _random_scores(head_dim, theta, context)
     return Report(
         "decay",
-        "do far tokens count less?",
+        TOPICS["decay"],
         settings={"head_dim": head_dim, "theta": theta, "context": context},
         says=wrapped(
-            "RoFormer bounds a score by the mean of |S_j|; S_j sums e^(i distance w) over the first j pairs."
-            f" The bound ripples: for base {theta:g} it rises at {rises:,} of {context:,} steps."
+            "RoFormer bounds a score by the mean of |S_j|, where S_j sums e^(i distance w) over the first j pairs."
+            f" The bound is not monotonic: for base {theta:g} it rises at {rises:,} of {context:,} steps."
             f" {_on_average(near, far)}; {_by_base(means)}."
-            " No score need follow it: a key turned back by n scores best at distance n. It is a bound that can decay,"
-            " not attention."
+            " A score need not follow its bound: a key rotated back by n has its highest score at distance n. So the"
+            " bound can decay without a decay of attention."
         ),
         tables=(table,),
         checks=(
@@ -108,29 +109,29 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> 
                 0 if pinned else 2 + context // 500,
             ),
             below("001-14", "all bounds against float64, largest error", _apart(bounds, right), rounding),
-            equal("E15b", "the built key scores best at distance", int(key.argmax()), built),
+            equal("E15b", "distance at which the built key has its highest score", int(key.argmax()), built),
             equal(
                 "E15b",
-                f"its score at 0, over that at {built}",
+                f"score of the built key at 0 / at {built}",
                 float(key[0] / key[built]),
                 float(np.cos(built * formulas.frequencies(head_dim, theta)).mean()),
                 1e-4,
             ),
-            below("001-15", "rotated q . k less Re sum q conj(k) e^(i(m-n)w)", apart, 1e-3 * head_dim**0.5),
-            below("001-12", "random q, k: largest score over its bound", over, 1.0),
+            below("001-15", "rotated q . k minus Re sum q conj(k) e^(i(m-n)w)", apart, 1e-3 * head_dim**0.5),
+            below("001-12", "random q, k: largest score / bound", over, 1.0),
         ),
     )  # fmt: skip
 
 
 def _on_average(near: list[float], far: list[float]) -> str:
-    """Whether the bound falls, in words, from its means over the near and the far half of the distances, by base."""
+    """A sentence on whether the bound falls from the near to the far half of the distances, by its mean per base."""
     falls = sum(b < 0.95 * a for a, b in zip(near, far, strict=True))
-    whose = {0: "no base", len(near): "every base"}.get(falls, f"{falls} of {len(near)} bases")
-    return f"From the near half of the distances to the far half its mean falls for {whose}"
+    bases = {0: "no base", len(near): "every base"}.get(falls, f"{falls} of {len(near)} bases")
+    return f"From the near half of the distances to the far half its mean falls for {bases}"
 
 
 def _by_base(means: list[float]) -> str:
-    """Whether a larger base has a larger bound, in words; a difference of 1 in 200 counts as none."""
+    """A clause on whether a larger base has a larger bound; a difference below 0.5 % does not count."""
     grows = all(1.005 * a < b for a, b in pairwise(means))
     return f"over all distances it {'is' if grows else 'is not'} larger for each larger base"
 
@@ -146,7 +147,7 @@ def _bound(head_dim: int, base: float, context: int) -> formulas.Array:
 
 
 def _random_scores(head_dim: int, theta: float, context: int) -> tuple[float, float]:
-    """Scores of one random query and key at 64 distances: the library's less the formula's; and over their bound.
+    """Scores of one random query and key at 64 distances: largest difference from the formula, largest score / bound.
 
     Summation by parts gives |score| <= max |h_(i+1) - h_i| * sum |S_j| with h_i = q_i conj(k_i), h_(D/2) = 0.
     """
@@ -169,9 +170,9 @@ def _apart(ours: list[torch.Tensor], right: list[formulas.Array]) -> float:
 
 
 def decay_data(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> Data:
-    """line, distance (tokens), value: the bound over its value at 0; the key's score over its best.
+    """line, distance (tokens), value: the bound / its value at 0; the key's score / its maximum.
 
-    A point of a bound is its mean over a bin of distances, 60 bins on the log axis: its small rises would hide it.
+    A point of a bound is its mean over one of 60 bins on the log axis; its many small rises would hide the trend.
     """
     bases = _bases(head_dim, theta, context)
     built = _built_for(context)
@@ -192,7 +193,7 @@ def decay_data(head_dim: int = 128, theta: float = 10000.0, context: int = 4096)
 
 
 def decay_draw(data: Data, canvas: Canvas) -> None:
-    """Value over distance (log): three bounds, and thin the key."""
+    """Value over distance (log): three bounds, and the score of the key as a thin line."""
     axes = canvas.subplots()
     names = list(dict.fromkeys(data["line"]))
     for number_, name in enumerate(names):
@@ -201,7 +202,7 @@ def decay_draw(data: Data, canvas: Canvas) -> None:
         axes.semilogx(data["distance"][rows], data["value"][rows], label=name, **style)
     axes.set_xlim(1, int(data["distance"].max()))
     axes.set_xlabel("distance (tokens, log scale)")
-    axes.set_ylabel("bound over its value at 0; score over its best")
+    axes.set_ylabel("bound / value at 0; score / maximum")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=2)
 
 
@@ -211,9 +212,9 @@ TOPIC = Topic(
         Figure(
             "decay",
             "RoFormer's bound on a score, averaged over bins of distances. In heads of many pairs it falls on average,"
-            " and its mean is larger for a larger base (001-12, 001-14, E15). It is a bound, drawn without its factor"
-            " of q and k: the thin line is the score of one key that was built for a distance, and is highest there"
-            " (E15b).",
+            " and its mean is larger for a larger base (001-12, 001-14, E15). The bound is drawn without its factor"
+            " that depends on q and k. The thin line is the score of a key that was built for one distance; it is"
+            " highest there (E15b).",
             decay_data,
             decay_draw,
         ),

@@ -1,19 +1,20 @@
-"""The errata of the notes as one report: a line and a verdict each. `clearllama study errata` shows more of them."""
+"""The errata of the notes as one report, one line and verdict each; `clearllama study errata` shows the details."""
 
 from __future__ import annotations
 
 from ..errata import ERRATA
 from ..errata.base import KINDS, passes
 from ..report import Report, Table, holds
+from . import TOPICS
 from .base import Topic
 
 
 def report() -> Report:
-    """Every proof, run."""
+    """Run every proof."""
     kinds = [erratum.kind for erratum in ERRATA.values()]
     return Report(
         "errata",
-        "which sentences of the notes are wrong, and how does one see it?",
+        TOPICS["errata"],
         tables=(
             Table(
                 "classes",

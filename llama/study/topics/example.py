@@ -1,4 +1,4 @@
-"""The worked example: one batch of queries and keys turned by Meta's function, one number followed through it."""
+"""The worked example: one batch of queries and keys rotated by Meta's function, and one number at every step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from ... import rope
 from ...rope_scaling import inverse_frequencies
 from ..figure import LINES, Data, Figure
 from ..report import Report, Table, equal, holds
+from . import TOPICS
 from .base import Topic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-# Batch 2, 5 tokens, 2 query heads that share 1 key head, 8 entries a head; the numbers count up, so that each
-# shows where it came from.
+# Batch 2, 5 tokens, 2 query heads that share 1 key head, 8 entries per head. The values count up, so that each value
+# identifies its entry.
 XQ = torch.arange(160.0).reshape(2, 5, 2, 8)  # (B, T, H, D)
 XK = torch.arange(80.0).reshape(2, 5, 1, 8)  # (B, T, KV, D)
 
 
 def report() -> Report:
-    """Six steps with their shapes, and the element 28 + 29j followed through."""
+    """Six steps with their shapes, and the value of the element 28 + 29j at each step."""
     inv_freq, _ = inverse_frequencies(8)
     freqs_cis = rope.precompute_freqs_cis(8, 5)  # (T, D/2) complex
     paired = torch.view_as_complex(XQ.unflatten(-1, (-1, 2)))  # (B, T, H, D/2) complex
@@ -43,17 +44,17 @@ def report() -> Report:
     )
     return Report(
         "example",
-        "what happens to one query, number by number?",
-        says=("sample 0, token 1, head 1, pair 2 holds 28 and 29; position 1 turns pair 2 by 0.01 radians",),
+        TOPICS["example"],
+        says=("Sample 0, token 1, head 1, pair 2 has the values 28 and 29. Position 1 turns it by 0.01 radians.",),
         tables=(steps,),
         checks=(
             equal("000-41", "angle of pair 2 per position", float(inv_freq[2]), 0.01, 1e-9),
             equal("000-46", "the element as a complex number", element, 28 + 29j),
-            equal("000-48", "its turn, cis 0.01", factor, 0.9999500004 + 0.0099998333j, 1e-7),
+            equal("000-48", "its freqs_cis, cis 0.01", factor, 0.9999500004 + 0.0099998333j, 1e-7),
             equal("000-48", "the product", element * factor, 27.708604844975795 + 29.27854543534996j, 1e-5),
             equal("000-51", "all 240 numbers against float64, largest error", _error(xq_out, xk_out), 0.0, 2e-5),
             holds("000-52", "position 0 is unchanged, bit for bit", torch.equal(xq_out[:, 0], XQ[:, 0])),
-            holds("000-54", "another sample, another head: the same turn", _same_turn(paired, xq_out)),
+            holds("000-54", "all samples and heads are rotated alike", _same_turn(paired, xq_out)),
             *(
                 equal(claim, f"{what}, largest error", _error(*_by_form(form)), 0.0, 4e-5)
                 for form, claim, what in FORMS
@@ -62,17 +63,17 @@ def report() -> Report:
     )
 
 
-# the other forms of the rotation: name in llama.rope.FORMS, claim, in words
+# the other forms of the rotation: name in llama.rope.FORMS, claim, description
 FORMS = (
     ("real", "000-51", "without complex numbers"),
     ("matrix", "000-32", "as a matrix"),
     ("elementwise", "000-51", "x cos + (a quarter turn of x) sin"),
-    ("half", "002-42", "by halves, reordered back"),
+    ("half", "002-42", "half layout, reordered back"),
 )
 
 
 def _by_form(form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """xq and xk turned in one of llama.rope.FORMS, as a model would."""
+    """xq and xk rotated in one of llama.rope.FORMS, as in a model."""
     make_table, apply, layout = rope.FORMS[form]
     q, k = (rope.interleaved_to_half(x) if layout == "half" else x for x in (XQ, XK))
     return apply(q, k, *make_table(rope.precompute_freqs_cis(8, 5)))
@@ -96,7 +97,7 @@ def _same_turn(paired: torch.Tensor, xq_out: torch.Tensor) -> bool:
 
 
 def change_data() -> Data:
-    """2 |sin(position * inv_freq / 2)|: how far a pair of length 1 moves, by position."""
+    """How far a pair of length 1 moves, by position: 2 |sin(position * inv_freq / 2)|."""
     inv_freq = inverse_frequencies(8)[0].double().numpy()
     position, pair = np.meshgrid(np.arange(64), np.arange(4), indexing="ij")
     return {
@@ -120,7 +121,7 @@ STEPS = ("xq", "pairs", "complex numbers", "freqs_cis", "product", "pairs again"
 
 
 def example_data() -> Data:
-    """Sample 0, token 1, head 1 at each step, one row a number; `shape` is that of the whole batch at that step."""
+    """Sample 0, token 1, head 1 at each step, one row per value; `shape` is the shape of the batch at that step."""
     freqs_cis = rope.precompute_freqs_cis(8, 5).view(1, 5, 1, 4)  # (1, T, 1, D/2) complex
     pairs = XQ.unflatten(-1, (-1, 2))  # (B, T, H, D/2, 2)
     paired = torch.view_as_complex(pairs)  # (B, T, H, D/2) complex
@@ -147,10 +148,10 @@ def example_draw(data: Data, canvas: Canvas) -> None:
     between = (
         "in pairs",
         "a, b as a + bi",
-        "times, the same for every sample and head",
-        "gives",
+        "times (the same for every sample and head)",
+        "equals",
         "a + bi as a, b",
-        "in a row",
+        "flattened",
     )
     for step, name in enumerate(STEPS):
         chosen = np.flatnonzero(data["step"] == step)
@@ -160,12 +161,12 @@ def example_draw(data: Data, canvas: Canvas) -> None:
         if step:
             axes.text(4, top + 0.86, between[step - 1], ha="center", va="center", style="italic", fontsize=8)
         for at in chosen:
-            whole = bool(data["complex"][at])
-            width, real, imaginary = 2 if whole else 1, data["real"][at], data["imaginary"][at]
+            is_complex = bool(data["complex"][at])
+            width, real, imaginary = 2 if is_complex else 1, data["real"][at], data["imaginary"][at]
             cell = int(data["cell"][at])
             left = width * cell
             marked = bool(data["marked"][at])
-            air = 0.06 if name.startswith("pairs") else 0.0  # between pairs, not within one
+            air = 0.06 if name.startswith("pairs") else 0.0  # a gap between pairs, not within one
             axes.add_patch(
                 Rectangle(
                     (left + (air if cell % 2 == 0 else 0.0), top - 0.3),
@@ -178,7 +179,7 @@ def example_draw(data: Data, canvas: Canvas) -> None:
                 )
             )
             digits = 0 if step < 3 else 5 if name == "freqs_cis" else 4
-            words = f"{real:.{digits}f}" + (f"{imaginary:+.{digits}f}i" if whole else "")
+            words = f"{real:.{digits}f}" + (f"{imaginary:+.{digits}f}i" if is_complex else "")
             axes.text(left + width / 2, top + 0.07, words, ha="center", va="center", fontsize=8, zorder=3)
     axes.set_xlim(-3.2, 8.1)
     axes.set_ylim(-1.35 * 6 - 0.5, 0.7)
@@ -186,7 +187,7 @@ def example_draw(data: Data, canvas: Canvas) -> None:
 
 
 def rotation2d_data() -> Data:
-    """Head 1 of sample 0: pair 0 of its five tokens, and the four pairs of its token 1; before and after the turn."""
+    """Head 1 of sample 0, before and after the rotation: pair 0 of its five tokens, and the four pairs of token 1."""
     xq_out, _ = rope.apply_rotary_emb(XQ, XK, rope.precompute_freqs_cis(8, 5))  # (B, T, H, D)
     before, after = (x[0, :, 1].unflatten(-1, (-1, 2)).double().numpy() for x in (XQ, xq_out))  # (T, D/2, 2) each
     token, pair = np.array([*range(5), 1, 1, 1, 1]), np.array([0] * 5 + [0, 1, 2, 3])
@@ -228,7 +229,7 @@ def rotation2d_draw(data: Data, canvas: Canvas) -> None:
     panels[1].set_title("four pairs of token 1: each by its own angle")
 
 
-# where a pair's words stand: on the turned pair or on the pair as it was, how far from it in points, aligned how
+# label of each pair: the point it is at (before or after the rotation), offset in points, horizontal alignment
 LABELS = (("x", 8, -4, "left"), ("turned x", -4, 8, "left"), ("x", 8, -4, "left"), ("turned x", 4, 8, "center"))
 
 
@@ -243,9 +244,9 @@ def _label(axes: Any, data: Data, row: int) -> None:
     pair = data["pair"][row]
     at, right, up, side = LABELS[pair]
     words = f"pair {pair}: {data['angle'][row]:.3g} rad\nto {x:.2f}, {y:.2f}"
-    place = data[f"{at}1"][row], data[f"{at}2"][row]
+    point = data[f"{at}1"][row], data[f"{at}2"][row]
     low = "top" if up < 0 else "bottom"
-    axes.annotate(words, place, (right, up), textcoords="offset points", ha=side, va=low, fontsize=8)
+    axes.annotate(words, point, (right, up), textcoords="offset points", ha=side, va=low, fontsize=8)
 
 
 TOPIC = Topic(
@@ -253,26 +254,26 @@ TOPIC = Topic(
     figures=(
         Figure(
             "example",
-            "One head of one token, step by step, with the shape of the whole batch beside it: sample 0, token 1,"
-            " head 1. The marked pair 28, 29 becomes 28 + 29i, is turned by 0.01 radians and comes back as 27.7086,"
-            " 29.2785 (000-46 to 000-50).",
+            "One head of one token, step by step (sample 0, token 1, head 1), and on the left the shape of the batch."
+            " The marked pair 28, 29 becomes 28 + 29i, is rotated by 0.01 radians and ends as 27.7086, 29.2785"
+            " (000-46 to 000-50).",
             example_data,
             example_draw,
             size=(7.5, 5.4),
         ),
         Figure(
             "rotation2d",
-            "RoFormer's first figure from the example's own numbers, head 1 of sample 0. Hollow: the pair as it was;"
-            " filled: turned. A pair keeps its length; the angle grows with the position, and falls from pair to pair"
-            " (000-37, 000-25).",
+            "RoFormer's first figure with the values of the example, head 1 of sample 0. Hollow: before the rotation;"
+            " filled: after it. A pair keeps its length. The angle grows with the position, and falls from pair to"
+            " pair (000-37, 000-25).",
             rotation2d_data,
             rotation2d_draw,
             size=(7.5, 4.5),
         ),
         Figure(
             "change",
-            "The angle of a pair falls with its index; the change of its entries does not. Pair 0 is back where it"
-            " started after 6.28 positions while pair 1 is at its furthest after 31 (000-53, E08).",
+            "The angle of a pair falls with its index; the change of its entries does not. Pair 0 returns to its"
+            " start after 6.28 positions, while pair 1 is furthest from its start after 31 (000-53, E08).",
             change_data,
             change_draw,
         ),

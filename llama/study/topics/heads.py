@@ -1,4 +1,4 @@
-"""A trained model's heads: how far each looks, and which of its frequencies it uses to do so."""
+"""The heads of a trained model: the distances at which they attend, and the frequencies that they use."""
 
 from __future__ import annotations
 
@@ -12,40 +12,33 @@ from torch import Tensor
 
 from ...checkpoint import open_checkpoint
 from ...errors import UsageError
-from ...hub.named import resolve
 from ...loader import build
 from ...model import Transformer
 from ..figure import LINES, Data, Figure
 from ..measures import wavelengths
-from ..perplexity import TINY, tiny_folder
+from ..perplexity import TINY, read_text, source
 from ..report import Check, Report, Table, above, below, equal, wrapped
 from ..trace import distance_profile, recording
+from . import TOPICS
 from .base import Topic, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-LONGEST = 1024  # tokens; the weights of all heads are T x T numbers each
+LONGEST = 1024  # tokens; each head has T x T weights
 
 
 @lru_cache(maxsize=1)
 @torch.inference_mode()
 def _recorded(model: str, text: Path | None, length: int | None) -> tuple[Transformer, Tensor, Tensor, Tensor]:
-    """The model, the text's ids (T,), all attention weights (L, H, T, T), and |q_i| |k_i| (L, H, D/2)."""
-    folder = tiny_folder() if model == TINY else resolve(model)
-    if text is None:
-        if model != TINY:
-            raise UsageError("give a text with --text FILE; only the tiny model comes with one")
-        text = folder / "held-out.txt"
+    """The model, the ids of the text (T,), all attention weights (L, H, T, T), and |q_i| |k_i| (L, H, D/2)."""
+    folder, text = source(model, text)
     checkpoint = open_checkpoint(folder)
     length = min(checkpoint.config.max_seq_len, 256) if length is None else length
     check_range("--length", length, 2, LONGEST)
-    try:
-        ids = checkpoint.tokenizer().encode(text.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{text}: expected a text file in UTF-8 ({error})") from None
+    ids = checkpoint.tokenizer().encode(read_text(text).decode())
     if len(ids) < length:
-        raise UsageError(f"{text} has {len(ids)} tokens; --length asks for {length}")
+        raise UsageError(f"{text} has {len(ids)} tokens, and --length is {length}; use a longer text or lower --length")
     start = (len(ids) - length) // 2
     tokens = torch.tensor(ids[start : start + length])
     net = build(checkpoint, dtype="float32", max_seq_len=length)
@@ -55,7 +48,7 @@ def _recorded(model: str, text: Path | None, length: int | None) -> tuple[Transf
 
 
 def report(model: str = TINY, text: Path | None = None, length: int | None = None) -> Report:
-    """Where the weights go by distance, and what each pair of entries can add to a score."""
+    """Attention weight by distance, and the largest contribution of each pair to a score."""
     net, tokens, weights, norms = _recorded(model, text, length)
     L, H, T, _ = weights.shape
     inv_freq, _ = net.rope.frequencies(T)
@@ -82,17 +75,17 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
     shown = rows if len(rows) <= 8 else [rows[i * (len(rows) - 1) // 7] for i in range(8)]
     return Report(
         "heads",
-        "which frequencies does a trained model use, and how far does it look?",
+        TOPICS["heads"],
         says=wrapped(
-            "|q_i||k_i| / sqrt(D) is the most that pair i can add to a score, whatever the positions. Pairs that make"
-            " no full turn within the context are slow; the last column is their share of the sum over all pairs."
-            f" Measured: the pair used most is used {most / least:.3g} times as much as the least, its wavelength is"
-            f" {peak:.3g} contexts, and the nearest head looks {near / far:.2g} times as far as the furthest. Weights"
-            " that nobody trained use all pairs about evenly, and their heads look about equally far, so these numbers"
+            "|q_i||k_i| / sqrt(D) is the most that pair i can add to a score at any positions. Pairs that do not"
+            " finish a turn within the context are slow; the last column is their share of the sum over all pairs."
+            f" Measured: the most used pair is used {most / least:.3g} times as much as the least used, its wavelength"
+            f" is {peak:.3g} contexts, and the mean distance of the nearest head is {near / far:.2g} times that of the"
+            " furthest. Random weights use all pairs about evenly, and their heads attend about equally far."
             + (
-                " are judged for this model on this text alone."
+                " The last checks apply to this model on this text only."
                 if shipped
-                else " are judged for tiny-kjv alone, on its own text and length; what is checked here holds for any."
+                else " These numbers are checked only for tiny-kjv on its own text; the checks here hold for any model."
             )
         ),
         tables=(
@@ -103,7 +96,7 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
             ),
         ),
         checks=(
-            equal("000-07", "weights of a query sum to 1, largest error", _sum_error(weights), 0.0, 1e-5),
+            equal("000-07", "sum of the weights of a query, largest error", _sum_error(weights), 0.0, 1e-5),
             equal(
                 "001-15", "layer 0's weights from distances alone: error", _by_distance(net, tokens, weights), 0.0, 1e-4
             ),
@@ -114,12 +107,12 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
 
 
 def _of_training(use: float, peak: float, reach: float) -> tuple[Check, ...]:
-    """What holds of the model that comes with the package and need not hold of another."""
+    """Checks for the model that comes with the package; other models need not pass them."""
     return (
-        above("001-16", "use of the most used pair over that of the least used", use, 1.5),
-        above("001-16", "the most used pair's wavelength, in contexts: too slow for a turn", peak, 1.0),
-        below("001-16", "the same, not as slow as can be", peak, 6.0),
-        below("000-10", "heads differ: mean distance, nearest over furthest", reach, 0.5),
+        above("001-16", "use of the most used pair / the least used", use, 1.5),
+        above("001-16", "wavelength of the most used pair, in contexts: it finishes no turn", peak, 1.0),
+        below("001-16", "the same: it is not the slowest pair", peak, 6.0),
+        below("000-10", "heads differ: mean distance, nearest / furthest", reach, 0.5),
     )
 
 
@@ -128,7 +121,7 @@ def _sum_error(weights: Tensor) -> float:
 
 
 def _by_distance(net: Transformer, tokens: Tensor, weights: Tensor) -> float:
-    """Layer 0's weights a second time: no token is turned, each score is read off the distance alone, in numpy."""
+    """Largest error of layer 0's weights against numpy, where no vector is rotated and scores depend on distances."""
     first: Any = net.layers[0]
     block = first.attention
     x = first.attention_norm(net.tok_embeddings(tokens[None].to(net.tok_embeddings.weight.device)))
@@ -147,7 +140,7 @@ def _by_distance(net: Transformer, tokens: Tensor, weights: Tensor) -> float:
 
 
 def data(model: str = TINY, text: Path | None = None, length: int | None = None) -> Data:
-    """One row a head and a distance ("attention") or a head and a pair ("share"); x is the distance or the pair."""
+    """One row per head and distance ("attention"), and per head and pair ("share"); x is the distance or the pair."""
     _, _, weights, norms = _recorded(model, text, length)
     profile = distance_profile(weights, skip_first=True)  # (L, H, T - 1)
     share = norms / norms.sum(-1, keepdim=True)  # (L, H, D/2)
@@ -191,9 +184,10 @@ TOPIC = Topic(
     figures=(
         Figure(
             "attention_by_distance",
-            "Grey: single heads. Left: most weight lies on near tokens, yet heads differ by orders of magnitude at a"
-            " distance; token 0, where many heads park their weight, is left out. Right: what each pair can add to a"
-            " score; the pairs used most are the first that make no full turn within the context (001-15, 001-16).",
+            "Grey: single heads. Left: most weight is on near tokens, but heads differ by orders of magnitude at a"
+            " given distance. Token 0 is left out, since many heads use it as a sink. Right: how much each pair can"
+            " add to a score; the most used pairs are the first that do not finish a turn within the context"
+            " (001-15, 001-16).",
             data,
             draw,
             size=(8.0, 3.8),

@@ -1,4 +1,4 @@
-"""The sinusoidal table: as a picture, as hands of a clock, and as note 002 prints it."""
+"""The sinusoidal table as a picture and as hands of a clock, compared with the table that note 002 prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from ... import rope
 from .. import measures
 from ..figure import LINES, MARKERS, Data, Figure
-from ..report import Report, Table, above, equal
+from ..report import Report, Table, above, equal, wrapped
+from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def printed_table(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
-    """The table that note 002 prints, two mistakes and all: (N, d).
+    """The table that note 002 prints, with its two mistakes: (N, d).
 
-    Its loop variable i counts columns 0, 2, 4, ... and its exponent doubles it again (E24); the cosine beside it
-    has an exponent of its own (E25). So sine i has base^(-2i/d) and its cosine base^(-2(i + 1)/d).
+    Its loop variable i counts columns 0, 2, 4, ... and its exponent doubles i again (E24); the cosine of the same
+    pair has another exponent (E25). So the sine in column i has base^(-2i/d) and its cosine base^(-2(i + 1)/d).
     """
     columns = torch.arange(dim, dtype=torch.float64)
     angles = positions.double()[:, None] * base ** (-2 * columns / dim)  # (N, d)
@@ -31,7 +32,7 @@ def printed_table(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
 
 
 def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Report:
-    """The table's rows, columns and speeds, each from a formula of its own; and what is wrong in note 002's."""
+    """Rows, columns and speeds of the table, each checked with another formula; and the mistakes of note 002."""
     check_head_dim(head_dim, 4, 512)
     check_range("--rope-theta", theta, 2.0, 1e12)
     check_range("--context", context, 2, 1024)
@@ -52,13 +53,13 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Re
     pairs = sorted({0, 1, head_dim // 4, head_dim // 2 - 1})
     return Report(
         "heatmap",
-        "what does the sinusoidal table look like?",
+        TOPICS["heatmap"],
         settings={"width d": head_dim, "theta": theta, "positions": context},
-        says=(
-            "One row a position, two columns a pair: sine and cosine of position times the pair's speed. Left",
-            "the columns change from row to row, right they hardly do: each pair is a hand that turns at its",
-            "own speed. A published table doubles the sines' exponents (E24) and gives the cosines exponents",
-            "of their own (E25).",
+        says=wrapped(
+            "Each row is a position, and each two columns are a pair: sine and cosine of position times the pair's"
+            " speed. The columns on the left change quickly from row to row, those on the right hardly at all: each"
+            " pair is a hand with its own speed. A published table doubles the exponents of the sines (E24) and uses"
+            " other exponents for the cosines (E25)."
         ),
         tables=(
             Table(
@@ -78,27 +79,25 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Re
             ),
         ),
         checks=(
-            equal("000-15", "from the formula in numpy, largest difference", _gap(table, truth), 0.0, 1e-9),
-            equal("004-01", "its speeds over RoPE's, furthest from 1", _speeds(table, inv_freq), 1.0, 1e-6),
-            equal("004-05", "squared length of a row over d/2, furthest from 1", _gap(lengths, 1.0), 0.0, 1e-12),
-            equal(
-                "E49", "pair 0 as sin + i cos: its turn in one step", float((hand[1] / hand[0]).angle()), -1.0, 1e-12
-            ),
-            equal("E44", "log of speed i + 1 over speed i, largest", float(falls.max()), fall, 1e-5),
-            equal("E44", "and smallest", float(falls.min()), fall, 1e-5),
+            equal("000-15", "largest difference from the formula in numpy", _gap(table, truth), 0.0, 1e-9),
+            equal("004-01", "speeds / RoPE's speeds, furthest from 1", _speeds(table, inv_freq), 1.0, 1e-6),
+            equal("004-05", "squared length of a row / (d/2), furthest from 1", _gap(lengths, 1.0), 0.0, 1e-12),
+            equal("E49", "pair 0 as sin + i cos: angle of one step", float((hand[1] / hand[0]).angle()), -1.0, 1e-12),
+            equal("E44", "log of speed i + 1 / speed i, largest", float(falls.max()), fall, 1e-5),
+            equal("E44", "log of speed i + 1 / speed i, smallest", float(falls.min()), fall, 1e-5),
             above("E45", "slowest speed times theta", float(inv_freq[-1]) * theta, 1.0),
-            equal("003-12", "longest wavelength over 2 pi theta", longest, theta ** (-2 / head_dim), 1e-5),
+            equal("003-12", "longest wavelength / (2 pi theta)", longest, theta ** (-2 / head_dim), 1e-5),
             equal("000-09", "distance of the two nearest rows", _nearest(table), nearest, 1e-6),
-            equal("E24", "published sine j from the right sine 2j", _gap(wrong_sines, sines), 0.0, 1e-9),
-            equal("E25", "published cosine j from the right cosine 2j + 1", _gap(wrong_cosines, cosines), 0.0, 1e-9),
+            equal("E24", "published sine j minus correct sine 2j", _gap(wrong_sines, sines), 0.0, 1e-9),
+            equal("E25", "published cosine j minus correct cosine 2j + 1", _gap(wrong_cosines, cosines), 0.0, 1e-9),
             equal("E25", "published sin^2 + cos^2 of a pair, smallest", float(squares.min()), low, 1e-9),
-            equal("E25", "and largest", float(squares.max()), high, 1e-9),
+            equal("E25", "published sin^2 + cos^2 of a pair, largest", float(squares.max()), high, 1e-9),
         ),
     )
 
 
 def _by_numpy(dim: int, theta: float, context: int) -> Tensor:
-    """Position over theta^(2i/d), as arXiv:1706.03762 writes it: sine as imaginary part, cosine as real part."""
+    """The table (N, d) of position / theta^(2i/d), as in arXiv:1706.03762, from complex exponentials."""
     turned = np.exp(1j * np.arange(context)[:, None] / theta ** (np.arange(0, dim, 2) / dim))  # (N, d/2)
     return torch.from_numpy(np.stack((turned.imag, turned.real), -1).reshape(context, dim))
 
@@ -108,20 +107,20 @@ def _gap(a: Tensor, b: Tensor | float) -> float:
 
 
 def _speeds(table: Tensor, inv_freq: Tensor) -> float:
-    """Angle from row 0 to row 1 over RoPE's angle, the ratio furthest from 1."""
+    """Angle from row 0 to row 1 / RoPE's angle: the ratio furthest from 1."""
     angle = torch.atan2(table[1, 0::2], table[1, 1::2])  # (d/2,): row 0 points at (0, 1)
     ratio = angle / inv_freq
     return float(ratio[(ratio - 1).abs().argmax()])
 
 
 def _nearest(table: Tensor) -> float:
-    """Distance of the two rows nearest to each other."""
+    """Distance between the two rows that are nearest to each other."""
     between = torch.cdist(table, table, compute_mode="donot_use_mm_for_euclid_dist")  # (N, N)
     return float(between.fill_diagonal_(torch.inf).min())
 
 
 def _nearest_by_sines(dim: int, theta: float, context: int) -> float:
-    """The same from chords: rows k apart differ by 2 sin(k w_i / 2) in pair i."""
+    """The same from the lengths of chords: rows k apart differ by 2 sin(k w_i / 2) in pair i."""
     k = np.arange(1, context)[:, None]
     return float(2 * np.sqrt((np.sin(k * theta ** (-np.arange(0, dim, 2) / dim) / 2) ** 2).sum(1)).min())
 
@@ -134,7 +133,7 @@ def _printed_squares(dim: int, theta: float, context: int) -> tuple[float, float
 
 
 def heatmap_data(head_dim: int = 64, theta: float = 10000.0, context: int = 64) -> Data:
-    """Both tables, one row a cell."""
+    """Both tables, one row per cell."""
     position, column = np.meshgrid(np.arange(context), np.arange(head_dim), indexing="ij")
     tables = [make(torch.arange(context), head_dim, theta) for make in (measures.sinusoids, printed_table)]
     return {
@@ -148,7 +147,7 @@ def heatmap_data(head_dim: int = 64, theta: float = 10000.0, context: int = 64) 
 def heatmap_draw(data: Data, canvas: Canvas) -> None:
     panels = canvas.subplots(1, 2, sharey=True)
     shape = int(data["position"].max()) + 1, int(data["column"].max()) + 1
-    titles = {"right": "the table", "note 002": "as note 002 prints it: broken"}
+    titles = {"right": "the correct table", "note 002": "the table of note 002 (wrong)"}
     images = []
     for axes, (table, title) in zip(panels, titles.items(), strict=True):
         values = data["value"][data["table"] == table].reshape(shape)  # (N, d)
@@ -160,7 +159,7 @@ def heatmap_draw(data: Data, canvas: Canvas) -> None:
 
 
 def hands_data(theta: float = 10000.0) -> Data:
-    """Tips of three hands (d = 6) at positions 0 .. 12: sine across, cosine up."""
+    """Tips of three hands (d = 6) at positions 0 .. 12: x is the sine, y the cosine."""
     position, pair = np.meshgrid(np.arange(13), np.arange(3), indexing="ij")
     table = measures.sinusoids(torch.arange(13), 6, theta).numpy()  # (N, d)
     return {
@@ -180,7 +179,7 @@ def hands_draw(data: Data, canvas: Canvas) -> None:
         axes.plot(np.sin(circle), np.cos(circle), color="#999999", linewidth=0.8)
         axes.plot(x, y, marker=MARKERS[pair], markersize=3.5, color=LINES[pair]["color"], linestyle="none")
         axes.plot([0, x[-1]], [0, y[-1]], **LINES[pair])
-        # Words only where they don't lie on each other: at every position, or at the first and the last.
+        # Labels must not overlap: one at every position, or only at the first and the last.
         apart = np.hypot(x[1] - x[0], y[1] - y[0]) > 0.2
         if apart:
             for at, across, up in zip(position, x, y, strict=True):
@@ -198,7 +197,7 @@ def hands_draw(data: Data, canvas: Canvas) -> None:
 
 
 def euler_data() -> Data:
-    """e^(it) for t from 0 to 4 pi by the library's own cis."""
+    """e^(it) for t from 0 to 4 pi, by the library's freqs_cis."""
     t = torch.linspace(0, 4 * math.pi, 241)
     cis = rope.freqs_cis_at(t, torch.ones(1))[:, 0]  # (N,) complex64
     return {"t": t.double().numpy(), "real": cis.real.double().numpy(), "imaginary": cis.imag.double().numpy()}
@@ -223,7 +222,7 @@ def euler_draw(data: Data, canvas: Canvas) -> None:
     axes.set_ylim(-1.25, 1.4)
     axes.set_xlabel("real part")
     axes.set_ylabel("imaginary part")
-    axes.set_title("seen along t: a circle")
+    axes.set_title("complex plane: a circle")
     space.plot(t, real, imaginary, **LINES[0])
     space.plot(t, real, np.full_like(t, -1.5), **LINES[2])
     space.plot(t, np.full_like(t, 1.5), imaginary, **LINES[1])
@@ -237,7 +236,7 @@ def euler_draw(data: Data, canvas: Canvas) -> None:
     space.set_zlabel("imaginary part")
     space.set_box_aspect((2.2, 1, 1), zoom=0.86)
     space.view_init(elev=20, azim=-55)
-    space.set_title("along t: a helix", y=0.88)
+    space.set_title("over t: a helix", y=0.88)
 
 
 TOPIC = Topic(
@@ -245,26 +244,26 @@ TOPIC = Topic(
     figures=(
         Figure(
             "heatmap",
-            "One row a position. Left, the right table: fast stripes in the left columns, constant ones in the right"
-            " (003-14). Right, note 002's: the speeds fall twice as fast, so that most columns stand still, and sine"
-            " and cosine of a pair turn at different ones (E24, E25).",
+            "Each row is a position. Left: the correct table, with fast columns on the left and nearly constant ones on"
+            " the right (003-14). Right: the table of note 002. Its speeds fall twice as fast, so that most columns"
+            " hardly change, and sine and cosine of a pair have different speeds (E24, E25).",
             heatmap_data,
             heatmap_draw,
             size=(7.5, 4.2),
         ),
         Figure(
             "hands",
-            "Six entries are three hands. Sine across and cosine up, a hand starts at twelve o'clock and goes"
-            " clockwise; tips at positions 0 to 12. The first goes round almost twice, the second half a radian, the"
-            " third hardly moves (004-05, 004-06, E49).",
+            "Six entries are three hands; their tips at positions 0 to 12. With the sine on the x axis and the cosine"
+            " on the y axis, a hand starts at twelve o'clock and moves clockwise. The first makes almost two turns, the"
+            " second moves by half a radian, the third hardly moves (004-05, 004-06, E49).",
             hands_data,
             hands_draw,
             size=(7.5, 3.5),
         ),
         Figure(
             "euler",
-            "Euler's formula, e^(it) = cos t + i sin t. Seen along t it is a point on the circle; along t a helix,"
-            " whose shadow on the floor is the cosine and on the wall the sine (000-22, 004-09).",
+            "Euler's formula, e^(it) = cos t + i sin t. Left: in the complex plane it is a point on the unit circle."
+            " Right: over t it is a helix, whose projections are the cosine and the sine (000-22, 004-09).",
             euler_data,
             euler_draw,
             size=(7.5, 3.9),

@@ -1,4 +1,4 @@
-"""Pairing: two ways to say which entries of a head turn together, and what becomes of a model read in the wrong one."""
+"""Pairing: the two layouts of the pairs in a head, and what happens if a model is read in the wrong layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ...config import ModelConfig
 from ...model import Transformer
 from .. import formulas
 from ..figure import Data, Figure
-from ..report import Report, Table, equal, holds
+from ..report import Report, Table, equal, holds, wrapped
+from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
@@ -22,62 +23,61 @@ if TYPE_CHECKING:
 
 DISTANCES = (0, 1, 4, 16, 64, 256, 1024)
 
-# A random model, small enough to run at once and large enough that every part matters.
+# A random model that runs in a moment, and in which every part affects the logits.
 CONFIG = ModelConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=96, vocab_size=320, max_seq_len=256
 )
 BATCH, LENGTH = 8, 64
-TOKENS = (0, 1, 4, 16, 63)  # places in the text at which the damage is shown
+TOKENS = (0, 1, 4, 16, 63)  # positions at which the table shows the KL divergence
 
 
 def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
-    """The two pairings, the permutation between them, and the damage of a missing one on scores and on a model."""
+    """The two layouts, the permutation between them, and how scores and logits change without it."""
     check_head_dim(head_dim, 4, 512)
     check_range("--rope-theta", theta, 100.0, 1e12)
-    places = torch.arange(8)
     names = Table(
         "a head of 8 entries",
         ("entry", *(str(j) for j in range(8))),
         [
-            ("turns with, interleaved", *_partners(rope.quarter_turn)),
-            ("turns with, half", *_partners(rope.rotate_half)),
-            ("interleaved to half: goes to", *_goes_to(8)),
-            ("half is read from", *rope.interleaved_to_half(places).tolist()),
+            ("partner in its pair, interleaved", *_partners(rope.quarter_turn)),
+            ("partner in its pair, half", *_partners(rope.rotate_half)),
+            ("index after interleaved to half", *_goes_to(8)),
+            ("entry at this index after it", *rope.interleaved_to_half(torch.arange(8)).tolist()),
         ],
     )
     changes = [_change(head_dim, theta, distance) for distance in DISTANCES]
     right = [_change_by_formula(head_dim, theta, distance) for distance in DISTANCES]
     damage = Table(
-        f"random q, k of {head_dim} entries, not permuted: change of a score over its size (both rms)",
+        f"random q, k of {head_dim} entries, not permuted: change of a score / the score (both rms)",
         ("distance", *(str(distance) for distance in DISTANCES)),
         [("change", *(f"{change:.3f}" for change in changes))],
     )
-    further = "the further apart, the more" if changes == sorted(changes) else "though not the more, the further apart"
+    by_distance = "more so at larger distances" if changes == sorted(changes) else "not more so at larger distances"
     activations, weights, differ = _tensors(head_dim, theta)
     kl, agree, logits = _models()
     by_token = Table(
-        "a random model, wq and wk not permuted: KL to the right next token (nats, mean of 8 texts)",
+        "a random model, wq and wk not permuted: KL to the correct next token (nats, mean of 8 texts)",
         ("token", *(str(t) for t in TOKENS)),
         [("KL", *(f"{float(kl[:, t].mean()):.3f}" for t in TOKENS))],
     )
     return Report(
         "pairing",
-        "which two entries make a pair, and what if the file means others?",
+        TOPICS["pairing"],
         settings={"head_dim": head_dim, "theta": theta},
-        says=(
-            "Meta's files pair neighbours (2i, 2i + 1), Hugging Face's pair halves (i, i + D/2). Either is",
-            "RoPE; what counts is that wq and wk were trained for it. Permuting their rows turns one into the",
-            "other. Without that nothing crashes: the first token is right, and the score of two tokens is",
-            f"noise in part, {further}.",
+        says=wrapped(
+            "Meta's files pair neighbours (2i, 2i + 1), Hugging Face's pair halves (i, i + D/2). Both are RoPE; the"
+            " layout must be the one that wq and wk were trained with. Permuting their rows converts one layout to the"
+            " other. A missing permutation raises no error: the first token is correct, and the scores of other tokens"
+            f" are partly noise, {by_distance}."
         ),
         tables=(names, damage, by_token),
         checks=(
-            equal("001-10", "entries permuted, by halves: difference", activations, 0.0, 1e-5),
-            equal("001-10 OK8", "rows of wq permuted, less product permuted", weights, 0.0, 1e-5),
+            equal("001-10", "entries permuted, half layout: difference", activations, 0.0, 1e-5),
+            equal("001-10 OK8", "wq permuted minus product permuted", weights, 0.0, 1e-5),
             equal("OK8", "not permuted: largest difference", differ, _differ(head_dim, theta), 1e-4),
             equal(
                 "OK8",
-                "scores: the table less its closed form",
+                "scores: the table minus its closed form",
                 max(abs(a - b) for a, b in zip(changes, right, strict=True)),
                 0.0,
                 1e-4,
@@ -86,30 +86,30 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
             equal("001-10", "model permuted: largest change of a logit", logits, 0.0, 1e-4),
             equal("OK8", "model not permuted, first token: KL", float(kl[:, 0].max()), 0.0, 1e-9),
             equal("OK8", f"model not permuted, {LENGTH} tokens: mean KL (nats)", float(kl.mean()), KL, 1e-4),
-            equal("OK8", "model not permuted: share of same top tokens", agree, AGREE, 0.01),
+            equal("OK8", "model not permuted: share of equal top tokens", agree, AGREE, 0.01),
         ),
     )
 
 
 def _partners(quarter_turn: Any) -> list[int]:
-    """The entry that each of 8 is exchanged with by a quarter turn of its pair: asked of the library."""
-    turned = quarter_turn(torch.eye(8))  # (8, 8): row j is entry j alone, turned into its partner
+    """The partner of each of 8 entries: where the library's quarter turn of a pair moves the entry."""
+    turned = quarter_turn(torch.eye(8))  # (8, 8): row j is the unit vector of entry j, turned to its partner
     return turned.abs().argmax(-1).tolist()
 
 
 def _goes_to(head_dim: int) -> list[int]:
-    """The place of each entry after `interleaved_to_half`."""
+    """The index of each entry after `interleaved_to_half`."""
     return torch.argsort(rope.interleaved_to_half(torch.arange(head_dim))).tolist()
 
 
 def _turn_half(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """x (1, T, H, D) turned in Hugging Face's form."""
+    """Rotate x (1, T, H, D) in Hugging Face's form."""
     cos, sin = torch.cat((freqs_cis.real,) * 2, -1), torch.cat((freqs_cis.imag,) * 2, -1)  # (T, D) each
     return rope.apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0]
 
 
 def _tensors(head_dim: int, theta: float) -> tuple[float, float, float]:
-    """Largest differences: permuted activations, permuted weights, and no permutation at all."""
+    """Largest differences with permuted activations, with permuted weights, and without a permutation."""
     rng = np.random.default_rng(0)
     x = torch.as_tensor(rng.standard_normal((1, 32, 4, head_dim)), dtype=torch.float32)  # (1, T, H, D)
     freqs_cis = rope.precompute_freqs_cis(head_dim, 32, theta)  # (T, D/2)
@@ -127,7 +127,7 @@ def _tensors(head_dim: int, theta: float) -> tuple[float, float, float]:
 
 
 def _differ(head_dim: int, theta: float) -> float:
-    """The last of `_tensors` in numpy: the same x, both pairings written out."""
+    """The last value of `_tensors` in numpy: the same x, both layouts written out."""
     x = np.random.default_rng(0).standard_normal((1, 32, 4, head_dim)).astype(np.float32).astype(np.float64)
     angles = np.outer(np.arange(32), formulas.frequencies(head_dim, theta))[:, None]  # (T, 1, D/2)
     turned = [np.empty_like(x), np.empty_like(x)]
@@ -144,9 +144,9 @@ def _slices(head_dim: int) -> tuple[tuple[slice, slice], ...]:
 
 
 def _change(head_dim: int, theta: float, distance: int) -> float:
-    """rms of q . (R' - R) k over rms of q . R k for independent entries of variance 1: |R' - R| / |R| (Frobenius).
+    """rms of q . (R' - R) k / rms of q . R k for independent entries of variance 1: |R' - R| / |R| (Frobenius).
 
-    R and R' are what the library makes of the unit vectors at that distance, interleaved and by halves.
+    R and R' are the library's rotations of the unit vectors at that distance, in the interleaved and the half layout.
     """
     units = torch.eye(head_dim).reshape(1, 1, head_dim, head_dim)  # (1, 1, H = D, D)
     row = rope.precompute_freqs_cis(head_dim, distance + 1, theta)[-1:]  # (1, D/2)
@@ -155,24 +155,24 @@ def _change(head_dim: int, theta: float, distance: int) -> float:
 
 
 def _change_by_formula(head_dim: int, theta: float, distance: int) -> float:
-    """sqrt(2 - 2 tr(R^T R') / D): on the diagonal both have their cosines, off it they meet in few places."""
+    """The same in closed form, sqrt(2 - 2 tr(R^T R') / D), with both rotation matrices written out in numpy."""
     angles = distance * formulas.frequencies(head_dim, theta)  # (D/2,)
     matrices = [np.zeros((head_dim, head_dim)), np.zeros((head_dim, head_dim))]
-    places = np.arange(head_dim)
+    entries = np.arange(head_dim)
     for matrix, (first, second) in zip(matrices, _slices(head_dim), strict=True):
-        a, b = places[first], places[second]
+        a, b = entries[first], entries[second]
         matrix[a, a] = matrix[b, b] = np.cos(angles)
         matrix[b, a], matrix[a, b] = np.sin(angles), -np.sin(angles)
     return float(np.sqrt(max(2 - 2 * (matrices[0] * matrices[1]).sum() / head_dim, 0)))
 
 
-# ------------------------------------------------------------------------------------------------------ a whole model
-# What a second decoder makes of the same weights, written in numpy's float64: tests/study/test_topics_frequencies.py.
+# ---------------------------------------------------------------------------------------------------- complete models
+# The results of a second decoder with the same weights, in numpy's float64: tests/study/test_topics_frequencies.py.
 KL, AGREE = 0.38073511, 111 / 512
 
 
 def random_state(config: ModelConfig = CONFIG, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
-    """Random weights in Meta's layout, by the name of the parameter, and tokens (B, T) to read."""
+    """Random weights in Meta's layout, by parameter name, and random tokens (B, T)."""
     rng = np.random.default_rng(seed)
     state = {}
     for name, parameter in Transformer(config).state_dict().items():
@@ -183,9 +183,10 @@ def random_state(config: ModelConfig = CONFIG, seed: int = 0) -> tuple[dict[str,
 
 
 def _models() -> tuple[Tensor, float, float]:
-    """What wq and wk that are not permuted do: KL (B, T) in nats to the right distributions, share of equal top tokens.
+    """Compare models in the half layout with the model in the interleaved layout.
 
-    And the largest change of a logit when they are.
+    Returns KL (B, T) in nats to the correct distributions and the share of equal top tokens, both without permuting
+    wq and wk; and the largest change of a logit with permuted wq and wk.
     """
     state, tokens = random_state()
     turning = (".wq.weight", ".wk.weight")
@@ -210,9 +211,9 @@ def _logits(form: str, state: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------- figure: pairing
 def pairing_data() -> Data:
-    """place, and of the entry there: its pair and its partner in both layouts, and its place after the permutation."""
+    """entry (its index), its partner in both layouts, and its index after the permutation (goes_to)."""
     return {
-        "place": np.arange(8),
+        "entry": np.arange(8),
         "partner_interleaved": np.array(_partners(rope.quarter_turn)),
         "partner_half": np.array(_partners(rope.rotate_half)),
         "goes_to": np.array(_goes_to(8)),
@@ -224,31 +225,31 @@ SHADES = ("#ffffff", "#d9d9d9", "#f7f7f7", "#bdbdbd")
 
 
 def pairing_draw(data: Data, canvas: Canvas) -> None:
-    """Above: who turns with whom, twice. Below: the permutation as arrows. A hatch is a pair of Meta's layout."""
+    """Above: the pairs of both layouts. Below: the permutation as arrows. A hatch is a pair of Meta's layout."""
     grid = canvas.add_gridspec(2, 2, height_ratios=(1, 1.5))
-    place = data["place"]
-    meta = np.minimum(place, data["partner_interleaved"]) // 2  # (8,) pair of each entry in Meta's layout
-    halves = np.minimum(place, data["partner_half"])  # (8,) pair in Hugging Face's
+    entry = data["entry"]
+    meta = np.minimum(entry, data["partner_interleaved"]) // 2  # (8,) pair of each entry in Meta's layout
+    halves = np.minimum(entry, data["partner_half"])  # (8,) pair in Hugging Face's
     for column, (title, partner, pair) in enumerate(
         (
-            ("interleaved (Meta): 2i turns with 2i + 1", data["partner_interleaved"], meta),
-            ("half (Hugging Face): i turns with i + D/2", data["partner_half"], halves),
+            ("interleaved (Meta): pairs 2i, 2i + 1", data["partner_interleaved"], meta),
+            ("half (Hugging Face): pairs i, i + D/2", data["partner_half"], halves),
         )
     ):
         axes = canvas.add_subplot(grid[0, column])
-        _boxes(axes, 0, pair, [str(j) for j in place])
-        for a, b in zip(place, partner, strict=True):
+        _boxes(axes, 0, pair, [str(j) for j in entry])
+        for a, b in zip(entry, partner, strict=True):
             if a < b:
                 _arc(axes, int(a), int(b))
         _bare(axes, title, (-0.6, 2.0))
     axes = canvas.add_subplot(grid[1, :])
-    _boxes(axes, 3, meta, [str(j) for j in place])
-    came = np.argsort(data["goes_to"])  # (8,) entry that lies at each place afterwards
+    _boxes(axes, 3, meta, [str(j) for j in entry])
+    came = np.argsort(data["goes_to"])  # (8,) entry at each index after the permutation
     _boxes(axes, 0, meta[came], [str(j) for j in came])
-    for a, b in zip(place, data["goes_to"], strict=True):
+    for a, b in zip(entry, data["goes_to"], strict=True):
         axes.annotate("", (b, 0.5), (a, 2.5), arrowprops={"arrowstyle": "->", "color": "#000000", "lw": 1})
-    axes.text(-0.45, 3.65, "rows of wq and wk, or entries of q and k, as Meta has them", ha="left", va="bottom")
-    axes.text(-0.45, -0.65, "the same as Hugging Face has them", ha="left", va="top")
+    axes.text(-0.45, 3.65, "rows of wq and wk, or entries of q and k, in Meta's layout", ha="left", va="bottom")
+    axes.text(-0.45, -0.65, "the same in Hugging Face's layout", ha="left", va="top")
     _bare(axes, "", (-1.2, 4.2))
 
 
@@ -279,9 +280,9 @@ TOPIC = Topic(
     figures=(
         Figure(
             "pairing",
-            "A head of 8 entries; a hatch is a pair. Both layouts turn four pairs by the same four angles; they differ"
-            " in where the two entries of a pair lie. Moving entry 2i + j to j D/2 + i makes one of the other, for wq"
-            " and wk alike; a reader that forgets it turns entries that don't belong together (001-10, OK8).",
+            "A head of 8 entries; a hatch is a pair. Both layouts rotate four pairs by the same four angles; they"
+            " differ in the indices of the two entries of a pair. Moving entry 2i + j to j D/2 + i converts one to the"
+            " other, in wq and wk alike. Without it, entries of different pairs are rotated together (001-10, OK8).",
             pairing_data,
             pairing_draw,
             size=(7.0, 4.4),

@@ -1,16 +1,17 @@
-"""Perplexity against context length: what each way to stretch a context costs, and how far it reaches."""
+"""Perplexity by position: the cost and the reach of each method to stretch a context, on a real model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from ..figure import LINES, MARKERS, Data, Figure
 from ..perplexity import Measurement, measure
-from ..report import Check, Report, Table, above, below
+from ..report import Check, Report, Table
+from . import TOPICS
 from .base import Topic
 
 if TYPE_CHECKING:
@@ -21,12 +22,12 @@ Answer = TypeVar("Answer")
 
 @lru_cache(maxsize=1)
 def _measured(**setting: Any) -> Measurement:
-    """One measurement for report and figure alike."""
+    """`measure`, cached so that a report and its figure share one measurement."""
     return measure(**setting)
 
 
 def _of(answer: Callable[[Measurement], Answer]) -> Callable[..., Answer]:
-    """An answer that takes what `measure` takes: its signature is that one, so the options are written once."""
+    """Turn a function of a measurement into one with the arguments and the signature of `measure`."""
 
     @wraps(measure)
     def measured(**setting: Any) -> Answer:
@@ -36,15 +37,15 @@ def _of(answer: Callable[[Measurement], Answer]) -> Callable[..., Answer]:
 
 
 def _report(found: Measurement) -> Report:
-    """Perplexity by bucket of positions under each method, and the claims that hold the methods side by side."""
+    """Perplexity by bucket of positions under each method, and the claims that compare the methods."""
     curves = {method: found.perplexity(method) for method in found.methods}
     ends = sorted({end for curve in curves.values() for end in curve})
     return Report(
         "ppl",
-        "how far does each way to stretch a context reach, on a real model?",
+        TOPICS["ppl"],
         says=(
-            "Perplexity per token; compare down a column only, since each bucket holds another part of the text.",
-            "Buckets end at these multiples of the trained length:",
+            "Perplexity per token. Compare within a column only: each bucket is another part of the text. Buckets",
+            "end at these multiples of the trained length:",
         ),
         tables=(
             Table(
@@ -58,39 +59,31 @@ def _report(found: Measurement) -> Report:
     )
 
 
+# claim, statement, two (method, end of a bucket), and the bound on the ratio of their perplexities
+CLAIMS: tuple[tuple[str, str, tuple[str, float], tuple[str, float], Literal["<", ">"], float], ...] = (
+    ("001-33", "unchanged / yarn:4, at 1 to 1.25x", ("none", 1.25), ("yarn:4", 1.25), "<", 2),
+    ("001-33", "unchanged / yarn:4, at 3 to 4x", ("none", 4), ("yarn:4", 4), ">", 2),
+    ("001-21", "PI x4 without training / unchanged, up to 1x", ("linear:4", 1), ("none", 1), ">", 1.2),
+    ("001-34", "PI x4 does not diverge: at 4x / at 1x", ("linear:4", 4), ("linear:4", 1), "<", 1.5),
+    ("001-35", "NTK-aware x4 / PI x4, at 1.5 to 2x", ("ntk:4", 2), ("linear:4", 2), "<", 1),
+    ("E21", "NTK-aware x4 / YaRN x4, at 3 to 4x", ("ntk:4", 4), ("yarn:4", 4), ">", 1),
+    ("E21", "NTK-aware x16 reaches 4x: at 4x / at 1x", ("ntk:16", 4), ("ntk:16", 1), "<", 2),
+    ("E21", "YaRN x4 reaches 4x: at 4x / at 1x", ("yarn:4", 4), ("yarn:4", 1), "<", 1.5),
+)
+
+
 def _checks(curves: dict[str, dict[float, float]]) -> list[Check]:
-    """The claims about the methods that were measured; each compares two methods in the same buckets."""
-
-    def at(method: str, end: float) -> float:
-        return curves[method][end]
-
-    def has(end: float, *methods: str) -> bool:
-        return all(method in curves and end in curves[method] for method in methods)
-
-    checks = []
-    if has(1.25, "none", "yarn:4"):
-        checks.append(
-            below("001-33", "unchanged, 1 to 1.25x: against yarn:4", at("none", 1.25) / at("yarn:4", 1.25), 2)
-        )
-    if has(4, "none", "yarn:4"):
-        checks.append(above("001-33", "unchanged, 3 to 4x: against yarn:4", at("none", 4) / at("yarn:4", 4), 2))
-    if has(1, "none", "linear:4"):
-        checks.append(above("001-21", "PI untrained, within 1x: against none", at("linear:4", 1) / at("none", 1), 1.2))
-    if has(1, "linear:4") and has(4, "linear:4"):
-        checks.append(below("001-34", "PI does not blow up: 4x against 1x", at("linear:4", 4) / at("linear:4", 1), 1.5))
-    if has(2, "ntk:4", "linear:4"):
-        checks.append(below("001-35", "NTK-aware x4 against PI x4, 1.5 to 2x", at("ntk:4", 2) / at("linear:4", 2), 1))
-    if has(4, "ntk:4", "yarn:4"):
-        checks.append(above("E21", "NTK-aware x4, 3 to 4x: against YaRN x4", at("ntk:4", 4) / at("yarn:4", 4), 1))
-    if has(4, "ntk:16") and has(1, "ntk:16"):
-        checks.append(below("E21", "NTK-aware x16 holds: 4x against 1x", at("ntk:16", 4) / at("ntk:16", 1), 2))
-    if has(4, "yarn:4") and has(1, "yarn:4"):
-        checks.append(below("E21", "YaRN x4 holds: 4x against 1x", at("yarn:4", 4) / at("yarn:4", 1), 1.5))
-    return checks
+    """The claims about the methods and buckets that were measured."""
+    found = {(method, end): value for method, curve in curves.items() for end, value in curve.items()}
+    return [
+        Check(claim, what, found[one] / found[other], bound, relation)
+        for claim, what, one, other, relation, bound in CLAIMS
+        if one in found and other in found
+    ]
 
 
 def _data(found: Measurement) -> Data:
-    """One row a method and bucket."""
+    """One row per method and bucket."""
     rows = [(method, end, ppl) for method in found.methods for end, ppl in found.perplexity(method).items()]
     return {
         "method": np.array([row[0] for row in rows]),
@@ -99,8 +92,8 @@ def _data(found: Measurement) -> Data:
     }
 
 
-def _spoken(method: str) -> str:
-    """A method as people call it: "PI x4" for "linear:4"."""
+def _label(method: str) -> str:
+    """The usual name of a method: "PI x4" for "linear:4"."""
     kind, _, factor = method.partition(":")
     names = {"none": "unchanged", "linear": "PI", "ntk": "NTK-aware", "dynamic": "dynamic NTK", "yarn": "YaRN"}
     return f"{names.get(kind, kind)}{f' x{factor}' if factor else ''}"
@@ -116,7 +109,7 @@ def draw(table: Data, canvas: Canvas) -> None:
             table["perplexity"][rows],
             marker=MARKERS[index % len(MARKERS)],
             markersize=4,
-            label=_spoken(method),
+            label=_label(method),
             **style,
         )
     axes.set_xscale("log", base=2)
@@ -140,8 +133,9 @@ TOPIC = Topic(
     figures=(
         Figure(
             "ppl",
-            "Right of the line lies what training never saw. Unchanged frequencies fail there; PI is even but poor from"
-            " the first token; NTK-aware x4 falls behind YaRN x4 before 4x; YaRN x4 holds (001-32..35, E21).",
+            "Positions to the right of the line did not occur in training. Unchanged frequencies fail there. PI is"
+            " equally poor at all positions. NTK-aware x4 is worse than YaRN x4 before 4x. YaRN x4 works up to 4x"
+            " (001-32..35, E21).",
             _of(_data),
             draw,
         ),

@@ -1,4 +1,4 @@
-"""Relative position: which encodings make a score depend on the distance of two tokens alone."""
+"""Relative position: under which encodings a score depends only on the distance of two tokens."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor
 from ... import rope
 from .. import encodings, measures
 from ..figure import Data, Figure
-from ..report import Report, Table, above, below, equal
+from ..report import Report, Table, above, below, equal, wrapped
+from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-FAR = 4096  # the furthest common shift that the library's float32 is tried at
+FAR = 4096  # the largest common shift at which the library's float32 is tested
 
 
 def drawn(head_dim: int) -> tuple[Tensor, ...]:
     """One random token x (C,), and wq, wk, wv (D, C) with C = D.
 
-    The same token stands at every position, so that whatever differs between two scores comes from the positions.
+    The topic puts the same token at every position, so that scores differ only because of the positions.
     """
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(head_dim, generator=draw, dtype=torch.float64)  # (C,)
@@ -31,14 +32,14 @@ def drawn(head_dim: int) -> tuple[Tensor, ...]:
 
 
 def scores_of(name: str, head_dim: int, theta: float, context: int) -> Tensor:
-    """Scores of one token repeated, row m the query's position, column n the key's: (N, N)."""
+    """Scores of one repeated token: (N, N), row m the position of the query, column n that of the key."""
     x, wq, wk, _ = drawn(head_dim)
     encoding = encodings.make(name, head_dim, head_dim, theta)
     return encodings.scores(encoding, x.expand(context, -1), wq, wk, torch.arange(context))
 
 
 def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Report:
-    """Spread of the scores of equal distance under five encodings; why adding is not enough; what RoPE keeps."""
+    """Spread of the scores at equal distance under five encodings, and the terms of an additive encoding."""
     check_head_dim(head_dim, 2, 256)
     check_range("--rope-theta", theta, 2.0, 1e12)
     check_range("--context", context, 12, 256)
@@ -48,65 +49,65 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Rep
     spread = {name: measures.diagonal_spread(s) for name, s in scores.items()}
     p = measures.sinusoids(positions, head_dim, theta)  # (N, C)
     terms = encodings.additive_terms(x.expand(context, -1), p, wq, wk)  # four of (N, N)
-    plain = p @ p.T  # (N, N): p_m . p_n with no matrix between
+    plain = p @ p.T  # (N, N): p_m . p_n, without a matrix between them
     rotary = encodings.make("rope", head_dim, head_dim, theta)
     tokens = _tokens(head_dim, context)  # (N, C)
     here, there = (encodings.attend(rotary, tokens, wq, wk, wv, positions + by) for by in (0, 5))  # (N, D) each
-    whole = sum(terms.values(), torch.zeros(()))  # (N, N)
+    all_terms = sum(terms.values(), torch.zeros(()))  # (N, N)
     by_distance = _gap(scores["rope"], _by_distance(head_dim, theta, context))
     by_cosines = _gap(plain, _cosines(head_dim, theta, context))
-    by_terms = _gap(scores["sinusoidal"], whole / head_dim**0.5)
+    by_terms = _gap(scores["sinusoidal"], all_terms / head_dim**0.5)
     in_float32, rounding = _by_library(head_dim, theta), 2 * (FAR + 7) * 2.0**-24  # two angles of m inv_freq
     return Report(
         "relative",
-        "does a score depend on the distance alone?",
+        TOPICS["relative"],
         settings={"head_dim": head_dim, "theta": theta, "positions": context},
-        says=(
-            "One token stands at every position, so only positions can move a score. With RoPE and ALiBi the",
-            "score depends on m - n alone; with an added code it does not: W_q^T W_k stands between p_m and",
-            "p_n. RoPE has a direction too, before is not after; p_m . p_n and ALiBi see the distance without",
-            "its sign.",
+        says=wrapped(
+            "The same token is at every position, so only positions change a score. With RoPE and ALiBi the score"
+            " depends only on m - n. With an additive encoding it does not, since the matrix W_q^T W_k is between p_m"
+            " and p_n. RoPE also distinguishes keys before and after the query; p_m . p_n and ALiBi depend only on the"
+            " absolute distance."
         ),
         tables=(
             Table(
                 "scores of query m and key n",
-                ("encoding", "spread at equal m - n", "spread over all", "m - n = 5 less m - n = -5"),
+                ("encoding", "spread at equal m - n", "spread over all", "at m - n = 5 minus at m - n = -5"),
                 [
                     (name, *(f"{number:.2g}" for number in (spread[name], float(s.max() - s.min()), _sides(s))))
                     for name, s in scores.items()
                 ],
             ),
             Table(
-                "terms of (W_q (x + p_m)) . (W_k (x + p_n)), undivided",
+                "terms of (W_q (x + p_m)) . (W_k (x + p_n)), not divided by sqrt(D)",
                 ("term", "spread at equal m - n"),
                 [
-                    ("p_m . p_n, no matrix between", f"{measures.diagonal_spread(plain):.2g}"),
+                    ("p_m . p_n, without a matrix", f"{measures.diagonal_spread(plain):.2g}"),
                     ("W_q p_m . W_k p_n", f"{measures.diagonal_spread(terms['position-position']):.2g}"),
-                    ("all four", f"{measures.diagonal_spread(whole):.2g}"),
+                    ("all four", f"{measures.diagonal_spread(all_terms):.2g}"),
                 ],
             ),
         ),
         checks=(
             equal("000-19", "rope: spread at equal distance", spread["rope"], 0.0, 1e-9),
             equal("003-20", "rope: from |q_i| |k_i| cos((m - n) w_i + phase)", by_distance, 0.0, 1e-4),
-            below("000-19", f"float32, shifts to {FAR:,}: change over |q| |k|", in_float32, rounding),
+            below("000-19", f"float32, shifts up to {FAR:,}: change / (|q| |k|)", in_float32, rounding),
             equal("000-35", "R_m^T R_n - R_(n-m), m = 7, n = 3", _group_law(head_dim, theta), 0.0, 1e-12),
-            equal("E22", "R_17 before both changes the score by", _turned_before(head_dim, theta, "shift"), 0.0, 1e-9),
-            above("E22", "another orthogonal matrix before both, by", _turned_before(head_dim, theta, "other"), 1e-3),
-            equal("E05", "all positions 5 further: outputs change by", _gap(here, there), 0.0, 1e-9),
+            equal("E22", "R_17 first: change of the score", _turned_before(head_dim, theta, "shift"), 0.0, 1e-9),
+            above("E22", "another orthogonal matrix first", _turned_before(head_dim, theta, "other"), 1e-3),
+            equal("E05", "all positions shifted by 5: change of the outputs", _gap(here, there), 0.0, 1e-9),
             equal("004-10", "p_m . p_n from the sum of cos((m - n) w_i)", by_cosines, 0.0, 1e-9),
             equal("E47", "sinusoidal: score from the four terms", by_terms, 0.0, 1e-9),
             equal("001-07", "alibi: spread at equal distance", spread["alibi"], 0.0, 1e-9),
             above("000-10", "sinusoidal: spread at equal distance", spread["sinusoidal"], 1e-3),
             above("000-10", "learned: spread at equal distance", spread["learned"], 1e-3),
-            equal("E48", "p_m . p_n: 5 less -5", _sides(plain), 0.0, 1e-9),
-            equal("E48", "rope: 5 less -5, from sines", _sides(scores["rope"]), _sides_by_sines(head_dim, theta), 1e-4),
+            equal("E48", "p_m . p_n: at 5 minus at -5", _sides(plain), 0.0, 1e-9),
+            equal("E48", "rope: the same, from sines", _sides(scores["rope"]), _sides_by_sines(head_dim, theta), 1e-4),
         ),
     )
 
 
 def _tokens(head_dim: int, context: int) -> Tensor:
-    """Different random tokens (N, C), for outputs that have something to mix."""
+    """Different random tokens (N, C), so that outputs depend on the weights."""
     draw = torch.Generator().manual_seed(1)
     return torch.randn(context, head_dim, generator=draw, dtype=torch.float64)
 
@@ -116,12 +117,12 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 
 def _sides(scores: Tensor) -> float:
-    """The score of a key 5 before the query less that of a key 5 behind it."""
+    """The score of a key 5 tokens before the query minus that of a key 5 tokens after it."""
     return float(scores[10, 5] - scores[5, 10])
 
 
 def _parts(head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Speeds w (D/2,) and the products q_i k_i^* / sqrt(D) of the pairs as complex numbers (D/2,), in numpy."""
+    """Speeds w (D/2,), and the products q_i k_i^* / sqrt(D) of the pairs as complex numbers (D/2,), in numpy."""
     x, wq, wk, _ = (t.numpy() for t in drawn(head_dim))
     q, k = (w @ x for w in (wq, wk))  # (D,) each
     product = (q[0::2] + 1j * q[1::2]) * (k[0::2] - 1j * k[1::2])
@@ -147,7 +148,7 @@ def _cosines(head_dim: int, theta: float, context: int) -> Tensor:
 
 
 def _by_library(head_dim: int, theta: float) -> float:
-    """Largest change of a score over |q| |k| when both positions move, by the functions that the model runs."""
+    """Largest change of a score / (|q| |k|) when both positions shift, by the functions that the model uses."""
     x, wq, wk, _ = drawn(head_dim)
     q, k = ((w @ x).float().view(1, 1, 1, -1) for w in (wq, wk))  # (B, T, H, D)
     table = rope.precompute_freqs_cis(head_dim, FAR + 8, theta)  # (S, D/2)
@@ -171,10 +172,10 @@ def _group_law(head_dim: int, theta: float) -> float:
 
 
 def _turned_before(head_dim: int, theta: float, kind: str) -> float:
-    """How a score of positions 7 and 3 changes when q and k are both turned before they are encoded.
+    """Change of a score of positions 7 and 3 when q and k are both multiplied by a matrix before RoPE.
 
-    By R_17 it does not: turns of the same planes add up, so that is a common shift. Any other rotation mixes planes,
-    or with D = 2, where there is but one plane, its mirror image is taken.
+    With "shift" the matrix is R_17: rotations in the same planes add up, so this is a common shift of the positions.
+    With "other" it is another orthogonal matrix, which mixes planes; with D = 2, and so one plane, it is a reflection.
     """
     x, wq, wk, _ = drawn(head_dim)
     draw = torch.Generator().manual_seed(2)
@@ -196,7 +197,7 @@ PANELS = {
 
 
 def toeplitz_data(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Data:
-    """Four matrices of scores, one row a cell."""
+    """Four matrices of scores, one row per cell."""
     p = measures.sinusoids(torch.arange(context), head_dim, theta)  # (N, C)
     matrices = (
         scores_of("none", head_dim, theta, context),
@@ -269,18 +270,19 @@ TOPIC = Topic(
     figures=(
         Figure(
             "relative",
-            "The score of one token at every position, for ten positions m of the query. RoPE: ten curves in one, with"
-            " a direction. ALiBi: one curve, the same on both sides. Added codes, sinusoidal or (here random) learned:"
-            " each m has a curve of its own. Without a code there is no distance at all (000-19, E47, E48).",
+            "Scores of one token at every position, for ten positions m of the query. RoPE: all ten curves agree, and"
+            " differ before and after the query. ALiBi: all agree, and are symmetric. Additive encodings, sinusoidal or"
+            " learned (here random): each m has another curve. Without an encoding the score is constant (000-19, E47,"
+            " E48).",
             relative_data,
             relative_draw,
             size=(7.5, 5.2),
         ),
         Figure(
             "toeplitz",
-            "Scores of one token at every position. One value along each diagonal means that the distance alone counts:"
-            " so it is for the bare product of two codes and for RoPE. Inside a layer the codes are multiplied by W_q"
-            " and W_k and mixed with the token, and the diagonals break (004-12, E47).",
+            "Scores of one token at every position. If a score depends only on the distance, each diagonal has one"
+            " value. This holds for the plain product of two sinusoidal codes and for RoPE. In a layer the codes are"
+            " multiplied by W_q and W_k and mixed with the token, so diagonals are not constant (004-12, E47).",
             toeplitz_data,
             toeplitz_draw,
             size=(7.5, 6.4),

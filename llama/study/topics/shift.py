@@ -1,4 +1,4 @@
-"""The shift: why the code of a later position is a fixed linear function of the code of this one."""
+"""The shift: the sinusoidal code of position t + k is a linear function, the same for all t, of that of t."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from ... import rope
 from .. import measures
 from ..figure import LINES, MARKERS, Data, Figure
-from ..report import Report, Table, above, equal
+from ..report import Report, Table, above, equal, wrapped
+from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 from .heatmap import printed_table
 
@@ -23,7 +24,7 @@ OFFSETS = (1, 3, 10, 30)
 
 
 def triangle_table(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
-    """The sinusoidal table with triangle waves of the same periods for sine and cosine: (N, d)."""
+    """A table of triangle waves with the periods of the sinusoidal table, instead of sine and cosine: (N, d)."""
     angles = positions.double()[:, None] * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (N, d/2)
     waves = torch.stack((angles.sin().asin(), (angles + math.pi / 2).sin().asin()), dim=-1)  # (N, d/2, 2)
     return waves.flatten(-2) * 2 / math.pi  # (N, d): from -1 to 1
@@ -39,9 +40,9 @@ def tables(positions: Tensor, dim: int, base: float) -> dict[str, Tensor]:
 
 
 def shift_matrix(dim: int, base: float, k: int) -> Tensor:
-    """M_k with code(t + k) = M_k code(t) for every t: (d, d).
+    """The matrix M_k with code(t + k) = M_k code(t) for every t: (d, d).
 
-    The pair is (sin, cos), so it turns clockwise: the blocks are RoPE's with the angle negated,
+    A pair is (sin, cos), so it turns clockwise: the blocks are RoPE's for the negated angle,
     [[cos, sin], [-sin, cos]] of k w_i.
     """
     angles = k * base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (d/2,)
@@ -49,10 +50,9 @@ def shift_matrix(dim: int, base: float, k: int) -> Tensor:
 
 
 def residual(table: Tensor, k: int) -> float:
-    """The largest entry that the best linear map from rows t to rows t + k, by least squares, leaves unexplained.
+    """The largest residual of the best linear map from rows t to rows t + k, by least squares.
 
-    Directions in which the rows t hardly differ, by less than 1e-10 of the largest, are left out: in float64 what
-    lies there is rounding.
+    Directions with singular values below 1e-10 of the largest are ignored: in float64 they are rounding errors.
     """
     now, later = table[:-k], table[k:]  # (N - k, d) each
     best = torch.linalg.lstsq(now, later, rcond=1e-10, driver="gelsd").solution  # (d, d)
@@ -74,30 +74,30 @@ def report(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Rep
     code = torch.view_as_real(torch.from_numpy(turned)).flatten(-2)  # (N, d)
     return Report(
         "shift",
-        "is the code of position t + k a linear function of the code of position t?",
+        TOPICS["shift"],
         settings={"width d": head_dim, "theta": theta, "positions": context},
-        says=(
-            "Yes, by the sum-angle formulas: one matrix M_k, a turn of every pair by k w_i, serves every t.",
-            "Being periodic is not enough: a triangle wave of the same periods has no such matrix, nor has a",
-            "published table whose sine and cosine differ in speed (E25).",
+        says=wrapped(
+            "Yes, by the angle addition formulas: the same matrix M_k, which rotates each pair by k w_i, is valid for"
+            " every t. Periodic columns are not enough: a triangle wave of the same periods has no such matrix, and"
+            " neither has a published table where sine and cosine of a pair differ in speed (E25)."
         ),
         tables=(
             Table(
-                "largest entry that the best linear map from t to t + k leaves over (entries lie between -1 and 1)",
+                "largest residual of the best linear map from t to t + k (entries are between -1 and 1)",
                 ("table", *(f"k = {k}" for k in OFFSETS)),
                 [(name, *(f"{left[name][k]:.2g}" for k in OFFSETS)) for name in rows],
             ),
         ),
         checks=(
-            equal("000-16", "sinusoid: what M_k leaves, any k", exact, 0.0, 1e-10),
-            equal("001-02", "sinusoid: what the best map leaves, k = 3", left["sinusoid"][3], 0.0, 1e-8),
+            equal("000-16", "sinusoid: residual of M_k, all k", exact, 0.0, 1e-10),
+            equal("001-02", "sinusoid: residual of the best map, k = 3", left["sinusoid"][3], 0.0, 1e-8),
             above("E14", "triangle wave: the same", left["triangle wave"][3], 0.01),
             above("E25", "published (E25): the same", left["published (E25)"][3], 0.01),
             *(
-                equal(claim, f"{name}: by projection in numpy", left[name][3], _projected(rows[name].numpy(), 3), 1e-5)
+                equal(claim, f"{name}: from numpy's SVD", left[name][3], _projected(rows[name].numpy(), 3), 1e-5)
                 for claim, name in (("E14", "triangle wave"), ("E25", "published (E25)"))
             ),
-            equal("OK1", "M_3 turns clockwise: from e^(-3i w) (sin + i cos)", _gap(code[:-3], sine[3:]), 0.0, 1e-10),
+            equal("OK1", "M_3 is clockwise: e^(-3i w) (sin + i cos)", _gap(code[:-3], sine[3:]), 0.0, 1e-10),
             equal("003-17", "M_10 M_3 - M_13", _gap(maps[10] @ maps[3], maps[13]), 0.0, 1e-12),
             equal("003-17", "M_3 M_3^T - 1: a rotation", _gap(maps[3] @ maps[3].T, torch.eye(head_dim)), 0.0, 1e-12),
         ),
@@ -109,7 +109,7 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 
 def _projected(table: np.ndarray, k: int) -> float:
-    """The residual without fitting: what is left of rows t + k beside the space that the columns of rows t span."""
+    """The residual by projection: the part of rows t + k outside of the column space of rows t."""
     now, later = table[:-k], table[k:]  # (N - k, d) each
     u, sizes, _ = np.linalg.svd(now, full_matrices=False)
     u = u[:, sizes > 1e-10 * sizes[0]]
@@ -117,7 +117,7 @@ def _projected(table: np.ndarray, k: int) -> float:
 
 
 def shift_data(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Data:
-    """The residual for offsets 1 .. 40, one row an offset."""
+    """The residual for offsets 1 .. 40, one row per offset."""
     offsets = np.arange(1, 41)
     rows = tables(torch.arange(context), head_dim, theta)  # (N, d) each
     return {"k": offsets, **{name: np.array([residual(t, k) for k in offsets.tolist()]) for name, t in rows.items()}}
@@ -126,9 +126,7 @@ def shift_data(head_dim: int = 8, theta: float = 10000.0, context: int = 200) ->
 def shift_draw(data: Data, canvas: Canvas) -> None:
     axes = canvas.subplots()
     for i, name in enumerate(name for name in data if name != "k"):
-        axes.plot(
-            data["k"], data[name], marker=MARKERS[i], markersize=3.5, label=name.replace("'s", "'s table"), **LINES[i]
-        )
+        axes.plot(data["k"], data[name], marker=MARKERS[i], markersize=3.5, label=name, **LINES[i])
     axes.set_yscale("log")
     axes.set_ylim(1e-16, 10)
     axes.set_xlabel("offset k (tokens)")
@@ -141,9 +139,9 @@ TOPIC = Topic(
     figures=(
         Figure(
             "shift",
-            "What the best linear map from the code of t to the code of t + k leaves over. For sinusoids nothing but"
-            " rounding, at every offset; for triangle waves of the same periods, and for a published table with a"
-            " mistake, a tenth and more of the entries' size (000-16, E14, E25).",
+            "Residual of the best linear map from the code of t to the code of t + k. For sinusoids it is rounding"
+            " error at every offset. For triangle waves of the same periods, and for a published table with a mistake,"
+            " it is a tenth of the size of the entries or more (000-16, E14, E25).",
             shift_data,
             shift_draw,
         ),

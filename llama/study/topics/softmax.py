@@ -1,4 +1,4 @@
-"""Softmax's derivative: how much a weight moves when a score moves, and when nothing moves."""
+"""The derivative of softmax: how much a weight changes when a score changes, and when it vanishes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor
 
 from .. import measures
 from ..figure import Data, Figure
-from ..report import Report, Table, equal, holds
+from ..report import Report, Table, equal, holds, wrapped
+from . import TOPICS
 from .base import Topic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-# Scores near each other, one far above the others, and all of them large.
+# similar scores, one score far above the others, and large scores
 SCORES = ((1.0, 2.0, 3.0), (0.0, 0.0, 50.0), (100.0, 100.0, 100.0))
 
 
 def report() -> Report:
-    """The Jacobian of three rows of scores: closed form, autograd, and differences of the weights themselves."""
+    """The Jacobian of softmax for three rows of scores: closed form, autograd, and finite differences."""
     rows, far, slope = [], 0.0, 0.0
     for scores in SCORES:
         x = torch.tensor(scores, dtype=torch.float64)
         jacobian = measures.softmax_jacobian(x)  # (N, N)
-        rows.append((_words(scores), _words(x.softmax(-1).tolist()), _largest(jacobian), _push(scores)))
+        rows.append((_joined(scores), _joined(x.softmax(-1).tolist()), _largest(jacobian), _push(scores)))
         far = max(far, _largest(jacobian - _by_autograd(x)))
         slope = max(slope, float(np.abs(jacobian.numpy() - _by_differences(scores)).max()))
     many = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4  # (B, N)
@@ -37,11 +38,11 @@ def report() -> Report:
     sums, tiny = _largest(jacobians.sum(-2)), _largest(one_hot) / (2 * math.exp(-50))
     return Report(
         "softmax",
-        "how much does a weight move when a score moves?",
-        says=(
-            "Raising score j moves weight i by p_i (i = j) - p_i p_j: what one gains, the others lose. Where",
-            "one score stands far above the others all of that is 0, and nothing can be learned from it.",
-            "Large alone does no harm: three equal scores of 100 move their weights as much as three of 0.",
+        TOPICS["softmax"],
+        says=wrapped(
+            "The derivative of weight i by score j is p_i (i = j) - p_i p_j: when one weight grows, the others shrink."
+            " If one score is far above the others, all derivatives are 0, and training gets no gradient. Large scores"
+            " alone are harmless: three equal scores of 100 have the same derivatives as three of 0."
         ),
         tables=(
             Table(
@@ -52,14 +53,14 @@ def report() -> Report:
         ),
         checks=(
             equal("003-05", "closed form against autograd, largest difference", far, 0.0, 1e-15),
-            equal("003-05", "against differences of the weights", slope, 0.0, 1e-8),
+            equal("003-05", "closed form against finite differences", slope, 0.0, 1e-8),
             equal("003-05", "1, 2, 3: derivative of weight 3 by score 3", float(near[2, 2]), _logistic_slope(), 1e-15),
-            equal("003-05", "1,000 random rows: sum of a column, furthest from 0", sums, 0.0, 1e-15),
-            holds("003-05", "none of their entries is above 1/4", _largest(jacobians) <= 0.25 + 1e-15),
-            equal("003-05", "which two equal scores reach, p (1 - p) at 1/2", _largest(half), 0.25),
-            equal("003-06", "0, 0, 50: largest, over 2 e^-50", tiny, 1.0, 1e-12),
-            equal("E37", "100, 100, 100: largest, 1/3 - 1/9", _largest(large), 2 / 9, 1e-15),
-            equal("E37", "the same as of 0, 0, 0, difference", _shifted(), 0.0, 1e-15),
+            equal("003-05", "1,000 random rows: largest sum of a column", sums, 0.0, 1e-15),
+            holds("003-05", "1,000 random rows: no entry is above 1/4", _largest(jacobians) <= 0.25 + 1e-15),
+            equal("003-05", "two equal scores: p (1 - p) at p = 1/2", _largest(half), 0.25),
+            equal("003-06", "0, 0, 50: largest entry / (2 e^-50)", tiny, 1.0, 1e-12),
+            equal("E37", "100, 100, 100: largest entry, 1/3 - 1/9", _largest(large), 2 / 9, 1e-15),
+            equal("E37", "100, 100, 100 against 0, 0, 0: difference", _shifted(), 0.0, 1e-15),
         ),
     )
 
@@ -81,19 +82,19 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _by_differences(scores: tuple[float, ...], step: float = 1e-5) -> np.ndarray:
-    """(p(x + h e_j) - p(x - h e_j)) / 2h, right to h^2: (N, N)."""
+    """Central differences (p(x + h e_j) - p(x - h e_j)) / 2h, with an error of order h^2: (N, N)."""
     x, moves = np.array(scores), step * np.eye(len(scores))
     return np.stack([(_softmax(x + move) - _softmax(x - move)) / (2 * step) for move in moves], axis=1)
 
 
 def _logistic_slope() -> float:
-    """Weight 3 of (1, 2, 3) is a logistic function of its own score against log(e + e^2); its slope there."""
+    """The derivative of weight 3 of (1, 2, 3) by its score: that of a logistic function of 3 - log(e + e^2)."""
     against = 3 - math.log(math.e + math.e**2)
     return 1 / (2 + math.exp(against) + math.exp(-against))
 
 
 def _push(scores: tuple[float, ...]) -> float:
-    """How much the first weight moves when its score is raised by 0.1."""
+    """Change of the first weight when its score is raised by 0.1."""
     x = np.array(scores)
     return float((_softmax(x + 0.1 * np.eye(3)[0]) - _softmax(x))[0])
 
@@ -103,14 +104,14 @@ def _shifted() -> float:
     return _largest(far - near)
 
 
-def _words(numbers: tuple[float, ...] | list[float]) -> str:
+def _joined(numbers: tuple[float, ...] | list[float]) -> str:
     return ", ".join(f"{x:.3g}" for x in numbers)
 
 
 def jacobian_data() -> Data:
-    """Nine derivatives for each of the three rows of scores."""
+    """The nine derivatives of each of the three rows of scores."""
     rows = [
-        (_words(scores), i, j, value)
+        (_joined(scores), i, j, value)
         for scores in SCORES
         for i, row in enumerate(measures.softmax_jacobian(torch.tensor(scores)).tolist())
         for j, value in enumerate(row)
@@ -132,8 +133,8 @@ def jacobian_draw(data: Data, canvas: Canvas) -> None:
         axes.set_title(f"scores {scores}")
         axes.set_xticks(range(3), range(1, 4))
         axes.set_yticks(range(3), range(1, 4))
-        axes.set_xlabel("score j that is raised")
-    panels[0].set_ylabel("weight i that moves")
+        axes.set_xlabel("score j")
+    panels[0].set_ylabel("weight i")
     canvas.colorbar(images[0], ax=panels, label="derivative (weight per score)", shrink=0.75)
 
 
@@ -142,9 +143,9 @@ TOPIC = Topic(
     figures=(
         Figure(
             "jacobian",
-            "How much weight i moves when score j is raised. Near each other: everything moves. One far above: nothing"
-            " does, and no gradient comes back. Large but equal: as much as at 0, so it is the differences that count"
-            " (003-05, 003-06, E37).",
+            "Derivative of weight i by score j. Left, similar scores: all weights change. Middle, one score far above"
+            " the others: no weight changes, and there is no gradient. Right, large but equal scores: the same as at 0,"
+            " so only differences of scores matter (003-05, 003-06, E37).",
             jacobian_data,
             jacobian_draw,
             size=(7.5, 3.4),

@@ -1,4 +1,4 @@
-"""The square root of the head's width: what a score of random vectors does to softmax, with and without it."""
+"""The division by the square root of the head width: scores of random vectors and softmax, with and without it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ... import attention
 from .. import measures
 from ..figure import LINES, MARKERS, Data, Figure
 from ..report import Report, Table, above, below, equal
+from . import TOPICS
 from .base import Topic, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-DRAWS, KEYS = 400, 32  # random queries, and random keys that each of them looks at
-HEADS = 8  # for the question whether the width is the head's or the model's
+DRAWS, KEYS = 400, 32  # random queries, and random keys per query
+HEADS = 8  # for the check that the width is the head's and not the model's
 
 
 def drawn(width: int) -> tuple[Tensor, Tensor]:
@@ -29,9 +30,9 @@ def drawn(width: int) -> tuple[Tensor, Tensor]:
 
 
 def measured(q: Tensor, k: Tensor) -> dict[str, float]:
-    """Of the library's attention: variance of the scores, mean largest weight, mean norm of softmax's Jacobian.
+    """For the library's attention: variance of the scores, mean largest weight, mean norm of softmax's Jacobian.
 
-    The library divides by sqrt(D), so weights without the division are those of a query sqrt(D) times as long.
+    The library divides by sqrt(D). Results without the division are computed with queries sqrt(D) times as long.
     """
     width = q.shape[-1]
     dots = (q.double() @ k.double().transpose(-1, -2)).squeeze((1, 2))  # (B, S)
@@ -46,9 +47,9 @@ def measured(q: Tensor, k: Tensor) -> dict[str, float]:
 
 
 def limit(width: int, draws: int = 4000) -> dict[str, float]:
-    """The same without vectors: given q, the scores of random keys are independent normals of variance |q|^2.
+    """The same without vectors: given q, the scores of random keys are independent normals with variance |q|^2.
 
-    So they are sqrt(chi-squared of D) times standard normals.
+    So a score is a standard normal variable times the square root of a chi-squared variable of D degrees of freedom.
     """
     draw = np.random.default_rng(0)
     normals = draw.standard_normal((draws, KEYS)) * np.sqrt(draw.chisquare(width, (draws, 1)))  # (B, S)
@@ -60,14 +61,14 @@ def limit(width: int, draws: int = 4000) -> dict[str, float]:
 
 
 def of_powers(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Largest weight (B,) and norm of the Jacobian (B,) of scores (B, S), without the matrix.
+    """Largest weight (B,) and norm of the Jacobian (B,) of scores (B, S), without computing the matrix.
 
     |diag(p) - p p^T|^2 = sum p^2 - 2 sum p^3 + (sum p^2)^2.
     """
     p = np.exp(scores - scores.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)  # (B, S)
     two, three = (p**2).sum(1), (p**3).sum(1)
-    return p.max(1), np.sqrt((two - 2 * three + two**2).clip(0))  # 0 may come out as -1e-17
+    return p.max(1), np.sqrt((two - 2 * three + two**2).clip(0))  # rounding may return -1e-17 for 0
 
 
 def report(head_dim: int = 128) -> Report:
@@ -83,12 +84,12 @@ def report(head_dim: int = 128) -> Report:
     columns = [f"{what} {kind}" for what in ("variance", "largest", "norm") for kind in ("raw", "scaled")]
     return Report(
         "sqrtd",
-        "why is the score divided by the square root of the head's width?",
+        TOPICS["sqrtd"],
         settings={"head_dim": head_dim, "queries": DRAWS, "keys": KEYS},
         says=(
-            "A product of two random vectors of D entries has variance D. Undivided, wide heads give one key",
-            "all the weight, and softmax's derivative fades; divided by sqrt(D) the scores look alike at every",
-            "width.",
+            "The dot product of two random vectors of D entries has variance D. Without the division, one key",
+            "gets all the weight in wide heads, and the derivative of softmax vanishes. Divided by sqrt(D), the",
+            "scores have the same distribution at every width.",
         ),
         tables=(
             Table(
@@ -100,20 +101,20 @@ def report(head_dim: int = 128) -> Report:
         checks=(
             equal("003-07", "mean of q . k / sqrt(D)", float(dots.mean()) / head_dim**0.5, 0.0, 0.1),
             *(
-                equal("003-08", f"D = {d}: variance of q . k, over D", found[d]["variance raw"] / d, 1.0, 0.2)
+                equal("003-08", f"D = {d}: variance of q . k / D", found[d]["variance raw"] / d, 1.0, 0.2)
                 for d in widths
             ),
             equal("OK4", "the same for keys of equal entries", _equal_entries(head_dim), 1.0, 0.1),
             *(
-                equal("003-09", f"D = {head_dim}: {_LONG[name]}, as of normals", found[head_dim][name], value, 0.05)
+                equal("003-09", f"D = {head_dim}: {_LONG[name]}, against normals", found[head_dim][name], value, 0.05)
                 for name, value in expected.items()
             ),
             equal("003-05", "Jacobian's norm, scaled, from powers of p", found[head_dim]["norm scaled"], norm, 1e-9),
             above("003-09", "largest weight, raw, at D = 1024", found[1024]["largest raw"], 0.9),
             below("003-09", "largest weight, scaled, at D = 1024", found[1024]["largest scaled"], 0.2),
-            equal("E36", f"{HEADS} heads: variance over sqrt(width of a head)", heads / head_dim, 1.0, 0.1),
-            equal("E36", "over sqrt(width of the model) it is 1 / heads", heads / (HEADS * head_dim), 1 / HEADS, 0.02),
-            equal("003-02", "torch's kernel divides by sqrt(D) too, difference", _kernel(q, k), 0.0, 1e-5),
+            equal("E36", f"{HEADS} heads: variance / head width", heads / head_dim, 1.0, 0.1),
+            equal("E36", f"{HEADS} heads: variance / model width", heads / (HEADS * head_dim), 1 / HEADS, 0.02),
+            equal("003-02", "torch's kernel also divides by sqrt(D): difference", _kernel(q, k), 0.0, 1e-5),
         ),
     )
 
@@ -127,10 +128,10 @@ _LONG = {
 
 
 def _equal_entries(width: int) -> float:
-    """Variance over D of q . k when all entries of a key are the same random number."""
+    """Variance of q . k / D when all entries of a key are the same random number."""
     draw = torch.Generator().manual_seed(1)
     total, count = 0.0, 0
-    for _ in range(20):  # in parts: a wide head needs no more memory than a narrow one
+    for _ in range(20):  # in parts, to limit the memory for wide heads
         q = torch.randn(1000, width, generator=draw, dtype=torch.float64)
         k = torch.randn(1000, 1, generator=draw, dtype=torch.float64).expand(-1, width)
         total, count = total + float((q * k).sum(-1).square().sum()), count + 1000
@@ -138,22 +139,22 @@ def _equal_entries(width: int) -> float:
 
 
 def _variance_by_head(head_dim: int) -> float:
-    """Variance of q . k of a head, the model being HEADS heads wide."""
+    """Variance of q . k of one head, in a model with HEADS heads."""
     draw = torch.Generator().manual_seed(2)
     q, k = torch.randn(2, 1000, HEADS * head_dim, generator=draw)  # (B, C) each
     return float((q * k).unflatten(-1, (HEADS, head_dim)).sum(-1).var())
 
 
 def _kernel(q: Tensor, k: Tensor) -> float:
-    """Largest difference of the fused kernel's weights from the formula's in numpy; one-hot values show them."""
-    queries, keys = q.squeeze((1, 2)), k[0, 0]  # (B, D), (S, D): all queries on the first one's keys
+    """Largest difference between the fused kernel's weights and the formula in numpy; one-hot values extract them."""
+    queries, keys = q.squeeze((1, 2)), k[0, 0]  # (B, D), (S, D): all queries with the keys of the first
     weights = attention.sdpa(queries[None, None], keys[None, None], torch.eye(KEYS)[None, None])[0, 0]  # (B, S)
     exp = np.exp(queries.double().numpy() @ keys.double().numpy().T / np.sqrt(q.shape[-1]))  # (B, S)
     return float(np.abs(weights.double().numpy() - exp / exp.sum(1, keepdims=True)).max())
 
 
 def sqrtd_data() -> Data:
-    """The measured numbers for widths 4 to 1024, one row a width."""
+    """The measured values for widths 4 to 1024, one row per width."""
     widths = [4, 16, 64, 256, 1024]
     found = [measured(*drawn(width)) for width in widths]
     return {"width": np.array(widths), **{name: np.array([row[name] for row in found]) for name in found[0]}}
@@ -167,8 +168,8 @@ def sqrtd_draw(data: Data, canvas: Canvas) -> None:
         "norm": "mean norm of the Jacobian",
     }
     for axes, (what, label) in zip(panels, names.items(), strict=True):
-        for i, (kind, says) in enumerate((("raw", "q . k"), ("scaled", "q . k / sqrt(D)"))):
-            axes.plot(data["width"], data[f"{what} {kind}"], marker=MARKERS[i], label=says, **LINES[i])
+        for i, (kind, formula) in enumerate((("raw", "q . k"), ("scaled", "q . k / sqrt(D)"))):
+            axes.plot(data["width"], data[f"{what} {kind}"], marker=MARKERS[i], label=formula, **LINES[i])
         axes.set_xscale("log", base=2)
         axes.set_xticks(data["width"], data["width"])
         axes.set_xlabel("width of the head D (entries)")
@@ -185,8 +186,9 @@ TOPIC = Topic(
     figures=(
         Figure(
             "sqrtd",
-            f"Random queries over {KEYS} random keys. Undivided, the variance grows as D, the largest weight goes to 1,"
-            " and from 64 on softmax's derivative fades; divided by sqrt(D), all three stay (003-08, 003-09).",
+            f"Random queries and {KEYS} random keys each. Without the division the variance grows as D, the largest"
+            " weight approaches 1, and from D = 64 on the derivative of softmax vanishes. Divided by sqrt(D), all three"
+            " are constant (003-08, 003-09).",
             sqrtd_data,
             sqrtd_draw,
             size=(7.5, 3.4),

@@ -1,4 +1,4 @@
-"""Wavelengths: after how many tokens each pair is back where it started, and which pairs never get there."""
+"""Wavelengths: the number of tokens in which each pair makes a full turn, and which pairs never finish one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import numpy as np
 import torch
 
 from .. import formulas
-from ..figure import LINES, MARKERS, Data, Figure
+from ..figure import Data, Figure, draw_lines
 from ..measures import frequencies, seen_arc, turns, wavelengths
-from ..report import Report, Table, below, equal
+from ..report import Report, Table, below, equal, wrapped
 from ..stretch import Stretch
+from . import TOPICS
 from .base import Topic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-# model -> base, trained context; all three have heads of 128 entries
+# model -> base and trained context; all three have heads of 128 entries
 MODELS = {"LLaMA": (1e4, 2048), "Llama 2": (1e4, 4096), "Llama 3": (5e5, 8192)}
 METHODS = {"default": "unscaled", "linear": "PI", "ntk": "NTK-aware", "yarn": "YaRN", "llama3": "llama3"}
 
@@ -43,7 +44,7 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
     )
     models = Table(
         "three models, 64 pairs each",
-        ("model", "base", "context", "short of a turn", "longest wave"),
+        ("model", "base", "context", "pairs below one turn", "longest wavelength"),
         [
             (name, base, length, _short(base, length), float(wavelengths(frequencies(128, base)).max()))
             for name, (base, length) in MODELS.items()
@@ -53,7 +54,7 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
     spread = float(ratios.max() - ratios.min())
     last = 2 * math.pi * theta ** ((head_dim - 2) / head_dim)
     ratio = theta ** (-2 / head_dim)
-    # a pair is short of a turn when 2 pi theta^(2i/D) > L, that is i > D ln(L / 2 pi) / (2 ln theta)
+    # a pair stays below one turn if 2 pi theta^(2i/D) > L, that is i > D ln(L / 2 pi) / (2 ln theta)
     finish = min(head_dim // 2, 1 + math.floor(head_dim * math.log(context / (2 * math.pi)) / (2 * math.log(theta))))
     unseen = {kind: formulas.unseen(kind, head_dim, theta, context, factor) for kind in METHODS}
     worst = max(
@@ -64,28 +65,27 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
     )
     return Report(
         "wavelengths",
-        "how far does each pair turn within a context?",
+        TOPICS["wavelengths"],
         settings=stretch.settings,
-        says=(
-            "pair i is back where it started after 2 pi theta^(2i/D) tokens: the waves grow by one ratio from",
-            "pair to pair. A pair that finishes a turn within the trained context has met every angle. The",
-            "slower ones meet new angles in a longer text, and only those need a scaling. A low frequency is a",
-            "LARGE i (E16).",
+        says=wrapped(
+            "Pair i makes a full turn in 2 pi theta^(2i/D) tokens: the wavelengths grow by a constant ratio from pair"
+            " to pair. A pair that finishes a turn within the trained context has met every angle. Slower pairs meet"
+            " new angles in a longer text, and only these need a scaling. A low frequency is a LARGE i (E16)."
         ),
         tables=(pairs, models),
         checks=(
-            equal("003-12", "pair 0: one turn is 2 pi tokens", float(waves[0]), 2 * math.pi, 1e-6),
-            equal("001-25 E16", "the last pair's", float(waves[-1]), 54410.0 if pinned else last, 1e-5 * last),
+            equal("003-12", "wavelength of pair 0 is 2 pi tokens", float(waves[0]), 2 * math.pi, 1e-6),
+            equal("001-25 E16", "that of the last pair", float(waves[-1]), 54410.0 if pinned else last, 1e-5 * last),
             equal("OK3", "the same at D = 512, base 1e4", float(wavelengths(frequencies(512))[-1]), 60611.5, 0.1),
-            equal("E44", "a frequency over the one before", float(ratios[0]), 0.866 if pinned else ratio, 5e-5),
-            below("E44", "largest less smallest such ratio", spread, 1e-6),
+            equal("E44", "ratio of successive frequencies", float(ratios[0]), 0.866 if pinned else ratio, 5e-5),
+            below("E44", "largest minus smallest such ratio", spread, 1e-6),
             equal("E45", "lowest w at D = 2, 8, 512", _lowest(2, 8, 512), "1, 0.001, 0.000104"),
-            equal("001-16", "pairs short of a turn in the three models", _column(models, 3), "23, 18, 29"),
+            equal("001-16", "pairs below one turn in the three models", _column(models, 3), "23, 18, 29"),
             equal("E55", "pairs that finish a turn", int((turned >= 1).sum()), 41 if pinned else finish),
             equal("E55", "turns of pair 0", float(turned[0]), 326.0 if pinned else context / (2 * math.pi), 0.1),
             equal(
                 "001-19 E55",
-                f"pairs that meet new angles at {stretch.wanted:,} tokens, unscaled",
+                f"pairs that meet new angles at {stretch.target:,} tokens, unscaled",
                 stretch.unseen("default"),
                 23 if pinned else unseen["default"],
             ),
@@ -114,7 +114,7 @@ def _lowest(*dims: int) -> str:
 
 # ------------------------------------------------------------------------------------------------ figure: wavelengths
 def wavelengths_data(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Data:
-    """method, pair, wavelength (tokens); trained and wanted (tokens) are the same in every row."""
+    """method, pair, wavelength (tokens); trained and target length (tokens), the same in every row."""
     stretch = Stretch(head_dim, theta, context, factor)
     count = head_dim // 2
     return {
@@ -122,26 +122,18 @@ def wavelengths_data(head_dim: int = 128, theta: float = 10000.0, context: int =
         "pair": np.tile(np.arange(count), len(METHODS)),
         "wavelength": torch.cat([wavelengths(stretch.frequencies(kind)) for kind in METHODS]).numpy(),
         "trained": np.full(count * len(METHODS), context),
-        "wanted": np.full(count * len(METHODS), stretch.wanted),
+        "target": np.full(count * len(METHODS), stretch.target),
     }
 
 
 def wavelengths_draw(data: Data, canvas: Canvas) -> None:
-    """Wavelength over pair, a line a method; the two lengths as horizontal lines."""
+    """Wavelength over pair, one line per method; the two lengths as horizontal lines."""
     axes = canvas.subplots()
     last = int(data["pair"].max())
-    for number, method in enumerate(METHODS.values()):
-        rows = data["method"] == method
-        axes.semilogy(
-            data["pair"][rows],
-            data["wavelength"][rows],
-            label=method,
-            marker=MARKERS[number],
-            markersize=4,
-            markevery=(number * (last + 1) // 40, max((last + 1) // 8, 1)),
-            **LINES[number],
-        )
-    for word in ("trained", "wanted"):
+    axes.set_yscale("log")
+    marks = (max((last + 1) // 40, 1), max((last + 1) // 8, 1))
+    draw_lines(axes, data, "pair", "wavelength", "method", METHODS.values(), marks)
+    for word in ("trained", "target"):
         length = int(data[word][0])
         axes.axhline(length, color="#000000", linewidth=0.6)
         axes.annotate(
@@ -162,14 +154,14 @@ ARCS = ("default", "linear", "ntk", "yarn")
 
 
 def seen_arc_data(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Data:
-    """method, pair; seen and met: radians of the circle passed in training and at the wanted length, up to 2 pi.
+    """method, pair; seen and met: arc covered in training and at the target length, in radians, at most 2 pi.
 
     trained (tokens) is the same in every row.
     """
     stretch = Stretch(head_dim, theta, context, factor)
     pairs = stretch.some_pairs()
-    seen = seen_arc(stretch.frequencies(), context)[pairs].numpy()  # training knew no scaling
-    met = [seen_arc(stretch.frequencies(kind), stretch.wanted)[pairs].numpy() for kind in ARCS]
+    seen = seen_arc(stretch.frequencies(), context)[pairs].numpy()  # training was without scaling
+    met = [seen_arc(stretch.frequencies(kind), stretch.target)[pairs].numpy() for kind in ARCS]
     return {
         "method": np.repeat([METHODS[kind] for kind in ARCS], len(pairs)),
         "pair": np.tile(pairs, len(ARCS)),
@@ -180,14 +172,14 @@ def seen_arc_data(head_dim: int = 128, theta: float = 10000.0, context: int = 20
 
 
 def seen_arc_draw(data: Data, canvas: Canvas) -> None:
-    """A row a method, a circle a pair: seen in training filled, met outlined, and hatched where it is new."""
+    """One row per method, one circle per pair: the seen arc is filled, the met arc outlined, and new angles hatched."""
     methods, pairs = list(dict.fromkeys(data["method"])), list(dict.fromkeys(data["pair"]))
     grid = canvas.subplots(len(methods), len(pairs), squeeze=False)
     for row, method in enumerate(methods):
         for column, pair in enumerate(pairs):
             here = (data["method"] == method) & (data["pair"] == pair)
             seen, met = float(data["seen"][here][0]), float(data["met"][here][0])
-            # PI ends at L - 1/s of the trained steps, a fraction of one past the last, L - 1: no news
+            # PI ends at L - 1/s trained steps, past the last step L - 1 by a fraction of one: not counted as new
             new = met > seen * (1 + 1 / (int(data["trained"][0]) - 1)) * (1 + 1e-6)
             _circle(grid[row][column], seen, met, new)
         grid[row][0].text(-1.6, 0, method, ha="right", va="center", fontsize=9)
@@ -212,10 +204,10 @@ def _circle(axes: Axes, seen: float, met: float, new: bool) -> None:
 
 
 def _arcs(seen: float, met: float) -> str:
-    whole = 2 * math.pi - 1e-9
-    if seen >= whole:
+    full = 2 * math.pi - 1e-9
+    if seen >= full:
         return "all seen"
-    return f"{seen:.2g}, then " + ("all" if met >= whole else f"{met:.2g}")
+    return f"{seen:.2g}, then " + ("all" if met >= full else f"{met:.2g}")
 
 
 TOPIC = Topic(
@@ -223,17 +215,17 @@ TOPIC = Topic(
     figures=(
         Figure(
             "wavelengths",
-            "Tokens after which a pair has made one turn. Unscaled, the pairs above the line of the trained length have"
-            " not met every angle (001-16, E55). PI lifts all pairs, NTK-aware each by its own power, YaRN and llama3"
-            " only the slow ones (003-12, 001-18, 001-23).",
+            "Tokens in which a pair makes one turn. Unscaled, the pairs above the line of the trained length have not"
+            " met every angle (001-16, E55). PI lengthens all waves by the same factor, NTK-aware by a factor that"
+            " grows with the pair, YaRN and llama3 only the slow ones (003-12, 001-18, 001-23).",
             wavelengths_data,
             wavelengths_draw,
         ),
         Figure(
             "seen_arc",
-            "Grey: angles that training showed a pair. Outline: angles met at the wanted length, hatched where they"
-            " are new; below, both arcs in radians. Fast pairs have seen all. Of the slow ones, PI and YaRN keep each"
-            " within the grey; NTK-aware lets all but the last run out of it (001-16, 001-19, E21, E55).",
+            "Grey: angles that a pair met in training. Outline: angles met at the target length, hatched where they"
+            " are new; below, both arcs in radians. Fast pairs have seen all angles. PI and YaRN keep each slow pair"
+            " within the grey arc; under NTK-aware all slow pairs but the last leave it (001-16, 001-19, E21, E55).",
             seen_arc_data,
             seen_arc_draw,
             size=(7.0, 5.6),

@@ -1,7 +1,7 @@
-"""The page of a trace: index.html, style.css and page.js from this folder, and the numbers, in one file.
+"""The page of a trace: one HTML file with index.html, style.css and page.js from this folder, and the data.
 
-The page asks no network. Its one script and one style are named by hash in its content security policy, so nothing
-else runs in it, whatever the text that was traced; the numbers are JSON in which no tag can begin.
+The page uses no network. Its content security policy allows one script and one style, by their hashes, so that no
+traced text can run as code. The data are JSON in which no tag can begin.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 
 
 def render(facts: Mapping[str, Any], maps: str) -> str:
-    """The whole page; facts and maps as `trace.facts` and `trace.packed_maps` give them."""
+    """The page as text; facts and maps are the results of `trace.facts` and `trace.packed_maps`."""
     parts = {name: (files(__package__) / name).read_text(encoding="utf-8") for name in ("style.css", "page.js")}
     parts |= {f"hash of {name}": _hash(part) for name, part in parts.items()}
     parts["data"] = embedded({**facts, "maps": maps})
     page = (files(__package__) / "index.html").read_text(encoding="utf-8")
-    # One pass, so that nothing which looks like a place is filled inside what was put in.
-    return re.sub(r"\{\{(.+?)\}\}", lambda place: parts[place[1]], page)
+    # One pass, so that a placeholder in an inserted text is not replaced.
+    return re.sub(r"\{\{(.+?)\}\}", lambda match: parts[match[1]], page)
 
 
 def embedded(value: Any) -> str:
-    """JSON that may stand in a <script> element: without <, >, & and the line separators of JavaScript."""
+    """JSON that is safe in a <script> element: without <, >, & and the line separators of JavaScript."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029]", lambda c: f"\\u{ord(c[0]):04x}", text)
 
