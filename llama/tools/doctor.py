@@ -525,7 +525,7 @@ def check_safetensors() -> str:
 
     from .. import loader
     from ..checkpoint import open_checkpoint
-    from ..checkpoint.base import their_name
+    from ..checkpoint.base import to_file_name
     from ..checkpoint.huggingface import LAYERS, NAMES
     from ..rope import to_half_layout
 
@@ -535,7 +535,7 @@ def check_safetensors() -> str:
     for name, tensor in model.state_dict().items():
         turned = name.endswith(("wq.weight", "wk.weight"))
         stored = to_half_layout(tensor, config.head_dim) if turned else tensor
-        state[their_name(name, NAMES, LAYERS)] = stored.contiguous()
+        state[to_file_name(name, NAMES, LAYERS)] = stored.contiguous()
     document = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
