@@ -15,7 +15,6 @@ from ... import rope
 from ...attention import causal_mask, reference_weights
 from ...config import ModelConfig
 from ...model import Transformer, TransformerBlock
-from ...rope import FreqsCis
 from ...rope_scaling import inverse_frequencies
 from .. import measures
 from ..encodings import Learned
@@ -28,7 +27,6 @@ from .base import (
     Quiz,
     Table,
     block_by_hand,
-    complex_row,
     fit_residual,
     frequencies,
     hidden_by_hand,
