@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import UsageError
-from ..system.temporary import write_whole
+from ..system.temporary import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,7 +109,7 @@ def save(figure: Figure, file: Path, **options: Any) -> None:
     else:
         content = _drawn(figure, data, kind)
     try:
-        write_whole(file, content, ".figure")
+        write_atomically(file, content, ".figure")
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror or error}") from None
 

@@ -26,7 +26,7 @@ from ..hub.named import resolve
 from ..loader import build
 from ..model import Transformer
 from ..rope_scaling import trained_length
-from ..system.temporary import write_whole
+from ..system.temporary import write_atomically
 from ..tools.evaluate import token_logprobs
 from .stretch import LLAMA3
 
@@ -325,4 +325,4 @@ def _write(path: Path, setting: dict[str, str], rows: Sequence[Row]) -> None:
     writer.writerow(COLUMNS)
     for row in rows:
         writer.writerow([*setting.values(), row.method, row.window, row.first, row.last, row.nats])
-    write_whole(path, text.getvalue().encode(), ".ppl")
+    write_atomically(path, text.getvalue().encode(), ".ppl")
