@@ -174,12 +174,11 @@ class KVCache:
 
     @property
     def k(self) -> Tensor:
-        """A copy of all keys, (layer, B, KV, slots, D), for inspection."""
+        """A copy of all keys, (layer, B, KV, slots, D), for inspection; `v` is the same for values."""
         return torch.stack([layer.k.to(self.device) for layer in self.layers])
 
     @property
     def v(self) -> Tensor:
-        """A copy of all values, (layer, B, KV, slots, D)."""
         return torch.stack([layer.v.to(self.device) for layer in self.layers])
 
     @property
@@ -281,9 +280,7 @@ class KVCache:
         for filled, row in zip(self._filled, rows, strict=True):
             for position in row:
                 if position > filled:
-                    raise ValueError(
-                        f"position {position} leaves a gap: this row of the cache is filled up to {filled}"
-                    )
+                    raise ValueError(f"position {position} leaves a gap: this row is filled up to {filled}")
                 filled = max(filled, position + 1)
             self._placed.append(filled)
         return max(self.length, *self._placed)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import TypeGuard
 
 from .errors import LlamaError, UsageError
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether a value is an int. True and False are not, although Python counts them as 1 and 0."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a value is an int or a float, NaN and infinity included. True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -22,7 +23,7 @@ def integer(
     name: str, value: object, low: int = 1, high: int | None = None, error: type[LlamaError] = UsageError
 ) -> int:
     """An int from low to high, both included."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+    if not is_integer(value) or value < low or (high is not None and value > high):
         span = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise error(f"{name} must be an integer {span}, got {shown(value)}")
     return value
@@ -31,12 +32,19 @@ def integer(
 def number(name: str, value: object, low: float, high: float, error: type[LlamaError] = UsageError) -> float:
     """An int or a float from low to high, both included, as a float. NaN is refused."""
     try:
-        found = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        found = float(value) if is_number(value) else math.nan
     except OverflowError:  # an int of hundreds of digits
         found = math.nan
     if not low <= found <= high:  # also false for NaN
         raise error(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
     return found
+
+
+def positive(name: str, value: object, high: float, error: type[LlamaError] = UsageError) -> float:
+    """An int or a float above 0 and up to high. NaN is refused."""
+    if not is_number(value) or not 0 < value <= high:  # also false for NaN
+        raise error(f"{name} must be a number above 0 and at most {high:g}, got {shown(value)}")
+    return float(value)
 
 
 def boolean(name: str, value: object, error: type[LlamaError] = UsageError) -> bool:

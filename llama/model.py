@@ -13,12 +13,10 @@
        │ output
     logits (B, T, V)
 
-Letters of the shapes: B batch, T new tokens, S keys (cached and new), H query heads, KV key/value heads, D head_dim,
-C model dim, V vocabulary.
+Letters: B batch, T new tokens, S keys (cached and new), H query heads, KV key/value heads, D head_dim, C dim, V vocab.
 
 This file knows nothing of devices, files, quantization or sharding. Two seams serve those: every layer is a module
-that `set_submodule` can replace, and `Transformer.runner` executes the blocks. Head counts are read from the tensors,
-so a slice of a weight works unchanged.
+that `set_submodule` can replace, and `Transformer.runner` executes the blocks. Head counts are read from the tensors.
 """
 
 from __future__ import annotations
@@ -35,6 +33,8 @@ from .cache import KVCache, LayerCache, MemoryCheck
 from .config import ModelConfig
 from .rope import FreqsCis, Rope, RotaryEmb
 from .rope_scaling import reach
+
+Choose = Callable[[Tensor], tuple[Tensor, ...]]  # logits (V,) -> the next token (1,), and what else is to be yielded
 
 
 class RMSNorm(nn.Module):
@@ -111,8 +111,7 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The complete decoder.
 
-    rope         form of the rotation, one of rope.FORMS; "half" needs wq and wk in the half layout
-                 (rope.to_half_layout). All forms give the same logits.
+    rope         form of the rotation, one of rope.FORMS; "half" needs wq and wk in that layout (rope.to_half_layout)
     attention    "sdpa" or "reference"
     max_seq_len  number of positions it may use; default: the config's context, extended by its scaling
     """
@@ -148,15 +147,15 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The last hidden state, normed: (B, T) int64 -> (B, T, C). Arguments as in `forward`.
 
-        length  tokens of the complete text, if these are a part of it: frequencies that depend on the length (see
-                rope_scaling.BY_LENGTH) are then those of the complete text. None: the text ends with these tokens
+        length  tokens of the complete text, for frequencies that depend on it (rope_scaling.BY_LENGTH); None: the
+                text ends with these tokens
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be (B, T), got shape {tuple(tokens.shape)}")
-        T = tokens.shape[1]
-        sees_all = T == 1 and positions is None  # one token after all others sees every key, so it needs no mask
         if positions is not None and bool((positions < 0).any()):
             raise ValueError(f"positions must not be negative, got {int(positions.min())}")
+        T = tokens.shape[1]
+        sees_all = T == 1 and positions is None  # one token after all others sees every key, so it needs no mask
         if cache is not None:
             positions, end = cache.place(T, positions), cache.end  # (T,), or (B, T) as given
             key_positions = torch.arange(cache.width, device=tokens.device)  # (S,)
@@ -172,14 +171,14 @@ class Transformer(nn.Module):
         return h
 
     def new_cache(self, max_len: int | None = None, batch: int = 1, fixed: bool | None = None) -> KVCache:
-        """An empty cache for this model, with room for `max_len` tokens (default: max_seq_len). See `KVCache`."""
+        """An empty `KVCache` for this model, with room for `max_len` tokens (default: max_seq_len)."""
         return self.runner.new_cache(self, max_len, batch, fixed)
 
 
 class Runner:
-    """How a model is executed. This one runs block after block; the subclasses in engine/ give the same logits.
+    """How a model is executed. This one runs block after block; the subclasses in engine/ compute the same otherwise.
 
-    cache_kind    what caches store keys and values in, one of cache.KINDS
+    cache_kind    the format of keys and values in new caches, one of cache.KINDS
     check_memory  called before a cache allocates memory, see cache.MemoryCheck
     """
 
@@ -199,10 +198,9 @@ class Runner:
         end: int,
         cache: KVCache | None,
     ) -> Tensor:
-        """All blocks and the last norm: tokens (B, T) -> (B, T, C). `Transformer.hidden` prepares the arguments.
+        """All blocks and the last norm: tokens (B, T) at positions (T,) or (B, T), all below `end` -> (B, T, C).
 
-        positions (T,) or (B, T); key_positions (S,) or (B, S), None if every query sees every key; end: all positions
-        are below it.
+        key_positions (S,) or (B, S); None if every query sees every key.
         """
         h = model.tok_embeddings(tokens)  # (B, T, C)
         freqs_cis = model.rope.freqs_cis(positions, end)  # (T, D/2) or (B, T, D/2), once for all layers
@@ -214,25 +212,18 @@ class Runner:
     def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Logits (B, V) after tokens (B, 1) at positions (1,) or (B, 1), over all slots of a cache.
 
-        A step for batches and CUDA graphs: nothing depends on the values of the positions, and `cache.length` is left
-        to the caller.
+        For batches and CUDA graphs: nothing depends on the positions' values, and `cache.length` does not change.
         """
         slots = torch.arange(cache.slots, device=tokens.device)  # (S,)
         h = self.run(model, tokens, positions, slots, min(cache.slots, model.max_seq_len), cache)  # (B, 1, C)
         return model.output(h[:, -1]).float()
 
     def decode(
-        self,
-        model: Transformer,
-        logits: Tensor,
-        cache: KVCache,
-        steps: int,
-        choose: Callable[[Tensor], tuple[Tensor, ...]],
+        self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
     ) -> Generator[list[Any]]:
-        """Yield the values of `choose(logits)`, `steps` times. Its first tensor is the next token, (1,).
+        """Yield the values of `choose(logits)`, `steps` times, and feed the chosen tokens to the model.
 
-        logits (V,) are those after the tokens in the cache. When the generator ends or is closed, the cache holds
-        those tokens and the yielded ones without the last.
+        logits (V,) are those after the tokens in the cache, which at the end also holds the new ones, except the last.
         """
         for step in range(steps):
             choice = choose(logits)
@@ -241,22 +232,21 @@ class Runner:
                 logits = model.output(model.hidden(choice[0][None], cache=cache)[:, -1])[0].float()  # (V,)
 
     def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
-        """See `Transformer.new_cache`. Each layer's keys and values are on the layer's device."""
-        norms: list[Any] = [block.attention_norm for block in model.layers]
-        attention: Any = model.layers[0].attention
+        """See `Transformer.new_cache`. The keys and values of a layer are on its device."""
+        blocks: list[Any] = list(model.layers)
         return self.cache_type(
-            len(model.layers),
-            attention.wk.out_features // attention.head_dim,
-            attention.head_dim,
+            len(blocks),
+            blocks[0].attention.wk.out_features // model.config.head_dim,
+            model.config.head_dim,
             model.max_seq_len if max_len is None else max_len,
             batch=batch,
             dtype=model.norm.weight.dtype,
-            device=[norm.weight.device for norm in norms],
+            device=[block.attention_norm.weight.device for block in blocks],
             fixed=self.fixed_cache if fixed is None else fixed,
             kind=self.cache_kind,
             check_memory=self.check_memory,
         )
 
     def module_by_module(self) -> Runner:
-        """A runner of the same devices that calls every layer as a module, so that forward hooks see all of them."""
+        """A runner for the same devices that calls every layer as a module, so that forward hooks see it."""
         return self

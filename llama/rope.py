@@ -176,22 +176,6 @@ def apply_rotary_emb_matrix(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) ->
 FreqsCis = Tensor | tuple[Tensor, ...]
 
 
-def _complex_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
-    return (freqs_cis,)
-
-
-def _real_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
-    return freqs_cis.real.contiguous(), freqs_cis.imag.contiguous()
-
-
-def _elementwise_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
-    return freqs_cis.real.repeat_interleave(2, -1), freqs_cis.imag.repeat_interleave(2, -1)  # (S, D) each
-
-
-def _half_table(freqs_cis: Tensor) -> tuple[Tensor, ...]:
-    return torch.cat((freqs_cis.real,) * 2, -1), torch.cat((freqs_cis.imag,) * 2, -1)  # (S, D) each
-
-
 def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate in the half layout, then return the entries in the interleaved order.
 
@@ -203,19 +187,23 @@ def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 
 class Form(NamedTuple):
-    """A way to compute the rotation: a table made from freqs_cis, the function that applies its rows, the layout."""
+    """A way to compute the rotation: the function, the layout of wq and wk, and its arguments made from freqs_cis."""
 
-    table: Callable[[Tensor], tuple[Tensor, ...]]
     apply: Callable[..., tuple[Tensor, Tensor]]
     layout: Layout
+    table: Callable[[Tensor], tuple[Tensor, ...]] = lambda cis: (cis.real.contiguous(), cis.imag.contiguous())
 
 
 FORMS: dict[str, Form] = {
-    "complex": Form(_complex_table, apply_rotary_emb, "interleaved"),
-    "real": Form(_real_table, apply_rotary_emb_real, "interleaved"),
-    "half": Form(_half_table, _apply_half, "half"),
-    "elementwise": Form(_elementwise_table, apply_rotary_emb_elementwise, "interleaved"),
-    "matrix": Form(_real_table, apply_rotary_emb_matrix, "interleaved"),
+    "complex": Form(apply_rotary_emb, "interleaved", lambda cis: (cis,)),
+    "real": Form(apply_rotary_emb_real, "interleaved"),
+    "half": Form(_apply_half, "half", lambda cis: tuple(torch.cat((x, x), -1) for x in (cis.real, cis.imag))),
+    "elementwise": Form(
+        apply_rotary_emb_elementwise,
+        "interleaved",
+        lambda cis: tuple(x.repeat_interleave(2, -1) for x in (cis.real, cis.imag)),
+    ),
+    "matrix": Form(apply_rotary_emb_matrix, "interleaved"),
 }
 
 
@@ -254,7 +242,7 @@ class Rope:
         scaling: Mapping[str, Any] | None = None,
         trained_len: int | None = None,
     ):
-        self._make_table, _, self.layout = FORMS[checks.choice("form of RoPE", form, FORMS)]
+        self.layout = FORMS[checks.choice("form of RoPE", form, FORMS)].layout
         self._arguments = (dim, theta, scaling)
         self._trained_len = max_seq_len if trained_len is None else trained_len
         self.by_length = kind_of(scaling) in BY_LENGTH
@@ -274,7 +262,7 @@ class Rope:
             )
         if self.by_length:
             inv_freq, factor = self.frequencies(end)
-            rows = self._make_table(freqs_cis_at(positions, inv_freq.to(positions.device), factor))
+            rows = FORMS[self.form].table(freqs_cis_at(positions, inv_freq.to(positions.device), factor))
         else:
             table = self.table  # a local reference, since another thread may replace it by one that is too short
             if end > len(table[0]):
@@ -295,7 +283,7 @@ class Rope:
 
     def _table(self, end: int) -> tuple[Tensor, ...]:
         with torch.device("cpu"):  # the model may be under construction on the meta device
-            return self._make_table(freqs_cis_at(torch.arange(end), *self.frequencies(end)))
+            return FORMS[self.form].table(freqs_cis_at(torch.arange(end), *self.frequencies(end)))
 
     def frequencies(self, seq_len: int) -> tuple[Tensor, float]:
         """inv_freq (D/2,) and the factor of cos and sin for a sequence of this length."""

@@ -1,11 +1,10 @@
-"""Inverse frequencies of RoPE under every scaling this package knows: one function a kind, one registry.
+"""Inverse frequencies of RoPE under every supported scaling: one function per kind, one registry.
 
-RoPE turns pair i of a head by the angle  position * inv_freq[i],  with  inv_freq[i] = theta^(-2i/D)  (RoFormer,
+RoPE rotates pair i of a head by the angle  position * inv_freq[i],  with  inv_freq[i] = theta^(-2i/D)  (RoFormer,
 arXiv:2104.09864). A scaling changes these D/2 numbers, and may multiply cos and sin by an attention factor; it
-changes nothing else. So it is a function of numbers, not a class. Everything is computed in float64 and rounded
-to float32 once, at the end.
+changes nothing else, so it is a function. Everything is computed in float64 and rounded to float32 once, at the end.
 
-The kinds and their parameters are those of transformers' modeling_rope_utils.py, besides `ntk` and `divisors`.
+The kinds and their parameters are those of transformers' modeling_rope_utils.py, and `ntk` and `divisors`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import checks
 from .config import LARGEST_SIZE, ModelConfig
 from .errors import ConfigError, UsageError
 
 
 @dataclass(frozen=True)
 class Base:
-    """What a scaling starts from: dim is D; seq_len the length the frequencies are for, max_seq_len the trained one."""
+    """The input of a scaling: dim is D, seq_len the length the frequencies are for, max_seq_len the trained length."""
 
     dim: int
     theta: float
@@ -39,7 +39,7 @@ class Base:
         return theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
 
 
-# (what it starts from, the scaling's parameters) -> (inv_freq (D/2,) float64, factor for cos and sin)
+# (base, the scaling's parameters) -> (inv_freq (D/2,) float64, factor of cos and sin)
 Scaling = Callable[[Base, Mapping[str, Any]], tuple[Tensor, float]]
 
 
@@ -49,26 +49,26 @@ def default(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 
 def linear(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Position interpolation (arXiv:2306.15595): every position counts 1/factor."""
+    """Position interpolation (arXiv:2306.15595): positions are divided by factor."""
     return base.inv_freq() / _number(scaling, "factor"), 1.0
 
 
 def ntk(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """NTK-aware interpolation (bloc97, 2023): a larger base, so that the slowest pair is stretched by factor."""
+    """NTK-aware interpolation (bloc97, 2023): a larger base, so that the slowest pair is slowed down by factor."""
     return base.inv_freq(stretch=_number(scaling, "factor") ** (base.dim / (base.dim - 2))), 1.0
 
 
 def dynamic(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """NTK by length (emozilla, 2023): no change up to the trained length, a base that grows with the length after."""
-    trained = float(base.max_seq_len) if base.max_seq_len else _trained_length(base, scaling)  # as transformers has it
+    """Dynamic NTK (emozilla, 2023): unchanged up to the trained length, then a base that grows with the length."""
+    trained = float(base.max_seq_len) if base.max_seq_len else _trained_length(base, scaling)  # as in transformers
     factor, length = _number(scaling, "factor"), max(base.seq_len or 0, trained)
     return base.inv_freq(stretch=(factor * length / trained - (factor - 1)) ** (base.dim / (base.dim - 2))), 1.0
 
 
 def yarn(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """YaRN (arXiv:2309.00071): fast pairs stay, slow ones are interpolated, a ramp lies between; attention sharpens.
+    """YaRN (arXiv:2309.00071): fast pairs stay, slow pairs are interpolated, with a ramp between; attention sharpens.
 
-    Pairs that turn more than beta_fast times within the old context are fast, less than beta_slow times slow.
+    Fast pairs make more than beta_fast full turns within the trained context, slow pairs less than beta_slow.
     """
     trained = _trained_length(base, scaling)
     given = scaling.get("factor") is not None or base.max_seq_len is None
@@ -100,7 +100,7 @@ def _yarn_attention_factor(factor: float, scaling: Mapping[str, Any]) -> float:
 
 
 def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """LongRoPE (arXiv:2402.13753): one searched divisor a pair, a short list up to the trained length, a long after."""
+    """LongRoPE (arXiv:2402.13753): a divisor per pair, from a short list up to the trained length, then a long one."""
     trained = _trained_length(base, scaling)
     if trained <= 1:
         raise ConfigError(f"rope scaling longrope: the trained length must be above 1, got {trained:g}")
@@ -112,7 +112,7 @@ def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 
 def llama3(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Llama 3.1: waves that turn often within the old context stay, slow ones are interpolated, a ramp lies between.
+    """Llama 3.1: pairs with many full turns within the trained context stay, slow pairs are interpolated, with a ramp.
 
     Source: apply_scaling in meta-llama/llama-models models/llama3/model.py, with its constants as parameters.
     """
@@ -120,13 +120,13 @@ def llama3(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     if low >= high:
         raise ConfigError(f"rope scaling llama3: low_freq_factor must be below high_freq_factor, got {low} and {high}")
-    turns = trained * inv_freq / (2 * math.pi)  # (D/2,) full turns within the old context
+    turns = trained * inv_freq / (2 * math.pi)  # (D/2,) full turns within the trained context
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * inv_freq + (1 - keep) * inv_freq / factor, 1.0
 
 
 def proportional(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Only the first partial_rotary_factor of the pairs turn; the others carry no position."""
+    """Only the first partial_rotary_factor of the pairs rotate; the others carry no position."""
     part = _number(scaling, "partial_rotary_factor", default=1)
     inv_freq = base.inv_freq() / _number(scaling, "factor", default=1)
     inv_freq[int(part * base.dim // 2) :] = 0
@@ -134,7 +134,7 @@ def proportional(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]
 
 
 def divisors(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """One divisor for each pair, as GGUF files store them in the tensor `rope_freqs.weight`."""
+    """One divisor per pair, as GGUF files store them in the tensor `rope_freqs.weight`."""
     return base.inv_freq() / _divisors(base, scaling, "divisors"), 1.0
 
 
@@ -149,12 +149,12 @@ SCALINGS: dict[str, Scaling] = {
     "proportional": proportional,
     "divisors": divisors,
 }
-# kind -> the parameters it takes
+# kind -> the parameters it accepts
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "ntk": ("factor",),
-    "dynamic": ("factor",),  # as transformers, it counts from the model's context
+    "dynamic": ("factor",),  # as in transformers, relative to the model's context
     "yarn": (
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "truncate",
@@ -164,12 +164,12 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "proportional": ("factor", "partial_rotary_factor"),
     "divisors": ("divisors",),
 }  # fmt: skip
-LARGEST_HEAD = 2**16  # entries; a larger number in a file is damage and must not size anything
+LARGEST_HEAD = 2**16  # entries; a larger number in a file means damage
 BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on seq_len
 
 
 def kind_of(scaling: Mapping[str, Any] | None) -> str:
-    """The kind that a scaling names, "default" for none. Raises ConfigError on an unknown one."""
+    """The kind of a scaling, "default" for None. Raises ConfigError for an unknown kind."""
     kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise ConfigError(f"unknown rope scaling {kind!r:.60}; known: {', '.join(SCALINGS)}")
@@ -177,16 +177,16 @@ def kind_of(scaling: Mapping[str, Any] | None) -> str:
 
 
 def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> ModelConfig:
-    """The same model under another scaling and base; None leaves that part as it is, rope_type "default" takes any off.
+    """The configuration with another scaling or base; None keeps the present one, rope_type "default" removes it.
 
-    A new scaling starts from the plain frequencies, so the context becomes the length those were trained for: that
-    of the replaced scaling's original_max_position_embeddings, where it has one. scaling may carry a rope_theta, as
-    transformers 5 writes it. Raises UsageError on bad values, and on parameters that the kind does not take.
+    A new scaling applies to the unscaled frequencies, so the context becomes the length those were trained for: the
+    replaced scaling's original_max_position_embeddings, if it has one. scaling may contain a rope_theta, as files of
+    transformers 5 do. Raises UsageError for bad values, and for parameters that the kind does not accept.
     """
     changes: dict[str, Any] = {}
     try:
         if scaling is not None:
-            scaling, theta = _asked_for(scaling, theta)
+            scaling, theta = _user_scaling(scaling, theta)
             changes["rope_scaling"] = None if kind_of(scaling) == "default" else scaling
             changes["max_seq_len"] = min(int(trained_length(config)), config.max_seq_len)
         if theta is not None:
@@ -201,40 +201,40 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
     return changed
 
 
-def _asked_for(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
-    """A wish, checked more strictly than a file is: a slip in it must not pass for a setting."""
-    wish = {key: value for key, value in scaling.items() if value is not None}
-    if wish.get("type", wish.get("rope_type")) != wish.get("rope_type", wish.get("type")):
-        raise ConfigError(f"rope scaling {_short(wish)}: type and rope_type contradict each other; give one")
-    inner = wish.pop("rope_theta", theta)
+def _user_scaling(scaling: Mapping[str, Any], theta: float | None) -> tuple[dict[str, Any], float | None]:
+    """User-supplied scaling; typos are rejected, unlike unknown keys of a file."""
+    given = {key: value for key, value in scaling.items() if value is not None}
+    if given.get("type", given.get("rope_type")) != given.get("rope_type", given.get("type")):
+        raise ConfigError(f"rope scaling {_short(given)}: type and rope_type contradict each other; pass one of them")
+    inner = given.pop("rope_theta", theta)
     if theta is not None and inner != theta:
-        raise ConfigError(f"rope theta was given twice, as {inner!r:.40} and {theta!r:.40}; give it once")
-    kind = kind_of(wish)
-    odd = [key for key in wish if key not in ("rope_type", "type", *PARAMETERS[kind])]
-    if odd:
-        takes = ", ".join(PARAMETERS[kind]) or "nothing"
-        raise ConfigError(f"rope scaling {kind} does not take {', '.join(odd)!r:.80}; it takes: {takes}")
-    if kind == "yarn" and _number(wish, "beta_fast", default=32) < _number(wish, "beta_slow", default=1):
-        raise ConfigError(f"rope scaling {_short(wish)}: beta_fast must not be below beta_slow")
-    return wish, inner
+        raise ConfigError(f"rope theta was given twice, as {inner!r:.40} and {theta!r:.40}; pass it once")
+    kind = kind_of(given)
+    unknown = [key for key in given if key not in ("rope_type", "type", *PARAMETERS[kind])]
+    if unknown:
+        known = ", ".join(PARAMETERS[kind]) or "nothing"
+        raise ConfigError(f"rope scaling {kind} does not accept {', '.join(unknown)!r:.80}; it accepts: {known}")
+    if kind == "yarn" and _number(given, "beta_fast", default=32) < _number(given, "beta_slow", default=1):
+        raise ConfigError(f"rope scaling {_short(given)}: beta_fast must not be below beta_slow")
+    return given, inner
 
 
 def trained_length(config: ModelConfig) -> float:
-    """The length in tokens that a model's plain frequencies were trained for."""
+    """The length in tokens that a model's unscaled frequencies were trained for."""
     scaling = config.rope_scaling or {}
     return _trained_length(Base(config.head_dim, config.rope_theta, max_seq_len=config.max_seq_len), scaling)
 
 
 def reach(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
-    """Positions a model can be used for: its context, or what these scalings stretch the trained length to.
+    """Number of positions a model can use: its context, or the trained length extended by a scaling, if that is larger.
 
-    Files differ in whether max_position_embeddings is the length before or after stretching, so the larger holds.
+    In some files max_position_embeddings is the length before the scaling, in others the length after it.
     """
     stretching = ("linear", "ntk", "dynamic", "yarn", "llama3")
     if scaling is None or kind_of(scaling) not in stretching or scaling.get("factor") is None:
         return max_seq_len
     if kind_of(scaling) == "llama3" and scaling.get("original_max_position_embeddings") is not None:
-        return max_seq_len  # the official files: theirs is the stretched length, and not factor times the old one
+        return max_seq_len  # the official files: max_seq_len is the extended length, which is not factor * original
     own = kind_of(scaling) == "yarn"
     trained = _trained_length(Base(2, 1.0, max_seq_len=max_seq_len), scaling) if own else float(max_seq_len)
     return max(max_seq_len, int(min(trained * _number(scaling, "factor"), LARGEST_SIZE)))
@@ -248,28 +248,23 @@ def inverse_frequencies(
     seq_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> tuple[Tensor, float]:
-    """Angle in radians that each pair turns per position, and the factor for cos and sin.
+    """The angle in radians by which each pair rotates per position, and the factor of cos and sin.
 
-    dim          D, entries of a head that are rotated; even
+    dim          D, number of rotated entries of a head; even
     theta        base of the frequencies
     scaling      None, or {"rope_type": one of SCALINGS, ...its parameters}; "type" is the older spelling
     seq_len      length the frequencies are for; used by the kinds in BY_LENGTH
     max_seq_len  the model's context (Hugging Face's max_position_embeddings): the trained length, unless the
-                 scaling has an original_max_position_embeddings of its own
+                 scaling has its own original_max_position_embeddings
 
-    Returns (inv_freq (dim/2,) float32, attention_factor). Raises ConfigError on an unknown kind or a bad parameter.
+    Returns (inv_freq (dim/2,) float32, attention_factor). Raises ConfigError for an unknown kind or a bad parameter.
     """
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or abs(theta) > 1e300:
-        raise ConfigError(f"rope theta must be a finite number above 0, got {str(theta)[:40]} ({type(theta).__name__})")
-    if dim < 2 or dim % 2:
-        raise ConfigError(f"RoPE rotates pairs, so dim must be even and at least 2; got {dim}")
-    if not (math.isfinite(theta) and theta > 0):
-        raise ConfigError(f"rope theta must be a finite number above 0, got {theta}")
+    checks.positive("rope theta", theta, 1e300, ConfigError)
+    if checks.integer("dim, the rotated entries of a head,", dim, 2, LARGEST_HEAD, ConfigError) % 2:
+        raise ConfigError(f"RoPE rotates pairs, so dim must be even; got {dim}")
     kind = kind_of(scaling)
-    if not isinstance(dim, int) or dim > LARGEST_HEAD:
-        raise ConfigError(f"RoPE: a head of {dim} entries is beyond anything known; at most {LARGEST_HEAD}")
     if dim == 2 and kind in ("ntk", "dynamic"):
-        raise ConfigError(f"rope scaling {kind} stretches the base by factor^(D / (D - 2)), so D must be above 2")
+        raise ConfigError(f"rope scaling {kind} multiplies the base by factor^(D / (D - 2)), so D must be above 2")
     if theta == 1 and kind == "yarn":
         raise ConfigError("rope scaling yarn divides by log(theta), so theta must not be 1")
     try:
@@ -282,11 +277,9 @@ def inverse_frequencies(
 
 
 def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """The finite number above 0 under `key`, or the default where there is none."""
+    """The finite number above 0 under `key`, or the default if there is none."""
     value = default if scaling.get(key) is None else scaling[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:  # false for NaN too
-        raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a finite number above 0, got {value!r:.40}")
-    return float(value)
+    return checks.positive(f"rope scaling {_short(scaling)}: {key!r}", value, 1e300, ConfigError)
 
 
 def _trained_length(base: Base, scaling: Mapping[str, Any]) -> float:
@@ -300,12 +293,10 @@ def _trained_length(base: Base, scaling: Mapping[str, Any]) -> float:
 def _divisors(base: Base, scaling: Mapping[str, Any], key: str) -> Tensor:
     """The list of D/2 finite numbers above 0 under `key`: (D/2,) float64."""
     values = scaling.get(key)
-    if not isinstance(values, list | tuple) or any(
-        isinstance(v, bool) or not isinstance(v, int | float) for v in values
-    ):
+    if not isinstance(values, list | tuple) or not all(map(checks.is_number, values)):
         raise ConfigError(f"rope scaling {_short(scaling)}: {key!r} must be a list of numbers")
     if len(values) != base.dim // 2:
-        raise ConfigError(f"rope scaling {key}: expected {base.dim // 2} numbers, one for each pair, got {len(values)}")
+        raise ConfigError(f"rope scaling {key}: expected {base.dim // 2} numbers, one per pair, got {len(values)}")
     divide = torch.tensor(values, dtype=torch.float64)  # (D/2,)
     if not bool((torch.isfinite(divide) & (divide > 0)).all()):
         raise ConfigError(f"rope scaling {key}: every number must be finite and above 0")

@@ -207,7 +207,7 @@ def copied(model: Transformer, config: ModelConfig, form: str, device: torch.dev
     """Return a copy of a model with another form of RoPE, device and dtype."""
     other = Transformer(config, form).requires_grad_(False).eval()
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    if FORMS[form][2] == "half":
+    if FORMS[form].layout == "half":
         rotated = ("wq.weight", "wk.weight")
         state = {n: to_half_layout(t, config.head_dim) if n.endswith(rotated) else t for n, t in state.items()}
     other.load_state_dict(state)

@@ -148,7 +148,7 @@ def test_the_library_passes(name: str) -> None:
 
 
 def rotate_backwards(form: str, patch: pytest.MonkeyPatch) -> None:
-    table, apply, layout = rope.FORMS[form]
+    apply, layout, table = rope.FORMS[form]
     patch.setitem(rope.FORMS, form, (table, lambda q, k, *rows: apply(q, k, *rows[:-1], -rows[-1]), layout))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache, MemoryCheck
-from ..model import Runner, Transformer
+from ..model import Choose, Runner, Transformer
 
 STRIDE = 4  # steps whose tokens are read together
 AHEAD = 2  # such groups that may be in flight while one is read
@@ -31,12 +31,7 @@ class GraphRunner(Runner):
         self._steps: WeakKeyDictionary[KVCache, GraphStep] = WeakKeyDictionary()
 
     def decode(
-        self,
-        model: Transformer,
-        logits: Tensor,
-        cache: KVCache,
-        steps: int,
-        choose: Callable[[Tensor], tuple[Tensor, ...]],
+        self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
     ) -> Generator[list[Any]]:
         if cache.batch != 1 or model.rope.by_length:
             yield from super().decode(model, logits, cache, steps, choose)

@@ -280,7 +280,7 @@ def test_every_line_quoted_holds_the_expression_it_explains(form: str) -> None:
     def bare(text: str) -> str:
         return re.sub(r"\s", "", text)
 
-    for recipe in explain.recipes(form, FORMS[form][1]):
+    for recipe in explain.recipes(form, FORMS[form].apply):
         for function, expression in recipe.code:
             source = explain.find_source(function, expression)
             assert source is not None, expression

@@ -340,7 +340,7 @@ def test_a_wrong_computation_fails(
     name: str, where: Any, attribute: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if attribute == "_apply_half":  # the model looks it up in a registry
-        make, _, layout = rope.FORMS["half"]
+        _, layout, make = rope.FORMS["half"]
         monkeypatch.setitem(rope.FORMS, "half", (make, wrong, layout))
     else:
         monkeypatch.setattr(where, attribute, wrong)

@@ -74,7 +74,7 @@ FORMS = (
 
 def _by_form(form: str) -> tuple[torch.Tensor, torch.Tensor]:
     """xq and xk rotated in one of llama.rope.FORMS, as in a model."""
-    make_table, apply, layout = rope.FORMS[form]
+    apply, layout, make_table = rope.FORMS[form]
     q, k = (rope.interleaved_to_half(x) if layout == "half" else x for x in (XQ, XK))
     return apply(q, k, *make_table(rope.precompute_freqs_cis(8, 5)))
 
