@@ -65,12 +65,11 @@ class LayerCache:
 
     @property
     def k(self) -> Tensor:
-        """All keys, (B, KV, slots, D)."""
+        """All keys, (B, KV, slots, D); `v` is the same for values."""
         return self.buffers[0]
 
     @property
     def v(self) -> Tensor:
-        """All values, (B, KV, slots, D)."""
         return self.buffers[1]
 
     def resize(self, slots: int) -> None:

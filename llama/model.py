@@ -147,8 +147,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The last hidden state, normed: (B, T) int64 -> (B, T, C). Arguments as in `forward`.
 
-        length  tokens of the complete text, for frequencies that depend on it (rope_scaling.BY_LENGTH); None: the
-                text ends with these tokens
+        length  tokens of the complete text, for frequencies that depend on it (rope_scaling.BY_LENGTH); None: so far
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be (B, T), got shape {tuple(tokens.shape)}")
@@ -159,13 +158,13 @@ class Transformer(nn.Module):
         if cache is not None:
             positions, end = cache.place(T, positions), cache.end  # (T,), or (B, T) as given
             key_positions = torch.arange(cache.width, device=tokens.device)  # (S,)
-            sees_all = sees_all and not cache.fixed  # a fixed cache also shows slots that are not filled yet
+            sees_all = sees_all and not cache.fixed  # a fixed cache has slots that are not filled yet
         else:
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
             key_positions = positions  # (S,) or (B, S): the keys are the tokens themselves
-        end = end if length is None else max(end, length)
-        h = self.runner.run(self, tokens, positions, None if sees_all else key_positions, end, cache)  # (B, T, C)
+        key_positions = None if sees_all else key_positions
+        h = self.runner.run(self, tokens, positions, key_positions, max(end, length or 0), cache)  # (B, T, C)
         if cache is not None:
             cache.commit()
         return h
@@ -221,15 +220,15 @@ class Runner:
     def decode(
         self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
     ) -> Generator[list[Any]]:
-        """Yield the values of `choose(logits)`, `steps` times, and feed the chosen tokens to the model.
+        """Yield the values of `choose(logits)`, `steps` times, and feed each chosen token but the last to the model.
 
-        logits (V,) are those after the tokens in the cache, which at the end also holds the new ones, except the last.
+        logits (V,) are those after the tokens in the cache.
         """
         for step in range(steps):
-            choice = choose(logits)
-            yield [values.item() for values in choice]
-            if step + 1 < steps:
-                logits = model.output(model.hidden(choice[0][None], cache=cache)[:, -1])[0].float()  # (V,)
+            if step:
+                logits = model.output(model.hidden(token[None], cache=cache)[:, -1])[0].float()  # (V,)
+            token, *others = choose(logits)  # (1,) each
+            yield [token.item(), *(x.item() for x in others)]
 
     def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
         """See `Transformer.new_cache`. The keys and values of a layer are on its device."""
@@ -248,5 +247,5 @@ class Runner:
         )
 
     def module_by_module(self) -> Runner:
-        """A runner for the same devices that calls every layer as a module, so that forward hooks see it."""
+        """A runner for the same devices that calls every layer as a module, so that forward hooks work."""
         return self
