@@ -137,7 +137,6 @@ class Transformer(nn.Module):
 
         positions  (T,) or (B, T) int64; None: after the tokens in the cache, or from 0 without one
         cache      stores the new keys and values and supplies the old ones
-
         Raises ContextLengthError if a position is beyond the cache or max_seq_len.
         """
         return self.output(self.hidden(tokens, positions, cache)).float()
@@ -220,15 +219,12 @@ class Runner:
     def decode(
         self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
     ) -> Generator[list[Any]]:
-        """Yield the values of `choose(logits)`, `steps` times, and feed each chosen token but the last to the model.
-
-        logits (V,) are those after the tokens in the cache.
-        """
+        """Yield the values of `choose(logits)`, `steps` times; feed each chosen token but the last. logits (V,)."""
         for step in range(steps):
-            if step:
-                logits = model.output(model.hidden(token[None], cache=cache)[:, -1])[0].float()  # (V,)
-            token, *others = choose(logits)  # (1,) each
-            yield [token.item(), *(x.item() for x in others)]
+            choice = choose(logits)
+            yield [values.item() for values in choice]
+            if step + 1 < steps:
+                logits = model.output(model.hidden(choice[0][None], cache=cache)[:, -1])[0].float()  # (V,)
 
     def new_cache(self, model: Transformer, max_len: int | None, batch: int, fixed: bool | None) -> KVCache:
         """See `Transformer.new_cache`. The keys and values of a layer are on its device."""
