@@ -1,4 +1,4 @@
-"""Runs Meta's own code (oracle_meta.py) on folders of Meta's format; skips where its wheels can't be had."""
+"""Run Meta's own code (oracle_meta.py) on folders in Meta's format. Skips the test if its wheels are unavailable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCES = {"meta-llama3": "meta-llama3==0.0.1", "llama-models": "llama-models==0
 
 
 def unpacked(requirement: str) -> Path:
-    """The files of a wheel or source archive from PyPI, unpacked into the cache and never installed."""
+    """The files of a wheel or source archive from PyPI, unpacked into the cache, not installed."""
     target = CACHE / "unpacked" / requirement
     if target.exists():
         return next((child for child in target.iterdir() if (child / "setup.py").exists()), target)
@@ -41,7 +41,7 @@ def unpacked(requirement: str) -> Path:
             with tarfile.open(archive) as source:
                 source.extractall(out, filter="data")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):  # another worker may have been quicker
+        with contextlib.suppress(OSError):  # another worker may have done it first
             out.rename(target)
     return unpacked(requirement)
 
@@ -54,7 +54,7 @@ def job(folder: Path, tokens: torch.Tensor, code: str, vocab_size: int, factor: 
 
 
 def run(jobs: list[dict[str, Any]], ranks: int = 1) -> list[torch.Tensor]:
-    """Logits (1, T, V) of each job by Meta's code on `ranks` processes."""
+    """Logits (1, T, V) of each job, computed by Meta's code in `ranks` processes."""
     request = json.dumps({"wheels": {name: str(unpacked(wheel)) for name, wheel in SOURCES.items()}, "jobs": jobs})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -62,7 +62,7 @@ def run(jobs: list[dict[str, Any]], ranks: int = 1) -> list[torch.Tensor]:
     script = Path(__file__).parent / "oracle_meta.py"
     processes = []
     for rank in range(ranks):
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(script)],
@@ -70,7 +70,7 @@ def run(jobs: list[dict[str, Any]], ranks: int = 1) -> list[torch.Tensor]:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, **place},
+                env={**os.environ, **variables},
             )
         )
     for process in processes:
@@ -78,7 +78,7 @@ def run(jobs: list[dict[str, Any]], ranks: int = 1) -> list[torch.Tensor]:
             process.stdin.write(request)
             process.stdin.close()
     for process in processes:
-        said = process.stderr.read() if process.stderr is not None else ""
+        error = process.stderr.read() if process.stderr is not None else ""
         if process.wait(timeout=240):
-            raise RuntimeError(f"Meta's code failed: {said[-2000:]}")
+            raise RuntimeError(f"Meta's code failed: {error[-2000:]}")
     return [torch.load(job["out"], weights_only=True) for job in jobs]

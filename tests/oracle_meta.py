@@ -1,8 +1,8 @@
-"""Meta's own code as an oracle, in a process of its own: reads jobs as JSON on stdin, writes logits to files.
+"""Meta's own code as a reference, in a separate process: reads jobs as JSON on stdin, writes logits to files.
 
 Each job: {"folder": ..., "code": "llama3" | "llama-models", "factor": 8, "tokens": file, "out": file}. The code comes
-from the wheels meta-llama3 and llama-models and the source of fairscale, unpacked and imported by path: nothing of
-it is installed. RANK and WORLD_SIZE choose the shard, as torchrun does.
+from the wheels meta-llama3 and llama-models and the source of fairscale. They are unpacked and imported by path, not
+installed. RANK and WORLD_SIZE select the shard, as with torchrun.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 
 def load_module(name: str, path: Path, package: str, change: tuple[str, str] | None = None) -> Any:
-    """A module from a file, whose relative imports go to `package`."""
+    """A module from a file, with relative imports from `package`."""
     source = path.read_text()
     if change is not None:
         if change[0] not in source:
@@ -39,7 +39,7 @@ def transformer(job: dict[str, Any], wheels: dict[str, str]) -> Any:
     params = json.loads((folder / "params.json").read_text())
     shard = torch.load(folder / f"consolidated.{rank:02d}.pth", weights_only=True)
     params["vocab_size"] = job["vocab_size"]
-    # Their ModelArgs default to theta 500,000; the code of LLaMA 1 and 2 had 10,000.
+    # The default theta of these ModelArgs is 500,000; it was 10,000 in the code of LLaMA 1 and 2.
     params = {"rope_theta": 10000.0, "max_batch_size": 1, "max_seq_len": 512} | params
     if job["code"] == "llama3":
         root = Path(wheels["meta-llama3"]) / "llama"

@@ -1,4 +1,4 @@
-"""The GGUF reader: right numbers on good files, one clear error on every bad one."""
+"""The GGUF reader: exact weights of valid files, one clear error for every invalid file."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ import torch
 
 from llama import loader
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.gguf import TENSOR_TYPES, Part, read_header
+from llama.checkpoint.gguf import PLAIN, TENSOR_TYPES, Part, read_header
 from llama.errors import CheckpointError, LlamaError
+from llama.quant.blocks import READERS
 from llama.rope_scaling import inverse_frequencies
 
-from . import tiny
+from . import test_quant, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_header_equals_the_gguf_packages_reading(tiny_gguf: Path) -> None:
+def test_header_equals_that_of_the_gguf_package(tiny_gguf: Path) -> None:
     ours = read_header(tiny_gguf.read_bytes(), "tiny")
     theirs = gguf.GGUFReader(tiny_gguf)
     for tensor in theirs.tensors:
@@ -38,14 +39,14 @@ def test_header_equals_the_gguf_packages_reading(tiny_gguf: Path) -> None:
         assert (value.tolist() if isinstance(value, np.ndarray) else value) == expected
 
 
-def test_logits_of_a_file_are_those_of_the_weights_in_it(tiny_gguf: Path) -> None:
+def test_logits_are_those_of_the_weights_in_the_file(tiny_gguf: Path) -> None:
     model = loader.load_model(tiny_gguf, dtype="float32", device="cpu")
     tokens = tiny.random_tokens(30)
     torch.testing.assert_close(model(tokens), tiny.model()(tokens), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["real", "half"])
-def test_forms_of_rope_from_one_file(tiny_gguf: Path, form: str) -> None:
+def test_every_form_of_rope_has_the_same_logits(tiny_gguf: Path, form: str) -> None:
     tokens = tiny.random_tokens(30)
     model = loader.load_model(tiny_gguf, dtype="float32", device="cpu", rope=form)
     torch.testing.assert_close(model(tokens), tiny.model()(tokens), rtol=0, atol=1e-4)
@@ -56,7 +57,7 @@ BIG = tiny.ModelConfig(256, 1, 4, 2, 64, 512, 320, max_seq_len=64)
 
 @pytest.mark.parametrize(("name", "error"), [("F16", 1e-3), ("BF16", 1e-2), ("Q8_0", 0.01), ("Q4_0", 0.15),
                                              ("Q4_1", 0.15), ("Q5_0", 0.1), ("Q5_1", 0.1)])  # fmt: skip
-def test_block_formats_that_can_be_written(tmp_path: Path, name: str, error: float) -> None:
+def test_quantized_files_are_near_the_original_weights(tmp_path: Path, name: str, error: float) -> None:
     state = tiny.weights(BIG)
     checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", BIG, state, quantization=name))
     for key, tensor in state.items():
@@ -66,7 +67,7 @@ def test_block_formats_that_can_be_written(tmp_path: Path, name: str, error: flo
 
 
 def _q4_k(block: bytes) -> list[float]:
-    """Q4_K as llama.cpp's ggml-quants.c lays it out, read one number at a time."""
+    """Q4_K by the layout in llama.cpp's ggml-quants.c, one weight at a time."""
     d, dmin = (float(x) for x in np.frombuffer(block[:4], np.float16))
     packed, quants = block[4:16], block[16:]
     out = []
@@ -98,7 +99,7 @@ def _q6_k(block: bytes) -> list[float]:
 
 
 @pytest.mark.parametrize(("type", "read"), [(12, _q4_k), (14, _q6_k)])
-def test_k_quants_against_a_reading_of_the_layout(
+def test_k_quants_follow_the_layout_of_llama_cpp(
     tmp_path: Path, type: int, read: Callable[[bytes], list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, _, size = TENSOR_TYPES[type]
@@ -122,17 +123,34 @@ def test_k_quants_against_a_reading_of_the_layout(
 
 
 @pytest.mark.row("D14")
-def test_every_quantization_listed_has_a_dequantizer_and_the_right_block() -> None:
+def test_every_tensor_type_has_a_reader_and_the_right_block_size() -> None:
     for type, (name, per_block, size) in TENSOR_TYPES.items():
         kind = gguf.GGMLQuantizationType(type)
         assert kind.name == name
         assert gguf.constants.GGML_QUANT_SIZES[kind] == (per_block, size)
-        zeros = np.zeros((2, 256 // per_block * size), np.uint8)
-        assert gguf.quants.dequantize(zeros, kind).size >= 256
+        assert (name in PLAIN) != (name in READERS)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_quantized_tensors_are_dequantized_as_by_the_gguf_package_bit_for_bit(tmp_path: Path, name: str) -> None:
+    raw = test_quant.random_raw(name, rows=40, blocks=6)
+    type = gguf.GGMLQuantizationType[name]
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
+    for label, blocks in (("matrix", raw), ("vector", raw[0])):
+        writer.add_tensor(label, blocks, raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part, expected = Part(tmp_path / "x.gguf"), torch.from_numpy(gguf.quants.dequantize(raw, type))
+    assert torch.equal(part.tensor("matrix").view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(part.tensor("vector").view(torch.int32), expected[0].view(torch.int32))
+    for columns in (slice(0, 7), slice(33, 100), slice(None)):
+        assert torch.equal(part.piece("matrix", slice(3, 9), columns), expected[3:9, columns])
 
 
 @pytest.mark.row("D12")
-def test_rope_freqs_are_honoured(tmp_path: Path) -> None:
+def test_rope_freqs_are_applied(tmp_path: Path) -> None:
     divisors = torch.linspace(1, 8, 8)
     path = tiny.write_gguf(tmp_path / "x.gguf", extra={"rope_freqs.weight": divisors})
     model = loader.load_model(path, dtype="float32", device="cpu")
@@ -141,7 +159,7 @@ def test_rope_freqs_are_honoured(tmp_path: Path) -> None:
     assert not torch.allclose(model(tokens), tiny.model()(tokens), atol=1e-2)
 
 
-def test_linear_scaling_is_honoured(tmp_path: Path) -> None:
+def test_linear_scaling_is_read(tmp_path: Path) -> None:
     more = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     config = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata=more)).config
     assert config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
@@ -152,12 +170,12 @@ def scaling(tmp_path: Path, metadata: dict[str, Any], extra: dict[str, torch.Ten
     return open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata=entries, extra=extra)).config.rope_scaling
 
 
-def test_a_factor_alone_is_linear_as_for_llama_cpp(tmp_path: Path) -> None:
+def test_a_factor_alone_is_linear_as_in_llama_cpp(tmp_path: Path) -> None:
     assert scaling(tmp_path, {"factor": 4.0}) == {"rope_type": "linear", "factor": 4.0}
     assert scaling(tmp_path, {"factor": 0.0}) is None
     with pytest.raises(CheckpointError, match="'factor' must be a finite number above 0"):
         scaling(tmp_path, {"factor": -1.0})
-    with pytest.raises(CheckpointError, match=r"attn_factor is 2\.0 and .*type linear, which knows none"):
+    with pytest.raises(CheckpointError, match=r"attn_factor is 2\.0, and .*type linear does not use it"):
         scaling(tmp_path, {"factor": 4.0, "attn_factor": 2.0})
     with pytest.raises(CheckpointError, match=r"is yarn and .*factor is missing"):
         scaling(tmp_path, {"type": "yarn"})
@@ -172,7 +190,7 @@ def test_keys_that_change_the_result_are_refused(tmp_path: Path, key: str, value
         open_checkpoint(path)
 
 
-def test_yarn_keys_are_honoured(tmp_path: Path) -> None:
+def test_yarn_keys_are_read(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
     expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     assert scaling(tmp_path, yarn) == expected
@@ -183,7 +201,7 @@ def test_yarn_keys_are_honoured(tmp_path: Path) -> None:
     assert sharper == pytest.approx(2 * (0.1 * math.log(4) + 1))
 
 
-def test_longrope_tables_are_honoured(tmp_path: Path) -> None:
+def test_longrope_tables_are_read(tmp_path: Path) -> None:
     short, long = torch.linspace(1, 2, 8), torch.linspace(1, 16, 8)
     tables = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
     longrope = {"type": "longrope", "original_context_length": 64, "attn_factor": 1.25}
@@ -198,19 +216,19 @@ def test_longrope_tables_are_honoured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("factor", [8.0, 32.0, 4.0])
 @pytest.mark.parametrize("length", [64, 8192])
 @pytest.mark.row("D12")
-def test_divisors_made_by_llama3_are_known_again(tmp_path: Path, factor: float, length: int) -> None:
+def test_divisors_of_llama3_are_recognized(tmp_path: Path, factor: float, length: int) -> None:
     made = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": length}  # fmt: skip
     plain, scaled = (inverse_frequencies(16, 10000.0, kind)[0] for kind in (None, made))
     path = tiny.write_gguf(tmp_path / "x.gguf", extra={"rope_freqs.weight": plain / scaled})
     read = open_checkpoint(path).config.rope_scaling
     assert read is not None
-    assert torch.equal(inverse_frequencies(16, 10000.0, read)[0], scaled)  # the same bits, not almost
+    assert torch.equal(inverse_frequencies(16, 10000.0, read)[0], scaled)  # bit for bit
 
 
 def split(tmp_path: Path, tensors: int = 5) -> list[Path]:
-    """The tiny model in several files, by the reference writer."""
-    whole = gguf.GGUFReader(tiny.write_gguf(tmp_path / "whole.gguf"))
+    """The tiny model split into several files by the gguf package."""
+    reader = gguf.GGUFReader(tiny.write_gguf(tmp_path / "whole.gguf"))
     writer = gguf.GGUFWriter(str(tmp_path / "part.gguf"), "llama", split_max_tensors=tensors)
     for key, value in {**tiny.architecture(), **tiny.byte_vocabulary()}.items():
         if isinstance(value, list):
@@ -221,7 +239,7 @@ def split(tmp_path: Path, tensors: int = 5) -> list[Path]:
             writer.add_float32(key, value)
         else:
             writer.add_uint32(key, value)
-    for tensor in whole.tensors:
+    for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -231,7 +249,7 @@ def split(tmp_path: Path, tensors: int = 5) -> list[Path]:
 
 
 @pytest.mark.row("D13")
-def test_a_split_model_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
+def test_a_split_model_opens_from_any_part(tmp_path: Path) -> None:
     parts = split(tmp_path)
     assert len(parts) > 2
     tokens = tiny.random_tokens(30)
@@ -244,7 +262,7 @@ def test_a_split_model_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("D13")
-def test_split_models_with_faults(tmp_path: Path) -> None:
+def test_a_missing_or_renamed_part_is_an_error(tmp_path: Path) -> None:
     parts = split(tmp_path)
     with pytest.raises(CheckpointError, match=r"holds 2 GGUF models .*; name one of them"):
         open_checkpoint(tmp_path)
@@ -253,17 +271,17 @@ def test_split_models_with_faults(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"1 are missing: {parts[1].name}"):
         open_checkpoint(parts[0])
     parts[1].write_bytes(parts[2].read_bytes())
-    with pytest.raises(CheckpointError, match="says that it is part 2 of"):
+    with pytest.raises(CheckpointError, match=r"is part 2 of \d+ by its header"):
         open_checkpoint(parts[0])
     parts[1].write_bytes(kept)
     stray = tmp_path / "renamed.gguf"
     shutil.copy(parts[1], stray)
-    with pytest.raises(CheckpointError, match="give it its own name back"):
+    with pytest.raises(CheckpointError, match="rename it to its original name"):
         open_checkpoint(stray)
 
 
 @pytest.mark.row("D13")
-def test_a_split_model_with_another_count_of_tensors(tmp_path: Path) -> None:
+def test_a_wrong_tensor_count_of_a_split_model_is_an_error(tmp_path: Path) -> None:
     parts = split(tmp_path)
     data = bytearray(parts[0].read_bytes())
     at = data.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
@@ -282,14 +300,14 @@ def test_biases_are_read(tmp_path: Path) -> None:
     assert model.layers[0].attention.wq.bias is not None
 
 
-def test_tied_and_untied(tmp_path: Path) -> None:
+def test_a_file_without_output_weight_is_tied(tmp_path: Path) -> None:
     tied = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", without=("output.weight",)))
     assert tied.config.tie_embeddings
     model = loader.build(tied, "cpu", "float32")
     assert model.output.weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
 
 
-def test_the_format_is_decided_by_content(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_the_format_is_detected_by_content(tiny_gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "weights in Ünicode.pth"
     path.write_bytes(tiny_gguf.read_bytes())
     assert open_checkpoint(path).format == "GGUF"
@@ -298,7 +316,7 @@ def test_the_format_is_decided_by_content(tiny_gguf: Path, tmp_path: Path) -> No
     assert open_checkpoint(link).config == tiny.CONFIG
 
 
-# --------------------------------------------------------------------------------------------------- not a model
+# -------------------------------------------------------------------------------------------------- not a checkpoint
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -310,18 +328,18 @@ def test_the_format_is_decided_by_content(tiny_gguf: Path, tmp_path: Path) -> No
         (b"hello", "begins with b'hello'"),
     ],
 )
-def test_files_of_another_kind_are_called_by_name(tmp_path: Path, content: bytes, says: str) -> None:
+def test_files_of_other_formats_are_named(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=says):
         open_checkpoint(path)
 
 
-def test_folders_devices_and_missing_files(tmp_path: Path) -> None:
+def test_paths_that_are_not_regular_files_are_errors(tmp_path: Path) -> None:
     import os
 
     os.mkfifo(tmp_path / "fifo")
-    for path, says in ((tmp_path, "folder"), (tmp_path / "no", "No such file"), (tmp_path / "fifo", "regular"),
+    for path, says in ((tmp_path, "not a checkpoint"), (tmp_path / "no", "No such file"), (tmp_path / "fifo", "regular"),
                        (Path("/dev/null"), "regular"), (Path("a\0b"), "not a path")):  # fmt: skip
         with pytest.raises(CheckpointError, match=says):
             open_checkpoint(path)
@@ -351,13 +369,13 @@ def test_folders_devices_and_missing_files(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.row("D10")
-def test_architectures_that_contradict_the_file(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
+def test_metadata_that_contradicts_the_tensors_is_an_error(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", metadata=metadata)
     with pytest.raises(LlamaError, match=says):
         loader.load_model(path, device="cpu")
 
 
-def test_a_huge_context_sizes_nothing(tmp_path: Path) -> None:
+def test_a_huge_context_allocates_nothing(tmp_path: Path) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", metadata={"llama.context_length": 2**31})
     llm = loader.load(path, device="cpu", dtype="float32")
     assert len(llm.generate("hello", max_new_tokens=2).tokens) <= 2
@@ -384,5 +402,5 @@ def test_reading_never_changes_the_file(tiny_gguf: Path, tmp_path: Path) -> None
     path = tmp_path / "x.gguf"
     path.write_bytes(tiny_gguf.read_bytes())
     model = loader.load_model(path, dtype="float32", device="cpu")
-    model.norm.weight.fill_(9)  # float32 weights lie in the mapped file; a write goes to a private copy
+    model.norm.weight.fill_(9)  # float32 weights are in the mapped file; a write goes to a private copy
     assert path.read_bytes() == tiny_gguf.read_bytes()

@@ -1,4 +1,4 @@
-"""Hugging Face's files: every variant of the configuration gives what transformers gives, every fault a clear error."""
+"""Hugging Face's files: for every configuration the results of transformers, for every fault a clear error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAIRS = 8  # of a head
 
 
 def write(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A random model of transformers', saved by transformers; returns it."""
+    """Save a random model with transformers and return it."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**{**BASE, **changes})).eval()
     with torch.no_grad():
@@ -54,7 +54,7 @@ def tokens(length: int) -> torch.Tensor:
 
 
 def compare(folder: Path, model: Any, lengths: tuple[int, ...] = (20, 64)) -> None:
-    """Logits beside those of transformers, at each length, in float32."""
+    """Compare the logits with those of transformers at each length, in float32."""
     ours = llama.load_model(folder, dtype="float32", device="cpu", max_seq_len=max(lengths))
     for length in lengths:
         with torch.no_grad():
@@ -117,7 +117,7 @@ def label(value: Any) -> str:
 @pytest.mark.parametrize("rope", ROPES, ids=label)
 def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, Any], spelling: str) -> None:
     model = write(tmp_path, rope_parameters={**rope, "rope_theta": 10000.0})
-    if spelling != "rope_parameters":  # as transformers 4 wrote it
+    if spelling != "rope_parameters":  # as written by transformers 4
         old = dict(rope)
         if spelling == "type":
             old["type"] = old.pop("rope_type")
@@ -125,7 +125,7 @@ def test_every_kind_of_rope_in_every_spelling(tmp_path: Path, rope: dict[str, An
     compare(tmp_path, model, lengths=(20, 32, 33, 64, 65, 200))
 
 
-def test_the_trained_length_may_stand_outside_the_scaling(tmp_path: Path) -> None:
+def test_the_trained_length_may_be_outside_the_scaling(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     write(tmp_path, rope_parameters=rope)
     edit(tmp_path, original_max_position_embeddings=32)
@@ -136,7 +136,7 @@ def test_the_trained_length_may_stand_outside_the_scaling(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
-def test_dynamic_counts_from_the_models_own_context(tmp_path: Path, spelling: str) -> None:
+def test_dynamic_scaling_starts_at_max_position_embeddings(tmp_path: Path, spelling: str) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0}
     write(tmp_path, rope_parameters={**rope, "rope_theta": 10000.0})
     odd = {**rope, "original_max_position_embeddings": 32}
@@ -147,8 +147,10 @@ def test_dynamic_counts_from_the_models_own_context(tmp_path: Path, spelling: st
 
 @pytest.mark.parametrize("length", [30, 63, 64, 65, 300])
 @pytest.mark.parametrize("rope", [ROPES[2], ROPES[9]], ids=label)
-def test_greedy_text_of_scalings_by_length(tmp_path: Path, rope: dict[str, Any], length: int) -> None:
-    """Longer than a chunk of prefill, and over the boundary while decoding."""
+def test_scalings_by_length_generate_the_text_of_transformers(
+    tmp_path: Path, rope: dict[str, Any], length: int
+) -> None:
+    """The prompts are longer than a prefill chunk, or decoding passes the trained length."""
     context = {"max_position_embeddings": 64} if rope["rope_type"] == "dynamic" else {"max_position_embeddings": 512}
     model = write(tmp_path, rope_parameters={**rope, "rope_theta": 10000.0}, **context)
     prompt = tokens(length)
@@ -158,7 +160,7 @@ def test_greedy_text_of_scalings_by_length(tmp_path: Path, rope: dict[str, Any],
     assert [token.id for token in generate(ours, prompt[0].tolist(), params, chunk=16)] == expected
 
 
-def test_a_conversation_over_the_boundary_equals_a_fresh_one(with_tokenizer: Path) -> None:
+def test_a_conversation_past_the_trained_length_equals_a_fresh_one(with_tokenizer: Path) -> None:
     edit(with_tokenizer, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
     llm = llama.load(with_tokenizer, device="cpu", dtype="float32")
     session = Session()
@@ -172,20 +174,20 @@ def test_a_conversation_over_the_boundary_equals_a_fresh_one(with_tokenizer: Pat
         assert ours.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 
-def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
+def test_a_model_saved_without_its_head_loads(tmp_path: Path) -> None:
     model = write(tmp_path, tie_word_embeddings=True)
     model.model.save_pretrained(tmp_path / "bare")
     compare(tmp_path / "bare", model)
 
 
-def test_a_family_by_its_architecture_alone(tmp_path: Path) -> None:
+def test_the_family_may_be_given_by_the_architecture_alone(tmp_path: Path) -> None:
     model = write(tmp_path)
     edit(tmp_path, remove=("model_type",))
     compare(tmp_path, model)
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
-def test_a_stretched_model_reaches_as_far_as_its_factor_says(tmp_path: Path, kind: str) -> None:
+def test_a_scaled_model_accepts_its_context_times_the_factor(tmp_path: Path, kind: str) -> None:
     model = write(tmp_path, rope_parameters={"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0})
     ours = llama.load_model(tmp_path, dtype="float32", device="cpu")
     assert ours.config.max_seq_len == 64
@@ -194,7 +196,7 @@ def test_a_stretched_model_reaches_as_far_as_its_factor_says(tmp_path: Path, kin
         ours(tokens(257))
 
 
-def test_a_length_seen_before_leaves_no_trace(tmp_path: Path) -> None:
+def test_logits_do_not_depend_on_an_earlier_longer_pass(tmp_path: Path) -> None:
     write(tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
     ours = llama.load_model(tmp_path, dtype="float32", device="cpu", max_seq_len=256)
     before = ours(tokens(40))
@@ -202,7 +204,7 @@ def test_a_length_seen_before_leaves_no_trace(tmp_path: Path) -> None:
     assert torch.equal(ours(tokens(40)), before)
 
 
-def test_dtypes_of_files(tmp_path: Path) -> None:
+def test_bfloat16_and_float16_files_are_read(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         folder = tmp_path / str(dtype)
         write(folder, dtype=dtype)
@@ -211,7 +213,7 @@ def test_dtypes_of_files(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- files
 @pytest.mark.row("C05")
-def test_many_files_one_file_and_bin_give_the_same_bits(tmp_path: Path) -> None:
+def test_logits_do_not_depend_on_the_files_of_the_weights(tmp_path: Path) -> None:
     model = write(tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="40KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
@@ -219,7 +221,7 @@ def test_many_files_one_file_and_bin_give_the_same_bits(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
     (tmp_path / "bin" / "model.safetensors").unlink()
     shutil.copytree(tmp_path / "one", tmp_path / "links")
-    (tmp_path / "links" / "model.safetensors").unlink()  # as the hub's cache keeps its files
+    (tmp_path / "links" / "model.safetensors").unlink()  # as in the hub's cache
     (tmp_path / "links" / "model.safetensors").symlink_to(tmp_path / "one" / "model.safetensors")
     logits = [llama.load_model(tmp_path / name, dtype="float32", device="cpu")(tokens(30))
               for name in ("one", "many", "bin", "links")]  # fmt: skip
@@ -227,7 +229,7 @@ def test_many_files_one_file_and_bin_give_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sign", [0x0280, 0x04034B50 % 2**20])
-def test_a_length_that_looks_like_another_formats_sign(tmp_path: Path, sign: int) -> None:
+def test_a_header_length_may_look_like_another_format(tmp_path: Path, sign: int) -> None:
     model = write(tmp_path)
     data = (tmp_path / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -238,7 +240,7 @@ def test_a_length_that_looks_like_another_formats_sign(tmp_path: Path, sign: int
     compare(tmp_path, model)
 
 
-def test_tied_and_written_twice_is_fine_if_the_same(tmp_path: Path) -> None:
+def test_a_tied_model_may_store_a_head_equal_to_the_embedding(tmp_path: Path) -> None:
     model = write(tmp_path, tie_word_embeddings=True)
     state = load_file(tmp_path / "model.safetensors")
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
@@ -250,7 +252,7 @@ def test_tied_and_written_twice_is_fine_if_the_same(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_tables_in_old_files_are_known(tmp_path: Path) -> None:
+def test_rotary_tables_in_old_files_are_ignored(tmp_path: Path) -> None:
     model = write(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
@@ -258,7 +260,7 @@ def test_tables_in_old_files_are_known(tmp_path: Path) -> None:
     compare(tmp_path, model)
 
 
-def test_forms_of_rope_with_biases(tmp_path: Path) -> None:
+def test_every_form_of_rope_works_with_biases(tmp_path: Path) -> None:
     write(tmp_path, attention_bias=True)
     logits = [llama.load_model(tmp_path, dtype="float32", device="cpu", rope=form)(tokens(30))
               for form in ("complex", "real", "half")]  # fmt: skip
@@ -266,7 +268,7 @@ def test_forms_of_rope_with_biases(tmp_path: Path) -> None:
     assert torch.equal(logits[0], logits[2])
 
 
-def test_bfloat16_with_biases_is_packed_and_near(tmp_path: Path) -> None:
+def test_packed_bfloat16_with_biases_is_near_float32(tmp_path: Path) -> None:
     from llama.tokenizer import Tokenizer
 
     model = write(tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
@@ -286,7 +288,7 @@ def test_parameters_are_counted_with_biases(tmp_path: Path, changes: dict[str, A
     assert open_checkpoint(tmp_path).config.n_params == sum(p.numel() for p in model.parameters())
 
 
-def test_what_was_copied_is_released_from_the_mapped_file(tmp_path: Path) -> None:
+def test_copied_weights_are_released_from_the_mapped_file(tmp_path: Path) -> None:
     write(tmp_path, dtype=torch.bfloat16)
     for dtype, pack in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         checkpoint = open_checkpoint(tmp_path)
@@ -314,7 +316,7 @@ def with_tokenizer(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_generation_config_is_honoured(with_tokenizer: Path) -> None:
+def test_generation_config_is_applied(with_tokenizer: Path) -> None:
     edit(with_tokenizer, file="generation_config.json", eos_token_id=[256, 260, 999], do_sample=True, temperature=0.6,
          top_p=0.9, top_k=7)  # fmt: skip
     edit(with_tokenizer, eos_token_id=257)
@@ -328,15 +330,15 @@ def test_generation_config_is_honoured(with_tokenizer: Path) -> None:
     assert greedy[0] == greedy[1] == greedy[2]
 
 
-@pytest.mark.parametrize("wish", [{"temperature": "hot"}, {"top_p": 7}, {"top_k": 2.5}, {"temperature": -1}], ids=str)
-def test_wishes_that_make_no_sense_are_a_warning(with_tokenizer: Path, wish: dict[str, Any]) -> None:
-    edit(with_tokenizer, file="generation_config.json", do_sample=True, **wish)
+@pytest.mark.parametrize("option", [{"temperature": "hot"}, {"top_p": 7}, {"top_k": 2.5}, {"temperature": -1}], ids=str)
+def test_invalid_sampling_options_are_a_warning(with_tokenizer: Path, option: dict[str, Any]) -> None:
+    edit(with_tokenizer, file="generation_config.json", do_sample=True, **option)
     checkpoint = open_checkpoint(with_tokenizer)
     assert checkpoint.sampling == {}
-    assert any("generation_config.json" in warning and next(iter(wish)) in warning for warning in checkpoint.warnings)
+    assert any("generation_config.json" in warning and next(iter(option)) in warning for warning in checkpoint.warnings)
 
 
-def test_wishes_that_are_not_granted_are_named(with_tokenizer: Path) -> None:
+def test_unsupported_sampling_options_are_named(with_tokenizer: Path) -> None:
     edit(with_tokenizer, file="generation_config.json", no_repeat_ngram_size=3, num_beams=4, typical_p=1.0)
     [warning] = open_checkpoint(with_tokenizer).warnings
     assert "no_repeat_ngram_size, num_beams" in warning
@@ -348,13 +350,13 @@ def test_without_do_sample_answers_are_greedy(with_tokenizer: Path) -> None:
     assert open_checkpoint(with_tokenizer).sampling == {"repetition_penalty": 1.1}
 
 
-def test_a_broken_generation_config_is_a_warning(with_tokenizer: Path) -> None:
+def test_an_invalid_generation_config_is_a_warning(with_tokenizer: Path) -> None:
     (with_tokenizer / "generation_config.json").write_text('{"eos_token_id": 1,')
     checkpoint = open_checkpoint(with_tokenizer)
     assert any("generation_config.json" in warning for warning in checkpoint.warnings)
 
 
-def test_chat_templates_from_three_places(with_tokenizer: Path) -> None:
+def test_chat_templates_are_read_from_three_files(with_tokenizer: Path) -> None:
     template = json.loads((with_tokenizer / "tokenizer_config.json").read_text())["chat_template"]
     assert open_checkpoint(with_tokenizer).chat_template == template
     edit(with_tokenizer, file="tokenizer_config.json",
@@ -378,8 +380,8 @@ def first(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
 
-def place(value: Any) -> Callable[[Path], None]:
-    return lambda d: change_index(d, lambda places: places.update({"model.norm.weight": value}))
+def assign(value: Any) -> Callable[[Path], None]:
+    return lambda d: change_index(d, lambda weight_map: weight_map.update({"model.norm.weight": value}))
 
 
 def resave(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
@@ -422,19 +424,25 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "trained length must be above 1",
     ),
-    "single beside index": (lambda d: shutil.copy(first(d), d / "model.safetensors"), "which of them holds is unclear"),
+    "single file next to an index": (
+        lambda d: shutil.copy(first(d), d / "model.safetensors"),
+        "it is unclear which one applies",
+    ),
     "no family": (lambda d: edit(d, remove=("model_type", "architectures")), "model_type is missing"),
     "quantized": (lambda d: edit(d, quantization_config={"quant_method": "gptq"}), "quantized .'gptq'."),
     "window": (lambda d: edit(d, sliding_window=4096), "sliding_window is 4096"),
     "activation": (lambda d: edit(d, hidden_act="gelu"), "hidden_act is 'gelu'"),
-    "dim string": (lambda d: edit(d, hidden_size="64"), "hidden_size must be a whole number, got '64' .a string."),
-    "dim fraction": (lambda d: edit(d, hidden_size=64.0), "hidden_size must be a whole number, got 64.0"),
-    "dim true": (lambda d: edit(d, hidden_size=True), "hidden_size must be a whole number, got true"),
+    "dim string": (lambda d: edit(d, hidden_size="64"), "hidden_size must be an integer, got '64' .a string."),
+    "dim fraction": (lambda d: edit(d, hidden_size=64.0), "hidden_size must be an integer, got 64.0"),
+    "dim true": (lambda d: edit(d, hidden_size=True), "hidden_size must be an integer, got true"),
     "dim gone": (lambda d: edit(d, remove=("hidden_size",)), "the key hidden_size is missing"),
     "dim zero": (lambda d: edit(d, hidden_size=0, head_dim=16), "dim must lie between 1"),
     "dim huge": (lambda d: edit(d, hidden_size=2**40), "dim must lie between 1"),
     "layers": (lambda d: edit(d, num_hidden_layers=5), "5 layers and the file holds tensors of 2"),
-    "heads": (lambda d: edit(d, num_attention_heads=7, remove=("head_dim",)), "no multiple of num_attention_heads 7"),
+    "heads": (
+        lambda d: edit(d, num_attention_heads=7, remove=("head_dim",)),
+        "not a multiple of num_attention_heads 7",
+    ),
     "kv heads": (lambda d: edit(d, num_key_value_heads=3), "multiple of n_kv_heads"),
     "vocab": (lambda d: edit(d, vocab_size=300), r"model\.embed_tokens\.weight has shape \(320, 64\).*\(300, 64\)"),
     "odd head": (lambda d: edit(d, head_dim=15), "head_dim must be even"),
@@ -458,26 +466,26 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "expected 8 numbers, one for each pair, got 1",
     ),
     "json": (lambda d: (d / "config.json").write_text("{"), r"config\.json:1:2"),
-    "path up": (place("../x.safetensors"), r"'\.\./x\.safetensors', which is no plain file name"),
-    "path root": (place("/etc/passwd"), "no plain file name"),
-    "path windows": (place("C:\\x"), "no plain file name"),
-    "path number": (place(5), "no plain file name"),
-    "path empty": (place(""), "no plain file name"),
+    "path up": (assign("../x.safetensors"), r"'\.\./x\.safetensors', which is not a plain file name"),
+    "path root": (assign("/etc/passwd"), "not a plain file name"),
+    "path windows": (assign("C:\\x"), "not a plain file name"),
+    "path number": (assign(5), "not a plain file name"),
+    "path empty": (assign(""), "not a plain file name"),
     "file gone": (lambda d: first(d).unlink(), "1 are missing: model-00001-of-"),
-    "wrong file": (lambda d: place(first(d).name)(d), r"'model.norm.weight' should be in model-00001"),
+    "wrong file": (lambda d: assign(first(d).name)(d), r"'model.norm.weight' should be in model-00001"),
     "not in index": (
-        lambda d: change_index(d, lambda places: places.pop("model.norm.weight")),
-        "places elsewhere or not at all",
+        lambda d: change_index(d, lambda weight_map: weight_map.pop("model.norm.weight")),
+        "lists elsewhere or not at all",
     ),
     "map": (lambda d: (d / INDEX).write_text('{"weight_map": []}'), "weight_map must map"),
     "cut": (lambda d: first(d).write_bytes(first(d).read_bytes()[:-9]), "it is cut off, fetch it again"),
     "empty": (lambda d: first(d).write_bytes(b""), "is empty"),
     "lfs": (lambda d: first(d).write_text("version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
     "html": (lambda d: first(d).write_text("<html>404"), "web page"),
-    "torch file": (lambda d: torch.save({}, first(d)), "is a torch file and no safetensors file"),
+    "torch file": (lambda d: torch.save({}, first(d)), "is a torch file, not a safetensors file"),
     "length": (lambda d: first(d).write_bytes((2**62).to_bytes(8, "little") + b"{}"), "its header would take"),
     "int8": (resave(lambda s: s.update({n: t.to(torch.int8) for n, t in s.items()})), "is stored as I8"),
-    "strange": (lambda d: edit(d, file=INDEX) or resave(lambda s: s.update(extra=torch.ones(1)))(d), "'extra'"),
+    "unknown tensor": (lambda d: edit(d, file=INDEX) or resave(lambda s: s.update(extra=torch.ones(1)))(d), "'extra'"),
     "no weights": (lambda d: [f.unlink() for f in d.glob("*.safetensors*")], "has a config.json but no weights"),
     "half fetched": (
         lambda d: [f.unlink() for f in d.glob("*.safetensors*")] and (d / "x.incomplete").touch(),
@@ -502,7 +510,7 @@ def many_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_told_in_one_line(many_files: Path, tmp_path: Path, fault: str) -> None:
+def test_each_fault_is_a_one_line_error(many_files: Path, tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(many_files, folder)
     damage, says = FAULTS[fault]
@@ -526,7 +534,7 @@ def test_a_missing_and_an_extra_tensor_are_named(tmp_path: Path) -> None:
         loader.load_model(tmp_path)
 
 
-def test_unknown_keys_are_named_and_nothing_of_them_is_obeyed(tmp_path: Path) -> None:
+def test_unknown_keys_are_a_warning_and_have_no_effect(tmp_path: Path) -> None:
     write(tmp_path)
     edit(tmp_path, auto_map={"AutoModel": "evil.py"}, _attn_implementation_internal="evil", my_key=1)
     checkpoint = open_checkpoint(tmp_path)
@@ -534,7 +542,7 @@ def test_unknown_keys_are_named_and_nothing_of_them_is_obeyed(tmp_path: Path) ->
     assert any("_attn_implementation_internal" in warning for warning in checkpoint.warnings)
 
 
-def test_a_folder_beside_metas_own_is_read_as_hugging_faces(tmp_path: Path) -> None:
+def test_a_folder_that_contains_metas_is_read_as_hugging_faces(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "params.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Meta's files: every family and shard count gives what Meta's own code gives, and every fault a clear error."""
+"""Meta's files: for every family and shard count the results of Meta's own code, for every fault a clear error."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-def test_there_is_a_configuration_of_every_official_model() -> None:
+def test_every_official_model_has_a_configuration() -> None:
     assert set(make_tiny.names()) == set(PARAMETERS)
 
 
 @pytest.mark.parametrize("like", PARAMETERS)
-def test_official_sizes_on_the_meta_device(like: str) -> None:
+def test_official_models_have_their_published_parameter_counts(like: str) -> None:
     config = make_tiny.real_config(like)
     with torch.device("meta"), weights.SkipInit():
         model = llama.Transformer(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[like] == config.n_params
 
 
-def test_untied_and_doubled_counts() -> None:
+def test_parameters_are_counted_without_tying_and_with_repeated_heads() -> None:
     one = make_tiny.real_config("llama-3.2-1b")
     assert dataclasses.replace(one, tie_embeddings=False).n_params == 1_498_482_688
     large = make_tiny.real_config("llama-3.1-405b")
-    assert dataclasses.replace(large, n_kv_heads=16).n_params == 410_081_247_232  # as the 16 shards store it
+    assert dataclasses.replace(large, n_kv_heads=16).n_params == 410_081_247_232  # as stored in 16 shards
 
 
 # ---------------------------------------------------------------------------------------------------------- parity
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
-    """A miniature of every official model in one shard, and what Meta's own code makes of it."""
+    """A miniature of every official model in one shard, and its logits by Meta's own code."""
     root = tmp_path_factory.mktemp("families")
     folders, jobs = {}, []
     for like in PARAMETERS:
@@ -88,7 +88,7 @@ OFFICIAL = [("llama-1-65b", 8), ("llama-2-13b", 2), ("llama-2-70b", 8), ("codell
 
 @pytest.mark.parametrize("like", [like for like, _ in OFFICIAL])
 @pytest.mark.row("A11")
-def test_any_number_of_shards_gives_the_same_logits_bit_for_bit(tmp_path: Path, like: str) -> None:
+def test_logits_do_not_depend_on_the_number_of_shards(tmp_path: Path, like: str) -> None:
     config = make_tiny.tiny_config(like, 16)
     dtype = torch.float16 if like.startswith("llama-1") else torch.bfloat16
     state = make_tiny.weights(config, dtype=dtype)
@@ -103,7 +103,7 @@ def test_any_number_of_shards_gives_the_same_logits_bit_for_bit(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("like", "ranks"), [("llama-3-8b", 2), ("llama-3.1-70b", 4), ("llama-3.1-405b", 8)])
-def test_metas_code_on_several_processes_agrees(tmp_path: Path, like: str, ranks: int) -> None:
+def test_logits_equal_those_of_metas_code_on_several_processes(tmp_path: Path, like: str, ranks: int) -> None:
     folder = make_tiny.make(tmp_path / like, like, shards=ranks)
     config = make_tiny.tiny_config(like, ranks)
     code = "llama-models" if config.rope_scaling else "llama3"
@@ -112,7 +112,7 @@ def test_metas_code_on_several_processes_agrees(tmp_path: Path, like: str, ranks
     assert float((logits - expected).abs().max()) < 2e-4
 
 
-def test_the_reader_gives_the_very_weights(tmp_path: Path) -> None:
+def test_merged_shards_are_the_original_weights(tmp_path: Path) -> None:
     like, config = "llama-3.1-405b", make_tiny.tiny_config("llama-3.1-405b", 16)
     state = make_tiny.weights(config)
     checkpoint = open_checkpoint(make_tiny.write_meta(tmp_path, like, config, state, 16, None))
@@ -128,16 +128,16 @@ def test_the_reader_gives_the_very_weights(tmp_path: Path) -> None:
     assert len(checkpoint.parts) == 16
 
 
-def test_copies_of_heads_that_differ_are_damage(tmp_path: Path) -> None:
+def test_repeated_heads_must_be_equal(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.1-405b", shards=16)
     save(folder, lambda state: state["layers.1.attention.wk.weight"][0, 0].add_(1), 3)
     with pytest.raises(LlamaError, match=r"copies of the key/value heads in layers\.1\.attention\.wk\.weight differ"):
         loader.load_model(folder)
 
 
-@pytest.mark.parametrize("like", ["llama-2-7b", "llama-3-8b"])  # the embedding cut along columns, and along rows
+@pytest.mark.parametrize("like", ["llama-2-7b", "llama-3-8b"])  # the embedding split by columns, and by rows
 @pytest.mark.parametrize("equal", [1, 100, 512])
-def test_an_output_matrix_is_the_embedding_only_if_all_of_it_is(tmp_path: Path, like: str, equal: int) -> None:
+def test_embeddings_are_tied_only_if_all_rows_are_equal(tmp_path: Path, like: str, equal: int) -> None:
     config = make_tiny.tiny_config(like, 2)
     state = make_tiny.weights(config)
     count = config.vocab_size if equal == 512 else equal
@@ -147,21 +147,21 @@ def test_an_output_matrix_is_the_embedding_only_if_all_of_it_is(tmp_path: Path, 
 
 
 # ----------------------------------------------------------------------------------------------------- quantized
-def test_half_of_a_low_rank_part_is_an_error(tmp_path: Path) -> None:
+def test_an_adaptor_without_its_other_half_is_an_error(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization="qlora")
     save(folder, without("layers.0.attention.wq.adaptor.A.weight"))
     with pytest.raises(LlamaError, match=r"adaptor\.A\.weight is missing"):
         open_checkpoint(folder)
 
 
-def test_parts_that_do_not_fit_are_told(tmp_path: Path) -> None:
+def test_quantized_parts_of_mismatched_shapes_are_an_error(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization="qlora")
     save(folder, put("layers.0.attention.wq.adaptor.A.weight", torch.ones(3, 5)))
-    with pytest.raises(LlamaError, match=r"the parts of layers\.0\.attention\.wq do not fit together"):
+    with pytest.raises(LlamaError, match=r"the shapes of the parts of layers\.0\.attention\.wq do not match"):
         loader.load_model(folder)
 
 
-def test_zeros_of_a_group_are_taken_off(tmp_path: Path) -> None:
+def test_zero_points_are_subtracted(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization="spinquant")
     name = "layers.0.attention.wq"
     before = open_checkpoint(folder).tensor(f"{name}.weight")
@@ -171,7 +171,7 @@ def test_zeros_of_a_group_are_taken_off(tmp_path: Path) -> None:
     torch.testing.assert_close(before - after, 2 * file[f"{name}.scales"].repeat_interleave(32, 1))
 
 
-def test_float8_shards_are_rows_times_scales(tmp_path: Path) -> None:
+def test_float8_weights_are_multiplied_by_their_row_scales(tmp_path: Path) -> None:
     like, config = "llama-3.1-405b", make_tiny.tiny_config("llama-3.1-405b", 8, n_layers=4)
     state = make_tiny.weights(config)
     checkpoint = open_checkpoint(make_tiny.make(tmp_path, like, shards=8, quantization="fp8"))
@@ -185,24 +185,24 @@ def test_float8_shards_are_rows_times_scales(tmp_path: Path) -> None:
     rank0 = torch.load(tmp_path / "consolidated.00.pth")["layers.1.feed_forward.w1.weight"].float()
     scales = torch.load(tmp_path / "fp8_scales_0.pt")["1_feed_forward.w1_0"]
     read = checkpoint.tensor("layers.1.feed_forward.w_gate.weight")[: len(rank0)]
-    assert torch.equal(read, rank0 * scales[:, None])  # in float32, nothing rounded away
+    assert torch.equal(read, rank0 * scales[:, None])  # in float32, without rounding
     assert torch.equal(checkpoint.tensor("layers.1.attention.wq.weight"), state["layers.1.attention.wq.weight"])
 
 
 @pytest.mark.parametrize("kind", ["qlora", "spinquant"])
-def test_four_bit_files_by_the_formula(tmp_path: Path, kind: str) -> None:
+def test_four_bit_weights_follow_the_formula(tmp_path: Path, kind: str) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization=kind)
     file = torch.load(folder / "consolidated.00.pth", weights_only=True)
     checkpoint = open_checkpoint(folder)
     x = torch.randn(5, checkpoint.config.hidden_dim, generator=torch.Generator().manual_seed(0))
     base = "layers.1.feed_forward.w2"
-    expected = torch.zeros(5, checkpoint.config.dim)  # the layer, written out entry by entry
-    turned = x @ sylvester(x.shape[1]) if kind == "spinquant" else x
+    expected = torch.zeros(5, checkpoint.config.dim)  # the output of the layer, computed group by group
+    inputs = x @ sylvester(x.shape[1]) if kind == "spinquant" else x
     for row in range(checkpoint.config.dim):
         for group in range(x.shape[1] // 32):
             part = slice(32 * group, 32 * group + 32)
             scale = file[f"{base}.scales"][row, group]
-            expected[:, row] += turned[:, part] @ (file[f"{base}.weight"][row, part].float() * scale)
+            expected[:, row] += inputs[:, part] @ (file[f"{base}.weight"][row, part].float() * scale)
     if kind == "qlora":
         expected += 2.0 * (x @ file[f"{base}.adaptor.A.weight"].T) @ file[f"{base}.adaptor.B.weight"].T
     weight = checkpoint.tensor("layers.1.feed_forward.w_down.weight")
@@ -215,21 +215,21 @@ def test_four_bit_files_by_the_formula(tmp_path: Path, kind: str) -> None:
 
 
 def sylvester(n: int) -> torch.Tensor:
-    """Sylvester's Hadamard matrix, by its definition; orthonormal."""
+    """Sylvester's Hadamard matrix by its definition, orthonormal."""
     h = torch.ones(1, 1)
     while len(h) < n:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
     return h / n**0.5
 
 
-def test_hadamard_is_sylvesters_matrix() -> None:
+def test_hadamard_multiplies_by_sylvesters_matrix() -> None:
     x = torch.randn(3, 64)
     torch.testing.assert_close(hadamard(x), x @ sylvester(64))
     torch.testing.assert_close(hadamard(hadamard(x)), x)
 
 
 # --------------------------------------------------------------------------------------------- decisions and notes
-def test_what_params_does_not_say_is_noted(tmp_path: Path) -> None:
+def test_inferred_values_are_noted(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make_tiny.make(tmp_path, "llama-3.2-3b"))
     assert any("32" in note and "1B and 3B" in note for note in checkpoint.notes)
     assert any("131072" in note for note in checkpoint.notes)
@@ -242,7 +242,7 @@ def edit_params(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps({key: value for key, value in document.items() if value != "remove"}))
 
 
-def test_keys_of_params(tmp_path: Path) -> None:
+def test_optional_keys_of_params_are_read(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.1-8b")
     edit_params(folder, rope_scaling_factor=16.0, max_seq_len=1000, model_family="new")
     checkpoint = open_checkpoint(folder)
@@ -254,13 +254,13 @@ def test_keys_of_params(tmp_path: Path) -> None:
     assert open_checkpoint(folder).config == checkpoint.config
 
 
-def test_the_tokenizer_may_lie_one_folder_above(tmp_path: Path) -> None:
+def test_the_tokenizer_may_be_one_folder_above(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path / "7B", "llama-1-7b")
     shutil.move(folder / "tokenizer.model", tmp_path / "tokenizer.model")
     assert llama.load_tokenizer(folder).n_vocab == 512
 
 
-def test_a_tokenizer_needs_no_weights_beside_it(tmp_path: Path) -> None:
+def test_a_tokenizer_loads_without_weights(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path / "model", "llama-3-8b")
     expected = llama.load_tokenizer(folder).encode("two words meet", bos=True)
     alone = tmp_path / "alone"
@@ -270,11 +270,11 @@ def test_a_tokenizer_needs_no_weights_beside_it(tmp_path: Path) -> None:
     assert llama.load_tokenizer(alone / "tokenizer.model").encode("two words meet", bos=True) == expected
     with pytest.raises(LlamaError, match="holds a tokenizer and no model"):
         llama.load(alone)
-    with pytest.raises(LlamaError, match="neither config"):
+    with pytest.raises(LlamaError, match="not a checkpoint"):
         llama.load_tokenizer(tmp_path)
 
 
-def test_a_vocabulary_cut_at_the_end_of_a_line_is_found(tmp_path: Path) -> None:
+def test_a_vocabulary_cut_off_at_the_end_of_a_line_is_an_error(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path, "llama-3-8b")
     lines = (folder / "tokenizer.model").read_bytes().splitlines(keepends=True)
     (folder / "tokenizer.model").write_bytes(b"".join(lines[:-1]))
@@ -282,7 +282,7 @@ def test_a_vocabulary_cut_at_the_end_of_a_line_is_found(tmp_path: Path) -> None:
         llama.load(folder)
 
 
-def test_generate_from_a_folder(tmp_path: Path) -> None:
+def test_a_folder_generates_text(tmp_path: Path) -> None:
     llm = llama.load(make_tiny.make(tmp_path, "llama-3-8b"), device="cpu")
     completion = llm.generate("two words meet", max_new_tokens=5)
     assert len(completion.tokens) <= 5
@@ -309,7 +309,7 @@ WQ = "layers.1.attention.wq.weight"
 
 
 class Payload:
-    """What a hostile pickle does: run something when it is read."""
+    """A hostile pickle, which runs code when it is read."""
 
     def __init__(self, canary: Path):
         self.canary = canary
@@ -349,18 +349,18 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "stored as int8",
     ),
     "float64": (lambda d: [save(d, put(WQ, torch.zeros(128, 256).double()), r) for r in (0, 1)], "stored as float64"),
-    "not a tensor": (lambda d: save(d, put(WQ, 5)), f"{WQ} is a int and no tensor"),
+    "not a tensor": (lambda d: save(d, put(WQ, 5)), f"{WQ} is a int, not a tensor"),
     "sparse": (lambda d: save(d, put(WQ, torch.zeros(2, 2).to_sparse())), "dense tensor"),
     "bomb": (lambda d: save(d, put(WQ, torch.zeros(1).expand(2**20, 2**20))), "forged or damaged"),
     "list": (lambda d: torch.save([torch.ones(2)], d / "consolidated.00.pth"), "holds a list"),
     "integer keys": (lambda d: torch.save({1: torch.ones(2)}, d / "consolidated.00.pth"), "entry named 1"),
-    "dim": (lambda d: edit_params(d, dim="256"), "dim must be a whole number, got '256'"),
+    "dim": (lambda d: edit_params(d, dim="256"), "dim must be an integer, got '256'"),
     "dim null": (lambda d: edit_params(d, dim=None), "dim is missing"),
     "heads": (lambda d: edit_params(d, n_heads=7), "multiple of n_heads, got 256 and 7"),
     "layers": (lambda d: edit_params(d, n_layers=3), "3 layers and the file holds tensors of 2"),
-    "kv heads": (lambda d: edit_params(d, n_kv_heads=3), "says 3 key/value heads and the files hold 8"),
-    "vocab": (lambda d: edit_params(d, vocab_size=1000), "vocab_size 1000 and the embedding has 768"),
-    "width": (lambda d: edit_params(d, multiple_of=1024), "feed-forward width of 1024 and the files have"),
+    "kv heads": (lambda d: edit_params(d, n_kv_heads=3), "says 3 key/value heads, and the files hold 8"),
+    "vocab": (lambda d: edit_params(d, vocab_size=1000), "vocab_size 1000, and the embedding has 768"),
+    "width": (lambda d: edit_params(d, multiple_of=1024), "feed-forward width of 1024, and the files have"),
     "typo": (lambda d: edit_params(d, rope_thetta=1e6), "'rope_thetta'; was 'rope_theta' meant"),
     "theta": (lambda d: edit_params(d, rope_theta=-1), "rope_theta must be a number above 0"),
     "vision": (lambda d: edit_params(d, vision_chunk_size=448), "vision model"),
@@ -392,7 +392,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "json": (lambda d: (d / "params.json").write_text('{"dim": 1,}'), r"params\.json:1:\d+"),
     "json empty": (lambda d: (d / "params.json").write_text(""), r"params\.json is empty"),
     "json twice": (lambda d: (d / "params.json").write_text('{"dim": 1, "dim": 2}'), "'dim' occurs twice"),
-    "json nan": (lambda d: (d / "params.json").write_text('{"dim": NaN}'), "NaN is not a number"),
+    "json nan": (lambda d: (d / "params.json").write_text('{"dim": NaN}'), "NaN is not a JSON number"),
     "json deep": (lambda d: (d / "params.json").write_text("[" * 10**5), r"params\.json: "),
     "json digits": (lambda d: (d / "params.json").write_text('{"dim": ' + "9" * 5000 + "}"), r"params\.json: "),
     "json bom": (lambda d: (d / "params.json").write_bytes(b'\xef\xbb\xbf{"dim": 1}'), r"params\.json"),
@@ -401,7 +401,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def grow(folder: Path) -> None:
-    """Give the model eight times the vocabulary."""
+    """Make the vocabulary of the model larger."""
     for rank in (0, 1):
         for name in ("tok_embeddings.weight", "output.weight"):
             save(folder, lambda state, name=name: state.update({name: torch.randn(2048, 256).bfloat16()}), rank)
@@ -423,7 +423,7 @@ ROWS = dict.fromkeys(SHARDS, pytest.mark.row("A12")) | {"only in shard 1": pytes
 
 
 @pytest.mark.parametrize("fault", [pytest.param(fault, marks=ROWS.get(fault, ())) for fault in FAULTS])
-def test_faults_are_told_in_one_line(two_shards: Path, tmp_path: Path, fault: str) -> None:
+def test_each_fault_is_a_one_line_error(two_shards: Path, tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(two_shards, folder)
     damage, says = FAULTS[fault]
@@ -447,7 +447,7 @@ def test_code_in_a_file_is_not_run(two_shards: Path, tmp_path: Path, zipped: boo
     assert "weights_only" not in str(caught.value)
 
 
-def test_every_cut_is_an_error(two_shards: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error(two_shards: Path, tmp_path: Path) -> None:
     shutil.copytree(two_shards, tmp_path / "model")
     file = tmp_path / "model" / "consolidated.00.pth"
     data = file.read_bytes()
@@ -458,13 +458,13 @@ def test_every_cut_is_an_error(two_shards: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.row("A12")
-def test_a_folder_with_foreign_files_says_so(two_shards: Path, tmp_path: Path) -> None:
+def test_other_torch_files_in_the_folder_are_a_warning(two_shards: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(two_shards, folder)
     torch.save({"step": torch.ones(1)}, folder / "optimizer.pth")
     assert any("optimizer.pth" in warning for warning in open_checkpoint(folder).warnings)
 
 
-def test_configs_are_read_by_their_fields() -> None:
+def test_official_configurations_are_valid() -> None:
     for like in PARAMETERS:
         assert isinstance(make_tiny.real_config(like), ModelConfig)

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from llama.checkpoint import huggingface_write, open_checkpoint, quantized
+from llama.checkpoint import base, huggingface_write, open_checkpoint, quantized
 from llama.checkpoint.write import Model
 from llama.cli import main
 from llama.config import ModelConfig
@@ -284,7 +284,7 @@ def test_any_number_of_files(sources: dict[str, Path], saved: Path, tmp_path: Pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_integers_can_be_described(kind: tuple[int, int, bool], rows: int, columns: int) -> None:
     told = json.dumps({"shape": [rows, columns], **BlockFormat(*kind)._asdict()})
-    assert quantized._meaning(told, "here") == (BlockFormat(*kind), (rows, columns))
+    assert quantized._parse_format(told, "here") == (BlockFormat(*kind), (rows, columns))
 
 
 def test_rows_are_read_without_the_others(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_rows_are_read_without_the_others(saved: Path, monkeypatch: pytest.Monke
     assert tiles is not None
     whole = unpack(tiles, 100, 64, 4, 32, True).weight
     for piece in (1, 17 * 64, 40 * 64, 2**20):
-        monkeypatch.setattr(quantized, "PIECE", piece)
+        monkeypatch.setattr(base, "PIECE", piece)
         assert torch.equal(checkpoint.tensor(name), whole)
     for part in (slice(0, 1), slice(3, 50), slice(16, 32), slice(90, 200), slice(5, 5)):
         blocks = checkpoint.blocks(name, part)
@@ -615,11 +615,11 @@ def take_original(folder: Path) -> None:
 
 CONFIG = r"damaged: config\.json: quantization_config: "
 META = rf"damaged/model\.safetensors: the metadata of {UP}\.tiles"
-SIZE = rf"damaged/model\.safetensors: {UP}\.tiles is (\w+ \(.*\)), and a weight (.*) in int.* is U8 \(7, \d+\); the file is damaged, "
+SIZE = rf"damaged/model\.safetensors: {UP}\.tiles is (\w+ \(.*\)); expected U8 \(7, \d+\) for a weight (.*) in int.*; the file is damaged, "
 REMEDY = "quantize the source again"
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no version": (say(format_version=None), f"{CONFIG}format_version must be 1, got None; {REMEDY}"),
-    "a later version": (say(format_version=2), f"{CONFIG}format_version must be 1, got 2; {REMEDY}, or take the version"),
+    "a later version": (say(format_version=2), f"{CONFIG}format_version must be 1, got 2; {REMEDY}, or use the version"),
     "a version in words": (say(format_version="1"), f"{CONFIG}format_version must be 1, got '1'; {REMEDY}"),
     "a version that is true": (say(format_version=True), f"{CONFIG}format_version must be 1, got True; {REMEDY}"),
     "no scheme": (say(scheme=None), f"{CONFIG}scheme must be a name, got None; {REMEDY}"),
@@ -627,7 +627,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no layout": (say(layout=None), f"{CONFIG}layout must be 'interleaved', got None; {REMEDY}"),
     "another layout": (say(layout="half"), f"{CONFIG}layout must be 'interleaved', got 'half'; {REMEDY}"),
     "a key too many": (say(desc_act=True), f"{CONFIG}unknown keys: desc_act; {REMEDY}"),
-    "another method": (say(quant_method="gptq"), r"damaged: config\.json: the weights are quantized \('gptq'\), which is not read"),
+    "another method": (say(quant_method="gptq"), r"damaged: config\.json: the weights are quantized \('gptq'\), which is not supported"),
     "no method": (say(quant_method=None), r"damaged: config\.json: the weights are quantized \('unnamed'\)"),
     "no config of it": (lambda d: edit(d, remove=("quantization_config",)), r"model\.safetensors: '.*\.tiles' is not part of"),
     "a list for it": (lambda d: edit(d, quantization_config=[1]), r"quantization_config must be an object, got \[1\]"),
@@ -641,17 +641,17 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a list": (retell("[4, 32]"), f"{META} holds a list where an object .*; {REMEDY}"),
     "bits twice": (retell('{"bits": 4, "bits": 8}'), f"{META}: the key 'bits' occurs twice.*; {REMEDY}"),
     "no bits": (tell(bits=None), f"{META}: the key bits is missing; {REMEDY}"),
-    "3 bits": (tell(bits=3), rf"{META} says '.*\"bits\": 3.*'; expected shape, offset, 4 or 8 bits and a group of 16, 32, 64, 128 .*; {REMEDY}"),
-    "bits in words": (tell(bits="4"), f"{META}: bits must be a whole number, got '4'.*; {REMEDY}"),
-    "bits that are true": (tell(bits=True), f"{META}: bits must be a whole number, got true.*; {REMEDY}"),
+    "3 bits": (tell(bits=3), rf"{META} is '.*\"bits\": 3.*'; expected shape, offset, 4 or 8 bits and a group of 16, 32, 64, 128 .*; {REMEDY}"),
+    "bits in words": (tell(bits="4"), f"{META}: bits must be an integer, got '4'.*; {REMEDY}"),
+    "bits that are true": (tell(bits=True), f"{META}: bits must be an integer, got true.*; {REMEDY}"),
     "no group": (tell(group=None), f"{META}: the key group is missing; {REMEDY}"),
-    "groups of 48": (tell(group=48), rf"{META} says '.*\"group\": 48.*'; expected .*; {REMEDY}"),
-    "groups of less than none": (tell(group=-32), rf"{META} says '.*\"group\": -32.*'; expected .*; {REMEDY}"),
-    "rows of 4 bits": (tell(group=0), rf"{META} says '.*\"group\": 0.*'; expected .*0 for 8 bits without offset.*; {REMEDY}"),
-    "rows with an offset": (tell(bits=8, group=0), rf"{META} says '.*\"bits\": 8.*'; expected .*; {REMEDY}"),
+    "groups of 48": (tell(group=48), rf"{META} is '.*\"group\": 48.*'; expected .*; {REMEDY}"),
+    "groups of less than none": (tell(group=-32), rf"{META} is '.*\"group\": -32.*'; expected .*; {REMEDY}"),
+    "rows of 4 bits": (tell(group=0), rf"{META} is '.*\"group\": 0.*'; expected .*0 for 8 bits without offset.*; {REMEDY}"),
+    "rows with an offset": (tell(bits=8, group=0), rf"{META} is '.*\"bits\": 8.*'; expected .*; {REMEDY}"),
     "no offset told": (tell(offset=None), f"{META}: the key offset is missing; {REMEDY}"),
     "an offset of 1": (tell(offset=1), f"{META}: offset must be true or false, got 1.*; {REMEDY}"),
-    "a meaning too many": (tell(sparse=True), rf"{META} says '.*\"sparse\": true.*; {REMEDY}"),
+    "a meaning too many": (tell(sparse=True), rf"{META} is '.*\"sparse\": true.*; {REMEDY}"),
     "no shape": (tell(shape=None), f"{META}: shape must be two sizes above 0, got None; {REMEDY}"),
     "a shape of one": (tell(shape=[100]), rf"{META}: shape must be two sizes above 0, got \[100\]; {REMEDY}"),
     "a shape of fractions": (tell(shape=[100.0, 64]), rf"{META}: shape must be two sizes above 0, got \[100\.0, 64\]; {REMEDY}"),
@@ -671,7 +671,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "one name too many": (rename({f"{UP}.tiles": "model.layers.1.mlp.gate_proj.weight"}), r"gate_proj\.\w+ is in .* and in"),
     "a name of nobody": (rename({f"{UP}.tiles": "model.layers.1.mlp.side_proj.tiles"}), "'model.layers.1.mlp.side_proj.tiles' is not part of a LLaMA"),
     "tiles of a bias": (rename({f"{UP}.tiles": f"{UP}.bias.tiles"}), r"up_proj\.bias\.tiles' is not part of a LLaMA"),
-    "the source's own weights": (take_original, rf"model\.safetensors: (.*)\.weight is F32, and a linear layer of this folder is stored as \1\.tiles; the file is of another model, {REMEDY}"),
+    "the source's own weights": (take_original, rf"model\.safetensors: (.*)\.weight is F32; expected \1\.tiles as for all linear layers here; the file is of another model, {REMEDY}"),
     "half a file": (lambda d: os.truncate(d / "model.safetensors", 30_000), "it is cut off, fetch it again"),
     "no file": (lambda d: (d / "model.safetensors").unlink(), r"has a config\.json but no weights"),
 }  # fmt: skip

@@ -1,11 +1,12 @@
-"""What every checkpoint can tell, whatever format it is stored in."""
+"""The interface of a checkpoint, whatever its format, and what the readers share."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,25 +16,30 @@ from torch import Tensor
 
 from ..config import LARGEST_SIZE, ModelConfig
 from ..quant.blocks import Blocks
+from ..quant.tiles import TILE
 from ..rope import Layout
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
 
+# Floating-point dtypes in which weights may be stored -> their name in the formats
+FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+PIECE = 2**20  # entries of a weight that are dequantized at once; they fit into the CPU's cache
+
 
 class Checkpoint(ABC):
-    """A model on disk, described from its headers; weights are read one by one when asked for.
+    """A model on disk, described from its headers; weights are read one at a time, on demand.
 
     path           file or folder
-    format         its name, for people
+    format         display name of the format
     config         the architecture
-    layout         how the rows of wq and wk are ordered
+    layout         the order of the rows of wq and wk
     shapes         the model's tensor names -> shapes
     parts          the files that hold weights -> bytes, in order
     chat_template  Jinja source, or None
-    sampling       defaults the checkpoint asks for: temperature, top_p, ...
-    warnings       what a user should hear at once: entries that have no effect, files left aside
-    notes          what was not said in the files and how it was decided
-    about          what else the checkpoint says of itself, for people: name, licence, quantization, ...
+    sampling       default sampling options of the checkpoint: temperature, top_p, ...
+    warnings       messages to show at once: entries without effect, files that are ignored
+    notes          facts that the files do not state, and how they were decided
+    about          further facts to display: name, licence, quantization, ...
     """
 
     path: Path
@@ -53,51 +59,51 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """One weight by the model's name for it, on the CPU, in floating point; it must not be written to."""
+        """One weight by the model's name for it, on the CPU, in floating point. It must not be written to."""
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Some rows and columns of what `tensor` gives, without reading much else; of a vector, the entries `rows`."""
-        whole = self.tensor(name)
-        return whole[rows] if whole.dim() == 1 else whole[rows, columns]
+        """`tensor(name)[rows, columns]`, or `[rows]` of a vector, reading little else of the file."""
+        weight = self.tensor(name)
+        return weight[rows] if weight.dim() == 1 else weight[rows, columns]
 
     def file_name(self, name: str) -> str:
-        """What the files call the tensor that the model calls `name`."""
+        """The name in the files of the tensor that the model calls `name`."""
         return name
 
     @abstractmethod
     def stored(self, name: str) -> str:
-        """How the weight is stored: F32, BF16, F16, or the name of a quantization."""
+        """The type in which the weight is stored: F32, BF16, F16, or the name of a quantization."""
 
     def bits(self, name: str) -> float:
-        """Bits that a number of the weight takes in the files, scales included where they lie in its blocks."""
+        """Bits per entry of the weight in the files, including the scales stored in its blocks."""
         return {"F64": 64, "F32": 32, "BF16": 16, "F16": 16}.get(self.stored(name), 8)
 
     def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
-        """Rows of a weight as the blocks of 4 or 8 bits they are stored in, or None if it is stored otherwise.
+        """Part of a weight as the 4-bit or 8-bit blocks in which it is stored; None for other types.
 
-        columns begin and end where groups do.
+        columns begin and end at group boundaries.
         """
         return None
 
     def tiles(self, name: str) -> Tensor | None:
-        """A weight as tiles.pack has it, mapped, if it is stored so; `blocks` tells its kind."""
+        """A weight packed by tiles.pack and mapped, or None if it is not stored so. `blocks` has its format."""
         return None
 
     @abstractmethod
     def release(self, name: str) -> None:
-        """The weight was copied and is not needed for now: its pages of the file need not stay in memory."""
+        """Let the system free the mapped pages of a weight that was copied."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that belongs to the weights. Raises TokenizerError where there is none that can be used."""
+        """The tokenizer of the model. Raises TokenizerError if there is none, or it can't be used."""
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        """A built-in format for a conversation, for a checkpoint that can't carry a template; None for others."""
+        """The built-in chat format, for a checkpoint format that can't store a template; None for others."""
         return None
 
 
 def checked(config: ModelConfig) -> ModelConfig:
-    """The configuration, its RoPE tried out below and above the trained length. Raises ConfigError."""
+    """The configuration, after computing its RoPE below and above the trained length. Raises ConfigError."""
     for seq_len in (None, LARGEST_SIZE):
         inverse_frequencies(
             config.head_dim, config.rope_theta, config.rope_scaling, seq_len=seq_len, max_seq_len=config.max_seq_len
@@ -105,14 +111,31 @@ def checked(config: ModelConfig) -> ModelConfig:
     return config
 
 
-def their_name(name: str, names: Mapping[str, str], layers: str = "layers") -> str:
-    """The model's name of a tensor -> a file's. names maps the file's stems to the model's, as readers have them."""
+def to_file_name(name: str, names: Mapping[str, str], layers: str = "layers") -> str:
+    """The model's name of a tensor -> the file's. names maps the stems of the file's names to the model's."""
     theirs = {ours: source for source, ours in names.items()}
     stem, kind = name.rsplit(".", 1)  # kind is weight or bias
     if not stem.startswith("layers."):
         return f"{theirs[stem]}.{kind}"
     _, layer, inner = stem.split(".", 2)
     return f"{layers}.{layer}.{theirs[inner]}.{kind}"
+
+
+def to_model_name(file_name: str, names: Mapping[str, str], layers: str) -> str | None:
+    """The inverse of `to_file_name`; None for a tensor that a LLaMA decoder does not have."""
+    match = re.fullmatch(rf"(?:{re.escape(layers)}\.([0-9]{{1,6}})\.)?([\w.]+)\.(weight|bias)", file_name)
+    if not match or match[2] not in names:
+        return None
+    return (f"layers.{match[1]}." if match[1] else "") + f"{names[match[2]]}.{match[3]}"
+
+
+def dequantized(rows: int, columns: int, blocks: Callable[[slice], Blocks]) -> Tensor:
+    """A weight whose `blocks` are read and dequantized piece by piece: (rows, columns) float32."""
+    weight = torch.empty(rows, columns)
+    step = max(TILE, PIECE // columns // TILE * TILE)
+    for first in range(0, rows, step):
+        weight[first : first + step] = blocks(slice(first, first + step)).weight
+    return weight
 
 
 def stored_bytes(tensors: Mapping[str, tuple[str, int]]) -> dict[str, int]:
@@ -124,10 +147,10 @@ def stored_bytes(tensors: Mapping[str, tuple[str, int]]) -> dict[str, int]:
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Take the pages of a tensor that lies in a file mapped privately out of this process' memory.
+    """Remove the pages of a tensor in a privately mapped file from this process's memory.
 
-    They are read again, from the page cache, when somebody looks. Only for tensors that nobody wrote to: what was
-    written would be lost. Where the system has no madvise nothing happens.
+    A later access reads them again from the page cache. Only for tensors that were never written to: changes would be
+    lost. Does nothing if the system has no madvise.
     """
     page = mmap.PAGESIZE
     first = -(-tensor.data_ptr() // page) * page
@@ -143,6 +166,3 @@ def _find_madvise() -> Any:
 
 
 _madvise = _find_madvise()
-
-# dtypes that weights may be stored in -> the name formats use for them
-FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

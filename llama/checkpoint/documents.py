@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, read with suspicion: what json.loads lets through in silence is an error here."""
+"""Strict reading of a checkpoint's JSON files: what json.loads accepts silently is an error here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..checks import is_integer, is_number
 from ..errors import CheckpointError, ConfigError
 
 LARGEST = 200 * 2**20  # bytes; a tokenizer.json has 10 million, an index of a 405B model 0.1 million
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file. Raises CheckpointError where it is a pipe, which may never answer, a device or a folder."""
+    """Bytes of a regular file. Raises CheckpointError for a folder, a device, or a pipe (opening one may hang)."""
     try:
         found = path.stat()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     if not stat.S_ISREG(found.st_mode):
-        kind = next((kind for holds, kind in KINDS if holds(found.st_mode)), "no regular file")
+        kind = next((kind for matches, kind in KINDS if matches(found.st_mode)), "not a regular file")
         raise CheckpointError(f"{path} is {kind}; expected a file, fetch it again")
     return found.st_size
 
@@ -36,10 +37,10 @@ KINDS = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError, with line and column, on anything else.
+    """The object in a JSON file. Raises CheckpointError, with line and column of a syntax error.
 
-    Refused besides what is not JSON: a key that occurs twice, NaN, Infinity and numbers as large, a byte order mark,
-    numbers beyond 4,300 digits, nesting beyond Python's stack, files beyond 200 MiB.
+    Also refused: duplicate keys, NaN, Infinity, numbers beyond float64 or of more than 4,300 digits, a byte order
+    mark, nesting beyond Python's stack, files beyond 200 MiB.
     """
     size = size_of(path)
     try:
@@ -52,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, where: str) -> dict[str, Any]:
-    """`read_json` for bytes that were read already; `where` names them in errors."""
+    """`read_json` for bytes in memory; error messages begin with `where`."""
     if not raw.strip():
         raise CheckpointError(f"{where} is empty; fetch it again")
     if raw.startswith(b"version https://git-lfs"):
@@ -62,7 +63,9 @@ def parse_json(raw: bytes, where: str) -> dict[str, Any]:
     try:
         text = raw.decode()
         if text.startswith("\ufeff"):
-            raise CheckpointError(f"{where} begins with a byte order mark, which JSON has none of; save it without one")
+            raise CheckpointError(
+                f"{where} begins with a byte order mark, which JSON does not allow; save it without one"
+            )
         value = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_no_constants, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where} is not UTF-8 (byte {error.start}); it is damaged or not JSON") from None
@@ -71,8 +74,8 @@ def parse_json(raw: bytes, where: str) -> dict[str, Any]:
     except _Refused as error:
         raise CheckpointError(f"{where}: {error}") from None
     except RecursionError:
-        raise CheckpointError(f"{where}: it nests too deep; it is damaged or forged") from None
-    except ValueError:  # all that is left: Python turns no longer text into a number
+        raise CheckpointError(f"{where}: it is nested too deeply; it is damaged or forged") from None
+    except ValueError:  # the only cause left: Python refuses to parse an int of more than 4,300 digits
         raise CheckpointError(f"{where}: it holds a number of thousands of digits; it is damaged or forged") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} holds {_kind(value)} where an object {{...}} is expected")
@@ -87,84 +90,84 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in pairs:
         if key in out:
-            raise _Refused(f"the key {key!r:.60} occurs twice, so which value holds is unclear")
+            raise _Refused(f"the key {key!r:.60} occurs twice, so it is unclear which value applies")
         out[key] = value
     return out
 
 
 def _no_constants(name: str) -> NoReturn:
-    raise _Refused(f"{name} is not a number of JSON")
+    raise _Refused(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
-    """JSON sets no limit to numbers; Python makes infinity of what is too large."""
+    """JSON does not limit the size of a number; Python turns what exceeds float64 into infinity."""
     value = float(text)
     if not math.isfinite(value):
-        raise _Refused(f"the number {text:.40} is larger than any that can be computed with")
+        raise _Refused(f"the number {text:.40} is too large for a float")
     return value
 
 
 class Fields:
-    """Typed access to a mapping, so that each wrong entry is an error that names key, value and expectation.
+    """Typed access to a mapping. Each invalid entry is a ConfigError with its key, its value and what was expected.
 
-    What was asked for is remembered; `unknown` names the rest.
+    The keys that were read are remembered; `unknown` returns the others.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = values, where
-        self.asked: set[str] = set()
+        self.keys_read: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """The value as it is; None if there is none."""
-        self.asked.add(key)
+        """The value, unchecked; None if there is none."""
+        self.keys_read.add(key)
         return self.values.get(key)
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number; without a default it must be there."""
-        value = self._given(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{self.where}: {key} must be a whole number, got {told(value)}")
-        return value
+    def integer(self, key: str, default: int | None = None) -> int:
+        """An int. Required if there is no default, as in the methods below."""
+        value = self._required(key, default)
+        if not is_integer(value):
+            raise ConfigError(f"{self.where}: {key} must be an integer, got {describe(value)}")
+        return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number; without a default it must be there."""
-        value = self._given(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value in (float("inf"), float("-inf")):
-            raise ConfigError(f"{self.where}: {key} must be a finite number, got {told(value)}")
+        """An int or a float."""
+        value = self._required(key, default)
+        if not is_number(value) or value in (math.inf, -math.inf):
+            raise ConfigError(f"{self.where}: {key} must be a finite number, got {describe(value)}")
         return value
 
-    def flag(self, key: str, default: bool | None = None) -> bool:
-        """True or false."""
-        value = self._given(key, default)
+    def boolean(self, key: str, default: bool | None = None) -> bool:
+        """True or False."""
+        value = self._required(key, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {key} must be true or false, got {told(value)}")
+            raise ConfigError(f"{self.where}: {key} must be true or false, got {describe(value)}")
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any] | None:
-        """An object, or None where there is none."""
+        """An object, or None if there is none."""
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{self.where}: {key} must be an object, got {told(value)}")
+            raise ConfigError(f"{self.where}: {key} must be an object, got {describe(value)}")
         return value
 
     def unknown(self) -> list[str]:
-        """Keys that nobody asked for."""
-        return sorted(self.values.keys() - self.asked)
+        """The keys that were never read."""
+        return sorted(self.values.keys() - self.keys_read)
 
-    def _given(self, key: str, default: Any) -> Any:
+    def _required(self, key: str, default: Any) -> Any:
         value = self.get(key)
         if value is None and default is None:
             raise ConfigError(f"{self.where}: the key {key} is missing")
         return default if value is None else value
 
 
-def told(value: Any) -> str:
-    """A value for a message, in JSON's words and with its kind: null, true, [1, 2] (a list)."""
+def describe(value: Any) -> str:
+    """A JSON value and its type for an error message: null, true, [1, 2] (a list)."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"{value!r:.60} ({_kind(value)})"
 
 
 def _kind(value: Any) -> str:
-    names = {str: "a string", int: "a whole number", float: "a fraction", list: "a list", dict: "an object"}
-    return "null" if value is None else "true/false" if isinstance(value, bool) else names.get(type(value), "no number")
+    names = {str: "a string", int: "an integer", float: "a float", list: "a list", dict: "an object"}
+    return "null" if value is None else "true/false" if isinstance(value, bool) else names.get(type(value), "unknown")

@@ -1,8 +1,8 @@
-"""GGUF, llama.cpp's file format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), read with suspicion.
+"""Reader of GGUF, llama.cpp's file format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-The header is untrusted: no number in it sizes an allocation before it was held against the bytes that are there,
-arithmetic is in Python's unbounded integers, and each tensor must begin where the one before it ended. Weights stay
-in the mapped file until asked for; blocks are dequantized by the `gguf` package.
+The header is untrusted: a number in it sizes an allocation only after it was checked against the file's size,
+arithmetic uses Python's unbounded integers, and each tensor must begin where the one before it ends. Weights stay in
+the mapped file until they are read.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..checks import is_integer, is_number
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..quant.blocks import READERS, Blocks
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
-from .base import Checkpoint, checked, drop_pages, stored_bytes, their_name
+from .base import Checkpoint, checked, dequantized, drop_pages, stored_bytes, to_file_name, to_model_name
 from .meta import check_vocabulary
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 LONGEST_NAME = 2**16
 
-# value type -> (struct format, numpy dtype) of the fixed-size ones; 8 is a string, 9 an array
+# Fixed-size value type -> (struct format, numpy dtype)
 SCALARS = {
     0: ("<B", "u1"),
     1: ("<b", "i1"),
@@ -49,7 +50,7 @@ SCALARS = {
 }
 STRING, ARRAY = 8, 9
 
-# tensor type -> (name, elements in a block, bytes of a block): those the `gguf` package dequantizes
+# Tensor type -> (name, elements in a block, bytes of a block)
 TENSOR_TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -68,7 +69,8 @@ TENSOR_TYPES = {
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# GGUF's tensor names -> the model's; "blk.N." becomes "layers.N."
+LAYERS = "blk"
+# GGUF's tensor names -> the model's
 NAMES = {
     "token_embd": "tok_embeddings",
     "output_norm": "norm",
@@ -83,7 +85,7 @@ NAMES = {
     "ffn_up": "feed_forward.w_up",
     "ffn_down": "feed_forward.w_down",
 }
-# Keys that would change what is computed, and the values under which they don't
+# Keys that would change what is computed, and the value that changes nothing
 PLAIN_VALUES = {
     "attention.sliding_window": 0,
     "attention.causal": True,
@@ -96,7 +98,8 @@ PLAIN_VALUES = {
     "residual_scale": 0.0,
     "use_parallel_residual": False,
 }
-ROPE_FREQS = "rope_freqs.weight"  # known extras: divisors of the frequencies
+# Extra tensors: divisors of the RoPE frequencies
+ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)")  # llama.cpp's name for a part of a split model
 
@@ -110,7 +113,7 @@ def recognizes(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. shape is torch's order (GGUF stores it reversed); offset counts from the file's start."""
+    """A tensor's entry. shape is in torch's order (GGUF stores it reversed); offset counts from the file's start."""
 
     type: int
     shape: tuple[int, ...]
@@ -126,7 +129,7 @@ class Header:
 
 
 class _Reader:
-    """A cursor over bytes that refuses to pass their end."""
+    """A cursor over bytes. Reading past their end raises CheckpointError."""
 
     def __init__(self, data: mmap.mmap | bytes, where: str):
         self.data, self.where, self.at, self.size = data, where, 0, len(data)
@@ -137,7 +140,7 @@ class _Reader:
         )
 
     def take(self, count: int, what: str) -> int:
-        """Move over `count` bytes that must exist; returns where they begin."""
+        """Skip `count` bytes, which must exist, and return the position of the first."""
         if count > self.size - self.at:
             raise self.fail(f"{what} needs {count} bytes, {self.size - self.at} are left")
         start = self.at
@@ -157,7 +160,7 @@ class _Reader:
             raise self.fail(f"{what} is not UTF-8") from None
 
     def strings(self, count: int, what: str) -> list[str]:
-        """`string`, many times: a vocabulary has 100,000 of them, so this is the loop that has to be quick."""
+        """`string` repeated `count` times, in a fast loop: a vocabulary has 100,000 strings."""
         data, at, size = self.data, self.at, self.size
         out: list[str] = []
         from_bytes = int.from_bytes
@@ -185,18 +188,18 @@ class _Reader:
             raise self.fail(f"{what} has the unknown type {type}")
         item, count = self.scalar(4, what), self.scalar(10, what)
         if item == STRING:
-            if 8 * count > self.size - self.at:  # each string takes at least its own length field
+            if 8 * count > self.size - self.at:  # the length of a string takes 8 bytes
                 raise self.fail(f"{what} claims {count} strings, more than the file can hold")
             return self.strings(count, what)
         if item not in SCALARS:
-            raise self.fail(f"{what} is an array of type {item}, which a LLaMA file has no use for")
+            raise self.fail(f"{what} is an array of type {item}, which a LLaMA file does not need")
         dtype = np.dtype(SCALARS[item][1])
         start = self.take(count * dtype.itemsize, what)
         return np.frombuffer(self.data, dtype, count, start).copy()
 
 
 def read_header(data: mmap.mmap | bytes, where: str) -> Header:
-    """Everything but the weights. Raises CheckpointError on any contradiction; memory is bounded by the header."""
+    """Metadata and tensor entries. Raises CheckpointError on any contradiction. Memory is bounded by the header."""
     reader = _Reader(data, where)
     if data[:4] != MAGIC:
         raise CheckpointError(f"{where} is not a GGUF file: it begins with {data[:4]!r} instead of {MAGIC!r}")
@@ -207,7 +210,7 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
             raise CheckpointError(f"{where} is a big-endian GGUF file; only little-endian ones are read")
         raise CheckpointError(f"{where} has GGUF version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} are read")
     n_tensors, n_metadata = reader.scalar(10, "the tensor count"), reader.scalar(10, "the metadata count")
-    # A tensor's entry takes at least 32 bytes and a metadata entry 13, so larger counts are lies.
+    # A tensor's entry takes at least 32 bytes and a metadata entry 13.
     if 32 * n_tensors + 13 * n_metadata > reader.size - reader.at:
         raise reader.fail(f"the header claims {n_tensors} tensors and {n_metadata} metadata entries, more than fit")
 
@@ -246,19 +249,17 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
             readable = ", ".join(name for name, _, _ in TENSOR_TYPES.values())
             raise CheckpointError(f"{where}: tensor {name} has type {type}, which can't be read; readable: {readable}")
         type_name, per_block, block_bytes = TENSOR_TYPES[type]
-        elements = 1
-        for d in shape:
-            elements *= d
+        elements = math.prod(shape)
         if elements < 1 or shape[-1] % per_block:
             raise CheckpointError(
-                f"{where}: tensor {name} of type {type_name} has shape {shape}; sizes must be above 0 and rows whole"
-                f" blocks of {per_block}"
+                f"{where}: tensor {name} of type {type_name} has shape {shape}; sizes must be above 0 and rows"
+                f" multiples of {per_block}"
             )
         nbytes = elements // per_block * block_bytes
         if offset != expected:
             raise CheckpointError(
-                f"{where}: tensor {name} begins at {offset} of the data, expected {expected}, where the one before it"
-                f" ends; the file is damaged"
+                f"{where}: tensor {name} begins at {offset} of the data, expected {expected}, where the tensor before"
+                f" it ends; the file is damaged"
             )
         if start + offset + nbytes > reader.size:
             raise CheckpointError(
@@ -275,13 +276,13 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
 
 
 class Part:
-    """One GGUF file: its header, and the mapped bytes."""
+    """One GGUF file: its header and its mapped bytes."""
 
     def __init__(self, path: Path):
         self.path = path
         try:
             with open(path, "rb") as file:
-                # Copy-on-write: nobody can write through to the file, and a stray write can't crash the process.
+                # Copy-on-write: writing to a weight can't change the file or crash the process.
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
@@ -290,46 +291,38 @@ class Part:
         self.header = read_header(self.data, str(path))
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor, as they lie in the file."""
+        """The bytes of a tensor: (rows, bytes of a row). A row has shape[-1] entries, whatever the rank."""
         info = self.header.tensors[name]
-        return np.frombuffer(self.data, np.uint8, info.nbytes, info.offset)
+        return np.frombuffer(self.data, np.uint8, info.nbytes, info.offset).reshape(math.prod(info.shape[:-1]), -1)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by the file's name for it, dequantized to float32 if it is in blocks."""
+        """A tensor by the file's name for it, dequantized to float32 if it is quantized."""
         info = self.header.tensors[name]
         type_name, _, block_bytes = TENSOR_TYPES[info.type]
-        count = info.nbytes // block_bytes
         if type_name in PLAIN:
+            count = info.nbytes // block_bytes
             return torch.frombuffer(self.data, dtype=PLAIN[type_name], count=count, offset=info.offset).view(info.shape)
-        return self.numbers(self.raw(name), info.type).view(info.shape)
+        read, raw = READERS[type_name], self.raw(name)
+        return dequantized(len(raw), info.shape[-1], lambda rows: read(raw[rows])).view(info.shape)
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """`tensor(name)[rows, columns]` of a matrix; only the blocks are read that these lie in."""
+        """`tensor(name)[rows, columns]` of a matrix. Reads only the blocks that contain them."""
+        covering = self.covering(name, rows, columns)
+        if covering is None:
+            return self.tensor(name)[rows, columns]
+        blocks, own = covering
+        return blocks.weight[:, own]
+
+    def covering(self, name: str, rows: slice, columns: slice) -> tuple[Blocks, slice] | None:
+        """The stored blocks of a quantized matrix that contain these rows and columns, and the columns within them."""
         info = self.header.tensors[name]
         type_name, per_block, block_bytes = TENSOR_TYPES[info.type]
-        if type_name in PLAIN:
-            return self.tensor(name)[rows, columns]
+        if type_name in PLAIN or len(info.shape) != 2:
+            return None
         first, last, _ = columns.indices(info.shape[1])
         start, end = first // per_block, -(-last // per_block)  # blocks of a row
-        raw = self.raw(name).reshape(info.shape[0], -1)[rows, start * block_bytes : end * block_bytes]
-        numbers = self.numbers(np.ascontiguousarray(raw).reshape(-1), info.type).view(len(raw), -1)
-        return numbers[:, first - start * per_block : last - start * per_block]
-
-    @staticmethod
-    def numbers(raw: NDArray[np.uint8], type: int) -> Tensor:
-        """Blocks of a type, given as bytes (n,), dequantized: (m,) float32."""
-        from gguf import GGMLQuantizationType, quants
-
-        _, per_block, block_bytes = TENSOR_TYPES[type]
-        count = len(raw) // block_bytes
-        out = np.empty(count * per_block, np.float32)
-        # A matrix is one long row of blocks to the dequantizer; a million numbers at a time stay in the CPU's cache.
-        step = 2**20 // per_block
-        for first in range(0, count, step):
-            part = raw[first * block_bytes : (first + step) * block_bytes]
-            numbers = quants.dequantize(part[None], GGMLQuantizationType(type))[0]
-            out[first * per_block : first * per_block + len(numbers)] = numbers
-        return torch.from_numpy(out)
+        raw = self.raw(name)[rows, start * block_bytes : end * block_bytes]
+        return READERS[type_name](raw), slice(first - start * per_block, last - start * per_block)
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -344,20 +337,24 @@ class GGUFCheckpoint(Checkpoint):
         self.metadata = parts[0].header.metadata
         self.parts = {part.path.name: len(part.data) for part in parts}
         where = str(parts[0].path)
-        self._places: dict[str, tuple[Part, str]] = {}
+        self._sources: dict[str, tuple[Part, str]] = {}
         tables: dict[str, list[float]] = {}
         for part in parts:
             for file_name in part.header.tensors:
                 if file_name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT):
                     tables[file_name] = part.tensor(file_name).double().flatten().tolist()
                     continue
-                name = _model_name(file_name, str(part.path))
-                if name in self._places:
+                name = to_model_name(file_name, NAMES, LAYERS)
+                if name is None:
                     raise CheckpointError(
-                        f"{part.path}: tensor {file_name} is in {self._places[name][0].path.name} too"
+                        f"{part.path}: tensor {file_name} is not part of a LLaMA decoder; this model can't be run"
                     )
-                self._places[name] = part, file_name
-        self.shapes = {name: part.header.tensors[file_name].shape for name, (part, file_name) in self._places.items()}
+                if name in self._sources:
+                    raise CheckpointError(
+                        f"{part.path}: tensor {file_name} is also in {self._sources[name][0].path.name}"
+                    )
+                self._sources[name] = part, file_name
+        self.shapes = {name: part.header.tensors[file_name].shape for name, (part, file_name) in self._sources.items()}
         try:
             self.config = checked(_config(self.metadata, self.shapes, tables))
         except ConfigError as error:
@@ -365,57 +362,50 @@ class GGUFCheckpoint(Checkpoint):
         self.chat_template = self.metadata.get("tokenizer.chat_template")
         if not isinstance(self.chat_template, str | None):
             raise CheckpointError(
-                f"{where}: tokenizer.chat_template must be a text, got {_shown(self.chat_template)}; fetch it again"
+                f"{where}: tokenizer.chat_template must be a string, got {_shown(self.chat_template)}; fetch it again"
             )
 
     @property
     def about(self) -> Mapping[str, Any]:
-        infos = {name: part.header.tensors[file_name] for name, (part, file_name) in self._places.items()}
-        wanted = {"name": "general.name", "organization": "general.organization", "licence": "general.license"}
-        told = {label: self.metadata[key] for label, key in wanted.items() if isinstance(self.metadata.get(key), str)}
+        infos = {name: part.header.tensors[file_name] for name, (part, file_name) in self._sources.items()}
+        labels = {"name": "general.name", "organization": "general.organization", "licence": "general.license"}
+        facts = {label: self.metadata[key] for label, key in labels.items() if isinstance(self.metadata.get(key), str)}
         stored = {name: (TENSOR_TYPES[info.type][0], info.nbytes) for name, info in infos.items()}
-        return {**told, "weights": stored_bytes(stored)}
+        return {**facts, "weights": stored_bytes(stored)}
 
     def tensor(self, name: str) -> Tensor:
-        part, file_name = self._places[name]
+        part, file_name = self._sources[name]
         return part.tensor(file_name)
 
     def file_name(self, name: str) -> str:
-        return their_name(name, NAMES, "blk")
+        return to_file_name(name, NAMES, LAYERS)
 
     def stored(self, name: str) -> str:
-        part, file_name = self._places[name]
+        part, file_name = self._sources[name]
         return TENSOR_TYPES[part.header.tensors[file_name].type][0]
 
     def bits(self, name: str) -> float:
-        part, file_name = self._places[name]
+        part, file_name = self._sources[name]
         _, per_block, block_bytes = TENSOR_TYPES[part.header.tensors[file_name].type]
         return 8 * block_bytes / per_block
 
     def release(self, name: str) -> None:
-        part, file_name = self._places[name]
+        part, file_name = self._sources[name]
         drop_pages(torch.from_numpy(part.raw(file_name)))
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
-        part, file_name = self._places[name]
+        part, file_name = self._sources[name]
         if len(self.shapes[name]) == 1:
             return part.tensor(file_name)[rows]
         return part.piece(file_name, rows, columns)
 
     def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
-        part, file_name = self._places[name]
-        info = part.header.tensors[file_name]
-        type_name, per_block, block_bytes = TENSOR_TYPES[info.type]
-        read = READERS.get(type_name)
-        if read is None or len(info.shape) != 2:
+        part, file_name = self._sources[name]
+        covering = part.covering(file_name, rows, columns)
+        if covering is None:
             return None
-        raw = part.raw(file_name).reshape(info.shape[0], -1)[rows]
-        if columns == slice(None):
-            return read(raw)
-        first, last, _ = columns.indices(info.shape[1])
-        start, end = first // per_block, -(-last // per_block)  # blocks of a row: they may hold several groups
-        blocks = read(np.ascontiguousarray(raw[:, start * block_bytes : end * block_bytes]))
-        return blocks.columns(slice(first - start * per_block, last - start * per_block))
+        blocks, own = covering  # a stored block may contain several groups
+        return blocks.columns(own)
 
     def tokenizer(self) -> Tokenizer:
         from ..tokenizer.gguf import from_metadata
@@ -423,15 +413,15 @@ class GGUFCheckpoint(Checkpoint):
         tokenizer = from_metadata(self.metadata, str(self.path))
         if tokenizer.add_bos and tokenizer.bos_id is None:
             raise TokenizerError(
-                f"{self.path}: every text of this model begins with a begin-of-text id and the key"
-                f" tokenizer.ggml.bos_token_id is missing; the vocabulary is damaged, fetch the file again"
+                f"{self.path}: the tokenizer adds a begin-of-text id, and the key tokenizer.ggml.bos_token_id is"
+                f" missing; the vocabulary is damaged, fetch the file again"
             )
         check_vocabulary(tokenizer, self.config, str(self.path))
         return tokenizer
 
 
 def _open_parts(path: Path) -> list[Part]:
-    """The files of a model: one, or all parts of a split one, whichever of them was named."""
+    """The files of a model: one file, or all parts of a split model, whichever part `path` names."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
         sets = {match[1] if (match := PART.fullmatch(file.name)) else file.name for file in files}
@@ -442,48 +432,41 @@ def _open_parts(path: Path) -> list[Part]:
     named = Part(path)
     count, number = (named.header.metadata.get(f"split.{key}", default) for key, default in (("count", 1), ("no", 0)))
     for key, value in (("count", count), ("no", number)):
-        if type(value) is not int:
-            raise CheckpointError(f"{path}: split.{key} must be a whole number, got {_shown(value)}; fetch it again")
+        if not is_integer(value):
+            raise CheckpointError(f"{path}: split.{key} must be an integer, got {_shown(value)}; fetch it again")
     if count in (0, 1):
         return [named]
     match = PART.fullmatch(path.name)
     if not match or not 1 < count < 10**5 or int(match[3]) != count or int(match[2]) != number + 1:
         raise CheckpointError(
             f"{path} is part {number} (from 0) of {count}; parts are found by names like"
-            f" NAME-00001-of-00003.gguf, so give it its own name back"
+            f" NAME-00001-of-00003.gguf, so rename it to its original name"
         )
     files = [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}{match[4]}") for i in range(count)]
-    there = {file.name for file in path.parent.iterdir()}  # once, for a name may speak of 99,999 parts
+    there = {file.name for file in path.parent.iterdir()}  # listed once: a name may claim 99,999 parts
     if missing := [file.name for file in files if file.name not in there or not file.is_file()]:
         raise CheckpointError(
             f"{path} is one of {count} parts, and {len(missing)} are missing: {', '.join(missing[:4])}; fetch them"
         )
     parts = [named if file == path else Part(file) for file in files]
     for i, part in enumerate(parts):
-        told = tuple(part.header.metadata.get(f"split.{key}") for key in ("no", "count"))
-        if told != (i, count):
+        stored = tuple(part.header.metadata.get(f"split.{key}") for key in ("no", "count"))
+        if stored != (i, count):
             raise CheckpointError(
-                f"{part.path} says that it is part {told[0]} of {told[1]}, its name part {i} of {count}"
+                f"{part.path} is part {stored[0]} of {stored[1]} by its header and part {i} of {count} by its name"
             )
-    wanted, found = parts[0].header.metadata.get("split.tensors.count"), sum(len(p.header.tensors) for p in parts)
-    if wanted not in (None, found):
+    expected, found = parts[0].header.metadata.get("split.tensors.count"), sum(len(p.header.tensors) for p in parts)
+    if expected not in (None, found):
         raise CheckpointError(
-            f"{path}: the parts hold {found} tensors and should hold {wanted}; they are not of one model"
+            f"{path}: the parts hold {found} tensors and should hold {expected}; they belong to different models"
         )
     return parts
-
-
-def _model_name(file_name: str, where: str) -> str:
-    match = re.fullmatch(r"(?:blk\.([0-9]{1,6})\.)?(\w+)\.(weight|bias)", file_name)
-    if not match or match[2] not in NAMES:
-        raise CheckpointError(f"{where}: tensor {file_name} is not part of a LLaMA decoder; this model can't be run")
-    return (f"layers.{match[1]}." if match[1] else "") + f"{NAMES[match[2]]}.{match[3]}"
 
 
 def _config(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]]
 ) -> ModelConfig:
-    """The architecture from the metadata; sizes that the tensors know are held against them by the loader."""
+    """The architecture by the metadata. The loader checks it against the shapes of the tensors."""
     architecture = _single(metadata, "general.architecture")
     if architecture != "llama":
         raise ConfigError(f"the architecture is {architecture!r}; only 'llama' can be run")
@@ -492,7 +475,7 @@ def _config(
         value = metadata.get("llama." + key, default)
         if value is None:
             raise ConfigError(f"the key llama.{key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise ConfigError(f"llama.{key} must be one number, got {_shown(value)}")
         return _decimal(value)
 
@@ -500,7 +483,7 @@ def _config(
         raise ConfigError(f"it is a mixture of {number('expert_count')} experts, which is not a LLaMA decoder")
     for key, plain in PLAIN_VALUES.items():
         if (value := _single(metadata, "llama." + key, plain)) != plain:
-            raise ConfigError(f"llama.{key} is {value!r:.40}, which is no LLaMA; expected {plain!r}")
+            raise ConfigError(f"llama.{key} is {value!r:.40}, which is not a LLaMA; expected {plain!r}")
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     if number("vocab_size", shapes["tok_embeddings.weight"][0]) != shapes["tok_embeddings.weight"][0]:
@@ -533,7 +516,7 @@ def _config(
 
 
 def _single(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """A value that is one thing: compared with another, an array would give an array."""
+    """A value that must not be an array: comparing an array returns an array."""
     value = metadata.get(key, default)
     if isinstance(value, list | np.ndarray):
         raise ConfigError(f"{key} must be one value, got {_shown(value)}")
@@ -541,14 +524,14 @@ def _single(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value of the metadata for a message."""
+    """A metadata value for an error message."""
     if isinstance(value, list | np.ndarray):
         return f"an array of {len(value)}: {list(value[:4])!r:.60}" if len(value) else "an empty array"
     return f"{value!r:.60}"
 
 
 def _decimal(value: float) -> float:
-    """The shortest decimal that a float32 of the file stands for: 1e-05 and not 9.999999747378752e-06."""
+    """The shortest decimal of a float32 in the file: 1e-05, not 9.999999747378752e-06."""
     return value if isinstance(value, int) or float(np.float32(value)) != value else float(str(np.float32(value)))
 
 
@@ -559,21 +542,19 @@ def _rope_scaling(
     prefix = "llama.rope.scaling."
     given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     for key, value in given.items():
-        if key not in ("type", "finetuned") and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if key not in ("type", "finetuned") and not is_number(value):
             raise ConfigError(f"{prefix}{key} must be one number, got {_shown(value)}")
     numbers = {key: _decimal(value) for key, value in given.items() if isinstance(value, int | float)}
     factor = numbers.get("factor", _single(metadata, "llama.rope.scale_linear"))
-    kind = _single(
-        metadata, prefix + "type", "linear"
-    )  # llama.cpp's default where only a factor is given; a factor of 0 is none
+    kind = _single(metadata, prefix + "type", "linear")  # llama.cpp's default if there is only a factor; 0 means none
     if kind == "linear" and factor in (None, 0, 0.0, 1, 1.0):
         kind = "none"
     if kind in ("none", "linear") and numbers.get("attn_factor", 1) != 1:
-        raise ConfigError(f"{prefix}attn_factor is {numbers['attn_factor']} and {prefix}type {kind}, which knows none")
+        raise ConfigError(f"{prefix}attn_factor is {numbers['attn_factor']}, and {prefix}type {kind} does not use it")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise ConfigError(f"{prefix}type {kind!r:.40} is not supported; supported: none, linear, yarn, longrope")
     if kind != "none" and ROPE_FREQS in tables:
-        raise ConfigError(f"both {prefix}type {kind} and {ROPE_FREQS} are present; which one holds is unclear")
+        raise ConfigError(f"both {prefix}type {kind} and {ROPE_FREQS} are present; it is unclear which one applies")
     original = {"original_max_position_embeddings": numbers["original_context_length"]} if (
         "original_context_length" in numbers) else {}  # fmt: skip
     if kind == "linear":
@@ -585,30 +566,30 @@ def _rope_scaling(
     if kind == "longrope" or ROPE_LONG in tables:
         if not (ROPE_LONG in tables and ROPE_SHORT in tables):
             raise ConfigError(f"longrope needs the tensors {ROPE_LONG} and {ROPE_SHORT}")
-        sharper = {"attention_factor": numbers.get("attn_factor", 1.0)}  # llama.cpp computes none by itself
+        attention = {"attention_factor": numbers.get("attn_factor", 1.0)}  # llama.cpp does not compute one
         lists = {"short_factor": tables[ROPE_SHORT], "long_factor": tables[ROPE_LONG]}
-        return {"rope_type": "longrope", **lists, **original, **sharper}
+        return {"rope_type": "longrope", **lists, **original, **attention}
     if ROPE_FREQS not in tables:
         return None
     return _as_llama3(tables[ROPE_FREQS], head_dim, theta) or {"rope_type": "divisors", "divisors": tables[ROPE_FREQS]}
 
 
 def _yarn_keys(numbers: Mapping[str, float], factor: Any) -> dict[str, float]:
-    """llama.cpp multiplies YaRN's own attention factor by attn_factor."""
+    """The keys of YaRN only. llama.cpp multiplies YaRN's own attention factor by attn_factor."""
     out = {theirs: numbers[ours] for ours, theirs in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
            if ours in numbers}  # fmt: skip
     if numbers.get("yarn_ext_factor", -1) not in (-1, 1):
         raise ConfigError(f"llama.rope.scaling.yarn_ext_factor is {numbers['yarn_ext_factor']}; only 1 is supported")
-    more = numbers.get("attn_factor", 1.0) * numbers.get("yarn_attn_factor", 1.0)
-    if more != 1 and isinstance(factor, int | float) and factor > 1:
-        out["attention_factor"] = more * (0.1 * math.log(factor) + 1)
+    multiplier = numbers.get("attn_factor", 1.0) * numbers.get("yarn_attn_factor", 1.0)
+    if multiplier != 1 and isinstance(factor, int | float) and factor > 1:
+        out["attention_factor"] = multiplier * (0.1 * math.log(factor) + 1)
     return out
 
 
 def _as_llama3(divisors: list[float], head_dim: int, theta: float) -> dict[str, Any] | None:
-    """The llama3 scaling a table of divisors was made from, or None if it is another's.
+    """The llama3 scaling from which a table of divisors was computed, or None if there is none.
 
-    The table was rounded to float32; the parameters give the frequencies exactly, the same as from other formats.
+    The table is rounded to float32; the parameters yield the exact frequencies, as in the other formats.
     """
     if len(divisors) != head_dim // 2:
         return None

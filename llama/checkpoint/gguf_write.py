@@ -1,4 +1,4 @@
-"""A GGUF file, written weight by weight with the `gguf` package's writer: matrices as they are, vectors in float32."""
+"""Writer of GGUF files, weight by weight, with the `gguf` package: matrices in the given dtype, vectors in float32."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
 from ..rope_scaling import inverse_frequencies, kind_of
-from .base import their_name
-from .gguf import NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from .base import to_file_name
+from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from .write import Model, dtype_name, raw_bytes
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
@@ -26,7 +26,7 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
     import gguf
 
     if shards > 1:
-        raise ConfigError("a GGUF model is written as one file; leave --shards out")
+        raise ConfigError("a GGUF model is written as one file; omit --shards")
     writer = gguf.GGUFWriter(path, "llama")
     tables = rope_tables(model.config)
     for key, value in {**metadata(model), **rope_metadata(model.config)}.items():
@@ -41,7 +41,7 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
         nbytes = math.prod(shape) * (4 if types[name] == "F32" else 2)
         kind = gguf.GGMLQuantizationType[types[name]]
         writer.add_tensor_info(
-            their_name(name, NAMES, "blk"), list(shape), np.dtype(np.float32), nbytes, raw_dtype=kind
+            to_file_name(name, NAMES, LAYERS), list(shape), np.dtype(np.float32), nbytes, raw_dtype=kind
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -56,7 +56,7 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
 
 
 def metadata(model: Model) -> dict[str, Any]:
-    """The architecture in GGUF's keys."""
+    """The architecture as GGUF metadata."""
     config = model.config
     return {
         "general.name": model.name,
@@ -78,7 +78,10 @@ def metadata(model: Model) -> dict[str, Any]:
 
 
 def rope_metadata(config: ModelConfig) -> dict[str, Any]:
-    """The scaling in GGUF's keys; llama3 and plain divisors have none, they are a table. Raises ConfigError."""
+    """The RoPE scaling as GGUF metadata. Empty for llama3 and divisors, which `rope_tables` covers.
+
+    Raises ConfigError for a scaling that GGUF can't express.
+    """
     kind, scaling = kind_of(config.rope_scaling), config.rope_scaling or {}
     prefix = "llama.rope.scaling."
     if kind in ("dynamic", "proportional"):
@@ -108,7 +111,7 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_tables(config: ModelConfig) -> dict[str, list[float]]:
-    """The scaling as tensors, where GGUF has it so."""
+    """The RoPE scaling as tensors, for the kinds that GGUF stores as tables."""
     kind, scaling = kind_of(config.rope_scaling), config.rope_scaling or {}
     if kind == "longrope":
         return {ROPE_LONG: list(scaling["long_factor"]), ROPE_SHORT: list(scaling["short_factor"])}
@@ -124,14 +127,14 @@ def _put(writer: Any, values: Any) -> None:
     try:
         writer.write_tensor_data(values)
     except OSError as error:
-        if error.errno is None:  # numpy counts what it wrote and does not say why it stopped; the system does
+        if error.errno is None:  # numpy's own error lacks the cause; a plain write raises the system's error
             for _ in range(2):
                 os.write(writer.fout[0].fileno(), bytes(2**16))
         raise
 
 
 def add(writer: Any, key: str, value: Any) -> None:
-    """One entry of the metadata; whole numbers go as uint32, fractions as float32."""
+    """Add a metadata entry: an int as uint32, a float as float32."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -146,13 +149,13 @@ def add(writer: Any, key: str, value: Any) -> None:
 
 def _add_tokenizer(writer: Any, model: Model) -> list[str]:
     if model.tokenizer is None:
-        return ["the source has no tokenizer that can be read, so none was written; llama.cpp wants one"]
+        return ["the source has no readable tokenizer, so none was written; llama.cpp needs one"]
     from ..tokenizer.write import gguf_metadata
 
     try:
         entries = gguf_metadata(model.tokenizer, model.config.vocab_size)
     except TokenizerError as error:
-        return [f"the tokenizer was not carried over: {error}"]
+        return [f"the tokenizer was not converted: {error}"]
     if model.chat_template is not None:
         entries["tokenizer.chat_template"] = model.chat_template
     for key, value in entries.items():

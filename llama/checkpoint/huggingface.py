@@ -1,4 +1,4 @@
-"""Hugging Face's folders: config.json, safetensors in one file or many, tokenizer.json.
+"""Reader of Hugging Face folders: config.json, safetensors in one or many files, tokenizer.json.
 
 Sources: transformers' configuration_llama.py, modeling_rope_utils.py; https://github.com/huggingface/safetensors.
 """
@@ -6,6 +6,7 @@ Sources: transformers' configuration_llama.py, modeling_rope_utils.py; https://g
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import is_integer
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..rope import Layout
@@ -24,8 +26,8 @@ from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
-from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, their_name
-from .documents import LARGEST, Fields, read_json, told
+from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name, to_model_name
+from .documents import LARGEST, Fields, describe, read_json
 from .meta import check_vocabulary
 from .safetensors_header import read_header
 
@@ -50,7 +52,7 @@ NAMES = {
 LAYERS = "model.layers"
 TABLES = re.compile(r".*rotary_emb\.inv_freq")  # computed from the configuration
 
-# Keys of config.json that say nothing about what the model computes at inference.
+# Keys of config.json that do not affect inference
 NO_EFFECT = {
     "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range", "pad_token_id",
     "pretraining_tp", "attention_dropout", "_name_or_path", "auto_map", "max_sequence_length", "model_type",
@@ -58,7 +60,7 @@ NO_EFFECT = {
     "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset",
     "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
 }  # fmt: skip
-# Keys that would change what is computed, and the values under which they don't.
+# Keys that would change what is computed, and the values that change nothing
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "sliding_window": (None,),
@@ -77,8 +79,8 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": (None, []),
     "rope_interleaved": (None, False),
 }
-# Wishes of generation_config.json that would change the text and are not granted, with the values that ask for nothing
-NOT_GRANTED: dict[str, tuple[Any, ...]] = {
+# Options of generation_config.json that are not supported, and the values under which they have no effect
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0), "no_repeat_ngram_size": (0,), "bad_words_ids": ([],), "suppress_tokens": ([],),
     "begin_suppress_tokens": ([],), "num_beams": (1,), "penalty_alpha": (0, 0.0), "min_new_tokens": (0,),
     "forced_bos_token_id": (), "forced_eos_token_id": (), "encoder_repetition_penalty": (1, 1.0),
@@ -91,7 +93,7 @@ def recognizes(folder: Path) -> bool:
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """A folder of Hugging Face's. See Checkpoint for the members."""
+    """A folder in Hugging Face's format. See Checkpoint for the members."""
 
     format = "Hugging Face"
     layout: Layout = "half"
@@ -109,76 +111,75 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.sampling = self._sampling()
         self._files = _open_weights(folder, self.warnings)
         self.parts = {file.path.name: file.path.stat().st_size for file in self._files}
-        self._places: dict[str, tuple[WeightFile, str]] = {}
+        self._sources: dict[str, tuple[WeightFile, str]] = {}
         for file in self._files:
-            self._place(file)
+            self._add_tensors(file)
         self._check_tying()
-        self.shapes = {name: self._shape(file, source) for name, (file, source) in self._places.items()}
+        self.shapes = {name: self._shape(file, source) for name, (file, source) in self._sources.items()}
         self.tokenizer_settings = self._read_optional("tokenizer_config.json")
         self.chat_template = self._chat_template()
 
     @property
     def about(self) -> Mapping[str, Any]:
-        stored = {name: (file.dtypes[source], file.nbytes(source)) for name, (file, source) in self._places.items()}
+        stored = {name: (file.dtypes[source], file.nbytes(source)) for name, (file, source) in self._sources.items()}
         return {"weights": stored_bytes(stored)}
 
     def tensor(self, name: str) -> Tensor:
-        file, source = self._places[name]
+        file, source = self._sources[name]
         return file.tensor(source)
 
     def file_name(self, name: str) -> str:
-        return their_name(name, NAMES, LAYERS)
+        return to_file_name(name, NAMES, LAYERS)
 
     def stored(self, name: str) -> str:
-        file, source = self._places[name]
+        file, source = self._sources[name]
         return file.dtypes[source]
 
     def release(self, name: str) -> None:
-        file, source = self._places[name]
+        file, source = self._sources[name]
         if file.mapped:
             drop_pages(file.tensor(source))
 
     def tokenizer(self) -> Tokenizer:
         from ..tokenizer import open_tokenizer
 
-        place = next((p for n in ("tokenizer.json", "tokenizer.model") if (p := self.path / n).exists()), None)
-        if place is None:
+        path = next((p for n in ("tokenizer.json", "tokenizer.model") if (p := self.path / n).exists()), None)
+        if path is None:
             raise TokenizerError(
                 f"{self.path}: there is no tokenizer.json or tokenizer.model in it; fetch it from where the weights are"
             )
-        tokenizer = open_tokenizer(place, self.tokenizer_settings)
-        check_vocabulary(tokenizer, self.config, str(place))
+        tokenizer = open_tokenizer(path, self.tokenizer_settings)
+        check_vocabulary(tokenizer, self.config, str(path))
         if tokenizer.bos_id is None:
-            tokenizer.bos_id = self._ids("bos_token_id", tokenizer.n_vocab, last=True)
-        stops = self._stop_ids(tokenizer.n_vocab)
+            tokenizer.bos_id = next(iter(self._ids("bos_token_id", tokenizer.n_vocab)), None)
+        stops = frozenset(self._ids("eos_token_id", tokenizer.n_vocab))
         if tokenizer.eos_id is None and stops:
             tokenizer.eos_id = min(stops)
         tokenizer.stop_ids = tokenizer.stop_ids | stops
         return tokenizer
 
     # ------------------------------------------------------------------------------------------------- weights
-    def _place(self, file: WeightFile) -> None:
+    def _add_tensors(self, file: WeightFile) -> None:
         for source in file.shapes:
             if TABLES.fullmatch(source):
                 continue
-            # Saved without its head, a model has the same names without "model." in front.
+            # The names of a model that was saved without its head lack "model."
             full = self._weight_name(source if source.startswith(("model.", "lm_head.")) else f"model.{source}")
-            match = re.fullmatch(r"(?:model\.layers\.([0-9]{1,6})\.)?([\w.]+)\.(weight|bias)", full)
-            if not match or match[2] not in NAMES:
+            name = to_model_name(full, NAMES, LAYERS)
+            if name is None:
                 raise CheckpointError(
                     f"{file.path}: {source!r:.80} is not part of a LLaMA decoder; this model can't be run"
                 )
-            name = (f"layers.{match[1]}." if match[1] else "") + f"{NAMES[match[2]]}.{match[3]}"
-            if name in self._places:
-                other = self._places[name][0].path.name
+            if name in self._sources:
+                other = self._sources[name][0].path.name
                 raise CheckpointError(
-                    f"{self.path}: {source} is in {other} and in {file.path.name}; one is not of this model"
+                    f"{self.path}: {source} is in {other} and in {file.path.name}; one belongs to another model"
                 )
             self._check_stored(file, source)
-            self._places[name] = (file, source)
+            self._sources[name] = (file, source)
 
     def _weight_name(self, source: str) -> str:
-        """The name of the weight or bias that a tensor of the files stands for."""
+        """The name of the weight or bias that a tensor of the files stores."""
         return source
 
     def _check_stored(self, file: WeightFile, source: str) -> None:
@@ -189,20 +190,20 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
 
     def _shape(self, file: WeightFile, source: str) -> tuple[int, ...]:
-        """The shape of the weight that a tensor of the files stands for."""
+        """The shape of the weight that a tensor of the files stores."""
         return file.shapes[source]
 
     def _check_tying(self) -> None:
-        """A tied model needs no lm_head; if there is one it must be the embedding, or which holds is unclear."""
-        if not self.config.tie_embeddings or "output.weight" not in self._places:
+        """Raise CheckpointError if a tied model has an lm_head other than the embedding; ignore an equal one."""
+        if not self.config.tie_embeddings or "output.weight" not in self._sources:
             return
         ours, other = self.tensor("output.weight"), self.tensor("tok_embeddings.weight")
         if ours.data_ptr() != other.data_ptr() and not torch.equal(ours, other):
             raise CheckpointError(
-                f"{self.path}: {CONFIG} says tie_word_embeddings and lm_head.weight differs from the embedding;"
-                f" set it to false if the model has an output matrix of its own"
+                f"{self.path}: {CONFIG} sets tie_word_embeddings and lm_head.weight differs from the embedding; set it"
+                f" to false if the model has an output matrix of its own"
             )
-        del self._places["output.weight"]
+        del self._sources["output.weight"]
 
     # ------------------------------------------------------------------------------------------- configuration
     def _config(self, fields: Fields) -> ModelConfig:
@@ -211,62 +212,62 @@ class HuggingFaceCheckpoint(Checkpoint):
         if kind is None and fields.get("architectures") == ["LlamaForCausalLM"]:
             kind = "llama"
         if kind != "llama":
-            found = "missing" if kind is None else f"{kind!r:.60}" if isinstance(kind, str) else told(kind)
+            found = "missing" if kind is None else f"{kind!r:.60}" if isinstance(kind, str) else describe(kind)
             raise ConfigError(f"{where}: model_type is {found}; only 'llama' can be run")
         self._check_quantization(fields.mapping("quantization_config"), where)
         for key, allowed in MUST_BE.items():
             if fields.get(key) not in (None, *allowed):
                 raise ConfigError(
-                    f"{where}: {key} is {told(fields.get(key))}, which is no LLaMA; expected {told(allowed[0])}"
+                    f"{where}: {key} is {describe(fields.get(key))}, which is not a LLaMA; expected"
+                    f" {describe(allowed[0])}"
                 )
         kinds = fields.get("layer_types")
         if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention"}):
             raise ConfigError(f"{where}: layer_types is {kinds!r:.80}; a LLaMA has full_attention in every layer")
-        dim, n_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+        dim, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if n_heads < 1:
             raise ConfigError(f"{where}: num_attention_heads must be above 0, got {n_heads}")
         if fields.get("head_dim") is None and dim % n_heads:
             raise ConfigError(
-                f"{where}: hidden_size {dim} is no multiple of num_attention_heads {n_heads}, and no head_dim is given"
+                f"{where}: hidden_size {dim} is not a multiple of num_attention_heads {n_heads}, and there is no"
+                f" head_dim"
             )
-        context = fields.whole("max_position_embeddings", 2048)
+        context = fields.integer("max_position_embeddings", 2048)
         theta, scaling = self._rope(fields)
         config = ModelConfig(
             dim=dim,
-            n_layers=fields.whole("num_hidden_layers"),
+            n_layers=fields.integer("num_hidden_layers"),
             n_heads=n_heads,
-            n_kv_heads=fields.whole("num_key_value_heads", n_heads),
-            head_dim=fields.whole("head_dim", dim // n_heads),
-            hidden_dim=fields.whole("intermediate_size"),
-            vocab_size=fields.whole("vocab_size"),
+            n_kv_heads=fields.integer("num_key_value_heads", n_heads),
+            head_dim=fields.integer("head_dim", dim // n_heads),
+            hidden_dim=fields.integer("intermediate_size"),
+            vocab_size=fields.integer("vocab_size"),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             max_seq_len=context,
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
+            tie_embeddings=fields.boolean("tie_word_embeddings", False),
+            attention_bias=fields.boolean("attention_bias", False),
+            mlp_bias=fields.boolean("mlp_bias", False),
         )
         for key in ("bos_token_id", "eos_token_id"):
             fields.get(key)
         for key in fields.unknown():
-            if key not in NO_EFFECT and (near := difflib.get_close_matches(key, fields.asked, 1, 0.9)):
+            if key not in NO_EFFECT and (near := difflib.get_close_matches(key, fields.keys_read, 1, 0.9)):
                 raise ConfigError(f"{where}: unknown key {key!r:.60}; was {near[0]!r} meant?")
         if unknown := [key for key in fields.unknown() if key not in NO_EFFECT]:
-            self.warnings.append(
-                f"{CONFIG} holds keys that are not known and have no effect here: {', '.join(unknown)}"
-            )
+            self.warnings.append(f"{CONFIG} has unknown keys, which have no effect: {', '.join(unknown)}")
         return config
 
     def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
         if scheme is not None:
             name = scheme.get("quant_method", "unnamed")
             raise ConfigError(
-                f"{where}: the weights are quantized ({name!r:.40}), which is not read; take the plain ones"
+                f"{where}: the weights are quantized ({name!r:.40}), which is not supported; get the unquantized ones"
             )
 
     def _rope(self, fields: Fields) -> tuple[float, dict[str, Any] | None]:
-        """theta and scaling from either spelling: rope_theta and rope_scaling, or rope_parameters (transformers 5)."""
+        """theta and scaling, from rope_theta and rope_scaling, or from rope_parameters (transformers 5)."""
         where, old, new = fields.where, fields.mapping("rope_scaling"), fields.mapping("rope_parameters")
         if old and new:
             theirs = {key: value for key, value in new.items() if key != "rope_theta"}
@@ -285,7 +286,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         if scaling.get("partial_rotary_factor") in (1, 1.0) and kind != "proportional":
             del scaling["partial_rotary_factor"]
         if kind in ("llama3", "yarn", "longrope"):
-            length = fields.get("original_max_position_embeddings")  # Phi-3's place for it, which transformers prefers
+            length = fields.get("original_max_position_embeddings")  # as in Phi-3; transformers prefers it
             if length is not None:
                 scaling["original_max_position_embeddings"] = length
         known = PARAMETERS.get(kind, ())
@@ -296,77 +297,73 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     # -------------------------------------------------------------------------------------- tokens and sampling
     def _read_optional(self, name: str) -> dict[str, Any]:
-        """A document that a model can do without: where it is broken, that is said and the defaults hold."""
+        """An optional document; {} if it is missing, {} and a warning if it is invalid."""
         if not os.path.lexists(self.path / name):
             return {}
         try:
             return read_json(self.path / name)
         except CheckpointError as error:
-            self.warnings.append(f"{error}; going on without it")
+            self.warnings.append(f"{error}; continuing without it")
             return {}
 
-    def _ids(self, key: str, n_vocab: int, last: bool = False) -> Any:
-        """The ids under a key of generation_config.json and config.json; `last`: one id or None instead of a set."""
+    def _ids(self, key: str, n_vocab: int) -> list[int]:
+        """The valid ids under a key of generation_config.json, then of config.json. Others are a warning."""
         found: list[int] = []
         for name, source in (("generation_config.json", self.generation), (CONFIG, self.settings)):
             value = source.get(key)
             for id in value if isinstance(value, list) else [] if value is None else [value]:
-                if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < n_vocab:
+                if not is_integer(id) or not 0 <= id < n_vocab:
                     self.warnings.append(
-                        f"{name}: {key} {told(id)} is no id of the vocabulary of {n_vocab} and is left out"
+                        f"{name}: {key} {describe(id)} is not an id of the vocabulary of {n_vocab} and is ignored"
                     )
                 else:
                     found.append(id)
-        return (found[0] if found else None) if last else frozenset(found)
-
-    def _stop_ids(self, n_vocab: int) -> frozenset[int]:
-        stops: frozenset[int] = self._ids("eos_token_id", n_vocab)
-        return stops
+        return found
 
     def _sampling(self) -> dict[str, Any]:
-        """What generation_config.json asks for: temperature and filters only if it says do_sample."""
-        denied = [key for key, none in NOT_GRANTED.items() if self.generation.get(key) not in (None, *none)]
-        if denied:
-            self.warnings.append(f"generation_config.json asks for what is not done here: {', '.join(denied)}")
-        wanted = {key: self.generation[key] for key in SAMPLING if self.generation.get(key) is not None}
+        """The options of generation_config.json: temperature and filters only if it sets do_sample."""
+        unsupported = [key for key, none in UNSUPPORTED.items() if self.generation.get(key) not in (None, *none)]
+        if unsupported:
+            self.warnings.append(f"generation_config.json sets unsupported options: {', '.join(unsupported)}")
+        options = {key: self.generation[key] for key in SAMPLING if self.generation.get(key) is not None}
         if self.generation.get("do_sample") is True:
-            wanted = {"temperature": 1.0, **wanted}
+            options = {"temperature": 1.0, **options}
         else:
-            wanted = {key: value for key, value in wanted.items() if key == "repetition_penalty"}
+            options = {key: value for key, value in options.items() if key == "repetition_penalty"}
         try:
-            SamplingParams(**wanted)
+            SamplingParams(**options)
         except UsageError as error:
-            self.warnings.append(f"generation_config.json: {error}; its wishes for sampling are left out")
+            self.warnings.append(f"generation_config.json: {error}; its sampling options are ignored")
             return {}
-        return wanted
+        return options
 
     def _chat_template(self) -> str | None:
         file = self.path / "chat_template.jinja"
         if file.is_file():
             if (size := file.stat().st_size) > LARGEST:
-                raise CheckpointError(f"{file} has {size} bytes; expected a chat template of some thousands")
+                raise CheckpointError(f"{file} has {size} bytes; expected a chat template of a few thousand")
             try:
                 return file.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise CheckpointError(
-                    f"{file} is not UTF-8 (byte {error.start}); fetch it again, or remove it to go without a template"
+                    f"{file} is not UTF-8 (byte {error.start}); fetch it again, or remove it to run without a template"
                 ) from None
         template = self.tokenizer_settings.get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # several templates with names
             named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
             template = named.get("default")
         return template if isinstance(template, str) else None
 
 
 def _spelled_out(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """The older "type" becomes "rope_type"; entries that are null are none."""
+    """The scaling with the legacy key "type" renamed to "rope_type" and without entries that are null."""
     out = {key: value for key, value in scaling.items() if value is not None and key != "type"}
     kind = scaling.get("rope_type", scaling.get("type"))
     return out if kind is None else {**out, "rope_type": kind}
 
 
 class ConfigFile(HuggingFaceCheckpoint):
-    """A config.json by itself: the architecture, and nothing to load. Raises CheckpointError, ConfigError."""
+    """A config.json without weights: only the architecture. Raises CheckpointError, ConfigError."""
 
     def __init__(self, file: Path):
         self.path = file
@@ -375,11 +372,11 @@ class ConfigFile(HuggingFaceCheckpoint):
         self.config = checked(self._config(Fields(self.settings, str(file))))
 
     def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
-        """Shapes are the same however the weights are stored."""
+        """Accept any: the shapes do not depend on the storage of the weights."""
 
 
 class WeightFile(ABC):
-    """One file of weights: names, shapes and dtypes known, values mapped; metadata is what else its header says."""
+    """One file of weights: its header has been read, its values are mapped. metadata: further entries of the header."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
@@ -389,13 +386,10 @@ class WeightFile(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """A tensor by the file's name for it, its values mapped."""
+        """A tensor by the file's name for it, mapped."""
 
     def nbytes(self, name: str) -> int:
-        count = 1
-        for size in self.shapes[name]:
-            count *= size
-        return count * {"F32": 4, "U8": 1}.get(self.dtypes[name], 2)
+        return math.prod(self.shapes[name]) * {"F32": 4, "U8": 1}.get(self.dtypes[name], 2)
 
 
 class _Safetensors(WeightFile):
@@ -407,17 +401,17 @@ class _Safetensors(WeightFile):
             with open(path, "rb") as file:
                 start = file.read(64)
                 torchfile.refuse_mistakes(path, start)
-                # A length may begin with the same bytes as a torch file; a header behind it tells.
+                # A header length may begin with the bytes of a torch file; then a header follows.
                 if start.startswith((torchfile.ZIP, torchfile.PICKLE)) and start[8:9] != b"{":
-                    raise CheckpointError(f"{path} is a torch file and no safetensors file; its ending is wrong")
+                    raise CheckpointError(f"{path} is a torch file, not a safetensors file; its name ends wrongly")
             header = read_header(path)
             self._file = safe_open(path, framework="pt")
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
         except SafetensorError as error:
             raise CheckpointError(
-                f"{path}: the safetensors library finds it damaged ({' '.join(str(error).split())[:160]});"
-                f" fetch it again"
+                f"{path}: the safetensors library reports it as damaged ({' '.join(str(error).split())[:160]}); fetch"
+                f" it again"
             ) from None
         self.metadata = header.metadata
         self.shapes = {name: entry.shape for name, entry in header.tensors.items()}
@@ -432,8 +426,7 @@ class _TorchFile(WeightFile):
     def __init__(self, path: Path):
         self.path = path
         self._tensors = torchfile.read_torch(path)
-        with open(path, "rb") as file:
-            self.mapped = file.read(4) == torchfile.ZIP
+        self.mapped = torchfile.is_archive(path)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.dtypes = {
             name: FLOATS.get(t.dtype, str(t.dtype).removeprefix("torch.")) for name, t in self._tensors.items()
@@ -444,7 +437,7 @@ class _TorchFile(WeightFile):
 
 
 def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
-    """The files that hold the weights: safetensors where there are any, else pytorch_model*.bin; never a mixture."""
+    """The files with the weights: safetensors if there are any, else pytorch_model*.bin; never both."""
     for index, single, ending, reader in (
         (INDEX, "model.safetensors", ".safetensors", _Safetensors),
         (BIN_INDEX, "pytorch_model.bin", ".bin", _TorchFile),
@@ -453,13 +446,13 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
             files = _open_indexed(folder, index, reader, warnings)
             if (folder / single).is_file() and single not in {file.path.name for file in files}:
                 raise CheckpointError(
-                    f"{folder} holds both {index} and {single}; which of them holds is unclear: remove one"
+                    f"{folder} has both {index} and {single}; it is unclear which one applies: remove one"
                 )
             return files
         found = sorted(file for file in folder.iterdir() if file.suffix == ending and "training_args" not in file.name)
         if (folder / single).is_file():
-            if aside := [file.name for file in found if file.name != single]:
-                warnings.append(f"besides {single} there are files left aside: {', '.join(aside[:4])}")
+            if ignored := [file.name for file in found if file.name != single]:
+                warnings.append(f"ignored, since there is {single}: {', '.join(ignored[:4])}")
             return [_open(reader, folder / single)]
         adapters = [file for file in found if file.name.startswith("adapter_")]
         if found and len(adapters) == len(found):
@@ -468,58 +461,56 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
             )
         if found:
             return [_open(reader, file) for file in found if file not in adapters]
-    if half := [file.name for file in folder.iterdir() if file.name.endswith((".incomplete", ".part"))]:
-        raise CheckpointError(f"{folder} is not fetched completely ({half[0]}); resume the download")
+    if partial := [file.name for file in folder.iterdir() if file.name.endswith((".incomplete", ".part"))]:
+        raise CheckpointError(f"{folder} is not fetched completely ({partial[0]}); resume the download")
     if (folder / "original").is_dir():
         raise CheckpointError(
-            f"{folder} has no weights of its own; Meta's may lie in {folder / 'original'}: name that folder"
+            f"{folder} has no weights of its own; Meta's may be in {folder / 'original'}: name that folder"
         )
     raise CheckpointError(f"{folder} has a {CONFIG} but no weights (model.safetensors); fetch them")
 
 
 def _open(reader: type[Any], path: Path) -> WeightFile:
-    """A file of weights. A pipe in its place would be waited for, and a link may lead nowhere."""
+    """Open a file of weights. Raises CheckpointError for a dangling link, or a pipe, which would block."""
     if path.is_symlink() and not path.exists():
-        raise CheckpointError(f"{path} is a link to a file that is not there; resume the download")
+        raise CheckpointError(f"{path} is a link to a file that does not exist; resume the download")
     if not path.is_file():
-        raise CheckpointError(f"{path} is no regular file; put the file of weights in its place")
+        raise CheckpointError(f"{path} is not a regular file; replace it by the file of weights")
     file: WeightFile = reader(path)
     return file
 
 
 def _open_indexed(folder: Path, index: str, reader: type[Any], warnings: list[str]) -> list[WeightFile]:
-    """The files of an index, each opened, and their tensors held against what the index says."""
+    """Open the files of an index and check that they have the tensors that the index lists."""
     where = str(folder / index)
     document = read_json(folder / index)
-    places = document.get("weight_map")
-    if not isinstance(places, dict) or not places:
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{where}: weight_map must map names of tensors to files")
-    for name, file in places.items():
-        # A name with a path in it would reach files outside the folder. Links inside it are fine: caches are made so.
+    for name, file in weight_map.items():
+        # A path could lead outside the folder. Links inside the folder are allowed: caches consist of them.
         if not isinstance(file, str) or not re.fullmatch(r"[\w.\-+ ]+", file) or file in (".", ".."):
-            raise CheckpointError(f"{where}: {name!r:.60} is said to be in {file!r:.60}, which is no plain file name")
-    names = sorted(set(places.values()))
+            raise CheckpointError(f"{where}: the file of {name!r:.60} is {file!r:.60}, which is not a plain file name")
+    names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise CheckpointError(
             f"{folder}: of {len(names)} files {len(missing)} are missing: {', '.join(missing[:4])}; resume the download"
         )
     files = [_open(reader, folder / name) for name in names]
-    held = {(name, file.path.name) for file in files for name in file.shapes}
-    told = set(places.items())
-    if lost := sorted(told - held):
-        raise CheckpointError(
-            f"{where}: {lost[0][0]!r:.80} should be in {lost[0][1]} and is not there; files are mixed up"
-        )
-    if extra := sorted(held - told):
-        raise CheckpointError(
-            f"{folder / extra[0][1]} holds {extra[0][0]!r:.80}, which {index} places elsewhere or not at all"
-        )
-    about = document.get("metadata")
-    said = about.get("total_size") if isinstance(about, dict) else None
+    present = {(name, file.path.name) for file in files for name in file.shapes}
+    listed = set(weight_map.items())
+    if missing_tensors := sorted(listed - present):
+        name, file = missing_tensors[0]
+        raise CheckpointError(f"{where}: {name!r:.80} should be in {file} and is not; files are of different models")
+    if extra := sorted(present - listed):
+        name, file = extra[0]
+        raise CheckpointError(f"{folder / file} holds {name!r:.80}, which {index} lists elsewhere or not at all")
+    metadata = document.get("metadata")
+    expected = metadata.get("total_size") if isinstance(metadata, dict) else None
     found = sum(file.nbytes(name) for file in files for name in file.shapes)
-    if said is not None and said != found:
+    if expected is not None and expected != found:
         warnings.append(
-            f"{index}: total_size is {said!r:.40} and the files hold {found} bytes of weights; they may be of different"
-            f" versions"
+            f"{index}: total_size is {expected!r:.40} and the files hold {found} bytes of weights; they may be of"
+            f" different versions"
         )
     return files

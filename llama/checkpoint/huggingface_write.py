@@ -1,4 +1,4 @@
-"""Hugging Face's folder, written weight by weight: configuration, safetensors, tokenizer."""
+"""Writer of Hugging Face folders, weight by weight: configuration, safetensors, tokenizer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
 from ..rope import Layout, to_half_layout
-from .base import their_name
+from .base import to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
 from .write import Model, dtype_name, raw_bytes
 
-LARGEST_FILE = 5 * 10**9  # bytes of weights; transformers splits at the same size
+LARGEST_FILE = 5 * 10**9  # bytes of weights; the same limit as in transformers
 ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a safetensors file: its dtype in the format's words, and its values when they are asked for."""
+    """A tensor to write: its dtype by its safetensors name, and a function that returns its values."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,19 +33,19 @@ class Entry:
 
 
 def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
-    """Fill an empty folder; as many files as shards says, or as are needed for at most 5 GB each. Returns warnings."""
-    write_weights(folder, {their_name(name, NAMES, LAYERS): entry(model, name) for name in model.shapes}, shards)
+    """Fill an empty folder with `shards` files; 0 means as many as needed for at most 5 GB each. Returns warnings."""
+    write_weights(folder, {to_file_name(name, NAMES, LAYERS): entry(model, name) for name in model.shapes}, shards)
     write_json(folder / "config.json", config_json(model))
     return write_tokenizer(folder, model)
 
 
 def entry(model: Model, name: str, layout: Layout = "half") -> Entry:
-    """A weight in floating point, as safetensors have it."""
+    """The entry of a floating-point weight."""
 
     def read() -> Tensor:
         tensor = model.read(name)
-        turned = layout == "half" and name.endswith(ROTATED)
-        return to_half_layout(tensor, model.config.head_dim) if turned else tensor
+        reorder = layout == "half" and name.endswith(ROTATED)
+        return to_half_layout(tensor, model.config.head_dim) if reorder else tensor
 
     return Entry(dtype_name(model.dtypes[name]), model.shapes[name], model.nbytes(name), read)
 
@@ -53,13 +53,13 @@ def entry(model: Model, name: str, layout: Layout = "half") -> Entry:
 def write_weights(
     folder: Path, entries: Mapping[str, Entry], shards: int = 0, metadata: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Tensors into one file, or many and their index. metadata tells of tensors by name, in the file that has them."""
+    """Write one file, or several and an index. metadata: an entry per tensor, for the header of its file."""
     parts = _parts(entries, shards)
     weight_map: dict[str, str] = {}
     for i, part in enumerate(parts):
         file = "model.safetensors" if len(parts) == 1 else f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
-        told = {name: metadata[name] for name in part if name in metadata}
-        write_safetensors(folder / file, {name: entries[name] for name in part}, told)
+        own = {name: metadata[name] for name in part if name in metadata}
+        write_safetensors(folder / file, {name: entries[name] for name in part}, own)
         weight_map |= dict.fromkeys(part, file)
     if len(parts) > 1:
         total = sum(one.nbytes for one in entries.values())
@@ -67,9 +67,9 @@ def write_weights(
 
 
 def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
-    """One file: the length of the header, the header, the tensors one after another.
+    """Write one file: the length of the header, the header, the tensors.
 
-    The safetensors library wants all tensors of a file in memory at once; this holds one.
+    The safetensors library needs all tensors of a file in memory; this function needs one.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
@@ -77,7 +77,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mappin
         start, end = end, end + one.nbytes
         header[name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-(len(raw) + 8) % 64)  # so that the first tensor begins where a line of the processor's cache does
+    raw += b" " * (-(len(raw) + 8) % 64)  # aligns the first tensor to a cache line
     with open(path, "wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for one in entries.values():
@@ -85,16 +85,16 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mappin
 
 
 def _parts(entries: Mapping[str, Entry], shards: int) -> list[list[str]]:
-    """The tensors of each file, in the order they have."""
+    """The tensors of each file, in the given order."""
     if shards > len(entries):
         raise ConfigError(f"{len(entries)} weights can't be spread over {shards} files")
     total = sum(one.nbytes for one in entries.values())
     parts: list[list[str]] = [[]]
-    size = 0  # of the file being filled, or of all so far where their number is given
+    size = 0  # of the current file; of all files so far if shards is given
     for left, (name, one) in zip(range(len(entries), 0, -1), entries.items(), strict=True):
         if shards < 1:
             full = size + one.nbytes > LARGEST_FILE
-        else:  # the share of this file is reached, or each file still to come needs a weight of its own
+        else:  # the file has its share, or the remaining files need one weight each
             full = len(parts) < shards and (size * shards >= total * len(parts) or left == shards - len(parts))
         if parts[-1] and full:
             parts.append([])
@@ -105,7 +105,7 @@ def _parts(entries: Mapping[str, Entry], shards: int) -> list[list[str]]:
 
 
 def config_json(model: Model) -> dict[str, Any]:
-    """config.json in the spelling that transformers 4 and 5 both read."""
+    """config.json with keys that both transformers 4 and 5 read."""
     config, tokenizer = model.config, model.tokenizer
     stops = sorted(tokenizer.stop_ids) if tokenizer else []
     return {
@@ -142,10 +142,10 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def write_tokenizer(folder: Path, model: Model) -> list[str]:
-    """tokenizer.json and the documents beside it: chat template, stop ids, wishes for sampling. Returns warnings."""
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json. Returns warnings."""
     tokenizer = model.tokenizer
     if tokenizer is None:
-        return ["the source has no tokenizer that can be read, so none was written"]
+        return ["the source has no readable tokenizer, so none was written"]
     from ..tokenizer.write import tokenizer_config, tokenizer_json
 
     generation: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.stop_ids)}
@@ -155,7 +155,7 @@ def write_tokenizer(folder: Path, model: Model) -> list[str]:
     try:
         (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
     except TokenizerError as error:
-        return [f"the tokenizer was not carried over: {error}"]
+        return [f"the tokenizer was not converted: {error}"]
     settings = tokenizer_config(tokenizer)
     if model.chat_template is not None:
         settings["chat_template"] = model.chat_template
@@ -164,5 +164,5 @@ def write_tokenizer(folder: Path, model: Model) -> list[str]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """One document, for people to read too."""
+    """Write a JSON document, indented."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

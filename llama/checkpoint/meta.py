@@ -1,8 +1,8 @@
-"""Meta's own files: a folder with params.json, consolidated.00.pth, .01.pth, ... and (there or above) tokenizer.model.
+"""Reader of Meta's folders: params.json, consolidated.00.pth, .01.pth, ..., and tokenizer.model, there or one level up.
 
-A model of several shards was cut for as many GPUs: columns of some matrices, rows of others (fairscale's
-ColumnParallelLinear and RowParallelLinear). Any number of shards is read; each weight is put together when it is
-asked for, so memory holds the model and one weight more. Sources: meta-llama/llama, llama3 and llama-models.
+A model of several shards was split for as many GPUs: some matrices by columns, others by rows (fairscale's
+ColumnParallelLinear and RowParallelLinear). Any number of shards can be read. Each weight is merged when it is read, so
+memory holds the model and one more weight. Sources: meta-llama/llama, llama3 and llama-models.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..tokenizer import Tokenizer
 from . import torchfile
-from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, their_name
+from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name
 from .documents import Fields, read_json
-from .meta_quant import SUFFIXES, dequantize
+from .meta_quant import SUFFIXES, dequantize, hadamard
 
 PARAMS = "params.json"
 
-# Meta's name -> (the model's name, axis on which shards cut it); None: every shard has all of it.
-# The embedding was cut along its columns up to Code Llama and along its rows since Llama 3: the shapes tell.
+# Meta's name -> (the model's name, axis along which shards split it; None: every shard has the full tensor).
+# The embedding is split along its columns up to Code Llama and along its rows since Llama 3; the shapes show which.
 NAMES: dict[str, tuple[str, int | None]] = {
     "tok_embeddings": ("tok_embeddings", 0),
     "norm": ("norm", None),
@@ -44,7 +44,7 @@ NAMES: dict[str, tuple[str, int | None]] = {
     "feed_forward.w2": ("feed_forward.w_down", 1),
 }
 STEMS = {source: ours for source, (ours, _) in NAMES.items()}
-# Tables that LLaMA 1, Llama 2 and Code Llama files carry along; they are computed from the configuration.
+# Tables in the files of LLaMA 1, Llama 2 and Code Llama; not read, since they follow from the configuration.
 TABLES = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")
 
 QUANTIZED = {torch.float8_e4m3fn: "float8 with row scales", torch.int8: "integers with group scales"}
@@ -56,10 +56,11 @@ KNOWN_PARAMS = {
 }  # fmt: skip
 VISION = ("vision_chunk_size", "vision_max_num_chunks", "vision_num_cross_attention_layers", "vision_model")
 
-# use_scaled_rope stands for these (llama-models, apply_scaling); the factor is 32 for the two small models of 3.2.
+# What use_scaled_rope means (llama-models, apply_scaling); the factor is 32 for Llama 3.2 1B and 3B, else 8.
 SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
-MOST_SHARDS = 128  # no model came in more than 16; a count beyond this is a wrong dim
+MIXED = "they are not shards of one model"
+MOST_SHARDS = 128  # official models have at most 16; a larger count means that dim is wrong
 SMALL_32 = {(2048, 16), (3072, 28)}  # (dim, n_layers) of Llama 3.2 1B and 3B
 
 
@@ -68,7 +69,7 @@ def recognizes(folder: Path) -> bool:
 
 
 class MetaCheckpoint(Checkpoint):
-    """A folder of Meta's. See Checkpoint for the members."""
+    """A folder in Meta's format. See Checkpoint for the members."""
 
     format = "Meta"
     layout = "interleaved"
@@ -78,9 +79,9 @@ class MetaCheckpoint(Checkpoint):
         self.warnings: list[str] = []
         self.notes: list[str] = []
         self.params = self._read_params()
-        self.files, aside = find_shards(folder)
-        if aside:
-            self.warnings.append(f"not part of the model and left aside: {', '.join(aside)}")
+        self.files, ignored = find_shards(folder)
+        if ignored:
+            self.warnings.append(f"ignored, not part of the model: {', '.join(ignored)}")
         self.shards = [torchfile.read_torch(file) for file in self.files]
         self.parts = {file.name: file.stat().st_size for file in self.files}
         self._refuse_copies()
@@ -112,15 +113,14 @@ class MetaCheckpoint(Checkpoint):
     def tensor(self, name: str) -> Tensor:
         source, axis = self._names[name]
         slices = [self._slice(source, rank) for rank in range(1 if axis is None else len(self.shards))]
-        whole = slices[0] if len(slices) == 1 or axis is None else torch.cat(slices, axis)
-        if self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight")):
-            whole = self._without_copies(whole, name)
-        return self._spin(whole, name)
+        weight = slices[0] if len(slices) == 1 or axis is None else torch.cat(slices, axis)
+        if self._has_copies(name):
+            weight = self._without_copies(weight, name)
+        return hadamard(weight) if self._is_spun(name) else weight
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
         source, axis = self._names[name]
-        turned = self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight"))
-        if axis is None or turned or self._spun(name):  # vectors, and what has to be put together to be read
+        if axis is None or self._has_copies(name) or self._is_spun(name):  # a vector, or must be merged first
             return super().piece(name, rows, columns)
         cut, other = (rows, columns) if axis == 0 else (columns, rows)
         size = self._stored(name).shape[axis]  # of each shard
@@ -132,7 +132,7 @@ class MetaCheckpoint(Checkpoint):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
 
     def file_name(self, name: str) -> str:
-        return their_name(name, STEMS)
+        return to_file_name(name, STEMS)
 
     def stored(self, name: str) -> str:
         dtype = self._stored(name).dtype
@@ -148,26 +148,25 @@ class MetaCheckpoint(Checkpoint):
     def tokenizer(self) -> Tokenizer:
         from ..tokenizer import open_tokenizer
 
-        places = [self.path / "tokenizer.model", self.path.parent / "tokenizer.model", self.path / "tokenizer.json"]
-        for place in places:
-            if place.exists():
-                tokenizer = open_tokenizer(place)
-                check_vocabulary(tokenizer, self.config, str(place))
+        for path in (self.path / "tokenizer.model", self.path.parent / "tokenizer.model", self.path / "tokenizer.json"):
+            if path.exists():
+                tokenizer = open_tokenizer(path)
+                check_vocabulary(tokenizer, self.config, str(path))
                 rows, exact = self.config.vocab_size, tokenizer.kind.startswith("tiktoken")
-                # Llama 3's control ids follow the last line, so with one line less all of them would be wrong.
+                # Llama 3's control ids follow the last line of the file, so one missing line shifts all of them.
                 if tokenizer.n_vocab < rows and (exact or rows > tokenizer.n_vocab + max(1024, tokenizer.n_vocab // 4)):
                     raise CheckpointError(
-                        f"{place}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding"
+                        f"{path}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding"
                         f" {self.config.vocab_size} rows; the file is cut off or another model's"
                     )
                 return tokenizer
         raise TokenizerError(
-            f"{self.path}: there is no tokenizer.model in it or in the folder above;"
-            f" it comes with the weights, put it there"
+            f"{self.path}: there is no tokenizer.model in it or in the folder above; copy the one that was published"
+            f" with the weights"
         )
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        """The built-in format that the vocabulary is made for; the files don't say if the model was taught to chat."""
+        """The built-in format of the vocabulary. The files do not state whether the model was trained to chat."""
         from ..chat import chat_format_of
 
         return chat_format_of(tokenizer)
@@ -179,15 +178,15 @@ class MetaCheckpoint(Checkpoint):
             params = params["model"]
         where = str(self.path / PARAMS)
         if vision := [key for key in VISION if params.get(key) not in (None, -1)]:
-            raise CheckpointError(f"{where}: {vision[0]} says that this is a vision model; text models can be run")
+            raise CheckpointError(f"{where}: {vision[0]} means a vision model; only text models can be run")
         for key in params.keys() - KNOWN_PARAMS - set(VISION):
             if near := difflib.get_close_matches(key, KNOWN_PARAMS, 1, 0.85):
                 raise CheckpointError(f"{where}: unknown key {key!r:.60}; was {near[0]!r} meant?")
-            self.warnings.append(f"{PARAMS} holds a key that is not known and has no effect here: {key!r:.60}")
+            self.warnings.append(f"{PARAMS} has an unknown key, which has no effect: {key!r:.60}")
         return params
 
     def _read_fp8_scales(self) -> list[dict[str, Tensor]]:
-        """The row scales of a float8 checkpoint, one file for each shard; empty for others."""
+        """The row scales of a float8 checkpoint, one file per shard; empty for other checkpoints."""
         if not any(tensor.dtype == torch.float8_e4m3fn for tensor in self.shards[0].values()):
             return []
         files = [self.path / f"fp8_scales_{rank}.pt" for rank in range(len(self.shards))]
@@ -198,7 +197,7 @@ class MetaCheckpoint(Checkpoint):
         return [torchfile.read_torch(file) for file in files]
 
     def _refuse_copies(self) -> None:
-        """Two shards with the same bytes: one file under two names, by a slip of the hand."""
+        """Raise CheckpointError if two shards have the same bytes: one file was saved under two names."""
         seen: dict[tuple[int, ...], Path] = {}
         for file in self.files:
             sums = torchfile.checksums(file)
@@ -214,20 +213,18 @@ class MetaCheckpoint(Checkpoint):
         first = self.shards[0].keys()
         for file, shard in zip(self.files, self.shards, strict=True):
             if odd := sorted(first ^ shard.keys()):
-                here = "also" if odd[0] in shard else "no"
-                raise CheckpointError(
-                    f"{file} has {here} {odd[0]}, unlike {self.files[0].name}; they are not shards of one model"
-                )
+                has = "has" if odd[0] in shard else "does not have"
+                raise CheckpointError(f"{file} {has} {odd[0]}, unlike {self.files[0].name}; {MIXED}")
             for name, tensor in shard.items():
-                if tensor.dtype != self.shards[0][name].dtype:
+                other = self.shards[0][name]
+                if tensor.dtype != other.dtype:
                     raise CheckpointError(
-                        f"{file}: {name} is {tensor.dtype} and in {self.files[0].name} {self.shards[0][name].dtype};"
-                        f" they are not shards of one model"
+                        f"{file}: {name} is {tensor.dtype} and in {self.files[0].name} {other.dtype}; {MIXED}"
                     )
-                if tensor.shape != self.shards[0][name].shape:
+                if tensor.shape != other.shape:
                     raise CheckpointError(
                         f"{file}: {name} has shape {tuple(tensor.shape)} and in {self.files[0].name}"
-                        f" {tuple(self.shards[0][name].shape)}; they are not shards of one model"
+                        f" {tuple(other.shape)}; {MIXED}"
                     )
         names: dict[str, tuple[str, int | None]] = {}
         for name in first:
@@ -248,34 +245,32 @@ class MetaCheckpoint(Checkpoint):
         if "tok_embeddings.weight" not in names:
             raise CheckpointError(f"{self.files[0]}: tok_embeddings.weight is missing; the file is incomplete")
         columns = self.shards[0]["tok_embeddings.weight"].shape[-1]
-        if columns < Fields(self.params, PARAMS).whole("dim"):
+        if columns < Fields(self.params, PARAMS).integer("dim"):
             names["tok_embeddings.weight"] = ("tok_embeddings", 1)
         return names
 
     def _check_part(self, name: str, base: str, suffix: str) -> None:
-        """Scales and low-rank parts belong to a weight of integers, and A to B."""
+        """Raise CheckpointError unless scales and adaptors belong to a quantized weight, and adaptor A to B."""
         shard = self.shards[0]
         weight = shard.get(f"{base}.weight")
         twin = {".adaptor.A.weight": ".adaptor.B.weight", ".adaptor.B.weight": ".adaptor.A.weight"}.get(suffix)
         if weight is None or weight.dtype != torch.int8:
-            raise CheckpointError(f"{self.files[0]}: {name} belongs to a quantized weight and {base}.weight is none")
+            raise CheckpointError(f"{self.files[0]}: {name} belongs to a quantized weight, and {base}.weight is not")
         if twin is not None and base + twin not in shard:
             raise CheckpointError(
-                f"{self.files[0]}: {name} is here and {base + twin} is missing; the file is incomplete"
+                f"{self.files[0]}: {name} is present and {base + twin} is missing; the file is incomplete"
             )
 
     def _check_replicas(self) -> None:
-        """Vectors are whole in every shard, so they tell a shard of another model."""
+        """Raise CheckpointError if a vector, of which every shard has a copy, differs between shards."""
         for name in ("norm.weight", "layers.0.attention_norm.weight"):
             first = self.shards[0].get(name)
             for file, shard in zip(self.files[1:], self.shards[1:], strict=True):
                 if first is not None and not torch.allclose(first.float(), shard[name].float(), rtol=0.02, atol=0.02):
-                    raise CheckpointError(
-                        f"{file}: {name} differs from that of {self.files[0].name}; they are not shards of one model"
-                    )
+                    raise CheckpointError(f"{file}: {name} differs from that of {self.files[0].name}; {MIXED}")
 
     def _stored(self, name: str) -> Tensor:
-        """The first shard's part of a weight, as it is stored."""
+        """The first shard's part of a weight, in the stored dtype."""
         return self.shards[0][f"{self._names[name][0]}.weight"]
 
     def _merged_shape(self, name: str) -> tuple[int, ...]:
@@ -283,7 +278,7 @@ class MetaCheckpoint(Checkpoint):
         axis = self._names[name][1]
         if axis is not None and axis < len(shape):
             shape[axis] *= len(self.shards)
-        if self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight")):
+        if self._has_copies(name):
             shape[0] //= self._kv_copies
         return tuple(shape)
 
@@ -308,33 +303,33 @@ class MetaCheckpoint(Checkpoint):
             f" {', '.join(str(d).removeprefix('torch.') for d in FLOATS)}"
         )
 
-    def _without_copies(self, whole: Tensor, name: str) -> Tensor:
-        heads = whole.unflatten(0, (self.config.n_kv_heads, self._kv_copies, self.config.head_dim))
+    def _has_copies(self, name: str) -> bool:
+        """Whether this weight stores each key/value head several times."""
+        return self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight"))
+
+    def _without_copies(self, weight: Tensor, name: str) -> Tensor:
+        heads = weight.unflatten(0, (self.config.n_kv_heads, self._kv_copies, self.config.head_dim))
         if not bool((heads == heads[:, :1]).all()):
             raise CheckpointError(
                 f"{self.path}: the copies of the key/value heads in {name} differ; a shard is damaged"
             )
         return heads[:, 0].flatten(0, 1)
 
-    def _spun(self, name: str) -> bool:
+    def _is_spun(self, name: str) -> bool:
+        """Whether SpinQuant's code multiplies the input of this layer by a Hadamard matrix at run time.
+
+        `tensor` multiplies the weight by it instead, with the same result.
+        """
         quantization = self.params.get("quantization_args")
         return (
             isinstance(quantization, Mapping) and bool(quantization.get("spinquant")) and name.endswith("w_down.weight")
         )
 
-    def _spin(self, weight: Tensor, name: str) -> Tensor:
-        """SpinQuant turns the input of w2 by a Hadamard matrix at run time; turning the weight does the same."""
-        if not self._spun(name):
-            return weight
-        from .meta_quant import hadamard
-
-        return hadamard(weight)
-
     # -------------------------------------------------------------------------------------------- configuration
     def _config(self) -> ModelConfig:
-        """The architecture, by params.json and the shapes; sets how often each key/value head is stored."""
+        """The architecture, by params.json and the shapes. Sets how often each key/value head is stored."""
         params, n = Fields(self.params, PARAMS), len(self.shards)
-        dim, n_layers, n_heads = params.whole("dim"), params.whole("n_layers"), params.whole("n_heads")
+        dim, n_layers, n_heads = params.integer("dim"), params.integer("n_layers"), params.integer("n_heads")
         if not 1 <= dim <= LARGEST_SIZE:
             raise ConfigError(f"{PARAMS}: dim must lie between 1 and {LARGEST_SIZE}, got {str(dim)[:40]}")
         if n_heads < 1 or dim % n_heads:
@@ -346,32 +341,32 @@ class MetaCheckpoint(Checkpoint):
                 raise ConfigError(f"{self.file_name(f'layers.0.{name}.weight')} is missing; the files are incomplete")
         rows = self._stored("layers.0.attention.wq.weight").shape[0]
         if rows * n != dim:
-            found = f"{n} shard{'s' * (n > 1)} hold {rows * n} rows of wq and {PARAMS} asks for {dim}"
+            found = f"{n} shard{'s' * (n > 1)} hold {rows * n} rows of wq, and {PARAMS} requires {dim}"
             if rows and dim % rows == 0 and n < dim // rows <= MOST_SHARDS:
                 last = f"consolidated.{dim // rows - 1:02d}.pth"
                 raise ConfigError(f"{found}; the model has {dim // rows} shards, up to {last}: fetch the missing ones")
             raise ConfigError(f"{found}; files and {PARAMS} do not belong together")
-        said_kv = params.whole("n_kv_heads", n_heads)
+        expected_kv = params.integer("n_kv_heads", n_heads)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
-        self._kv_copies = self._find_copies(stored_kv, said_kv, head_dim)
+        self._kv_copies = self._find_copies(stored_kv, expected_kv, head_dim)
         n_kv_heads = stored_kv // self._kv_copies
-        if said_kv not in (stored_kv, n_kv_heads):
-            raise ConfigError(f"{PARAMS} says {said_kv} key/value heads and the files hold {stored_kv}")
+        if expected_kv not in (stored_kv, n_kv_heads):
+            raise ConfigError(f"{PARAMS} says {expected_kv} key/value heads, and the files hold {stored_kv}")
         vocab_size, _ = self._merged_shape("tok_embeddings.weight")
-        said_vocab = params.whole("vocab_size", -1)
-        if said_vocab not in (-1, vocab_size):  # Llama 2 leaves it to the tokenizer by -1
-            raise ConfigError(f"{PARAMS} says vocab_size {said_vocab} and the embedding has {vocab_size} rows")
+        expected_vocab = params.integer("vocab_size", -1)
+        if expected_vocab not in (-1, vocab_size):  # -1 in Llama 2: the size of the tokenizer
+            raise ConfigError(f"{PARAMS} says vocab_size {expected_vocab}, and the embedding has {vocab_size} rows")
         hidden_dim = self._merged_shape("layers.0.feed_forward.w_gate.weight")[0]
-        said_hidden = _hidden_dim(params, dim)
-        if said_hidden not in (None, hidden_dim):
+        expected_hidden = _hidden_dim(params, dim)
+        if expected_hidden not in (None, hidden_dim):
             raise ConfigError(
-                f"multiple_of and ffn_dim_multiplier in {PARAMS} make a feed-forward width of {said_hidden}"
+                f"multiple_of and ffn_dim_multiplier in {PARAMS} imply a feed-forward width of {expected_hidden},"
                 f" and the files have {hidden_dim}"
             )
         theta = params.number("rope_theta", 10000.0)
-        scaled = params.flag("use_scaled_rope", False)
+        scaled = params.boolean("use_scaled_rope", False)
         tied = self._tied((dim, n_layers))
-        for name in ("tok_embeddings.weight", "output.weight"):  # what was compared need not stay in memory
+        for name in ("tok_embeddings.weight", "output.weight"):  # read for the comparison
             if name in self._names:
                 self.release(name)
         return ModelConfig(
@@ -385,17 +380,17 @@ class MetaCheckpoint(Checkpoint):
             norm_eps=params.number("norm_eps", 1e-5),
             rope_theta=theta,
             rope_scaling=self._rope_scaling(params, scaled, tied, (dim, n_layers)),
-            max_seq_len=params.whole("max_seq_len", self._context(scaled, theta)),
+            max_seq_len=params.integer("max_seq_len", self._context(scaled, theta)),
             tie_embeddings=tied,
         )
 
-    def _find_copies(self, stored: int, said: int, head_dim: int) -> int:
-        """How often each key/value head is stored: a model cut into more shards than it has such heads repeats them."""
+    def _find_copies(self, stored: int, expected: int, head_dim: int) -> int:
+        """How often each key/value head is stored: a model of more shards than key/value heads repeats them."""
         if len(self.shards) == 1:
             return 1
-        if said and stored > said and stored % said == 0:
-            return stored // said
-        if stored != len(self.shards):  # heads are repeated so that every shard has one
+        if expected and stored > expected and stored % expected == 0:
+            return stored // expected
+        if stored != len(self.shards):  # heads are repeated until every shard has one
             return 1
         heads = self.tensor("layers.0.attention.wk.weight").unflatten(0, (-1, head_dim))  # (stored, D, C)
         copies = 1
@@ -407,12 +402,12 @@ class MetaCheckpoint(Checkpoint):
         return copies
 
     def _tied(self, size: tuple[int, int]) -> bool:
-        """Meta's files always hold an output matrix; for the two small models of 3.2 it is the embedding again."""
+        """Whether the output matrix equals the embedding. Meta's files store both, even for Llama 3.2 1B and 3B."""
         if "output.weight" not in self._names:
             if size in SMALL_32:
                 return True
             raise ConfigError(
-                "output.weight is missing, and only Llama 3.2 1B and 3B can do without; the files are incomplete"
+                "output.weight is missing, which is valid only for Llama 3.2 1B and 3B; the files are incomplete"
             )
         (_, axis), (_, out_axis) = self._names["tok_embeddings.weight"], self._names["output.weight"]
         if self._merged_shape("tok_embeddings.weight") != self._merged_shape("output.weight"):
@@ -420,8 +415,9 @@ class MetaCheckpoint(Checkpoint):
         if axis == out_axis or len(self.shards) == 1:
             for rank in range(len(self.shards)):
                 ours, other = (self._slice(name, rank) for name in ("tok_embeddings", "output"))
-                same_place = ours.data_ptr() == other.data_ptr()
-                if not same_place and not (torch.equal(ours[:1], other[:1]) and torch.equal(ours, other)):
+                if ours.data_ptr() != other.data_ptr() and not (
+                    torch.equal(ours[:1], other[:1]) and torch.equal(ours, other)
+                ):
                     return False
             return True
         columns = [self._slice("tok_embeddings", rank) for rank in range(len(self.shards))]
@@ -439,14 +435,12 @@ class MetaCheckpoint(Checkpoint):
         small = tied or size in SMALL_32
         factor = params.number("rope_scaling_factor", 32.0 if small else 8.0)
         if params.get("rope_scaling_factor") is None:
-            reason = (
-                "the output matrix or the size is that of Llama 3.2 1B and 3B" if small else "this is Llama 3.1 or 3.3"
-            )
-            self.notes.append(f"{PARAMS} says use_scaled_rope without its factor: {factor:g}, since {reason}")
+            family = "Llama 3.2 1B and 3B, by the tied output matrix or the size" if small else "Llama 3.1 and 3.3"
+            self.notes.append(f"{PARAMS} sets use_scaled_rope without a factor; {factor:g} is used, as in {family}")
         return {**SCALED_ROPE, "factor": factor}
 
     def _context(self, scaled: bool, theta: float) -> int:
-        """Meta's files don't say for which context the model was trained; its family does."""
+        """The trained context, inferred from the family if params.json does not state it."""
         half = self._stored("tok_embeddings.weight").dtype == torch.float16
         if scaled:
             context, family = 131072, "scaled RoPE, as Llama 3.1 and later"
@@ -457,35 +451,35 @@ class MetaCheckpoint(Checkpoint):
         else:
             context, family = (2048, "float16, as LLaMA 1") if half else (4096, "as Llama 2")
         if self.params.get("max_seq_len") is None:
-            self.notes.append(f"{PARAMS} does not say the context: {context} tokens, by its family ({family})")
+            self.notes.append(f"{PARAMS} does not state the context; {context} tokens are assumed ({family})")
         return context
 
 
 def read_params(file: Path) -> ModelConfig:
-    """The sizes in a params.json by itself. Raises ConfigError where it leaves one to the weights, as Llama 2 does."""
+    """The sizes in a params.json without weights. Raises ConfigError if only the weights have one, as in Llama 2."""
     values = read_json(file)
     params = Fields(values["model"] if isinstance(values.get("model"), dict) else values, str(file))
-    dim, n_heads, vocab_size = params.whole("dim"), params.whole("n_heads"), params.whole("vocab_size", -1)
+    dim, n_heads, vocab_size = params.integer("dim"), params.integer("n_heads"), params.integer("vocab_size", -1)
     hidden_dim = _hidden_dim(params, dim)
     if vocab_size < 1 or hidden_dim is None or n_heads < 1:
         raise ConfigError(
             f"{file}: it leaves the size of the vocabulary or of the feed-forward network to the weights; name the"
-            " folder with its weights, or one of configs/"
+            " folder with the weights, or a file of configs/"
         )
     return ModelConfig(
         dim=dim,
-        n_layers=params.whole("n_layers"),
+        n_layers=params.integer("n_layers"),
         n_heads=n_heads,
-        n_kv_heads=params.whole("n_kv_heads", n_heads),
-        head_dim=params.whole("head_dim", dim // n_heads),
+        n_kv_heads=params.integer("n_kv_heads", n_heads),
+        head_dim=params.integer("head_dim", dim // n_heads),
         hidden_dim=hidden_dim,
         vocab_size=vocab_size,
-        max_seq_len=params.whole("max_seq_len", 131072 if params.flag("use_scaled_rope", False) else 8192),
+        max_seq_len=params.integer("max_seq_len", 131072 if params.boolean("use_scaled_rope", False) else 8192),
     )
 
 
 def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
-    """The shards of a model in order, and the names of torch files that are none of them."""
+    """The shards of a model in order, and the names of other torch files in the folder."""
     files = sorted(file for file in folder.iterdir() if file.suffix in (".pth", ".pt"))
     numbered = {int(m[1]): file for file in files if (m := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))}
     rest = [file for file in files if file not in numbered.values() and not file.name.startswith("fp8_scales_")]
@@ -496,15 +490,15 @@ def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
         raise CheckpointError(f"{folder} has {PARAMS} but no weights consolidated.00.pth{found}; fetch them")
     if missing := [f"consolidated.{i:02d}.pth" for i in range(max(numbered) + 1) if i not in numbered]:
         raise CheckpointError(
-            f"{folder}: of {max(numbered) + 1} shards {len(missing)} missing: {', '.join(missing[:4])}"
+            f"{folder}: of {max(numbered) + 1} shards, {len(missing)} missing: {', '.join(missing[:4])}"
         )
     return [numbered[i] for i in sorted(numbered)], [file.name for file in rest]
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> None:
-    """A tokenizer with more tokens than the embedding has rows belongs to another model, and so does one with few.
+    """Raise CheckpointError if the tokenizer has more tokens than the embedding has rows, or less than a quarter.
 
-    Models pad to round numbers, by a few rows; Llama 2's 32,000 tokens in the place of Llama 3's 128,256 are a quarter.
+    Models pad the vocabulary by a few rows. Llama 2's 32,000 tokens are just below a quarter of Llama 3's 128,256.
     """
     if tokenizer.n_vocab > config.vocab_size or 4 * tokenizer.n_vocab < config.vocab_size:
         raise CheckpointError(
@@ -514,10 +508,10 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> N
 
 
 def _hidden_dim(params: Fields, dim: int) -> int | None:
-    """Width of the feed-forward network as Meta's code computes it; None where params.json does not say."""
+    """Width of the feed-forward network as Meta's code computes it; None if params.json does not determine it."""
     if params.get("multiple_of") is None:
         return None
-    multiple, multiplier = params.whole("multiple_of"), params.get("ffn_dim_multiplier")
+    multiple, multiplier = params.integer("multiple_of"), params.get("ffn_dim_multiplier")
     if multiple < 1:
         raise ConfigError(f"{PARAMS}: multiple_of must be above 0, got {multiple}")
     hidden = int(8 * dim / 3)

@@ -1,8 +1,8 @@
-"""The 4-bit files of Llama 3.2 (QLoRA and SpinQuant), turned back into plain weights.
+"""Dequantization of the 4-bit files of Llama 3.2 (QLoRA and SpinQuant).
 
-Linear layers in blocks hold integers of 4 bits in int8 with one scale for each group of a row; embedding and output
-hold int8 with one scale a row. QLoRA adds a low-rank product. Meta's own code also rounds the activations to 8 bits;
-that is left out here, so results are nearer to the unquantized model. Source: llama-models, quantization/loader.py.
+Linear layers of the blocks are 4-bit integers in int8 with one scale per group of a row; embedding and output are int8
+with one scale per row. QLoRA adds a low-rank product. Meta's code also quantizes the activations to 8 bits; this code
+does not, so its results are closer to the unquantized model. Source: llama-models, quantization/loader.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import is_number
 from ..errors import CheckpointError
 
 SCHEME = "int4_weight_int8_dynamic_activation"
@@ -23,9 +24,7 @@ def dequantize(shard: Mapping[str, Tensor], name: str, params: Mapping[str, Any]
     """(quants - zeros) * scales + lora_scale * B A, for the layer `name` of a shard: (out, in) float32."""
     arguments = params.get("quantization_args")
     if not isinstance(arguments, Mapping) or arguments.get("scheme") != SCHEME:
-        raise CheckpointError(
-            f"{where}: {name} is int8 and params.json names no quantization scheme, expected {SCHEME}"
-        )
+        raise CheckpointError(f"{where}: {name} is int8, and quantization_args.scheme in params.json is not {SCHEME}")
     quants, scales = shard[f"{name}.weight"].float(), shard[f"{name}.scales"].float()
     out, width = quants.shape
     if out == 0 or scales.numel() % out or width % (scales.numel() // out or 1):
@@ -38,7 +37,7 @@ def dequantize(shard: Mapping[str, Tensor], name: str, params: Mapping[str, Any]
     except RuntimeError as error:
         text = " ".join(str(error).split())[:120]
         raise CheckpointError(
-            f"{where}: the parts of {name} do not fit together ({text}); the file is damaged"
+            f"{where}: the shapes of the parts of {name} do not match ({text}); the file is damaged"
         ) from None
 
 
@@ -54,9 +53,9 @@ def _combine(
     if down is None or up is None:
         return weight
     lora = params.get("lora_args")
-    scale = lora.get("scale") if isinstance(lora, Mapping) else None
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise CheckpointError(f"{where}: {name} has a low-rank part and params.json no lora_args.scale for it")
+    scale: Any = lora.get("scale") if isinstance(lora, Mapping) else None
+    if not is_number(scale):
+        raise CheckpointError(f"{where}: {name} has a low-rank part, and params.json has no lora_args.scale")
     return weight + scale * (up.float() @ down.float())
 
 
@@ -64,7 +63,7 @@ def hadamard(x: Tensor) -> Tensor:
     """x H along the last axis, H the orthonormal Hadamard matrix in Sylvester's order; the length is a power of two."""
     n = x.shape[-1]
     if n & (n - 1):
-        raise CheckpointError(f"a Hadamard matrix of Sylvester's has a power of two as its size, not {n}")
+        raise CheckpointError(f"the size of Sylvester's Hadamard matrix must be a power of two, got {n}")
     y, half = x.float(), 1
     while half < n:
         a, b = y.unflatten(-1, (-1, 2, half)).unbind(-2)  # neighbouring blocks

@@ -1,4 +1,4 @@
-"""Meta's folder, written weight by weight in any number of shards: consolidated.NN.pth, params.json, checklist.chk."""
+"""Writer of Meta's folders, weight by weight, in any number of shards; see meta.py for the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
-from .base import their_name
+from .base import to_file_name
 from .meta import NAMES, PARAMS, SCALED_ROPE, SMALL_32, STEMS
 from .write import Model, refuse
 
@@ -26,7 +26,7 @@ MULTIPLIERS = (None, 1.0, 1.2, 1.3, 1.5)
 
 
 def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
-    """Fill an empty folder with `shards` shards, one unless said. Returns warnings."""
+    """Fill an empty folder with `shards` shards; 0 means one. Returns warnings."""
     config, shards = model.config, shards or 1
     refuse(config, "Meta's format", attention_bias=False, mlp_bias=False, head_dim=config.dim // config.n_heads)
     copies = _kv_copies(config, shards)
@@ -38,8 +38,8 @@ def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
             f" {', '.join(map(str, fit))} would do"
         )
     old = _splits_columns(model)
-    plan = {their_name(name, STEMS): (name, axis(name, old)) for name in model.shapes}
-    if config.tie_embeddings:  # Meta's files hold an output matrix in any case
+    plan = {to_file_name(name, STEMS): (name, axis(name, old)) for name in model.shapes}
+    if config.tie_embeddings:  # Meta's files always have an output matrix
         plan["output.weight"] = ("tok_embeddings.weight", 0)
     shapes = {theirs: _shard_shape(model.shapes[ours], where, shards, copies if _is_kv(ours) else 1, ours)
               for theirs, (ours, where) in plan.items()}  # fmt: skip
@@ -66,7 +66,7 @@ def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
 
 
 def axis(name: str, old: bool) -> int | None:
-    """The axis on which shards cut a weight; `old` as up to Code Llama, where the embedding was cut along columns."""
+    """The axis along which shards split a weight. `old`: as up to Code Llama, which split the embedding by columns."""
     if name == "tok_embeddings.weight":
         return 1 if old else 0
     stem = name.removesuffix(".weight")
@@ -79,7 +79,7 @@ def _is_kv(name: str) -> bool:
 
 
 def _splits_columns(model: Model) -> bool:
-    """Whether this is a model of the families with a SentencePiece vocabulary, whose embedding is cut by columns."""
+    """Whether the model is of a family with a SentencePiece vocabulary; these split the embedding by columns."""
     return model.tokenizer is not None and "SentencePiece" in model.tokenizer.kind
 
 
@@ -92,16 +92,16 @@ def _kv_copies(config: ModelConfig, shards: int) -> int:
 def _shard_shape(shape: tuple[int, ...], where: int | None, shards: int, copies: int, name: str) -> tuple[int, ...]:
     if where is None:
         return shape
-    whole = shape[where] * copies
-    if whole % shards:
-        sizes = [n for n in range(1, 65) if whole % n == 0]
-        raise ConfigError(f"{name} has {whole} {'columns' if where else 'rows'}, which {shards} shards can't share"
-                          f" evenly; {', '.join(map(str, sizes[:8]))} would do")  # fmt: skip
-    return (*shape[:where], whole // shards, *shape[where + 1 :])
+    size = shape[where] * copies
+    if size % shards:
+        counts = [n for n in range(1, 65) if size % n == 0]
+        raise ConfigError(f"{name} has {size} {'columns' if where else 'rows'}, which {shards} shards can't share"
+                          f" evenly; {', '.join(map(str, counts[:8]))} would do")  # fmt: skip
+    return (*shape[:where], size // shards, *shape[where + 1 :])
 
 
 def params_json(config: ModelConfig, shards: int, copies: int) -> dict[str, Any]:
-    """params.json for a model. Raises ConfigError for what it has no keys for."""
+    """params.json of a model. Raises ConfigError for what it can't express."""
     out: dict[str, Any] = {"dim": config.dim, "n_layers": config.n_layers, "n_heads": config.n_heads}
     out |= {"n_kv_heads": config.n_kv_heads * copies, "vocab_size": config.vocab_size, "norm_eps": config.norm_eps}
     out |= {**feed_forward_keys(config.dim, config.hidden_dim), "rope_theta": config.rope_theta}
@@ -115,21 +115,21 @@ def params_json(config: ModelConfig, shards: int, copies: int) -> dict[str, Any]
         out["use_scaled_rope"] = True
         usual = 32 if config.tie_embeddings or (config.dim, config.n_layers) in SMALL_32 else 8
         if scaling["factor"] != usual:
-            out["rope_scaling_factor"] = scaling["factor"]  # our own key: Meta's code knows 8 alone
+            out["rope_scaling_factor"] = scaling["factor"]  # not a key of Meta's code, which always uses 8
     if config.max_seq_len != _usual_context(config):
         out["max_seq_len"] = config.max_seq_len
     return out
 
 
 def _usual_context(config: ModelConfig) -> int:
-    """The context that a reader takes for a file in bfloat16 without the key max_seq_len."""
+    """The context that the reader assumes for a bfloat16 file without the key max_seq_len."""
     if config.rope_scaling is not None:
         return 131072
     return {500000.0: 8192, 1000000.0: 16384}.get(config.rope_theta, 4096)
 
 
 def feed_forward_keys(dim: int, hidden_dim: int) -> dict[str, Any]:
-    """multiple_of and ffn_dim_multiplier that make this width by Meta's formula; an official pair where one does."""
+    """multiple_of and ffn_dim_multiplier that yield this width by Meta's formula; an official pair if one does."""
     pairs = [(multiple, multiplier) for multiplier in MULTIPLIERS for multiple in MULTIPLES]
     for multiple, multiplier in [*pairs, (hidden_dim, None)]:
         base = int(8 * dim / 3) if multiplier is None else int(multiplier * int(8 * dim / 3))
@@ -139,7 +139,7 @@ def feed_forward_keys(dim: int, hidden_dim: int) -> dict[str, Any]:
 
 
 class TorchWriter:
-    """A .pth file as torch.save makes it, its tensors given one after another instead of all at once."""
+    """Writes a .pth file like torch.save, with one tensor in memory at a time."""
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]):
         self._keys = {name: str(i) for i, name in enumerate(shapes)}
@@ -152,9 +152,9 @@ class TorchWriter:
         self._record("byteorder", b"little")
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write the values of one of the tensors; each has its turn once."""
+        """Write the values of one of the tensors, each once, in any order."""
         part = tensor.contiguous()
-        if part.untyped_storage().nbytes() != part.nbytes:  # the writer takes whole storages
+        if part.untyped_storage().nbytes() != part.nbytes:  # the writer writes complete storages
             part = part.clone()
         self._writer.write_record(f"data/{self._keys.pop(name)}", part.untyped_storage(), part.nbytes)
         self._sink.check()
@@ -172,7 +172,7 @@ class TorchWriter:
 
 
 class _Sink:
-    """A file that keeps an error for `check`: raised inside of torch's writer, it would end the whole process."""
+    """A file that stores an OSError for `check`: raised inside torch's writer, it would abort the process."""
 
     def __init__(self, path: Path):
         self._path, self._file = path, open(path, "wb")  # noqa: SIM115  (closed by close)
@@ -187,7 +187,7 @@ class _Sink:
         return len(data)
 
     def check(self) -> None:
-        """Raise the error there was."""
+        """Raise the stored error."""
         if self._error is not None:
             raise OSError(self._error.errno, self._error.strerror, str(self._path))
 
@@ -200,7 +200,7 @@ class _Sink:
 
 
 class _Described:
-    """A tensor in the pickle, before its values are there."""
+    """A tensor in the pickle, without its values."""
 
     def __init__(self, key: str, shape: tuple[int, ...], dtype: torch.dtype):
         self.storage = _Storage(key, torch.Size(shape).numel(), dtype)
@@ -219,17 +219,17 @@ class _Storage:
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        """torch names a storage in the pickle instead of putting it there."""
+        """A reference to a storage: torch keeps storages outside the pickle."""
         return ("storage", obj.kind, obj.key, "cpu", obj.numel) if isinstance(obj, _Storage) else None
 
 
 def _write_tokenizer(folder: Path, model: Model) -> list[str]:
     if model.tokenizer is None:
-        return ["the source has no tokenizer that can be read, so none was written"]
+        return ["the source has no readable tokenizer, so none was written"]
     from ..tokenizer.write import tokenizer_model
 
     try:
         (folder / "tokenizer.model").write_bytes(tokenizer_model(model.tokenizer))
     except TokenizerError as error:
-        return [f"the tokenizer was not carried over: {error}"]
-    return ["Meta's files hold no chat template, so it was left behind"] if model.chat_template else []
+        return [f"the tokenizer was not converted: {error}"]
+    return ["Meta's format can't store a chat template, so it was not written"] if model.chat_template else []

@@ -1,12 +1,12 @@
-"""The folder that `clearllama quantize` writes: one of Hugging Face's, its matrices as tiles of integers.
+"""Reader and writer of the folders of `clearllama quantize`: Hugging Face folders with quantized matrices.
 
-config.json says so in quantization_config. Of a matrix NAME.weight there is a tensor NAME.tiles of bytes, packed as
-tiles.py has it, so that loading is mapping; the file's metadata says under that name what they mean:
+config.json has a quantization_config. A matrix NAME.weight is stored as NAME.tiles, bytes that tiles.py packed, so
+loading only maps them. The file's metadata has their format under that name:
 
     {"shape": [2048, 2048], "bits": 4, "group": 32, "offset": true}
 
-Norms, biases and an embedding that is not tied are plain tensors. The rows of wq and wk are ordered as in Meta's files,
-not as in Hugging Face's.
+Norms, biases and an embedding that is not tied are floating-point tensors. The rows of wq and wk are in the order of
+Meta's files, not of Hugging Face's.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from ..checks import is_integer
 from ..errors import CheckpointError, ConfigError
 from ..quant.blocks import BlockFormat, Blocks
 from ..quant.tiles import TILE, tiles_shape, unpack
 from ..rope import Layout
 from . import huggingface, huggingface_write
-from .base import stored_bytes, their_name
+from .base import dequantized, stored_bytes, to_file_name
 from .documents import Fields, parse_json, read_json
 from .huggingface import LAYERS, NAMES, HuggingFaceCheckpoint, WeightFile
 from .huggingface_write import Entry
@@ -33,10 +33,9 @@ from .write import Model
 METHOD, VERSION = "clearllama", 1
 LAYOUT: Layout = "interleaved"
 TILES = ".tiles"
-GROUPS = (0, 16, 32, 64, 128)  # what the kernels compute with
-EMBEDDING = "embed_tokens.weight"  # the only matrix that may be stored as plain numbers
+GROUPS = (0, 16, 32, 64, 128)  # supported by the kernels
+EMBEDDING = "embed_tokens.weight"  # the only matrix that may be stored in floating point
 AGAIN = "quantize the source again"
-PIECE = 2**20  # entries of a weight that are turned into numbers at once
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -46,7 +45,7 @@ def recognizes(folder: Path) -> bool:
     try:
         scheme = read_json(folder / huggingface.CONFIG).get("quantization_config")
     except CheckpointError:
-        return False  # the reader of Hugging Face's folders says what is wrong with it
+        return False  # HuggingFaceCheckpoint raises the error
     return isinstance(scheme, dict) and scheme.get("quant_method") == METHOD
 
 
@@ -62,7 +61,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        stored = {name: (self.stored(name), file.nbytes(source)) for name, (file, source) in self._places.items()}
+        stored = {name: (self.stored(name), file.nbytes(source)) for name, (file, source) in self._sources.items()}
         return {"quantization": self.scheme, "weights": stored_bytes(stored)}
 
     def tensor(self, name: str) -> Tensor:
@@ -70,13 +69,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         if packed is None:
             return super().tensor(name)
         _, (rows, columns) = packed
-        out = torch.empty(rows, columns)
-        step = max(TILE, PIECE // columns // TILE * TILE)
-        for first in range(0, rows, step):
-            blocks = self.blocks(name, slice(first, first + step))
-            if blocks is not None:
-                out[first : first + step] = blocks.weight
-        return out
+        return dequantized(rows, columns, lambda part: self._unpack(name, part))
 
     def stored(self, name: str) -> str:
         packed = self._packed(name)
@@ -95,39 +88,40 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         return super().piece(name, rows, columns) if blocks is None else blocks.weight[:, columns]
 
     def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
-        packed = self._packed(name)
-        if packed is None:
-            return None
-        format, (count, width) = packed
-        first, last, _ = rows.indices(count)
-        start = first // TILE * TILE  # only the tiles of these rows are read
-        tiles = super().tensor(name)[start // TILE : -(-last // TILE)]
-        return unpack(tiles, last - start, width, *format).rows(slice(first - start, None)).columns(columns)
+        return None if self._packed(name) is None else self._unpack(name, rows).columns(columns)
 
     def tiles(self, name: str) -> Tensor | None:
         return None if self._packed(name) is None else super().tensor(name)
 
     def file_name(self, name: str) -> str:
-        return self._places[name][1] if name in self._places else super().file_name(name)
+        return self._sources[name][1] if name in self._sources else super().file_name(name)
+
+    def _unpack(self, name: str, rows: slice) -> Blocks:
+        """Rows of a packed weight. Reads only their tiles."""
+        format, (count, columns) = self._formats[self._sources[name][1]]
+        first, last, _ = rows.indices(count)
+        start = first // TILE * TILE
+        tiles = super().tensor(name)[start // TILE : -(-last // TILE)]
+        return unpack(tiles, last - start, columns, *format).rows(slice(first - start, None))
 
     def _packed(self, name: str) -> tuple[BlockFormat, tuple[int, int]] | None:
-        """BlockFormat and shape of a weight that is stored as tiles."""
-        return self._formats.get(self._places[name][1])
+        """Format and shape of a weight that is stored as tiles; None for other weights."""
+        return self._formats.get(self._sources[name][1])
 
     def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
-        told = dict(scheme or {})
         where = f"{where}: quantization_config"
-        version, self.scheme = told.get("format_version"), told.get("scheme")
-        if type(version) is not int or version != VERSION:
+        fields = dict(scheme or {})
+        version, self.scheme = fields.get("format_version"), fields.get("scheme")
+        if not is_integer(version) or version != VERSION:
             raise ConfigError(
-                f"{where}: format_version must be {VERSION}, got {version!r:.40}; {AGAIN}, or take the version of"
-                f" clearllama that wrote this"
+                f"{where}: format_version must be {VERSION}, got {version!r:.40}; {AGAIN}, or use the version of"
+                f" clearllama that wrote it"
             )
         if not isinstance(self.scheme, str):
             raise ConfigError(f"{where}: scheme must be a name, got {self.scheme!r:.40}; {AGAIN}")
-        if told.get("layout") != LAYOUT:
-            raise ConfigError(f"{where}: layout must be {LAYOUT!r}, got {told.get('layout')!r:.40}; {AGAIN}")
-        if unknown := sorted(told.keys() - {"quant_method", "format_version", "scheme", "layout"}):
+        if fields.get("layout") != LAYOUT:
+            raise ConfigError(f"{where}: layout must be {LAYOUT!r}, got {fields.get('layout')!r:.40}; {AGAIN}")
+        if unknown := sorted(fields.keys() - {"quant_method", "format_version", "scheme", "layout"}):
             raise ConfigError(f"{where}: unknown keys: {', '.join(unknown):.80}; {AGAIN}")
 
     def _weight_name(self, source: str) -> str:
@@ -135,17 +129,17 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
 
     def _check_stored(self, file: WeightFile, source: str) -> None:
         if not source.endswith(TILES):
-            if len(file.shapes[source]) == 2 and not source.endswith(EMBEDDING):  # its rows may be in another order
+            if len(file.shapes[source]) == 2 and not source.endswith(EMBEDDING):  # the order of its rows is unknown
                 raise CheckpointError(
-                    f"{file.path}: {source} is {file.dtypes[source]}, and a linear layer of this folder is stored as"
-                    f" {source.removesuffix('.weight') + TILES}; the file is of another model, {AGAIN}"
+                    f"{file.path}: {source} is {file.dtypes[source]}; expected {source.removesuffix('.weight') + TILES}"
+                    f" as for all linear layers here; the file is of another model, {AGAIN}"
                 )
             return super()._check_stored(file, source)
-        format, shape = _meaning(file.metadata.get(source), f"{file.path}: the metadata of {source}")
+        format, shape = _parse_format(file.metadata.get(source), f"{file.path}: the metadata of {source}")
         if file.dtypes[source] != "U8" or file.shapes[source] != tiles_shape(shape, *format):
             raise CheckpointError(
-                f"{file.path}: {source} is {file.dtypes[source]} {file.shapes[source]}, and a weight {shape} in"
-                f" {format} is U8 {tiles_shape(shape, *format)}; the file is damaged, {AGAIN}"
+                f"{file.path}: {source} is {file.dtypes[source]} {file.shapes[source]}; expected U8"
+                f" {tiles_shape(shape, *format)} for a weight {shape} in {format}; the file is damaged, {AGAIN}"
             )
         self._formats[source] = format, shape
 
@@ -153,54 +147,54 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         return self._formats[source][1] if source in self._formats else super()._shape(file, source)
 
 
-def _meaning(told: str | None, where: str) -> tuple[BlockFormat, tuple[int, int]]:
+def _parse_format(text: str | None, where: str) -> tuple[BlockFormat, tuple[int, int]]:
     """Format and shape of a packed weight. Raises CheckpointError unless the kernels support the format."""
-    if told is None:
+    if text is None:
         raise CheckpointError(f"{where} is missing, and with it shape and bits; {AGAIN}")
     try:
-        fields = Fields(parse_json(told.encode(), where), where)
-        format = BlockFormat(fields.whole("bits"), fields.whole("group"), fields.flag("offset"))
+        fields = Fields(parse_json(text.encode(), where), where)
+        format = BlockFormat(fields.integer("bits"), fields.integer("group"), fields.boolean("offset"))
         shape = fields.get("shape")
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{error}; {AGAIN}") from error
-    known = format.bits in (4, 8) and format.group in GROUPS and (format.group > 0 or format == (8, 0, False))
-    if not known or fields.unknown():
+    supported = format.bits in (4, 8) and format.group in GROUPS and (format.group > 0 or format == (8, 0, False))
+    if not supported or fields.unknown():
         raise CheckpointError(
-            f"{where} says {told!r:.120}; expected shape, offset, 4 or 8 bits and a group of"
-            f" {', '.join(map(str, GROUPS[1:]))} (0 for 8 bits without offset), and no more; {AGAIN}"
+            f"{where} is {text!r:.120}; expected shape, offset, 4 or 8 bits and a group of"
+            f" {', '.join(map(str, GROUPS[1:]))} (0 for 8 bits without offset), and no other keys; {AGAIN}"
         )
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
+    if not isinstance(shape, list) or len(shape) != 2 or not all(is_integer(n) and 0 < n < 2**40 for n in shape):
         raise CheckpointError(f"{where}: shape must be two sizes above 0, got {shape!r:.60}; {AGAIN}")
     return format, (shape[0], shape[1])
 
 
 # ------------------------------------------------------------------------------------------------------- writing
 class Packed(NamedTuple):
-    """A weight to be stored as tiles, which are made when they are asked for."""
+    """A weight to store as tiles, and a function that returns the tiles."""
 
     format: BlockFormat
     read: Callable[[], Tensor]
 
 
 def write(folder: Path, model: Model, packed: Mapping[str, Packed], scheme: str, shards: int = 0) -> Sequence[str]:
-    """Fill an empty folder. `packed` has the weights that are stored as tiles; model.read gives the others.
+    """Fill an empty folder. `packed` has the weights to store as tiles; model.read returns the others.
 
     Returns warnings.
     """
     entries, metadata = entries_of(model, packed)
     huggingface_write.write_weights(folder, entries, shards, metadata)
-    said = {"quant_method": METHOD, "format_version": VERSION, "scheme": scheme, "layout": LAYOUT}
+    quantization = {"quant_method": METHOD, "format_version": VERSION, "scheme": scheme, "layout": LAYOUT}
     huggingface_write.write_json(
-        folder / huggingface.CONFIG, {**huggingface_write.config_json(model), "quantization_config": said}
+        folder / huggingface.CONFIG, {**huggingface_write.config_json(model), "quantization_config": quantization}
     )
     return huggingface_write.write_tokenizer(folder, model)
 
 
 def entries_of(model: Model, packed: Mapping[str, Packed]) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors of the files and the metadata of the packed ones, those that want to lie on even places first."""
+    """The tensors to write, those with the strictest alignment first, and the metadata of the packed ones."""
     entries, metadata = {}, {}
     for name in sorted(model.shapes, key=lambda name: (name not in packed, -model.dtypes[name].itemsize)):
-        theirs = their_name(name, NAMES, LAYERS)
+        theirs = to_file_name(name, NAMES, LAYERS)
         if name not in packed:
             entries[theirs] = huggingface_write.entry(model, name, LAYOUT)
             continue

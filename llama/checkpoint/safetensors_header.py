@@ -1,8 +1,8 @@
-"""The header of a safetensors file, checked before the library sees it, so that each fault is told in plain words.
+"""Reader of the header of a safetensors file. It runs before the library and has clearer error messages.
 
-The file is 8 bytes with the length of the header, the header in JSON, then the tensors' bytes. The rules are those of
-https://github.com/huggingface/safetensors#format and the tensors must cover the bytes in one piece each, without a
-gap, to the last one. Numbers of the header are Python's unbounded integers and size nothing.
+A file is 8 bytes with the length of the header, the header in JSON, then the bytes of the tensors. The rules are those
+of https://github.com/huggingface/safetensors#format; the tensors must cover the data without gap or overlap. Numbers of
+the header are Python's unbounded integers, and no allocation depends on them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..checks import is_integer
 from ..errors import CheckpointError
 from .documents import parse_json
 
-LARGEST = 10_000_000  # bytes of a header; the format allows ten times that, and one of a 405B model has 0.2 million
+LARGEST = 10_000_000  # bytes of a header; the format allows 100 million, a 405B model has 0.2 million
 REMEDY = "the file is damaged, fetch it again"
 
-# dtype -> bytes of a number
+# dtype -> bytes of an entry
 SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
@@ -26,7 +27,7 @@ SIZES = {
 
 
 class Entry(NamedTuple):
-    """A tensor: begin and end count from the end of the header."""
+    """A tensor's entry: begin and end count from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,28 +36,28 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The tensors by name, and what else the file says of itself."""
+    """The tensors by name, and the entries of __metadata__."""
 
     tensors: dict[str, Entry]
     metadata: Mapping[str, str]
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file, all of it checked. Raises CheckpointError, or OSError where the file can't be read."""
+    """The checked header of a file. Raises CheckpointError, or OSError if the file can't be read."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > min(size - 8, LARGEST):
             raise CheckpointError(
-                f"{path} has {size:,} bytes and its header would take {length:,} of them; it is cut off or no"
+                f"{path} has {size:,} bytes and its header would take {length:,} of them; it is cut off or not a"
                 f" safetensors file, fetch it again"
             )
         raw = file.read(length)
     where = f"{path} (header)"
     if not raw.startswith(b"{"):
         raise CheckpointError(
-            f"{where} begins with {raw[:8]!r} instead of b'{{'; it is no safetensors file or {REMEDY}"
+            f"{where} begins with {raw[:8]!r} instead of b'{{'; it is not a safetensors file or {REMEDY}"
         )
     try:
         document = parse_json(raw, where)
@@ -65,33 +66,33 @@ def read_header(path: Path) -> Header:
     metadata = document.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{where}: __metadata__ must map names to texts, got {metadata!r:.60}; {REMEDY}")
+        raise CheckpointError(f"{where}: __metadata__ must map names to strings, got {metadata!r:.60}; {REMEDY}")
     try:
         "".join((*document, *metadata, *metadata.values())).encode()
     except UnicodeEncodeError:
-        raise CheckpointError(f"{where}: a name in it holds half a character (a surrogate); {REMEDY}") from None
-    tensors = {name: _entry(name, told, where) for name, told in document.items()}
+        raise CheckpointError(f"{where}: a name contains half a character (a surrogate); {REMEDY}") from None
+    tensors = {name: _entry(name, values, where) for name, values in document.items()}
     _check_cover(tensors, path, size - 8 - length)
     return Header(tensors, metadata)
 
 
-def _entry(name: str, told: Any, where: str) -> Entry:
-    """One tensor of the header; its size must be that of its shape."""
-    told = told if isinstance(told, dict) else {}
-    dtype, shape, place = (told.get(key) for key in ("dtype", "shape", "data_offsets"))
+def _entry(name: str, values: Any, where: str) -> Entry:
+    """One tensor of the header. Raises CheckpointError unless its bytes match its dtype and shape."""
+    values = values if isinstance(values, dict) else {}
+    dtype, shape, offsets = (values.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in SIZES:
         raise CheckpointError(
-            f"{where}: {name!r:.80} is stored as {dtype!r:.40}, which is not known; {REMEDY}, or take one in BF16"
+            f"{where}: {name!r:.80} is stored as {dtype!r:.40}, an unknown dtype; {REMEDY}, or get one in BF16"
         )
     if not _are_sizes(shape):
         raise CheckpointError(
             f"{where}: the shape of {name!r:.80} must be a list of sizes, got {shape!r:.60}; {REMEDY}"
         )
-    if not _are_sizes(place) or len(place) != 2 or place[0] > place[1]:
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
-            f"{where}: data_offsets of {name!r:.80} must be where it begins and ends, got {place!r:.60}; {REMEDY}"
+            f"{where}: data_offsets of {name!r:.80} must be its begin and end, got {offsets!r:.60}; {REMEDY}"
         )
-    begin, end = place
+    begin, end = offsets
     expected = math.prod(shape) * SIZES[dtype]
     if end - begin != expected:
         raise CheckpointError(
@@ -102,7 +103,7 @@ def _entry(name: str, told: Any, where: str) -> Entry:
 
 
 def _check_cover(tensors: Mapping[str, Entry], path: Path, available: int) -> None:
-    """Each tensor begins where the one before it ends, and the last ends with the file."""
+    """Raise CheckpointError unless each tensor begins where the one before it ends, and the last ends the file."""
     expected, before = 0, "the header"
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != expected:
@@ -114,17 +115,17 @@ def _check_cover(tensors: Mapping[str, Entry], path: Path, available: int) -> No
     if expected != available:
         verdict = "it is cut off" if available < expected else "bytes were added"
         raise CheckpointError(
-            f"{path} has {available:,} bytes of tensors and by its header {_count(expected)} are expected; {verdict},"
-            f" fetch it again"
+            f"{path} has {available:,} bytes of tensors, and its header implies {_count(expected)}; {verdict}, fetch it"
+            f" again"
         )
 
 
 def _are_sizes(value: Any) -> bool:
-    """Few and below 2^63, so that nothing that is computed from them takes long."""
-    few = isinstance(value, list) and len(value) <= 16
-    return few and all(type(number) is int and 0 <= number < 2**63 for number in value)
+    """Whether a value is a list of at most 16 ints from 0 to 2^63 - 1, which bounds the time of arithmetic with it."""
+    short = isinstance(value, list) and len(value) <= 16
+    return short and all(is_integer(number) and 0 <= number < 2**63 for number in value)
 
 
 def _count(number: int) -> str:
-    """A number for people, also one of a hundred digits."""
+    """An int with thousands separators, abbreviated if huge."""
     return f"{number:,}" if number < 10**30 else "more than 10^30"

@@ -1,4 +1,4 @@
-"""Writing a model in another format, weight by weight: what the three writers share, and their registry."""
+"""What the writers of all formats share: their input, and helpers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .base import FLOATS
 
 @dataclass(frozen=True)
 class Model:
-    """What a writer is given. Weights come by `read`, one at a time, in the interleaved layout.
+    """The input of a writer. `read` returns one weight at a time, in the interleaved layout.
 
-    shapes     the model's tensor names -> shapes; no output.weight if it is tied
-    dtypes     the model's tensor names -> the dtype to write
-    read       one weight by name, in that dtype
-    tokenizer  or None where the source has none; no_tokenizer says why
+    shapes        the model's tensor names -> shapes; without output.weight if it is tied
+    dtypes        the model's tensor names -> the dtype to write
+    read          one weight by name, in that dtype
+    tokenizer     None if the source has none, and then no_tokenizer has the reason
     """
 
     config: ModelConfig
@@ -48,18 +48,18 @@ class Model:
         return self.dtypes["tok_embeddings.weight"]
 
 
-# (where to write, the model, number of shards) -> warnings: what could not be carried over
+# (path, model, number of shards) -> warnings: what the format can't store
 Writer = Callable[[Path, Model, int], Sequence[str]]
 
 
 def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor in row-major order; no copy if it lies so already."""
+    """The bytes of a tensor in row-major order, without a copy if it is contiguous."""
     raw: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return raw
 
 
 def refuse(config: ModelConfig, format: str, **allowed: object) -> None:
-    """Raise ConfigError when a field is not what the format can express."""
+    """Raise ConfigError if a field has another value than the only one that the format can express."""
     for name, value in allowed.items():
         if getattr(config, name) != value:
             raise ConfigError(

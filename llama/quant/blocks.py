@@ -1,24 +1,25 @@
-"""Weights of few bits as what they are: integers with a scale, and perhaps an offset, for every group of them in a row.
+"""Quantized weights as blocks: integers with a scale, and perhaps an offset, for each group of a row.
 
     weight = scale * quant + offset
 
-Most of GGUF's types have this form, so a low-bit kernel can use a file's weights as they are, without a second
-quantization. Layouts: ggml-quants.c of https://github.com/ggml-org/ggml. R rows (out features), N columns.
+Most GGUF types have this form, so a quantized kernel can use the weights of a file without quantizing them again.
+Layouts: ggml-quants.c of https://github.com/ggml-org/ggml. R rows (out features), N columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 
 class BlockFormat(NamedTuple):
-    """Bits of a quantized weight, columns of a group (0: a whole row), and whether a group has an offset."""
+    """Bits of a quantized weight, columns of a group (0: the whole row), and whether a group has an offset."""
 
     bits: int
     group: int
@@ -29,11 +30,11 @@ class BlockFormat(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A weight (R, N) in groups of `group` columns; 0 stands for a whole row.
+    """A weight (R, N) in groups of `group` columns; group 0 is one group per row.
 
     quants  (R, N) uint8 below 2^bits
     scale   (R, groups) float32; the last group may be shorter than the others
-    offset  (R, groups) float32, or None where the middle of the integers stands for 0: -scale * 2^(bits - 1)
+    offset  (R, groups) float32; None means -scale * 2^(bits - 1), so that the middle of the integers is 0
     """
 
     quants: Tensor
@@ -48,15 +49,18 @@ class Blocks(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """(R, N) float32."""
-        group, columns = self.group or self.quants.shape[1], self.quants.shape[1]
-        scale = self.scale.repeat_interleave(group, 1)[:, :columns]  # (R, N)
+        """The dequantized weight: (R, N) float32."""
+        columns = self.quants.shape[1]
+        group = self.group or columns
+        weight = F.pad(self.quants, (0, -columns % group)).unflatten(1, (-1, group)).float()  # (R, groups, group)
         if self.offset is None:
-            return (self.quants.float() - 2 ** (self.bits - 1)) * scale
-        return self.quants.float() * scale + self.offset.repeat_interleave(group, 1)[:, :columns]
+            weight.sub_(2 ** (self.bits - 1)).mul_(self.scale[..., None])
+        else:
+            weight.mul_(self.scale[..., None]).add_(self.offset[..., None])
+        return weight.flatten(1)[:, :columns]
 
     def rows(self, index: Tensor | slice) -> Blocks:
-        """Some of the rows, in another order if need be."""
+        """A selection of the rows, in the order of `index`."""
         return self._replace(
             quants=self.quants[index],
             scale=self.scale[index],
@@ -64,30 +68,30 @@ class Blocks(NamedTuple):
         )
 
     def columns(self, part: slice) -> Blocks:
-        """Some of the columns, whole groups of them."""
+        """A range of the columns. Raises ValueError unless it begins and ends at group boundaries."""
         first, last, _ = part.indices(self.quants.shape[1])
         group = self.group or self.quants.shape[1]
         if self.group and (first % group or (last % group and last != self.quants.shape[1])):
-            raise ValueError(f"columns {first} to {last} are no whole groups of {group}")
+            raise ValueError(f"columns {first} to {last} are not complete groups of {group}")
         own = slice(first // group, -(-last // group)) if self.group else slice(None)
         offset = None if self.offset is None else self.offset[:, own]
         return self._replace(quants=self.quants[:, first:last], scale=self.scale[:, own], offset=offset)
 
 
 def _halves(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """(.., n) bytes -> (.., 2n) quants: the low halves of all bytes first, then the high ones."""
+    """(.., n) bytes -> (.., 2n) quants: the low 4 bits of every byte, then the high 4 bits."""
     return np.concatenate((packed & 15, packed >> 4), axis=-1)
 
 
 def _quarters(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """(R, n, 64) bytes -> (R, n, 256) quants of 2 bits: of each 32 bytes the lowest bits first, and so on."""
+    """(R, n, 64) bytes -> (R, n, 256) quants of 2 bits: for each 32 bytes, bits 0 and 1 of every byte, then 2 and 3."""
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     quants = packed.reshape(*packed.shape[:2], 2, 1, 32) >> shifts & np.uint8(3)
     return quants.reshape(*packed.shape[:2], 256)
 
 
 def _floats(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """(.., 2) bytes -> (.., 1) float16 read as float32."""
+    """(.., 2) bytes, a float16 -> (.., 1) float32."""
     return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
 
 
@@ -98,11 +102,10 @@ def _blocks(
     bits: int,
     group: int = 32,
 ) -> Blocks:
-    rows = len(quants)
-    taken = None if offset is None else torch.from_numpy(offset.reshape(rows, -1))
-    return Blocks(
-        torch.from_numpy(quants.reshape(rows, -1)), torch.from_numpy(scale.reshape(rows, -1)), taken, bits, group
-    )
+    def by_rows(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array.reshape(len(quants), -1))
+
+    return Blocks(by_rows(quants), by_rows(scale), None if offset is None else by_rows(offset), bits, group)
 
 
 def q4_0(raw: NDArray[np.uint8]) -> Blocks:
@@ -133,7 +136,7 @@ def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[n
     return d * sc, -dmin * mn
 
 
-# Numbers of 2 and 3 bits are held in 4, and those of 5 and 6 bits in 8.
+# The kernels have no widths between 4 and 8 bits: quants of 2 and 3 bits become 4-bit ones, of 5 and 6 bits 8-bit ones.
 def q2_k(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: 16 pairs of 4-bit (sc, mn), 64 bytes, d, dmin; weight = d sc q - dmin mn."""
     blocks = raw.reshape(len(raw), -1, 84)
@@ -142,13 +145,13 @@ def q2_k(raw: NDArray[np.uint8]) -> Blocks:
 
 
 def q3_k(raw: NDArray[np.uint8]) -> Blocks:
-    """Blocks of 256: high bits in 32 bytes, low ones in 64, 16 6-bit scales sc, d; weight = d (sc - 32) (q - 4)."""
+    """Blocks of 256: high bits in 32 bytes, low bits in 64, 16 6-bit scales sc, d; weight = d (sc - 32) (q - 4)."""
     blocks = raw.reshape(len(raw), -1, 110)
     high = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (R, N / 256, 8, 32)
     low = _quarters(blocks[..., 32:96])  # (R, N / 256, 256)
     quants = low + (high.reshape(low.shape) << 2) + np.uint8(8 - 4)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    top = (blocks[..., None, 104:108] >> shifts & 3).reshape(*blocks.shape[:2], 16)  # the highest bits of the scales
+    top = (blocks[..., None, 104:108] >> shifts & 3).reshape(*blocks.shape[:2], 16)  # bits 4 and 5 of the scales
     sc = (_halves(blocks[..., 96:104]) | top << 4).view(np.int8) - np.int8(32)  # (R, N / 256, 16)
     return _blocks(quants, _floats(blocks[..., 108:]) * sc, None, 4, 16)
 
@@ -170,7 +173,7 @@ def q5_1(raw: NDArray[np.uint8]) -> Blocks:
 
 
 def q5_k(raw: NDArray[np.uint8]) -> Blocks:
-    """As Q4_K, and before the 128 bytes 32 with the highest bits: bit g of byte i belongs to quant i of group g."""
+    """Q4_K with 32 bytes of highest bits before the 128 bytes: bit g of byte i belongs to quant i of group g."""
     blocks = raw.reshape(len(raw), -1, 176)
     packed = blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)
     high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (R, N / 256, 8, 32)

@@ -1,4 +1,4 @@
-"""Group B: params.json and config.json, damaged, mistyped and of other models."""
+"""Group B: params.json and config.json: damaged, misspelt, and of other models."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ DIM = {"meta": "dim", "hf": "hidden_size"}
 
 
 @pytest.fixture(scope="module")
-def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("wholes")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("originals")
     return {form: make_tiny.make(root / form, "llama-3.1-8b", format=form) for form in DOCUMENT}
 
 
@@ -43,9 +43,9 @@ def form(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def document(wholes: dict[str, Path], tmp_path: Path, form: str) -> Path:
-    """The params.json or config.json of a whole checkpoint."""
-    return Path(shutil.copytree(wholes[form], tmp_path / form)) / DOCUMENT[form]
+def document(originals: dict[str, Path], tmp_path: Path, form: str) -> Path:
+    """The params.json or config.json of a complete checkpoint."""
+    return Path(shutil.copytree(originals[form], tmp_path / form)) / DOCUMENT[form]
 
 
 def edit(document: Path, **changes: Any) -> None:
@@ -62,9 +62,9 @@ TEXTS: dict[str, tuple[Callable[[bytes], bytes], tuple[str, ...], str]] = {
     "UTF-16": (lambda t: t.decode().encode("utf-16"), ("is not UTF-8 (byte 0)",), "B01"),
     "a list": (lambda t: b"[" + t + b"]", ("holds a list where an object",), "B01"),
     "null": (lambda t: b"null", ("holds null where an object",), "B01"),
-    "NaN": (lambda t: t.replace(b"1e-05", b"NaN"), ("NaN is not a number of JSON",), "B02"),
-    "Infinity": (lambda t: t.replace(b"1e-05", b"-Infinity"), ("-Infinity is not a number of JSON",), "B02"),
-    "too large": (lambda t: t.replace(b"1e-05", b"1e400"), ("the number 1e400 is larger than any",), "B02"),
+    "NaN": (lambda t: t.replace(b"1e-05", b"NaN"), ("NaN is not a JSON number",), "B02"),
+    "Infinity": (lambda t: t.replace(b"1e-05", b"-Infinity"), ("-Infinity is not a JSON number",), "B02"),
+    "too large": (lambda t: t.replace(b"1e-05", b"1e400"), ("the number 1e400 is too large",), "B02"),
     "too large, unread": (lambda t: t.replace(b"{", b'{"mine": 1e999, ', 1), ("the number 1e999",), "B02"),
     "twice": (lambda t: t.replace(b"{", b'{"vocab_size": 9, ', 1), ("'vocab_size' occurs twice",), "B02"),
     "twice inside": (lambda t: t.replace(b"{", b'{"mine": {"a": 1, "a": 1}, ', 1), ("'a' occurs twice",), "B02"),
@@ -78,7 +78,7 @@ TEXTS: dict[str, tuple[Callable[[bytes], bytes], tuple[str, ...], str]] = {
 
 
 B01, B02 = pytest.mark.row("B01"), pytest.mark.row("B02")
-FIRST = ("empty", "cut", "byte order mark", "NaN")  # one reader reads both documents, so these do for config.json
+FIRST = ("empty", "cut", "byte order mark", "NaN")  # enough for config.json, since both documents have the same reader
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ FIRST = ("empty", "cut", "byte order mark", "NaN")  # one reader reads both docu
         for name, (_, _, row) in TEXTS.items()
     ],
 )
-def test_a_text_that_is_not_one_object_of_json(document: Path, attempt: Try, name: str) -> None:
-    """For B02 the oracle is Python's own reader, which takes what is refused here and says nothing."""
+def test_anything_but_a_json_object_is_refused(document: Path, attempt: Try, name: str) -> None:
+    """For B02, Python's own reader accepts silently what is refused here."""
     change, words, row = TEXTS[name]
     before = document.read_bytes()
     document.write_bytes(change(before))
@@ -111,25 +111,25 @@ def test_a_text_that_is_not_one_object_of_json(document: Path, attempt: Try, nam
 SIZES = {"meta": ("dim", "n_layers", "n_heads", "n_kv_heads"),
          "hf": ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                 "intermediate_size")}  # fmt: skip
-WRONG = {'"4096"': "'4096' (a string)", "4096.0": "4096.0 (a fraction)", "true": "true", "[4096]": "[4096] (a list)",
+WRONG = {'"4096"': "'4096' (a string)", "4096.0": "4096.0 (a float)", "true": "true", "[4096]": "[4096] (a list)",
          "{}": "{} (an object)"}  # fmt: skip
 
 
 @pytest.mark.row("B03")
 @pytest.mark.parametrize("value", WRONG)
-def test_a_size_of_another_kind(document: Path, form: str, value: str) -> None:
+def test_a_size_of_another_type_is_refused(document: Path, form: str, value: str) -> None:
     for key in SIZES[form]:
         before = document.read_text()
         edit(document, **{key: json.loads(value)})
         with pytest.raises(LlamaError) as caught:
             open_checkpoint(document.parent)
-        assert f"{key} must be a whole number, got {WRONG[value]}" in str(caught.value)
+        assert f"{key} must be an integer, got {WRONG[value]}" in str(caught.value)
         assert document.name in str(caught.value)
         document.write_text(before)
 
 
 @pytest.mark.row("B03")
-def test_a_size_of_another_kind_stops_the_run(document: Path, form: str, attempt: Try) -> None:
+def test_a_missing_size_stops_the_run(document: Path, form: str, attempt: Try) -> None:
     edit(document, **{DIM[form]: None})
     attempt("generate", *RUN, "-m", document.parent).refused(document.name, f"the key {DIM[form]} is missing")
 
@@ -140,23 +140,23 @@ def test_a_size_of_another_kind_stops_the_run(document: Path, form: str, attempt
     [0, -1, 2**40, 10**400, *(pytest.param(n, marks=pytest.mark.slow) for n in (2**31 + 1, 2**63, 2**64 - 1))],
     ids=lambda value: str(value)[:25],
 )
-def test_a_size_out_of_range_sizes_nothing(document: Path, form: str, attempt: Try, value: int) -> None:
+def test_a_size_out_of_range_allocates_nothing(document: Path, form: str, attempt: Try, value: int) -> None:
     keys = SIZES[form] if value == 2**40 else [SIZES[form][value % 4]]
     for key in keys:
         before = document.read_text()
         edit(document, **{key: value})
-        attempt("generate", *RUN, "-m", document.parent).refused(document.parent.name, its_word(key))
+        attempt("generate", *RUN, "-m", document.parent).refused(document.parent.name, word_for(key))
         document.write_text(before)
 
 
-def its_word(key: str) -> str:
-    """What a message about a key calls it: one of the words that stand for it in all of them."""
+def word_for(key: str) -> str:
+    """A word that occurs in all messages about a key."""
     words = {"hidden_size": "dim", "dim": "dim", "num_hidden_layers": "layers", "n_layers": "layers"}
     return {**words, "intermediate_size": "hidden_dim"}.get(key, "heads")
 
 
 @pytest.mark.row("B04")
-def test_llama_2_leaves_its_vocabulary_to_the_weights(tmp_path: Path) -> None:
+def test_the_vocabulary_size_of_llama_2_comes_from_the_weights(tmp_path: Path) -> None:
     folder = make_tiny.make(tmp_path / "meta", "llama-2-7b")
     assert json.loads((folder / "params.json").read_text())["vocab_size"] == -1
     assert open_checkpoint(folder).config.vocab_size == 512
@@ -174,7 +174,7 @@ def test_llama_2_leaves_its_vocabulary_to_the_weights(tmp_path: Path) -> None:
         ("meta", {"n_heads": 64, "n_kv_heads": 32}, ("head_dim must be even", "1")),
     ],
 )
-def test_numbers_that_contradict_each_other_are_both_told(
+def test_the_error_of_a_contradiction_has_both_numbers(
     document: Path, attempt: Try, changes: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     edit(document, **changes)
@@ -192,7 +192,7 @@ def misspelt(key: str) -> Iterator[str]:
 
 
 def mutations(text: str) -> Iterator[tuple[str, str]]:
-    """The object with each value replaced, each key removed, doubled, misspelt."""
+    """The object with each value replaced, and each key removed, duplicated or misspelt."""
     pairs = list(json.loads(text).items())
 
     def written(entries: list[tuple[str, str]]) -> str:
@@ -241,8 +241,8 @@ def test_any_other_value_is_refused_or_harmless_at_length(document: Path, attemp
 
 # ------------------------------------------------------------------------------------------------- keys and meanings
 @pytest.mark.row("B06")
-def test_a_misspelt_key_is_never_passed_over(document: Path, form: str) -> None:
-    """Removed, an optional key changes what is computed; so its misspelt twin must be refused, or be warned of."""
+def test_a_misspelt_key_is_never_ignored_silently(document: Path, form: str) -> None:
+    """Removing an optional key changes what is computed, so a misspelt key must be an error or a warning."""
     text, tried = document.read_text(), 0
     for key, value in json.loads(text).items():
         if key.startswith("_") or key in ("architectures", "transformers_version"):
@@ -263,14 +263,14 @@ def test_a_misspelt_key_is_never_passed_over(document: Path, form: str) -> None:
 @pytest.mark.row("B06")
 @pytest.mark.parametrize(("form", "odd", "meant"), [("meta", "rope_thetta", "rope_theta"),
                                                     ("hf", "rms_norm_esp", "rms_norm_eps")])  # fmt: skip
-def test_a_misspelt_key_is_refused_with_what_was_meant(document: Path, attempt: Try, odd: str, meant: str) -> None:
+def test_a_misspelt_key_is_refused_with_a_suggestion(document: Path, attempt: Try, odd: str, meant: str) -> None:
     edit(document, **{odd: 1e-3})
     attempt("generate", *RUN, "-m", document.parent).refused(document.name, repr(odd), f"was {meant!r} meant")
 
 
 @pytest.mark.row("B06")
 @pytest.mark.parametrize("form", ["meta"])
-def test_what_is_more_than_a_decoder_is_refused(document: Path, attempt: Try) -> None:
+def test_a_vision_model_is_refused(document: Path, attempt: Try) -> None:
     edit(document, vision_chunk_size=448)
     attempt("generate", *RUN, "-m", document.parent).refused("vision_chunk_size", "vision model", "text models")
 
@@ -280,7 +280,7 @@ ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq
 ROPES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     *(("meta", {"rope_theta": theta}, ("rope_theta must be a",)) for theta in (0, -1, -1e9, "10000", True)),
     *(("hf", {"rope_parameters": {**ROPE, "rope_theta": t}}, ("rope_theta must be a",)) for t in (0, -1, "1e4", [1])),
-    ("meta", {"use_scaled_rope": 1}, ("use_scaled_rope must be true or false", "1 (a whole number)")),
+    ("meta", {"use_scaled_rope": 1}, ("use_scaled_rope must be true or false", "1 (an integer)")),
     ("meta", {"rope_scaling_factor": 0}, ("factor", "above 0")),
     ("hf", {"rope_parameters": {**ROPE, "rope_theta": 1e4, "rope_type": "spiral"}}, ("'spiral'", "known: default")),
     ("hf", {"rope_parameters": {**ROPE, "rope_theta": 1e4, "factor": 0}}, ("'factor'", "above 0", "got 0")),
@@ -290,8 +290,8 @@ ROPES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-def spell_anew(document: Path) -> dict[str, Any]:
-    """Write theta and scaling as transformers 5 does; returns them."""
+def use_rope_parameters(document: Path) -> dict[str, Any]:
+    """Move theta and scaling to rope_parameters, as in transformers 5, and return them."""
     settings = json.loads(document.read_text())
     rope = {**settings.pop("rope_scaling"), "rope_theta": settings.pop("rope_theta")}
     document.write_text(json.dumps({**settings, "rope_parameters": rope}))
@@ -300,22 +300,22 @@ def spell_anew(document: Path) -> dict[str, Any]:
 
 @pytest.mark.row("B07")
 @pytest.mark.parametrize(("form", "changes", "words"), ROPES, ids=lambda value: str(value)[:60])
-def test_a_rotation_that_makes_no_sense(
+def test_an_invalid_rope_is_refused(
     document: Path, attempt: Try, changes: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     if document.name == "config.json":
-        spell_anew(document)
+        use_rope_parameters(document)
     edit(document, **changes)
     attempt("generate", *RUN, "-m", document.parent).refused(document.parent.name, *words)
 
 
 @pytest.mark.row("B07")
 @pytest.mark.parametrize("form", ["hf"])
-def test_both_spellings_of_a_rotation_may_agree(document: Path) -> None:
-    """The oracle: the logits of either spelling alone."""
+def test_rope_scaling_and_rope_parameters_may_agree(document: Path) -> None:
+    """The logits equal those with only one of the two."""
     tokens = torch.arange(40)[None]
     expected = llama.load_model(document.parent, dtype="float32", device="cpu")(tokens)
-    rope = spell_anew(document)
+    rope = use_rope_parameters(document)
     assert torch.equal(llama.load_model(document.parent, dtype="float32", device="cpu")(tokens), expected)
     theta = rope["rope_theta"]
     edit(document, rope_scaling={key: value for key, value in rope.items() if key != "rope_theta"}, rope_theta=theta)
@@ -324,15 +324,15 @@ def test_both_spellings_of_a_rotation_may_agree(document: Path) -> None:
 
 
 @pytest.mark.row("B08")
-def test_scaled_rope_far_beyond_the_first_8192_positions(wholes: dict[str, Path], form: str) -> None:
-    """transformers' logits at positions up to 100,000: without the scaling they are other ones."""
+def test_scaled_rope_equals_that_of_transformers_up_to_position_100_000(originals: dict[str, Path], form: str) -> None:
+    """The test also checks that the logits differ without the scaling."""
     positions = torch.tensor([0, 1, 50, 8191, 8192, 9000, 20_000, 65_000, 99_999])
     tokens = torch.arange(300, 300 + len(positions))[None]
-    theirs = LlamaForCausalLM.from_pretrained(wholes["hf"], dtype=torch.float32).eval()
+    theirs = LlamaForCausalLM.from_pretrained(originals["hf"], dtype=torch.float32).eval()
     expected = theirs(tokens, position_ids=positions[None]).logits
-    ours = llama.load_model(wholes[form], dtype="float32", device="cpu", rope="real")
-    assert float((ours(tokens, positions) - expected).abs().max()) < 5e-3  # theirs are float32 angles
-    plain = llama.load_model(wholes[form], dtype="float32", device="cpu", rope_scaling={"rope_type": "default"},
+    ours = llama.load_model(originals[form], dtype="float32", device="cpu", rope="real")
+    assert float((ours(tokens, positions) - expected).abs().max()) < 5e-3  # transformers computes angles in float32
+    plain = llama.load_model(originals[form], dtype="float32", device="cpu", rope_scaling={"rope_type": "default"},
                              max_seq_len=131072)  # fmt: skip
     assert float((plain(tokens, positions) - expected).abs().max()) > 0.05
 
@@ -343,7 +343,7 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     "pad_token_id": None, "head_dim": 16,
 }  # fmt: skip
-# family of transformers, changes of its configuration, whether it is a LLaMA in everything but its name
+# (family in transformers, changes of its configuration)
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {}),
     ("Llama", {"attention_bias": True}),
@@ -359,7 +359,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.row("B09")
 @pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=str)
-def test_another_family_is_refused_or_computed_as_transformers_does(
+def test_another_family_is_refused_or_computed_as_in_transformers(
     tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
@@ -378,7 +378,7 @@ def test_another_family_is_refused_or_computed_as_transformers_does(
         refused = ""
     if refused:
         assert family != "Llama" or changes.get("hidden_act"), refused
-        assert "can be run" in refused or "no LLaMA" in refused
+        assert "can be run" in refused or "not a LLaMA" in refused
         return
     assert float((ours(tokens) - model(tokens).logits).abs().max()) < 5e-4
 
@@ -388,7 +388,7 @@ def test_another_family_is_refused_or_computed_as_transformers_does(
 @pytest.mark.parametrize("changes", [{"model_type": "qwen2"}, {"model_type": None, "architectures": None},
                                      {"sliding_window": 4096}, {"layer_types": ["sliding_attention"] * 2}],
                          ids=str)  # fmt: skip
-def test_what_is_another_architecture_is_named(document: Path, attempt: Try, changes: dict[str, Any]) -> None:
+def test_the_error_names_the_key_of_another_architecture(document: Path, attempt: Try, changes: dict[str, Any]) -> None:
     edit(document, **changes)
     attempt("generate", *RUN, "-m", document.parent).refused("config.json", next(iter(changes)))
 
@@ -415,26 +415,26 @@ def test_code_that_a_configuration_names_is_not_run(document: Path, attempt: Try
     "method",
     ["gptq", None, *(pytest.param(m, marks=pytest.mark.slow) for m in ("awq", "bitsandbytes", "fp8", "hqq", 5))],
 )
-def test_a_quantization_of_others_is_named(document: Path, attempt: Try, method: Any) -> None:
+def test_an_unsupported_quantization_is_named(document: Path, attempt: Try, method: Any) -> None:
     edit(document, quantization_config={"quant_method": method, "bits": 4})
     words = "quantized" if not isinstance(method, str) else f"quantized ({method!r})"
-    attempt("generate", *RUN, "-m", document.parent).refused("config.json", words, "take the plain ones")
+    attempt("generate", *RUN, "-m", document.parent).refused("config.json", words, "get the unquantized ones")
 
 
 @pytest.mark.row("B12")
-def test_a_context_beyond_the_trained_one_is_warned_of(document: Path, attempt: Try) -> None:
+def test_a_context_beyond_the_trained_one_is_a_warning(document: Path, attempt: Try) -> None:
     for length, warned in ((131072, False), (131073, True), (200_000, True)):
         done = attempt("generate", *RUN, "--max-seq-len", length, "-m", document.parent)
         assert done.survived()
-        told = [line for line in done.error.splitlines() if "warning" in line and "trained for" in line]
-        assert len(told) == warned
-        assert all(str(length) in line and "131072" in line for line in told)
+        warnings = [line for line in done.error.splitlines() if "warning" in line and "trained for" in line]
+        assert len(warnings) == warned
+        assert all(str(length) in line and "131072" in line for line in warnings)
 
 
-# ---------------------------------------------------------------------------------------------------------- the ends
+# ------------------------------------------------------------------------------------------------ generation settings
 @pytest.mark.row("B13")
 @pytest.mark.parametrize("form", ["hf"])
-def test_stops_are_the_union_of_what_the_files_name(document: Path) -> None:
+def test_stop_ids_are_the_union_of_those_in_both_files(document: Path) -> None:
     own = llama.load_tokenizer(document.parent).stop_ids
     generation = document.with_name("generation_config.json")
     for theirs, ours in itertools.product((5, [5, 6], None, [], "absent"), (7, [7, 8], None, "absent")):
@@ -451,7 +451,7 @@ def test_stops_are_the_union_of_what_the_files_name(document: Path) -> None:
 @pytest.mark.parametrize("form", ["hf"])
 @pytest.mark.parametrize("text", ['{"eos_token_id": 1,', "", "[]", "\ufeff{}", '{"eos_token_id": "2"}',
                                   '{"eos_token_id": [true, -1, 2.0, null]}'])  # fmt: skip
-def test_broken_wishes_for_generation_are_a_warning(document: Path, attempt: Try, text: str) -> None:
+def test_an_invalid_generation_config_is_a_warning(document: Path, attempt: Try, text: str) -> None:
     document.with_name("generation_config.json").write_text(text)
     done = attempt("generate", *RUN, "-m", document.parent)
     assert done.survived()
@@ -469,7 +469,7 @@ def test_broken_wishes_for_generation_are_a_warning(document: Path, attempt: Try
         ("hf", "config.json", "rms_norm_eps", 1.5),
     ],
 )
-def test_a_number_that_no_formula_can_take(
+def test_a_number_out_of_range_is_refused(
     tmp_path: Path, attempt: Try, format: str, file: str, key: str, value: float
 ) -> None:
     make_tiny.make(tmp_path / "m", "llama-3-8b", format=format)

@@ -1,4 +1,4 @@
-"""Group D: GGUF files, one made by hand for each fault, and one good one changed in every number of its header."""
+"""Group D: a crafted GGUF file for each fault, and a valid file with every number of its header changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = ("--raw", "a", "-n", "1", "--device", "cpu", "--dtype", "float32")
 SLOW = (pytest.mark.slow, pytest.mark.timeout(3600))  # thousands of children
 
 
-# ------------------------------------------------------------------------------------------------ made by hand
+# ---------------------------------------------------------------------------------------------------- crafted files
 def string(text: bytes, length: int | None = None) -> bytes:
     return struct.pack("<Q", len(text) if length is None else length) + text
 
@@ -58,16 +58,16 @@ def aligned(type: int, value: bytes) -> bytes:
 
 
 HUGE = (2**31, 2**32, 2**63, 2**64 - 1)
-# (row, what is wrong, the file, what the message must say: another check that happens to fail is no proof)
+# (row, fault, file, required text of the message, so that no other check can satisfy the test)
 CRAFTED: list[tuple[str, str, bytes, str]] = [
     *[("D01", f"array of {n} {what}", file([entry(b"k", 9, array(type, n))]), says)
       for n in HUGE for what, type, says in (("bytes", 0, "are left"), ("doubles", 12, "are left"),
                                              ("strings", 8, "more than the file can hold"))],
     ("D01", "strings overrun", file([entry(b"k", 9, array(8, 2, string(b"a") + string(b"b", 2**62)))]),
      "string 1 of k reaches past the end"),
-    ("D02", "nested array", file([entry(b"k", 9, array(9, 1, array(0, 1, b"x")))]), "no use for"),
-    ("D02", "nested 5,000 deep", file([entry(b"k", 9, array(9, 1) * 5000)]), "no use for"),
-    ("D02", "nested and 2^63 long", file([entry(b"k", 9, array(9, 2**63))]), "no use for"),
+    ("D02", "nested array", file([entry(b"k", 9, array(9, 1, array(0, 1, b"x")))]), "does not need"),
+    ("D02", "nested 5,000 deep", file([entry(b"k", 9, array(9, 1) * 5000)]), "does not need"),
+    ("D02", "nested and 2^63 long", file([entry(b"k", 9, array(9, 2**63))]), "does not need"),
     *[("D03", f"{n} tensors", file([], n_tensors=n), "more than fit") for n in HUGE],
     *[("D03", f"{n} entries", file([], n_kv=n), "more than fit") for n in HUGE],
     *[("D03", f"string of {n}", file([entry(b"k", 8, string(b"", n))]), "are left") for n in (2**40, *HUGE)],
@@ -84,7 +84,7 @@ CRAFTED: list[tuple[str, str, bytes, str]] = [
     ("D05", "rank 10^6", file([], [string(b"t") + struct.pack("<I", 10**6) + bytes(64)]), "expected 1 to 4"),
     ("D05", "size 0", file([], [tensor(dims=(0, 32))]), "sizes must be above 0"),
     ("D05", "unknown tensor type", file([], [tensor(type=999)], 128), "type 999, which can't be read; readable: F32"),
-    ("D05", "ragged quantized row", file([], [tensor(dims=(33,), type=2)], 128), "whole blocks of 32"),
+    ("D05", "ragged quantized row", file([], [tensor(dims=(33,), type=2)], 128), "multiples of 32"),
     ("D06", "two tensors on the same bytes", file([], [tensor(b"a"), tensor(b"b")], 256),
      "b begins at 0 of the data, expected 128"),
     ("D06", "hole between tensors", file([], [tensor(b"a"), tensor(b"b", offset=256)], 512), "expected 128"),
@@ -119,18 +119,18 @@ CRAFTED: list[tuple[str, str, bytes, str]] = [
     ("name", "content", "says"),
     [pytest.param(*case, id=case[0], marks=pytest.mark.row(row)) for row, *case in CRAFTED],
 )
-def test_one_fault(tmp_path: Path, attempt: Try, name: str, content: bytes, says: str) -> None:
+def test_each_crafted_fault_is_refused(tmp_path: Path, attempt: Try, name: str, content: bytes, says: str) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     attempt("inspect", path, seconds=2, memory=1 << 27).refused("bad.gguf", says)
 
 
-def test_the_builder_of_bad_files_builds_good_ones_too() -> None:
+def test_the_builder_can_build_a_valid_file() -> None:
     good = file([entry(b"k", 9, array(8, 1, string(b"a")))], [tensor(), tensor(b"u", offset=128)], 256)
     assert list(read_header(good, "good").tensors) == ["t", "u"]
 
 
-# ------------------------------------------------------------------------------------------- a good one, changed
+# -------------------------------------------------------------------------------------------- a valid file, changed
 SMALL = dataclasses.replace(
     tiny.CONFIG, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32, vocab_size=8, max_seq_len=64
 )
@@ -147,11 +147,11 @@ PIECES: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A whole model in 20 kB, of which 2 kB are the header."""
+    """A complete model of 20 kB with a header of 2 kB."""
     return tiny.write_gguf(tmp_path_factory.mktemp("good") / "good.gguf", SMALL, metadata=PIECES).read_bytes()
 
 
-class Place(NamedTuple):
+class Integer(NamedTuple):
     """An integer of the header."""
 
     what: str
@@ -163,14 +163,14 @@ WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 SHOWN = 3  # items of an array whose integers are changed
 
 
-def walk(data: bytes) -> tuple[list[Place], dict[str, tuple[int, int]], int]:
-    """Where the integers of a header stand; of each key, where type and value begin and end; the header's end."""
-    places, values, at = [], {}, 4
+def walk(data: bytes) -> tuple[list[Integer], dict[str, tuple[int, int]], int]:
+    """The integers of a header; the begin and end of each key's type and value; the end of the header."""
+    found, values, at = [], {}, 4
 
     def number(what: str, width: int, keep: bool = True) -> int:
         nonlocal at
         if keep:
-            places.append(Place(what, at, width))
+            found.append(Integer(what, at, width))
         at += width
         return int.from_bytes(data[at - width : at], "little")
 
@@ -198,11 +198,11 @@ def walk(data: bytes) -> tuple[list[Place], dict[str, tuple[int, int]], int]:
             number(f"size {j} of {name}", 8)
         number(f"type of {name}", 4)
         number(f"offset of {name}", 8)
-    return places, values, at
+    return found, values, at
 
 
 def survey(attempt: Try, tmp_path: Path, changed: Iterator[tuple[str, bytes]], every: int = 1) -> tuple[int, int]:
-    """Try one file in so many; (how many ran, how many were refused)."""
+    """Run one file in `every`. Returns (files that ran, files that were refused)."""
     counts = [0, 0]
     for i, (what, content) in enumerate(changed):
         if i % every == every // 2:
@@ -238,7 +238,7 @@ VALUES = {
 
 
 def changed_values(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Each entry with a value of another type; the data moves to the next place that is aligned."""
+    """Replace each entry by values of other types. The data moves to the next aligned offset."""
     _, values, end = walk(data)
     first = -(-end // 32) * 32
     for key, (start, stop) in values.items():
@@ -248,12 +248,12 @@ def changed_values(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.row("D03")
-def test_the_good_file_is_good(good: bytes, tmp_path: Path, attempt: Try) -> None:
-    """Or what the changes below are refused for would say nothing. The walk ends where the library's reader does."""
+def test_the_original_file_is_valid(good: bytes, tmp_path: Path, attempt: Try) -> None:
+    """The tests of changed files are meaningful only for a valid original. `walk` ends where read_header ends."""
     (tmp_path / "good.gguf").write_bytes(good)
     attempt("generate", *RUN, "-m", tmp_path / "good.gguf").survived()
-    places, _, end = walk(good)
-    assert len(places) > 100
+    found, _, end = walk(good)
+    assert len(found) > 100
     assert -(-end // 32) * 32 == min(info.offset for info in read_header(good, "good").tensors.values())
 
 
@@ -290,10 +290,10 @@ def test_a_changed_file_runs_or_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.row("D03")
-def test_every_change_of_the_header(
+def test_every_change_of_the_header_loads_or_is_refused(
     good: bytes, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """In this process, for there are thousands; that none takes much time or memory is for the children to tell."""
+    """In this process, since there are thousands. The other tests check time and memory in child processes."""
     path, counts = tmp_path / "x.gguf", [0, 0]
     for kind, changed in kinds(good).items():
         for what, content in changed:
@@ -316,8 +316,8 @@ def test_every_change_of_the_header(
     ids=str,
 )
 @pytest.mark.row("D10")
-def test_another_architecture(tmp_path: Path, attempt: Try, changes: dict[str, Any], says: str) -> None:
-    """The tensors fit in every case: without the check the text would be another model's."""
+def test_another_architecture_is_refused(tmp_path: Path, attempt: Try, changes: dict[str, Any], says: str) -> None:
+    """The tensors match in every case, so without the check the model would run and generate wrong text."""
     path = tiny.write_gguf(tmp_path / "x.gguf", SMALL, metadata={**PIECES, **changes})
     attempt("generate", *RUN, "-m", path).refused("x.gguf", says)
 
@@ -354,13 +354,13 @@ def test_another_architecture(tmp_path: Path, attempt: Try, changes: dict[str, A
     ids=str,
 )
 @pytest.mark.row("D11")
-def test_arrays_of_the_vocabulary(tmp_path: Path, attempt: Try, changes: dict[str, Any], says: str) -> None:
+def test_an_invalid_vocabulary_is_refused(tmp_path: Path, attempt: Try, changes: dict[str, Any], says: str) -> None:
     entries = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     path = tiny.write_gguf(tmp_path / "x.gguf", SMALL, metadata={**PIECES, **entries})
     attempt("generate", *RUN, "-m", path).refused("x.gguf", says)
 
 
-# ------------------------------------------------------------------------------------------------ what is rotated
+# ------------------------------------------------------------------------------------------------ RoPE and row order
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 4096, "rope_theta": 500000.0}  # fmt: skip
 NAMES = {
@@ -371,28 +371,28 @@ NAMES = {
 
 
 def neighbours(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of wq or wk: the two halves of a head become neighbours, as converters to GGUF write them."""
+    """Interleave the two halves of each head in wq or wk, as converters to GGUF do."""
     rows = weight.unflatten(0, (heads, 2, -1))  # (heads, half, pair, C)
     return torch.stack([rows[:, 0], rows[:, 1]], 2).flatten(0, 2)
 
 
 def llama3_divisors(head_dim: int) -> torch.Tensor:
-    """rope_freqs.weight: by what each frequency is divided, from the formula of Meta's apply_scaling, in numpy."""
+    """rope_freqs.weight: the divisor of each frequency by the formula of Meta's apply_scaling, in numpy."""
     base, factor, low, high, length = (
         ROPE[k]
         for k in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
     out = []
     for frequency in np.asarray(base) ** (-np.arange(0, head_dim, 2) / head_dim):
-        turns = length * frequency / (2 * np.pi)
-        smooth = np.clip((turns - low) / (high - low), 0, 1)
+        rotations = length * frequency / (2 * np.pi)
+        smooth = np.clip((rotations - low) / (high - low), 0, 1)
         out.append(1 / ((1 - smooth) / factor + smooth))
     return torch.tensor(np.array(out), dtype=torch.float32)
 
 
 @pytest.mark.row("D12")
-def test_rows_and_frequencies_beside_transformers(tmp_path: Path) -> None:
-    """Written by the reference writer from transformers' weights; logits beside transformers' behind position 8192."""
+def test_rows_and_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
+    """Write transformers' weights with the gguf package and compare the logits, also past position 8192."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -408,22 +408,23 @@ def test_rows_and_frequencies_beside_transformers(tmp_path: Path) -> None:
     for name, value in model.state_dict().items():
         stem = name.removesuffix(".weight")
         if stem in ("model.embed_tokens", "model.norm", "lm_head"):
-            place = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[stem]
+            target = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[stem]
         else:
             _, _, layer, part = stem.split(".", 3)
-            place = f"blk.{layer}.{NAMES[part]}"
+            target = f"blk.{layer}.{NAMES[part]}"
             heads = {"attn_q": 4, "attn_k": 2}.get(NAMES[part])
             value = neighbours(value, heads) if heads else value
-        tensors[f"{place}.weight"] = value
+        tensors[f"{target}.weight"] = value
     config = dataclasses.replace(tiny.CONFIG, max_seq_len=32768, rope_theta=500000.0)
     path = write(tmp_path / "x.gguf", {**tiny.architecture(config), "llama.feed_forward_length": 64}, tensors)
 
     tokens = tiny.random_tokens(48, seed=1)
-    positions = torch.cat([torch.arange(16), 5000 + torch.arange(16), 9000 + torch.arange(16)])  # far from each other
+    positions = torch.cat([torch.arange(16), 5000 + torch.arange(16), 9000 + torch.arange(16)])  # far apart
     expected = model(tokens, position_ids=positions[None]).logits
     ours = llama.load_model(path, dtype="float32", device="cpu")
     assert float(expected.std()) > 0.3
-    assert float((ours(tokens, positions) - expected).abs().max()) < 1e-2  # of the angles of position 9000 in float32
+    # The tolerance is the error of float32 angles at position 9000.
+    assert float((ours(tokens, positions) - expected).abs().max()) < 1e-2
 
 
 def write(path: Path, entries: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
@@ -447,7 +448,7 @@ def write(path: Path, entries: dict[str, Any], tensors: dict[str, torch.Tensor])
     ("name", "split", "says"),
     [
         ("x-00002-of-00003.gguf", {"no": 1, "count": 3}, "2 are missing: x-00001-of-00003.gguf, x-00003-of-00003.gguf"),
-        ("x.gguf", {"no": 1, "count": 3}, "give it its own name back"),
+        ("x.gguf", {"no": 1, "count": 3}, "rename it to its original name"),
         ("x-00001-of-00003.gguf", {"no": 1, "count": 3}, "part 1 (from 0) of 3"),
         ("x-00001-of-00002.gguf", {"no": 0, "count": "2"}, "split.count"),
         ("x-00001-of-00002.gguf", {"no": "0", "count": 2}, "split.no"),
@@ -458,7 +459,9 @@ def write(path: Path, entries: dict[str, Any], tensors: dict[str, torch.Tensor])
     ids=str,
 )
 @pytest.mark.row("D13")
-def test_a_part_alone(tmp_path: Path, attempt: Try, name: str, split: dict[str, Any], says: str) -> None:
+def test_an_incomplete_split_model_is_refused(
+    tmp_path: Path, attempt: Try, name: str, split: dict[str, Any], says: str
+) -> None:
     metadata = {**PIECES, **{f"split.{key}": value for key, value in split.items()}}
     path = tiny.write_gguf(tmp_path / name, SMALL, metadata=metadata)
     attempt("generate", *RUN, "-m", path).refused(name, says)

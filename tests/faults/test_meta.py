@@ -1,4 +1,4 @@
-"""Group A: Meta's .pth files, damaged, hostile and strange."""
+"""Group A: damaged, hostile and unusual .pth files."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ State = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny.make(tmp_path_factory.mktemp("whole") / "meta", "llama-3-8b")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny.make(tmp_path_factory.mktemp("original") / "meta", "llama-3-8b")
 
 
 @pytest.fixture
-def meta(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "meta"))
+def meta(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "meta"))
 
 
 def save(folder: Path, change: Callable[[State], object], **options: Any) -> Path:
-    """The weights changed and written again."""
+    """Change the weights and save them again."""
     state = torch.load(folder / FILE, weights_only=True)
     change(state)
     torch.save(state, folder / FILE, **options)
@@ -74,14 +74,14 @@ def opened(folder: Path) -> llama.checkpoint.Checkpoint:
 
 # ---------------------------------------------------------------------------------------------------------- the file
 @pytest.mark.row("A01")
-def test_an_empty_file(meta: Path, attempt: Try) -> None:
+def test_an_empty_file_is_refused(meta: Path, attempt: Try) -> None:
     (meta / FILE).write_bytes(b"")
     attempt("generate", *RUN, "-m", meta).refused(FILE, "empty")
 
 
 @pytest.mark.row("A02")
 @pytest.mark.parametrize("keep", [1, 100, 0.5, -10])
-def test_a_file_that_was_cut(meta: Path, attempt: Try, keep: float) -> None:
+def test_a_truncated_file_is_refused(meta: Path, attempt: Try, keep: float) -> None:
     file = meta / FILE
     data = file.read_bytes()
     file.write_bytes(data[: int(len(data) * keep) if 0 < keep < 1 else int(keep)])
@@ -90,8 +90,8 @@ def test_a_file_that_was_cut(meta: Path, attempt: Try, keep: float) -> None:
 
 
 @pytest.mark.row("A03")
-def test_a_flipped_bit_in_a_weight_is_for_verify_to_find(meta: Path, attempt: Try) -> None:
-    """Two oracles, the archive's CRC-32 and the md5 in checklist.chk; a run says nothing of what it did not look at."""
+def test_a_flipped_bit_in_a_weight_is_found_by_verify(meta: Path, attempt: Try) -> None:
+    """By the archive's CRC-32 and by the md5 in checklist.chk. A run checks neither and must not claim that it did."""
     data = bytearray((meta / FILE).read_bytes())
     with zipfile.ZipFile(meta / FILE) as archive:
         record = max(archive.infolist(), key=lambda item: item.file_size)
@@ -108,7 +108,7 @@ def test_a_flipped_bit_in_a_weight_is_for_verify_to_find(meta: Path, attempt: Tr
 
 
 class Payload:
-    """What a hostile pickle does: run something when it is read. It goes by the environment of who reads it."""
+    """A hostile pickle: it runs code when it is read, with the environment of the reading process."""
 
     def __init__(self, call: Callable[..., object], *args: object):
         self.call, self.args = call, args
@@ -129,23 +129,23 @@ PAYLOADS = {
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_code_in_a_file_is_named_and_not_run(meta: Path, attempt: Try, payload: str, zipped: bool) -> None:
     save(meta, put("norm.weight", PAYLOADS[payload]), _use_new_zipfile_serialization=zipped)
-    wants = {"system": "system", "exec": "exec", "eval in a list": "eval"}[payload]
-    error = attempt("generate", *RUN, "-m", meta).refused(FILE, wants, "could run code", "get the weights alone")
+    function = {"system": "system", "exec": "exec", "eval in a list": "eval"}[payload]
+    error = attempt("generate", *RUN, "-m", meta).refused(FILE, function, "could run code", "get the weights alone")
     assert "weights_only" not in error
 
 
-# What was saved in place of the weights -> what the message calls it
-STRANGERS: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
-    "pickle": (lambda f: f.write_bytes(pickle.dumps({"a": 1})), ("a pickle", "refused"), "A06"),
+# What was saved instead of the weights -> how the message describes it
+OTHER_FORMATS: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
+    "pickle": (lambda f: f.write_bytes(pickle.dumps({"a": 1})), ("a Python pickle", "refused"), "A06"),
     "old pickle": (lambda f: f.write_bytes(pickle.dumps({"a": 1}, 0)), ("not a torch file",), "A06"),
     "module": (lambda f: torch.save(torch.nn.Linear(2, 2), f), ("objects other than tensors", "Linear"), "A06"),
     "page": (lambda f: f.write_text("<!DOCTYPE html><p>403"), ("web page", "fetch it again"), "A07"),
     "pointer": (lambda f: f.write_text("version https://git-lfs.github.com/spec/v1\n"), ("git lfs pull",), "A07"),
     "answer": (lambda f: f.write_text('{"error": "no such file"}'), ("JSON", "fetch it again"), "A07"),
     "safetensors": (lambda f: save_file({"a": torch.ones(2)}, f), ("a safetensors file", "config.json"), "A07"),
-    "gguf": (lambda f: f.write_bytes(b"GGUF\x03\0\0\0" + bytes(99)), ("a GGUF file", "ending .gguf"), "A07"),
+    "gguf": (lambda f: f.write_bytes(b"GGUF\x03\0\0\0" + bytes(99)), ("a GGUF file", "end in .gguf"), "A07"),
     "gzip": (lambda f: f.write_bytes(b"\x1f\x8b\x08" + bytes(99)), ("gzip", "unpack"), "A07"),
-    "zip": (lambda f: zipfile.ZipFile(f, "w").writestr("a", "b"), ("zip archive", "none that torch wrote"), "A07"),
+    "zip": (lambda f: zipfile.ZipFile(f, "w").writestr("a", "b"), ("zip archive", "not written by torch"), "A07"),
 }
 
 
@@ -153,17 +153,17 @@ STRANGERS: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
     "name",
     [
         pytest.param(name, marks=pytest.mark.row("A06") if row == "A06" else pytest.mark.row("A07"))
-        for name, (_, _, row) in STRANGERS.items()
+        for name, (_, _, row) in OTHER_FORMATS.items()
     ],
 )
-def test_what_is_no_file_of_weights_is_called_by_its_name(meta: Path, attempt: Try, name: str) -> None:
-    make, words, _ = STRANGERS[name]
+def test_a_file_of_another_format_is_named(meta: Path, attempt: Try, name: str) -> None:
+    make, words, _ = OTHER_FORMATS[name]
     make(meta / FILE)
     assert "weights_only" not in attempt("generate", *RUN, "-m", meta).refused(FILE, *words)
 
 
 @pytest.mark.row("A08")
-def test_a_file_of_the_older_kind_gives_the_same_text(meta: Path, attempt: Try) -> None:
+def test_a_legacy_file_generates_the_same_text(meta: Path, attempt: Try) -> None:
     expected = attempt("generate", *RUN, "-m", meta)
     assert expected.survived()
     save(meta, lambda state: None, _use_new_zipfile_serialization=False)
@@ -173,7 +173,7 @@ def test_a_file_of_the_older_kind_gives_the_same_text(meta: Path, attempt: Try) 
 
 @pytest.mark.row("A09")
 @pytest.mark.parametrize("name", [WQ, "norm.weight", "tok_embeddings.weight"])
-def test_a_tensor_that_repeats_one_number_asks_for_no_memory(meta: Path, attempt: Try, name: str) -> None:
+def test_a_tensor_with_zero_strides_allocates_nothing(meta: Path, attempt: Try, name: str) -> None:
     shape = (2**40,) if name == "norm.weight" else (2**20, 2**20)
     save(meta, put(name, torch.zeros(1).expand(shape)))
     attempt("generate", *RUN, "-m", meta).refused(FILE, name, str(2**40 if name == "norm.weight" else 2**20), "forged")
@@ -189,14 +189,17 @@ NOT_PLAIN: dict[str, tuple[Callable[[State], object], tuple[str, ...]]] = {
     "sparse": (lambda s: {**s, WQ: s[WQ].float().to_sparse()}, (WQ, "sparse_coo", "expected a dense tensor")),
     "rows": (lambda s: {**s, WQ: s[WQ].float().to_sparse_csr()}, (WQ, "sparse_csr", "expected a dense tensor")),
     "nested": (lambda s: {**s, WQ: torch.nested.nested_tensor([s[WQ][0]])}, (WQ, "nested", "expected a dense")),
-    "rounded": (lambda s: {**s, WQ: torch.quantize_per_tensor(s[WQ].float(), 0.1, 0, torch.qint8)}, (WQ, "quantized")),
+    "quantized": (
+        lambda s: {**s, WQ: torch.quantize_per_tensor(s[WQ].float(), 0.1, 0, torch.qint8)},
+        (WQ, "quantized"),
+    ),
 }
 
 
 @pytest.mark.row("A10")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NOT_PLAIN)
-def test_whatever_is_not_names_and_dense_tensors_is_refused(meta: Path, attempt: Try, name: str) -> None:
+def test_anything_but_named_dense_tensors_is_refused(meta: Path, attempt: Try, name: str) -> None:
     make, words = NOT_PLAIN[name]
     torch.save(make(torch.load(meta / FILE, weights_only=True)), meta / FILE)
     attempt("generate", *RUN, "-m", meta).refused(FILE, *words)
@@ -208,9 +211,9 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.row("A14")
-def test_each_tensor_that_is_missing_is_named(whole: Path, tmp_path: Path) -> None:
-    state = torch.load(whole / FILE, weights_only=True)
-    shutil.copy(whole / PARAMS, tmp_path)
+def test_each_missing_tensor_is_named(original: Path, tmp_path: Path) -> None:
+    state = torch.load(original / FILE, weights_only=True)
+    shutil.copy(original / PARAMS, tmp_path)
     for name in state:
         torch.save({n: t for n, t in state.items() if n != name}, tmp_path / FILE)
         with pytest.raises(LlamaError, match=rf"{re.escape(name)}.*missing|missing.*{re.escape(name)}"):
@@ -218,14 +221,14 @@ def test_each_tensor_that_is_missing_is_named(whole: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.row("A14")
-def test_a_tensor_that_is_missing_stops_the_run(meta: Path, attempt: Try) -> None:
+def test_a_missing_tensor_stops_the_run(meta: Path, attempt: Try) -> None:
     save(meta, lambda state: (state.pop(WQ), state.pop("layers.1.feed_forward.w2.weight")))
     attempt("generate", *RUN, "-m", meta).refused("2 tensors are missing", WQ, "feed_forward.w2")
 
 
 @pytest.mark.row("A15")
 @pytest.mark.parametrize("name", ["layers.1.bonus.weight", "lm_head.weight", "layers.2.attention.wq.weight", "x", ""])
-def test_a_tensor_too_many_is_named(meta: Path, attempt: Try, name: str) -> None:
+def test_an_unexpected_tensor_is_named(meta: Path, attempt: Try, name: str) -> None:
     save(meta, put(name, torch.ones(64, 64).bfloat16()))
     words = ("2 layers", "tensors of 3") if "layers.2" in name else (name, "not part of a LLaMA")
     attempt("generate", *RUN, "-m", meta).refused(*words)
@@ -233,7 +236,7 @@ def test_a_tensor_too_many_is_named(meta: Path, attempt: Try, name: str) -> None
 
 @pytest.mark.row("A15")
 @pytest.mark.parametrize("name", ["rope.freqs", "layers.0.attention.inner_attention.rope.freqs"])
-def test_tables_that_are_computed_anew_change_nothing(meta: Path, name: str) -> None:
+def test_stored_rope_tables_have_no_effect(meta: Path, name: str) -> None:
     tokens = torch.arange(20)[None]
     expected = llama.load_model(meta, dtype="float32", device="cpu")(tokens)
     save(meta, put(name, torch.full((8,), 3.0)))
@@ -241,9 +244,9 @@ def test_tables_that_are_computed_anew_change_nothing(meta: Path, name: str) -> 
 
 
 @pytest.mark.row("A16")
-def test_each_tensor_of_another_shape_is_named(whole: Path, tmp_path: Path) -> None:
-    state = torch.load(whole / FILE, weights_only=True)
-    shutil.copy(whole / PARAMS, tmp_path)
+def test_each_tensor_of_a_wrong_shape_is_refused(original: Path, tmp_path: Path) -> None:
+    state = torch.load(original / FILE, weights_only=True)
+    shutil.copy(original / PARAMS, tmp_path)
     tried = 0
     for name, tensor in state.items():
         shapes = {tensor[:-1].shape, tensor.flatten().shape, tensor[None].shape, tensor[:0].shape}
@@ -256,13 +259,13 @@ def test_each_tensor_of_another_shape_is_named(whole: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.row("A16")
-def test_both_shapes_are_told(meta: Path, attempt: Try) -> None:
+def test_the_error_of_a_wrong_shape_has_both_shapes(meta: Path, attempt: Try) -> None:
     save(meta, put("layers.1.feed_forward.w2.weight", torch.ones(224, 64).bfloat16()))
     attempt("generate", *RUN, "-m", meta).refused("layers.1.feed_forward.w2", "(224, 64)", "(64, 224)")
 
 
 def transformers_model(folder: Path) -> LlamaForCausalLM:
-    """transformers' model of a folder of Meta's, names and the order of rows written out here."""
+    """transformers' model of a folder in Meta's format. Names and row orders are converted here, independently."""
     state, params = torch.load(folder / FILE, weights_only=True), json.loads((folder / PARAMS).read_text())
     heads, kv, dim = params["n_heads"], params["n_kv_heads"], params["dim"]
     config = LlamaConfig(
@@ -272,7 +275,7 @@ def transformers_model(folder: Path) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": params["rope_theta"]},
     )  # fmt: skip
 
-    def halves(weight: torch.Tensor, count: int) -> torch.Tensor:  # pairs (0, 1), (2, 3), ... of a head become halves
+    def halves(weight: torch.Tensor, count: int) -> torch.Tensor:  # rows 0, 2, ... of a head, then rows 1, 3, ...
         rows = weight.reshape(count, dim // heads, dim)
         return torch.cat([rows[:, 0::2], rows[:, 1::2]], 1).reshape(-1, dim)
 
@@ -293,11 +296,11 @@ def transformers_model(folder: Path) -> LlamaForCausalLM:
 
 
 @pytest.mark.row("A16")
-def test_no_square_matrix_is_read_the_other_way_round(whole: Path) -> None:
-    """No shape tells a square matrix from its transpose; the logits of transformers do."""
+def test_no_square_matrix_is_transposed(original: Path) -> None:
+    """The shape can't reveal a transposed square matrix, so the logits are compared with those of transformers."""
     tokens = torch.randint(768, (1, 60), generator=torch.Generator().manual_seed(0))
-    expected = transformers_model(whole)(tokens).logits
-    ours = llama.load_model(whole, dtype="float32", device="cpu")
+    expected = transformers_model(original)(tokens).logits
+    ours = llama.load_model(original, dtype="float32", device="cpu")
     assert ours.config.dim == ours.config.n_heads * ours.config.head_dim  # so wq and wo are square
     assert float(expected.std()) > 0.3
     assert float((ours(tokens) - expected).abs().max()) < 2e-4
@@ -310,7 +313,7 @@ DTYPES = (torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torc
 @pytest.mark.row("A17")
 @pytest.mark.parametrize("name", [WQ, "norm.weight", "output.weight"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_numbers_of_another_kind_are_refused(meta: Path, name: str, dtype: torch.dtype) -> None:
+def test_weights_of_another_dtype_are_refused(meta: Path, name: str, dtype: torch.dtype) -> None:
     save(meta, lambda state: put(name, state[name].float().to(dtype))(state))
     words = "float8 and their scales are missing" if "e4m3" in str(dtype) else f"{name} is stored as {dtype}"
     with pytest.raises(LlamaError, match=re.escape(words.replace("torch.", ""))):
@@ -318,21 +321,21 @@ def test_numbers_of_another_kind_are_refused(meta: Path, name: str, dtype: torch
 
 
 @pytest.mark.row("A17")
-def test_integers_in_place_of_fractions_stop_the_run(meta: Path, attempt: Try) -> None:
+def test_an_integer_weight_stops_the_run(meta: Path, attempt: Try) -> None:
     save(meta, lambda state: put(WQ, (100 * state[WQ].float()).to(torch.int8))(state))
     attempt("generate", *RUN, "-m", meta).refused(FILE, WQ, "int8", "expected one of float32, bfloat16, float16")
 
 
 @pytest.mark.row("A18")
 @pytest.mark.parametrize("name", [WQ, "norm.weight", "tok_embeddings.weight", "layers.0.feed_forward.w2.weight"])
-def test_a_number_beyond_float16_is_not_made_infinity(meta: Path, attempt: Try, name: str) -> None:
+def test_a_value_beyond_float16_does_not_become_infinity(meta: Path, attempt: Try, name: str) -> None:
     save(meta, lambda state: state[name].view(-1)[5].fill_(1e5))
     run = [*RUN[:-3], "float16", *RUN[-2:]]
     attempt("generate", *run, "-m", meta).refused(name.removesuffix(".weight"), "65504", "--dtype bfloat16 or float32")
     assert llama.load_model(meta, dtype="bfloat16", device="cpu") is not None
 
 
-# ------------------------------------------------------------------------------------------------ not finite numbers
+# ------------------------------------------------------------------------------------------------ values not finite
 def finite_after(folder: Path, dtype: str, **options: Any) -> list[int]:
     llm = llama.load(folder, device="cpu", dtype=dtype, **options)
     return list(llm.generate("a b", max_new_tokens=4).tokens)
@@ -345,8 +348,8 @@ MATRICES = ["tok_embeddings", "layers.0.attention.wq", "layers.1.attention.wk", 
 
 @pytest.mark.row("A19")
 @pytest.mark.parametrize("name", MATRICES)
-def test_a_number_that_is_none_stops_the_first_step(meta: Path, name: str) -> None:
-    """One NaN in any tensor reaches the logits, whichever kernels run: in attention it must not count as unseen."""
+def test_a_nan_in_any_weight_stops_the_first_step(meta: Path, name: str) -> None:
+    """One NaN in any weight reaches the logits with every kernel. Attention must not treat it as a masked position."""
     where = (97, 3) if name == "tok_embeddings" else (3,) if "norm" in name else (3, 3)  # 97: the letter a
     save(meta, lambda state: state[f"{name}.weight"].__setitem__(where, torch.nan))
     for dtype, options in itertools.product(("float32", "bfloat16"), ({}, {"kv_cache": "int8"})):
@@ -356,7 +359,7 @@ def test_a_number_that_is_none_stops_the_first_step(meta: Path, name: str) -> No
 
 @pytest.mark.row("A19")
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_the_run_ends_with_the_cause(meta: Path, attempt: Try, value: str) -> None:
+def test_the_error_names_the_weight_that_is_not_finite(meta: Path, attempt: Try, value: str) -> None:
     save(meta, lambda state: state[WQ].fill_(float(value)))
     attempt("generate", *RUN, "-m", meta).refused("logits", "not finite", "layers.1.attention.wq.weight holds")
     found = attempt("verify", meta, "--tensors")
@@ -367,8 +370,8 @@ def test_the_run_ends_with_the_cause(meta: Path, attempt: Try, value: str) -> No
 @pytest.mark.row("A19")
 @pytest.mark.parametrize("form", ["sdpa", "kernel"])
 @pytest.mark.parametrize("which", ["q", "k"])
-def test_attention_passes_on_what_is_not_a_number(form: str, which: str) -> None:
-    """Against attention written out: where that is NaN the fused kernels are, at every length."""
+def test_attention_propagates_nan(form: str, which: str) -> None:
+    """Where the reference attention is NaN, the fused kernels are NaN too, at every length."""
 
     generator = torch.Generator().manual_seed(0)
     for T, S in ((1, 1), (1, 2), (1, 9), (1, 17), (1, 31), (1, 32), (1, 33), (1, 300), (2, 2), (5, 30), (16, 16)):
@@ -379,20 +382,20 @@ def test_attention_passes_on_what_is_not_a_number(form: str, which: str) -> None
             mask = None if T == 1 else torch.arange(S)[None] <= torch.arange(S - T, S)[:, None]
             expected, found = reference(q, k, v, mask), tiny.FUNCTIONS[form](q, k, v, mask)
             assert bool(found[expected.isnan()].isnan().all()), (T, S, part)
-            assert bool(found[0].isfinite().all()), "the other row of the batch is not touched"
+            assert bool(found[0].isfinite().all()), "the other row of the batch stays finite"
 
 
 @pytest.mark.row("A20")
 @pytest.mark.parametrize("like", ["llama-3-8b", "llama-3.2-1b"])
-def test_no_model_is_tied_for_want_of_an_output_matrix(tmp_path: Path, attempt: Try, like: str) -> None:
+def test_a_missing_output_matrix_does_not_mean_a_tied_model(tmp_path: Path, attempt: Try, like: str) -> None:
     folder = make_tiny.make(tmp_path / "meta", like)
     save(folder, lambda state: state.pop("output.weight"))
     attempt("generate", *RUN, "-m", folder).refused("output.weight is missing", "1B and 3B")
 
 
 @pytest.mark.row("A20")
-def test_llama_3_2_may_do_without(tmp_path: Path) -> None:
-    """The one case in which the size says that the matrices are tied."""
+def test_llama_3_2_may_lack_an_output_matrix(tmp_path: Path) -> None:
+    """The only case in which the size implies tied embeddings."""
     config = dataclasses.replace(
         make_tiny.tiny_config("llama-3.2-1b"), dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
         hidden_dim=16, vocab_size=32,
@@ -409,15 +412,15 @@ def test_llama_3_2_may_do_without(tmp_path: Path) -> None:
     assert opened(tmp_path).config.tie_embeddings
 
 
-# ------------------------------------------------------------------------------------------ whose file, and which one
+# -------------------------------------------------------------------------------------------- the file and its path
 @pytest.mark.row("A21")
-def test_a_conversion_to_the_same_place_leaves_the_mapped_weights_alone(whole: Path, tmp_path: Path) -> None:
-    """A file that is cut while it is mapped ends the process with SIGBUS; none of our own writers does that."""
+def test_replacing_a_checkpoint_does_not_change_its_mapped_weights(original: Path, tmp_path: Path) -> None:
+    """Truncating a mapped file ends the process with SIGBUS, so no writer of this package may do that."""
     other = make_tiny.make(tmp_path / "other", "llama-3-8b", seed=1)
     target = tmp_path / "target"
-    convert.convert(whole, target, "meta")
+    convert.convert(original, target, "meta")
     mapped = open_checkpoint(target)
-    expected = {name: open_checkpoint(whole).tensor(name).clone() for name in mapped.shapes}
+    expected = {name: open_checkpoint(original).tensor(name).clone() for name in mapped.shapes}
     convert.convert(other, target, "meta", force=True)
     assert all(torch.equal(mapped.tensor(name), tensor) for name, tensor in expected.items())
     assert not torch.equal(open_checkpoint(target).tensor("norm.weight"), expected["norm.weight"])
@@ -431,7 +434,7 @@ def replace_by(kind: str, path: Path) -> None:
         path.mkdir()
     elif kind == "socket":
         with contextlib.chdir(path.parent), contextlib.closing(socket.socket(socket.AF_UNIX)) as server:
-            server.bind(path.name)  # short, whatever the folder is called
+            server.bind(path.name)  # a relative path, since socket paths are limited to about 100 bytes
     else:
         path.symlink_to({"device": "/dev/zero", "null": "/dev/null", "loop": path.name, "nowhere": "gone"}[kind])
 
@@ -439,15 +442,15 @@ def replace_by(kind: str, path: Path) -> None:
 @pytest.mark.row("A22")
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device", "null", "loop", "nowhere"])
 @pytest.mark.parametrize("name", [FILE, PARAMS])
-def test_what_is_no_regular_file_is_refused_at_once(meta: Path, attempt: Try, name: str, kind: str) -> None:
+def test_a_file_that_is_not_regular_is_refused(meta: Path, attempt: Try, name: str, kind: str) -> None:
     replace_by(kind, meta / name)
-    said = {"null": "device", "loop": "symbolic links", "nowhere": "No such file"}.get(kind, kind)
-    attempt("generate", *RUN, "-m", meta).refused(name, said)
+    expected = {"null": "device", "loop": "symbolic links", "nowhere": "No such file"}.get(kind, kind)
+    attempt("generate", *RUN, "-m", meta).refused(name, expected)
 
 
 @pytest.mark.row("A22")
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_verify_waits_for_no_pipe(meta: Path, attempt: Try, kind: str) -> None:
+def test_verify_does_not_wait_for_a_pipe(meta: Path, attempt: Try, kind: str) -> None:
     for name in (FILE, PARAMS, "checklist.chk", "tokenizer.model"):
         replace_by(kind, meta / name)
     assert attempt("verify", meta).code == 1
@@ -455,13 +458,13 @@ def test_verify_waits_for_no_pipe(meta: Path, attempt: Try, kind: str) -> None:
 
 @pytest.mark.row("A22")
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_the_path_itself_may_be_none(tmp_path: Path, attempt: Try, kind: str) -> None:
+def test_a_model_path_that_is_not_regular_is_refused(tmp_path: Path, attempt: Try, kind: str) -> None:
     (tmp_path / "model").touch()
     replace_by(kind, tmp_path / "model")
     attempt("generate", *RUN, "-m", tmp_path / "model").refused("model", "neither a regular file nor a folder")
 
 
-# The path's bytes -> how an error shows it
+# A path, and how an error message displays it
 PATHS = {
     "spaces": ("two words, and ' \" quotes", None),
     "letters": ("模型 modèle 😀", None),
@@ -473,7 +476,7 @@ PATHS = {
 
 @pytest.mark.row("A23")
 @pytest.mark.parametrize("name", PATHS)
-def test_paths_of_any_bytes_work_and_can_be_shown(meta: Path, tmp_path: Path, attempt: Try, name: str) -> None:
+def test_paths_of_any_bytes_work_and_are_printable(meta: Path, tmp_path: Path, attempt: Try, name: str) -> None:
     expected = attempt("generate", *RUN, "-m", meta)
     folder, shown = tmp_path / PATHS[name][0], PATHS[name][1] or PATHS[name][0]
     meta.rename(folder)
@@ -483,7 +486,7 @@ def test_paths_of_any_bytes_work_and_can_be_shown(meta: Path, tmp_path: Path, at
 
 
 @pytest.mark.row("A23")
-def test_links_work_as_caches_make_them(meta: Path, tmp_path: Path, attempt: Try) -> None:
+def test_symbolic_links_as_in_caches_work(meta: Path, tmp_path: Path, attempt: Try) -> None:
     expected = attempt("generate", *RUN, "-m", meta)
     (tmp_path / "blobs").mkdir()
     for number, file in enumerate(sorted(meta.iterdir())):
@@ -496,10 +499,10 @@ def test_links_work_as_caches_make_them(meta: Path, tmp_path: Path, attempt: Try
 
 @pytest.mark.row("A24")
 @pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="root obeys modes only where it can give up its rights"
+    not sys.platform.startswith("linux"), reason="root is subject to file modes only if it can drop its privileges"
 )
 @pytest.mark.parametrize("name", [FILE, PARAMS, "."])
-def test_what_may_not_be_read_is_named(meta: Path, attempt: Try, name: str) -> None:
+def test_a_file_without_read_permission_is_named(meta: Path, attempt: Try, name: str) -> None:
     mode = (meta / name).stat().st_mode
     (meta / name).chmod(0)
     try:
@@ -514,7 +517,7 @@ def test_what_may_not_be_read_is_named(meta: Path, attempt: Try, name: str) -> N
 # ------------------------------------------------------------------------------------------------------- by mutation
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """Where things are in a .pth file: the pickle's bytes, the local headers, the table of contents and its end."""
+    """The regions of a .pth file: the pickle, the local headers, the table of contents and its end record."""
 
     data: bytes
     pickle: range
@@ -539,18 +542,18 @@ class Archive:
 
 
 def mutations(archive: Archive, every: int) -> Iterator[tuple[str, bytes]]:
-    """Files cut, bits flipped and integers replaced where the archive and the pickle are described; one in `every`."""
+    """Truncated files, flipped bits and replaced integers in the archive's headers and the pickle; one in `every`."""
     data = archive.data
-    behind = len(data) - archive.contents.start
+    size = len(data) - archive.contents.start  # of the table of contents and its end record
 
     def moved(found: Iterator[tuple[str, bytes]], at: int) -> Iterator[tuple[str, bytes]]:
         return ((f"{what} from {at}", data[:at] + changed) for what, changed in found)
 
     streams = [
         cuts(data, archive.pickle.stop),
-        moved(cuts(data[archive.contents.start :], behind), archive.contents.start),
+        moved(cuts(data[archive.contents.start :], size), archive.contents.start),
         flips(data, archive.pickle.stop),
-        moved(flips(data[archive.contents.start :], behind), archive.contents.start),
+        moved(flips(data[archive.contents.start :], size), archive.contents.start),
         *(moved(flips(data[h.start :], 30), h.start) for h in archive.headers[1:]),
         *(integers(data, at, 4) for at in archive.end if at + 4 <= archive.end.stop),
         *(integers(data, h.start + at, 4) for h in archive.headers for at in (14, 18, 22)),  # crc, both sizes
@@ -560,11 +563,11 @@ def mutations(archive: Archive, every: int) -> Iterator[tuple[str, bytes]]:
     return itertools.islice(itertools.chain(*streams), random.Random(every).randrange(every), None, every)
 
 
-def survive(whole: Path, folder: Path, attempt: Try, every: int) -> tuple[int, int]:
-    """(files that were tried, those of them that ran). Each runs with the same kind of answer or is refused."""
-    shutil.copytree(whole, folder)
+def survive(original: Path, folder: Path, attempt: Try, every: int) -> tuple[int, int]:
+    """Run each changed file, which must run or be refused. Returns (files, files that ran)."""
+    shutil.copytree(original, folder)
     tried = ran = 0
-    for what, data in mutations(Archive.of(whole / FILE), every):
+    for what, data in mutations(Archive.of(original / FILE), every):
         (folder / FILE).write_bytes(data)
         outcome = attempt("generate", *RUN, "-m", folder)
         try:
@@ -577,10 +580,10 @@ def survive(whole: Path, folder: Path, attempt: Try, every: int) -> tuple[int, i
 
 
 @pytest.mark.row("A03")
-def test_no_bit_of_the_pickle_is_flipped_unseen(whole: Path, tmp_path: Path) -> None:
-    """There stand the shapes, strides and places of the tensors: another of these is another model."""
-    shutil.copytree(whole, tmp_path / "meta")
-    archive, rng = Archive.of(whole / FILE), random.Random(0)
+def test_every_flipped_bit_of_the_pickle_is_found(original: Path, tmp_path: Path) -> None:
+    """The pickle has the shapes, strides and offsets of the tensors, so a change of one yields another model."""
+    shutil.copytree(original, tmp_path / "meta")
+    archive, rng = Archive.of(original / FILE), random.Random(0)
     for at in rng.sample(archive.pickle, 150):
         changed = bytearray(archive.data)
         changed[at] ^= 1 << rng.randrange(8)
@@ -590,8 +593,8 @@ def test_no_bit_of_the_pickle_is_flipped_unseen(whole: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.row("A02")
-def test_damage_in_any_header_is_refused_or_harmless(whole: Path, tmp_path: Path, attempt: Try) -> None:
-    tried, _ = survive(whole, tmp_path / "meta", attempt, 2999)
+def test_damage_in_any_header_is_refused_or_harmless(original: Path, tmp_path: Path, attempt: Try) -> None:
+    tried, _ = survive(original, tmp_path / "meta", attempt, 2999)
     assert tried > 10
 
 
@@ -600,11 +603,11 @@ def test_damage_in_any_header_is_refused_or_harmless(whole: Path, tmp_path: Path
 @pytest.mark.row("A02")
 @pytest.mark.parametrize("part", range(4))
 def test_damage_in_any_header_is_refused_or_harmless_at_length(
-    whole: Path, tmp_path: Path, attempt: Try, part: int
+    original: Path, tmp_path: Path, attempt: Try, part: int
 ) -> None:
-    tried, _ = survive(whole, tmp_path / "meta", attempt, 61 + 6 * part)
+    tried, _ = survive(original, tmp_path / "meta", attempt, 61 + 6 * part)
     assert tried > 200
 
 
-def test_integers_are_those_that_break_readers() -> None:
+def test_the_integers_include_those_that_break_readers() -> None:
     assert {0, -1, 2**31, 2**63, 2**64 - 1} <= set(INTEGERS)

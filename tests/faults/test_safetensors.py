@@ -1,4 +1,4 @@
-"""Group C: Hugging Face's folders: safetensors files and their index, damaged, hostile and mixed up."""
+"""Group C: Hugging Face folders: damaged, hostile and mixed-up safetensors files and indexes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Change = Callable[[Path], object]
 
 @pytest.fixture(scope="session")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights: as one file (one/), as three (many/), as Meta has them (meta/)."""
+    """The same weights in one file (one/), in three files (many/), and in Meta's format (meta/)."""
     from llama.tools.convert import convert
 
     root = tmp_path_factory.mktemp("originals")
@@ -55,12 +55,12 @@ def shard(folder: Path, number: int = 1) -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------- the header
-def taken_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
+def split(data: bytes) -> tuple[dict[str, Any], bytes]:
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
-def put_together(header: dict[str, Any] | bytes, data: bytes) -> bytes:
+def join(header: dict[str, Any] | bytes, data: bytes) -> bytes:
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(raw).to_bytes(8, "little") + raw + data
 
@@ -69,42 +69,42 @@ NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"  # of 64 and 
 
 
 def entry(**changes: Any) -> Callable[[bytes], bytes]:
-    """The header with the entry of the last norm changed."""
+    """Change the header's entry of the last norm."""
 
     def change(data: bytes) -> bytes:
-        header, rest = taken_apart(data)
+        header, rest = split(data)
         header[NORM].update(changes)
-        return put_together(header, rest)
+        return join(header, rest)
 
     return change
 
 
 def moved(by: int) -> Callable[[bytes], bytes]:
     def change(data: bytes) -> bytes:
-        header, rest = taken_apart(data)
-        header[NORM]["data_offsets"] = [place + by for place in header[NORM]["data_offsets"]]
-        return put_together(header, rest)
+        header, rest = split(data)
+        header[NORM]["data_offsets"] = [offset + by for offset in header[NORM]["data_offsets"]]
+        return join(header, rest)
 
     return change
 
 
 def twice(data: bytes) -> bytes:
-    """One name, twice, the second time for the bytes of another tensor of that shape; the library takes the last."""
-    header, rest = taken_apart(data)
+    """Duplicate a name, the second time with the bytes of another tensor. The library uses the last one."""
+    header, rest = split(data)
     other = header.pop("model.layers.0.input_layernorm.weight")
     raw = json.dumps(header).encode()
-    return put_together(raw[:-1] + b", " + json.dumps({NORM: other}).encode()[1:], rest)
+    return join(raw[:-1] + b", " + json.dumps({NORM: other}).encode()[1:], rest)
 
 
 def twice_the_same(data: bytes) -> bytes:
-    header, rest = taken_apart(data)
-    return put_together(json.dumps(header).encode()[:-1] + b", " + json.dumps({NORM: header[NORM]}).encode()[1:], rest)
+    header, rest = split(data)
+    return join(json.dumps(header).encode()[:-1] + b", " + json.dumps({NORM: header[NORM]}).encode()[1:], rest)
 
 
 def metadata(value: Any) -> Callable[[bytes], bytes]:
     def change(data: bytes) -> bytes:
-        header, rest = taken_apart(data)
-        return put_together({**header, "__metadata__": value}, rest)
+        header, rest = split(data)
+        return join({**header, "__metadata__": value}, rest)
 
     return change
 
@@ -115,14 +115,14 @@ def length(value: int) -> Callable[[bytes], bytes]:
 
 def named(name: str) -> Callable[[bytes], bytes]:
     def change(data: bytes) -> bytes:
-        header, rest = taken_apart(data)
-        return put_together({name if key == NORM else key: value for key, value in header.items()}, rest)
+        header, rest = split(data)
+        return join({name if key == NORM else key: value for key, value in header.items()}, rest)
 
     return change
 
 
 DAMAGED, AGAIN = "the file is damaged, fetch it again", "fetch it again"
-# (row, what is wrong, how it is made, what the message must say)
+# (row, fault, how it is made, required text of the message)
 HEADERS: list[tuple[str, str, Callable[[bytes], bytes], tuple[str, ...]]] = [
     ("C01", "empty", lambda d: b"", ("is empty",)),
     ("C01", "7 bytes", lambda d: d[:7], ("has 7 bytes", AGAIN)),
@@ -130,18 +130,18 @@ HEADERS: list[tuple[str, str, Callable[[bytes], bytes], tuple[str, ...]]] = [
     *[("C01", f"length {n}", length(n), (f"its header would take {n:,} of them", AGAIN))
       for n in (10**9, 2**31, 2**63, 2**64 - 1)],
     ("C01", "length 0", length(0), ("begins with b''", AGAIN)),
-    ("C01", "not UTF-8", lambda d: put_together(b'{"\xff": 1}', b""), ("is not UTF-8", DAMAGED)),
-    ("C01", "not JSON", lambda d: put_together(b"{nonsense}", b""), (":1:2:", DAMAGED)),
-    ("C01", "a list", lambda d: put_together(b"[1]", b""), ("begins with b'[1]'", AGAIN)),
-    ("C01", "a space first", lambda d: put_together(b" " + json.dumps(taken_apart(d)[0]).encode(), taken_apart(d)[1]),
+    ("C01", "not UTF-8", lambda d: join(b'{"\xff": 1}', b""), ("is not UTF-8", DAMAGED)),
+    ("C01", "not JSON", lambda d: join(b"{nonsense}", b""), (":1:2:", DAMAGED)),
+    ("C01", "a list", lambda d: join(b"[1]", b""), ("begins with b'[1]'", AGAIN)),
+    ("C01", "a space first", lambda d: join(b" " + json.dumps(split(d)[0]).encode(), split(d)[1]),
      ("instead of b'{'", AGAIN)),
-    ("C01", "nested deep", lambda d: put_together(b'{"a":' * 50_000 + b"1" + b"}" * 50_000, b""), ("deep", DAMAGED)),
-    ("C01", "NaN", lambda d: put_together(b'{"a": NaN}', b""), ("NaN is not a number of JSON", DAMAGED)),
+    ("C01", "nested deep", lambda d: join(b'{"a":' * 50_000 + b"1" + b"}" * 50_000, b""), ("deep", DAMAGED)),
+    ("C01", "NaN", lambda d: join(b'{"a": NaN}', b""), ("NaN is not a JSON number", DAMAGED)),
     ("C01", "a number of 5,000 digits", entry(data_offsets=[0, 10**4000]), ("data_offsets", DAMAGED)),
     ("C01", "overlap", moved(-64), (NORM, "expected", DAMAGED)),
     ("C01", "hole", moved(64), (NORM, "expected", DAMAGED)),
     ("C01", "beyond the file", moved(2**40), ("of the data, expected", DAMAGED)),
-    ("C01", "bytes behind the last", lambda d: d + bytes(64), ("bytes were added", AGAIN)),
+    ("C01", "bytes after the last", lambda d: d + bytes(64), ("bytes were added", AGAIN)),
     ("C01", "cut", lambda d: d[:-1], ("it is cut off", AGAIN)),
     ("C01", "cut in the middle", lambda d: d[: len(d) // 2], ("it is cut off", AGAIN)),
     ("C01", "shape whose product wraps", entry(shape=[2**32, 2**32, 64]), (NORM, "takes", DAMAGED)),
@@ -160,15 +160,15 @@ HEADERS: list[tuple[str, str, Callable[[bytes], bytes], tuple[str, ...]]] = [
     ("C01", "dtype unknown", entry(dtype="F99"), (NORM, "is stored as 'F99'", DAMAGED)),
     ("C01", "dtype a number", entry(dtype=5), (NORM, "is stored as 5", DAMAGED)),
     ("C01", "dtype of another size", entry(dtype="F32"), ("takes 256 bytes, and has 128", DAMAGED)),
-    ("C01", "dtype of whole numbers", entry(dtype="I16"), (f"{NORM} is stored as I16; expected one of F32, BF16",)),
-    ("C01", "entry a number", lambda d: put_together({**taken_apart(d)[0], "a": 5}, b""), ("'a'", DAMAGED)),
-    ("C01", "metadata of numbers", metadata({"a": 1}), ("__metadata__ must map names to texts", DAMAGED)),
-    ("C01", "metadata a text", metadata("a"), ("__metadata__ must map names to texts", DAMAGED)),
+    ("C01", "dtype of integers", entry(dtype="I16"), (f"{NORM} is stored as I16; expected one of F32, BF16",)),
+    ("C01", "entry a number", lambda d: join({**split(d)[0], "a": 5}, b""), ("'a'", DAMAGED)),
+    ("C01", "metadata of numbers", metadata({"a": 1}), ("__metadata__ must map names to strings", DAMAGED)),
+    ("C01", "metadata a text", metadata("a"), ("__metadata__ must map names to strings", DAMAGED)),
     ("C02", "a name twice", twice, (f"the key '{NORM}' occurs twice", DAMAGED)),
     ("C02", "a name twice, the same bytes", twice_the_same, (f"the key '{NORM}' occurs twice", DAMAGED)),
     ("C03", "name with NUL", named("model.norm\0.weight"), (FILE, r"model.norm\x00.weight", "not part of")),
     ("C03", "name with ESC", named("\x1b[2Jmodel.norm.weight"), (FILE, r"\x1b[2Jmodel.norm.weight", "not part of")),
-    ("C03", "name with lines", named("a\nclearllama: error: b"), (FILE, r"a\nclearllama", "not part of")),
+    ("C03", "name with line breaks", named("a\nclearllama: error: b"), (FILE, r"a\nclearllama", "not part of")),
     ("C03", "name a path up", named("../../canary.weight"), (FILE, "'../../canary.weight'", "not part of")),
     ("C03", "name a path", named("/etc/passwd"), (FILE, "'/etc/passwd'", "not part of")),
     ("C03", "name a lone surrogate", named("model.\ud800.weight"), (FILE, "half a character", DAMAGED)),
@@ -183,7 +183,7 @@ HEADERS: list[tuple[str, str, Callable[[bytes], bytes], tuple[str, ...]]] = [
     ("name", "change", "says"),
     [pytest.param(*case, id=case[0], marks=pytest.mark.row(row)) for row, *case in HEADERS],
 )
-def test_one_fault_of_the_header(
+def test_each_fault_of_the_header_is_refused(
     one: Path, attempt: Try, name: str, change: Callable[[bytes], bytes], says: tuple[str, ...]
 ) -> None:
     file = one / FILE
@@ -195,16 +195,16 @@ def test_one_fault_of_the_header(
 
 
 @pytest.mark.row("C02")
-def test_the_library_by_itself_takes_the_last_of_two(one: Path) -> None:
-    """So nobody would hear of it: the case above is not one that is refused anyway."""
+def test_the_library_alone_accepts_duplicate_names(one: Path) -> None:
+    """So the check of this package is necessary."""
     before = {name: tensor.clone() for name, tensor in load_file(one / FILE).items()}
     (one / FILE).write_bytes(twice_the_same((one / FILE).read_bytes()))
     assert all(torch.equal(tensor, before[name]) for name, tensor in load_file(one / FILE).items())
 
 
-# ----------------------------------------------------------------------------------------- a good file, changed
+# ----------------------------------------------------------------------------------------- a valid file, changed
 def survey(attempt: Try, folder: Path, name: str, changed: Iterator[tuple[str, bytes]], every: int) -> tuple[int, int]:
-    """Put one content in so many in place of a file; (how many ran, how many were refused)."""
+    """Replace a file by one content in `every` and run. Returns (contents that ran, contents that were refused)."""
     counts = [0, 0]
     for i, (what, content) in enumerate(changed):
         if i % every == every // 2:
@@ -217,8 +217,8 @@ def survey(attempt: Try, folder: Path, name: str, changed: Iterator[tuple[str, b
 
 
 def edits(value: Any) -> Iterator[tuple[str, Any]]:
-    """A JSON document with one value in it replaced, each in turn, by whatever does not belong there."""
-    strange = (*INTEGERS, 2**64, -1.5, 1e300, "", "4", "\0\x1b", None, True, [], {}, [0] * 9)
+    """A JSON document with one value replaced by an invalid one, for each value in turn."""
+    invalid = (*INTEGERS, 2**64, -1.5, 1e300, "", "4", "\0\x1b", None, True, [], {}, [0] * 9)
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
             for what, changed in edits(value[key]):
@@ -227,19 +227,19 @@ def edits(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{key} {what}", out
             if isinstance(value, dict):
                 yield f"no {key}", {other: kept for other, kept in value.items() if other != key}
-    for new in strange:
+    for new in invalid:
         if type(new) is not type(value) or new != value:
             yield f"is {new!r:.20}", new
 
 
 def kinds(data: bytes) -> dict[str, Iterator[tuple[str, bytes]]]:
-    header, rest = taken_apart(data)
+    header, rest = split(data)
     end = len(data) - len(rest)
     return {
         "cuts": cuts(data, end),
         "flips": flips(data, end, every=9),
         "length": integers(data, 0, 8),
-        "edits": ((what, put_together(json.dumps(new).encode(), rest)) for what, new in edits(header)),
+        "edits": ((what, join(json.dumps(new).encode(), rest)) for what, new in edits(header)),
     }
 
 
@@ -274,10 +274,10 @@ def test_a_changed_index_runs_or_is_refused(many: Path, attempt: Try, every: int
 
 @pytest.mark.slow
 @pytest.mark.row("C01")
-def test_every_change_of_a_header_or_an_index(
+def test_every_change_of_a_header_or_an_index_loads_or_is_refused(
     one: Path, many: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """In this process, for there are thousands; that none takes much time or memory is for the children to tell."""
+    """In this process, since there are thousands. The other tests check time and memory in child processes."""
     counts = [0, 0]
     document = json.loads((many / INDEX).read_text())
     for what, new in edits(document):
@@ -286,15 +286,15 @@ def test_every_change_of_a_header_or_an_index(
     for kind, changed in kinds((one / FILE).read_bytes()).items():
         for what, content in changed:
             (one / "new").write_bytes(content)
-            (one / "new").rename(one / FILE)  # what is mapped stays as it is
+            (one / "new").rename(one / FILE)  # an open mapping keeps the old file
             counts[not loads(one, f"{kind}: {what}")] += 1
     record_property("inputs", sum(counts))
     assert counts[1] > 5000
 
 
 # ------------------------------------------------------------------------------------------------------ the index
-def place(value: Any) -> Change:
-    """The index says that a tensor is in another file."""
+def assign(value: Any) -> Change:
+    """Set the file of a tensor in the index."""
 
     def change(folder: Path) -> None:
         document = json.loads((folder / INDEX).read_text())
@@ -311,7 +311,7 @@ def forget(folder: Path) -> None:
 
 
 def copy_into(number: int) -> Change:
-    """Another shard holds a tensor of the first too, with other numbers."""
+    """Add a tensor of the first shard to another shard, with other values."""
 
     def change(folder: Path) -> None:
         state = load_file(shard(folder, number))
@@ -325,24 +325,24 @@ def without_index(change: Change) -> Change:
     return lambda folder: (change(folder), (folder / INDEX).unlink())
 
 
-PLAIN = "which is no plain file name"
+PLAIN = "which is not a plain file name"
 INDEXES: list[tuple[str, str, Change, tuple[str, ...]]] = [
-    *[("C04", repr(value), place(value), (INDEX, NORM, PLAIN))
+    *[("C04", repr(value), assign(value), (INDEX, NORM, PLAIN))
       for value in ("../x.safetensors", "/etc/passwd", "a/b", "C:\\x", "", ".", "..", "\0", "a\nb", "\x1b[2J",
                     "https://example.org/x.safetensors", "file:///etc/passwd", "~", 5, None, ["a"], {"a": 1})],
-    ("C04", "another file of the folder", place("config.json"), ("config.json", AGAIN)),
-    ("C04", "a file that is not there", place("x.safetensors"), ("of 4 files 1 are missing: x.safetensors",)),
+    ("C04", "another file of the folder", assign("config.json"), ("config.json", AGAIN)),
+    ("C04", "a file that is not there", assign("x.safetensors"), ("of 4 files 1 are missing: x.safetensors",)),
     ("C05", "shard missing", lambda d: shard(d, 2).unlink(), ("1 are missing: model-00002-of-00003", "resume")),
     ("C05", "all shards missing", lambda d: [shard(d, n).unlink() for n in (1, 2, 3)], ("of 3 files 3 are missing",)),
     ("C05", "tensor in two shards", copy_into(3), ("model-00003-of-00003.safetensors holds", EMBEDDING, INDEX)),
     ("C05", "tensor in two shards, no index", without_index(copy_into(3)), (EMBEDDING, "is in model-00001", "00003")),
-    ("C05", "tensor in another shard", place("model-00001-of-00003.safetensors"), (NORM, "should be in model-00001")),
-    ("C05", "tensor absent from the index", forget, ("holds", NORM, f"which {INDEX} places elsewhere or not at all")),
+    ("C05", "tensor in another shard", assign("model-00001-of-00003.safetensors"), (NORM, "should be in model-00001")),
+    ("C05", "tensor absent from the index", forget, ("holds", NORM, f"which {INDEX} lists elsewhere or not at all")),
     ("C05", "no index, a shard missing", without_index(lambda d: shard(d, 2).unlink()), ("missing",)),
     ("C05", "weight_map a list", lambda d: (d / INDEX).write_text('{"weight_map": []}'), ("weight_map must map",)),
     ("C05", "no weight_map", lambda d: (d / INDEX).write_text("{}"), (INDEX, "weight_map must map")),
     ("C05", "index cut", lambda d: (d / INDEX).write_text('{"weight_map": {'), (f"{INDEX}:1:17",)),
-    ("C05", "index beside a whole file", lambda d: shutil.copy(shard(d), d / FILE), ("which of them holds is",)),
+    ("C05", "index next to a single file", lambda d: shutil.copy(shard(d), d / FILE), ("unclear which one applies",)),
     ("C05", "a shard a folder", lambda d: (shard(d).unlink(), shard(d).mkdir()), ("missing: model-00001",)),
 ]  # fmt: skip
 
@@ -351,27 +351,29 @@ INDEXES: list[tuple[str, str, Change, tuple[str, ...]]] = [
     ("name", "change", "says"),
     [pytest.param(*case, id=case[0], marks=pytest.mark.row(row)) for row, *case in INDEXES],
 )
-def test_one_fault_of_the_index(many: Path, attempt: Try, name: str, change: Change, says: tuple[str, ...]) -> None:
+def test_each_fault_of_the_index_is_refused(
+    many: Path, attempt: Try, name: str, change: Change, says: tuple[str, ...]
+) -> None:
     change(many)
     attempt("generate", *RUN, "-m", many).refused(*says)
 
 
 @pytest.mark.row("C05")
-@pytest.mark.parametrize("said", [5, None, "x", -1])
-def test_a_wrong_size_is_a_warning(many: Path, attempt: Try, said: Any) -> None:
+@pytest.mark.parametrize("size", [5, None, "x", -1])
+def test_a_wrong_total_size_is_a_warning(many: Path, attempt: Try, size: Any) -> None:
     quiet = attempt("generate", *RUN, "--temperature", "0", "-m", many)
     assert INDEX not in quiet.error
     document = json.loads((many / INDEX).read_text())
-    document["metadata"]["total_size"] = said
+    document["metadata"]["total_size"] = size
     (many / INDEX).write_text(json.dumps(document))
-    told = attempt("generate", *RUN, "--temperature", "0", "-m", many)
-    assert told.code == 0
-    assert told.stdout == quiet.stdout
-    assert (f"total_size is {said!r} and the files hold" in told.error) == (said is not None)
+    outcome = attempt("generate", *RUN, "--temperature", "0", "-m", many)
+    assert outcome.code == 0
+    assert outcome.stdout == quiet.stdout
+    assert (f"total_size is {size!r} and the files hold" in outcome.error) == (size is not None)
 
 
 @pytest.mark.row("C05")
-def test_the_same_logits_from_one_file_and_from_many(originals: Path) -> None:
+def test_one_file_and_many_have_the_same_logits(originals: Path) -> None:
     tokens = tiny.random_tokens(20)
     one, many = (llama.load_model(originals / name, dtype="float32", device="cpu")(tokens) for name in ("one", "many"))
     assert torch.equal(one, many)
@@ -379,7 +381,7 @@ def test_the_same_logits_from_one_file_and_from_many(originals: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- links and leftovers
 def as_cache(source: Path, root: Path) -> Path:
-    """A snapshot as the hub's library keeps it: each file a link to ../../blobs/HASH."""
+    """A snapshot as in the cache of huggingface_hub: each file is a link to ../../blobs/HASH."""
     snapshot, blobs = (
         root / "models--org--name" / "snapshots" / ("c0ffee" * 6 + "c0ff"),
         root / "models--org--name" / "blobs",
@@ -396,7 +398,7 @@ def as_cache(source: Path, root: Path) -> Path:
 
 @pytest.mark.row("C04")
 @pytest.mark.parametrize("form", ["one", "many"])
-def test_a_snapshot_of_links_gives_the_same_text(
+def test_a_snapshot_of_links_generates_the_same_text(
     originals: Path, tmp_path: Path, attempt: Try, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     snapshot = as_cache(originals / form, tmp_path / "hub")
@@ -410,7 +412,7 @@ def test_a_snapshot_of_links_gives_the_same_text(
 
 
 @pytest.mark.row("C07")
-def test_a_snapshot_that_is_half_downloaded(
+def test_a_partly_downloaded_snapshot_is_refused(
     originals: Path, tmp_path: Path, attempt: Try, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = as_cache(originals / "many", tmp_path / "hub")
@@ -426,13 +428,13 @@ def test_a_snapshot_that_is_half_downloaded(
 
 @pytest.mark.row("C07")
 @pytest.mark.parametrize("leftover", ["model.safetensors.incomplete", "model.safetensors.part"])
-def test_one_file_that_is_half_downloaded(one: Path, attempt: Try, leftover: str) -> None:
+def test_a_partly_downloaded_file_is_refused(one: Path, attempt: Try, leftover: str) -> None:
     (one / FILE).rename(one / leftover)
     attempt("generate", *RUN, "-m", one).refused(leftover, "resume the download")
 
 
 @pytest.mark.row("C07")
-def test_a_link_to_nothing(one: Path, attempt: Try) -> None:
+def test_a_dangling_link_is_refused(one: Path, attempt: Try) -> None:
     (one / FILE).unlink()
     (one / FILE).symlink_to("../../blobs/gone")
     attempt("generate", *RUN, "-m", one).refused(FILE, "resume the download")
@@ -440,7 +442,7 @@ def test_a_link_to_nothing(one: Path, attempt: Try) -> None:
 
 @pytest.mark.row("C06")
 @pytest.mark.parametrize("damage", ["cut", "empty", "folder", "pipe", "torch"])
-def test_a_pickle_is_never_the_way_out(one: Path, attempt: Try, damage: str) -> None:
+def test_a_pickle_never_replaces_a_damaged_file(one: Path, attempt: Try, damage: str) -> None:
     import os
 
     file, state = one / FILE, load_file(one / FILE)
@@ -467,13 +469,13 @@ def test_a_pickle_is_never_the_way_out(one: Path, attempt: Try, damage: str) -> 
         (("config.json",), ("adapter_model.bin",), ("an adapter", "merge it into its base model")),
         (("tokenizer.json", "tokenizer_config.json"), (), ("a tokenizer and no model",)),
         (("tokenizer.json", "config.json"), (), ("no weights", "fetch them")),
-        ((FILE,), (), ("no checkpoint", "config.json", FILE)),
-        ((), ("README.md",), ("no checkpoint", "README.md")),
+        ((FILE,), (), ("not a checkpoint", "config.json", FILE)),
+        ((), ("README.md",), ("not a checkpoint", "README.md")),
         ((), (), ("is an empty folder",)),
     ],
     ids=str,
 )
-def test_folders_without_a_model(
+def test_a_folder_without_a_model_is_refused(
     one: Path, attempt: Try, keep: tuple[str, ...], add: tuple[str, ...], says: tuple[str, ...]
 ) -> None:
     for file in one.iterdir():
@@ -489,8 +491,8 @@ def test_folders_without_a_model(
 
 # -------------------------------------------------------------------------------------------- layouts of q and k
 @pytest.mark.row("C08")
-def test_metas_rows_in_hugging_faces_file_are_metas_mistake_alone(originals: Path, tmp_path: Path) -> None:
-    """Meta's folder and Hugging Face's give the same logits, and transformers those; its rows in Meta's order don't."""
+def test_rows_of_q_and_k_are_read_in_hugging_faces_order(originals: Path, tmp_path: Path) -> None:
+    """The logits are those of transformers and of Meta's folder. With rows in Meta's order they would differ."""
     from transformers import LlamaForCausalLM
 
     tokens = tiny.random_tokens(40)
@@ -510,13 +512,13 @@ def test_metas_rows_in_hugging_faces_file_are_metas_mistake_alone(originals: Pat
             ]
     save_file(state, mixed / FILE)
     wrong = llama.load_model(mixed, dtype="float32", device="cpu")(tokens)
-    assert float((wrong - theirs).abs().max()) > 0.1  # what the case above would see
+    assert float((wrong - theirs).abs().max()) > 0.1  # so the comparison above detects a wrong order
 
 
-def test_the_changes_are_changes_of_good_files(originals: Path, attempt: Try) -> None:
+def test_the_original_files_are_valid(originals: Path, attempt: Try) -> None:
     for form in ("one", "many", "meta"):
         assert attempt("generate", *RUN, "-m", originals / form).survived()
     with safe_open(originals / "one" / FILE, framework="pt") as file:
-        header, _ = taken_apart((originals / "one" / FILE).read_bytes())
+        header, _ = split((originals / "one" / FILE).read_bytes())
         assert set(file.keys()) == set(header) - {"__metadata__"}
         assert header[NORM]["shape"] == [64]

@@ -76,10 +76,10 @@ class Harness(law.Harness):
 
 def their_names() -> dict[str, str]:
     """Return the model's tensor names -> Hugging Face's."""
-    from llama.checkpoint.base import their_name
+    from llama.checkpoint.base import to_file_name
     from llama.checkpoint.huggingface import LAYERS, NAMES
 
-    return {name: their_name(name, NAMES, LAYERS) for name in tiny.weights(CONFIG)}
+    return {name: to_file_name(name, NAMES, LAYERS) for name in tiny.weights(CONFIG)}
 
 
 def read(folder: Path) -> None:
