@@ -403,7 +403,7 @@ class _Safetensors(WeightFile):
                 torchfile.refuse_mistakes(path, start)
                 # A header length may begin with the bytes of a torch file; then a header follows.
                 if start.startswith((torchfile.ZIP, torchfile.PICKLE)) and start[8:9] != b"{":
-                    raise CheckpointError(f"{path} is a torch file, not a safetensors file; its file extension is wrong")
+                    raise CheckpointError(f"{path} is a torch file, not a safetensors file; its extension is wrong")
             header = read_header(path)
             self._file = safe_open(path, framework="pt")
         except OSError as error:
