@@ -163,7 +163,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         for source in file.shapes:
             if TABLES.fullmatch(source):
                 continue
-            # The names of a model that was saved without its head lack "model."
+            # In a model that was saved without its head, names lack the prefix "model."
             full = self._weight_name(source if source.startswith(("model.", "lm_head.")) else f"model.{source}")
             name = to_model_name(full, NAMES, LAYERS)
             if name is None:
@@ -194,7 +194,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return file.shapes[source]
 
     def _check_tying(self) -> None:
-        """Raise CheckpointError if a tied model has an lm_head other than the embedding; ignore an equal one."""
+        """Raise CheckpointError if a tied model has an lm_head that differs from the embedding. Drop an equal one."""
         if not self.config.tie_embeddings or "output.weight" not in self._sources:
             return
         ours, other = self.tensor("output.weight"), self.tensor("tok_embeddings.weight")
@@ -403,7 +403,7 @@ class _Safetensors(WeightFile):
                 torchfile.refuse_mistakes(path, start)
                 # A header length may begin with the bytes of a torch file; then a header follows.
                 if start.startswith((torchfile.ZIP, torchfile.PICKLE)) and start[8:9] != b"{":
-                    raise CheckpointError(f"{path} is a torch file, not a safetensors file; its name ends wrongly")
+                    raise CheckpointError(f"{path} is a torch file, not a safetensors file; its extension is wrong")
             header = read_header(path)
             self._file = safe_open(path, framework="pt")
         except OSError as error:

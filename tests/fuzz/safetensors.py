@@ -75,7 +75,7 @@ class Harness(law.Harness):
 
 
 def their_names() -> dict[str, str]:
-    """The model's names -> Hugging Face's."""
+    """Return the model's tensor names -> Hugging Face's."""
     from llama.checkpoint.base import to_file_name
     from llama.checkpoint.huggingface import LAYERS, NAMES
 
