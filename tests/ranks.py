@@ -19,6 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
 from llama.engine import parallel
 from llama.engine.linears import TileEmbedding, TileLinear
+from llama.engine.nonfinite import locate
 from llama.engine.sharding import Rank
 from llama.errors import ContextLengthError, LlamaError, NumericalError
 from llama.generate import generate, prefill
@@ -274,7 +276,7 @@ def not_finite(model: Transformer) -> dict[str, Tensor]:
     messages = []
     for _ in range(2):
         try:
-            list(generate(model, [1, 2, 3], SamplingParams(max_new_tokens=3)))
+            list(generate(model, [1, 2, 3], SamplingParams(max_new_tokens=3), diagnose=partial(locate, model)))
         except NumericalError as error:
             messages.append(str(error))
     return {"message": torch.tensor(list(messages[1].encode()))}

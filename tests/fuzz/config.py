@@ -32,7 +32,7 @@ SCALED = (
 class Harness(law.Harness):
     words = tuple(
         b'"%s"' % word.encode()
-        for word in (*meta.KNOWN_PARAMS, *huggingface.MUST_BE, *huggingface.NOT_GRANTED, *huggingface.SAMPLING,
+        for word in (*meta.KNOWN_PARAMS, *huggingface.MUST_BE, *huggingface.UNSUPPORTED, *huggingface.SAMPLING,
                      *SCALINGS, *(key for keys in PARAMETERS.values() for key in keys), "rope_scaling",
                      "rope_parameters", "rope_theta", "quantization_config", "layer_types", "head_dim", "model",
                      "architectures", "auto_map", "do_sample", "eos_token_id", "bos_token", "chat_template")

@@ -92,7 +92,7 @@ def unchecked(name: str) -> Callable[..., Any]:
 DEFECTS: dict[str, tuple[str, Any]] = {
     "gguf": ("llama.checkpoint.gguf._Reader.take", lambda self, count, what: _forward(self, count)),
     "config": (
-        "llama.checkpoint.documents.Fields.whole",
+        "llama.checkpoint.documents.Fields.integer",
         lambda self, key, default=None: self.values.get(key, default),
     ),
     "safetensors": ("llama.checkpoint.huggingface.read_json", unchecked("index")),
