@@ -310,7 +310,7 @@ def test_a_rank_waits_for_the_others_for_a_limited_time(tiny_gguf: Path) -> None
     code, _, err = Launched(*PROMPT, "-m", str(tiny_gguf), **env, CLEARLLAMA_JOIN_SECONDS="2").end(30)
     assert code == 1
     assert len(err) == 1, err
-    assert "rank 0 of 2 did not meet the others within 2 s" in err[0]
+    assert "rank 0 of 2 did not connect to the others within 2 s" in err[0]
 
 
 @pytest.mark.row("K03")

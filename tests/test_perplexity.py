@@ -80,4 +80,4 @@ def test_a_longer_window_needs_a_stretched_context(
     assert main(["perplexity", str(text), "-m", str(file), *stretched]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["window"] == 1000
-    assert "rope: rope_type yarn" in err
+    assert "RoPE override: rope_type yarn" in err

@@ -95,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, rest = parser.parse_known_args(argv)
         if rest:
             hint = "; a prompt of several words needs quotes, a prompt that starts with - needs -- before it"
-            parser.error(f"unrecognized arguments: {' '.join(rest)}" + hint * (args.command in PROMPTED))
+            Parser(prog=f"{parser.prog} {args.command}").error(
+                f"unrecognized arguments: {' '.join(rest)}" + hint * (args.command in PROMPTED)
+            )
     except SystemExit as left:  # --help, --version and usage errors; their text may still be in the buffer
         try:
             streams.write_raw("")

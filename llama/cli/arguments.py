@@ -166,8 +166,10 @@ def add_chat_format(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_debug(parser: argparse.ArgumentParser) -> None:
-    """Add --quiet and --debug."""
+def add_output_options(parser: argparse.ArgumentParser, json: str | None = None) -> None:
+    """Add --quiet, --debug and, for a command that writes JSON, --json; `json` says what it writes."""
+    if json is not None:
+        parser.add_argument("--json", action="store_true", help=f"write {json}")
     parser.add_argument("--quiet", "-q", action="store_true", help="write nothing but errors to stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 

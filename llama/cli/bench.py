@@ -79,8 +79,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--profile", type=Path, metavar="DIR", help="write a torch.profiler trace and show the ten slowest operators"
     )
     quality.add_options(parser)
-    parser.add_argument("--json", action="store_true", help="write one JSON object per setting")
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser, json="one JSON object per setting")
     parser.set_defaults(run=run)
 
 

@@ -38,7 +38,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     arguments.add_chat_format(parser)
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser)
     arguments.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
     arguments.add_model_options(parser)
     arguments.add_draft_options(parser)

@@ -40,8 +40,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--dtype", default=None, help="float32, bfloat16, float16 (default: as stored; needed for quantized sources)"
     )
     parser.add_argument("--force", action="store_true", help="replace an existing target")
-    parser.add_argument("--json", action="store_true", help="write the result as one JSON object")
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser, json="the result as one JSON object")
     parser.set_defaults(run=run)
 
 

@@ -32,8 +32,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         metavar="S",
         help="time limit of the self-test; tests that do not fit are skipped (default: 10)",
     )
-    parser.add_argument("--json", action="store_true", help="write one JSON object: clearllama, ok, findings")
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser, json="one JSON object: clearllama, ok, findings")
     parser.set_defaults(run=run)
 
 

@@ -35,14 +35,11 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--suffix", metavar="TEXT", help="fill in the text between PROMPT and this suffix (Code Llama infilling)"
     )
     parser.add_argument(
-        "--json",
-        action="store_true",
-        help="write one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats",
-    )
-    parser.add_argument(
         "--logprobs", action="store_true", help="add the log-probability of each new token (with --json or --prompts)"
     )
-    arguments.add_debug(parser)
+    arguments.add_output_options(
+        parser, json="one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"
+    )
     arguments.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
     arguments.add_model_options(parser)
     batch.add_options(parser)

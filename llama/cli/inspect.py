@@ -38,8 +38,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences for the memory estimate (default: 1)"
     )
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser, json="one JSON object")
     parser.set_defaults(run=run)
 
 

@@ -62,7 +62,7 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequenc
     facts = [
         f"{args.model}: {_millions(config.n_params)} parameters",
         f"{quantized} weights, {dtype} compute" if quantized else dtype,
-        describe_devices(model),
+        describe_devices(model).replace("cpu", "CPU"),
         *([str(world)] if world else []),
         f"loaded in {seconds:.1f} s",
     ]

@@ -66,8 +66,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     for name, (metavar, text) in GPU_OPTIONS.items():
         group.add_argument(f"--gpu-{name}", metavar=metavar, help=text)
     group.add_argument("--gpus-per-host", type=int, metavar="N", help="GPUs per host (default: 8)")
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser, json="one JSON object")
     parser.set_defaults(run=run)
 
 

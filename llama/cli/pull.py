@@ -35,7 +35,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument("--meta", action="store_true", help="download Meta's original files, in original/")
     parser.add_argument("--force", action="store_true", help="download again even if it is in the cache")
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -37,8 +37,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--shards", type=int, default=0, metavar="N", help="number of weight files (default: at most 5 GB each)"
     )
     parser.add_argument("--force", action="store_true", help="replace an existing target")
-    parser.add_argument("--json", action="store_true", help="write the result as one JSON object")
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser, json="the result as one JSON object")
     parser.set_defaults(run=run)
 
 

@@ -32,7 +32,6 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--figures", type=Path, metavar="FOLDER", help="write all figures, of TOPIC or of all topics, as .png and .csv"
     )
-    parser.add_argument("--json", action="store_true", help="write the report as one JSON object")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page to explore RoPE in a browser: one file, works offline"
     )
@@ -58,7 +57,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     group.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16")
     errata.add_arguments(parser)
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser, json="the report as one JSON object")
     parser.set_defaults(run=run)
 
 

@@ -28,7 +28,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="refuse longer texts (default: %(default)s)"
     )
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser)
     group = parser.add_argument_group(
         "interventions", "--rope-scaling, --rope-factor and --rope-theta are interventions as well"
     )

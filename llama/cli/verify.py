@@ -31,8 +31,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--tensors", action="store_true", help="also read every weight and report NaN, infinity and all-zero matrices"
     )
-    parser.add_argument("--json", action="store_true", help="write one JSON object: path, format, ok, findings")
-    arguments.add_debug(parser)
+    arguments.add_output_options(parser, json="one JSON object: path, format, ok, findings")
     parser.set_defaults(run=run)
 
 

@@ -31,7 +31,7 @@ def test_a_rank_without_its_master_reports_one_line(tiny_gguf: Path) -> None:
     code, out, err = Launched(*PROMPT, "-m", str(tiny_gguf), **env, CLEARLLAMA_JOIN_SECONDS="1").end(60)
     assert (code, out) == (1, "")
     assert len(err) == 1, err
-    assert "rank 1 of 2 did not meet the others within 1 s" in err[0]
+    assert "rank 1 of 2 did not connect to the others within 1 s" in err[0]
     assert "MASTER_ADDR and MASTER_PORT" in err[0]
 
 

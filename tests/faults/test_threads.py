@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from llama import rope
 from llama.cache import KVCache
+from llama.engine.nonfinite import locate
 from llama.errors import NumericalError, UsageError
 from llama.generate import generate, prefill
 from llama.generation.session import Session
@@ -135,7 +137,7 @@ def test_one_thread_may_extend_the_rope_table_while_another_reads_it(
 
     monkeypatch.setattr(rope.Rope, "_table", slow)
     with ThreadPoolExecutor(max_workers=1) as pool:
-        waiting = pool.submit(net.rope.rows, short, 1103)
+        waiting = pool.submit(tiny.rows, net.rope, short, 1103)
         assert begun.wait(20)
         ours = tiny.rows(net.rope, long, 4003)
         done.set()
@@ -156,7 +158,7 @@ def test_locating_a_nan_does_not_disturb_the_pass_of_another_thread() -> None:
     def locate_repeatedly() -> str:
         for _ in range(15):
             with pytest.raises(NumericalError, match=r"the first at \[200, 0\]"):
-                list(generate(net, [1, 200, 3], SamplingParams(max_new_tokens=5)))
+                list(generate(net, [1, 200, 3], SamplingParams(max_new_tokens=5), diagnose=partial(locate, net)))
         return "located"
 
     with ThreadPoolExecutor(max_workers=2) as pool:
