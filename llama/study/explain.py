@@ -396,7 +396,9 @@ def explain(
     right = {"e": embedded, **reference(start, _weights_of(net, layer), angles, factor, config)}
 
     steps = []
-    for recipe in recipes(net.rope.form, rope.FORMS[net.rope.form].apply, kind_of(config.rope_scaling)):
+    block: Any = net.layers[layer]
+    rotate = block.attention.apply_rotary_emb.rotate
+    for recipe in recipes(net.rope.form, rotate, kind_of(config.rope_scaling)):
         # numpy's maximum returns NaN if there is one; Python's may not
         apart = float(np.max([_apart(ours.get(letter), right[letter]) for letter, _ in recipe.values]))
         steps.append(

@@ -115,21 +115,25 @@ def plant_epsilon(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
 
 
 def plant_rope_sign(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
-    apply = net.rope.apply
-    monkeypatch.setattr(net.rope, "apply", lambda q, k, turns: apply(q, k, turns.conj()))
+    def rotate(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+        return rope.apply_rotary_emb(q, k, freqs_cis.conj())
+
+    for block in net.layers:
+        monkeypatch.setattr(block.attention.apply_rotary_emb, "rotate", rotate)
 
 
 def plant_rope_positions(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
-    rows = Rope.rows
-    monkeypatch.setattr(Rope, "rows", lambda self, positions, end: rows(self, positions + 1, end + 1))
+    freqs_cis = Rope.freqs_cis
+    monkeypatch.setattr(Rope, "freqs_cis", lambda self, positions, end: freqs_cis(self, positions + 1, end + 1))
 
 
 def plant_half(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
-    def apply(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:  # half's pairs on interleaved weights
-        cos, sin = (torch.cat((part, part), -1) for part in (turns.real, turns.imag))
+    def rotate(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:  # half's pairs, interleaved weights
+        cos, sin = (torch.cat((part, part), -1) for part in (freqs_cis.real, freqs_cis.imag))
         return rope.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
 
-    monkeypatch.setattr(net.rope, "apply", apply)
+    for block in net.layers:
+        monkeypatch.setattr(block.attention.apply_rotary_emb, "rotate", rotate)
 
 
 def plant_scale(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:

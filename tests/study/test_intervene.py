@@ -106,10 +106,8 @@ def test_without_rope_scores_are_those_of_unrotated_vectors_in_every_form(rope: 
     model = tiny.model(rope=rope, attention="reference")
     copy = tiny.model(rope=rope, attention="reference")
 
-    def unturned(q: Tensor, k: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
-        return q, k
-
-    copy.rope.apply = unturned
+    for block in copy.layers:
+        block.attention.apply_rotary_emb.rotate = lambda q, k, *freqs_cis: (q, k)
     torch.testing.assert_close(changed(model, Intervention(no_rope=True)), copy(TOKENS), rtol=0, atol=1e-5)
 
 

@@ -52,7 +52,7 @@ def fingerprint(model: Transformer) -> list[Any]:
     """Identities of everything that recording and interventions change."""
     parts: list[Any] = [model.rope, model.config, model.layers, *model.layers]
     for block in model.layers:
-        parts += [block.attention.attend, block.attention.rope]
+        parts += [block.attention.attend, block.attention.apply_rotary_emb]
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     return [*map(id, parts), hooks]
 
@@ -510,7 +510,7 @@ def test_the_command_describes_an_intervention(tiny_gguf: Path, tmp_path: Path) 
     [
         (("hello h", "--max-tokens", "2"), "has 3 tokens, more than --max-tokens 2"),
         (("hello", "--max-tokens", "0"), "at least 1"),
-        (("hello", "--html", "/nowhere/at/all.html"), "folder that exists"),
+        (("hello", "--html", "/nowhere/at/all.html"), "existing folder"),
         (("hello", "--ablate-head", "2.0"), "layers are 0 to 1 and heads 0 to 3"),
         (("hello", "--ablate-head", "0.4"), "heads 0 to 3"),
         (("hello", "--ablate-head", "3.x"), "LAYER.HEAD"),
