@@ -1,9 +1,8 @@
-"""One token through one block, step by step: the equation, the numbers, the line of code, and a check of each.
+"""One token through one block, step by step: the equation, the numbers, the line of code, and a check of each step.
 
-`reference` below is the whole block written out in numpy's float64. It shares nothing with the model but the weights,
-and goes its own way from the embedding to the end of the block; so the first step that fails is the one that is wrong.
-What the model computes is overheard while its own code runs, and the lines of that code are looked up by parsing the
-functions that ran: no number and no line is written down here.
+`reference` below is the complete block in numpy's float64. It shares only the weights with the model, and does not use
+the model's intermediate results; so the first step that fails is the one that is wrong. The model's numbers are
+recorded while its own code runs, and the lines of code are found by parsing the functions that ran.
 
 Letters: T tokens, H query heads, KV key/value heads, D head_dim, C model dim, F hidden_dim, V vocabulary.
 """
@@ -34,12 +33,12 @@ from .report import Check, Report, below
 
 Array = np.ndarray[Any, Any]
 
-# Small enough that its numbers fit on a screen; every size is another, so that no two shapes look alike by chance.
+# Its numbers fit on a screen, and all sizes differ, so that shapes are not equal by chance.
 TINY = ModelConfig(
     dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, hidden_dim=12, vocab_size=256, max_seq_len=256
 )
-LONGEST = 256  # tokens; every step is kept, scores of all heads among them
-TOLERANCE = 1e-5  # of the largest number of a step: float32 loses about 1e-6 over a block
+LONGEST = 256  # tokens; all steps are stored, including the scores of all heads
+TOLERANCE = 1e-5  # relative to the largest number of a step: float32 has an error of about 1e-6 after a block
 
 
 def tiny_model(config: ModelConfig = TINY, form: str = "complex", max_seq_len: int | None = None) -> Transformer:
@@ -47,7 +46,7 @@ def tiny_model(config: ModelConfig = TINY, form: str = "complex", max_seq_len: i
     return random_model(config, form, max_seq_len=max_seq_len)
 
 
-# ------------------------------------------------------------------------------------ the block, in plain numpy
+# ------------------------------------------------------------------------------------------ the block in numpy
 def reference(h: Array, w: Mapping[str, Array], angles: Array, factor: float, config: ModelConfig) -> dict[str, Array]:
     """Every step of a block from its input h (T, C) float64, by the papers' formulas; angles (T, D/2) radians."""
     T, H, D, group = len(h), config.n_heads, config.head_dim, config.n_heads // config.n_kv_heads
@@ -62,14 +61,14 @@ def reference(h: Array, w: Mapping[str, Array], angles: Array, factor: float, co
     def split(x: Array) -> Array:  # (T, heads * D) -> (heads, T, D)
         return x.reshape(T, -1, D).swapaxes(0, 1)
 
-    def turn(x: Array) -> Array:  # RoPE, arXiv:2104.09864: entries 2i and 2i + 1 are a point in the plane
+    def rotate(x: Array) -> Array:  # RoPE, arXiv:2104.09864: entries 2i and 2i + 1 are a point in the plane
         a, b = x[..., 0::2], x[..., 1::2]
         return np.stack((a * cos - b * sin, a * sin + b * cos), -1).reshape(x.shape)
 
     x = norm(h, w["attention_norm.weight"])  # (T, C)
     q, k, v = (split(project(x, f"attention.{name}")) for name in ("wq", "wk", "wv"))  # (H, T, D), (KV, T, D) twice
-    turned_q, turned_k = turn(q), turn(k)
-    scores = turned_q @ np.repeat(turned_k, group, 0).swapaxes(1, 2) / np.sqrt(D)  # (H, T, T)
+    rotated_q, rotated_k = rotate(q), rotate(k)
+    scores = rotated_q @ np.repeat(rotated_k, group, 0).swapaxes(1, 2) / np.sqrt(D)  # (H, T, T)
     scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights = weights / weights.sum(-1, keepdims=True)  # (H, T, T)
@@ -79,13 +78,13 @@ def reference(h: Array, w: Mapping[str, Array], angles: Array, factor: float, co
     z = norm(a, w["ffn_norm.weight"])  # (T, C)
     gate, up = project(z, "feed_forward.w_gate"), project(z, "feed_forward.w_up")  # (T, F)
     f = project(gate / (1 + np.exp(-gate)) * up, "feed_forward.w_down")  # SwiGLU, arXiv:2002.05202: (T, C)
-    return {"x": x, "q": q, "k": k, "v": v, "q'": turned_q, "k'": turned_k, "s": scores, "p": weights, "y": y,
+    return {"x": x, "q": q, "k": k, "v": v, "q'": rotated_q, "k'": rotated_k, "s": scores, "p": weights, "y": y,
             "o": o, "a": a, "z": z, "f": f, "h'": a + f}  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------- what the model computes
-class _Witness(TorchFunctionMode):
-    """Keeps what goes into softmax and what comes out."""
+# -------------------------------------------------------------------------------------------- recording the model
+class _SoftmaxRecorder(TorchFunctionMode):
+    """Records the input and the output of softmax."""
 
     def __init__(self, seen: dict[str, Tensor]):
         super().__init__()
@@ -99,10 +98,10 @@ class _Witness(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _overheard(net: Transformer, layer: int) -> Iterator[dict[str, Tensor]]:
-    """What the modules of one block give in the next forward pass, by the letters of `reference`, with a batch axis.
+def _recorded(net: Transformer, layer: int) -> Iterator[dict[str, Tensor]]:
+    """Record the outputs of one block's modules in the next forward pass, by the letters of `reference`.
 
-    Attention runs in its reference form, since the fused kernels keep scores and weights to themselves.
+    The tensors have a batch axis. Attention runs in its reference form, since fused kernels don't return scores.
     """
     seen: dict[str, Tensor] = {}
     block: Any = net.layers[layer]
@@ -115,7 +114,7 @@ def _overheard(net: Transformer, layer: int) -> Iterator[dict[str, Tensor]]:
 
     def attend(q: Tensor, k: Any, v: Any, mask: Tensor | None = None) -> Tensor:
         seen["q'"], seen["k'"] = q, k
-        with _Witness(seen):
+        with _SoftmaxRecorder(seen):
             y = attention.reference(q, k, v, mask)
         seen["y"] = y
         return y
@@ -142,8 +141,8 @@ def _overheard(net: Transformer, layer: int) -> Iterator[dict[str, Tensor]]:
 
 
 def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Array]:
-    """What the model computes on a text, in the shapes of `reference`; heads in Meta's order of entries."""
-    with torch.inference_mode(), _overheard(net, layer) as seen:
+    """The model's numbers for a text, in the shapes of `reference`, with heads in the interleaved layout."""
+    with torch.inference_mode(), _recorded(net, layer) as seen:
         net(torch.tensor([ids], device=net.tok_embeddings.weight.device))
     for name in "qkv":
         by_head = seen[name].unflatten(-1, (-1, net.config.head_dim)).transpose(1, 2)  # (1, heads, T, D)
@@ -153,7 +152,7 @@ def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Arr
 
 
 def _weights_of(net: Transformer, layer: int) -> dict[str, Array]:
-    """The block's weights in float64; wq and wk in Meta's order of rows, which `reference` reads."""
+    """The block's weights in float64, with wq and wk in the interleaved layout, which `reference` uses."""
     found = {}
     for name, weight in net.layers[layer].named_parameters():
         rotated = name.startswith(("attention.wq", "attention.wk")) and net.rope.layout == "half"
@@ -162,10 +161,10 @@ def _weights_of(net: Transformer, layer: int) -> dict[str, Array]:
     return found
 
 
-# --------------------------------------------------------------------------------------------- where it is written
+# ----------------------------------------------------------------------------------------------- lines of code
 @dataclass(frozen=True)
 class Source:
-    """A line of the code that ran: the file as seen from the package's parent, the line's number, the line."""
+    """A line of code: the file relative to the package's parent folder, the line number, the text."""
 
     file: str
     line: int
@@ -173,9 +172,9 @@ class Source:
 
 
 def find_source(function: Callable[..., Any], expression: str) -> Source | None:
-    """The line on which an expression begins in a function, found by parsing the function's source as it now is.
+    """Find the line on which an expression begins in a function, by parsing the current source of the function.
 
-    None where the function has no such expression any more, or no source.
+    Returns None if the function does not contain the expression, or has no source.
     """
     wanted = ast.dump(ast.parse(expression, mode="eval").body)
     try:
@@ -192,8 +191,8 @@ def find_source(function: Callable[..., Any], expression: str) -> Source | None:
     return None
 
 
-# form of the rotation -> the expression that turns
-TURNS = {
+# form of the rotation -> the expression that rotates
+ROTATIONS = {
     "complex": "q * cis",
     "real": "(a * cos - b * sin, a * sin + b * cos)",
     "half": "q.float() * cos + rotate_half(q.float()) * sin",
@@ -204,11 +203,11 @@ TURNS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A step before it is run.
+    """The definition of a step.
 
-    values   the letters of what it computes, as in `reference`, each with its shape in letters
-    given    letters that are shown before them and not compared
-    code     (function, expression in it) pairs: where the model does it
+    values   the results, each as its letter in `reference` and its shape in letters
+    given    inputs in the same form, which are shown and not compared
+    code     (function, expression in the function) pairs: where the model computes the results
     claim    id in docs/study/claims.md
     """
 
@@ -221,10 +220,11 @@ class Recipe:
 
 
 def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tuple[Recipe, ...]:
-    """The steps in order, for a rotation of rope.FORMS that `apply` does, under a kind of rope_scaling.SCALINGS.
+    """The steps in order, for a form of rope.FORMS with its function `apply`, and a kind of rope_scaling.SCALINGS.
 
-    Functions are looked up now and not at import, so that what runs is what is quoted.
+    Functions are looked up at each call and not at import, so that the quoted code is the code that runs.
     """
+    # above 100 lines: a table of the twelve steps
     forward = model.Attention.forward
     normed = "y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)"
     return (
@@ -253,13 +253,13 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
         Recipe(
             "RoPE",
             "q'_j = q_j e^(i m w_j),  k'_j = k_j e^(i m w_j),  w_j = theta^(-2j/D)"
-            + (f" as {kind} scales it" if kind != "default" else "")
-            + ": pair j at position m; v stays",
+            + (f" scaled by {kind}" if kind != "default" else "")
+            + ": pair j at position m; v is unchanged",
             (("q'", "(H, T, D)"), ("k'", "(KV, T, D)")),
             (
                 (rope.freqs_cis_at, "positions.unsqueeze(-1).float() * inv_freq"),
                 (forward, "self.apply_rotary_emb(q, k, freqs_cis)"),
-                (apply if form != "half" else rope.apply_rotary_pos_emb, TURNS[form]),
+                (apply if form != "half" else rope.apply_rotary_pos_emb, ROTATIONS[form]),
             ),
             "000-31",
         ),
@@ -289,7 +289,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
         ),
         Recipe(
             "output projection",
-            "o = W_o (y of all heads, side by side)",
+            "o = W_o (y of all heads, concatenated)",
             (("o", "(T, C)"),),
             ((forward, "self.wo(y.transpose(1, 2).flatten(-2))"),),
             "002-40",
@@ -308,7 +308,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
         ),
         Recipe(
             "second RMSNorm",
-            "z = a / sqrt(mean(a²) + eps) · w_norm, with weights of its own",
+            "z = a / sqrt(mean(a²) + eps) · w_norm, with other weights",
             (("z", "(T, C)"),),
             ((model.TransformerBlock.forward, "self.ffn_norm(h)"), (model.RMSNorm.forward, normed)),
             "002-31",
@@ -330,12 +330,12 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
     )
 
 
-# ----------------------------------------------------------------------------------------------------- all of it
+# -------------------------------------------------------------------------------------------- the explanation
 @dataclass(frozen=True)
 class Value:
-    """What a step computes: its letter, shape in letters and numbers, and what the chosen token has of it.
+    """A result of a step: its letter, its shape in letters and in numbers, and the numbers of the selected token.
 
-    numbers  the token's own, of head 0 where there are heads; at most `SHOWN`
+    numbers  at most `SHOWN`, of head 0 if there are heads
     """
 
     letter: str
@@ -346,7 +346,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that ran; sources has None where the quoted expression is not in the code any more."""
+    """A step that ran; sources has None where the quoted expression is no longer in the code."""
 
     recipe: Recipe
     values: list[Value]
@@ -362,7 +362,7 @@ class Explanation:
     report: Report
 
 
-SHOWN = 8  # numbers of a row
+SHOWN = 8  # numbers per row
 
 
 def explain(
@@ -371,24 +371,24 @@ def explain(
     token: int | None = None,
     layer: int = 0,
     texts: Sequence[str] | None = None,
-    told: Mapping[str, Any] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Explanation:
-    """Follow one token (the last, unless said) through one block of a float32 model.
+    """Follow one token (by default the last) through one block of a float32 model.
 
-    texts are the tokens' texts; with `told` they go into the report's settings. Raises UsageError on a token or layer
-    that is not there, an empty or long text, or a model in another dtype.
+    The settings of the report include `about` and the token's text from `texts`. Raises UsageError on a token or layer
+    that does not exist, an empty or long text, or a model in another dtype.
     """
     config = net.config
     if net.tok_embeddings.weight.dtype != torch.float32:
         dtype = str(net.tok_embeddings.weight.dtype).removeprefix("torch.")
-        raise UsageError(f"explain compares in float32 and this model is loaded in {dtype}; leave --dtype out")
+        raise UsageError(f"explain needs a model in float32, and this one is in {dtype}; leave out --dtype")
     if not 1 <= len(ids) <= LONGEST:
-        raise UsageError(f"explain takes a text of 1 to {LONGEST} tokens, got {len(ids)}")
+        raise UsageError(f"explain needs a text of 1 to {LONGEST} tokens, got {len(ids)}")
     token = len(ids) - 1 if token is None else token
     if not 0 <= token < len(ids):
-        raise UsageError(f"the text has tokens 0 to {len(ids) - 1}, got {token}")
+        raise UsageError(f"the token must be from 0 to {len(ids) - 1}, the last token of the text; got {token}")
     if not 0 <= layer < config.n_layers:
-        raise UsageError(f"the model has layers 0 to {config.n_layers - 1}, got {layer}")
+        raise UsageError(f"the layer must be from 0 to {config.n_layers - 1}, the last layer of the model; got {layer}")
     ours = _computed(net, ids, layer)
     embedded = net.tok_embeddings.weight[list(ids)].double().cpu().numpy()  # (T, C)
     start = embedded if layer == 0 else ours["h"]
@@ -396,34 +396,36 @@ def explain(
     right = {"e": embedded, **reference(start, _weights_of(net, layer), angles, factor, config)}
 
     steps = []
-    for recipe in recipes(net.rope.form, rope.FORMS[net.rope.form].apply, kind_of(config.rope_scaling)):
-        # numpy's maximum and not Python's: NaN must win
+    block: Any = net.layers[layer]
+    rotate = block.attention.apply_rotary_emb.rotate
+    for recipe in recipes(net.rope.form, rotate, kind_of(config.rope_scaling)):
+        # numpy's maximum returns NaN if there is one; Python's may not
         apart = float(np.max([_apart(ours.get(letter), right[letter]) for letter, _ in recipe.values]))
         steps.append(
             Step(
                 recipe,
                 [_value(letter, letters, ours.get(letter), token) for letter, letters in recipe.given + recipe.values],
                 [find_source(function, expression) for function, expression in recipe.code],
-                below(recipe.claim, f"{recipe.name}: largest difference, of the largest number", apart, TOLERANCE),
+                below(recipe.claim, f"{recipe.name}: largest difference / largest number", apart, TOLERANCE),
             )
         )
     read = {} if texts is None else {"text": texts[token]}
     sizes = {"T": len(ids), "C": config.dim, "H": config.n_heads, "KV": config.n_kv_heads, "D": config.head_dim}
     sizes |= {"F": config.hidden_dim, "V": config.vocab_size}
-    settings = {**(told or {}), "layer": layer, "token": token, **read, **sizes}
-    says = ["each step is held against the same step in numpy's float64, which goes its own way from the start"]
+    settings = {**(about or {}), "layer": layer, "token": token, **read, **sizes}
+    says = ["each step is compared with numpy's float64, which computes the block independently from its input on"]
     if layer:
-        says.append(f"blocks 0 to {layer - 1} ran before; the comparison starts from what they gave")
+        says.append(f"the comparison starts from the output of blocks 0 to {layer - 1}")
     if net.rope.layout == "half":
-        says.append("q and k are shown in Meta's order; the form half holds entry 2i + j of a head at j D/2 + i")
+        says.append("q and k are shown in Meta's layout; the form half has entry 2i + j of a head at j D/2 + i")
     if config.rope_scaling is not None:
-        says.append("the model's frequencies are scaled; the comparison takes w_j from the library")
+        says.append("the model's frequencies are scaled; the comparison uses w_j from the library")
     checks = [step.check for step in steps]
     return Explanation(steps, Report("explain", "what happens to one token in one block?", checks, (), says, settings))
 
 
 def _angles(net: Transformer, length: int) -> tuple[Array, float]:
-    """position * theta^(-2i/D), written out; under a scaling the frequencies are the library's: (T, D/2)."""
+    """Angles position * theta^(-2i/D) (T, D/2), and the factor of cos and sin; under a scaling from the library."""
     config, factor = net.config, 1.0
     inv_freq: Array = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     if config.rope_scaling is not None:
@@ -433,11 +435,11 @@ def _angles(net: Transformer, length: int) -> tuple[Array, float]:
 
 
 def _apart(ours: Array | None, right: Array) -> float:
-    """The largest difference in units of the largest number; infinite where ours was not seen or has another shape."""
+    """The largest difference / the largest number; infinite if ours was not recorded or has another shape."""
     if ours is None or ours.shape != right.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):
-        difference = np.where(ours == right, 0.0, np.abs(ours - right))  # -inf on both sides is no difference
+        difference = np.where(ours == right, 0.0, np.abs(ours - right))  # -inf equals -inf
     return float(difference.max() / (np.abs(right[np.isfinite(right)]).max(initial=0.0) or 1.0))
 
 
@@ -450,30 +452,30 @@ def _value(letter: str, letters: str, ours: Array | None, token: int) -> Value:
 
 
 def text(explanation: Explanation) -> str:
-    """An explanation for a terminal."""
+    """An explanation as text for a terminal."""
     report = explanation.report
     lines = [f"{report.topic}: {report.question}"]
     lines.append("  " + ", ".join(f"{key} {show(value)}" for key, value in report.settings.items()))
     lines += [f"  {line}" for line in report.says]
-    lines.append(f"  numbers are this token's, of head 0 where there are heads, at most {SHOWN} of a row")
+    lines.append(f"  numbers are of this token and, if there are heads, of head 0; at most {SHOWN} per row")
     for number, step in enumerate(explanation.steps, 1):
         lines += ["", f"{number:>2} {step.recipe.name}: {step.recipe.equation}"]
         for value in step.values:
             numbers = " ".join(f"{x:.4f}" if abs(x) < 1e3 else f"{x:.4g}" for x in value.numbers)
             more = " .." if _longer(value, report.settings["token"]) else ""
-            shape = "(" + ", ".join(map(str, value.shape)) + ")" if value.shape else "not seen"
+            shape = "(" + ", ".join(map(str, value.shape)) + ")" if value.shape else "not recorded"
             lines.append(f"   {value.letter:<2} {value.letters} = {shape}: {numbers}{more}")
         for source in step.sources:
-            lines.append(f"   {source.file}:{source.line}  {source.text}" if source else "   (the line was not found)")
+            lines.append(f"   {source.file}:{source.line}  {source.text}" if source else "   (line not found)")
         word = "PASS" if step.check.passed else "FAIL"
-        lines.append(f"   {word}  {step.check.computed:.1e} apart, at most {step.check.expected:.0e} allowed")
+        lines.append(f"   {word}  difference {step.check.computed:.1e}, at most {step.check.expected:.0e} allowed")
     count = sum(check.passed for check in report.checks)
     lines += ["", f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)}"]
     return "\n".join(lines) + "\n"
 
 
 def show(value: Any) -> str:
-    """A setting on one line; texts in quotes."""
+    """A setting on one line, texts in quotes."""
     return repr(value) if isinstance(value, str) else str(value)
 
 
@@ -482,7 +484,7 @@ def _longer(value: Value, token: int) -> bool:
 
 
 def as_dict(explanation: Explanation) -> dict[str, Any]:
-    """An explanation as JSON has it: the report, and the steps with their numbers and lines."""
+    """An explanation for JSON: the report, and the steps with their numbers and lines of code."""
     from .report import as_dict as report_as_dict
     from .report import plain
 

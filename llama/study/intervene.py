@@ -1,9 +1,9 @@
-"""Take a part out of a model, or turn it otherwise, for as long as a `with` block lasts.
+"""Context managers that change a model temporarily: ablate heads, skip layers, change or remove RoPE.
 
     with ablated(model, [(3, 5)]), only_layers(model, range(8)):
         logits = model(tokens)
 
-No second model is made: the very modules that run are changed, and put back on the way out, also after an exception.
+The model is changed in place and restored at the end of the `with` block, also after an exception.
 Layers and heads count from 0, as in the code: head 3.5 is head 5 of layer 3.
 """
 
@@ -27,9 +27,9 @@ from ..rope_scaling import with_rope
 
 @contextlib.contextmanager
 def ablated(model: Transformer, heads: Iterable[tuple[int, int]]) -> Iterator[None]:
-    """The output of each (layer, head) is zero where wo reads it; all other heads run as ever.
+    """Set the output of each (layer, head) to zero before wo.
 
-    heads are query heads; the key/value head that one shares with others is left alone. Layers keep their own numbers
+    heads are query heads; the key/value heads that they share are not changed. Layers have their original numbers
     under `only_layers`. Raises UsageError on a layer that does not run or a head that does not exist.
     """
     by_layer: dict[int, set[int]] = {}
@@ -39,15 +39,15 @@ def ablated(model: Transformer, heads: Iterable[tuple[int, int]]) -> Iterator[No
     blocks: list[Any] = list(model.layers)
     running = {block.attention.layer: block.attention for block in blocks}
     if missing := sorted(set(by_layer) - set(running)):
-        raise UsageError(f"layer {missing[0]} does not run, so none of its heads can be ablated; only {_span(running)}")
+        raise UsageError(f"layer {missing[0]} does not run, so its heads can't be ablated; only {_span(running)}")
     with contextlib.ExitStack() as stack:
         for layer, numbers in by_layer.items():
-            silence = _silence(sorted(numbers), model.config.head_dim)
-            stack.callback(running[layer].wo.register_forward_pre_hook(silence).remove)
+            hook = _zero_heads(sorted(numbers), model.config.head_dim)
+            stack.callback(running[layer].wo.register_forward_pre_hook(hook).remove)
         yield
 
 
-def _silence(heads: Sequence[int], head_dim: int) -> Any:
+def _zero_heads(heads: Sequence[int], head_dim: int) -> Any:
     def hook(wo: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
         by_head = inputs[0].unflatten(-1, (-1, head_dim)).clone()  # (B, T, H, D)
         by_head[..., heads, :] = 0
@@ -58,13 +58,13 @@ def _silence(heads: Sequence[int], head_dim: int) -> Any:
 
 @contextlib.contextmanager
 def only_layers(model: Transformer, layers: Sequence[int]) -> Iterator[None]:
-    """Only these blocks run, in this order; the embedding, the last norm and the output run as ever.
+    """Run only these blocks, in this order, between the embedding and the last norm.
 
-    Raises UsageError when there are none, or one that the model lacks.
+    Raises UsageError if there are none, or if the model does not have one of them.
     """
     everything = model.layers
     if not layers or not all(0 <= layer < len(everything) for layer in layers):
-        raise UsageError(f"layers must be among 0 to {len(everything) - 1}, at least one; got {list(layers)}")
+        raise UsageError(f"layers must be one or more of 0 to {len(everything) - 1}, got {list(layers)}")
     model.set_submodule("layers", nn.ModuleList([everything[layer] for layer in layers]))
     try:
         yield
@@ -72,8 +72,8 @@ def only_layers(model: Transformer, layers: Sequence[int]) -> Iterator[None]:
         model.set_submodule("layers", everything)
 
 
-class _Still(Rope):
-    """A Rope whose pairs don't turn: every angle is 0. A scaling's factor for cos and sin is kept."""
+class _ZeroAngles(Rope):
+    """A Rope in which every angle is 0. The factor of cos and sin of a scaling still applies."""
 
     def frequencies(self, seq_len: int) -> tuple[Tensor, float]:
         inv_freq, factor = super().frequencies(seq_len)
@@ -82,8 +82,8 @@ class _Still(Rope):
 
 @contextlib.contextmanager
 def without_rope(model: Transformer) -> Iterator[None]:
-    """Nothing is rotated, so attention does not know where a token stands; the causal mask alone tells order."""
-    with _turned_by(model, model.config, _Still):
+    """Rotate nothing: attention has no positions, and only the causal mask depends on the order of the tokens."""
+    with _replaced_rope(model, model.config, _ZeroAngles):
         yield
 
 
@@ -91,13 +91,13 @@ def without_rope(model: Transformer) -> Iterator[None]:
 def other_rope(
     model: Transformer, theta: float | None = None, scaling: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Another base or scaling of the rotation, as `llama.load` takes them; None leaves that part as it is."""
-    with _turned_by(model, with_rope(model.config, scaling, theta), Rope):
+    """Use another base or scaling of the rotation, in the form that `llama.load` has; None leaves it unchanged."""
+    with _replaced_rope(model, with_rope(model.config, scaling, theta), Rope):
         yield
 
 
 @contextlib.contextmanager
-def _turned_by(model: Transformer, config: ModelConfig, kind: type[Rope]) -> Iterator[None]:
+def _replaced_rope(model: Transformer, config: ModelConfig, kind: type[Rope]) -> Iterator[None]:
     """Replace the model's table of freqs_cis, and the config that describes it."""
     before = model.rope, model.config
     rope = kind(
@@ -115,15 +115,15 @@ def _turned_by(model: Transformer, config: ModelConfig, kind: type[Rope]) -> Ite
         model.rope, model.config = before
 
 
-# ------------------------------------------------------------------------------------------- asked for together
+# ------------------------------------------------------------------------------------------- several changes at once
 @dataclass(frozen=True)
 class Intervention:
-    """What to change, all at once.
+    """Changes that apply together.
 
     heads    (layer, head) pairs to ablate
     layers   the blocks to run, None for all
     no_rope  rotate nothing
-    theta, scaling  another base or scaling of the rotation, None for the model's own
+    theta, scaling  another base or scaling of the rotation, None for the model's
     """
 
     heads: tuple[tuple[int, int], ...] = ()
@@ -137,10 +137,10 @@ class Intervention:
             raise UsageError("--no-rope rotates nothing, so another theta or scaling of the rotation has no effect")
 
     def __bool__(self) -> bool:
-        return bool(self.told())
+        return bool(self.descriptions())
 
-    def told(self) -> list[str]:
-        """Each change in words."""
+    def descriptions(self) -> list[str]:
+        """A description of each change."""
         words = [f"head {layer}.{head} ablated" for layer, head in self.heads]
         if self.layers is not None:
             words.append(f"only {_span(self.layers)}")
@@ -156,7 +156,7 @@ class Intervention:
 
     @contextlib.contextmanager
     def on(self, model: Transformer) -> Iterator[None]:
-        """The model under all of the changes."""
+        """Apply all changes to the model."""
         with contextlib.ExitStack() as stack:
             if self.no_rope:
                 stack.enter_context(without_rope(model))
@@ -169,7 +169,7 @@ class Intervention:
 
 
 def parse_head(text: str, config: ModelConfig) -> tuple[int, int]:
-    """ "3.5" -> (3, 5): layer and head, from 0. Raises UsageError naming the range."""
+    """ "3.5" -> (3, 5): layer and head, from 0. Raises UsageError with the valid range."""
     try:
         layer, head = head_numbers(text)
     except UsageError as error:
@@ -179,37 +179,37 @@ def parse_head(text: str, config: ModelConfig) -> tuple[int, int]:
 
 
 def head_numbers(text: str) -> tuple[int, int]:
-    """ "3.5" -> (3, 5), of whatever model. Raises UsageError on any other form."""
+    """ "3.5" -> (3, 5), for any model. Raises UsageError on any other form."""
     match = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})", text)
     if match is None:
-        raise UsageError(f"a head is written LAYER.HEAD, both from 0, as 3.5; got {text!r:.60}")
+        raise UsageError(f"expected a head as LAYER.HEAD, both from 0, for example 3.5; got {text!r:.60}")
     return int(match[1]), int(match[2])
 
 
 def parse_layers(text: str, config: ModelConfig) -> range:
-    """ "0:8" -> range(0, 8), as Python slices: either end may be left out. Raises UsageError naming the range."""
+    """ "0:8" -> range(0, 8), like a Python slice: either end may be left out. UsageError with the valid range."""
     try:
         first, last = layer_numbers(text)
     except UsageError as error:
         raise UsageError(f"{error}; {_ends(config)}") from None
     end = config.n_layers if last is None else last
     if end > config.n_layers:
-        raise UsageError(f"layers {text} reach beyond the model; {_ends(config)}")
+        raise UsageError(f"layers {text} end after the last layer of the model; {_ends(config)}")
     if first >= end:
-        raise UsageError(f"layers {text} select none; {_ends(config)}, and FIRST must be below END")
+        raise UsageError(f"layers {text} select no layer; {_ends(config)}, and FIRST must be below END")
     return range(first, end)
 
 
 def layer_numbers(text: str) -> tuple[int, int | None]:
-    """ "2:8" -> (2, 8), ":8" -> (0, 8), "2:" -> (2, None), of whatever model. UsageError on any other form."""
+    """ "2:8" -> (2, 8), ":8" -> (0, 8), "2:" -> (2, None), for any model. UsageError on any other form."""
     match = re.fullmatch(r"([0-9]{0,9}):([0-9]{0,9})", text)
     if match is None:
-        raise UsageError(f"layers are written FIRST:END, as 0:8 for layers 0 to 7; got {text!r:.60}")
+        raise UsageError(f"expected layers as FIRST:END, for example 0:8 for layers 0 to 7; got {text!r:.60}")
     return int(match[1] or 0), int(match[2]) if match[2] else None
 
 
 def _ends(config: ModelConfig) -> str:
-    return f"FIRST and END lie between 0 and {config.n_layers}"
+    return f"FIRST and END must be from 0 to {config.n_layers}"
 
 
 def _ranges(config: ModelConfig) -> str:

@@ -1,10 +1,10 @@
-"""What one forward pass computed, kept: surprisals, the logit lens, attention weights, and the angles of RoPE.
+"""Record one forward pass: surprisals, the logit lens, attention weights, and the angles of RoPE.
 
-Forward hooks on the blocks keep the residual stream, and hooks on each block's `attend` keep the attention weights. The
-logits are those of the untraced model, bit for bit.
+Forward hooks on the blocks record the residual stream, and hooks on each block's `attend` the attention weights. The
+logits equal those of the untraced model, bit for bit.
 
 Letters: T tokens, L layers that ran, H query heads, D head_dim, C model dim, V vocabulary. Logarithms are natural, so
-surprisals and divergences are in nats, except where a name says bits.
+surprisals and divergences are in nats, unless a name contains bits.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .measures import turns
 # ------------------------------------------------------------------------------------------------- one forward pass
 @dataclass
 class Recording:
-    """What a forward pass leaves behind, layer by layer; of a batch, the first row.
+    """The record of a forward pass, layer by layer; for a batch, of its first row.
 
     layers      numbers of the blocks that ran
-    hidden      (T, C) each: the embedding, then what each block gave
-    weights     (H, T, T) float32 each: row t holds the weights with which token t reads tokens 0 .. t
+    hidden      (T, C) each: the embedding, then the output of each block
+    weights     (H, T, T) float32 each: row t has the weights of token t on tokens 0 .. t
     pair_norms  (H, D/2) float64 each, see `pair_norms`
     """
 
@@ -48,7 +48,7 @@ class Recording:
 
 @contextlib.contextmanager
 def recording(model: Transformer) -> Iterator[Recording]:
-    """Keep what the next forward pass computes, of a whole text without a cache."""
+    """Record the next forward pass, which must be of a complete text without a cache."""
     seen = Recording()
 
     def embedded(module: Any, inputs: Any, output: Tensor) -> None:
@@ -73,10 +73,10 @@ def recording(model: Transformer) -> Iterator[Recording]:
 
 
 def pair_norms(q: Tensor, k: Tensor) -> Tensor:
-    """Mean of |q_i| |k_i| over the T (T + 1) / 2 pairs of a query and a key it sees, for each pair of entries i.
+    """Mean of |q_i| |k_i| over all T (T + 1) / 2 combinations of a query and a visible key, for each pair i.
 
-    q (H, T, D), k (KV, T, D), rotated or not: turning a pair leaves its length alone. Returns (H, D/2) float64.
-    |q_i| |k_i| / sqrt(D) is the most that pair i can add to a score, so this tells which frequencies a head uses.
+    q (H, T, D), k (KV, T, D), rotated or not, since rotations preserve lengths. Returns (H, D/2) float64.
+    |q_i| |k_i| / sqrt(D) is the most that pair i can add to a score, so it shows which frequencies a head uses.
     """
     k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)  # (H, T, D)
     lengths_q, lengths_k = (x.double().unflatten(-1, (-1, 2)).norm(dim=-1) for x in (q, k))  # (H, T, D/2) each
@@ -84,30 +84,30 @@ def pair_norms(q: Tensor, k: Tensor) -> Tensor:
     return products / (q.shape[1] * (q.shape[1] + 1) / 2)
 
 
-# --------------------------------------------------------------------------------------------- what can be read off
+# -------------------------------------------------------------------------------------------- derived quantities
 def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
-    """-ln p of each token but the first, given those before it: logits (T, V), ids (T,) -> (T - 1,) nats."""
+    """-ln p of each token except the first, given the tokens before it: logits (T, V), ids (T,) -> (T - 1,) nats."""
     return -logits[:-1].double().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p || q) of two distributions given by their logarithms (T, V): (T,) nats."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # rounding can leave -1e-7
+    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # rounding can return -1e-7
 
 
 def rank_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """The place of ids (T,) in each row of logits (T, V), 1 for the likeliest: (T,)."""
+    """The rank of ids (T,) in each row of logits (T, V), 1 for the most probable: (T,)."""
     return 1 + (logits > logits.gather(-1, ids[:, None])).sum(-1)
 
 
 @dataclass(frozen=True)
 class Lens:
-    """The logit lens: the next token as read off the residual stream after each layer. M = L + 1 rows.
+    """The logit lens: the next token predicted from the residual stream after each layer. M = L + 1 rows.
 
-    Row 0 is the embedding before any block, row M - 1 the model's own answer.
+    Row 0 is the embedding before any block, row M - 1 the prediction of the model.
 
-    top_ids, top_p  (M, T, K) the likeliest tokens and their probabilities
-    rank            (M, T) place of the final answer, the model's likeliest token
+    top_ids, top_p  (M, T, K) the most probable tokens and their probabilities
+    rank            (M, T) rank of the final answer, the model's most probable token
     kl              (M, T) KL(final || this layer), nats
     """
 
@@ -118,7 +118,10 @@ class Lens:
 
 
 def logit_lens(model: Transformer, hidden: Sequence[Tensor], logits: Tensor, top: int = 3) -> Lens:
-    """Norm and output applied to what each block gave (nostalgebraist, 2020): hidden (T, C) each, logits (T, V)."""
+    """Apply the last norm and the output matrix after each block (nostalgebraist, 2020).
+
+    hidden are (T, C) each, logits (T, V).
+    """
     answer, final = logits.argmax(-1), logits.log_softmax(-1)  # (T,), (T, V)
     ids, p, rank, kl = [], [], [], []
     for h in hidden:
@@ -133,9 +136,9 @@ def logit_lens(model: Transformer, hidden: Sequence[Tensor], logits: Tensor, top
 
 
 def distance_profile(weights: Tensor, skip_first: bool = False) -> Tensor:
-    """Mean weight at each distance, over the queries that have a token there: (.., T, T) -> (.., T).
+    """Mean weight at each distance, over the queries that have a token at that distance: (.., T, T) -> (.., T).
 
-    skip_first leaves token 0 out, on which many heads park what they don't need (arXiv:2309.17453): (.., T - 1).
+    skip_first leaves out token 0, which many heads use as an attention sink (arXiv:2309.17453): (.., T - 1).
     """
     first = int(skip_first)
     distances = range(weights.shape[-1] - first)
@@ -145,27 +148,27 @@ def distance_profile(weights: Tensor, skip_first: bool = False) -> Tensor:
 
 
 def sink(weights: Tensor) -> Tensor:
-    """Mean weight on token 0, over the queries that could look elsewhere: (.., T, T) -> (..)."""
+    """Mean weight on token 0, over the queries that see more than token 0: (.., T, T) -> (..)."""
     return weights[..., min(1, weights.shape[-1] - 1) :, 0].mean(-1)
 
 
 def spread(weights: Tensor) -> Tensor:
-    """To how many tokens a query listens: e^entropy of its weights, mean over queries: (.., T, T) -> (..)."""
+    """Effective number of attended tokens: e^entropy of a query's weights, mean over queries: (.., T, T) -> (..)."""
     return torch.special.entr(weights.double()).sum(-1).exp().mean(-1)
 
 
-# --------------------------------------------------------------------------------------------------- all of it
+# ------------------------------------------------------------------------------------------------- the complete trace
 @dataclass(frozen=True)
 class Change:
-    """The untouched model's answers to the same tokens: logits (T, V) float32, and what was changed, in words."""
+    """The unchanged model's logits (T, V) float32 on the same tokens, and descriptions of the changes."""
 
     logits: Tensor
-    told: list[str]
+    descriptions: list[str]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A text, and what the model computed on it.
+    """A text and the record of the model's pass over it.
 
     ids (T,), logits (T, V) float32, weights (L, H, T, T), pair_norms (L, H, D/2), inv_freq (D/2,)
     """
@@ -184,12 +187,12 @@ class Trace:
 
 
 def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | None = None) -> Trace:
-    """Run the model over a text and keep what it computes; under an intervention, also what it says untouched.
+    """Run the model over a text and record it; with an intervention, also compute the unchanged model's logits.
 
     Raises UsageError on an empty text, NumericalError on logits that are not finite.
     """
     if not ids:
-        raise UsageError("the prompt has no tokens, so there is nothing to trace; give it a text")
+        raise UsageError("the prompt has no tokens, so there is nothing to trace; expected a text")
     tokens = torch.tensor([ids], device=model.tok_embeddings.weight.device)  # (1, T)
     with torch.inference_mode():
         untouched = model(tokens)[0] if intervention else None  # (T, V)
@@ -214,27 +217,27 @@ def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | N
         factor,
         rope_theta,
         rope_scaling,
-        Change(untouched, intervention.told()) if intervention and untouched is not None else None,
+        Change(untouched, intervention.descriptions()) if intervention and untouched is not None else None,
     )
 
 
-TOP = 8  # likeliest next tokens that are kept of each position
+TOP = 8  # number of most probable next tokens at each position
 
 
 def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The trace as plain columns, for JSON; indices as in `Trace`. Everything but the attention maps themselves.
+    """The trace for JSON, with indices as in `Trace`; it has everything except the attention maps.
 
-    about      the model's name and sizes, taken over as they are
+    about      the model's name and sizes, included unchanged
     texts      id -> its text, for every id that occurs
-    tokens     ids (T,); surprisal (T,) nats and rank (T,), null for token 0, which nothing predicts;
-               next_ids, next_p (T, 8), what is expected after each token
-    lens       one row for the embedding and one a layer: top_ids, top_p (L+1, T, 3), rank and kl (L+1, T)
-    heads      (L, H) each: sink, the mean weight on token 0; previous, on the token before; itself; spread, the number
-               of tokens listened to; profile (L, H, T) and profile_without_first (L, H, T-1) by distance;
-               pair_norms (L, H, D/2)
+    tokens     ids (T,); surprisal (T,) nats and rank (T,), null for token 0, which has no prediction;
+               next_ids, next_p (T, 8), the predictions after each token
+    lens       one row for the embedding and one per layer: top_ids, top_p (L+1, T, 3), rank and kl (L+1, T)
+    heads      (L, H) each: sink, the mean weight on token 0; previous, on the token before; itself; spread, the
+               effective number of attended tokens; profile (L, H, T) and profile_without_first (L, H, T-1), by
+               distance; pair_norms (L, H, D/2)
     rope       inv_freq, turns (D/2,) full turns between the first and the last token
-    change     null, or what was changed and, (T,) each: kl of next-token distributions, KL(before || after); before
-               and after, as `tokens`
+    change     null, or descriptions of the changes; kl (T,) of next-token distributions, KL(before || after); before
+               and after, like `tokens`
     """
     weights = trace.weights
     length = len(trace.ids)
@@ -246,7 +249,7 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
         before = _predictions(trace.change.logits, trace.ids)
         used |= set(_flat(before["next_ids"]))
         kl = divergence(*(x.double().log_softmax(-1) for x in (trace.change.logits, trace.logits)))
-        change = {"told": trace.change.told, "kl": _numbers(kl), "before": before, "after": tokens}
+        change = {"descriptions": trace.change.descriptions, "kl": _numbers(kl), "before": before, "after": tokens}
     return {
         **about,
         "layers": trace.layers,
@@ -290,14 +293,14 @@ def _predictions(logits: Tensor, ids: Tensor) -> dict[str, Any]:
 
 
 def attention_rows(weights: Tensor) -> list[Any]:
-    """The maps as nested lists (L, H, T, t + 1): row t holds the weights on tokens 0 .. t; the rest is 0."""
+    """The maps as nested lists (L, H, T, t + 1): row t has the weights on tokens 0 .. t; the others are 0."""
     return [[[_numbers(row[: t + 1], 5) for t, row in enumerate(head)] for head in layer] for layer in weights.float()]
 
 
 def packed_maps(weights: Tensor) -> str:
-    """The maps as base64 of one byte a weight, 255 sqrt(w), so that small weights keep their digits.
+    """The maps as base64 with one byte per weight, 255 sqrt(w); the root gives small weights more precision.
 
-    Only the lower triangles, row after row: L * H * T (T + 1) / 2 bytes.
+    Only the lower triangles, row by row: L * H * T (T + 1) / 2 bytes.
     """
     t, s = torch.tril_indices(*weights.shape[-2:])
     lower = weights.float().cpu()[..., t, s]  # (L, H, T (T + 1) / 2)
@@ -305,9 +308,9 @@ def packed_maps(weights: Tensor) -> str:
 
 
 def spelled(tokenizer: Tokenizer, id: int) -> str:
-    """The text of one id by itself: a control id by its name, bytes that are no whole character as <0xE5>.
+    """The text of a single id: a control id by its name, bytes that are not a complete character as <0xE5>.
 
-    Rows of the embedding beyond the vocabulary, with which files pad it, are spelled <269>.
+    Ids after the end of the vocabulary, which are padding rows of the embedding, are shown as <269>.
     """
     data = tokenizer.token_bytes(id) if id < tokenizer.n_vocab else b""
     if not data:
@@ -320,7 +323,7 @@ def spelled(tokenizer: Tokenizer, id: int) -> str:
 
 
 def _numbers(tensor: Tensor, digits: int = 6) -> Any:
-    """Nested lists of numbers with so many significant digits; float32's noise behind them only takes room."""
+    """Nested lists of numbers, rounded to so many significant digits; further digits are float32 noise."""
     values = tensor.double().cpu().numpy()
     with np.errstate(divide="ignore"):
         exponents = np.floor(np.log10(np.abs(values)))
@@ -336,9 +339,9 @@ def _flat(nested: Any) -> Iterator[int]:
             yield part
 
 
-# ------------------------------------------------------------------------------------------------------- in words
+# -------------------------------------------------------------------------------------------------------- as text
 def summary(facts: Mapping[str, Any]) -> str:
-    """A trace for a terminal: each token, the answer and where it appears, the heads, the angles, the change."""
+    """A trace as text for a terminal: tokens, predictions, logit lens, heads, angles, and the change."""
     tokens, lens, heads, rope = facts["tokens"], facts["lens"], facts["heads"], facts["rope"]
     layers, length = facts["layers"], len(tokens["ids"])
 
@@ -352,7 +355,7 @@ def summary(facts: Mapping[str, Any]) -> str:
     lines = [f"{length} tokens through {ran} of {facts['model']}"]
     change = facts["change"]
     if change is not None:
-        lines.append("changed: " + "; ".join(change["told"]))
+        lines.append("changed: " + "; ".join(change["descriptions"]))
     lines += [
         "",
         f"{'token':>5}  {'bits':>6}{'' if change is None else '     was'}  {'rank':>6}  {'text':<16} expected",
@@ -373,7 +376,7 @@ def summary(facts: Mapping[str, Any]) -> str:
     last = [rank[-1] for rank in lens["rank"]]
     settled = next(m for m in range(len(last)) if all(rank == 1 for rank in last[m:]))
     where = "already in the embedding" if settled == 0 else f"from layer {layers[settled - 1]} on"
-    lines.append(f"logit lens: {quoted(tokens['next_ids'][-1][0])} is the likeliest {where}")
+    lines.append(f"logit lens: {quoted(tokens['next_ids'][-1][0])} is the most probable {where}")
     lines.append(_on_heads(layers, heads, length))
     turning = sum(turn >= 1 for turn in rope["turns"])
     lines.append(
@@ -393,11 +396,11 @@ def _on_heads(layers: Sequence[int], heads: Mapping[str, Any], length: int) -> s
         return f"{layers[layer]}.{head} ({grid[layer, head]:.2f})"
 
     return (
-        f"attention: token 0 gets {np.mean(heads['sink']):.0%} of all weight of later tokens, most from head"
-        f" {strongest('sink')}; most on the token before: head {strongest('previous')}"
+        f"attention: token 0 has {np.mean(heads['sink']):.0%} of the weight of later tokens, most from head"
+        f" {strongest('sink')}; head {strongest('previous')} has the most weight on the previous token"
     )
 
 
 def show(text: str) -> str:
-    """A token in quotes, on one line and without characters that a terminal obeys."""
+    """A token in quotes, on one line, with control characters escaped."""
     return '"' + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) + '"'

@@ -1,4 +1,4 @@
-"""Every step passes on models of many kinds, and a wrong formula anywhere is found at the step it belongs to."""
+"""Every step passes on models of many kinds, and a wrong formula fails at its own step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def verdicts(net: Transformer, ids: list[int] = IDS, **options: Any) -> dict[str
     return {step.recipe.name: step.check.passed for step in explain.explain(net, ids, **options).steps}
 
 
-# ----------------------------------------------------------------------------------------------------- all is right
+# ------------------------------------------------------------------------------------------------- correct models
 def test_every_step_of_the_tiny_model_passes() -> None:
     net = explain.tiny_model()
     before = fingerprint(net)
@@ -64,7 +64,7 @@ def test_in_every_form_of_the_rotation(form: str) -> None:
     assert found.report.passed
     assert all(source is not None for step in found.steps for source in step.sources)
     same = explain.explain(tiny.model(), IDS, layer=1)
-    for a, b in zip(found.steps, same.steps, strict=True):  # also the numbers shown are Meta's, whatever the layout
+    for a, b in zip(found.steps, same.steps, strict=True):  # the numbers are in Meta's layout for every form
         for x, y in zip(a.values, b.values, strict=True):
             assert x.numbers == pytest.approx(y.numbers, abs=1e-4)
 
@@ -100,9 +100,9 @@ def test_the_default_model_passes_in_its_first_and_last_layer(default_llm: Llama
         assert found.report.passed, explain.text(found)
 
 
-# ---------------------------------------------------------------------------------------------- something is wrong
+# -------------------------------------------------------------------------------------------------- wrong formulas
 def plant_norm(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
-    def forward(self: model.RMSNorm, x: Tensor) -> Tensor:  # a LayerNorm's habit: the mean taken off first
+    def forward(self: model.RMSNorm, x: Tensor) -> Tensor:  # subtracts the mean first, like LayerNorm
         y = x.float() - x.float().mean(-1, keepdim=True)
         return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
@@ -115,21 +115,25 @@ def plant_epsilon(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
 
 
 def plant_rope_sign(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
-    apply = net.rope.apply
-    monkeypatch.setattr(net.rope, "apply", lambda q, k, turns: apply(q, k, turns.conj()))
+    def rotate(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+        return rope.apply_rotary_emb(q, k, freqs_cis.conj())
+
+    for block in net.layers:
+        monkeypatch.setattr(block.attention.apply_rotary_emb, "rotate", rotate)
 
 
 def plant_rope_positions(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
-    rows = Rope.rows
-    monkeypatch.setattr(Rope, "rows", lambda self, positions, end: rows(self, positions + 1, end + 1))
+    freqs_cis = Rope.freqs_cis
+    monkeypatch.setattr(Rope, "freqs_cis", lambda self, positions, end: freqs_cis(self, positions + 1, end + 1))
 
 
 def plant_half(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
-    def apply(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:  # half's pairs on interleaved weights
-        cos, sin = (torch.cat((part, part), -1) for part in (turns.real, turns.imag))
+    def rotate(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:  # half's pairs, interleaved weights
+        cos, sin = (torch.cat((part, part), -1) for part in (freqs_cis.real, freqs_cis.imag))
         return rope.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
 
-    monkeypatch.setattr(net.rope, "apply", apply)
+    for block in net.layers:
+        monkeypatch.setattr(block.attention.apply_rotary_emb, "rotate", rotate)
 
 
 def plant_scale(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
@@ -161,7 +165,7 @@ def plant_softmax(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
 
 def plant_sum(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        v = v.repeat(1, q.shape[1] // v.shape[1], 1, 1)  # right for one key head, wrong for two
+        v = v.repeat(1, q.shape[1] // v.shape[1], 1, 1)  # correct for one key head, wrong for two
         return attention.reference_weights(q, k, mask) @ v
 
     monkeypatch.setattr(attention, "reference", attend)
@@ -233,7 +237,7 @@ def plant_embedding(monkeypatch: pytest.MonkeyPatch, net: Transformer) -> None:
         (plant_last_residual, "second residual"),
     ],
 )
-def test_a_wrong_formula_fails_at_its_own_step_and_not_before(
+def test_a_wrong_formula_first_fails_at_its_own_step(
     plant: Callable[[pytest.MonkeyPatch, Transformer], None], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = tiny.model()
@@ -243,23 +247,23 @@ def test_a_wrong_formula_fails_at_its_own_step_and_not_before(
     wrong = STEPS.index(step)
     passed = [found[name] for name in STEPS]
     assert passed[:wrong] == [True] * wrong
-    if plant is plant_rope_positions:  # all positions shifted alike: the scores, and all after, do not notice
+    if plant is plant_rope_positions:  # a common shift of all positions does not change the scores
         assert passed[wrong] is False
         assert all(passed[wrong + 1 :])
-    elif plant is plant_embedding:  # a norm takes most of a factor off again, but for its epsilon
+    elif plant is plant_embedding:  # a norm removes the factor, except for the effect of epsilon
         assert not passed[0]
         assert not all(passed[1:])
     else:
         assert passed[wrong:] == [False] * (len(STEPS) - wrong)
 
 
-def test_what_is_not_seen_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "reference", attention.sdpa)  # a fused kernel shows neither scores nor weights
+def test_a_step_that_was_not_recorded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "reference", attention.sdpa)  # a fused kernel has no visible scores or weights
     net = tiny.model()
     found = explain.explain(net, IDS)
     failed = [step.recipe.name for step in found.steps if not step.check.passed]
     assert failed == ["scores", "softmax"]
-    assert "not seen" in explain.text(found)
+    assert "not recorded" in explain.text(found)
 
 
 def test_nan_fails() -> None:
@@ -267,14 +271,14 @@ def test_nan_fails() -> None:
     net.layers[0].feed_forward.w_down.weight[0, 0] = float("nan")
     found = verdicts(net)
     assert [name for name in STEPS if not found[name]] == ["SwiGLU", "second residual"]
-    net.layers[0].attention.wv.weight[0, 0] = float("nan")  # q and k, compared before it, are right
+    net.layers[0].attention.wv.weight[0, 0] = float("nan")  # q and k are correct, v is not
     found = verdicts(net)
     assert [name for name in STEPS if found[name]] == ["embedding", "RMSNorm", "RoPE", "scores", "softmax"]
 
 
-# ---------------------------------------------------------------------------------------------------- where it says so
+# --------------------------------------------------------------------------------------------------- quoted lines
 @pytest.mark.parametrize("form", list(FORMS))
-def test_every_line_quoted_holds_the_expression_it_explains(form: str) -> None:
+def test_every_quoted_line_contains_its_expression(form: str) -> None:
     root = Path(model.__file__).parent.parent
 
     def bare(text: str) -> str:
@@ -297,7 +301,7 @@ def _inner_lines(code: Any) -> set[int]:
     return {line for c in inner for line in {n for _, _, n in c.co_lines()} | _inner_lines(c)}
 
 
-def test_a_line_is_found_wherever_it_moves_and_missed_when_it_is_gone(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_line_is_found_after_it_moved_and_none_is_returned_if_it_is_gone(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "moved.py").write_text(
         "# a comment\n\n\ndef f(x, y):\n    z = (\n        x\n        + y * 2\n    )\n    return z\n"
     )
@@ -311,18 +315,18 @@ def test_a_line_is_found_wherever_it_moves_and_missed_when_it_is_gone(tmp_path: 
     assert explain.find_source(len, "x * y") is None
 
 
-def test_a_function_put_in_the_place_of_another_is_what_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_function_is_the_one_that_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     net = tiny.model()
     plant_swiglu(monkeypatch, net)
     plant_half(monkeypatch, net)
     found = {step.recipe.name: step for step in explain.explain(net, IDS).steps}
     assert found["SwiGLU"].sources == [None]
     assert found["RoPE"].sources[2] is None
-    assert "the line was not found" in explain.text(explain.explain(net, IDS))
+    assert "line not found" in explain.text(explain.explain(net, IDS))
 
 
 # ----------------------------------------------------------------------------------------------------------- numbers
-def test_the_numbers_shown_are_the_tokens_own() -> None:
+def test_the_numbers_are_those_of_the_selected_token() -> None:
     net = explain.tiny_model()
     found = {value.letter: value for step in explain.explain(net, IDS, token=2).steps for value in step.values}
     embedded = net.tok_embeddings(torch.tensor([IDS]))
@@ -333,27 +337,27 @@ def test_the_numbers_shown_are_the_tokens_own() -> None:
     assert found["q"].numbers == pytest.approx(net.layers[0].attention.wq(x)[0, 2, :4].tolist(), abs=1e-6)
     assert found["q"].shape == (2, 7, 4)
     assert found["k"].shape == (1, 7, 4)
-    assert len(found["s"].numbers) == len(found["p"].numbers) == 3  # what token 2 sees
+    assert len(found["s"].numbers) == len(found["p"].numbers) == 3  # the tokens that token 2 sees
     assert sum(found["p"].numbers) == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
-        ({"token": 7}, "tokens 0 to 6, got 7"),
-        ({"token": -1}, "tokens 0 to 6"),
-        ({"layer": 2}, "layers 0 to 1, got 2"),
-        ({"layer": -1}, "layers 0 to 1"),
+        ({"token": 7}, "from 0 to 6, .* got 7"),
+        ({"token": -1}, "from 0 to 6"),
+        ({"layer": 2}, "from 0 to 1, .* got 2"),
+        ({"layer": -1}, "from 0 to 1"),
         ({"ids": []}, "1 to 256 tokens, got 0"),
         ({"ids": [1] * 257}, "got 257"),
     ],
 )
-def test_bad_requests_name_the_range(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_errors_name_the_valid_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         explain.explain(explain.tiny_model(), **{"ids": IDS, **options})
 
 
-def test_other_dtypes_are_refused() -> None:
+def test_other_dtypes_are_rejected() -> None:
     with pytest.raises(UsageError, match="float32"):
         explain.explain(tiny.model().to(torch.bfloat16), IDS)
 
@@ -371,7 +375,7 @@ def test_the_command_without_a_model_needs_no_weights(clearllama: Run, tmp_path:
     result = clearllama("explain", env={"CLEARLLAMA_CACHE": str(tmp_path), "HF_HOME": str(tmp_path)})
     assert result.returncode == 0
     assert result.stderr == b""
-    after = os.times()  # of the processor, since other tests run at the same time; under 2 s by itself
+    after = os.times()  # processor time, since other tests run at the same time; alone it is below 2 s
     assert after.children_user + after.children_system - before.children_user - before.children_system < 8
     assert not any(tmp_path.iterdir())
     out = result.stdout.decode()
@@ -407,27 +411,27 @@ def test_a_text_with_control_characters_stays_on_its_line() -> None:
 
 
 @pytest.mark.parametrize("args", [("--token", "99"), ("--layer", "9"), ("--text", "")])
-def test_mistakes_are_one_line_and_exit_2(args: tuple[str, ...]) -> None:
+def test_errors_are_one_line_and_exit_2(args: tuple[str, ...]) -> None:
     code, out, err = run(*args)
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
 
 
-# ------------------------------------------------------------------------------- options reach the tiny model too
+# ------------------------------------------------------------------------------- options apply to the tiny model too
 def turned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     assert main(["explain", "-q", "--json", *options]) == 0
     return next(step for step in json.loads(capsys.readouterr().out)["steps"] if step["name"] == "RoPE")
 
 
-def test_every_form_shows_the_same_numbers_and_a_scaling_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_form_has_the_same_numbers_and_a_scaling_other_ones(capsys: pytest.CaptureFixture[str]) -> None:
     plain = turned(capsys)
     for form in rope.FORMS:
         for a, b in zip(turned(capsys, "--rope", form)["values"], plain["values"], strict=True):
             assert a["numbers"] == pytest.approx(b["numbers"], abs=1e-5)
     scaled = turned(capsys, "--rope-scaling", "yarn", "--rope-factor", "4", "--rope-theta", "500")
     assert scaled["values"][0]["numbers"] != pytest.approx(plain["values"][0]["numbers"], abs=1e-2)
-    assert "as yarn scales it" in scaled["equation"]
-    assert "scales it" not in plain["equation"]
+    assert "scaled by yarn" in scaled["equation"]
+    assert "scaled" not in plain["equation"]
 
 
 @pytest.mark.parametrize(
@@ -439,7 +443,7 @@ def test_every_form_shows_the_same_numbers_and_a_scaling_others(capsys: pytest.C
         (["--rope-factor", "4"], 2, "add --rope-scaling"),
     ],
 )
-def test_options_that_cannot_hold_are_refused(
+def test_options_that_cannot_apply_are_rejected(
     capsys: pytest.CaptureFixture[str], options: list[str], code: int, message: str
 ) -> None:
     assert main(["explain", "-q", *options]) == code

@@ -1,4 +1,4 @@
-"""Interventions against models that are made so from the start, and the model as it was afterwards."""
+"""Interventions equal models that are built with the change, and restore the model afterwards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_ablating_heads_equals_zero_columns_of_wo(model: Transformer, heads: tup
     assert float((found - model(TOKENS)).abs().max()) > 1e-3
 
 
-def test_ablating_works_with_a_cache_and_a_bias_of_wo_stays() -> None:
+def test_ablating_works_with_a_cache_and_does_not_change_the_bias_of_wo() -> None:
     config = dataclasses.replace(tiny.CONFIG, attention_bias=True)
     model, copy = tiny.model(config), tiny.model(config)
     copy.layers[1].attention.wo.weight[:, 16:32] = 0
@@ -57,7 +57,7 @@ def test_ablating_works_with_a_cache_and_a_bias_of_wo_stays() -> None:
     torch.testing.assert_close(found, copy(TOKENS)[:, 8:], rtol=0, atol=1e-5)
 
 
-def test_ablating_every_head_leaves_the_residual_stream_to_the_feed_forward_alone(model: Transformer) -> None:
+def test_ablating_every_head_equals_a_model_without_attention(model: Transformer) -> None:
     copy = tiny.model(DEEP)
     for block in copy.layers:
         block.attention.wo.weight.zero_()
@@ -71,22 +71,22 @@ def test_all_layers_are_the_model(model: Transformer) -> None:
 
 
 @pytest.mark.parametrize("layers", [range(0, 3), range(2, 5), range(4, 5)])
-def test_only_some_layers_equal_a_model_made_of_them(model: Transformer, layers: range) -> None:
+def test_only_some_layers_equal_a_model_of_these_layers(model: Transformer, layers: range) -> None:
     config = dataclasses.replace(DEEP, n_layers=len(layers))
     short = Transformer(config, attention="reference").eval()
     state = tiny.weights(DEEP)
-    kept = {name: tensor for name, tensor in state.items() if not name.startswith("layers.")}
+    selected = {name: tensor for name, tensor in state.items() if not name.startswith("layers.")}
     for new, old in enumerate(layers):
-        kept |= {
+        selected |= {
             name.replace(f"layers.{old}.", f"layers.{new}."): t
             for name, t in state.items()
             if name.startswith(f"layers.{old}.")
         }
-    short.load_state_dict(kept)
+    short.load_state_dict(selected)
     assert torch.equal(changed(model, Intervention(layers=layers)), short(TOKENS))
 
 
-def test_heads_keep_their_layers_number_among_fewer_layers(model: Transformer) -> None:
+def test_heads_have_their_original_layer_number_among_fewer_layers(model: Transformer) -> None:
     copy = tiny.model(DEEP, attention="reference")
     copy.layers[3].attention.wo.weight[:, :16] = 0
     copy.layers = copy.layers[2:]
@@ -102,19 +102,17 @@ def test_without_rope_equals_a_table_of_zero_angles(model: Transformer) -> None:
 
 
 @pytest.mark.parametrize("rope", ["complex", "real", "half", "elementwise", "matrix"])
-def test_without_rope_scores_are_those_of_the_unturned_vectors_in_every_form(rope: str) -> None:
+def test_without_rope_scores_are_those_of_unrotated_vectors_in_every_form(rope: str) -> None:
     model = tiny.model(rope=rope, attention="reference")
     copy = tiny.model(rope=rope, attention="reference")
 
-    def unturned(q: Tensor, k: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
-        return q, k
-
-    copy.rope.apply = unturned
+    for block in copy.layers:
+        block.attention.apply_rotary_emb.rotate = lambda q, k, *freqs_cis: (q, k)
     torch.testing.assert_close(changed(model, Intervention(no_rope=True)), copy(TOKENS), rtol=0, atol=1e-5)
 
 
-def test_without_rope_the_last_token_can_not_tell_the_order_of_those_before(model: Transformer) -> None:
-    one_layer = Intervention(layers=range(1), no_rope=True)  # beyond one layer the causal mask tells order
+def test_without_rope_the_last_token_does_not_depend_on_the_order_of_earlier_ones(model: Transformer) -> None:
+    one_layer = Intervention(layers=range(1), no_rope=True)  # with more layers the causal mask depends on the order
     shuffled = TOKENS[:, [3, 1, 0, 2, 7, 5, 6, 4, 11, 9, 10, 8, 12]]
     with one_layer.on(model):
         a, b = model(TOKENS)[0, -1], model(shuffled)[0, -1]
@@ -141,7 +139,7 @@ def test_without_rope_keeps_the_factor_of_a_scaling() -> None:
         (None, {"rope_type": "dynamic", "factor": 2.0}),
     ],
 )
-def test_another_rotation_equals_a_model_made_with_it(theta: float | None, scaling: dict[str, Any] | None) -> None:
+def test_another_rotation_equals_a_model_built_with_it(theta: float | None, scaling: dict[str, Any] | None) -> None:
     model = tiny.model(attention="reference")
     config = dataclasses.replace(tiny.CONFIG, rope_theta=theta or tiny.CONFIG.rope_theta, rope_scaling=scaling)
     other = tiny.model(config, attention="reference")
@@ -156,7 +154,7 @@ EVERYTHING = Intervention(
 
 
 @pytest.mark.parametrize("intervention", [EVERYTHING, Intervention(no_rope=True, layers=range(2))])
-def test_everything_is_as_before_also_after_an_exception(model: Transformer, intervention: Intervention) -> None:
+def test_the_model_is_restored_also_after_an_exception(model: Transformer, intervention: Intervention) -> None:
     before, expected = fingerprint(model), model(TOKENS)
     changed(model, intervention)
     assert fingerprint(model) == before
@@ -178,14 +176,14 @@ def test_everything_is_as_before_also_after_an_exception(model: Transformer, int
     "bad",
     [Intervention(heads=((0, 1), (5, 0)), no_rope=True), Intervention(layers=range(5, 6)), Intervention(theta=-1.0)],
 )
-def test_an_intervention_that_fails_on_the_way_in_changes_nothing(model: Transformer, bad: Intervention) -> None:
+def test_an_intervention_that_fails_to_start_changes_nothing(model: Transformer, bad: Intervention) -> None:
     before = fingerprint(model)
     with pytest.raises(UsageError), bad.on(model):
         raise AssertionError("must not be entered")
     assert fingerprint(model) == before
 
 
-def test_nothing_asked_for_is_nothing() -> None:
+def test_an_empty_intervention_is_false() -> None:
     assert not Intervention()
     assert Intervention(layers=range(2))
     with pytest.raises(UsageError, match="no-rope"):
@@ -193,7 +191,7 @@ def test_nothing_asked_for_is_nothing() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ parsing
-def test_what_is_written_is_what_is_meant() -> None:
+def test_heads_and_layers_are_parsed() -> None:
     assert intervene.parse_head("3.2", DEEP) == (3, 2)
     assert intervene.parse_layers("1:3", DEEP) == range(1, 3)
     assert intervene.parse_layers(":3", DEEP) == range(0, 3)
@@ -204,19 +202,19 @@ def test_what_is_written_is_what_is_meant() -> None:
 @pytest.mark.parametrize(
     "text", ["3", "3.", ".3", "3.x", "-1.0", "3.2.1", "3,2", "", "١.٢", "5.0", "0.4", "9999999999.0"]
 )
-def test_heads_that_do_not_exist_or_are_not_written_so(text: str) -> None:
+def test_invalid_heads_are_rejected_with_the_valid_range(text: str) -> None:
     with pytest.raises(UsageError, match="layers are 0 to 4 and heads 0 to 3"):
         intervene.parse_head(text, DEEP)
 
 
 @pytest.mark.parametrize("text", ["", "3", "0-2", "-1:2", "a:b", "0:6", "2:2", "3:1", "5:", "0:2:1", "99999999999:"])
-def test_layers_that_do_not_exist_or_are_not_written_so(text: str) -> None:
-    with pytest.raises(UsageError, match="between 0 and 5"):
+def test_invalid_layers_are_rejected_with_the_valid_range(text: str) -> None:
+    with pytest.raises(UsageError, match="from 0 to 5"):
         intervene.parse_layers(text, DEEP)
 
 
 @pytest.mark.parametrize("call", [intervene.ablated, intervene.only_layers])
-def test_the_functions_check_for_themselves(model: Transformer, call: Callable[..., Any]) -> None:
+def test_the_functions_check_their_arguments(model: Transformer, call: Callable[..., Any]) -> None:
     for bad in ([(7, 0)], [(-1, 0)]) if call is intervene.ablated else ([], [9], [-1]):
         with pytest.raises(UsageError, match="0 to 4"), contextlib.ExitStack() as stack:
             stack.enter_context(call(model, bad))

@@ -1,6 +1,6 @@
-"""The page of a trace in a browser: selecting by pointer and keys, and what the reader is told.
+"""The page of a trace in a browser: selection by pointer and keys, and the texts.
 
-Needs Chromium, which pip does not bring: without it these tests are skipped.
+Needs Chromium, which pip does not install; without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPT = "the cat\n\x1b[1m \u202esat"
 
 @pytest.fixture(scope="module")
 def file(tiny_llm: Llama, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of the tiny model of two layers, which has random weights."""
+    """The page of a model with two layers and random weights."""
     traced = tracing.trace(tiny_llm.model, tiny_llm.tokenizer.encode_prompt("the cat sat"))
     config = tiny_llm.model.config
     about = {
@@ -52,7 +52,7 @@ def tab(browser: Browser, file: Path) -> Iterator[Page]:
 
 
 def setting(tab: Page) -> tuple[int, int, int]:
-    """Token, layer and head, as the controls say."""
+    """Token, layer and head in the controls."""
     token, layer, head = (int(tab.input_value(f"#{name}")) for name in ("token", "layer", "head"))
     return token, layer, head
 
@@ -63,14 +63,14 @@ def focused(tab: Page) -> str:
 
 
 def marked_row(tab: Page) -> list[str]:
-    """Names of the rows of the lens table that are marked."""
+    """Names of the marked rows of the lens table."""
     found: list[str] = tab.eval_on_selector_all(
         '#lens-table tr[aria-current="true"]', "(rows) => rows.map((row) => row.cells[0].textContent)"
     )
     return found
 
 
-def test_the_embedding_is_a_row_of_the_lens_like_any_other(tab: Page) -> None:
+def test_the_embedding_can_be_selected_in_the_lens(tab: Page) -> None:
     tab.select_option("#layer", "1")
     assert marked_row(tab) == ["1"]
     box = tab.locator("#lens").bounding_box()
@@ -80,7 +80,7 @@ def test_the_embedding_is_a_row_of_the_lens_like_any_other(tab: Page) -> None:
     tab.mouse.move(0, 0)
     assert tab.inner_text("#lens-readout").startswith("embedding, before any layer")
     last = setting(tab)[0]
-    assert setting(tab)[1] == 1  # the embedding has no heads, so their layer stays
+    assert setting(tab)[1] == 1  # the embedding has no heads, so the layer of the heads is unchanged
     tab.focus("#lens")
     for key, row in (("ArrowDown", "0"), ("ArrowDown", "1"), ("ArrowUp", "0"), ("ArrowUp", "emb"), ("ArrowUp", "emb")):
         tab.keyboard.press(key)
@@ -93,10 +93,10 @@ def test_the_embedding_is_a_row_of_the_lens_like_any_other(tab: Page) -> None:
     tab.click("#lens-table tbody tr:first-child")
     assert marked_row(tab) == ["emb"]
     row = tab.locator("#lens-table tbody tr:first-child td").all_inner_texts()
-    assert f"has rank {row[3]}; KL to the end {row[4]} nats" in tab.inner_text("#lens-readout")
+    assert f"has rank {row[3]}; KL from the last row {row[4]} nats" in tab.inner_text("#lens-readout")
 
 
-def test_the_strip_is_one_stop_for_tab_and_the_focus_follows_the_token(tab: Page) -> None:
+def test_tab_stops_once_at_the_strip_and_the_focus_follows_the_token(tab: Page) -> None:
     assert tab.eval_on_selector_all("#strip [role=option]", "(all) => all.filter((b) => b.tabIndex === 0).length") == 1
     tab.focus("#strip [tabindex='0']")
     last = setting(tab)[0]
@@ -111,8 +111,8 @@ def test_the_strip_is_one_stop_for_tab_and_the_focus_follows_the_token(tab: Page
     assert focused(tab) == "strip"
 
 
-def test_keys_move_what_the_bar_says_and_leave_fields_alone(tab: Page) -> None:
-    assert "in a picture that has the focus, arrows move within that picture" in tab.inner_text(".keys")
+def test_keys_change_the_selection_and_not_in_fields(tab: Page) -> None:
+    assert "in a focused picture, the arrow keys move within it" in tab.inner_text(".keys")
     for name in ("token", "layer", "head"):
         tab.select_option(f"#{name}", "1")
     tab.evaluate("document.activeElement.blur()")
@@ -130,7 +130,7 @@ def test_keys_move_what_the_bar_says_and_leave_fields_alone(tab: Page) -> None:
     assert setting(tab) == (0, 1, 1)
 
 
-def test_tab_walks_through_the_whole_page_and_out(tab: Page) -> None:
+def test_tab_reaches_every_control_and_leaves_the_page(tab: Page) -> None:
     seen = []
     for _ in range(60):
         tab.keyboard.press("Tab")
@@ -141,27 +141,27 @@ def test_tab_walks_through_the_whole_page_and_out(tab: Page) -> None:
     assert seen.index("strip") < seen.index("lens") < seen.index("heads") < seen.index("map")
 
 
-def test_what_is_not_a_list_does_not_claim_to_be_one(tab: Page) -> None:
+def test_only_the_strip_has_the_role_of_a_list(tab: Page) -> None:
     assert tab.locator("[aria-selected]").count() == tab.locator("#strip > [role=option]").count()
     assert tab.locator("#row [role], #lens-table [role]").count() == 0
 
 
-def test_the_prompt_shows_what_would_steer_the_page(tab: Page) -> None:
+def test_the_prompt_shows_control_characters_by_their_codes(tab: Page) -> None:
     assert tab.evaluate("document.getElementById('prompt').textContent") == "the cat\nU+001B[1m U+202Esat"
 
 
-def test_the_lens_says_what_its_inner_rows_are(tab: Page) -> None:
+def test_the_lens_explains_its_inner_rows(tab: Page) -> None:
     words = tab.inner_text("main")
-    for said in (
-        "Only the last row was trained to be read",
-        "half-finished state",
-        "(tied), the row emb mostly names the token just read",
-        "0 nats when this row already says what the end says",
-        "whatever the text goes on with",
+    for sentence in (
+        "Only the last row was trained as a prediction",
+        "intermediate state",
+        "(tied), the top token of the row emb is mostly the current token",
+        "0 nats if both are equal",
+        "even if the text continues with another one",
     ):
-        assert said in words
+        assert sentence in words
     assert words.index("1 nat = 1.44 bits") < words.index("nats)")  # explained before it is used
-    assert "The word is the token that a row puts on top" in words
+    assert "The word is the top token of the row" in words
     tab.set_viewport_size({"width": 300, "height": 700})
     tab.wait_for_timeout(100)
     assert "There is no room for words here" in tab.inner_text("#lens-reads")

@@ -1,4 +1,4 @@
-"""What a trace says, against the untraced model, against transformers, and against sums written out in numpy."""
+"""A trace compared with the untraced model, with transformers, and with sums written out in numpy."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{data}}&
 
 
 def fingerprint(model: Transformer) -> list[Any]:
-    """All that recording and interventions touch."""
+    """Identities of everything that recording and interventions change."""
     parts: list[Any] = [model.rope, model.config, model.layers, *model.layers]
     for block in model.layers:
-        parts += [block.attention.attend, block.attention.rope]
+        parts += [block.attention.attend, block.attention.apply_rotary_emb]
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     return [*map(id, parts), hooks]
 
@@ -60,7 +60,7 @@ def fingerprint(model: Transformer) -> list[Any]:
 # ------------------------------------------------------------------------------------------------------- recording
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("rope", ["complex", "real", "half"])
-def test_tracing_changes_no_bit_of_the_logits_and_leaves_nothing_behind(attention: str, rope: str) -> None:
+def test_tracing_leaves_the_logits_and_the_model_unchanged(attention: str, rope: str) -> None:
     model = tiny.model(attention=attention, rope=rope)
     before, expected = fingerprint(model), model(torch.tensor([IDS]))[0]
     traced = tracing.trace(model, IDS)
@@ -69,7 +69,7 @@ def test_tracing_changes_no_bit_of_the_logits_and_leaves_nothing_behind(attentio
     assert torch.equal(model(torch.tensor([IDS]))[0], expected)
 
 
-def test_an_exception_inside_restores_the_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_also_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
     before = fingerprint(model)
     with pytest.raises(ZeroDivisionError), tracing.recording(model):
@@ -83,7 +83,7 @@ def test_an_exception_inside_restores_the_model_too(monkeypatch: pytest.MonkeyPa
     assert fingerprint(model) == before
 
 
-def test_weights_are_causal_distributions_and_the_forms_of_rope_agree_on_them() -> None:
+def test_weights_are_causal_distributions_and_equal_in_all_forms_of_rope() -> None:
     traced = tracing.trace(tiny.model(), IDS)
     assert traced.weights.shape == (2, 4, 11, 11)
     torch.testing.assert_close(traced.weights.sum(-1), torch.ones(2, 4, 11), rtol=0, atol=1e-6)
@@ -134,12 +134,12 @@ def test_weights_and_hidden_states_equal_transformers(both: tuple[Transformer, A
         ours(tokens)
     assert seen.layers == [0, 1]
     torch.testing.assert_close(torch.stack(seen.weights), torch.cat(out.attentions), rtol=0, atol=1e-5)
-    for h, expected in zip(seen.hidden[:-1], out.hidden_states[:-1], strict=True):  # theirs norms the last one
+    for h, expected in zip(seen.hidden[:-1], out.hidden_states[:-1], strict=True):  # transformers norms the last one
         torch.testing.assert_close(h, expected[0], rtol=0, atol=1e-4)
 
 
-# --------------------------------------------------------------------------------------------------- what is read off
-def test_the_lens_at_the_last_layer_is_the_model_and_before_it_a_shorter_model() -> None:
+# ------------------------------------------------------------------------------------------------- derived quantities
+def test_a_row_of_the_lens_equals_a_model_that_ends_after_that_layer() -> None:
     model = tiny.model(attention="reference")
     tokens = torch.tensor([IDS])
     with tracing.recording(model) as seen:
@@ -197,7 +197,7 @@ def test_measures_of_heads_equal_loops(length: int) -> None:
         assert float(tracing.spread(weights)[head]) == pytest.approx(np.exp(entropies).mean(), abs=1e-5)
 
 
-def test_a_head_that_only_looks_at_the_first_token_is_a_sink_and_no_liking_for_distance() -> None:
+def test_without_the_first_token_the_profile_of_a_sink_is_zero() -> None:
     weights = torch.zeros(6, 6)
     weights[:, 0] = 1
     assert float(tracing.sink(weights)) == 1
@@ -205,7 +205,7 @@ def test_a_head_that_only_looks_at_the_first_token_is_a_sink_and_no_liking_for_d
     assert tracing.distance_profile(weights, skip_first=True).tolist() == [0] * 5
 
 
-def test_pair_norms_are_a_mean_over_all_that_see_each_other() -> None:
+def test_pair_norms_are_means_over_all_queries_and_visible_keys() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k = torch.randn(4, 5, 6, generator=generator), torch.randn(2, 5, 6, generator=generator)
     expected = np.zeros((4, 3))
@@ -222,7 +222,7 @@ def test_pair_norms_are_a_mean_over_all_that_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("rope", ["complex", "real", "half", "elementwise", "matrix"])
-def test_the_frequencies_told_are_the_angles_that_vectors_are_turned_by(rope: str) -> None:
+def test_the_traced_frequencies_are_those_of_the_rotation(rope: str) -> None:
     model = tiny.model(rope=rope)
     traced = tracing.trace(model, IDS)
     ones = torch.zeros(1, 11, 1, 16)
@@ -237,7 +237,7 @@ def facts(model: Transformer, llm: Llama, ids: list[int], intervention: Interven
     return tracing.facts(tracing.trace(model, ids, intervention), llm.tokenizer, ABOUT)
 
 
-def test_facts_are_json_with_the_promised_columns(tiny_llm: Llama) -> None:
+def test_facts_are_json_with_the_documented_shapes(tiny_llm: Llama) -> None:
     found = json.loads(json.dumps(facts(tiny_llm.model, tiny_llm, IDS), allow_nan=False))
     assert np.array(found["lens"]["kl"]).shape == (3, 11)
     assert np.array(found["lens"]["top_p"]).shape == (3, 11, 3)
@@ -250,21 +250,21 @@ def test_facts_are_json_with_the_promised_columns(tiny_llm: Llama) -> None:
     assert named <= found["texts"].keys()
     turns = [10 * 10000 ** (-2 * i / 16) / (2 * math.pi) for i in range(8)]
     assert found["rope"]["turns"] == pytest.approx(turns, rel=1e-5)
-    for t in range(10):  # rank and surprisal say the same as the list of what was expected
-        place = found["tokens"]["rank"][t + 1]
-        if place <= 8:
-            assert found["tokens"]["next_ids"][t][place - 1] == IDS[t + 1]
-            assert found["tokens"]["next_p"][t][place - 1] == pytest.approx(
+    for t in range(10):  # rank and surprisal agree with the list of predictions
+        rank = found["tokens"]["rank"][t + 1]
+        if rank <= 8:
+            assert found["tokens"]["next_ids"][t][rank - 1] == IDS[t + 1]
+            assert found["tokens"]["next_p"][t][rank - 1] == pytest.approx(
                 math.exp(-found["tokens"]["surprisal"][t + 1]), rel=1e-4
             )
 
 
-def test_a_change_holds_both_models_next_to_each_other(tiny_llm: Llama) -> None:
+def test_a_change_has_the_numbers_of_both_models(tiny_llm: Llama) -> None:
     model = tiny_llm.model
-    untouched = facts(model, tiny_llm, IDS)
+    original = facts(model, tiny_llm, IDS)
     change = facts(model, tiny_llm, IDS, Intervention(heads=((1, 2),)))["change"]
-    assert change["told"] == ["head 1.2 ablated"]
-    assert change["before"] == untouched["tokens"]
+    assert change["descriptions"] == ["head 1.2 ablated"]
+    assert change["before"] == original["tokens"]
     assert change["after"] != change["before"]
     p = model(torch.tensor([IDS]))[0].double().softmax(-1)
     with Intervention(heads=((1, 2),)).on(model):
@@ -274,7 +274,7 @@ def test_a_change_holds_both_models_next_to_each_other(tiny_llm: Llama) -> None:
     assert max(change["kl"]) > 1e-3
 
 
-def test_numbers_keep_their_significant_digits() -> None:
+def test_numbers_are_rounded_to_significant_digits() -> None:
     assert tracing._numbers(torch.tensor([0.0, 1.23456789e-9, -98765.4321, 1.0]).double(), 4) == [
         0,
         1.235e-9,
@@ -302,7 +302,7 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
         tracing.trace(model, IDS)
 
 
-def test_tokens_are_spelled_so_that_each_can_be_seen(tiny_llm: Llama) -> None:
+def test_every_token_has_a_visible_text(tiny_llm: Llama) -> None:
     tokenizer = tiny_llm.tokenizer
     assert [tracing.spelled(tokenizer, id) for id in tokenizer.encode("hello é")] == ["hello", " ", "<0xC3>", "<0xA9>"]
     assert tracing.spelled(tokenizer, 0) == "<|endoftext|>"
@@ -312,7 +312,7 @@ def test_tokens_are_spelled_so_that_each_can_be_seen(tiny_llm: Llama) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- the page
 def unpacked(maps: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Read the packed maps by their description alone."""
+    """Unpack maps by the documented format."""
     layers, heads, T, _ = shape
     data, at = base64.b64decode(maps), 0
     out = np.zeros(shape)
@@ -325,7 +325,7 @@ def unpacked(maps: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return out
 
 
-def test_packed_maps_are_the_weights_to_one_byte() -> None:
+def test_packed_maps_are_the_weights_with_one_byte_of_precision() -> None:
     weights = softmaxed(3, 2, 3, 7, 7)
     found = unpacked(tracing.packed_maps(weights), (2, 3, 7, 7))
     assert np.abs(np.sqrt(found) - np.sqrt(tiny.as_numpy(weights))).max() <= 0.5 / 255 + 1e-6
@@ -334,7 +334,7 @@ def test_packed_maps_are_the_weights_to_one_byte() -> None:
 
 
 class Elements(html.parser.HTMLParser):
-    """What a browser would see: every element, and the text of scripts and styles."""
+    """The elements of a page, and the text of its scripts and styles."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class Elements(html.parser.HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.open in self.inside:
-            self.inside[self.open][-1] += data  # it comes in pieces
+            self.inside[self.open][-1] += data  # the parser may split the text
 
 
 @pytest.fixture(scope="module")
@@ -371,16 +371,16 @@ def test_no_text_becomes_markup(nasty: tuple[str, dict[str, Any]]) -> None:
     scripts = [attributes for tag, attributes in elements.tags if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "data"}, {}]
     assert not any(tag == "img" for tag, _ in elements.tags)
-    held = json.loads(elements.inside["script"][0])
-    assert held["prompt"] == NASTY
-    assert {key: value for key, value in held.items() if key != "maps"} == json.loads(json.dumps(found))
+    embedded = json.loads(elements.inside["script"][0])
+    assert embedded["prompt"] == NASTY
+    assert {key: value for key, value in embedded.items() if key != "maps"} == json.loads(json.dumps(found))
     data = page[page.index('id="data">') + 10 :].split("</script>")[0]
     assert not re.search("[<>&\u2028\u2029]", data)
-    assert page.count("alert(") == NASTY.count("alert(") + 1  # inside the JSON, nowhere else
+    assert page.count("alert(") == NASTY.count("alert(") + 1  # only in the JSON
     assert data.count("alert(") == NASTY.count("alert(") + 1
 
 
-def test_only_the_pages_own_script_may_run_and_nothing_is_fetched(nasty: tuple[str, dict[str, Any]]) -> None:
+def test_only_the_script_of_the_page_can_run_and_nothing_is_fetched(nasty: tuple[str, dict[str, Any]]) -> None:
     page, _ = nasty
     elements = Elements(page)
     policy = next(a["content"] for tag, a in elements.tags if tag == "meta" and a.get("http-equiv"))
@@ -401,18 +401,18 @@ def test_only_the_pages_own_script_may_run_and_nothing_is_fetched(nasty: tuple[s
     )
 
 
-def test_every_element_that_the_script_asks_for_is_there() -> None:
+def test_every_element_that_the_script_uses_exists() -> None:
     folder = Path(trace_page.__file__).parent
     ids = set(re.findall(r'\bid="([^"]+)"', (folder / "index.html").read_text()))
-    asked = set(re.findall(r'(?:\bid|put|chart|prepared|listen|arrows|guesses|buildChoices)\("([a-z-]+)"',
-                           (folder / "page.js").read_text()))  # fmt: skip
-    assert len(asked) > 25
-    assert asked <= ids
+    used = set(re.findall(r'(?:\bid|put|chart|prepared|listen|arrows|predictions|buildChoices)\("([a-z-]+)"',
+                          (folder / "page.js").read_text()))  # fmt: skip
+    assert len(used) > 25
+    assert used <= ids
 
 
 @pytest.fixture(scope="module")
 def v8() -> Iterator[MiniRacer]:
-    """The page's script in an engine without a document, and atob, which belongs to browsers."""
+    """The page's script in V8 without a document, with an implementation of atob, which only browsers have."""
     context = MiniRacer()
     context.eval("""function atob(text) {
       const letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -428,13 +428,13 @@ def v8() -> Iterator[MiniRacer]:
     context.close()
 
 
-def test_the_script_reads_the_maps_as_they_were_packed(v8: MiniRacer) -> None:
+def test_the_script_unpacks_the_maps(v8: MiniRacer) -> None:
     weights = softmaxed(4, 2, 3, 5, 5)
     v8.eval(f"const bytes = unpack({json.dumps(tracing.packed_maps(weights))})")
     expected = unpacked(tracing.packed_maps(weights), (2, 3, 5, 5))
-    for place in np.ndindex(2, 3, 5, 5):
-        found = v8.eval(f"root(bytes, 5, 3, {', '.join(map(str, place))})")
-        assert found == pytest.approx(math.sqrt(expected[place]))
+    for index in np.ndindex(2, 3, 5, 5):
+        found = v8.eval(f"root(bytes, 5, 3, {', '.join(map(str, index))})")
+        assert found == pytest.approx(math.sqrt(expected[index]))
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ def test_the_script_reads_the_maps_as_they_were_packed(v8: MiniRacer) -> None:
         ("readableText('\\u001b[1m \\u202etxt\\r\\n\\u2066')", "U+001B[1m U+202Etxt␍\nU+2066"),
     ],
 )  # fmt: skip
-def test_the_scripts_words_for_numbers_and_tokens(v8: MiniRacer, call: str, expected: str) -> None:
+def test_the_script_formats_numbers_and_tokens(v8: MiniRacer, call: str, expected: str) -> None:
     assert v8.eval(call) == expected
 
 
@@ -481,53 +481,53 @@ def test_the_command_writes_page_numbers_and_a_summary(tiny_gguf: Path, tiny_llm
     assert 'id="data"' in page.read_text()
 
 
-def test_the_command_tells_what_an_intervention_changes(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_the_command_describes_an_intervention(tiny_gguf: Path, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     args = ("--ablate-head", "0.1", "--ablate-head", "1.3", "--layers", "0:2", "--rope-theta", "500")
     scaling = ("--rope-scaling", "linear", "--rope-factor", "2")
     code, out, _ = run("hello", "-m", str(tiny_gguf), *args, *scaling, "--json", str(file), "-q")
     assert code == 0
-    told = [
+    descriptions = [
         "head 0.1 ablated",
         "head 1.3 ablated",
         "only layers 0 to 1 run",
         "rope theta 500",
         "rope scaling linear, factor 2.0",
     ]
-    assert "changed: " + "; ".join(told) in out
+    assert "changed: " + "; ".join(descriptions) in out
     assert "KL(before || after)" in out
     found = json.loads(file.read_text())
-    assert found["change"]["told"] == told
+    assert found["change"]["descriptions"] == descriptions
     assert found["rope"]["theta"] == 500
     assert found["rope"]["inv_freq"] == pytest.approx([500 ** (-2 * i / 16) / 2 for i in range(8)], rel=1e-6)
     plain = tmp_path / "plain.json"
     assert run("hello", "-m", str(tiny_gguf), "--json", str(plain), "-q")[0] == 0
-    assert json.loads(plain.read_text())["tokens"] == found["change"]["before"]  # the model was loaded untouched
+    assert json.loads(plain.read_text())["tokens"] == found["change"]["before"]  # the model was loaded unchanged
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (("hello h", "--max-tokens", "2"), "has 3 tokens, more than --max-tokens 2"),
         (("hello", "--max-tokens", "0"), "at least 1"),
-        (("hello", "--html", "/nowhere/at/all.html"), "folder that exists"),
+        (("hello", "--html", "/nowhere/at/all.html"), "existing folder"),
         (("hello", "--ablate-head", "2.0"), "layers are 0 to 1 and heads 0 to 3"),
         (("hello", "--ablate-head", "0.4"), "heads 0 to 3"),
         (("hello", "--ablate-head", "3.x"), "LAYER.HEAD"),
         (("hello", "--ablate-head", "3"), "LAYER.HEAD"),
-        (("hello", "--layers", "1:1"), "select none"),
-        (("hello", "--layers", "0:3"), "between 0 and 2"),
+        (("hello", "--layers", "1:1"), "select no layer"),
+        (("hello", "--layers", "0:3"), "from 0 to 2"),
         (("hello", "--layers", "all"), "FIRST:END"),
         (("hello", "--layers", "0:1", "--ablate-head", "1.0"), "layer 1 does not run"),
         (("hello", "--no-rope", "--rope-theta", "5"), "--no-rope"),
         (("hello", "--rope-factor", "2"), "add --rope-scaling"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(tiny_gguf: Path, args: tuple[str, ...], says: str) -> None:
+def test_errors_are_one_line_and_exit_2(tiny_gguf: Path, args: tuple[str, ...], message: str) -> None:
     code, out, err = run(*args, "-m", str(tiny_gguf), "-q")
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
-    assert says in err
+    assert message in err
 
 
 # ------------------------------------------------------------------------------------------------- the default model
@@ -539,7 +539,7 @@ def test_the_default_model_under_trace(default_llm: Llama) -> None:
     assert torch.equal(traced.logits, expected)
     found = tracing.facts(traced, default_llm.tokenizer, ABOUT)
     assert found["texts"][str(found["lens"]["top_ids"][-1][-1][0])] == " Rome"
-    assert np.mean(found["heads"]["sink"]) > 0.4  # most of what heads do not need lies on token 0
+    assert np.mean(found["heads"]["sink"]) > 0.4  # token 0 is an attention sink
     assert "logit lens" in tracing.summary(found)
 
 

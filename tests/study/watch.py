@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama.cache import KVCache, LayerCache
 from llama.model import Transformer
+from llama.rope import Rope
 
 
 @dataclass
@@ -34,48 +37,33 @@ class Pass:
 def watch(model: Transformer, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Pass:
     """Run the model once and record it. The model is unchanged afterwards."""
     seen = Pass()
-    rope, first = model.rope, model.layers[0].attention
-    apply, look, attend = rope.apply, rope.rows, first.attend
-    layers = [] if cache is None else cache.layers
 
-    def turning(q: Tensor, k: Tensor, *rows: Tensor) -> Any:
+    def rotated(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        q, k, freqs_cis = inputs
         seen.before.append((q, k))
-        seen.rows.append(rows)
+        seen.rows.append((freqs_cis,) if isinstance(freqs_cis, Tensor) else freqs_cis)
         seen.steps.append("turn")
-        return apply(q, k, *rows)
 
-    def looking(positions: Tensor, end: int) -> Any:
-        seen.lookups.append((positions, end))
-        seen.steps.append("look up")
-        return look(positions, end)
-
-    def caching(layer: LayerCache) -> Any:
-        update = layer.update
-
-        def wrapped(*arguments: Any) -> Any:
-            seen.steps.append("cache")
-            return update(*arguments)
-
-        return wrapped
-
-    def attending(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-        for record, tensor in ((seen.q, q), (seen.k, k), (seen.v, v)):
+    def attended(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for record, tensor in zip((seen.q, seen.k, seen.v), inputs, strict=False):
             record.append(tensor.clone())
         seen.steps.append("attend")
-        return attend(q, k, v, mask)
 
-    try:
-        rope.apply, rope.rows = turning, looking
+    def looked_up(rope: Rope, positions: Tensor, end: int) -> Any:
+        seen.lookups.append((positions, end))
+        seen.steps.append("look up")
+        return freqs_cis(rope, positions, end)
+
+    def cached(layer: LayerCache, *arguments: Any) -> Any:
+        seen.steps.append("cache")
+        return update(layer, *arguments)
+
+    freqs_cis, update = Rope.freqs_cis, LayerCache.update
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Rope, "freqs_cis", looked_up))
+        stack.enter_context(mock.patch.object(LayerCache, "update", cached))
         for block in model.layers:
-            block.attention.attend = attending
-        for layer in layers:
-            layer.update = caching(layer)  # type: ignore[method-assign]
+            stack.callback(block.attention.apply_rotary_emb.register_forward_pre_hook(rotated).remove)
+            stack.callback(block.attention.attend.register_forward_pre_hook(attended).remove)
         seen.logits = model(tokens, positions, cache)
-    finally:
-        rope.apply = apply
-        del rope.rows
-        for block in model.layers:
-            block.attention.attend = attend
-        for layer in layers:
-            del layer.update
     return seen

@@ -1,28 +1,27 @@
 "use strict";
 
-// ------------------------------------------------------------------ numbers: nothing below this line up to the next
-// ------------------------------------------------------------------ one needs a document
+// ---------------------------------------------------------------------- numbers and texts: functions without a document
 
-/** Lower triangles of all maps, one byte a weight: 255 sqrt(w), layer by layer, head by head, row by row. */
+/** The lower triangles of all maps, one byte per weight: 255 sqrt(w), by layer, head and row. */
 function unpack(base64) {
   return Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
 }
 
-/** sqrt of the weight with which token t reads token s; 0 where s comes later. */
+/** The square root of the weight of token t on token s; 0 if s comes later. */
 function root(bytes, tokens, heads, layer, head, t, s) {
   if (s > t) return 0;
   const triangle = (tokens * (tokens + 1)) / 2;
   return bytes[(layer * heads + head) * triangle + (t * (t + 1)) / 2 + s] / 255;
 }
 
-/** A probability or weight for people. */
+/** Format a probability or weight. */
 function share(p) {
   if (p >= 0.0995) return p.toFixed(2);
   if (p >= 0.00095) return p.toFixed(3);
   return p === 0 ? "0" : p.toExponential(0).replace("-", "−");
 }
 
-/** A number for people: three figures. */
+/** Format a number with three significant digits. */
 function figures(x) {
   if (x === 0) return "0";
   const size = Math.abs(x);
@@ -30,7 +29,7 @@ function figures(x) {
   return size < 0.001 ? x.toExponential(1).replace("-", "−") : String(Number(x.toPrecision(3)));
 }
 
-/** Round numbers from 0 up to at least max, about `count` of them. */
+/** About `count` round numbers from 0 up to at least max. */
 function ticks(max, count) {
   if (!(max > 0)) return [0];
   const rough = max / count;
@@ -39,7 +38,7 @@ function ticks(max, count) {
   return Array.from({ length: Math.ceil(max / step - 1e-9) + 1 }, (_, i) => Number((i * step).toPrecision(6)));
 }
 
-/** The parts of a token's text, those that would not be seen replaced by a sign: [[text, is a sign], ...]. */
+/** The parts of a token's text, with invisible characters replaced by signs: [[text, is a sign], ...]. */
 function parts(text) {
   const signs = new Map([[" ", "·"], ["\n", "⏎"], ["\t", "⇥"], ["\r", "␍"], ["\u00a0", "⍽"], ["", "∅"]]);
   const inner = text === "" ? [""] : text.match(/[ \n\t\r\u00a0]|[^ \n\t\r\u00a0]+/g);
@@ -48,23 +47,24 @@ function parts(text) {
   });
 }
 
-/** Control characters, those without a shape and those that change the direction of the page, written as numbers. */
+/** Replace control characters, characters without width and those that change the text direction by their codes. */
 function harmless(text) {
   return text.replace(/[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g,
     (c) => `U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`);
 }
 
-/** The same as one string. */
+/** `parts` as one string. */
 function visible(text) {
   return parts(text).map(([part]) => part).join("");
 }
 
-/** A whole text, to be read as such: as visible(), but its spaces, line ends and tabs do their work. */
+/** A complete text: like visible(), but spaces, line ends and tabs are kept. */
 function readableText(text) {
   return text.split(/([ \n\t])/).map((part) => (part === "" || /[ \n\t]/.test(part) ? part : visible(part))).join("");
 }
 
 // ---------------------------------------------------------------------------------------------------------- the page
+// One long function, since all parts below share the data and the selection.
 function start() {
   const data = JSON.parse(document.getElementById("data").textContent);
   const { tokens, lens, heads, rope, change } = data;
@@ -76,13 +76,13 @@ function start() {
   const bits = (nats) => nats / Math.LN2;
   const flat = (nested) => nested.flat(Infinity);
 
-  // layer is an index into data.layers, the layers that ran; stage is the row of the lens: 0 the embedding, which has no
-  // heads and leaves layer as it is, else layer + 1
+  // layer is an index into data.layers, the layers that ran. stage is the row of the lens: layer + 1, or 0 for the
+  // embedding, which has no heads and does not change layer.
   const chosen = { token: T - 1, layer: 0, stage: 1, head: 0, lens: "p", heads: "maps" };
   const sizes = { token: T, layer: L, stage: L + 1, head: H };
 
   // ------------------------------------------------------------------------------------------------ small helpers
-  /** An element; every text goes in as text, so that no token can become markup. */
+  /** An element. Strings are added as text nodes, so that no token can become markup. */
   function make(tag, attributes = {}, ...children) {
     const svg = ["svg", "g", "rect", "line", "circle", "path", "text", "title"].includes(tag);
     const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
@@ -109,7 +109,7 @@ function start() {
   };
   const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 
-  /** value 0..1 -> [r, g, b] between paper and heat; light and dark alone tell the order. */
+  /** value 0..1 -> [r, g, b] between the background and the heat colour; lightness alone shows the order. */
   function ramp() {
     const { raised, heat } = colours();
     const from = channels(raised), to = channels(heat);
@@ -117,7 +117,7 @@ function start() {
   }
   const rgb = (colour) => `rgb(${colour.join(",")})`;
 
-  /** Ink or paper, whichever is easier to read on a colour (WCAG 2's contrast). */
+  /** The text colour, dark or light, with more contrast on a background (WCAG 2). */
   function readable(colour) {
     const light = (channels_) => channels_.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4))
       .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0.05);
@@ -126,7 +126,7 @@ function start() {
     return contrast(ink) > contrast(raised) ? ink : raised;
   }
 
-  /** A canvas of that many CSS pixels, sharp on every screen. */
+  /** Resize a canvas to a height in CSS pixels, for the resolution of the screen. */
   function prepared(name, height) {
     const canvas = id(name), ratio = window.devicePixelRatio || 1;
     const width = canvas.clientWidth;
@@ -140,7 +140,7 @@ function start() {
     return draw;
   }
 
-  /** As much of a text as fits. */
+  /** A text, shortened to a width. */
   function fitted(draw, content, width) {
     if (draw.measureText(content).width <= width) return content;
     const letters = Array.from(content);
@@ -156,19 +156,20 @@ function start() {
     drawAll();
   }
 
-  function guesses(name, ids, p, came, cameP) {
-    const largest = Math.max(...p, cameP || 0);
-    const rows = ids.map((guess, i) => [guess, p[i]]);
-    if (came !== undefined && !ids.includes(came)) rows.push([came, cameP]);
-    put(name, ...rows.map(([guess, share_]) => {
+  /** A list of predicted tokens, with the token that follows in the text marked. */
+  function predictions(name, ids, p, actual, actualP) {
+    const largest = Math.max(...p, actualP || 0);
+    const rows = ids.map((predicted, i) => [predicted, p[i]]);
+    if (actual !== undefined && !ids.includes(actual)) rows.push([actual, actualP]);
+    put(name, ...rows.map(([predicted, share_]) => {
       const fill = make("div", { class: "fill" });
       fill.style.width = `${(100 * share_) / largest}%`;
-      return make("div", { class: guess === came ? "guess came" : "guess" }, token(text(guess)),
+      return make("div", { class: predicted === actual ? "prediction actual" : "prediction" }, token(text(predicted)),
         make("div", { class: "track" }, fill), make("span", { class: "p" }, share(share_)));
     }));
   }
 
-  // ---------------------------------------------------------------------------------------------- the tokens' strip
+  // ---------------------------------------------------------------------------------------------- the strip of tokens
   function buildStrip() {
     const largest = Math.max(1, ...tokens.surprisal.map((s) => (s === null ? 0 : bits(s))));
     put("strip", ...tokens.ids.map((_, t) => {
@@ -187,26 +188,26 @@ function start() {
     const buttons = [...id("strip").children], focused = buttons.includes(document.activeElement);
     buttons.forEach((button, i) => {
       button.setAttribute("aria-selected", i === t);
-      button.tabIndex = i === t ? 0 : -1; // one stop for Tab; arrows move within
+      button.tabIndex = i === t ? 0 : -1; // Tab stops once at the strip; arrow keys move within it
     });
     if (focused) buttons[t].focus();
     if (t === 0) {
       put("before-title", "Before the first token");
-      put("before", make("p", { class: "note" }, "Nothing stands before it, so nothing is expected."));
+      put("before", make("p", { class: "note" }, "No token comes before it, so there is no prediction."));
     } else {
       const surprisal = tokens.surprisal[t];
-      put("before-title", "In the place of ", token(at(t)), " the model expected");
-      guesses("before", tokens.next_ids[t - 1], tokens.next_p[t - 1], tokens.ids[t], Math.exp(-surprisal));
-      id("before").append(make("p", { class: "note" }, `▸ is what came: rank ${tokens.rank[t].toLocaleString("en")}`
+      put("before-title", "Predicted at ", token(at(t)));
+      predictions("before", tokens.next_ids[t - 1], tokens.next_p[t - 1], tokens.ids[t], Math.exp(-surprisal));
+      id("before").append(make("p", { class: "note" }, `▸ is the actual token: rank ${tokens.rank[t].toLocaleString("en")}`
         + ` of the vocabulary, ${bits(surprisal).toFixed(2)} bits (${surprisal.toFixed(2)} nats).`));
     }
-    put("after-title", "After ", token(at(t)), " it expects");
-    guesses("after", tokens.next_ids[t], tokens.next_p[t], t + 1 < T ? tokens.ids[t + 1] : undefined,
+    put("after-title", "Predicted after ", token(at(t)));
+    predictions("after", tokens.next_ids[t], tokens.next_p[t], t + 1 < T ? tokens.ids[t + 1] : undefined,
       t + 1 < T ? Math.exp(-tokens.surprisal[t + 1]) : undefined);
   }
 
   // ------------------------------------------------------------------------------------------------------- charts
-  /** An empty chart with its axes: returns the svg, x and y of a value, and the plot's box. */
+  /** An empty chart with its axes: the svg, y of a value, and the box of the plot. */
   function chart(name, { height, yMax, yTicks, yLabel, xLabel, left = 52, right = 10, top = 20, bottom = 34 }) {
     const width = id(name).clientWidth;
     const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${yLabel}; ${xLabel}` });
@@ -220,8 +221,8 @@ function start() {
     return { svg, y, left, width: width - left - right, bottom: height - bottom, height };
   }
 
-  /** Numbers below an axis of `count` places, as many as fit. */
-  function places(plot, count, label = (i) => i) {
+  /** Labels below an axis of `count` values, as many as fit. */
+  function axisLabels(plot, count, label = (i) => i) {
     const step = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64].find((s) => (plot.width / count) * s >= 26) || 128;
     for (let i = 0; i < count; i += step) {
       plot.svg.append(make("text", { x: plot.left + (plot.width * (i + 0.5)) / count, y: plot.bottom + 15,
@@ -229,13 +230,13 @@ function start() {
     }
   }
 
-  function bars(plot, values, { cls = "bar", inset = 0.15, marked = -1, said = (i) => figures(values[i]) } = {}) {
+  function bars(plot, values, { cls = "bar", inset = 0.15, marked = -1, tooltip = (i) => figures(values[i]) } = {}) {
     const step = plot.width / values.length;
     values.forEach((value, i) => {
       const top = plot.y(value);
       plot.svg.append(make("rect", { class: i === marked ? "chosen" : cls, x: plot.left + step * (i + inset),
         width: Math.max(0.5, step * (1 - 2 * inset)), y: top, height: Math.max(0, plot.bottom - top) },
-      make("title", {}, said(i))));
+      make("title", {}, tooltip(i))));
     });
   }
 
@@ -255,34 +256,34 @@ function start() {
     const above = chart("change-chart", { height: 170, yMax: yTicks.at(-1), yTicks, yLabel: "surprisal, bits", xLabel: "token" });
     const step = above.width / T;
     for (let i = 0; i < T; i++) {
-      const said = `${i} ${visible(at(i))}: ${pairs[0][i].toFixed(2)} → ${pairs[1][i].toFixed(2)} bits`;
+      const tooltip = `${i} ${visible(at(i))}: ${pairs[0][i].toFixed(2)} → ${pairs[1][i].toFixed(2)} bits`;
       [["hollow", 0.12, pairs[0][i]], [i === t ? "chosen" : "bar", 0.52, pairs[1][i]]].forEach(([cls, inset, value]) => {
         above.svg.append(make("rect", { class: cls, x: above.left + step * (i + inset), width: Math.max(0.5, step * 0.36),
-          y: above.y(value), height: above.bottom - above.y(value) }, make("title", {}, said)));
+          y: above.y(value), height: above.bottom - above.y(value) }, make("title", {}, tooltip)));
       });
     }
-    places(above, T);
+    axisLabels(above, T);
     const klTicks = ticks(Math.max(1e-9, ...change.kl), 3);
     const holder = make("div");
     const below = chart("change-chart", { height: 130, yMax: klTicks.at(-1), yTicks: klTicks, yLabel: "KL, nats",
-      xLabel: "expectation after token" });
-    bars(below, change.kl, { marked: t, said: (i) => `after ${i} ${visible(at(i))}: ${figures(change.kl[i])} nats` });
-    places(below, T);
+      xLabel: "prediction after token" });
+    bars(below, change.kl, { marked: t, tooltip: (i) => `after ${i} ${visible(at(i))}: ${figures(change.kl[i])} nats` });
+    axisLabels(below, T);
     holder.append(above.svg, below.svg);
     put("change-chart", holder);
-    put("untouched-title", "After ", token(at(t)), " the untouched model expects");
-    put("changed-title", "After ", token(at(t)), " the changed model expects");
-    guesses("untouched", change.before.next_ids[t], change.before.next_p[t]);
-    guesses("changed", change.after.next_ids[t], change.after.next_p[t]);
+    put("original-title", "Original model after ", token(at(t)));
+    put("changed-title", "Changed model after ", token(at(t)));
+    predictions("original", change.before.next_ids[t], change.before.next_p[t]);
+    predictions("changed", change.after.next_ids[t], change.after.next_p[t]);
   }
 
   // --------------------------------------------------------------------------------------------------- logit lens
   const LENS = {
-    p: { label: "top token", reads: "The stronger the shade, the higher the probability that this reading gives its top token; in the last row alone it is the model's own.",
+    p: { label: "top token", reads: "The stronger the shade, the higher the row's probability of its top token; only in the last row is it the model's.",
       value: (m, t) => lens.top_p[m][t][0] },
-    rank: { label: "rank of the answer", reads: "The stronger the shade, the nearer the answer is to this row's top: full at rank 1, none at the worst rank in the picture.",
+    rank: { label: "rank of the answer", reads: "The stronger the shade, the higher the rank of the answer in this row: full at rank 1, none at the lowest rank in the picture.",
       value: (m, t) => 1 - Math.log(lens.rank[m][t]) / Math.log(Math.max(2, ...flat(lens.rank))) },
-    kl: { label: "distance to the end", reads: "The stronger the shade, the nearer to what the end expects: it is e to the power of −KL(end ‖ this row).",
+    kl: { label: "divergence from the last row", reads: "The stronger the shade, the nearer to the last row's prediction: it is e to the power of −KL(last row ‖ this row).",
       value: (m, t) => Math.exp(-lens.kl[m][t]) },
   };
   let lensBox = null;
@@ -292,8 +293,8 @@ function start() {
     const width = id("lens").clientWidth, cell = (width - gutter) / T;
     const words = cell >= 38, height = words ? 20 : Math.max(5, Math.min(16, 480 / rows));
     const top = words ? 22 : 4;
-    put("lens-reads", words ? "The word is the token that a row puts on top, bold where it is already the answer. "
-      : "There is no room for words here: the line below and the table name each row's top token. ", view.reads);
+    put("lens-reads", words ? "The word is the top token of the row, in bold if it is the answer. "
+      : "There is no room for words here: the line below and the table show each row's top token. ", view.reads);
     const draw = prepared("lens", top + rows * height + 2), shade = ramp(), c = colours();
     const gap = cell >= 8 && height >= 8 ? 1 : 0;
     lensBox = { gutter, cell, height, top, rows };
@@ -320,13 +321,13 @@ function start() {
     draw.strokeStyle = c.second;
     draw.strokeRect(gutter + chosen.token * cell, top, cell, rows * height);
     draw.strokeRect(gutter + chosen.token * cell, top + chosen.stage * height, cell, height);
-    sayLens(chosen.stage, chosen.token);
+    showLens(chosen.stage, chosen.token);
   }
 
-  function sayLens(m, t) {
+  function showLens(m, t) {
     put("lens-readout", make("b", {}, m === 0 ? "embedding, before any layer" : `after layer ${data.layers[m - 1]}`), ", at ", token(at(t)),
-      ": reads ", token(text(lens.top_ids[m][t][0])), ` with ${share(lens.top_p[m][t][0])}; the answer `, token(text(tokens.next_ids[t][0])),
-      ` has rank ${lens.rank[m][t].toLocaleString("en")}; KL to the end ${figures(lens.kl[m][t])} nats`);
+      ": top token ", token(text(lens.top_ids[m][t][0])), ` with ${share(lens.top_p[m][t][0])}; the answer `, token(text(tokens.next_ids[t][0])),
+      ` has rank ${lens.rank[m][t].toLocaleString("en")}; KL from the last row ${figures(lens.kl[m][t])} nats`);
   }
 
   function drawLensTable() {
@@ -346,14 +347,14 @@ function start() {
 
   // ---------------------------------------------------------------------------------------------------- all heads
   const HEADS = {
-    maps: { label: "maps", reads: "Each square is one head's attention map: a strong left edge looks at the first token, a strong diagonal at the token itself or the one before." },
-    sink: { label: "first token", reads: "The stronger the shade, the more weight goes to the first token, from none at 0 to full at 1.", of: heads.sink, most: 1, word: "weight on the first token" },
-    previous: { label: "token before", reads: "The stronger the shade, the more weight goes to the token just before, from none at 0 to full at 1.", of: heads.previous, most: 1, word: "weight on the token before" },
-    spread: { label: "spread", reads: "To how many tokens a head listens, as e to the power of the entropy of its weights: no shade is one token, full shade the widest of all heads.",
-      of: heads.spread, most: Math.max(...flat(heads.spread)), least: 1, word: "tokens listened to" },
+    maps: { label: "maps", reads: "Each square is the attention map of a head. A strong left edge is attention to the first token, a strong diagonal to the token itself or the one before." },
+    sink: { label: "first token", reads: "The stronger the shade, the higher the weight on the first token, from none at 0 to full at 1.", of: heads.sink, most: 1, word: "weight on the first token" },
+    previous: { label: "token before", reads: "The stronger the shade, the higher the weight on the previous token, from none at 0 to full at 1.", of: heads.previous, most: 1, word: "weight on the token before" },
+    spread: { label: "spread", reads: "The effective number of attended tokens, e to the power of the entropy of the weights: no shade is one token, full shade the largest number of all heads.",
+      of: heads.spread, most: Math.max(...flat(heads.spread)), least: 1, word: "attended tokens" },
   };
   let headsBox = null;
-  const picture = { key: "", image: null }; // the maps in small: drawn again only when size or colours change
+  const picture = { key: "", image: null }; // cache of the small maps; drawn again only if size or colours change
 
   function drawHeads() {
     const view = HEADS[chosen.heads], width = id("heads").clientWidth, gutter = 24, top = 18;
@@ -386,10 +387,10 @@ function start() {
     draw.lineWidth = 3;
     draw.strokeStyle = c.second;
     draw.strokeRect(gutter + chosen.layer * cell, top + chosen.head * cell, cell - gap, cell - gap);
-    sayHead(chosen.layer, chosen.head);
+    showHead(chosen.layer, chosen.head);
   }
 
-  /** All maps on one sheet; where a pixel covers several weights it takes the largest, so that thin lines stay. */
+  /** All maps on one canvas; a pixel that covers several weights shows the largest, so that thin lines stay visible. */
   function smallMaps(size, pitch, shade) {
     const sheet = make("canvas");
     sheet.width = Math.round(L * pitch);
@@ -410,20 +411,21 @@ function start() {
     return sheet;
   }
 
-  function sayHead(l, h) {
-    const said = [`first token ${share(heads.sink[l][h])}`];
-    if (heads.previous) said.push(`token before ${share(heads.previous[l][h])}`);
-    said.push(`itself ${share(heads.itself[l][h])}`, `listens to ${figures(heads.spread[l][h])} tokens`);
-    put("heads-readout", make("b", {}, `head ${data.layers[l]}.${h}`), `: mean weights: ${said.join(", ")}`);
+  function showHead(l, h) {
+    const means = [`first token ${share(heads.sink[l][h])}`];
+    if (heads.previous) means.push(`token before ${share(heads.previous[l][h])}`);
+    means.push(`itself ${share(heads.itself[l][h])}`);
+    put("heads-readout", make("b", {}, `head ${data.layers[l]}.${h}`),
+      `: mean weights: ${means.join(", ")}; attends to ${figures(heads.spread[l][h])} tokens`);
   }
 
   // ----------------------------------------------------------------------------------------------------- one head
   let mapBox = null;
 
   function drawMap() {
-    put("map-title", `Head ${data.layers[chosen.layer]}.${chosen.head}: the map in full`);
+    put("map-title", `Attention map of head ${data.layers[chosen.layer]}.${chosen.head}`);
     const width = id("map").clientWidth;
-    const guess = Math.min(32, (width - 90) / T), labelled = guess >= 12;
+    const estimate = Math.min(32, (width - 90) / T), labelled = estimate >= 12;
     const draw0 = prepared("map", 10);
     const longest = labelled ? Math.min(90, Math.max(...tokens.ids.map((_, t) => draw0.measureText(visible(at(t))).width))) : 0;
     const edge = labelled ? longest + 10 : 6;
@@ -463,7 +465,7 @@ function start() {
     draw.strokeStyle = c.second;
     draw.lineWidth = 2;
     draw.strokeRect(edge, edge + chosen.token * cell, (chosen.token + 1) * cell, cell);
-    sayMap(chosen.token, bestKey(chosen.token));
+    showMap(chosen.token, bestKey(chosen.token));
   }
 
   function bestKey(t) {
@@ -474,18 +476,18 @@ function start() {
     return best;
   }
 
-  function sayMap(t, s) {
+  function showMap(t, s) {
     if (s > t) {
       put("map-readout", make("b", {}, `${t} `), token(at(t)), " does not see ", make("b", {}, `${s} `), token(at(s)), ", which comes later");
       return;
     }
     const weight = root(bytes, T, H, chosen.layer, chosen.head, t, s) ** 2;
-    put("map-readout", make("b", {}, `${t} `), token(at(t)), " reads ", make("b", {}, `${s} `), token(at(s)), ` with weight ${share(weight)}`);
+    put("map-readout", make("b", {}, `${t} `), token(at(t)), " attends to ", make("b", {}, `${s} `), token(at(s)), ` with weight ${share(weight)}`);
   }
 
   function drawRow() {
     const t = chosen.token, shade = ramp();
-    put("row-title", "What ", token(at(t)), " reads in this head");
+    put("row-title", "What ", token(at(t)), " attends to in this head");
     put("row", ...Array.from({ length: t + 1 }, (_, s) => {
       const value = root(bytes, T, H, chosen.layer, chosen.head, t, s), node = token(at(s));
       node.style.background = rgb(shade(value));
@@ -512,7 +514,7 @@ function start() {
   function drawProfile() {
     const all = heads.profile[chosen.layer][chosen.head], rest = heads.profile_without_first[chosen.layer][chosen.head];
     const yTicks = ticks(Math.max(...all, ...rest), 4);
-    const far = T > 48; // the near distances would be hairlines; let each doubling take the same room
+    const far = T > 48; // on a linear axis the bars would be too thin, so each doubling has the same width
     const plot = chart("profile", { height: 180, yMax: yTicks.at(-1), yTicks, yLabel: "mean weight",
       xLabel: far ? "tokens back (log scale)" : "tokens back" });
     const x = (distance) => plot.left + plot.width * (far ? Math.log(1 + distance) / Math.log(1 + T) : distance / T);
@@ -526,7 +528,7 @@ function start() {
     if (rest.length) plot.svg.append(make("path", { class: "line", d: `M${rest.map((value, i) => `${middle(i)},${plot.y(value)}`).join("L")}` }));
     if (far) {
       for (let i = 1; i <= T; i *= 2) plot.svg.append(make("text", { x: middle(i - 1), y: plot.bottom + 15, "text-anchor": "middle" }, i - 1));
-    } else places(plot, T);
+    } else axisLabels(plot, T);
     put("profile", plot.svg);
   }
 
@@ -555,7 +557,7 @@ function start() {
     const factor = rope.attention_factor === 1 ? "" : ` Cosine and sine are multiplied by ${figures(rope.attention_factor)}.`;
     const scaling = rope.scaling ? `, scaling ${rope.scaling.rope_type || rope.scaling.type}` : "";
     const still = rope.inv_freq.every((frequency) => frequency === 0);
-    put("rope-reads", still ? "In this trace nothing is rotated." : `Here the base is ${figures(rope.theta)}${scaling}.${factor}`);
+    put("rope-reads", still ? "In this trace nothing is rotated." : `The base is ${figures(rope.theta)}${scaling}.${factor}`);
   }
 
   function drawTurns() {
@@ -568,10 +570,10 @@ function start() {
         make("text", { x: plot.left - 6, y: plot.y(e - low) + 4, "text-anchor": "end" }, e >= -3 ? figures(10 ** e) : `1e${e}`.replace("-", "−")));
     }
     bars(plot, rope.turns.map((t) => (t > 0 ? Math.max(0, Math.log10(t) - low) : 0)),
-      { said: (i) => `pair ${i}: ${figures(rope.turns[i])} turns, frequency ${figures(rope.inv_freq[i])} radians a token` });
+      { tooltip: (i) => `pair ${i}: ${figures(rope.turns[i])} turns, frequency ${figures(rope.inv_freq[i])} radians a token` });
     plot.svg.append(make("line", { class: "limit", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(-low), y2: plot.y(-low) }),
       make("text", { class: "ink", x: plot.left + plot.width, y: plot.y(-low) - 4, "text-anchor": "end" }, "one turn"));
-    places(plot, PAIRS);
+    axisLabels(plot, PAIRS);
     put("turns", plot.svg);
   }
 
@@ -582,13 +584,13 @@ function start() {
     put("norms-title", `Frequencies used by head ${data.layers[chosen.layer]}.${chosen.head}`);
     const own = heads.pair_norms[chosen.layer][chosen.head], yTicks = ticks(Math.max(...own, ...meanNorms), 4);
     const plot = chart("norms", { height: 180, yMax: yTicks.at(-1), yTicks, yLabel: "mean |qᵢ| |kᵢ|", xLabel: "pair, fast to slow", left: 64 });
-    bars(plot, own, { said: (i) => `pair ${i}: ${figures(own[i])}, mean of all heads ${figures(meanNorms[i])}` });
+    bars(plot, own, { tooltip: (i) => `pair ${i}: ${figures(own[i])}, mean of all heads ${figures(meanNorms[i])}` });
     line(plot, meanNorms);
-    places(plot, PAIRS);
+    axisLabels(plot, PAIRS);
     put("norms", plot.svg);
   }
 
-  // ------------------------------------------------------------------------------------------------ doing and drawing
+  // ------------------------------------------------------------------------------------------- drawing and controls
   function drawAll() {
     for (const key of ["token", "layer", "head"]) id(key).value = chosen[key];
     drawStrip();
@@ -616,11 +618,11 @@ function start() {
     put(name, ...buttons);
   }
 
-  /** Clicks and moves of the pointer on a canvas, as cells; null outside. */
-  function listen(name, cellAt, say, pick) {
+  /** Call `show` and `pick` with the cell under the pointer on moves and clicks; cellAt returns null outside. */
+  function listen(name, cellAt, show, pick) {
     const canvas = id(name);
     const cell = (event) => cellAt(event.offsetX, event.offsetY);
-    canvas.addEventListener("pointermove", (event) => { const at = cell(event); if (at) say(...at); });
+    canvas.addEventListener("pointermove", (event) => { const at = cell(event); if (at) show(...at); });
     canvas.addEventListener("click", (event) => { const at = cell(event); if (at) pick(...at); });
   }
   const within = (value, size) => value >= 0 && value < size;
@@ -635,13 +637,13 @@ function start() {
     });
   }
 
-  const about = `${harmless(data.model)}: ${data.n_layers} layers of ${H} heads (${data.n_kv_heads} for keys and values), ${data.head_dim} numbers a head; `
+  const about = `${harmless(data.model)}: ${data.n_layers} layers of ${H} heads (${data.n_kv_heads} for keys and values), ${data.head_dim} entries per head; `
     + `${T} ${T === 1 ? "token" : "tokens"}, computed in ${data.dtype}.`;
   put("about", about);
   put("prompt", readableText(data.prompt));
   if (change) {
-    put("told", make("b", {}, "Changed: "), change.told.join("; "), ". The pictures show the changed model.");
-    id("told").hidden = id("change-section").hidden = false;
+    put("changes", make("b", {}, "Changed: "), change.descriptions.join("; "), ". The pictures show the changed model.");
+    id("changes").hidden = id("change-section").hidden = false;
   }
   id("token").append(...tokens.ids.map((_, t) => make("option", { value: t }, `${t} ${visible(at(t))}`)));
   id("layer").append(...data.layers.map((layer, l) => make("option", { value: l }, layer)));
@@ -653,7 +655,7 @@ function start() {
   const KEYS = { ArrowLeft: ["token", -1], ArrowRight: ["token", 1], w: ["layer", -1], s: ["layer", 1], a: ["head", -1], d: ["head", 1] };
   document.addEventListener("keydown", (event) => {
     const key = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
-    const field = event.target.closest?.("select, input, textarea, [contenteditable]"); // keys belong to it
+    const field = event.target.closest?.("select, input, textarea, [contenteditable]"); // these use the keys
     if (!key || field || event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
     event.preventDefault();
     choose({ [key[0]]: chosen[key[0]] + key[1] });
@@ -666,21 +668,21 @@ function start() {
   listen("lens", (x, y) => {
     const t = Math.floor((x - lensBox.gutter) / lensBox.cell), m = Math.floor((y - lensBox.top) / lensBox.height);
     return within(t, T) && within(m, L + 1) ? [m, t] : null;
-  }, sayLens, (m, t) => choose({ token: t, stage: m }));
+  }, showLens, (m, t) => choose({ token: t, stage: m }));
   listen("heads", (x, y) => {
     const l = Math.floor((x - headsBox.gutter) / headsBox.cell), h = Math.floor((y - headsBox.top) / headsBox.cell);
     return within(l, L) && within(h, H) ? [l, h] : null;
-  }, sayHead, (l, h) => choose({ layer: l, head: h }));
+  }, showHead, (l, h) => choose({ layer: l, head: h }));
   listen("map", (x, y) => {
     const s = Math.floor((x - mapBox.edge) / mapBox.cell), t = Math.floor((y - mapBox.edge) / mapBox.cell);
     return within(s, T) && within(t, T) ? [t, s] : null;
-  }, sayMap, (t) => choose({ token: t }));
+  }, showMap, (t) => choose({ token: t }));
   arrows("lens", { ArrowUp: ["stage", -1], ArrowDown: ["stage", 1] });
   arrows("strip", { Home: ["token", -T], End: ["token", T] });
   arrows("heads", { ArrowLeft: ["layer", -1], ArrowRight: ["layer", 1], ArrowUp: ["head", -1], ArrowDown: ["head", 1] });
   arrows("map", { ArrowUp: ["token", -1], ArrowDown: ["token", 1] });
 
-  // The head that is most worth a first look: not the sink, but the one that looks hardest at something else.
+  // Select a head to start with: the one with the most concentrated attention other than to the sink and itself.
   let best = -1;
   for (let l = 0; l < L; l++) for (let h = 0; h < H; h++) {
     const interest = (1 - heads.sink[l][h]) * (1 - heads.itself[l][h]) / heads.spread[l][h];
