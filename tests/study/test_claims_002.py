@@ -243,15 +243,13 @@ def test_002_16_frequencies_are_not_in_a_checkpoint() -> None:
 def test_002_17_frequencies_stay_float32_when_the_model_is_cast(form: str, dtype: torch.dtype) -> None:
     """E30."""
     model = tiny.model(rope=form)
-    before = [row.clone() for row in by_hand.parts(model.rope.freqs_cis(torch.arange(40), 40))]
+    before = [row.clone() for row in tiny.rows(model.rope, torch.arange(40), 40)]
     model.to(dtype)
     assert model.tok_embeddings.weight.dtype == dtype
-    for after, row in zip(by_hand.parts(model.rope.freqs_cis(torch.arange(40), 40)), before, strict=True):
+    for after, row in zip(tiny.rows(model.rope, torch.arange(40), 40), before, strict=True):
         assert after.dtype in (torch.complex64, torch.float32)
         assert torch.equal(after, row)
-    rows, fresh = (
-        by_hand.parts(table.freqs_cis(torch.arange(200), 200)) for table in (model.rope, tiny.model(rope=form).rope)
-    )
+    rows, fresh = (tiny.rows(table, torch.arange(200), 200) for table in (model.rope, tiny.model(rope=form).rope))
     for after, row in zip(rows, fresh, strict=True):
         assert torch.equal(after, row)  # rows computed after the cast as well
 
@@ -269,7 +267,7 @@ def test_002_18_the_rows_depend_on_the_length_and_not_on_earlier_texts(
     used = rope.Rope(form, 8, 64, 1e4, scaling, trained_len=16)
     for length in lengths:
         rows, fresh = (
-            by_hand.parts(table.freqs_cis(torch.arange(length), length))
+            tiny.rows(table, torch.arange(length), length)
             for table in (used, rope.Rope(form, 8, 64, 1e4, scaling, trained_len=16))
         )
         assert all(torch.equal(a, b) for a, b in zip(rows, fresh, strict=True))

@@ -203,12 +203,6 @@ CONFIG = ModelConfig(
 )
 
 
-def complex_row(table: rope.Rope, position: int, length: int = 2) -> Tensor:
-    """The row (D/2,) of a complex table for one position, for a text of `length` tokens."""
-    row = table.freqs_cis(torch.tensor([position]), length)
-    return row[0] if isinstance(row, Tensor) else row[0][0]
-
-
 def small_model(config: ModelConfig = CONFIG, seed: int = 0) -> Transformer:
     """A library model with random weights; the state of torch's random generator does not change."""
     with torch.random.fork_rng(devices=[]):
