@@ -294,7 +294,7 @@ def test_002_19_the_length_is_the_largest_position_of_the_batch_plus_one() -> No
     assert [end for _, end in seen.lookups] == [24]
     inv_freq, _ = inverse_frequencies(16, 1e4, config.rope_scaling, seq_len=24, max_seq_len=16)
     assert not torch.equal(inv_freq, inverse_frequencies(16, 1e4)[0])
-    assert torch.equal(seen.rows[0][0], rope.freqs_cis_at(rows, inv_freq))
+    assert torch.equal(seen.freqs_cis[0], rope.freqs_cis_at(rows, inv_freq))
 
 
 def test_002_20_the_table_has_no_gradient_and_passes_gradients_to_q() -> None:
@@ -318,7 +318,7 @@ def test_002_21_every_type_that_depends_on_the_length_follows_it(scaling: dict[s
     config = dataclasses.replace(tiny.CONFIG, dim=32, n_heads=4, head_dim=8, max_seq_len=16, rope_scaling=scaling)
     model = tiny.model(config, max_seq_len=64)
     short, long = watch(model, tiny.random_tokens(16, config)), watch(model, tiny.random_tokens(40, config))
-    assert not torch.allclose(short.rows[0][0][15], long.rows[0][0][15], atol=1e-3)
+    assert not torch.allclose(short.freqs_cis[0][15], long.freqs_cis[0][15], atol=1e-3)
     for kind in set(SCALINGS) - set(BY_LENGTH) - {"divisors"}:
         more = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         at_16, at_40 = (
@@ -412,8 +412,8 @@ def test_002_26_the_output_has_the_dtype_of_x(form: str, dtype: torch.dtype) -> 
 def test_002_27_one_lookup_in_the_table_serves_every_layer() -> None:
     seen = watch(tiny.model(dataclasses.replace(tiny.CONFIG, n_layers=4)), tiny.random_tokens(6))
     assert len(seen.lookups) == 1
-    assert len(seen.rows) == 4
-    assert all(rows[0] is seen.rows[0][0] for rows in seen.rows)
+    assert len(seen.freqs_cis) == 4
+    assert all(rows is seen.freqs_cis[0] for rows in seen.freqs_cis)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])

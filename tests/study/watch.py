@@ -1,28 +1,30 @@
-"""Record one forward pass of the library's model: what each layer rotates, caches and attends to."""
+"""Record a forward pass of the library's model: what each layer rotates, caches and attends to."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from llama.cache import KVCache, LayerCache
+from llama.cache import KVCache
 from llama.model import Transformer
+from llama.rope import FreqsCis
 
 
 @dataclass
 class Pass:
-    """The record of a pass; each list has one entry per layer, and `steps` is the order of all of them.
+    """The record of a forward pass. Each list has one entry per layer; `steps` is the order of all of them.
 
-    before   (q (B, T, H, D), k (B, T, KV, D)), the outputs of wq and wk
-    rows     the rows of the table that rotate them
-    q, k, v  the inputs of attention, heads first: (B, H, T, D), (B, KV, S, D) twice
-    lookups  (positions, end) of every lookup in the table
+    before     the inputs of the rotation, q (B, T, H, D) and k (B, T, KV, D)
+    freqs_cis  the third input of the rotation
+    q, k, v    the inputs of attention, heads first: (B, H, T, D), (B, KV, S, D) twice
+    lookups    (positions, end) of every call of `Rope.freqs_cis`
     """
 
     before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    rows: list[tuple[Tensor, ...]] = field(default_factory=list)
+    freqs_cis: list[FreqsCis] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
     k: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
@@ -32,50 +34,45 @@ class Pass:
 
 
 def watch(model: Transformer, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Pass:
-    """Run the model once and record it. The model is unchanged afterwards."""
-    seen = Pass()
-    rope, first = model.rope, model.layers[0].attention
-    apply, look, attend = rope.apply, rope.rows, first.attend
+    """Run the model once and record the pass. Model and cache have no hooks afterwards."""
+    seen, rope = Pass(), model.rope
     layers = [] if cache is None else cache.layers
+    look_up = rope.freqs_cis
 
-    def turning(q: Tensor, k: Tensor, *rows: Tensor) -> Any:
-        seen.before.append((q, k))
-        seen.rows.append(rows)
-        seen.steps.append("turn")
-        return apply(q, k, *rows)
-
-    def looking(positions: Tensor, end: int) -> Any:
+    def lookup(positions: Tensor, end: int) -> FreqsCis:
         seen.lookups.append((positions, end))
         seen.steps.append("look up")
-        return look(positions, end)
+        return look_up(positions, end)
 
-    def caching(layer: LayerCache) -> Any:
-        update = layer.update
+    def rotation(_: nn.Module, inputs: tuple[Tensor, Tensor, FreqsCis]) -> None:
+        q, k, freqs_cis = inputs
+        seen.before.append((q, k))
+        seen.freqs_cis.append(freqs_cis)
+        seen.steps.append("rotate")
 
+    def recorded(update: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any) -> Any:
             seen.steps.append("cache")
             return update(*arguments)
 
         return wrapped
 
-    def attending(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-        for record, tensor in ((seen.q, q), (seen.k, k), (seen.v, v)):
+    def attention(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for record, tensor in zip((seen.q, seen.k, seen.v), inputs[:3], strict=True):
             record.append(tensor.clone())
         seen.steps.append("attend")
-        return attend(q, k, v, mask)
 
+    hooks = [block.attention.apply_rotary_emb.register_forward_pre_hook(rotation) for block in model.layers]
+    hooks += [block.attention.attend.register_forward_pre_hook(attention) for block in model.layers]
     try:
-        rope.apply, rope.rows = turning, looking
-        for block in model.layers:
-            block.attention.attend = attending
+        rope.freqs_cis = lookup  # type: ignore[method-assign]
         for layer in layers:
-            layer.update = caching(layer)  # type: ignore[method-assign]
+            layer.update = recorded(layer.update)  # type: ignore[method-assign]
         seen.logits = model(tokens, positions, cache)
     finally:
-        rope.apply = apply
-        del rope.rows
-        for block in model.layers:
-            block.attention.attend = attend
+        del rope.freqs_cis
         for layer in layers:
             del layer.update
+        for hook in hooks:
+            hook.remove()
     return seen
