@@ -191,15 +191,7 @@ def library_rotation(dim: int, steps: int) -> Array:
 
 # ---------------------------------------------------------------------------------------------------- a small model
 CONFIG = ModelConfig(
-    dim=16,
-    n_layers=2,
-    n_heads=2,
-    n_kv_heads=1,
-    head_dim=8,
-    hidden_dim=24,
-    vocab_size=32,
-    norm_eps=1e-5,
-    max_seq_len=64,
+    dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=24, vocab_size=32, norm_eps=1e-5, max_seq_len=64
 )
 
 
