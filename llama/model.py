@@ -162,8 +162,8 @@ class Transformer(nn.Module):
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
             key_positions = positions  # (S,) or (B, S): the keys are the tokens themselves
-        key_positions = None if sees_all else key_positions
-        h = self.runner.run(self, tokens, positions, key_positions, max(end, length or 0), cache)  # (B, T, C)
+        keys, end = None if sees_all else key_positions, max(end, length or 0)
+        h = self.runner.run(self, tokens, positions, keys, end, cache)  # (B, T, C)
         if cache is not None:
             cache.commit()
         return h

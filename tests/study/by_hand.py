@@ -103,11 +103,6 @@ def functions_of(path: Path, *names: str) -> dict[str, Callable[..., Any]]:
     return {name: scope[name] for name in names}
 
 
-def parts(freqs_cis: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The tensors of a table's rows: one in the complex form of RoPE, cos and sin in the others."""
-    return (freqs_cis,) if isinstance(freqs_cis, Tensor) else freqs_cis
-
-
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x divided by its root mean square, times a weight: (.., C)."""
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight

@@ -16,7 +16,7 @@ from .. import tiny
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels() -> Iterator[None]:
-    """Include the C++ kernel in ATTENTION, or remove its entry on machines where it cannot be built."""
+    """Remove the C++ kernel from tiny.FUNCTIONS on machines where it cannot be built."""
     with pytest.MonkeyPatch.context() as patch:
         if not kernels.ready():
             patch.delitem(tiny.FUNCTIONS, "kernel")

@@ -161,7 +161,7 @@ def test_000_11_sinusoids_are_not_trained() -> None:
 def test_000_13_a_sinusoid_is_added_once_and_rope_rotates_in_every_layer() -> None:
     config = dataclasses.replace(tiny.CONFIG, n_layers=3)
     seen = watch(tiny.model(config), tiny.random_tokens(5))
-    assert seen.steps == ["look up"] + ["turn", "attend"] * 3
+    assert seen.steps == ["look up"] + ["rotate", "attend"] * 3
     # The sinusoid changes the embedding and nothing else, RoPE changes q and k and nothing else.
     x, at = gaussians(0, 4, 16), torch.arange(1, 5)
     added, rotary = encodings.make("sinusoidal", 16, 16), encodings.make("rope", 16, 16)
@@ -421,7 +421,7 @@ def test_000_36_project_rotate_then_compare() -> None:
     model, tokens = tiny.model(), tiny.random_tokens(6)
     cache = model.new_cache()
     seen = watch(model, tokens, cache=cache)
-    assert seen.steps == ["look up"] + ["turn", "cache", "attend"] * tiny.CONFIG.n_layers
+    assert seen.steps == ["look up"] + ["rotate", "cache", "attend"] * tiny.CONFIG.n_layers
     q, k = seen.before[0]
     assert (q.shape[2], k.shape[2]) == (tiny.CONFIG.n_heads, tiny.CONFIG.n_kv_heads)
     _, rotated = rope.apply_rotary_emb(q, k, llama.precompute_freqs_cis(16, 6))
@@ -489,7 +489,7 @@ def test_000_45_the_table_must_have_one_row_per_token() -> None:
     full, cache = watch(model, tokens), model.new_cache()
     model(tokens[:, :7], cache=cache)
     step = watch(model, tokens[:, 7:], cache=cache)
-    assert torch.equal(step.rows[0][0], llama.precompute_freqs_cis(16, 8)[7:])
+    assert torch.equal(step.freqs_cis[0], llama.precompute_freqs_cis(16, 8)[7:])
     torch.testing.assert_close(step.q[0], full.q[0][:, :, 7:], rtol=0, atol=1e-5)
     by_first_row, _ = rope.apply_rotary_emb(*step.before[0], llama.precompute_freqs_cis(16, 1))
     keys = step.k[0][:, 0]  # (B, S, D): the first key head

@@ -243,15 +243,13 @@ def test_002_16_frequencies_are_not_in_a_checkpoint() -> None:
 def test_002_17_frequencies_stay_float32_when_the_model_is_cast(form: str, dtype: torch.dtype) -> None:
     """E30."""
     model = tiny.model(rope=form)
-    before = [row.clone() for row in by_hand.parts(model.rope.freqs_cis(torch.arange(40), 40))]
+    before = [row.clone() for row in tiny.rows(model.rope, torch.arange(40), 40)]
     model.to(dtype)
     assert model.tok_embeddings.weight.dtype == dtype
-    for after, row in zip(by_hand.parts(model.rope.freqs_cis(torch.arange(40), 40)), before, strict=True):
+    for after, row in zip(tiny.rows(model.rope, torch.arange(40), 40), before, strict=True):
         assert after.dtype in (torch.complex64, torch.float32)
         assert torch.equal(after, row)
-    rows, fresh = (
-        by_hand.parts(table.freqs_cis(torch.arange(200), 200)) for table in (model.rope, tiny.model(rope=form).rope)
-    )
+    rows, fresh = (tiny.rows(table, torch.arange(200), 200) for table in (model.rope, tiny.model(rope=form).rope))
     for after, row in zip(rows, fresh, strict=True):
         assert torch.equal(after, row)  # rows computed after the cast as well
 
@@ -269,7 +267,7 @@ def test_002_18_the_rows_depend_on_the_length_and_not_on_earlier_texts(
     used = rope.Rope(form, 8, 64, 1e4, scaling, trained_len=16)
     for length in lengths:
         rows, fresh = (
-            by_hand.parts(table.freqs_cis(torch.arange(length), length))
+            tiny.rows(table, torch.arange(length), length)
             for table in (used, rope.Rope(form, 8, 64, 1e4, scaling, trained_len=16))
         )
         assert all(torch.equal(a, b) for a, b in zip(rows, fresh, strict=True))
@@ -296,7 +294,7 @@ def test_002_19_the_length_is_the_largest_position_of_the_batch_plus_one() -> No
     assert [end for _, end in seen.lookups] == [24]
     inv_freq, _ = inverse_frequencies(16, 1e4, config.rope_scaling, seq_len=24, max_seq_len=16)
     assert not torch.equal(inv_freq, inverse_frequencies(16, 1e4)[0])
-    assert torch.equal(seen.rows[0][0], rope.freqs_cis_at(rows, inv_freq))
+    assert torch.equal(seen.freqs_cis[0], rope.freqs_cis_at(rows, inv_freq))
 
 
 def test_002_20_the_table_has_no_gradient_and_passes_gradients_to_q() -> None:
@@ -320,7 +318,7 @@ def test_002_21_every_type_that_depends_on_the_length_follows_it(scaling: dict[s
     config = dataclasses.replace(tiny.CONFIG, dim=32, n_heads=4, head_dim=8, max_seq_len=16, rope_scaling=scaling)
     model = tiny.model(config, max_seq_len=64)
     short, long = watch(model, tiny.random_tokens(16, config)), watch(model, tiny.random_tokens(40, config))
-    assert not torch.allclose(short.rows[0][0][15], long.rows[0][0][15], atol=1e-3)
+    assert not torch.allclose(short.freqs_cis[0][15], long.freqs_cis[0][15], atol=1e-3)
     for kind in set(SCALINGS) - set(BY_LENGTH) - {"divisors"}:
         more = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         at_16, at_40 = (
@@ -414,8 +412,8 @@ def test_002_26_the_output_has_the_dtype_of_x(form: str, dtype: torch.dtype) -> 
 def test_002_27_one_lookup_in_the_table_serves_every_layer() -> None:
     seen = watch(tiny.model(dataclasses.replace(tiny.CONFIG, n_layers=4)), tiny.random_tokens(6))
     assert len(seen.lookups) == 1
-    assert len(seen.rows) == 4
-    assert all(rows[0] is seen.rows[0][0] for rows in seen.rows)
+    assert len(seen.freqs_cis) == 4
+    assert all(rows is seen.freqs_cis[0] for rows in seen.freqs_cis)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])

@@ -317,7 +317,7 @@ def test_figure_order_by_hand() -> None:
         for words in ([0, 1, 2, 3], [3, 1, 2, 0]):
             q, k = x[words] @ wq.T, x[words] @ wk.T
             if turns:
-                q, k = by_hand.rotated(q, range(4), w), by_hand.turned(k, range(4), w)
+                q, k = by_hand.rotated(q, range(4), w), by_hand.rotated(k, range(4), w)
             expected.append(by_hand.softmax(q @ k.T / math.sqrt(8)).ravel())
             keys += [order.WORDS[n] for _ in words for n in words]
     near(data["weight"], np.concatenate(expected), 1e-7)
@@ -439,7 +439,7 @@ def scores_by_hand(name: str, d: int, length: int) -> Array:
     q, k = h @ wq.T, h @ wk.T
     if name == "rope":
         w = by_hand.frequencies(d)
-        q, k = by_hand.rotated(q, range(length), w), by_hand.turned(k, range(length), w)
+        q, k = by_hand.rotated(q, range(length), w), by_hand.rotated(k, range(length), w)
     scores: Array = q @ k.T / math.sqrt(d)
     far = np.abs(np.subtract.outer(np.arange(length), np.arange(length)))
     return scores - 0.5 * far if name == "alibi" else scores

@@ -1,31 +1,30 @@
-"""Record one forward pass of the library's model: what each layer rotates, caches and attends to."""
+"""Record a forward pass of the library's model: what each layer rotates, caches and attends to."""
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 from torch import Tensor, nn
 
-from llama.cache import KVCache, LayerCache
+from llama.cache import KVCache
 from llama.model import Transformer
-from llama.rope import Rope
+from llama.rope import FreqsCis
 
 
 @dataclass
 class Pass:
-    """The record of a pass; each list has one entry per layer, and `steps` is the order of all of them.
+    """The record of a forward pass. Each list has one entry per layer; `steps` is the order of all of them.
 
-    before   (q (B, T, H, D), k (B, T, KV, D)), the outputs of wq and wk
-    rows     the rows of the table that rotate them
-    q, k, v  the inputs of attention, heads first: (B, H, T, D), (B, KV, S, D) twice
-    lookups  (positions, end) of every lookup in the table
+    before     the inputs of the rotation, q (B, T, H, D) and k (B, T, KV, D)
+    freqs_cis  the third input of the rotation
+    q, k, v    the inputs of attention, heads first: (B, H, T, D), (B, KV, S, D) twice
+    lookups    (positions, end) of every call of `Rope.freqs_cis`
     """
 
     before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    rows: list[tuple[Tensor, ...]] = field(default_factory=list)
+    freqs_cis: list[FreqsCis] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
     k: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
@@ -35,35 +34,45 @@ class Pass:
 
 
 def watch(model: Transformer, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Pass:
-    """Run the model once and record it. The model is unchanged afterwards."""
-    seen = Pass()
+    """Run the model once and record the pass. Model and cache have no hooks afterwards."""
+    seen, rope = Pass(), model.rope
+    layers = [] if cache is None else cache.layers
+    look_up = rope.freqs_cis
 
-    def rotated(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def lookup(positions: Tensor, end: int) -> FreqsCis:
+        seen.lookups.append((positions, end))
+        seen.steps.append("look up")
+        return look_up(positions, end)
+
+    def rotation(_: nn.Module, inputs: tuple[Tensor, Tensor, FreqsCis]) -> None:
         q, k, freqs_cis = inputs
         seen.before.append((q, k))
-        seen.rows.append((freqs_cis,) if isinstance(freqs_cis, Tensor) else freqs_cis)
-        seen.steps.append("turn")
+        seen.freqs_cis.append(freqs_cis)
+        seen.steps.append("rotate")
 
-    def attended(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for record, tensor in zip((seen.q, seen.k, seen.v), inputs, strict=False):
+    def recorded(update: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            seen.steps.append("cache")
+            return update(*arguments)
+
+        return wrapped
+
+    def attention(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for record, tensor in zip((seen.q, seen.k, seen.v), inputs[:3], strict=True):
             record.append(tensor.clone())
         seen.steps.append("attend")
 
-    def looked_up(rope: Rope, positions: Tensor, end: int) -> Any:
-        seen.lookups.append((positions, end))
-        seen.steps.append("look up")
-        return freqs_cis(rope, positions, end)
-
-    def cached(layer: LayerCache, *arguments: Any) -> Any:
-        seen.steps.append("cache")
-        return update(layer, *arguments)
-
-    freqs_cis, update = Rope.freqs_cis, LayerCache.update
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Rope, "freqs_cis", looked_up))
-        stack.enter_context(mock.patch.object(LayerCache, "update", cached))
-        for block in model.layers:
-            stack.callback(block.attention.apply_rotary_emb.register_forward_pre_hook(rotated).remove)
-            stack.callback(block.attention.attend.register_forward_pre_hook(attended).remove)
+    hooks = [block.attention.apply_rotary_emb.register_forward_pre_hook(rotation) for block in model.layers]
+    hooks += [block.attention.attend.register_forward_pre_hook(attention) for block in model.layers]
+    try:
+        rope.freqs_cis = lookup  # type: ignore[method-assign]
+        for layer in layers:
+            layer.update = recorded(layer.update)  # type: ignore[method-assign]
         seen.logits = model(tokens, positions, cache)
+    finally:
+        del rope.freqs_cis
+        for layer in layers:
+            del layer.update
+        for hook in hooks:
+            hook.remove()
     return seen

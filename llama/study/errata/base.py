@@ -191,22 +191,8 @@ def library_rotation(dim: int, steps: int) -> Array:
 
 # ---------------------------------------------------------------------------------------------------- a small model
 CONFIG = ModelConfig(
-    dim=16,
-    n_layers=2,
-    n_heads=2,
-    n_kv_heads=1,
-    head_dim=8,
-    hidden_dim=24,
-    vocab_size=32,
-    norm_eps=1e-5,
-    max_seq_len=64,
+    dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=24, vocab_size=32, norm_eps=1e-5, max_seq_len=64
 )
-
-
-def complex_row(table: rope.Rope, position: int, length: int = 2) -> Tensor:
-    """The row (D/2,) of a complex table for one position, for a text of `length` tokens."""
-    row = table.freqs_cis(torch.tensor([position]), length)
-    return row[0] if isinstance(row, Tensor) else row[0][0]
 
 
 def small_model(config: ModelConfig = CONFIG, seed: int = 0) -> Transformer:

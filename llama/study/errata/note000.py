@@ -69,7 +69,7 @@ def _e01(wrong: Table, right: Table) -> Sequence[Check]:
         equal("E01", "spread of rows 100 to 255, as printed", float(np.ptp(printed[100:], 0).max()), 3.16e-11, 1e-13),
         equal("E01", "residual of the best linear map i to i + 1, as printed", fit_residual(printed, 1), 0.680, 1e-3),
         below("E01", "residual of the best linear map i to i + 1, right form", fit_residual(table, 1), 1e-11),
-        below("E01", "right form, difference from numpy", worst(table, sinusoid_table(256, 64)), 1e-12),
+        below("E01", "right form minus numpy", worst(table, sinusoid_table(256, 64)), 1e-12),
     )
 
 
@@ -123,12 +123,7 @@ def _e02(wrong: Pairs, right: Pairs) -> Sequence[Check]:
     return (
         equal("E02", "pairs t that fit, as printed", ", ".join(str(t) for t, _ in wrong(8)), "1, 2, 3"),
         equal("E02", "entries 1 to 8 that no pair fills, as printed", empty, "1, 8"),
-        below(
-            "E02",
-            "row filled by the right pairs, difference from the library",
-            worst(filled, library_table(4, 8)[3]),
-            1e-12,
-        ),
+        below("E02", "row filled by the right pairs minus the library", worst(filled, library_table(4, 8)[3]), 1e-12),
     )
 
 
@@ -181,7 +176,7 @@ def _e03(wrong: Angles, right: Angles) -> Sequence[Check]:
         equal("E03", "number of angles for the 4 pairs of d = 8, as printed", len(wrong(8)), 8),
         equal("E03", "smallest of these angles", float(wrong(8).min()), 1e-7, 1e-12),
         equal("000-33 E03", "number of angles for the 4 pairs of d = 8, right form", len(right(8)), 4),
-        below("E03", "right form, difference from numpy", worst(right(8), frequencies(8)), 1e-8),
+        below("E03", "right form minus numpy", worst(right(8), frequencies(8)), 1e-8),
     )
 
 
@@ -264,10 +259,7 @@ E04 = Erratum(
     quiz=Quiz(
         line="n_kv_heads = g, where g is the example's query_group_num",
         ask="n_kv_heads, such that xk in the example (heads = 2, g = 2) has one head",
-        names={
-            "heads": Number("query heads", 8, 64, 8),
-            "g": Number("query_group_num", 2, 4, 2),
-        },
+        names={"heads": Number("query heads", 8, 64, 8), "g": Number("query_group_num", 2, 4, 2)},
         truth=lambda heads, g: float(len({head // int(g) for head in range(int(heads))})),
         printed="g",
         answer="heads / g",
@@ -300,7 +292,7 @@ def _e05(wrong: Attending, right: Attending) -> Sequence[Check]:
     return (
         above("E05", "output change if positions shift by 5, values rotated", change[wrong], 0.1),
         below("000-06 E05", "output change if positions shift by 5, values not rotated", change[right], 1e-6),
-        below("E05", "right form, difference from numpy", worst(right(*_tensors(arrays), at[0]), truth), 1e-6),
+        below("E05", "right form minus numpy", worst(right(*_tensors(arrays), at[0]), truth), 1e-6),
     )
 
 
@@ -406,11 +398,7 @@ def _e08(wrong: Change, right: Change) -> Sequence[Check]:
         below("000-53 E08", "m = 6: error of 2 |sin(m w / 2)|", worst(right(6, w), measured[6]), 1e-5),
         below("E08", "m = 44: error of 2 |sin(m w / 2)|", worst(right(44, w), measured[44]), 1e-5),
         equal(
-            "E08",
-            "m = 44: change of pair 0 over change of pair 1",
-            float(measured[44][0] / measured[44][1]),
-            0.018 / 1.617,
-            5e-4,
+            "E08", "m = 44: change of pair 0 over pair 1", float(measured[44][0] / measured[44][1]), 0.018 / 1.617, 5e-4
         ),
         equal("E08", "the note's xk[0, 4]: change of entry 0", float(moved[0]), 27.94, 0.01),
         equal("E08", "the note's xk[0, 4]: change of entry 1", float(moved[1]), 78.79, 0.01),
@@ -565,12 +553,7 @@ def _e11(wrong: Array, right: Array) -> Sequence[Check]:
         above("E11", "pair 0 of row 3, from the picture: distance to the shown output", _e11_off(wrong, shown), 5),
         equal("000-40 E11", "rows, right form", len(right), 5),
         below("000-51 E11", "pair 0 of row 3, from the right rows: distance to it", _e11_off(right, shown), 1e-4),
-        below(
-            "E11",
-            "(24 + 25i) rotated by 3 radians: distance to it",
-            worst((24 + 25j) * np.exp(3j), complex(*shown)),
-            1e-4,
-        ),
+        below("E11", "(24 + 25i) rotated by 3: distance to it", worst((24 + 25j) * np.exp(3j), complex(*shown)), 1e-4),
     )
 
 
@@ -610,7 +593,7 @@ def _e12(wrong: Query, right: Query) -> Sequence[Check]:
     return (
         above("E12", "difference between W R x and R W x", off[wrong], 1.0),
         above("E12", "score change if positions shift by 5, embedding rotated", moved[wrong], 0.5),
-        below("000-30 E12", "right form, difference from numpy", off[right], 1e-5),
+        below("000-30 E12", "right form minus numpy", off[right], 1e-5),
         below("E12", "score change if positions shift by 5, q and k rotated", moved[right], 1e-9),
     )
 
@@ -734,25 +717,10 @@ def _ok6(tempting: Callable[[int], float], printed: Callable[[int], float]) -> S
     out, _ = rope.apply_rotary_emb(xq, xq, rope.precompute_freqs_cis(8, 5))
     shown = 27.708604844975795 + 29.27854534543996j
     return (
-        below(
-            "000-48 OK6",
-            "(28 + 29i) rotated with exponent 2(i-1)/8, i = 3: error",
-            worst(_ok6_element(printed), shown),
-            1e-12,
-        ),
-        below(
-            "000-41 OK6",
-            "the four angles, difference from the library",
-            worst(_ok6_angles(printed), _e03_right(8)),
-            1e-8,
-        ),
-        below(
-            "000-51 OK6",
-            "the library's xq_out[0, 1, 1, 4:6], difference from the note",
-            worst(out[0, 1, 1, 4:6], [27.7086, 29.2785]),
-            1e-4,
-        ),
-        above("OK6", "(28 + 29i) rotated with exponent 2i/8: error", worst(_ok6_element(tempting), shown), 0.1),
+        below("000-48 OK6", "(28 + 29i) with exponent 2(i-1)/8: error", worst(_ok6_element(printed), shown), 1e-12),
+        below("000-41 OK6", "the four angles minus the library", worst(_ok6_angles(printed), _e03_right(8)), 1e-8),
+        below("000-51 OK6", "xq_out[0, 1, 1, 4:6] minus the note", worst(out[0, 1, 1, 4:6], [27.7086, 29.2785]), 1e-4),
+        above("OK6", "(28 + 29i) with exponent 2i/8: error", worst(_ok6_element(tempting), shown), 0.1),
     )
 
 

@@ -54,28 +54,13 @@ def _e33(wrong: Rotation, right: Rotation) -> Sequence[Check]:
     c, s = math.cos(0.3), math.sin(0.3)
     length = math.hypot(2.0 * (c - s), -1.0 * (c + s)) / math.hypot(2.0, -1.0)
     return (
-        equal(
-            "E33",
-            "wrong entries at m = 3",
-            ", ".join(str(i + 1) for i in np.flatnonzero(error[3] > 1e-9)),
-            "7, 8",
-        ),
+        equal("E33", "wrong entries at m = 3", ", ".join(str(i + 1) for i in np.flatnonzero(error[3] > 1e-9)), "7, 8"),
         equal("E33", "their error, |x_d - x_(d-1)| sin(m theta)", float(error[3].max()), law[3], 1e-9),
         equal("E33", "their error at m = 300", float(error[300].max()), law[300], 1e-9),
         equal("E33", "last pair, m = 300: length over its original length", ratio[wrong], length, 1e-9),
         equal("000-25 E33", "the same ratio, right form", ratio[right], 1.0, 1e-6),
-        below(
-            "003-22 E33",
-            "right form, difference from numpy at m = 3",
-            worst(right(x, 3), rotated(x[None], [3])[0]),
-            1e-6,
-        ),
-        below(
-            "003-22 E33",
-            "right form, difference from numpy at m = 300",
-            worst(right(x, 300), rotated(x[None], [300])[0]),
-            1e-6,
-        ),
+        below("003-22 E33", "right form minus numpy, m = 3", worst(right(x, 3), rotated(x[None], [3])[0]), 1e-6),
+        below("003-22 E33", "right form minus numpy, m = 300", worst(right(x, 300), rotated(x[None], [300])[0]), 1e-6),
     )
 
 
@@ -113,7 +98,7 @@ def _e34(wrong: Table, right: Table) -> Sequence[Check]:
         equal("E34", "smallest entry of a table that runs from 0 to 1", float(wrong(256, 16).min()), 0.0, 1e-4),
         equal("E34", "its difference from the sinusoids", worst(wrong(256, 16), truth), 1.0, 1e-3),
         equal("E34", "smallest entry of the sinusoids", float(right(256, 16).min()), -1.0, 1e-4),
-        below("003-13 E34", "right form, difference from numpy", worst(right(256, 16), truth), 1e-12),
+        below("003-13 E34", "right form minus numpy", worst(right(256, 16), truth), 1e-12),
     )
 
 
@@ -148,19 +133,8 @@ def _e35(wrong: Digits, right: Digits) -> Sequence[Check]:
     claimed, count = wrong(128)
     return (
         equal("E35", "radix as printed", claimed, 7.256, 1e-3),
-        above(
-            "E35",
-            "its distance from the nearest ratio of neighbouring periods",
-            float(np.abs(ratios - claimed).min()),
-            6.0,
-        ),
-        equal(
-            "E35",
-            "powers of ten between its first and its last period",
-            (count - 1) * math.log10(claimed),
-            109.3,
-            0.05,
-        ),
+        above("E35", "its distance from the nearest ratio of periods", float(np.abs(ratios - claimed).min()), 6.0),
+        equal("E35", "powers of ten from first to last period", (count - 1) * math.log10(claimed), 109.3, 0.05),
         equal("003-12 E35", "ratio of neighbouring periods", radix, 1.1548, 1e-4),
         below("E35", "spread of that ratio over the pairs", float(np.ptp(ratios)), 1e-12),
         equal("E35", "digits, one per pair", digits, 64),
@@ -208,13 +182,7 @@ def _e36(wrong: Callable[[int, int], float], right: Callable[[int, int], float])
         equal(
             "E36", "variance of the scores, divided by sqrt(hidden)", _variance(products / wrong(512, 8)), 1 / 8, 0.01
         ),
-        equal(
-            "002-35 E36",
-            "variance of the scores, divided by the library",
-            _variance(products / right(512, 8)),
-            1.0,
-            0.05,
-        ),
+        equal("002-35 E36", "variance of the scores of the library", _variance(products / right(512, 8)), 1.0, 0.05),
         equal("E36", "divisor of the library", right(512, 8), 8.0, 1e-4),
     )
 
@@ -330,7 +298,7 @@ def _e38(wrong: Counted, right: Counted) -> Sequence[Check]:
         above("E38", "error of its output", worst(partial, direct), 0.1),
         equal("E38", "products q . k, block by block as in FlashAttention", n_blockwise, 64**2),
         below("E38", "error of its output", worst(blockwise, direct), 1e-12),
-        below("E38", "the library's attention, difference from it", worst(library, blockwise), 1e-5),
+        below("E38", "the library's attention minus it", worst(library, blockwise), 1e-5),
     )
 
 
@@ -365,12 +333,7 @@ def _ok1(tempting: Matrix, printed: Matrix) -> Sequence[Check]:
             worst(printed(w * k) @ before, after),
             1e-15,
         ),
-        below(
-            "OK1",
-            "the same matrix between two rows of the library's table",
-            worst(printed(k) @ table[0], table[1]),
-            1e-15,
-        ),
+        below("OK1", "the same matrix on the library's table: error", worst(printed(k) @ table[0], table[1]), 1e-15),
         above("OK1", "[[cos, -sin], [sin, cos]] from t to t + k: error", worst(tempting(w * k) @ before, after), 0.5),
         equal("OK1", "direction of its rotation, counter-clockwise = +1", float(np.sign(printed(0.1)[1, 0])), -1.0),
     )
@@ -399,21 +362,14 @@ def _ok2(tempting: Relative, printed: Relative) -> Sequence[Check]:
     true = float(rotated(q[None], [7])[0] @ rotated(k[None], [3])[0])
     product = library_rotation(8, 7).T @ library_rotation(8, 3)
     return (
-        below(
-            "000-35 OK2",
-            "difference between R_m^T R_n and R_(n-m)",
-            worst(product, library_rotation(8, printed(7, 3))),
-            1e-12,
-        ),
+        below("000-35 OK2", "R_m^T R_n minus R_(n-m)", worst(product, library_rotation(8, printed(7, 3))), 1e-12),
         below(
             "003-20 OK2",
-            "q^T R_(n-m) k, difference from the rotated product",
+            "q^T R_(n-m) k minus the product",
             abs(float(q @ library_rotation(8, printed(7, 3)) @ k) - true),
             1e-7,
         ),
-        above(
-            "OK2", "difference between R_m^T R_n and R_(m-n)", worst(product, library_rotation(8, tempting(7, 3))), 0.1
-        ),
+        above("OK2", "R_m^T R_n minus R_(m-n)", worst(product, library_rotation(8, tempting(7, 3))), 0.1),
     )
 
 

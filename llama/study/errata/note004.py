@@ -41,9 +41,7 @@ def _e39_printed(count: int) -> Tensor:
 def _e39(wrong: Callable[[int], Tensor], right: Callable[[int], Tensor]) -> Sequence[Check]:
     return (
         equal("E39", "torch.arrange(0, 5)", name_of(outcome(wrong, 5)), "AttributeError"),
-        equal(
-            "E39", "torch.arange(0, 5), difference from 0, 1, 2, 3, 4", worst(outcome(right, 5), [0, 1, 2, 3, 4]), 0.0
-        ),
+        equal("E39", "torch.arange(0, 5) minus 0, 1, 2, 3, 4", worst(outcome(right, 5), [0, 1, 2, 3, 4]), 0.0),
     )
 
 
@@ -72,18 +70,8 @@ def _e40(wrong: Callable[[Tensor], Any], right: Callable[[Tensor], Any]) -> Sequ
             f"math.sin of a (2, 2) tensor raises, here {failed}",
             failed in ("ValueError", "TypeError", "RuntimeError"),
         ),
-        below(
-            "E40",
-            "torch.sin of it, difference from math.sin of each element",
-            worst(outcome(right, angles), by_hand),
-            1e-15,
-        ),
-        equal(
-            "E40",
-            "math.sin of a one-element tensor, which looks right",
-            wrong(angles[1, 0]),
-            math.sin(1),
-        ),
+        below("E40", "torch.sin minus math.sin of each element", worst(outcome(right, angles), by_hand), 1e-15),
+        equal("E40", "math.sin of a one-element tensor, which looks right", wrong(angles[1, 0]), math.sin(1)),
     )
 
 
@@ -119,15 +107,12 @@ def _e41(wrong: Table, right: Table) -> Sequence[Check]:
         below("E41", "16 positions of width 16, as printed: largest error", off[16, 16], 1e-6),
         below(
             "004-16 E41",
-            "10 positions of width 16, right form: largest error",
+            "10 positions, right form: largest error",
             worst(outcome(right, 10, 16), sinusoid_table(10, 16)),
             1e-12,
         ),
         below(
-            "E41",
-            "2 positions of width 16, right form: largest error",
-            worst(outcome(right, 2, 16), sinusoid_table(2, 16)),
-            1e-12,
+            "E41", "2 positions, right form: largest error", worst(outcome(right, 2, 16), sinusoid_table(2, 16)), 1e-12
         ),
     )
 
@@ -169,7 +154,7 @@ def _e42(wrong: Frequency, right: Frequency) -> Sequence[Check]:
         equal("004-17 E42", "frequency 3 of the library, d = 16", right(3, 16), 0.031623, 1e-6),
         below(
             "E42",
-            "exp(-(2i/d) log 10000), difference from the library",
+            "exp(-(2i/d) log 10000) minus the library",
             abs(math.exp(-6 / 16 * math.log(10000)) - right(3, 16)),
             1e-8,
         ),
@@ -191,10 +176,7 @@ E42 = Erratum(
     quiz=Quiz(
         line="1 / 10000**(2*i/d) = exp(2*i/d) * log(10000)",
         ask="the right side, with exp and log",
-        names={
-            "i": Number("pair index, from 0", 0, 3, 1),
-            "d": Number("width of the table", 8, 64, 8),
-        },
+        names={"i": Number("pair index, from 0", 0, 3, 1), "d": Number("width of the table", 8, 64, 8)},
         truth=lambda i, d: float(frequencies(int(d))[int(i)]),
         printed="exp(2*i/d) * log(10000)",
         answer="exp(-(2*i/d) * log(10000))",
@@ -216,17 +198,14 @@ def _e43_printed(count: int, dim: int) -> Tensor:
 def _e43(wrong: Table, right: Table) -> Sequence[Check]:
     rejected = outcome(right, 10, 7)
     return (
-        equal("E43", "width 7, as printed with E39 to E41 fixed", name_of(outcome(wrong, 10, 7)), "RuntimeError"),
+        equal("E43", "width 7, with E39 to E41 fixed", name_of(outcome(wrong, 10, 7)), "RuntimeError"),
         holds(
             "E43",
             "width 7, right form: ValueError with the number 7",
             isinstance(rejected, ValueError) and "7" in str(rejected),
         ),
         below(
-            "E43",
-            "width 8, as printed with E39 to E41 fixed: error",
-            worst(outcome(wrong, 10, 8), sinusoid_table(10, 8)),
-            1e-6,
+            "E43", "width 8, with E39 to E41 fixed: error", worst(outcome(wrong, 10, 8), sinusoid_table(10, 8)), 1e-6
         ),
         below("E43", "width 8, right form: error", worst(right(10, 8), sinusoid_table(10, 8)), 1e-12),
     )
@@ -279,10 +258,7 @@ E44 = Erratum(
     quiz=Quiz(
         line="w = 1 - (1 - 1/10000) * i / (d/2 - 1): the frequency falls linearly",
         ask="w, the frequency of pair i",
-        names={
-            "i": Number("pair index, from 0", 0, 15, 1),
-            "d": Number("width of the table", 32, 128, 32),
-        },
+        names={"i": Number("pair index, from 0", 0, 15, 1), "d": Number("width of the table", 32, 128, 32)},
         truth=lambda i, d: float(frequencies(int(d))[int(i)]),
         printed="1 - (1 - 1/10000) * i / (d/2 - 1)",
         answer="10000 ** (-2*i/d)",
@@ -299,12 +275,7 @@ def _e45(wrong: Lowest, right: Lowest) -> Sequence[Check]:
     lowest = [right(dim) for dim in widths]
     known = [1, 1e-2, 1e-3, 1.33e-4, 1.04e-4]
     return (
-        below(
-            "E45",
-            "lowest of 5 widths over 1, .01, .001, 1.33e-4, 1.04e-4, minus 1",
-            _relative(lowest, known),
-            0.005,
-        ),
+        below("E45", "lowest over 1, .01, .001, 1.33e-4, 1.04e-4, minus 1", _relative(lowest, known), 0.005),
         below(
             "E45", "right form over numpy, minus 1", _relative(lowest, [frequencies(dim).min() for dim in widths]), 1e-6
         ),
@@ -354,24 +325,11 @@ def _e46(wrong: Angles, right: Angles) -> Sequence[Check]:
     table = sinusoids(torch.tensor([m, n]), 8)[:, 2:4]  # pair 1 of both positions
     product = float(table[0] @ table[1])
     return (
-        above(
-            "E46",
-            "cos(theta_1 - theta_2) with differences for both: error",
-            abs(_e46_cosine(wrong(m, n, w)) - product),
-            0.1,
-        ),
+        above("E46", "cos(theta_1 - theta_2) of differences: error", abs(_e46_cosine(wrong(m, n, w)) - product), 0.1),
         below(
-            "004-10 E46",
-            "cos(theta_1 - theta_2) with the two angles: error",
-            abs(_e46_cosine(right(m, n, w)) - product),
-            1e-12,
+            "004-10 E46", "cos(theta_1 - theta_2) of angles: error", abs(_e46_cosine(right(m, n, w)) - product), 1e-12
         ),
-        below(
-            "E46",
-            "cos((m - n) w), difference from the product of the encodings",
-            abs(math.cos((m - n) * w) - product),
-            1e-12,
-        ),
+        below("E46", "cos((m - n) w) minus the product", abs(math.cos((m - n) * w) - product), 1e-12),
     )
 
 
@@ -425,17 +383,10 @@ def _e47(wrong: Scores, right: Scores) -> Sequence[Check]:
     return (
         below("E47", "variation of p . p along a diagonal", diagonal_spread(p @ p.T), 1e-12),
         above("E47", "variation of p W_q^T W_k p", diagonal_spread(terms["position-position"]), 1.0),
-        above(
-            "E47", "variation of the complete score with added encodings", diagonal_spread(wrong(x, wq, wk, at)), 5.0
-        ),
-        below(
-            "E47",
-            "sum of its four terms, difference from it",
-            worst(sum(terms.values()), _e47_printed(x, wq, wk, at)),
-            1e-10,
-        ),
+        above("E47", "variation of the score with added encodings", diagonal_spread(wrong(x, wq, wk, at)), 5.0),
+        below("E47", "sum of its four terms minus it", worst(sum(terms.values()), _e47_printed(x, wq, wk, at)), 1e-10),
         below("003-18 E47", "variation of the scores of RoPE", diagonal_spread(right(x, wq, wk, at)), 1e-10),
-        below("E47", "right form, difference from numpy", worst(right(x, wq, wk, at), by_hand), 1e-4),
+        below("E47", "right form minus numpy", worst(right(x, wq, wk, at), by_hand), 1e-4),
     )
 
 
@@ -510,12 +461,7 @@ def _e49(wrong: Callable[[float], complex], right: Callable[[float], complex]) -
             0.3,
         ),
         equal("E49", "pair in the table: rotation when theta grows by 0.1", change[right], -0.1, 1e-9),
-        below(
-            "004-05 E49",
-            "pair in the table, difference from i e^(-i theta)",
-            worst([before, after], _e49_law(0.5, 0.6)),
-            1e-9,
-        ),
+        below("004-05 E49", "pair in the table minus i e^(-i theta)", worst([before, after], _e49_law(0.5, 0.6)), 1e-9),
     )
 
 
@@ -568,13 +514,8 @@ def _e50(wrong: Speed, right: Speed) -> Sequence[Check]:
     return (
         equal("E50", "theta at position 0, fastest pair", float(wrong(0, 6)[0]), 0.0),
         above("E50", "theta used as the speed at position 5: error", worst(wrong(5, 6), frequencies(6)), 3.9),
-        below(
-            "004-06 E50",
-            "speeds of 3 pairs, difference from 1, 0.0464, 0.00215",
-            worst(right(0, 6), [1, 0.0464, 0.00215]),
-            5e-5,
-        ),
-        below("E50", "speeds at position 5, difference from numpy", worst(right(5, 6), frequencies(6)), 1e-6),
+        below("004-06 E50", "speeds minus 1, 0.0464, 0.00215", worst(right(0, 6), [1, 0.0464, 0.00215]), 5e-5),
+        below("E50", "speeds at position 5 minus numpy", worst(right(5, 6), frequencies(6)), 1e-6),
     )
 
 
@@ -612,10 +553,8 @@ Exponent = Callable[[int], Tensor]  # width -> frequencies (d/2,)
 def _ok5(tempting: Exponent, printed: Exponent) -> Sequence[Check]:
     ours = inverse_frequencies(16)[0]
     return (
-        below(
-            "OK5", "exp(-arange(0, d, 2) log(10000) / d), difference from the library", worst(printed(16), ours), 1e-7
-        ),
-        below("OK5", "the same, difference from numpy", worst(printed(16), frequencies(16)), 1e-6),
+        below("OK5", "exp(-arange(0, d, 2) log(10000) / d) minus the library", worst(printed(16), ours), 1e-7),
+        below("OK5", "the same minus numpy", worst(printed(16), frequencies(16)), 1e-6),
         above("OK5", "with an additional factor 2: largest error", worst(tempting(16), frequencies(16)), 0.2),
     )
 
