@@ -140,7 +140,7 @@ class KVCache:
     `rows` gives access to rows of a batch that are filled to different lengths (generation/batch.py).
     """
 
-    def __init__(
+    def __init__(  # many parameters, since a cache is made from sizes alone, without a model
         self,
         n_layers: int,
         n_kv_heads: int,

@@ -330,8 +330,8 @@ def attach_runner(model: Transformer, plan: Plan) -> Transformer:
         "check_memory": memory.check_growth if options.check_memory else None,
     }
     if options.world is not None:
-        return share(model, plan.config, options.world, **settings)
-    if not plan.placement.single:
+        model.runner = share(model, plan.config, options.world, **settings)
+    elif not plan.placement.single:
         model.runner = PlacedRunner(plan.placement, **settings)
     elif device.type == "cuda":
         model.runner = FusedRunner(model, **settings) if options.compile else GraphRunner(**settings)

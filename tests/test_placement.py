@@ -25,7 +25,7 @@ from llama.engine.linears import (
     TileLinear,
     quantize_,
 )
-from llama.engine.placement import PlacedRunner, Placement, pick_placement, place_, spread
+from llama.engine.placement import PlacedRunner, Placement, pick_placement, place, spread
 from llama.errors import UsageError
 from llama.generation import speculative
 from llama.generation.speculative import NGramDraft, speculate
@@ -71,7 +71,9 @@ def _away(monkeypatch: pytest.MonkeyPatch) -> None:
 def placed(config: ModelConfig, where: str, **options: Any) -> Transformer:
     """A model whose layers lie where the letters say, the embedding with the first, the output with the last."""
     found = devices(where)
-    return place_(tiny.model(config, **options), Placement(found[0], tuple(found), found[-1]))
+    net = tiny.model(config, **options)
+    net.runner = place(net, Placement(found[0], tuple(found), found[-1]))
+    return net
 
 
 def raw(x: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def join(layers: Sequence[nn.Module], alternating: bool = False) -> nn.Module:
     The layers become views of it. Raises UsageError if they are of different kinds.
     """
     kinds = [
-        (type(layer), vars(layer).get("bits"), vars(layer).get("group"), {k for k, _ in tensors(layer)})
+        (type(layer), getattr(layer, "bits", None), getattr(layer, "group", None), {k for k, _ in tensors(layer)})
         for layer in layers
     ]
     if any(kind != kinds[0] for kind in kinds):

@@ -102,8 +102,8 @@ def built(form: str) -> Path | None:
 
 def _place(form: str) -> tuple[Path, str]:
     """The folder of the library for a form, and its name there, which tells what it was made of."""
-    told = "\0".join((sources(), *_flags(form), torch.__version__))
-    return cache_folder() / "kernels", f"{form}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    parts = "\0".join((sources(), *_flags(form), torch.__version__))
+    return cache_folder() / "kernels", f"{form}-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
 def _flags(form: str) -> list[str]:

@@ -394,8 +394,8 @@ class GatheredOutput(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------- one forward pass
-def share(model: Transformer, config: ModelConfig, world: World, **settings: Any) -> Transformer:
-    """Make the slice of a model that one rank loaded a part of its world, in place; returns it.
+def share(model: Transformer, config: ModelConfig, world: World, **settings: Any) -> Runner:
+    """Make the slice of a model that one rank loaded a part of its world, in place; return the runner to set.
 
     config is the complete model's; settings are those of `Runner`.
     """
@@ -403,18 +403,19 @@ def share(model: Transformer, config: ModelConfig, world: World, **settings: Any
     if rank.tensor > 1:
         blocks: Any = model.layers
         for block in blocks:
-            block.attention.wo = RowParallel(block.attention.wo, world)
-            block.feed_forward.w_down = RowParallel(block.feed_forward.w_down, world)
+            block.set_submodule("attention.wo", RowParallel(block.attention.wo, world))
+            block.set_submodule("feed_forward.w_down", RowParallel(block.feed_forward.w_down, world))
         if rank.stage == 0:
             rows = [rank.vocabulary(config, part) for part in range(rank.tensor)]
-            model.tok_embeddings = ParallelEmbedding(model.tok_embeddings, rows[rank.part], world)  # type: ignore[assignment]
-            model.output = GatheredOutput(model.output, [r.stop - r.start for r in rows], world)  # type: ignore[assignment]
+            widths = [part.stop - part.start for part in rows]
+            model.set_submodule("tok_embeddings", ParallelEmbedding(model.tok_embeddings, rows[rank.part], world))
+            model.set_submodule("output", GatheredOutput(model.output, widths, world))
     model.config = config
-    model.runner = (LeaderRunner if world.leader else StageRunner)(world, **settings)
-    weight, kind = model.norm.weight, model.runner.cache_kind
+    runner = (LeaderRunner if world.leader else StageRunner)(world, **settings)
+    weight, kind = model.norm.weight, runner.cache_kind
     facts = str(config), f"{weight.dtype} on {weight.device.type}", f"KV cache {kind}", model.rope.form
     world.fingerprint += [f"{fact[:200]} ({hashlib.sha256(fact.encode()).hexdigest()[:8]})" for fact in facts]
-    return model
+    return runner
 
 
 class StageRunner(Runner):

@@ -107,8 +107,8 @@ def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
     return Placement(devices[0], layers, devices[-1])
 
 
-def place_(model: Transformer, placement: Placement) -> Transformer:
-    """Move the parts of a model to their devices and set its runner, in place; returns the model.
+def place(model: Transformer, placement: Placement) -> Runner:
+    """Move the parts of a model to their devices, in place; return the runner to set.
 
     Tied embeddings on two devices become two tensors. Raises UsageError for layers that are packed for the CPU.
     """
@@ -123,9 +123,9 @@ def place_(model: Transformer, placement: Placement) -> Transformer:
         block.to(device)
         if device.type != "cpu" and block.attention.attend.function is not reference:
             model.set_submodule(f"layers.{i}.attention.attend", Attend(pick_attention(device)))
-    if not placement.single:
-        model.runner = PlacedRunner(placement, model.runner.cache_kind, model.runner.check_memory)
-    return model
+    if placement.single:
+        return model.runner
+    return PlacedRunner(placement, model.runner.cache_kind, model.runner.check_memory)
 
 
 class PlacedRunner(Runner):

@@ -163,13 +163,11 @@ def linear_bytes(model: nn.Module) -> int:
     An embedding counts if it is tied to the output layer, since a step reads all of that.
     """
     layers = [module for module in model.modules() if isinstance(getattr(module, "in_features", None), int)]
-    return sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
-
-
-def _tensors(layer: nn.Module) -> Iterator[Tensor]:
-    yield from layer.parameters(recurse=False)
-    yield from layer.buffers(recurse=False)
-    yield from (value for value in vars(layer).values() if isinstance(value, Tensor))  # weights that torch packed
+    return sum(
+        tensor.nbytes
+        for layer in layers
+        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+    )
 
 
 def cache_bytes(cache: KVCache, length: int) -> int:
