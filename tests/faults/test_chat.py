@@ -251,7 +251,7 @@ def test_a_broken_template_is_an_error_with_jinjas_message(
 
 
 @pytest.mark.row("H04")
-def test_the_error_of_a_base_model_names_chat_format(tmp_path: Path, attempt: Try) -> None:
+def test_a_base_model_needs_a_chat_format(tmp_path: Path, attempt: Try) -> None:
     path = tiny.write_gguf(tmp_path / "t.gguf", metadata={"tokenizer.chat_template": None})
     attempt("chat", *RUN, "-m", path, stdin=b"hello\n").refused("no chat template", "--chat-format")
     with pytest.raises(TemplateError, match="--chat-format"):
