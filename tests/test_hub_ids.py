@@ -270,7 +270,7 @@ def test_an_interrupted_pull_ends_at_once_and_the_next_resumes(
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=5)
     assert (process.returncode, stdout) == (130, "")
-    assert stderr.splitlines()[-1].startswith("clearllama: interrupted; clearllama pull org/sharded goes on")
+    assert stderr.splitlines()[-1].startswith("clearllama: interrupted; clearllama pull org/sharded resumes")
     assert not list(tmp_path.rglob("*.*.incomplete")), "partial files that no download can resume are removed"
 
     line = resolve("org/sharded", env)
