@@ -1,8 +1,9 @@
-"""Other devices that are not there: tensors of device away:0, away:1, ... compute on the CPU and mix with no other.
+"""Simulated devices away:0, away:1, ...: their tensors compute on the CPU, but can't be mixed with other devices'.
 
-torch reserves a backend for devices from outside; here it is Python. A tensor that lies away holds one of the CPU and
-hands every operator on to it, after checking that all its tensors lie on one device. Only copies go across, and they
-are counted. So code that runs here with layers on several devices moves what it has to, and nothing else.
+PyTorch reserves a backend (privateuseone) for external devices; this one is written in Python. An Away tensor wraps a
+CPU tensor. Every operator checks that its tensors are on one device, then runs on the wrapped tensors. Only copies may
+cross devices, and they are recorded. So code that places layers on several devices is shown to move what it must, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 DEVICES = 4
-MOVES: list[tuple[str, str, tuple[int, ...]]] = []  # from, to, shape: every copy from one device to another
+MOVES: list[tuple[str, str, tuple[int, ...]]] = []  # source, target and shape of every copy between devices
 ACROSS = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten._local_scalar_dense.default)
 
 
@@ -28,7 +29,7 @@ class _Module(_DummyBackendModule):
 
 
 class Away(Tensor):
-    """A tensor on a device that is not there."""
+    """A tensor on a simulated device."""
 
     raw: Tensor
 
@@ -47,21 +48,21 @@ class Away(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.tolist:
             return args[0].raw.tolist()
-        if func not in WHOLE:
-            with torch._C.DisableTorchFunctionSubclass():  # what comes back to the CPU is no longer away
+        if func not in UNDECOMPOSED:
+            with torch._C.DisableTorchFunctionSubclass():  # a result on the CPU is not Away
                 return func(*args, **(kwargs or {}))
         flat = _tensors(args, kwargs)
-        _refuse_mixed(func, flat)
+        _reject_mixed(func, flat)
         return Away(func(*tree_map(_raw, args), **tree_map(_raw, kwargs or {})), flat[0].device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            return func.decompose(*args, **kwargs)  # in inference mode nobody has taken it apart yet
+            return func.decompose(*args, **kwargs)  # inference mode does not decompose it
         flat = _tensors(args, kwargs)
         if func not in ACROSS:
-            _refuse_mixed(func, flat)
+            _reject_mixed(func, flat)
         device = flat[0].device
         if "device" in kwargs and kwargs["device"] is not None:
             device = _indexed(kwargs["device"])
@@ -75,27 +76,27 @@ class Away(Tensor):
         def wrap(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            if id(leaf) in own:  # in place
+            if id(leaf) in own:  # an in-place result
                 return own[id(leaf)]
             return leaf if device.type == "cpu" else Away(leaf, device)
 
         return tree_map(wrap, out)
 
 
-# On a CPU the first two have kernels of their own; elsewhere torch takes them apart and sums in another order. A slice
-# taken in inference mode of a tensor made outside of it is more than a wrapper can be.
-WHOLE = (F.linear, F.scaled_dot_product_attention, Tensor.__getitem__)
+# Run without decomposition. The CPU has kernels for the first two; decomposed, they would sum in another order. In
+# inference mode, slicing a tensor created outside of that mode fails for a wrapper.
+UNDECOMPOSED = (F.linear, F.scaled_dot_product_attention, Tensor.__getitem__)
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
 
 
-def _refuse_mixed(func: Any, tensors: list[Tensor]) -> None:
-    """One device only; a CPU's number without a shape may go anywhere, as torch has it."""
-    here = {str(t.device) for t in tensors if t.dim() or isinstance(t, Away)}
-    if len(here) > 1:
-        raise RuntimeError(f"{func} was given tensors on {' and '.join(sorted(here))}")
+def _reject_mixed(func: Any, tensors: list[Tensor]) -> None:
+    """Raise RuntimeError if the tensors are on several devices. As in PyTorch, 0-d CPU tensors match any device."""
+    devices = {str(t.device) for t in tensors if t.dim() or isinstance(t, Away)}
+    if len(devices) > 1:
+        raise RuntimeError(f"{func} was given tensors on {' and '.join(sorted(devices))}")
 
 
 def _raw(leaf: Any) -> Any:
@@ -120,13 +121,13 @@ def _arange(*numbers: Any, dtype: Any = None, device: Any = None, **_: Any) -> T
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """What torch.tensor(.., device=..) does at its end."""
+    """The copy at the end of torch.tensor(..., device=...)."""
     _raw(target).copy_(_raw(source))
     return target
 
 
 def register() -> None:
-    """Let torch know the devices; once a process."""
+    """Register the devices with PyTorch, once per process."""
     if torch._C._get_privateuse1_backend_name() != "away":
         _setup_privateuseone_for_python_backend("away", backend_module=_Module())
         torch.library.impl("aten::empty.memory_format", "privateuseone")(_empty)
@@ -138,6 +139,6 @@ def register() -> None:
 
 @contextmanager
 def counted() -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
-    """The copies between devices while this runs."""
+    """Record the copies between devices inside the context."""
     MOVES.clear()
     yield MOVES

@@ -1,4 +1,4 @@
-"""Chat templates: what transformers makes of them, and that only the template speaks in control tokens."""
+"""Chat templates: their environment, and the law that only the template itself writes control tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chat(*contents: str, template: str = tiny.CHATML) -> list[int]:
     return encode_chat(TOKENIZER, template, [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)])
 
 
-def test_a_turn_by_hand() -> None:
+def test_one_turn_by_hand() -> None:
     expected = [START, *TOKENIZER.encode("user\nhello"), END, *TOKENIZER.encode("\n"), START]
     assert chat("hello") == expected + TOKENIZER.encode("assistant\n")
 
@@ -36,7 +36,7 @@ spelled = st.lists(st.sampled_from([*controls, "<", "|", ">", "<|", "|>", "im_en
 @pytest.mark.row("H05")
 @given(st.lists(spelled.map("".join), min_size=1, max_size=4))
 def test_text_adds_no_control_token_and_loses_nothing(contents: list[str]) -> None:
-    """Whatever the messages spell, the control ids are those of empty messages, in the same order."""
+    """Whatever the messages contain, the control ids are those of empty messages, in the same order."""
     ids = chat(*contents)
     shape = [id for id in ids if id in TOKENIZER.control.values()]
     assert shape == [id for id in chat(*[""] * len(contents)) if id in TOKENIZER.control.values()]
@@ -47,7 +47,7 @@ def test_text_adds_no_control_token_and_loses_nothing(contents: list[str]) -> No
 @pytest.mark.row("H05")
 @pytest.mark.parametrize("control", controls)
 def test_control_strings_split_over_template_and_messages(control: str) -> None:
-    """Parts of a control string at the edges of neighbouring texts do not grow together."""
+    """Parts of a control string at the ends of adjacent texts do not form one."""
     glued = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     for cut in range(1, len(control)):
         assert not set(chat(control[:cut], control[cut:], template=glued)) & set(TOKENIZER.control.values())
@@ -57,26 +57,26 @@ def test_control_strings_split_over_template_and_messages(control: str) -> None:
         assert not set(chat(control[:cut], template=after)) & set(TOKENIZER.control.values())
 
 
-def test_templates_see_the_words_they_ask_for() -> None:
+def test_templates_can_search_the_text() -> None:
     template = "{{ messages[0]['content'] | trim }}|{{ 'yes' if 'hello' in messages[0]['content'] else 'no' }}"
     assert TOKENIZER.decode(chat("  hello ", template=template)) == "hello|yes"
 
 
-def test_templates_may_look_into_the_text() -> None:
-    """What DeepSeek's templates do with old thoughts; the text holds < and >, which begin and end control strings."""
+def test_templates_can_split_and_measure_the_text() -> None:
+    """DeepSeek's templates remove old thoughts; the text contains < and >, which begin and end control strings."""
     template = (
         "{% for m in messages %}{% set c = m['content'] %}{% if '</think>' in c %}"
         "{% set c = c.split('</think>')[-1] %}{% endif %}{{ c }}{{ c | length }}<|im_end|>{% endfor %}"
     )
     assert TOKENIZER.decode(chat("<think>a < b</think>answer", template=template)) == "answer6"
     without_length = template.replace("{{ c | length }}", "")
-    spelled = "secret</think>a <|im_end|> b"  # also where the text spells a control string
+    spelled = "secret</think>a <|im_end|> b"  # also if the text spells a control string
     assert TOKENIZER.decode(chat(spelled, template=without_length)) == "a <|im_end|> b"
 
 
 @pytest.mark.row("H05")
 @pytest.mark.parametrize("control", controls)
-def test_a_template_that_rearranges_text_makes_no_control_string_of_it(control: str) -> None:
+def test_rearranged_text_does_not_become_a_control_string(control: str) -> None:
     without_x = "{{ messages[0]['content'] | replace('X', '') }}<|im_end|>"
     assert [id for id in chat(control[:4] + "X" + control[4:], template=without_x) if id < 3] == [END]
     joined = "{{ messages[0]['content'].split(',') | join }}<|im_end|>"
@@ -114,12 +114,12 @@ def test_no_template_trick_turns_text_into_control(template: str, content: str) 
     assert controls(content) == controls("")
 
 
-def test_json_tools_and_generation_as_hugging_face_has_them() -> None:
+def test_tojson_and_the_generation_tag_work_like_hugging_faces() -> None:
     template = "{{ {'a': 'é<'} | tojson }}{{ tools is none and documents is none }}{% generation %}x{% endgeneration %}"
     assert TOKENIZER.decode(chat("", template=template)) == '{"a": "é<"}Truex'
 
 
-def test_the_environment_offers_what_templates_use() -> None:
+def test_the_environment_has_the_globals_that_templates_use() -> None:
     template = (
         "{%- for m in messages %}\n    {%- if loop.first %}{% continue %}{% endif %}\n{{ m['role'] }}"
         "{%- endfor %}{{ strftime_now('%Y') }}{{ bos_token }}{{ eos_token }}"
@@ -146,7 +146,7 @@ def test_the_environment_offers_what_templates_use() -> None:
         "{{ raise_exception('roles must alternate') }}",
     ],
 )
-def test_bad_templates_are_one_clear_error(template: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_templates_are_one_line_errors(template: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TemplateError, match="template failed") as error:
         chat("x", template=template)
@@ -154,7 +154,7 @@ def test_bad_templates_are_one_clear_error(template: str, tmp_path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_templates_own_words_reach_the_user() -> None:
+def test_the_message_of_raise_exception_is_in_the_error() -> None:
     with pytest.raises(TemplateError, match="roles must alternate"):
         chat("x", template="{{ raise_exception('roles must alternate') }}")
 
@@ -191,5 +191,5 @@ def test_marks_in_the_text_itself_survive() -> None:
         chat(text + "\ufdef")
 
 
-def test_roles_are_few_and_plain() -> None:
+def test_roles_are_plain_words() -> None:
     assert all(role.isalpha() for role in ROLES)

@@ -1,4 +1,4 @@
-"""Built-in chat formats against Meta's own code, tools in templates, and the law that no text becomes control."""
+"""Built-in chat formats compared with Meta's code, tools in templates, and the law that no text becomes control."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llama.tokenizer.gguf import LLAMA3_WORDS, from_metadata
 
 from . import tiny
 
-# The 256 control tokens that follow the 128000 plain ones, as Llama 3.1 names them.
+# The 256 control tokens after the 128000 plain ones, with Llama 3.1's names.
 LLAMA3_NAMES = [
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -39,7 +39,7 @@ LLAMA3_NAMES = [
     *(f"<|reserved_special_token_{i}|>" for i in range(2, 246)),
 ]
 
-# What the template of Llama 3.1 Instruct does, in fewer words.
+# A shorter equivalent of the template of Llama 3.1 Instruct.
 LLAMA31 = """{{- bos_token }}
 {%- if not tools is defined %}{%- set tools = none %}{%- endif %}
 {%- if messages[0]['role'] == 'system' %}
@@ -72,7 +72,7 @@ LLAMA31 = """{{- bos_token }}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
 """
 
-# What the template of Llama 2 Chat does.
+# An equivalent of the template of Llama 2 Chat.
 LLAMA2 = """{%- if messages[0]['role'] == 'system' %}
     {%- set system_message = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}
     {%- set messages = messages[1:] %}
@@ -120,7 +120,7 @@ STEP_BYTES = byte_level("<s>", "</s>", "<step>")
 
 
 def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Ids as text in which control tokens stand by name: only for texts that spell none themselves."""
+    """Ids as text with control tokens by name; only for texts that spell no control token."""
     name = {id: text for text, id in tokenizer.control.items()}
     parts, text = [], []
     for id in [*ids, None]:
@@ -149,7 +149,7 @@ def call(name: str, arguments: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}], **more}
 
 
-# ------------------------------------------------------------------------------------------------- the formats, by hand
+# ------------------------------------------------------------------------------------------------- formats by hand
 def test_llama3_by_hand() -> None:
     dialog = [{"role": "system", "content": "Be brief."}, user(" hi\n"), assistant("hello"), user("bye")]
     assert spell(LLAMA3_BYTES, llama3(LLAMA3_BYTES, dialog)) == (
@@ -178,7 +178,7 @@ def test_llama3_by_hand() -> None:
     ],
 )
 @pytest.mark.parametrize("continues", [False, True])
-def test_llama3_writes_calls_and_how_a_message_ends(message: dict, written: str, continues: bool) -> None:
+def test_llama3_writes_tool_calls_and_the_end_of_a_message(message: dict, written: str, continues: bool) -> None:
     spelled = spell(LLAMA3_BYTES, llama3(LLAMA3_BYTES, [user("x"), {**message, "continues": continues}]))
     end = "<|eom_id|>" if continues else "<|eot_id|>"
     assert f"<|start_header_id|>assistant<|end_header_id|>\n\n{written}{end}<|start_header_id|>" in spelled
@@ -191,7 +191,7 @@ def test_llama3_writes_a_tools_answer_as_ipython(role: str) -> None:
     assert expected in spell(LLAMA3_BYTES, llama3(LLAMA3_BYTES, dialog))
 
 
-def test_a_bare_call_is_the_same_call() -> None:
+def test_a_bare_call_equals_a_full_one() -> None:
     bare = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
     full = {**call("f", '{"a": 1}'), "content": ""}
     assert llama3(LLAMA3_BYTES, [user("x"), bare]) == llama3(LLAMA3_BYTES, [user("x"), full])
@@ -205,7 +205,7 @@ def test_llama2_by_hand() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [LLAMA2_PIECES, LLAMA2_BYTES], ids=["pieces", "bytes"])
-def test_llama2_is_what_the_published_template_makes(tokenizer: Tokenizer) -> None:
+def test_llama2_equals_the_published_template(tokenizer: Tokenizer) -> None:
     dialogs: list[list[dict[str, str]]] = [
         [user("hi")],
         [{"role": "system", "content": " be brief\n"}, user("  hi\n"), assistant(" a\n"), user("</s> <s>")],
@@ -217,7 +217,7 @@ def test_llama2_is_what_the_published_template_makes(tokenizer: Tokenizer) -> No
 
 @pytest.mark.parametrize("tag", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
 @pytest.mark.parametrize("where", range(4))
-def test_llama2_refuses_the_tags_that_would_forge_a_turn(tag: str, where: int) -> None:
+def test_llama2_rejects_texts_that_contain_a_tag(tag: str, where: int) -> None:
     dialog = [{"role": "system", "content": "s"}, user("u"), assistant("a"), user("u")]
     dialog[where]["content"] += f" x{tag}"
     with pytest.raises(UsageError) as error:
@@ -226,7 +226,7 @@ def test_llama2_refuses_the_tags_that_would_forge_a_turn(tag: str, where: int) -
 
 
 def test_codellama70b_by_hand() -> None:
-    """The turns of dialog_prompt_tokens in meta-llama/codellama, which puts in a system message where there is none."""
+    """The turns of dialog_prompt_tokens in meta-llama/codellama, which adds a missing system message."""
     assert spell(STEP_BYTES, codellama70b(STEP_BYTES, [user(" hi ")])) == (
         "<s> Source: system<step> Source: user\n\n hi<step> Source: assistant\nDestination: user\n\n "
     )
@@ -273,13 +273,13 @@ MEMBERS = {
 
 @pytest.fixture(scope="module")
 def meta_files() -> dict[str, Path]:
-    """Files of Meta's package, each by itself: as a whole it would bring dependencies."""
+    """Single files of Meta's package; the complete package would need its dependencies."""
     wheels = pytest.importorskip("tests.wheels", reason="tests/wheels.py fetches Meta's package")
     return {name: wheels.wheel_member(WHEEL, member) for name, member in MEMBERS.items()}
 
 
 class RealLlama3(Tokenizer):
-    """Llama 3's own vocabulary by tiktoken."""
+    """Llama 3's own vocabulary, run by tiktoken."""
 
     kind, add_bos, stop_ids = "tiktoken", True, frozenset({128001, 128008, 128009})
     n_vocab, bos_id, eos_id = 128256, 128000, 128001
@@ -307,7 +307,7 @@ def real(meta_files: dict[str, Path]) -> RealLlama3:
 
 
 def as_meta(message: Mapping[str, Any]) -> dict[str, Any]:
-    """One of our messages as Meta's RawMessage has it."""
+    """A message with the fields of Meta's RawMessage."""
     calls = [c.get("function", c) for c in message.get("tool_calls", [])]
     return {
         "role": "tool" if message["role"] == "ipython" else message["role"],
@@ -369,7 +369,7 @@ def test_llama3_ids_are_those_of_metas_own_code(real: RealLlama3, meta_files: di
 
 
 def test_llama3_ids_as_meta_published_them(real: RealLlama3) -> None:
-    """The numbers of llama-models' tests/api/test_tokenizer.py."""
+    """The ids of tests/api/test_tokenizer.py in llama-models."""
     sentence = [2028, 374, 264, 1296, 11914, 13]
     header = {
         role: [128006, *ids, 128007, 271]
@@ -384,7 +384,7 @@ def test_llama3_ids_as_meta_published_them(real: RealLlama3) -> None:
 
 
 def test_llama3_by_template_and_built_in_are_equal_on_stripped_text(real: RealLlama3) -> None:
-    """The template of Llama 3 Instruct, before tools came."""
+    """The template of Llama 3 Instruct, which has no tools."""
     template = (
         "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>"
         "\n\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}{{ '<|start_header_id|>assistant"
@@ -396,9 +396,9 @@ def test_llama3_by_template_and_built_in_are_equal_on_stripped_text(real: RealLl
     assert llama3(real, padded) != encode_chat(real, template, padded)
 
 
-# ---------------------------------------------------------------------------------------------------- the injection law
+# ---------------------------------------------------------------------------------------------------- text never becomes control
 def hostile_dialog(texts: Sequence[str], tools: bool) -> list[dict[str, Any]]:
-    """Each text as a user's, an assistant's and a tool's, in all places of a call, and cut in two over two messages."""
+    """Each text as a user's, an assistant's and a tool's, in every field of a call, and split over two messages."""
     dialog: list[dict[str, Any]] = [{"role": "system", "content": " ".join(texts)}]
     for text in texts:
         half = len(text) // 2
@@ -418,7 +418,7 @@ def schemas(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 @pytest.mark.row("H05")
 def test_no_text_becomes_control_in_built_in_formats() -> None:
-    """All control strings of a family, in all places: the ids that are control are those of harmless words."""
+    """All control strings of a family in every field: the control ids equal those with harmless words."""
     words = [f"word{i}" for i in range(len(LLAMA3_NAMES))]
     hostile, harmless = (llama3(LLAMA3_BYTES, hostile_dialog(texts, tools=True)) for texts in (LLAMA3_NAMES, words))
     assert controls(LLAMA3_BYTES, hostile) == controls(LLAMA3_BYTES, harmless)
@@ -462,8 +462,8 @@ def test_no_text_becomes_control_by_a_template(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("template", TOOL_TEMPLATES.values(), ids=list(TOOL_TEMPLATES))
-def test_texts_in_tools_lose_nothing(template: str) -> None:
-    """What the template writes with a harmless word, it writes with a control string in the place of the word."""
+def test_control_strings_in_tools_are_written_like_other_words(template: str) -> None:
+    """A control string in place of a harmless word changes nothing else in the rendered text."""
 
     def text(word: str) -> str:
         tool = {"role": "tool", "content": word, "tool_call_id": word, "name": word}
@@ -510,8 +510,8 @@ def test_tools_are_rendered_as_by_transformers() -> None:
     assert spell(LLAMA3_BYTES, encode_chat(LLAMA3_BYTES, template, CONVERSATION, tools=[WEATHER])) == ours
 
 
-def test_templates_can_compare_and_look_up_what_they_only_write_masked() -> None:
-    """In a tool, names and types steer templates; each control token here stands behind such a question."""
+def test_templates_can_compare_and_look_up_strings_of_tools() -> None:
+    """Templates branch on the names and types in tools; each control token here depends on such a branch."""
     template = (
         "{% for t in tools %}{% if t.type == 'function' and 'name' in t.function %}<|start_header_id|>{% endif %}"
         "{% for name, p in t.function.parameters.properties.items() %}{% if p.type in ['string', 'number'] %}"
@@ -523,7 +523,7 @@ def test_templates_can_compare_and_look_up_what_they_only_write_masked() -> None
     assert len(controls(LLAMA3_BYTES, ids)) == 2
 
 
-def test_templates_see_all_that_a_tool_turn_holds() -> None:
+def test_templates_see_all_fields_of_tool_messages() -> None:
     template = "{{ messages[1].tool_calls[0].id }} {{ messages[2].tool_call_id }} {{ messages[2].name }}"
     calling = {"role": "assistant", "tool_calls": [{"id": "c1", "name": "f", "arguments": {}}]}
     dialog = [user("x"), calling, {"role": "tool", "content": "y", "tool_call_id": "c2", "name": "f"}]
@@ -531,7 +531,7 @@ def test_templates_see_all_that_a_tool_turn_holds() -> None:
 
 
 @pytest.mark.parametrize("option", [True, False])
-def test_json_in_ascii_hides_no_mark(option: bool) -> None:
+def test_tojson_with_ensure_ascii_does_not_escape_marks(option: bool) -> None:
     template = "{{ tools | tojson(ensure_ascii=" + str(option).lower() + ") }}"
     tools = [{"ü 😀 <|eot_id|>": "日本 <|eot_id|>"}]
     text = LLAMA3_BYTES.decode(encode_chat(LLAMA3_BYTES, template, [user("x")], tools=tools))
@@ -546,7 +546,7 @@ def test_marks_and_stand_ins_in_keys_survive() -> None:
         assert not controls(LLAMA3_BYTES, ids)
 
 
-def test_arguments_that_come_as_json_text_reach_templates_as_mappings() -> None:
+def test_arguments_given_as_json_text_become_mappings() -> None:
     dialog = [user("x"), call("f", '{"a": "<|eot_id|>"}')]
     spelled = LLAMA3_BYTES.decode(encode_chat(LLAMA3_BYTES, LLAMA31, dialog, now=NOW))
     assert '"parameters": {"a": "<|eot_id|>"}}' in spelled
@@ -563,14 +563,14 @@ def test_arguments_that_come_as_json_text_reach_templates_as_mappings() -> None:
         (from_metadata(tiny.byte_vocabulary(), "tiny"), None),
     ],
 )
-def test_a_vocabulary_tells_the_format_it_can_express(tokenizer: Tokenizer, name: str | None) -> None:
+def test_chat_format_of_a_vocabulary(tokenizer: Tokenizer, name: str | None) -> None:
     assert chat_format_of(tokenizer) == name
     for other, encode in CHAT_FORMATS.items():
         if other == name:
             assert encode_chat(tokenizer, None, [user("hi")], format=other) == encode(tokenizer, [user("hi")])
 
 
-def test_a_format_that_the_vocabulary_cannot_express_names_what_is_missing() -> None:
+def test_an_error_names_the_control_tokens_that_a_format_lacks() -> None:
     with pytest.raises(TemplateError, match=r"codellama-70b needs <s> and <step>, .*; llama3 fits"):
         codellama70b(LLAMA3_BYTES, [user("x")])
     first = byte_level(*LLAMA3_NAMES[:8], "<|reserved_special_token_4|>", "<|eot_id|>")
@@ -596,7 +596,7 @@ def test_the_format_is_chosen_by_name() -> None:
             encode_chat(LLAMA2_PIECES, None, dialog, format=format)
 
 
-def test_a_model_keeps_its_format_and_takes_tools() -> None:
+def test_a_model_uses_its_chat_format_and_tools() -> None:
     tokenizer = byte_level(*LLAMA3_NAMES[:12])
     dialog = [user("hi")]
     llm = Llama(tiny.model(), tokenizer, LLAMA31, chat_format="llama3")
@@ -689,7 +689,7 @@ def test_only_llama3_writes_a_message_that_continues() -> None:
         ([user("a"), call("f", {}), user("b")], "message 1: .*can't express tools"),
     ],
 )
-def test_formats_without_tools_take_turns(dialog: list, reason: str) -> None:
+def test_formats_without_tools_need_alternating_turns(dialog: list, reason: str) -> None:
     for tokenizer, encode in ((LLAMA2_PIECES, llama2), (STEP_BYTES, codellama70b)):
         with pytest.raises(UsageError, match=reason):
             encode(tokenizer, dialog)
@@ -709,6 +709,6 @@ def test_formats_without_tools_take_turns(dialog: list, reason: str) -> None:
         },
     ],
 )
-def test_built_in_tools_of_llama3_with_other_arguments_are_refused(message: dict) -> None:
+def test_invalid_arguments_of_llama3s_built_in_tools_are_errors(message: dict) -> None:
     with pytest.raises(LlamaError, match="message 1"):
         llama3(LLAMA3_BYTES, [user("x"), message])

@@ -1,4 +1,4 @@
-"""The real model: numbers, ids and greedy text against transformers reading the same file."""
+"""The default model: logits, ids and greedy tokens compared with transformers reading the same file."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ PROMPTS = {
     "empty line and space": " \n \n",
     "combining": "Cafe\u0301 nai\u0308ve \u200b zero width \ufeff mark",
 }
-MARGIN = 1e-3  # two best logits nearer than this may change places between two right implementations
+MARGIN = 1e-3  # two correct implementations may order the two best logits differently if they are closer than this
 
 
 @pytest.fixture(scope="module")
 def theirs(default_gguf: Path) -> tuple[Any, Any]:
     """transformers' model and tokenizer of the same GGUF file, in float32.
 
-    transformers reads the file's header three times over and makes one table of names 397 times; here once each.
+    transformers reads the file's header three times and builds the same table of names 397 times; the patches cache both.
     """
     folder, name = default_gguf.parent, default_gguf.name
     with pytest.MonkeyPatch.context() as patch:
@@ -57,13 +57,13 @@ def theirs(default_gguf: Path) -> tuple[Any, Any]:
         return model, AutoTokenizer.from_pretrained(folder, gguf_file=name)
 
 
-def test_the_file_is_the_one_that_is_promised(default_gguf: Path) -> None:
+def test_the_file_has_the_published_size_and_sha256(default_gguf: Path) -> None:
     model = hub.MODELS[hub.DEFAULT]
     assert hashlib.sha256(default_gguf.read_bytes()).hexdigest() == model.sha256
     assert default_gguf.stat().st_size == model.size
 
 
-def test_its_architecture_is_the_one_in_configs(default_llm: Llama) -> None:
+def test_its_architecture_equals_the_one_in_configs(default_llm: Llama) -> None:
     path = Path(__file__).parent.parent / "configs" / "smollm2-135m-instruct.json"
     assert ModelConfig(**json.loads(path.read_text())) == default_llm.model.config
 
@@ -76,12 +76,12 @@ def test_ids_equal_transformers(default_llm: Llama, theirs: Any, name: str) -> N
     assert default_llm.tokenizer.decode(ids) == text
 
 
-def test_digits_are_words_of_their_own_as_the_model_was_trained(default_llm: Llama, theirs: Any) -> None:
-    """The one place where transformers' reading of the GGUF is not the original tokenizer.
+def test_every_digit_is_a_word_as_in_training(default_llm: Llama, theirs: Any) -> None:
+    """The only difference between the original tokenizer and the GGUF file as transformers reads it.
 
-    The original (tokenizer.json of HuggingFaceTB/SmolLM2-135M-Instruct) cuts every digit off first; the GGUF says so
-    by tokenizer.ggml.pre = "smollm", llama.cpp honours it, and transformers 5.23 does not look at that key. With the
-    original's cut put back in, transformers agrees.
+    The original (tokenizer.json of HuggingFaceTB/SmolLM2-135M-Instruct) first splits off every digit. The GGUF file has
+    tokenizer.ggml.pre = "smollm", which llama.cpp follows and transformers 5.23 ignores. With the original's digit step
+    added, transformers agrees.
     """
     tokenizer = theirs[1]
     gguf_reading = tokenizer.backend_tokenizer.pre_tokenizer
@@ -120,7 +120,7 @@ QUICK = ("english", "cjk")
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PROMPTS])
 def test_greedy_tokens_equal_transformers(default_llm: Llama, theirs: Any, name: str) -> None:
-    """Each token is the one that transformers finds likeliest behind those before it, hence so are they all."""
+    """Each token is the likeliest one in transformers after the tokens before it."""
     ids = default_llm.tokenizer.encode(PROMPTS[name])
     ours = [t.id for t in generate(default_llm.model, ids, SamplingParams(max_new_tokens=40))]
     assert len(ours) == 40
@@ -141,7 +141,7 @@ def test_chat_ids_equal_transformers(default_llm: Llama, theirs: Any) -> None:
         assert ours == expected
 
 
-def test_no_control_string_of_this_model_can_be_typed(default_llm: Llama) -> None:
+def test_no_control_string_in_a_text_becomes_its_id(default_llm: Llama) -> None:
     tokenizer = default_llm.tokenizer
     assert len(tokenizer.control) == 17
     controls = set(tokenizer.control.values())
@@ -178,7 +178,7 @@ def test_prefill_in_chunks(default_llm: Llama, chunk: int) -> None:
     torch.testing.assert_close(logits, default_llm.model(torch.tensor([ids]))[0, -1], rtol=0, atol=1e-3)
 
 
-def test_it_answers(default_llm: Llama) -> None:
+def test_a_question_is_answered(default_llm: Llama) -> None:
     completion = default_llm.chat([{"role": "user", "content": "What is the capital of France?"}])
     assert completion.text == "The capital of France is Paris."
     assert completion.finish_reason == "stop"
@@ -194,19 +194,19 @@ def test_the_readmes_python_runs(default_gguf: Path, capsys: pytest.CaptureFixtu
     assert out.endswith(" Paris\n")
 
 
-def test_bfloat16_answers_too_packed_or_not(default_gguf: Path) -> None:
+def test_bfloat16_answers_with_quantized_and_dequantized_weights(default_gguf: Path) -> None:
     llm = llama.load(default_gguf, dtype="bfloat16", device="cpu")
     plain = load_model(default_gguf, dtype="bfloat16", device="cpu")
     tokens = torch.tensor([llm.tokenizer.encode(PROMPTS["english"])])
     packed, unpacked = llm.model(tokens), plain(tokens)
-    # Both round: plain bfloat16 the weights, the low-bit kernel what they are multiplied with, to 8 bits.
+    # Both round: bfloat16 rounds the weights, the quantized kernel rounds the activations to 8 bits.
     assert float((packed - unpacked).norm() / unpacked.norm()) < 0.08
     own, cast = llm.model.layers[0].attention.wq.weight.bfloat16(), plain.layers[0].attention.wq.weight
     assert torch.equal(own, cast)
     assert llm.chat([{"role": "user", "content": "What is the capital of Japan?"}]).text.startswith("The capital of")
 
 
-def test_a_conversation_reuses_its_cache(default_llm: Llama) -> None:
+def test_a_second_turn_reuses_the_cache(default_llm: Llama) -> None:
     session, messages = Session(), [{"role": "user", "content": "My name is Ada. What is 2 + 2?"}]
     first = list(default_llm.stream_chat(messages, session=session, max_new_tokens=12))[-1].completion
     assert first is not None

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub by their id. The library itself runs, against a server that speaks enough of the hub.
+"""Models of the Hugging Face hub by their id. huggingface_hub itself runs, with a local server that mimics the hub.
 
-What only the choice of files, the cache and the words of errors decide is tested with stand-ins.
+The choice of files, the cache and the errors are tested without the server.
 """
 
 from __future__ import annotations
@@ -43,8 +43,13 @@ Files = dict[str, bytes]
 
 # ------------------------------------------------------------------------------------------------------- a tiny hub
 class Hub(ThreadingHTTPServer):
-    """repos: name -> files. gated: answered as the hub answers who has not accepted a licence. served: paths that were
-    sent whole. held: a path of which the server sends half and then nothing."""
+    """A small imitation of the Hugging Face hub.
+
+    repos    name -> files
+    gated    repositories that need a token
+    served   paths that were sent completely
+    stalled  a path of which the server sends the first half, then nothing
+    """
 
     daemon_threads = True
 
@@ -53,7 +58,7 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, Files] = {}
         self.gated: set[str] = set()
         self.served: list[str] = []
-        self.held = ""
+        self.stalled = ""
         self.halfway = threading.Event()
         self.tokens: set[str] = set()
 
@@ -103,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_file(self, name: str, body: bytes) -> None:
         headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X_Repo_Commit": SHA}
-        if self.command == "GET" and name == self.server.held:
+        if self.command == "GET" and name == self.server.stalled:
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -118,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def listing(files: Files, kind: str) -> Any:
-    """The hub's answer about the files of a repository, as `revision` and `tree` have it."""
+    """The hub's list of the files of a repository, in the form of `revision` or `tree`."""
     entries = [(name, len(body), hashlib.sha256(body).hexdigest()) for name, body in files.items()]
     if kind == "revision":
         return {"id": "x", "sha": SHA, "siblings": [{"rfilename": name, "size": size} for name, size, _ in entries]}
@@ -126,7 +131,7 @@ def listing(files: Files, kind: str) -> Any:
 
 
 def write_folder(folder: Path, **options: Any) -> Path:
-    """A random model in Hugging Face's layout by transformers, and a byte-level vocabulary by tokenizers."""
+    """A random model in Hugging Face's layout from transformers, and a byte-level vocabulary from tokenizers."""
     model = test_huggingface.write(folder)
     shutil.rmtree(folder)
     model.save_pretrained(folder, **options)
@@ -146,7 +151,7 @@ def files_of(folder: Path, prefix: str = "") -> Files:
 
 @pytest.fixture(scope="module")
 def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
-    """Repositories as they are on the hub, with more in them than is needed."""
+    """Repositories like those on the hub, with more files than a model needs."""
     root = tmp_path_factory.mktemp("repos")
     write_folder(root / "hf")
     make_tiny.make(root / "meta", "llama-3.2-1b")
@@ -175,7 +180,7 @@ def server(repos: dict[str, Files]) -> Iterator[Hub]:
 
 @pytest.fixture
 def env(server: Hub, tmp_path: Path) -> dict[str, str]:
-    """The environment of a user whose hub this is, with nothing in the cache."""
+    """Environment variables for this server and an empty cache."""
     return {
         "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_CACHE": str(tmp_path / "hf" / "hub"), "HF_HUB_OFFLINE": "",
         "HF_TOKEN": "", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
@@ -184,7 +189,7 @@ def env(server: Hub, tmp_path: Path) -> dict[str, str]:
 
 
 def path_of(result: subprocess.CompletedProcess[bytes]) -> Path:
-    """What a pull printed: one existing path and nothing else."""
+    """The path that a pull printed, which exists; it printed nothing else."""
     assert result.returncode == 0, result.stderr
     [line] = result.stdout.decode().splitlines()
     assert Path(line).exists()
@@ -192,7 +197,7 @@ def path_of(result: subprocess.CompletedProcess[bytes]) -> Path:
 
 
 def error_of(result: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
-    """The one line of error; the line about what is fetched may stand before it."""
+    """The one-line error; only lines about the download may precede it."""
     assert result.returncode == code, result.stderr
     assert result.stdout == b""
     *before, last = result.stderr.decode().splitlines()
@@ -202,14 +207,14 @@ def error_of(result: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
 
 
 def resolve(name: str, env: dict[str, str]) -> str:
-    """What -m NAME means to a process with this environment, or the error; without the time that torch takes."""
+    """The path of -m NAME in a process with this environment, or the error, without importing torch."""
     code = f"from llama import hub\ntry: print(hub.resolve({name!r}))\nexcept Exception as error: print(error)"
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout.strip()
 
 
 # ----------------------------------------------------------------------------------------------------- end to end
-def test_a_pull_fetches_what_is_read_and_the_id_then_names_it(
+def test_a_pull_fetches_the_needed_files_and_the_id_then_works_offline(
     clearllama: Run, server: Hub, env: dict[str, str]
 ) -> None:
     result = clearllama("pull", "meta-llama/Tiny", env=env)
@@ -232,7 +237,7 @@ def test_a_pull_fetches_what_is_read_and_the_id_then_names_it(
     assert len(server.served) == count
 
 
-def test_meta_takes_the_original_files(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+def test_meta_fetches_the_original_files(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
     folder = path_of(clearllama("pull", "-q", "meta-llama/Tiny", "--meta", env=env))
     assert folder.name == "original"
     assert sorted(server.served) == [
@@ -242,18 +247,18 @@ def test_meta_takes_the_original_files(clearllama: Run, server: Hub, env: dict[s
     down = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
     assert path_of(clearllama("pull", "-q", "meta-llama/Tiny", "--meta", env=down)) == folder
     assert resolve("meta-llama/Tiny", env) == str(folder)
-    (folder / "tokenizer.model").unlink()  # the library knows that it belongs there
+    (folder / "tokenizer.model").unlink()  # the library knows that it is missing
     assert "the Hugging Face cache has no complete model of that name" in resolve("meta-llama/Tiny", env)
 
 
 @pytest.mark.row("F03")
 @pytest.mark.row("I06")
-def test_an_interrupted_pull_ends_at_once_and_the_next_goes_on(
+def test_an_interrupted_pull_ends_at_once_and_the_next_resumes(
     clearllama: Run, server: Hub, env: dict[str, str], tmp_path: Path
 ) -> None:
     shards = sorted(name for name in server.repos["org/sharded"] if name.startswith("model-"))
     assert len(shards) > 2
-    server.held = shards[-1]
+    server.stalled = shards[-1]
     command = [sys.executable, "-m", "llama", "pull", "org/sharded"]
     process = subprocess.Popen(
         command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -265,14 +270,14 @@ def test_an_interrupted_pull_ends_at_once_and_the_next_goes_on(
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=5)
     assert (process.returncode, stdout) == (130, "")
-    assert stderr.splitlines()[-1].startswith("clearllama: interrupted; clearllama pull org/sharded goes on")
-    assert not list(tmp_path.rglob("*.*.incomplete")), "what no later download can use is gone"
+    assert stderr.splitlines()[-1].startswith("clearllama: interrupted; clearllama pull org/sharded resumes")
+    assert not list(tmp_path.rglob("*.*.incomplete")), "partial files that no download can resume are removed"
 
     line = resolve("org/sharded", env)
     assert "no complete model of that name" in line
     assert line.endswith("clearllama pull org/sharded")
     before = set(server.served)
-    server.held = ""
+    server.stalled = ""
     server.served.clear()
     folder = path_of(clearllama("pull", "-q", "org/sharded", env=env))
     assert shards[-1] in server.served
@@ -289,7 +294,7 @@ def test_gguf_repositories(clearllama: Run, server: Hub, env: dict[str, str]) ->
     assert server.served == ["tiny.gguf", "tiny-Q8_0.gguf"]
 
 
-def test_gated_and_tokens(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+def test_gated_repositories_need_a_token(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
     server.gated = {"org/sharded"}
     line = error_of(clearllama("pull", "org/sharded", env=env))
     assert f"accept its licence on {server.url}/org/sharded, then log in with 'hf auth login' or set HF_TOKEN" in line
@@ -297,7 +302,9 @@ def test_gated_and_tokens(clearllama: Run, server: Hub, env: dict[str, str]) -> 
     assert "Bearer right" in server.tokens
 
 
-def test_what_is_not_there(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+def test_missing_repositories_revisions_and_models_are_errors(
+    clearllama: Run, server: Hub, env: dict[str, str]
+) -> None:
     assert "no accessible repository org/none; it does not exist or is private" in error_of(
         clearllama("pull", "org/none", env=env)
     )
@@ -307,7 +314,7 @@ def test_what_is_not_there(clearllama: Run, server: Hub, env: dict[str, str]) ->
 
 
 @pytest.mark.row("I10")
-def test_offline_and_unreachable(clearllama: Run, env: dict[str, str]) -> None:
+def test_offline_mode_and_an_unreachable_hub_are_errors(clearllama: Run, env: dict[str, str]) -> None:
     line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_HUB_OFFLINE": "1"}))
     assert "HF_HUB_OFFLINE is set and the Hugging Face cache has no complete copy of org/sharded" in line
     line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}))
@@ -326,10 +333,10 @@ def test_offline_and_unreachable(clearllama: Run, env: dict[str, str]) -> None:
         ("a/b/Q4/x-00001-of-00002.gguf@main", "a/b", "Q4/x-00001-of-00002.gguf", "main"),
     ],
 )
-def test_ids_are_taken_apart(name: str, repo: str, path: str, revision: str) -> None:
-    wanted = repository.hub_id(name)
-    assert wanted == repository.HubId(repo, path, revision)
-    assert repository.hub_id(str(wanted)) == wanted
+def test_ids_are_parsed(name: str, repo: str, path: str, revision: str) -> None:
+    id = repository.hub_id(name)
+    assert id == repository.HubId(repo, path, revision)
+    assert repository.hub_id(str(id)) == id
 
 
 @pytest.mark.parametrize(
@@ -337,18 +344,18 @@ def test_ids_are_taken_apart(name: str, repo: str, path: str, revision: str) -> 
     ["llama", "./a/b", "../a/b", "/a/b", "a/", "a/b/", "a//b", "a/../b", "a/b/../c", "a/b@", "~/a", "a\\b", "", "a/b\n",
      "models/x.gguf", "models/7B/consolidated.00.pth", "a/b/model.safetensors", "a/b/tokenizer.model", "ä/b"],
 )  # fmt: skip
-def test_paths_are_no_ids(name: str) -> None:
+def test_paths_are_not_ids(name: str) -> None:
     assert repository.hub_id(name) is None
 
 
 def test_a_path_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repository, "cached", lambda wanted: pytest.fail("the cache was asked"))
+    monkeypatch.setattr(repository, "cached", lambda id: pytest.fail("the cache was searched"))
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert hub.resolve("org/name") == Path("org/name")
 
 
-# --------------------------------------------------------------------------------------------- which files are meant
+# --------------------------------------------------------------------------------------------- which files are chosen
 HF = {"config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "special_tokens_map.json"}
 SMALL = sorted(HF - {"README.md"})
 
@@ -376,14 +383,14 @@ SMALL = sorted(HF - {"README.md"})
         (set(), []),
     ],
 )  # fmt: skip
-def test_the_choice_of_files(names: set[str], chosen: list[str]) -> None:
+def test_the_chosen_files(names: set[str], chosen: list[str]) -> None:
     assert repository.choose(names, lambda index: {"indexed.safetensors"}, "org/name") == chosen
 
 
-# ------------------------------------------------------------------------------- the cache, as the library lays it out
+# -------------------------------------------------------------------------------------- the cache of huggingface_hub
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The snapshot of org/name in an empty cache; the library has no list of what should be in it."""
+    """An empty snapshot of org/name in the cache; the library has no list of its files."""
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / SHA
     snapshot.mkdir(parents=True)
     (snapshot.parent.parent / "refs").mkdir()
@@ -394,7 +401,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.row("C07")
-def test_only_what_is_complete_is_found(cache: Path) -> None:
+def test_only_complete_models_are_found(cache: Path) -> None:
     assert hub.find("org/name") is None
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (cache / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -410,7 +417,7 @@ def test_only_what_is_complete_is_found(cache: Path) -> None:
     assert hub.find("org/name/original") is None
 
 
-def test_gguf_in_the_cache(cache: Path) -> None:
+def test_gguf_models_in_the_cache(cache: Path) -> None:
     (cache / "x-00001-of-00002.gguf").touch()
     assert hub.find("org/name") is None
     assert hub.find("org/name/x-00001-of-00002.gguf") is None
@@ -423,7 +430,7 @@ def test_gguf_in_the_cache(cache: Path) -> None:
 
 
 @pytest.mark.row("C07")
-def test_a_broken_index_in_the_cache(cache: Path) -> None:
+def test_a_broken_index_in_the_cache_is_an_error(cache: Path) -> None:
     (cache / "config.json").write_text("{}")
     (cache / "model.safetensors.index.json").write_text("<html>")
     with pytest.raises(CheckpointError, match="--force"):
@@ -431,8 +438,8 @@ def test_a_broken_index_in_the_cache(cache: Path) -> None:
 
 
 @pytest.mark.row("I10")
-def test_loading_fetches_nothing_and_says_how(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "pull_repository", lambda *_: pytest.fail("the hub was asked"))
+def test_loading_fetches_nothing_and_names_the_command(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "pull_repository", lambda *_: pytest.fail("the hub was contacted"))
     with pytest.raises(CheckpointError, match=r"fetch it with: clearllama pull other/name$"):
         hub.resolve("other/name")
     with pytest.raises(CheckpointError, match="no model of that name; known names"):
@@ -440,7 +447,7 @@ def test_loading_fetches_nothing_and_says_how(cache: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.row("I12")
-def test_without_the_library(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_huggingface_hub_the_error_names_the_extra(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"pip install 'clearllama\[hub\]'$"):
         hub.pull("org/name")
@@ -448,67 +455,69 @@ def test_without_the_library(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
         hub.resolve("org/name")
 
 
-# ------------------------------------------------------------------------------------------------- failures, on stand-ins
+# ------------------------------------------------------------------------------------------ failures, without the server
 @pytest.fixture
-def standins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A hub whose listing is fine; what the download does is set by the test."""
+def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A hub with a valid list of files, whose download fails with the test's error."""
     files = [type("File", (), {"rfilename": name, "size": 1000})() for name in ("config.json", "model.safetensors")]
-    told: dict[str, Any] = {"info": type("Info", (), {"sha": SHA, "siblings": files})(), "download": OSError("?")}
+    state: dict[str, Any] = {"info": type("Info", (), {"sha": SHA, "siblings": files})(), "download": OSError("?")}
     local = huggingface_hub.snapshot_download
 
     def download(*args: Any, local_files_only: bool = False, **options: Any) -> str:
         if local_files_only:
             return local(*args, local_files_only=True, **options)
-        told["options"] = options
-        raise told["download"]
+        state["options"] = options
+        raise state["download"]
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: told["info"])
-    return told
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: state["info"])
+    return state
 
 
 @pytest.mark.row("F01")
 @pytest.mark.row("I10")
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "is full; free some space or set HF_HOME"),
         (PermissionError(errno.EACCES, "Permission denied"), "can't write to the Hugging Face cache"),
         (RuntimeError("odd\nthings"), r"RuntimeError: odd things\); check the network and pull again"),
     ],
 )
-def test_failures_in_the_middle(standins: dict[str, Any], error: Exception, says: str) -> None:
-    standins["download"] = error
-    with pytest.raises(CheckpointError, match=says) as caught:
+def test_failures_during_a_download_are_one_line_errors(
+    fake_hub: dict[str, Any], error: Exception, message: str
+) -> None:
+    fake_hub["download"] = error
+    with pytest.raises(CheckpointError, match=message) as caught:
         hub.pull("org/name")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.row("F02")
-def test_too_little_space_is_said_before_anything_is_fetched(
-    standins: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_too_little_disk_space_is_an_error_before_the_download(
+    fake_hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1999})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match="needs 0 MB; free some space or set HF_HOME"):
         hub.pull("org/name")
-    assert "options" not in standins
+    assert "options" not in fake_hub
     usage.free = 2000
     with pytest.raises(CheckpointError, match="check the network"):
         hub.pull("org/name")
-    assert standins["options"]["allow_patterns"] == ["config.json", "model.safetensors"]
+    assert fake_hub["options"]["allow_patterns"] == ["config.json", "model.safetensors"]
 
 
-def test_force_does_not_fall_back_to_the_cache(standins: dict[str, Any], cache: Path) -> None:
+def test_force_does_not_fall_back_to_the_cache(fake_hub: dict[str, Any], cache: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (cache / name).touch()
     assert hub.pull("org/name", quiet=True) == cache
     with pytest.raises(LlamaError, match="check the network"):
         hub.pull("org/name", force=True)
-    assert standins["options"]["force_download"] is True
+    assert fake_hub["options"]["force_download"] is True
 
 
-def test_odd_names_and_options() -> None:
+def test_invalid_names_and_options_are_errors() -> None:
     with pytest.raises(UsageError, match="ORG/NAME of the Hugging Face hub"):
         hub.pull("no-such-model")
     with pytest.raises(UsageError, match="--meta"):

@@ -231,5 +231,5 @@ def test_options_of_the_wrong_kind_are_usage_errors(tiny_llm: Llama) -> None:
     for options in ({"stop": 3}, {"stop": [3]}, {"session": 3}):
         with pytest.raises(UsageError, match=f"{next(iter(options))} (must|string)"):
             tiny_llm.generate("a", **options)
-    with pytest.raises(UsageError, match="a model is named by a path or a name, got 3"):
+    with pytest.raises(UsageError, match="a model must be a path or a name, got 3"):
         loader.load(3)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""Tokenizers against independent implementations: tiktoken for byte-level BPE, sentencepiece for SentencePiece."""
+"""Tokenizers compared with independent implementations: tiktoken for byte-level BPE, sentencepiece for SentencePiece."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import sentencepiece
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, trainers
 
 from llama.errors import TokenizerError
 from llama.tokenizer.gguf import BYTE_OF, from_metadata
@@ -34,7 +35,7 @@ TEXTS = [
     "<|im_end|>", "</s><s>", "<0x0A>", "▁low", "\u0000\u0001\u007f", "Ä\u00a0b\u3000c",
 ]  # fmt: skip
 
-# Written down a second time on purpose, piece by piece as tiktoken is given it for Llama 3.
+# A second copy on purpose, in the parts that tiktoken gets for Llama 3.
 LLAMA3_WORDS = "|".join(
     [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
@@ -50,14 +51,14 @@ LLAMA3_WORDS = "|".join(
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
-# ----------------------------------------------------------------------------------------- byte-level, Llama 3's way
+# ----------------------------------------------------------------------------------------- byte-level BPE as in Llama 3
 @pytest.fixture(scope="module")
 def byte_level() -> tuple[Any, tiktoken.Encoding]:
-    """A small vocabulary trained on the corpus, for us and for tiktoken."""
+    """A small vocabulary trained on the corpus, for this package and for tiktoken."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(__import__("tokenizers").Regex(LLAMA3_WORDS), "isolated"),
+            pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -65,8 +66,6 @@ def byte_level() -> tuple[Any, tiktoken.Encoding]:
     backend.train_from_iterator(CORPUS, trainer)
     vocabulary = sorted(backend.get_vocab().items(), key=lambda item: item[1])
     tokens = [token for token, _ in vocabulary]
-    import json
-
     merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
     control = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>"]
     metadata = {
@@ -101,7 +100,7 @@ def test_llama3_ids_equal_tiktoken_on_any_text(byte_level: Any, text: str) -> No
     assert ours.decode(ids) == text
 
 
-def test_llama3_vocabulary_knows_its_markers(byte_level: Any) -> None:
+def test_llama3_bos_eos_and_stop_ids(byte_level: Any) -> None:
     ours, _ = byte_level
     assert ours.add_bos
     assert ours.encode("a", bos=True, eos=True)[0] == ours.bos_id
@@ -131,7 +130,7 @@ def piece_metadata(model: sentencepiece.SentencePieceProcessor, **more: Any) -> 
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, sentencepiece.SentencePieceProcessor]:
-    """A small vocabulary trained as Llama 2's was: BPE, byte fallback, digits apart, nothing normalized."""
+    """A small vocabulary trained like Llama 2's: BPE, byte fallback, split digits, no normalization."""
     prefix = tmp_path_factory.mktemp("spm") / "m"
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(line for text in CORPUS for line in text.split("\n")), model_prefix=str(prefix),
@@ -156,13 +155,13 @@ def test_llama2_ids_equal_sentencepiece_on_any_text(pieces: Any, text: str) -> N
     ours, theirs = pieces
     ids = ours.encode(text)
     assert ids == theirs.encode(text)
-    if "▁" not in text:  # the vocabulary has no way to tell U+2581 from a space
+    if "▁" not in text:  # the vocabulary can't distinguish U+2581 from a space
         assert ours.decode(ids) == text
 
 
 @pytest.fixture(scope="module")
 def pieces_with_words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, sentencepiece.SentencePieceProcessor]:
-    """The same, with user-defined symbols, which SentencePiece matches whole."""
+    """The same with user-defined symbols, which SentencePiece matches as units."""
     prefix = tmp_path_factory.mktemp("spm") / "m"
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(line for text in CORPUS for line in text.split("\n")), model_prefix=str(prefix),
@@ -178,7 +177,7 @@ def pieces_with_words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, se
 
 
 @given(st.lists(st.sampled_from(["[REF]", "[/REF]", "the cat", "the", " ", "see", "ü", "\n", "["])).map("".join))
-def test_user_defined_pieces_are_matched_whole(pieces_with_words: Any, text: str) -> None:
+def test_user_defined_pieces_match_as_in_sentencepiece(pieces_with_words: Any, text: str) -> None:
     ours, theirs = pieces_with_words
     assert ours.encode(text) == theirs.encode(text)
     assert ours.decode(ours.encode(text)) == text
@@ -197,9 +196,9 @@ def test_no_control_string_in_text_becomes_its_id(byte_level: Any, pieces: Any) 
 
 
 @pytest.mark.parametrize("word", ["hello", "h"])
-def test_a_control_token_that_is_a_plain_word_is_not_typed_either(word: str) -> None:
+def test_no_text_becomes_a_control_token_spelled_as_a_word(word: str) -> None:
     metadata = tiny.byte_vocabulary()
-    metadata["tokenizer.ggml.pre"] = "llama-bpe"  # a word that is a token skips the merges
+    metadata["tokenizer.ggml.pre"] = "llama-bpe"  # a word that is a token is not merged
     metadata["tokenizer.ggml.merges"] = []
     id = metadata["tokenizer.ggml.tokens"].index(word)
     metadata["tokenizer.ggml.token_type"][id] = 3
@@ -211,7 +210,7 @@ def test_a_control_token_that_is_a_plain_word_is_not_typed_either(word: str) -> 
             tokenizer.encode(word)
 
 
-def test_control_strings_that_a_converter_marked_as_user_defined() -> None:
+def test_user_defined_control_strings_are_control_tokens() -> None:
     metadata = tiny.byte_vocabulary()
     metadata["tokenizer.ggml.token_type"][2] = 4
     tokenizer = from_metadata(metadata, "tiny")
@@ -219,17 +218,17 @@ def test_control_strings_that_a_converter_marked_as_user_defined() -> None:
     assert 2 not in tokenizer.encode("<|im_end|>")
 
 
-@pytest.mark.row("E08")
 # ------------------------------------------------------------------------------------------------------ bad input
+@pytest.mark.row("E08")
 @pytest.mark.parametrize("text", ["\ud800", "abc\udc80def"])
-def test_a_lone_surrogate_is_one_error_for_all(byte_level: Any, pieces: Any, text: str) -> None:
+def test_a_lone_surrogate_is_the_same_error_in_every_vocabulary(byte_level: Any, pieces: Any, text: str) -> None:
     for tokenizer in (byte_level[0], pieces[0]):
         with pytest.raises(TokenizerError, match="lone surrogate"):
             tokenizer.encode(text)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"tokenizer.ggml.model": None}, "no tokenizer"),
         ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported; supported: gpt2, llama"),
@@ -244,9 +243,9 @@ def test_a_lone_surrogate_is_one_error_for_all(byte_level: Any, pieces: Any, tex
         ({"tokenizer.ggml.eos_token_id": "2"}, "outside the vocabulary"),
     ],
 )
-def test_damaged_vocabularies_are_clear_errors(change: dict[str, Any], says: str) -> None:
+def test_damaged_vocabularies_are_errors(change: dict[str, Any], message: str) -> None:
     metadata = {k: v for k, v in {**tiny.byte_vocabulary(), **change}.items() if v is not None}
-    with pytest.raises(TokenizerError, match=says):
+    with pytest.raises(TokenizerError, match=message):
         from_metadata(metadata, "tiny.gguf")
 
 

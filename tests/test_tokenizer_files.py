@@ -1,4 +1,4 @@
-"""Tokenizer files of three kinds, against Meta's own class, against the libraries, and against each other."""
+"""Tokenizer files of three kinds, compared with Meta's own class, with the libraries and with each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ META = "llama-models==0.3.0"
 BOS, EOS, HEADER, END_HEADER, EOM, EOT = 128000, 128001, 128006, 128007, 128008, 128009
 INFILL = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
 
-# Written out a second time; the numbers of the reserved ones go on where the file's names have used up 0 and 1.
+# A second copy on purpose. The reserved ones are numbered from 2 because the file uses 0 and 1 by name.
 CONTROL = [
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
     "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
@@ -54,12 +54,12 @@ many = settings(max_examples=150)
 
 
 def same_stream(tokenizer: Tokenizer, ids: list[int]) -> bool:
-    """True if the pieces of a streaming decoder are together what decoding all ids at once gives."""
+    """Whether streaming decoding produces the same text as decoding all ids at once."""
     decoder = Decoder(tokenizer)
     return "".join([*(decoder.feed(id) for id in ids), decoder.end()]) == tokenizer.decode(ids)
 
 
-# ------------------------------------------------------------------------------------- Llama 3's file, as Meta ships it
+# ------------------------------------------------------------------------------------------------- Meta's Llama 3 file
 @pytest.fixture(scope="session")
 def llama3_file() -> Path:
     return wheel_member(META, "llama_models/llama3/tokenizer.model")
@@ -72,7 +72,7 @@ def llama3(llama3_file: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def meta(llama3_file: Path) -> Any:
-    """Meta's own tokenizer class, out of the same wheel."""
+    """Meta's own tokenizer class, from the same wheel."""
     root = wheel_member(META, "llama_models/tokenizer_utils.py").parent.parent
     wheel_member(META, "llama_models/llama3/tokenizer.py")
     sys.path.insert(0, str(root))
@@ -131,7 +131,7 @@ def test_long_texts_are_cut_where_meta_cuts_them(meta: Any, text: str) -> None:
     assert list(pieces(text)) == theirs
 
 
-def test_a_run_ends_where_isspace_changes() -> None:
+def test_runs_alternate_between_white_space_and_other_characters() -> None:
     everything = "".join(chr(c) for c in range(sys.maxunicode + 1))
     assert all(run[0].isspace() == all(c.isspace() for c in run[0]) for run in RUN.finditer(everything))
     assert all(run[0].isspace() or not any(c.isspace() for c in run[0]) for run in RUN.finditer(everything))
@@ -157,7 +157,7 @@ def test_a_million_characters_take_bounded_time(llama3: Tokenizer, code_llama: A
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-# --------------------------------------------------------------------- one byte-level vocabulary in each kind of file
+# ------------------------------------------------------------------- one byte-level vocabulary in every kind of file
 def tiktoken_lines(tokens: list[bytes]) -> list[bytes]:
     return [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
 
@@ -177,7 +177,7 @@ def byte_tokens() -> list[bytes]:
 
 @pytest.fixture(scope="session")
 def byte_files(byte_tokens: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """That vocabulary as a tiktoken file, as a tokenizer.json by transformers, and as GGUF metadata."""
+    """The vocabulary as a tiktoken file, as a tokenizer.json from transformers, and as GGUF metadata."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     folder = tmp_path_factory.mktemp("byte")
@@ -212,7 +212,7 @@ def byte_kinds(byte_files: dict[str, Any]) -> dict[str, Tokenizer]:
     }
 
 
-def test_byte_level_kinds_agree_on_what_they_are(byte_kinds: dict[str, Tokenizer]) -> None:
+def test_byte_level_kinds_have_the_same_attributes(byte_kinds: dict[str, Tokenizer]) -> None:
     first, *others = byte_kinds.values()
     assert isinstance(first, TiktokenTokenizer)
     for other in others:
@@ -254,13 +254,13 @@ def llama3_json(llama3_file: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return HuggingFaceTokenizer(path.read_bytes(), path.name)
 
 
-# ------------------------------------------------------------------ one SentencePiece vocabulary in each kind of file
+# ---------------------------------------------------------------- one SentencePiece vocabulary in every kind of file
 Train = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Train a model as Llama 2's was: BPE, byte fallback, digits apart, nothing normalized."""
+    """Train a model like Llama 2's: BPE, byte fallback, split digits, no normalization."""
 
     def run(extra: list[str] | None = None, **options: Any) -> Path:
         prefix = tmp_path_factory.mktemp("spm") / "tokenizer"
@@ -278,7 +278,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 
 def pieces_json(library: sentencepiece.SentencePieceProcessor, legacy: bool, infill: bool = False) -> dict[str, Any]:
-    """The tokenizer.json of a SentencePiece BPE, by transformers; legacy in the form that Llama 2 was published in."""
+    """A tokenizer.json of SentencePiece BPE from transformers; legacy is the form of the published Llama 2."""
     from transformers import LlamaTokenizer
     from transformers.convert_slow_tokenizer import generate_merges
 
@@ -298,7 +298,7 @@ def pieces_json(library: sentencepiece.SentencePieceProcessor, legacy: bool, inf
 
 @pytest.fixture(scope="session")
 def piece_kinds(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """That vocabulary as itself, as two forms of tokenizer.json, and as GGUF metadata; "library" is the reference."""
+    """The vocabulary as a model, as two forms of tokenizer.json and as GGUF metadata; "library" is the reference."""
     path = train()
     library = sentencepiece.SentencePieceProcessor(model_file=str(path))
     folder = tmp_path_factory.mktemp("pieces")
@@ -318,18 +318,18 @@ def test_piece_kinds_agree(piece_kinds: dict[str, Any], text: str) -> None:
         tokenizer = piece_kinds[name]
         assert tokenizer.encode(text) == expected, name
         assert same_stream(tokenizer, expected)
-        if "▁" not in text:  # the vocabulary has no way to tell U+2581 from a space
+        if "▁" not in text:  # the vocabulary can't distinguish U+2581 from a space
             assert tokenizer.decode(expected) == text
         assert not set(expected) & set(tokenizer.control.values())
 
 
 @given(texts.map(lambda text: text.lstrip(" ▁")))
 @many
-def test_metaspace_agrees_but_on_a_leading_space(piece_kinds: dict[str, Any], text: str) -> None:
+def test_metaspace_agrees_except_on_leading_spaces(piece_kinds: dict[str, Any], text: str) -> None:
     assert piece_kinds["metaspace"].encode(text) == piece_kinds["library"].encode(text)
 
 
-def test_piece_kinds_agree_on_what_they_are(piece_kinds: dict[str, Any]) -> None:
+def test_piece_kinds_have_the_same_attributes(piece_kinds: dict[str, Any]) -> None:
     model = piece_kinds["model"]
     assert isinstance(model, SentencePieceModelTokenizer)
     assert model.control == {"<s>": 1, "</s>": 2}
@@ -359,7 +359,7 @@ def test_a_real_vocabulary_of_32000_pieces() -> None:
     assert len(ours.encode("</s>")) > 1
 
 
-def test_unknown_characters_without_byte_fallback_are_shown_as_the_library_shows_them(train: Train) -> None:
+def test_unknown_characters_without_byte_fallback_decode_as_in_the_library(train: Train) -> None:
     path = train(byte_fallback=False, vocab_size=300)
     ours, theirs = open_tokenizer(path), sentencepiece.SentencePieceProcessor(model_file=str(path))
     ids = ours.encode("the 𝄞 fox")
@@ -369,14 +369,14 @@ def test_unknown_characters_without_byte_fallback_are_shown_as_the_library_shows
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "word", "char"])
-def test_models_of_other_types_are_the_librarys(train: Train, model_type: str) -> None:
+def test_models_of_other_types_have_the_librarys_ids(train: Train, model_type: str) -> None:
     path = train(model_type=model_type, vocab_size=400, byte_fallback=model_type == "unigram", hard_vocab_limit=False)
     ours, theirs = open_tokenizer(path), sentencepiece.SentencePieceProcessor(model_file=str(path))
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
 
 
-def test_a_model_that_adds_no_prefix(train: Train) -> None:
+def test_a_model_without_a_space_prefix(train: Train) -> None:
     tokenizer = open_tokenizer(train(add_dummy_prefix=False))
     assert not tokenizer.strips_leading_space
     for text in (" a", "a", "  ", "the"):
@@ -392,9 +392,9 @@ MARKED = [
 
 @pytest.fixture(scope="session", params=["user_defined_symbols", "control_symbols", "normal"])
 def code_llama(request: pytest.FixtureRequest, train: Train) -> tuple[Tokenizer, sentencepiece.SentencePieceProcessor]:
-    """A vocabulary whose infill pieces have one type or another in the file."""
+    """A vocabulary whose infill pieces have one of three types in the file."""
     marks = [*INFILL, "<step>"]
-    if request.param == "normal":  # so frequent that they grow together on their own
+    if request.param == "normal":  # so frequent that training merges them
         path = train(
             [" <PRE> <SUF> <MID> <EOT> <step>" * 60] * 40,
             vocab_size=600,
@@ -408,7 +408,7 @@ def code_llama(request: pytest.FixtureRequest, train: Train) -> tuple[Tokenizer,
     return open_tokenizer(path), library
 
 
-def test_no_typed_mark_becomes_a_control_id(code_llama: Any) -> None:
+def test_no_infill_mark_in_a_text_becomes_a_control_id(code_llama: Any) -> None:
     ours, library = code_llama
     kinds = [ours, from_metadata(piece_metadata(library), "tiny")]
     kinds += [HuggingFaceTokenizer(json.dumps(pieces_json(library, True, infill=True)).encode(), "tiny")]
@@ -463,7 +463,7 @@ def test_infill_ids_are_those_of_code_llamas_formula(code_llama: Any, prefix: st
             assert tokenizer.encode_infill(prefix, suffix) == expected
 
 
-def test_infill_takes_no_marks_from_its_texts(code_llama: Any) -> None:
+def test_infill_texts_add_no_control_ids(code_llama: Any) -> None:
     ours, _ = code_llama
     ids = ours.encode_infill("a <SUF> b", " <MID>")
     assert len([id for id in ids if id in ours.control.values()]) == 4
@@ -471,7 +471,7 @@ def test_infill_takes_no_marks_from_its_texts(code_llama: Any) -> None:
         ours.encode_infill("a", "\udc80")
 
 
-# -------------------------------------------------------------------------------- tokenizer.json against the library
+# ---------------------------------------------------------------------------- tokenizer.json compared with the library
 def byte_level_source(byte_files: dict[str, Any]) -> dict[str, Any]:
     return json.loads(byte_files["json"].read_text())
 
@@ -487,7 +487,7 @@ def added(id: int, content: str, special: bool = False, **more: Any) -> dict[str
 
 @pytest.fixture(scope="session")
 def with_plain_added(byte_files: dict[str, Any]) -> dict[str, Any]:
-    """Plain added tokens behind the control tokens, one with a gap in front of it."""
+    """Plain added tokens after the control tokens."""
     source = byte_level_source(byte_files)
     last = max(token["id"] for token in source["added_tokens"])
     source["added_tokens"] += [
@@ -504,15 +504,15 @@ def with_plain_added(byte_files: dict[str, Any]) -> dict[str, Any]:
     | st.lists(st.sampled_from(["[REF]", "é️ x", " ", "<tool>", "a", "éÿ"])).map("".join)
 )
 @many
-def test_plain_added_tokens_are_as_in_the_untouched_library(with_plain_added: dict[str, Any], text: str) -> None:
+def test_plain_added_tokens_equal_the_librarys(with_plain_added: dict[str, Any], text: str) -> None:
     ours, theirs = opened(with_plain_added), Backend.from_str(json.dumps(with_plain_added))
     ids = ours.encode(text)
     assert ids == theirs.encode(text, add_special_tokens=False).ids
-    if "<tool>" not in text:  # its lstrip eats spaces
+    if "<tool>" not in text:  # its lstrip removes spaces
         assert ours.decode(ids) == text
 
 
-def test_ids_stay_where_the_file_has_them(with_plain_added: dict[str, Any]) -> None:
+def test_added_tokens_keep_their_ids(with_plain_added: dict[str, Any]) -> None:
     ours = opened(with_plain_added)
     for token in with_plain_added["added_tokens"]:
         if not token["special"]:
@@ -527,7 +527,7 @@ def test_ids_stay_where_the_file_has_them(with_plain_added: dict[str, Any]) -> N
 @pytest.mark.parametrize("name", ["legacy", "metaspace"])
 @given(text=texts.map(lambda text: re.sub("</?s>|<unk>", "", text)).filter(lambda text: "s>" not in text))
 @settings(max_examples=80)
-def test_llama2_json_is_as_in_the_untouched_library(piece_kinds: dict[str, Any], name: str, text: str) -> None:
+def test_llama2_json_ids_equal_the_librarys(piece_kinds: dict[str, Any], name: str, text: str) -> None:
     theirs = Backend.from_file(str(piece_kinds["folder"] / f"{name}.json"))
     ours = piece_kinds[name]
     ids = ours.encode(text)
@@ -538,7 +538,7 @@ def test_llama2_json_is_as_in_the_untouched_library(piece_kinds: dict[str, Any],
 
 @given(texts)
 @settings(max_examples=80)
-def test_llama3_json_decodes_as_the_library_does(
+def test_llama3_json_decodes_like_the_library(
     byte_kinds: dict[str, Tokenizer], byte_files: dict[str, Any], text: str
 ) -> None:
     theirs = Backend.from_file(str(byte_files["json"]))
@@ -547,7 +547,7 @@ def test_llama3_json_decodes_as_the_library_does(
 
 
 @pytest.mark.parametrize("ignore_merges", [True, False])
-def test_merges_that_spell_a_control_token_are_left_out(byte_files: dict[str, Any], ignore_merges: bool) -> None:
+def test_merges_into_a_control_token_are_removed(byte_files: dict[str, Any], ignore_merges: bool) -> None:
     source = byte_level_source(byte_files)
     n = max(token["id"] for token in source["added_tokens"])
     source["model"]["ignore_merges"] = ignore_merges
@@ -561,8 +561,8 @@ def test_merges_that_spell_a_control_token_are_left_out(byte_files: dict[str, An
     assert ours.encode("<~ <~") == theirs.encode("<~ <~", add_special_tokens=False).ids
 
 
-def test_the_unknown_token_is_not_typed(byte_files: dict[str, Any], piece_kinds: dict[str, Any]) -> None:
-    source = byte_level_source(byte_files)  # words that are tokens skip the merges here
+def test_no_text_becomes_the_unknown_token_by_its_name(byte_files: dict[str, Any], piece_kinds: dict[str, Any]) -> None:
+    source = byte_level_source(byte_files)  # has ignore_merges: a word that is a token is not merged
     source["model"]["unk_token"] = "xyz"
     source["model"]["vocab"]["xyz"] = 9999
     assert 9999 not in opened(source).encode("xyz")
@@ -570,7 +570,7 @@ def test_the_unknown_token_is_not_typed(byte_files: dict[str, Any], piece_kinds:
         assert 0 not in piece_kinds[name].encode("<unk>")
 
 
-def test_unknown_characters_are_the_unknown_token(piece_kinds: dict[str, Any]) -> None:
+def test_unknown_characters_become_the_unknown_token(piece_kinds: dict[str, Any]) -> None:
     source = json.loads((piece_kinds["folder"] / "legacy.json").read_text())
     source["model"]["byte_fallback"] = False
     ours, theirs = opened(source), Backend.from_str(json.dumps(source))
@@ -592,7 +592,7 @@ def test_an_unknown_character_does_not_end_the_text(byte_files: dict[str, Any]) 
         opened(source).encode("a\x04b")
 
 
-def test_settings_of_training_do_not_reach_a_prompt(byte_files: dict[str, Any]) -> None:
+def test_truncation_padding_and_dropout_are_ignored(byte_files: dict[str, Any]) -> None:
     source = byte_level_source(byte_files)
     plain = opened(source)
     backend = Backend.from_str(json.dumps(source))
@@ -637,7 +637,7 @@ def test_unigram_models(tmp_path: Path) -> None:
         ({"bos_token": "<|image|>", "add_bos_token": True, "eos_token": None}, "<|image|>", None, True),
     ],
 )
-def test_settings_name_the_markers(byte_files: Any, config: Any, bos: str, eos: str | None, add_bos: bool) -> None:
+def test_settings_name_bos_and_eos(byte_files: Any, config: Any, bos: str, eos: str | None, add_bos: bool) -> None:
     ours = open_tokenizer(byte_files["json"], config)
     assert (ours.bos_id, ours.eos_id) == (ours.control[bos], ours.control[eos] if eos else None)
     assert ours.add_bos is add_bos
@@ -645,7 +645,7 @@ def test_settings_name_the_markers(byte_files: Any, config: Any, bos: str, eos: 
     assert {ours.control["<|eot_id|>"], ours.control["<|eom_id|>"]} <= ours.stop_ids
 
 
-def test_control_strings_that_a_file_calls_plain_are_control(byte_files: dict[str, Any], train: Train) -> None:
+def test_control_strings_marked_plain_are_control_tokens(byte_files: dict[str, Any], train: Train) -> None:
     source = byte_level_source(byte_files)
     id = max(token["id"] for token in source["added_tokens"]) + 1
     source["added_tokens"].append(added(id, "<|im_end|>"))
@@ -661,14 +661,14 @@ def test_control_strings_that_a_file_calls_plain_are_control(byte_files: dict[st
         assert "[REF]" not in tokenizer.control
 
 
-def test_a_plain_token_that_settings_name_is_control(byte_files: dict[str, Any]) -> None:
+def test_a_plain_token_named_in_the_settings_is_control(byte_files: dict[str, Any]) -> None:
     source = byte_level_source(byte_files)
     ours = opened(source, eos_token="the")
     assert ours.eos_id == source["model"]["vocab"]["the"]
     assert ours.eos_id not in ours.encode("the")
 
 
-def test_without_a_template_nothing_stands_in_front(byte_files: dict[str, Any]) -> None:
+def test_without_a_post_processor_no_bos_is_added(byte_files: dict[str, Any]) -> None:
     ours = opened({**byte_level_source(byte_files), "post_processor": None})
     assert (ours.add_bos, ours.bos_id) == (False, ours.control["<|begin_of_text|>"])
     assert ours.encode_prompt("") == [ours.bos_id]
@@ -686,7 +686,7 @@ def test_no_control_string_in_text_becomes_its_id(byte_kinds: Any, piece_kinds: 
 
 @pytest.mark.row("E08")
 @pytest.mark.parametrize("text", ["\ud800", "abc\udc80def"])
-def test_a_lone_surrogate_is_one_error_for_all(byte_kinds: Any, piece_kinds: Any, text: str) -> None:
+def test_a_lone_surrogate_is_the_same_error_in_every_vocabulary(byte_kinds: Any, piece_kinds: Any, text: str) -> None:
     for tokenizer in (*byte_kinds.values(), piece_kinds["model"], piece_kinds["legacy"]):
         with pytest.raises(TokenizerError, match="lone surrogate"):
             tokenizer.encode(text)
@@ -700,9 +700,9 @@ def test_ids_outside_the_vocabulary_are_errors(byte_kinds: Any, piece_kinds: Any
 
 
 # ------------------------------------------------------------------------------------------------------- bad files
-def refused(path: Path, says: str, capfd: pytest.CaptureFixture[str], config: Any = None) -> None:
-    """The file is refused in one line that names it, and no library writes to stderr."""
-    with pytest.raises(TokenizerError, match=says) as caught:
+def rejected(path: Path, message: str, capfd: pytest.CaptureFixture[str], config: Any = None) -> None:
+    """Assert that the file is rejected in one line that names it, and that no library writes to stderr."""
+    with pytest.raises(TokenizerError, match=message) as caught:
         open_tokenizer(path, config)
     assert "\n" not in str(caught.value)
     assert path.name in str(caught.value)
@@ -710,7 +710,7 @@ def refused(path: Path, says: str, capfd: pytest.CaptureFixture[str], config: An
 
 
 @pytest.mark.row("E01")
-def test_the_kind_goes_by_content(byte_files: Any, train: Train, tmp_path: Path) -> None:
+def test_the_kind_is_detected_by_content(byte_files: Any, train: Train, tmp_path: Path) -> None:
     for source, kind in ((byte_files["tiktoken"], "tiktoken"), (train(), "SentencePiece"), (byte_files["json"], "BPE")):
         for name in ("tokenizer.model", "tokenizer.json", "x"):
             (tmp_path / name).write_bytes(source.read_bytes())
@@ -718,7 +718,7 @@ def test_the_kind_goes_by_content(byte_files: Any, train: Train, tmp_path: Path)
 
 
 @pytest.mark.row("E01")
-def test_swapped_files_are_errors_of_the_class_asked_for(byte_files: Any, train: Train) -> None:
+def test_each_reader_rejects_the_other_kinds(byte_files: Any, train: Train) -> None:
     with pytest.raises(TokenizerError, match=r"line 1 is .*expected a token in base64"):
         TiktokenTokenizer(train().read_bytes(), "x")
     with pytest.raises(TokenizerError, match="not a SentencePiece model"):
@@ -728,7 +728,7 @@ def test_swapped_files_are_errors_of_the_class_asked_for(byte_files: Any, train:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 2183982\n", "git lfs pull"),
@@ -747,14 +747,14 @@ def test_swapped_files_are_errors_of_the_class_asked_for(byte_files: Any, train:
         (b"\n\x09\n\x05<unk>\x18\x02" b"\n\x03\n\x01a", "ends after 2 pieces"),
     ],
 )  # fmt: skip
-def test_what_is_no_tokenizer_is_refused(data: bytes, says: str, tmp_path: Path, capfd: Any) -> None:
+def test_files_that_are_not_tokenizers_are_rejected(data: bytes, message: str, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "tokenizer.model").write_bytes(data)
-    refused(tmp_path / "tokenizer.model", says, capfd)
+    rejected(tmp_path / "tokenizer.model", message, capfd)
 
 
-def test_paths_that_lead_nowhere(tmp_path: Path, capfd: Any) -> None:
-    refused(tmp_path / "absent.model", "No such file", capfd)
-    refused(tmp_path, "is a folder; name the tokenizer.model", capfd)
+def test_missing_files_folders_and_invalid_paths_are_errors(tmp_path: Path, capfd: Any) -> None:
+    rejected(tmp_path / "absent.model", "No such file", capfd)
+    rejected(tmp_path, "is a folder; name the tokenizer.model", capfd)
     with pytest.raises(TokenizerError, match="is not a path"):
         open_tokenizer(Path("a\0b"))
 
@@ -767,7 +767,7 @@ def edited(lines: list[bytes], *edits: tuple[int, bytes | None]) -> bytes:
 
 @pytest.mark.row("E02")
 @pytest.mark.parametrize(
-    ("edits", "says"),
+    ("edits", "message"),
     [
         ([(300, b"not base64! 300")], "line 301 is b'not base64! 300', expected a token in base64"),
         ([(300, b"")], "line 301 is b''"),
@@ -781,26 +781,26 @@ def edited(lines: list[bytes], *edits: tuple[int, bytes | None]) -> bytes:
         ([(0, b"YWJjZGVm 0")], r"byte 0x21 is not a token \(1 of the 256"),
     ],
 )  # fmt: skip
-def test_damaged_lines_are_named(byte_tokens: Any, edits: Any, says: str, tmp_path: Path, capfd: Any) -> None:
+def test_damaged_lines_are_named(byte_tokens: Any, edits: Any, message: str, tmp_path: Path, capfd: Any) -> None:
     assert byte_tokens[0] == b"!"
     (tmp_path / "tokenizer.model").write_bytes(edited(tiktoken_lines(byte_tokens), *edits))
-    refused(tmp_path / "tokenizer.model", says, capfd)
+    rejected(tmp_path / "tokenizer.model", message, capfd)
 
 
-def test_line_endings_of_windows_and_no_last_one_are_read(byte_tokens: list[bytes], tmp_path: Path) -> None:
+def test_windows_line_endings_and_a_missing_last_one_are_accepted(byte_tokens: list[bytes], tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(b"\r\n".join(tiktoken_lines(byte_tokens)))
     assert open_tokenizer(tmp_path / "t").n_vocab == len(byte_tokens) + 256
 
 
-def test_llama4s_file_is_not_taken_for_llama3s(tmp_path: Path, capfd: Any) -> None:
+def test_llama4s_file_is_rejected(tmp_path: Path, capfd: Any) -> None:
     tokens = [bytes([b]) for b in range(256)] + [b"%d" % i for i in range(1000, 1000 + 200_000 - 256)]
     (tmp_path / "tokenizer.model").write_bytes(b"\n".join(tiktoken_lines(tokens)))
-    refused(tmp_path / "tokenizer.model", "are Llama 4's", capfd)
+    rejected(tmp_path / "tokenizer.model", "are Llama 4's", capfd)
 
 
 @pytest.mark.row("E04")
 @pytest.mark.parametrize("byte_fallback", [True, False])
-def test_no_part_of_a_sentencepiece_model_is_accepted(train: Train, byte_fallback: bool) -> None:
+def test_a_truncated_sentencepiece_model_is_rejected(train: Train, byte_fallback: bool) -> None:
     data = train(byte_fallback=byte_fallback, vocab_size=600 if byte_fallback else 300).read_bytes()
     for cut in [*range(1, 20), *range(2000, 2040), *range(len(data) - 80, len(data))]:
         with pytest.raises(TokenizerError, match=r"^cut: (not a SentencePiece model|the model ends after)"):
@@ -839,7 +839,7 @@ def damage(source: dict[str, Any], change: str) -> dict[str, Any]:
 
 @pytest.mark.row("E04")
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ("merge of unknown tokens", "merge 0, 'q' .* is not made of the vocabulary's tokens"),
         ("merge longer than any key", "merge 0, "),
@@ -860,14 +860,16 @@ def damage(source: dict[str, Any], change: str) -> dict[str, Any]:
         ("two in front", "set add_bos_token"),
     ],
 )
-def test_damaged_json_is_refused(byte_files: Any, change: str, says: str, tmp_path: Path, capfd: Any) -> None:
+def test_a_damaged_tokenizer_json_is_rejected(
+    byte_files: Any, change: str, message: str, tmp_path: Path, capfd: Any
+) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(damage(byte_level_source(byte_files), change)))
-    refused(tmp_path / "tokenizer.json", says, capfd)
+    rejected(tmp_path / "tokenizer.json", message, capfd)
 
 
 @pytest.mark.row("E07")
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         ({"bos_token": "<|absent|>"}, r"names '<\|absent\|>' as bos_token"),
         ({"eos_token": 5}, "names 5 as eos_token"),
@@ -875,12 +877,14 @@ def test_damaged_json_is_refused(byte_files: Any, change: str, says: str, tmp_pa
         ({"add_bos_token": "yes"}, "add_bos_token of tokenizer_config.json must be true or false, got 'yes'"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(byte_files: Any, config: Any, says: str, capfd: Any) -> None:
-    refused(byte_files["json"], says, capfd, config)
+def test_settings_that_contradict_the_vocabulary_are_rejected(
+    byte_files: Any, config: Any, message: str, capfd: Any
+) -> None:
+    rejected(byte_files["json"], message, capfd, config)
 
 
 @pytest.mark.row("E03")
-def test_a_library_that_panics_is_an_error(byte_files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_panic_becomes_a_tokenizer_error(byte_files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     PanicException = type("PanicException", (BaseException,), {})
 
     def panic(*_: Any, **__: Any) -> None:

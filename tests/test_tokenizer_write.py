@@ -1,4 +1,4 @@
-"""Tokenizers written in other formats: the same ids by this package, and by the libraries that others read them with."""
+"""Tokenizers written in other formats have the same ids in this package and in the libraries of these formats."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
-# Matched whole; a text that is one of these and nothing else is what tokenizer.json spells otherwise.
-WHOLE = ["[REF]", "the▁cat"]
+# User-defined pieces; a text that is exactly one of them has other ids in a tokenizer.json.
+USER_DEFINED = ["[REF]", "the▁cat"]
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
-    """Random strings: half of snippets, half of characters from anywhere."""
+    """Random strings: one half made of snippets, the other of random code points."""
     dice = random.Random(seed)
     anywhere = [range(0x20, 0x7F), range(0xD800), range(0xE000, 0x110000)]
     out = [*TEXTS]
@@ -58,7 +58,7 @@ def texts(count: int, seed: int = 0) -> list[str]:
             out.append("".join(dice.choices(SNIPPETS, k=dice.randint(1, 12))))
         else:
             out.append("".join(chr(dice.choice(dice.choice(anywhere))) for _ in range(dice.randint(1, 12))))
-    return [text for text in out if text not in WHOLE]
+    return [text for text in out if text not in USER_DEFINED]
 
 
 # -------------------------------------------------------------------------------------------- writing and reading back
@@ -81,7 +81,7 @@ FORMS: dict[str, Callable[[Tokenizer], Tokenizer]] = {"json": as_json, "model": 
 
 
 def same(ours: Tokenizer, other: Tokenizer, strings: Sequence[str]) -> None:
-    """Both are the same tokenizer, as far as anyone can see."""
+    """Assert that two tokenizers have the same attributes, ids and texts."""
     for name in ("control", "bos_id", "eos_id", "stop_ids", "add_bos", "strips_leading_space"):
         assert getattr(other, name) == getattr(ours, name), name
     ids = [id for id in range(ours.n_vocab) if ours.token_bytes(id) != " \u2047 ".encode()]
@@ -99,7 +99,7 @@ def same(ours: Tokenizer, other: Tokenizer, strings: Sequence[str]) -> None:
 
 # --------------------------------------------------------------------------------------------------------- vocabularies
 def trained(folder: Path, **options: Any) -> SentencePieceModelTokenizer:
-    """A model trained as Llama 2's was."""
+    """A model trained like Llama 2's."""
     defaults = {
         "model_type": "bpe", "vocab_size": 620, "byte_fallback": True, "split_digits": True, "minloglevel": 2,
         "normalization_rule_name": "identity", "remove_extra_whitespaces": False, "character_coverage": 0.99,
@@ -120,7 +120,7 @@ def tiktoken_512() -> TiktokenTokenizer:
     scope="module", params=["tiktoken", "pieces", "infill", "marks are control", "user-defined", "no prefix"]
 )
 def source(request: pytest.FixtureRequest, tiktoken_512: Tokenizer, tmp_path_factory: Any) -> Tokenizer:
-    """Small vocabularies from Meta's kinds of file."""
+    """Small vocabularies in Meta's file formats."""
     marks = [*INFILL, "<step>"]
     made: dict[str, Callable[[Path], Tokenizer]] = {
         "tiktoken": lambda folder: tiktoken_512,
@@ -143,10 +143,10 @@ def smollm(default_gguf: Path) -> Tokenizer:
     return llama.load_tokenizer(default_gguf)
 
 
-# ------------------------------------------------------------------------------------------------- by our own readers
+# ------------------------------------------------------------------------------------------------ read by this package
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", FORMS)
-def test_every_chain_of_formats_keeps_everything(source: Tokenizer, first: str, second: str) -> None:
+def test_two_conversions_preserve_the_tokenizer(source: Tokenizer, first: str, second: str) -> None:
     if source.bos_id is None and "model" not in (first, second):
         same(source, as_model(FORMS[second](FORMS[first](source))), texts(20))
     same(source, FORMS[second](FORMS[first](source)), texts(200, seed=len(first + second)))
@@ -157,10 +157,10 @@ def test_meta_to_hf_to_gguf_to_meta_is_the_same_file(source: Tokenizer) -> None:
     if isinstance(source, TiktokenTokenizer):
         assert back == source.data
     again = tokenizer_model(as_gguf(as_json(as_model(as_gguf(as_json(source))))))
-    assert again == back  # scores of pieces become whole numbers once, and then stay
+    assert again == back  # the first conversion makes the scores integers
 
 
-def test_a_file_that_is_there_is_given_as_it_was_read(source: Tokenizer) -> None:
+def test_the_format_that_was_read_is_written_unchanged(source: Tokenizer) -> None:
     assert tokenizer_model(source) == source.data
     ours = as_json(source)
     text = "\ufeff" + json.dumps(json.loads(tokenizer_json(source)), indent=3)
@@ -174,12 +174,12 @@ def test_a_file_that_is_there_is_given_as_it_was_read(source: Tokenizer) -> None
     assert gguf_metadata(from_metadata(metadata, "x"), source.n_vocab) == expected
 
 
-@pytest.mark.slow  # the chains below hold the same of smaller vocabularies
-def test_llama3s_own_file_goes_round_by_all_formats(llama3: Tokenizer) -> None:
+@pytest.mark.slow  # the conversions of smaller vocabularies test the same
+def test_llama3s_own_file_survives_all_formats(llama3: Tokenizer) -> None:
     hf = as_json(llama3)
     file = as_gguf(hf)
     assert tokenizer_model(file) == wheel_member(*LLAMA3_FILE).read_bytes()
-    assert len(file.merges) == 280_147  # as many as the published tokenizer.json has
+    assert len(file.merges) == 280_147  # as in the published tokenizer.json
     for other in (hf, file):
         same(llama3, other, texts(1500))
     metadata = file.metadata
@@ -192,7 +192,7 @@ def test_llama3s_own_file_goes_round_by_all_formats(llama3: Tokenizer) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_vocabulary_of_32000_pieces_goes_round(tmp_path: Path) -> None:
+def test_a_real_vocabulary_of_32000_pieces_survives_all_formats(tmp_path: Path) -> None:
     source = open_tokenizer(wheel_member(*MISTRAL_FILE))
     for other in (as_json(source), as_gguf(as_json(source)), as_model(as_gguf(source)), as_model(as_json(source))):
         same(source, other, texts(3000))
@@ -201,7 +201,7 @@ def test_a_real_vocabulary_of_32000_pieces_goes_round(tmp_path: Path) -> None:
         assert theirs(text, split_special_tokens=True).input_ids == source.encode(text, bos=True)
 
 
-def test_the_default_models_vocabulary_goes_to_hugging_face_and_back(smollm: Tokenizer, tmp_path: Path) -> None:
+def test_the_default_models_vocabulary_survives_conversion_to_hugging_face(smollm: Tokenizer, tmp_path: Path) -> None:
     strings = [text for text in texts(1000) if not set(text.encode()) & set(smollm._missing)]
     assert len(strings) > 500
     hf = as_json(smollm)
@@ -215,9 +215,9 @@ def test_the_default_models_vocabulary_goes_to_hugging_face_and_back(smollm: Tok
         tokenizer_model(smollm)
 
 
-# ------------------------------------------------------------------------------------------------- by other libraries
+# -------------------------------------------------------------------------------------------- read by other libraries
 def auto(tokenizer: Tokenizer, folder: Path, **config: Any) -> Any:
-    """What transformers makes of a folder with the two files, and with a config.json where one is given."""
+    """The tokenizer that transformers loads from a folder with the two files, and a config.json if given."""
     from transformers import AutoTokenizer
 
     (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer))
@@ -241,7 +241,9 @@ def test_transformers_has_the_same_ids(source: Tokenizer, config: Any, tmp_path:
     assert "token_type_ids" not in encoded
     for name, id in source.control.items():
         assert theirs.convert_tokens_to_ids(name) == id
-        assert theirs(name, add_special_tokens=False).input_ids[-1] == id  # there typed control strings count
+        assert (
+            theirs(name, add_special_tokens=False).input_ids[-1] == id
+        )  # transformers matches control strings in a text
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
@@ -291,9 +293,9 @@ def test_the_gguf_package_reads_the_metadata(source: Tokenizer, tmp_path: Path) 
     assert gguf_metadata(read, rows) == {key: value for key, value in metadata.items() if value is not None}
 
 
-# --------------------------------------------------------------------------------------------- what the formats differ in
+# ----------------------------------------------------------------------------------------- differences between formats
 def changed(tokenizer: Tokenizer, change: Callable[[dict[str, Any]], None], **config: Any) -> HuggingFaceTokenizer:
-    """The tokenizer as tokenizer.json, after a change."""
+    """The tokenizer as a tokenizer.json that `change` has edited."""
     document = json.loads(tokenizer_json(tokenizer))
     change(document)
     return HuggingFaceTokenizer(
@@ -302,12 +304,12 @@ def changed(tokenizer: Tokenizer, change: Callable[[dict[str, Any]], None], **co
 
 
 def renamed(document: dict[str, Any]) -> None:
-    """Hugging Face's names of Llama 3's reserved ids are other ones than Meta's."""
+    """Hugging Face names some of Llama 3's reserved ids differently from Meta."""
     for token in document["added_tokens"]:
         token["content"] = token["content"].replace("step_id", "reserved_special_token_900")
 
 
-def test_an_instruct_models_end_is_kept_where_it_can_be_said(tiktoken_512: Tokenizer) -> None:
+def test_an_instruct_models_eos_is_preserved_if_the_format_can_express_it(tiktoken_512: Tokenizer) -> None:
     ours = changed(tiktoken_512, renamed, eos_token="<|eot_id|>")
     eot = tiktoken_512.control["<|eot_id|>"]
     assert as_gguf(ours).eos_id == as_json(as_gguf(ours)).eos_id == ours.eos_id == eot
@@ -317,7 +319,7 @@ def test_an_instruct_models_end_is_kept_where_it_can_be_said(tiktoken_512: Token
     assert (meta.stop_ids, ours.stop_ids) == (tiktoken_512.stop_ids, tiktoken_512.stop_ids)
 
 
-def test_pairs_of_one_token_may_come_in_any_order(tiktoken_512: Tokenizer) -> None:
+def test_the_merges_of_one_token_may_be_in_any_order(tiktoken_512: Tokenizer) -> None:
     def turn_around(document: dict[str, Any]) -> None:
         document["model"]["merges"].sort(key=lambda pair: (vocab["".join(pair)], -vocab[pair[0]]))
 
@@ -327,7 +329,7 @@ def test_pairs_of_one_token_may_come_in_any_order(tiktoken_512: Tokenizer) -> No
     assert tokenizer_model(ours) == tiktoken_512.data
 
 
-def test_ends_without_a_known_name_take_ggufs_keys(tiktoken_512: Tokenizer) -> None:
+def test_stop_ids_without_a_known_name_use_ggufs_eot_and_eom(tiktoken_512: Tokenizer) -> None:
     def without_names(document: dict[str, Any]) -> None:
         for token in document["added_tokens"]:
             token["content"] = token["content"].replace("eot_id", "enough").replace("eom_id", "wait")
@@ -336,7 +338,7 @@ def test_ends_without_a_known_name_take_ggufs_keys(tiktoken_512: Tokenizer) -> N
     ids = [ours.control[f"<|{name}|>"] for name in ("enough", "wait", "image")]
     ours.stop_ids |= set(ids[:2])
     assert as_gguf(ours).stop_ids == ours.stop_ids
-    assert tokenizer_model(ours) == tiktoken_512.data  # there they end an answer by their place
+    assert tokenizer_model(ours) == tiktoken_512.data  # its control ids follow from their position
     ours.stop_ids |= {ids[2]}
     with pytest.raises(TokenizerError, match="4 ids end an answer"):
         gguf_metadata(ours, ours.n_vocab)
@@ -344,7 +346,7 @@ def test_ends_without_a_known_name_take_ggufs_keys(tiktoken_512: Tokenizer) -> N
         tokenizer_model(ours)
 
 
-def test_plain_added_tokens_and_gaps_survive(tiktoken_512: Tokenizer, tmp_path: Path) -> None:
+def test_plain_added_tokens_and_gaps_between_ids_survive(tiktoken_512: Tokenizer, tmp_path: Path) -> None:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     extra = [{"id": 770, "content": "[REF]", **flags}, {"id": 771, "content": "é x", **flags}]
     ours = changed(tiktoken_512, lambda document: document["added_tokens"].extend(extra))
@@ -359,15 +361,15 @@ def test_plain_added_tokens_and_gaps_survive(tiktoken_512: Tokenizer, tmp_path: 
     assert [theirs(text, split_special_tokens=True).input_ids[1:] for text in strings] == [*map(ours.encode, strings)]
 
 
-def test_the_one_text_that_tokenizer_json_spells_otherwise(tmp_path: Path) -> None:
+def test_a_text_that_is_one_user_defined_piece_gets_no_prefix_in_tokenizer_json(tmp_path: Path) -> None:
     ours = trained(tmp_path, user_defined_symbols=["[REF]"])
     assert as_json(ours).encode("[REF]") == ours.encode("[REF]")[1:]
     for text in (" [REF]", "[REF] ", "[REF][REF]", "a[REF]"):
         assert as_json(ours).encode(text) == ours.encode(text)
 
 
-def test_pairs_in_turns_become_one_score_where_that_is_the_same(tmp_path: Path) -> None:
-    """An older converter lists pairs whose unions score the same by the ids of their parts."""
+def test_interleaved_merges_get_one_score_if_the_ids_stay_the_same(tmp_path: Path) -> None:
+    """An older converter sorts pairs whose unions have the same score by the ids of their parts."""
     source = trained(tmp_path)
     merges = json.loads(tokenizer_json(source))["model"]["merges"]
     by_union: dict[str, list[Any]] = {}
@@ -389,9 +391,9 @@ def test_pairs_in_turns_become_one_score_where_that_is_the_same(tmp_path: Path) 
     assert [file.encode(text) for text in texts(300)] == [ours.encode(text) for text in texts(300)]
 
 
-# -------------------------------------------------------------------------------------------------- what can't be said
+# ---------------------------------------------------------------------------------- what other formats can't express
 def edit(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
-    """A change of one value in a document."""
+    """A function that changes one value in a document."""
 
     def change(document: dict[str, Any]) -> None:
         for key in path[:-1]:
@@ -414,7 +416,7 @@ def interleaved(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (edit("pre_tokenizer", "pretokenizers", 0, "pattern", "Regex", value=r"\w+"), "cuts words by Split and Byte"),
         (edit("model", "ignore_merges", value=False), "without ignore_merges in a way that has no name"),
@@ -423,16 +425,18 @@ def interleaved(document: dict[str, Any]) -> None:
         (edit("model", "end_of_word_suffix", value="</w>"), "end_of_word_suffix; expected BPE"),
     ],
 )
-def test_a_tokenizer_json_that_works_otherwise_stays_one(tiktoken_512: Tokenizer, change: Any, says: str) -> None:
+def test_a_byte_level_tokenizer_json_that_no_format_can_express_is_an_error(
+    tiktoken_512: Tokenizer, change: Any, message: str
+) -> None:
     ours = changed(tiktoken_512, change)
     assert as_json(ours).encode("a b 12") == ours.encode("a b 12")
     for write in (tokenizer_model, lambda tokenizer: gguf_metadata(tokenizer, tokenizer.n_vocab)):
-        with pytest.raises(TokenizerError, match=says):
+        with pytest.raises(TokenizerError, match=message):
             write(ours)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (
             edit("pre_tokenizer", value={"type": "Metaspace", "replacement": "▁"}),
@@ -444,21 +448,23 @@ def test_a_tokenizer_json_that_works_otherwise_stays_one(tiktoken_512: Tokenizer
         (interleaved, "interleaves the merges"),
     ],
 )
-def test_a_tokenizer_json_of_pieces_that_works_otherwise_stays_one(tmp_path: Path, change: Any, says: str) -> None:
+def test_a_piece_tokenizer_json_that_no_format_can_express_is_an_error(
+    tmp_path: Path, change: Any, message: str
+) -> None:
     ours = changed(trained(tmp_path), change)
     for write in (tokenizer_model, lambda tokenizer: gguf_metadata(tokenizer, tokenizer.n_vocab)):
-        with pytest.raises(TokenizerError, match=says):
+        with pytest.raises(TokenizerError, match=message):
             write(ours)
 
 
-def test_a_plain_added_token_that_eats_spaces_stays_in_its_file(tiktoken_512: Tokenizer) -> None:
+def test_a_plain_added_token_with_lstrip_is_an_error(tiktoken_512: Tokenizer) -> None:
     token = {"id": 768, "content": "<tool>", "single_word": False, "lstrip": True, "rstrip": False, "special": False}
     ours = changed(tiktoken_512, lambda document: document["added_tokens"].append({**token, "normalized": False}))
     with pytest.raises(TokenizerError, match="matches '<tool>' with lstrip"):
         gguf_metadata(ours, 800)
 
 
-def test_what_metas_llama3_file_can_not_say(tiktoken_512: Tokenizer) -> None:
+def test_what_metas_llama3_file_can_not_express_is_an_error(tiktoken_512: Tokenizer) -> None:
     plain = gguf_metadata(tiktoken_512, 768)
     tokens, types, merges = (plain[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type", "merges"))
     cases: list[tuple[dict[str, Any], str]] = [
@@ -473,13 +479,13 @@ def test_what_metas_llama3_file_can_not_say(tiktoken_512: Tokenizer) -> None:
         ({"tokens": [*tokens[:65], "中", *tokens[66:]], "merges": []}, "outside the byte alphabet"),
         ({"tokens": [*tokens[:65], "zzzz", *tokens[66:]], "merges": []}, "has no token for some bytes"),
     ]
-    for changes, says in cases:
+    for changes, message in cases:
         metadata = {**plain, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
-        with pytest.raises(TokenizerError, match=says):
+        with pytest.raises(TokenizerError, match=message):
             tokenizer_model(from_metadata(metadata, "x"))
 
 
-def test_what_a_sentencepiece_model_can_not_say(tmp_path: Path) -> None:
+def test_what_a_sentencepiece_model_can_not_express_is_an_error(tmp_path: Path) -> None:
     source = trained(tmp_path)
     plain = gguf_metadata(source, source.n_vocab)
     types = plain["tokenizer.ggml.token_type"]
@@ -492,16 +498,16 @@ def test_what_a_sentencepiece_model_can_not_say(tmp_path: Path) -> None:
         ({"token_type": [types[0], 1, *types[2:]]}, "begins a text with a plain token"),
         ({"eot_token_id": 300}, "ends an answer, which Meta's"),
     ]
-    for changes, says in cases:
+    for changes, message in cases:
         metadata = {**plain, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
-        with pytest.raises(TokenizerError, match=says):
+        with pytest.raises(TokenizerError, match=message):
             tokenizer_model(from_metadata(metadata, "x"))
     with pytest.raises(TokenizerError, match="it would only be a control token"):
         tokenizer_json(from_metadata({**plain, "tokenizer.ggml.token_type": [*types[:2], 1, *types[3:]]}, "x"))
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"model_type": "unigram", "vocab_size": 370}, "is not BPE"),
         ({"byte_fallback": False, "vocab_size": 300}, "no byte fallback"),
@@ -510,28 +516,28 @@ def test_what_a_sentencepiece_model_can_not_say(tmp_path: Path) -> None:
         ({"remove_extra_whitespaces": True}, "removes spaces"),
     ],
 )
-def test_a_sentencepiece_model_that_works_otherwise_stays_one(tmp_path: Path, options: Any, says: str) -> None:
+def test_a_sentencepiece_model_unlike_llama2s_is_an_error(tmp_path: Path, options: Any, message: str) -> None:
     source = trained(tmp_path, **options)
     assert tokenizer_model(source) == source.data
     for write in (tokenizer_json, tokenizer_config, lambda tokenizer: gguf_metadata(tokenizer, tokenizer.n_vocab)):
-        with pytest.raises(TokenizerError, match=says):
+        with pytest.raises(TokenizerError, match=message):
             write(source)
 
 
-def test_an_embedding_with_fewer_rows_is_refused(tiktoken_512: Tokenizer) -> None:
+def test_an_embedding_with_too_few_rows_is_an_error(tiktoken_512: Tokenizer) -> None:
     for tokenizer in (tiktoken_512, as_gguf(tiktoken_512)):
         with pytest.raises(TokenizerError, match="tokens and the embedding 700 rows"):
             gguf_metadata(tokenizer, 700)
 
 
-def test_a_token_of_two_ids_is_refused(tiktoken_512: Tokenizer) -> None:
+def test_a_token_with_two_ids_is_an_error(tiktoken_512: Tokenizer) -> None:
     metadata = copy.deepcopy(gguf_metadata(tiktoken_512, 768))
     metadata["tokenizer.ggml.tokens"][700] = metadata["tokenizer.ggml.tokens"][701]
     with pytest.raises(TokenizerError, match="is the token of more than one id"):
         tokenizer_json(from_metadata(metadata, "x"))
 
 
-def test_a_tokenizer_of_someone_elses_is_refused() -> None:
+def test_an_unknown_kind_of_tokenizer_is_an_error() -> None:
     class Other(TiktokenTokenizer.__base__):
         kind = "home-made"
         _encode = token_bytes = None
@@ -540,7 +546,7 @@ def test_a_tokenizer_of_someone_elses_is_refused() -> None:
         tokenizer_json(Other())
 
 
-# -------------------------------------------------------------------------------------------------- nothing is dropped
+# ---------------------------------------------------------------------------------------------- no byte is dropped
 def test_a_byte_without_a_token_is_an_error(smollm: Tokenizer) -> None:
     assert set(smollm._missing) >= {0x04, 0x06, 0xF1, 0xF2}
     with pytest.raises(
@@ -552,7 +558,7 @@ def test_a_byte_without_a_token_is_an_error(smollm: Tokenizer) -> None:
     assert smollm.decode(smollm.encode("é 漢 😀")) == "é 漢 😀"
 
 
-def test_a_missing_byte_within_a_token_is_no_loss(tiktoken_512: Tokenizer) -> None:
+def test_a_missing_byte_inside_a_longer_token_is_encoded(tiktoken_512: Tokenizer) -> None:
     metadata = gguf_metadata(tiktoken_512, 768)
     at = next(id for id, token in enumerate(metadata["tokenizer.ggml.tokens"]) if BYTE_OF.get(token) == 4)
     metadata["tokenizer.ggml.tokens"][at] = "\u0004\u0004"

@@ -1,4 +1,4 @@
-"""Group E: tokenizer files, damaged and hostile, and texts that are none."""
+"""Group E: damaged and hostile tokenizer files, and invalid texts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def copy(source: Path, target: Path) -> Path:
-    """A folder whose files are links to another's: what a test changes it writes anew."""
+    """A folder of links to another folder's files; a test replaces the files that it changes."""
     target.mkdir()
     for file in source.iterdir():
         (target / file.name).symlink_to(file)
@@ -53,12 +53,12 @@ def replace(folder: Path, name: str, data: bytes) -> Path:
 
 # ---------------------------------------------------------------------------------------------------------- the files
 @pytest.mark.row("E01")
-def test_the_tokenizers_of_two_models_swapped(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
-    """Both are named tokenizer.model. What it is shows in its content, and its size that it is another model's."""
+def test_a_tokenizer_of_another_model_is_rejected(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
+    """Both files are named tokenizer.model. The content shows the kind, the number of tokens shows the mismatch."""
     folder = copy(made["llama-2-7b"], tmp_path / "model")
     replace(folder, "tokenizer.model", (made["llama-3-8b"] / "tokenizer.model").read_bytes())
     attempt("generate", *RAW, "-m", folder).refused("model", "768 tokens", "512 rows", "do not belong together")
-    # The other way round the rows are too many: 32,000 tokens for 128,256 in the real ones, and here in proportion.
+    # The opposite case has too many rows: 32,000 tokens for 128,256 rows in the real models, the same ratio here.
     wide = dataclasses.replace(tiny.CONFIG, vocab_size=1066)
     path = tiny.write_gguf(tmp_path / "wide.gguf", wide, tiny.weights(wide))
     attempt("generate", *RAW, "-m", path).refused("wide.gguf", "266 tokens", "1066 rows", "do not belong together")
@@ -67,14 +67,14 @@ def test_the_tokenizers_of_two_models_swapped(made: dict[str, Path], tmp_path: P
 @pytest.mark.row("E02")
 @pytest.mark.parametrize("at", [0, 1, 300, 511])
 @pytest.mark.parametrize("line", [b"", b"not base64!", b"YWJj", b"#", b"YWJjZ 7", b"\xff\xfe 7"])
-def test_a_malformed_line_is_named(
+def test_the_error_names_a_malformed_line(
     made: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], at: int, line: bytes
 ) -> None:
-    """Skipped, it would shift every control id behind it."""
+    """If it were skipped, all control ids would shift."""
     lines = (made["llama-3-8b"] / "tokenizer.model").read_bytes().splitlines()
     lines[at] = line
     (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
-    if at == 0:  # then it does not begin like the file it is
+    if at == 0:  # then the kind is not recognized
         with pytest.raises(TokenizerError, match=r"tokenizer\.model"):
             open_tokenizer(tmp_path / "tokenizer.model")
     else:
@@ -91,8 +91,8 @@ def test_a_malformed_line_ends_the_command(made: dict[str, Path], tmp_path: Path
 
 
 @pytest.mark.row("E02")
-def test_control_ids_follow_the_lines(made: dict[str, Path]) -> None:
-    """The oracle for a line that is skipped: the number of lines alone says where the control ids are."""
+def test_control_ids_follow_the_last_rank(made: dict[str, Path]) -> None:
+    """The oracle for a skipped line: the control ids follow from the number of lines alone."""
     path = made["llama-3-8b"] / "tokenizer.model"
     lines = path.read_bytes().count(b"\n")
     tokenizer = open_tokenizer(path)
@@ -101,7 +101,7 @@ def test_control_ids_follow_the_lines(made: dict[str, Path]) -> None:
 
 
 @pytest.mark.row("E03")
-def test_ranks_twice_and_bytes_missing(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
+def test_repeated_ranks_and_missing_bytes_are_errors(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
     folder = copy(made["llama-3-8b"], tmp_path / "model")
     lines = (folder / "tokenizer.model").read_bytes().splitlines()
     replace(folder, "tokenizer.model", b"\n".join([*lines[:300], lines[299], *lines[301:]]))
@@ -116,22 +116,22 @@ def test_ranks_twice_and_bytes_missing(made: dict[str, Path], tmp_path: Path, at
 
 @pytest.mark.row("E04")
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_file_of_hugging_faces_that_was_cut(made: dict[str, Path], tmp_path: Path, attempt: Try, name: str) -> None:
+def test_a_truncated_file_of_hugging_face(made: dict[str, Path], tmp_path: Path, attempt: Try, name: str) -> None:
     folder = copy(made["hf"], tmp_path / "model")
     data = (folder / name).read_bytes().rstrip()
     for _, cut in cuts(data, len(data) - 1, every=len(data) // 3):
         outcome = attempt("generate", *RAW, "-m", replace(folder, name, cut))
         if name == "tokenizer.json":
             outcome.refused(name)
-        else:  # the model runs without it: it is named in a warning
+        else:  # the model runs without it, with a warning
             assert outcome.survived()
             assert f"warning: {folder / name}" in outcome.error
 
 
 @pytest.mark.row("E04")
 @pytest.mark.parametrize("every", [70_001, pytest.param(499, marks=pytest.mark.slow)])
-def test_a_tokenizer_json_with_a_bit_flipped(made: dict[str, Path], tmp_path: Path, attempt: Try, every: int) -> None:
-    """It still runs, or it is refused; nothing else."""
+def test_a_tokenizer_json_with_a_flipped_bit(made: dict[str, Path], tmp_path: Path, attempt: Try, every: int) -> None:
+    """The model runs or the file is rejected; nothing else happens."""
     folder = copy(made["hf"], tmp_path / "model")
     data = (folder / "tokenizer.json").read_bytes()
     for _, changed in flips(data, len(data), every):
@@ -141,8 +141,8 @@ def test_a_tokenizer_json_with_a_bit_flipped(made: dict[str, Path], tmp_path: Pa
 @pytest.mark.row("E04")
 @pytest.mark.row("E03")
 @pytest.mark.parametrize("every", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_tokenizer_model_with_a_bit_flipped(made: dict[str, Path], tmp_path: Path, every: int, attempt: Try) -> None:
-    """SentencePiece's file and Llama 3's: read and encoded with, or refused; the libraries' panics are errors too."""
+def test_a_tokenizer_model_with_a_flipped_bit(made: dict[str, Path], tmp_path: Path, every: int, attempt: Try) -> None:
+    """The files of SentencePiece and Llama 3 work or are rejected; the libraries' panics become errors too."""
     for model in ("llama-2-7b", "llama-3-8b"):
         folder = copy(made[model], tmp_path / f"{model}{every}")
         data = (folder / "tokenizer.model").read_bytes()
@@ -152,7 +152,7 @@ def test_a_tokenizer_model_with_a_bit_flipped(made: dict[str, Path], tmp_path: P
 
 @pytest.mark.row("E04")
 def test_a_piece_that_is_not_utf8(made: dict[str, Path], tmp_path: Path, attempt: Try) -> None:
-    """The sentencepiece library opens such a model and fails when asked for the piece."""
+    """The sentencepiece library opens such a model and fails to return the piece."""
     folder = copy(made["llama-2-7b"], tmp_path / "model")
     data = (folder / "tokenizer.model").read_bytes()
     at = data.index("▁the".encode())
@@ -164,7 +164,7 @@ HOSTILE = [
     "(a+)+$", "(a|a)*$", "(a|ab)+?c", r"(?:\p{L}+\s?)*x", "((a*))*", "(?:a+){2,}b", "([a]|b+)+", "a*a*a*b",
     r"(\w+)++", "(a?){50}", "(a{1,50}){1,50}", r"(?i:(?:x+x+)+y)", "[[a]b]*[a]*[a]*x", r"(?:[^\]]+\])*(",
 ]  # fmt: skip
-# What the family's tokenizer.json files, and those of its relatives, cut words with.
+# Word patterns of the tokenizer.json files of the LLaMA family and related models.
 HARMLESS = [
     LLAMA3_WORDS,
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -178,14 +178,14 @@ HARMLESS = [
 
 @pytest.mark.row("E05")
 @pytest.mark.parametrize("pattern", HARMLESS)
-def test_the_familys_patterns_are_taken(pattern: str) -> None:
+def test_the_llama_familys_patterns_are_accepted(pattern: str) -> None:
     check_pattern(pattern, "tokenizer.json")
 
 
 @pytest.mark.row("E05")
 @pytest.mark.parametrize("pattern", HOSTILE)
 @pytest.mark.parametrize("where", ["pre_tokenizer", "normalizer"])
-def test_a_regex_that_a_text_could_hang_is_refused(
+def test_a_regex_that_could_run_forever_is_rejected(
     made: dict[str, Path], tmp_path: Path, attempt: Try, pattern: str, where: str
 ) -> None:
     folder = copy(made["hf"], tmp_path / "model")
@@ -221,14 +221,14 @@ def test_a_vocabulary_with_more_tokens_than_rows(tmp_path: Path, attempt: Try) -
 @pytest.mark.row("E06")
 @pytest.mark.row("E12")
 @pytest.mark.parametrize("options", [{}, {"temperature": 5.0, "seed": 1}, {"draft": "ngram"}, {"logprobs": True}])
-def test_rows_without_a_token_are_never_drawn(tiny_llm: Llama, options: dict[str, Any]) -> None:
-    """The embedding has 320 rows and the vocabulary 266 tokens. The rows beyond are made the likeliest by far."""
+def test_rows_without_a_token_are_never_sampled(tiny_llm: Llama, options: dict[str, Any]) -> None:
+    """The embedding has 320 rows and the vocabulary 266 tokens. The extra rows are made by far the likeliest."""
     n_vocab = tiny_llm.tokenizer.n_vocab
     model = tiny.model()
     head = model.output.weight
     assert n_vocab < head.shape[0]
     head.data[n_vocab:] = 50 * torch.sign(head.data[n_vocab:])
-    assert (model(torch.tensor([[5, 6]]))[0].argmax(-1) >= n_vocab).any()  # unmasked, it would draw them
+    assert (model(torch.tensor([[5, 6]]))[0].argmax(-1) >= n_vocab).any()  # without the mask, they would be sampled
     llm = Llama(model, tiny_llm.tokenizer)
     done = llm.generate("hello", max_new_tokens=40, **options)
     assert len(done.tokens) > 0
@@ -238,7 +238,7 @@ def test_rows_without_a_token_are_never_drawn(tiny_llm: Llama, options: dict[str
 @pytest.mark.row("E07")
 @pytest.mark.parametrize("id", [266, 2**31, 2**32 - 1])
 @pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom"])
-def test_ids_out_of_range(tmp_path: Path, attempt: Try, name: str, id: int) -> None:
+def test_special_ids_out_of_range_are_errors(tmp_path: Path, attempt: Try, name: str, id: int) -> None:
     key = f"tokenizer.ggml.{name}_token_id"
     path = tiny.write_gguf(tmp_path / "t.gguf", metadata={key: id})
     attempt("generate", *RAW, "-m", path).refused("t.gguf", key, str(id), "outside the vocabulary of 266 tokens")
@@ -246,8 +246,8 @@ def test_ids_out_of_range(tmp_path: Path, attempt: Try, name: str, id: int) -> N
 
 @pytest.mark.row("E07")
 @pytest.mark.parametrize("missing", [("bos",), ("eos",), ("bos", "eos")])
-def test_ids_that_are_missing(tmp_path: Path, missing: tuple[str, ...]) -> None:
-    """No id is made up: without bos a prompt begins with its text, and the end has its name."""
+def test_missing_special_ids_are_none(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    """No id is invented: without bos a prompt begins with its text; stop ids are found by name."""
     path = tiny.write_gguf(tmp_path / "t.gguf", metadata={f"tokenizer.ggml.{name}_token_id": None for name in missing})
     tokenizer = loader.load_tokenizer(path)
     assert (tokenizer.bos_id is None, tokenizer.eos_id is None) == ("bos" in missing, "eos" in missing)
@@ -264,7 +264,7 @@ SURROGATES = ["\ud800", "a\udcffb", "\udfff\ud800", "x" * 1000 + "\udc80"]
 
 @pytest.fixture(scope="module")
 def kinds(made: dict[str, Path], tiny_gguf: Path) -> dict[str, Tokenizer]:
-    """A vocabulary of each reader: tokenizers twice, sentencepiece, tiktoken."""
+    """A vocabulary of every reader: two with tokenizers, one with sentencepiece, one with tiktoken."""
     paths = {"gguf": tiny_gguf, **made}
     return {name: loader.load_tokenizer(path) for name, path in paths.items()}
 
@@ -272,14 +272,14 @@ def kinds(made: dict[str, Path], tiny_gguf: Path) -> dict[str, Tokenizer]:
 @pytest.mark.row("E08")
 @pytest.mark.parametrize("text", SURROGATES)
 def test_lone_surrogates_are_one_error_in_every_vocabulary(kinds: dict[str, Tokenizer], text: str) -> None:
-    """Not U+FFFD, which tiktoken would put there: the answer would be to another text, in silence."""
-    told = set()
+    """It does not become U+FFFD, as in tiktoken: the model would silently answer another text."""
+    messages = set()
     for tokenizer in kinds.values():
         for encode in (tokenizer.encode, tokenizer.encode_prompt):
             with pytest.raises(TokenizerError, match="not valid Unicode: a lone surrogate") as caught:
                 encode(text)
-            told.add(str(caught.value))
-    assert len(told) == 1
+            messages.add(str(caught.value))
+    assert len(messages) == 1
 
 
 @pytest.mark.row("E08")
@@ -301,10 +301,10 @@ def test_lone_surrogates_in_a_file_of_prompts(
     ("bytes_", "at"), [(b"\xff", 0), (b"abc\x80", 3), ("é".encode() + b"\xc3", 2), (b"\xed\xa0\x80", 0)]
 )
 def test_bytes_that_are_not_utf8(tiny_gguf: Path, tmp_path: Path, attempt: Try, bytes_: bytes, at: int) -> None:
-    told = f"byte {at} is 0x{bytes_[at]:02x}"
-    attempt("generate", *RUN, "-m", tiny_gguf, stdin=bytes_).refused("standard input", told, "convert", code=2)
+    found = f"byte {at} is 0x{bytes_[at]:02x}"
+    attempt("generate", *RUN, "-m", tiny_gguf, stdin=bytes_).refused("standard input", found, "convert", code=2)
     argument = bytes_.decode(errors="surrogateescape")
-    attempt("generate", "--raw", argument, *RUN, "-m", tiny_gguf).refused("prompt", told, "convert", code=2)
+    attempt("generate", "--raw", argument, *RUN, "-m", tiny_gguf).refused("prompt", found, "convert", code=2)
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "' + bytes_ + b'"}\n')
     args = ("generate", "--prompts", tmp_path / "in.jsonl", *RUN, "-m", tiny_gguf)
     attempt(*args).refused("in.jsonl line 1", "UTF-8", code=2)
@@ -325,8 +325,8 @@ LONG = {
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n == "ten megabytes" else ()) for n in LONG]
 )
-def test_strange_and_long_texts_come_back(kinds: dict[str, Tokenizer], name: str) -> None:
-    """Round trip equal in every vocabulary, in a time that is bounded."""
+def test_unusual_and_long_texts_round_trip(kinds: dict[str, Tokenizer], name: str) -> None:
+    """Every vocabulary decodes what it encoded, in bounded time."""
     for kind, tokenizer in kinds.items():
         started = time.thread_time()
         ids = tokenizer.encode(LONG[name])
@@ -338,8 +338,8 @@ def test_strange_and_long_texts_come_back(kinds: dict[str, Tokenizer], name: str
 @pytest.mark.row("E11")
 @pytest.mark.parametrize("name", ["gguf", "llama-2-7b", "llama-3-8b", "hf"])
 @pytest.mark.parametrize("written", ["{{ bos_token }}", ""])
-def test_a_templates_bos_is_the_only_one(kinds: dict[str, Tokenizer], name: str, written: str) -> None:
-    """The oracle: whoever writes it, the ids hold bos as often as the template does, whatever add_bos says."""
+def test_only_the_template_writes_bos(kinds: dict[str, Tokenizer], name: str, written: str) -> None:
+    """The oracle: the ids contain bos as often as the template writes it, whatever add_bos is."""
     from llama.chat import encode_chat
 
     tokenizer = kinds[name]
