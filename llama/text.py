@@ -1,4 +1,4 @@
-"""What a user holds: a model with its tokenizer, that takes text and gives text."""
+"""Llama: a model with its tokenizer; text in, text out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .engine.nonfinite import locate
 from .errors import LlamaError, NumericalError, UsageError
 from .generate import generate
 from .generation.answer import Answer, Completion, Piece, Stats, StopText
-from .generation.batch import Batch, Ended, Request, Said, Started
+from .generation.batch import Batch, Ended, Request, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
 from .model import Transformer
@@ -23,20 +23,20 @@ from .tokenizer import Tokenizer
 
 __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
-BATCH_SIZE = 16  # answers under way at once
+BATCH_SIZE = 16  # answers in progress at once
 
 
 class Llama:
-    """A model and its tokenizer. Made by `llama.load`.
+    """A model and its tokenizer, created by `llama.load`.
 
     Sampling options of all methods, with defaults: max_new_tokens=256, temperature=0.0 (greedy), top_k=0, top_p=1.0,
-    min_p=0.0, repetition_penalty=1.0, seed=None; their ranges and order are sampling.SamplingParams'. Besides:
-    stop=[...] strings that end the text, logprobs=True, and draft="ngram" or draft=a smaller Llama or Transformer with
-    the same vocabulary, which makes it faster where the draft guesses well; draft_tokens is the most it guesses at once
-    (speculative.py).
+    min_p=0.0, repetition_penalty=1.0, seed=None; sampling.SamplingParams describes them. Further options: stop=[...],
+    strings that end the text; logprobs=True; draft="ngram", or draft=a smaller Llama or Transformer with the same
+    vocabulary, which is faster if the draft predicts the text well; draft_tokens, the maximum number of drafted tokens
+    per pass (generation/speculative.py).
 
     Threads may call it at once, and each gets the answer it would get alone. A Session or a Draft serves one stream at
-    a time; a second one is refused with a UsageError.
+    a time; a second stream raises UsageError.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Llama:
     @overload
     def generate(self, prompt: Sequence[str], **options: Any) -> list[Completion]: ...
     def generate(self, prompt: str | Sequence[str], **options: Any) -> Completion | list[Completion]:
-        """Continue raw text, exactly as it stands (begin-of-text is added where the model was trained with it).
+        """Continue raw text; a begin-of-text id is added if the model was trained with one.
 
-        A list of prompts gives a list of completions, the same as one by one. They are worked on at once, batch_size
-        of them (default: 16); with a draft or a session, one after the other. The first error ends them all, and says
-        which prompt it is of.
+        A list of prompts returns a list of completions, the same as one by one. batch_size of them (default: 16) run at
+        once; with a draft or a session, they run one after the other. The first error ends all of them; its message
+        gives the number of the prompt.
         """
         if isinstance(prompt, str):
             return _last(self.stream(prompt, **options))
@@ -94,7 +94,7 @@ class Llama:
         return [completion for completion in done if completion is not None]
 
     def stream(self, prompt: str, **options: Any) -> Generator[Piece]:
-        """`generate` piece by piece; the texts joined are the completion's text."""
+        """`generate` as a stream of pieces, whose texts joined are the completion's text."""
         if not isinstance(prompt, str):
             raise UsageError(f"prompt must be a string, got {type(prompt).__name__}")
         return self.stream_ids(self.tokenizer.encode_prompt(prompt), **options)
@@ -108,8 +108,8 @@ class Llama:
     ) -> Completion:
         """The assistant's answer to messages [{"role": "user", "content": "..."}, ...].
 
-        They are written by the model's template, or by the built-in format that `chat_format` names. tools are JSON
-        schemas of functions the assistant may call; its calls come as text.
+        The model's template formats them, or the built-in format named by `chat_format`. tools are JSON schemas of
+        functions that the assistant may call; its calls are part of the text.
         """
         return _last(self.stream_chat(messages, tools=tools, **options))
 
@@ -120,7 +120,7 @@ class Llama:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> Generator[Piece]:
-        """`chat` piece by piece."""
+        """`chat` as a stream of pieces."""
         prompt = encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
         return self.stream_ids(prompt, **options)
 
@@ -135,10 +135,10 @@ class Llama:
         draft_tokens: int | None = None,
         **sampling: Any,
     ) -> Generator[Piece]:
-        """What the methods above stand on: prompt ids in, pieces of text out.
+        """Prompt ids in, pieces of text out; the methods above use it.
 
-        session keeps the KV cache for the next call; a draft that is a speculative.Draft keeps its own. Bad options are
-        refused here, not at the first piece.
+        session keeps the KV cache for the next call, and a speculative.Draft its own. Invalid options raise UsageError
+        here, not at the first piece.
         """
         if not isinstance(session, Session | None):
             raise UsageError(f"session must be a Session, got {type(session).__name__}")
@@ -168,7 +168,7 @@ class Llama:
             cache=cache,
             logprobs=logprobs,
         )
-        spoilt = False
+        nonfinite = False
         try:
             for token in tokens:
                 if text := answer.feed(token):
@@ -176,26 +176,26 @@ class Llama:
                 if answer.done:
                     break
         except NumericalError:
-            spoilt = True
+            nonfinite = True
             raise
         finally:
             tokens.close()  # type: ignore[attr-defined]
             if session is not None:
-                session.give_back(prompt + answer.ids, spoilt)
+                session.give_back(prompt + answer.ids, nonfinite)
         drafted, accepted = (0, 0) if draft is None else (draft.drafted, draft.accepted)
         yield answer.end(params, cached=cached, logprobs=logprobs, drafted=drafted, accepted=accepted)
 
     def stream_batch(
         self, prompts: Iterable[tuple[Sequence[int], Mapping[str, Any]]], *, batch_size: int = BATCH_SIZE
     ) -> Iterator[tuple[int, Piece | LlamaError]]:
-        """Answers to many prompts at once, each as `stream_ids` gives it: (number of the prompt, its next piece).
+        """Answers to many prompts at once, each as from `stream_ids`: (number of the prompt, its next piece).
 
-        prompts are pairs of ids and options (those of the class, without draft), taken when there is room. At most
-        batch_size answers are under way; a slot that one leaves goes to the next prompt (batch.py). A piece comes with
-        each of its tokens, so the text may be empty. A prompt that can't be run, or whose logits are not finite, gives
-        its error instead of its last piece; bad options are raised.
+        prompts are pairs of ids and options (those of the class, without draft), read whenever a slot is free. At most
+        batch_size answers are in progress; the next prompt uses the slot of an answer that ended (generation/batch.py).
+        There is a piece for each token, so its text may be empty. A prompt that can't be run, or whose logits are not
+        finite, yields its error instead of its last piece; invalid options raise UsageError.
         """
-        settings: dict[int, tuple[int, SamplingParams, list[str], bool]] = {}  # of prompts under way, by number
+        settings: dict[int, tuple[int, SamplingParams, list[str], bool]] = {}  # of prompts in progress, by number
 
         def request(number: int, prompt: Sequence[int], options: Mapping[str, Any]) -> Request:
             sampling = dict(options)
@@ -216,7 +216,7 @@ class Llama:
                 case Started():
                     prompt_tokens, _, stops, _ = settings[number]
                     answers[number] = Answer(self.tokenizer, prompt_tokens, stops), event.cached
-                case Said():
+                case TokenEvent():
                     answer = answers[number][0]
                     text = answer.feed(event.token)
                     if not event.token.stop:
@@ -233,7 +233,7 @@ class Llama:
                         yield number, answer.end(params, cached=cached, logprobs=logprobs)
 
     def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
-        """What the options say about sampling, with a seed. Raises UsageError on one that is not known."""
+        """The sampling options, with a seed. Raises UsageError for an unknown option."""
         known = {f.name for f in dataclasses.fields(SamplingParams)}
         if unknown := sampling.keys() - known:
             raise UsageError(
@@ -248,7 +248,7 @@ class Llama:
 
 @contextmanager
 def _named(number: int, prompts: Sequence[object]) -> Iterator[None]:
-    """Let an error say which prompt of a list it is about, number (from 0), counted from 1."""
+    """Prefix an error with the prompt it is about: number counts from 0, the message from 1."""
     try:
         yield
     except LlamaError as error:
@@ -268,5 +268,5 @@ def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     for text in stops:
         if not isinstance(text, str) or not text:
-            raise UsageError(f"a stop string must be a string that is not empty, got {text!r}")
+            raise UsageError(f"a stop string must be a non-empty string, got {text!r}")
     return stops

@@ -49,7 +49,7 @@ def load_ours(spec: dict[str, Any]) -> tuple[Job, int]:
 
     from llama import loader
     from llama.checkpoint import open_checkpoint
-    from llama.generation.batch import Batch, Request, Said
+    from llama.generation.batch import Batch, Request, TokenEvent
     from llama.sampling import SamplingParams
 
     torch.set_num_threads(spec["threads"])
@@ -57,7 +57,7 @@ def load_ours(spec: dict[str, Any]) -> tuple[Job, int]:
 
     def job(prompts: list[list[int]], new: int, size: int) -> None:
         requests = [Request(prompt, SamplingParams(max_new_tokens=new)) for prompt in prompts]
-        tokens = sum(isinstance(event, Said) for event in Batch(model, requests, slots=size))
+        tokens = sum(isinstance(event, TokenEvent) for event in Batch(model, requests, slots=size))
         check(tokens, len(prompts) * new)
 
     return job, model.config.vocab_size

@@ -35,8 +35,8 @@ from llama.engine.nonfinite import locate
 from llama.engine.sharding import Rank
 from llama.errors import ContextLengthError, LlamaError, NumericalError
 from llama.generate import generate, prefill
-from llama.generation.batch import Batch, Request, Said, Started
-from llama.generation.speculative import Draft, Guess, make_draft, speculate
+from llama.generation.batch import Batch, Request, TokenEvent, Started
+from llama.generation.speculative import Draft, DraftToken, make_draft, speculate
 from llama.model import Transformer
 from llama.sampling import SamplingParams
 from llama.text import Session
@@ -217,9 +217,9 @@ class HalfRight(Draft):
     def length(self) -> int:
         return self.most
 
-    def propose(self, tokens: list[int], limit: int, pick: Any) -> list[Guess]:
+    def propose(self, tokens: list[int], limit: int, pick: Any) -> list[DraftToken]:
         at = range(len(tokens), min(len(tokens) + limit, len(self.text)))
-        return [Guess(self.text[i] if i % 3 else 1 - min(1, self.text[i]), None) for i in at]
+        return [DraftToken(self.text[i] if i % 3 else 1 - min(1, self.text[i]), None) for i in at]
 
 
 @torch.inference_mode()
@@ -264,7 +264,7 @@ def many(model: Transformer) -> dict[str, Tensor]:
     requests.insert(3, Request([], SamplingParams()))
     out: dict[str, list[int]] = {str(number): [] for number in range(len(requests))}
     for event in Batch(model, requests, slots=3):
-        if isinstance(event, Said):
+        if isinstance(event, TokenEvent):
             out[str(event.number)].append(event.token.id)
         elif isinstance(event, Started):
             out[str(event.number)].append(-event.cached)

@@ -18,7 +18,7 @@ from llama.engine.linears import quantize_
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
 from llama.generate import Token, generate, prefill
 from llama.generation import batch
-from llama.generation.batch import Batch, Ended, Request, Said, Started
+from llama.generation.batch import Batch, Ended, Request, TokenEvent, Started
 from llama.model import Runner, Transformer
 from llama.sampling import SamplingParams
 from llama.text import Llama
@@ -45,7 +45,7 @@ def together(net: Transformer, requests: Iterable[Request], slots: int, **option
                 assert number not in state
                 assert cached >= 0
                 state[number], said[number] = "started", []
-            case Said(number, token):
+            case TokenEvent(number, token):
                 assert state[number] == "started"
                 said[number].append(token)
             case Ended(number, error):
@@ -233,7 +233,7 @@ def test_requests_start_in_order_and_a_free_slot_is_taken_at_once() -> None:
             case Started(number):
                 active.add(number)
                 started.append(number)
-            case Said():
+            case TokenEvent():
                 assert len(active) == 2 or len(started) == len(requests) or event.token is not None
                 if len(started) < len(requests) and event.number in active and len(started) >= 2:
                     assert len(active) == 2
@@ -253,7 +253,7 @@ def test_requests_are_taken_when_there_is_room_and_not_before() -> None:
 
     events = iter(Batch(net, requests(), slots=3))
     for event in events:
-        if isinstance(event, Said) and event.number == 2:
+        if isinstance(event, TokenEvent) and event.number == 2:
             break
     assert len(taken) == 3
 
@@ -342,7 +342,7 @@ def test_finish_ends_a_row_at_once_and_no_other() -> None:
     run = Batch(net, requests, slots=2)
     said: dict[int, int] = {}
     for event in run:
-        if isinstance(event, Said):
+        if isinstance(event, TokenEvent):
             said[event.number] = said.get(event.number, 0) + 1
             if event.number in (1, 3) and said[event.number] == 4:
                 run.finish(event.number)
@@ -354,9 +354,9 @@ def test_finish_from_outside_is_heard_before_the_next_token() -> None:
     run = Batch(net, [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(3)], slots=3)
     said: list[int] = []
     for event in run:
-        if isinstance(event, Said):
+        if isinstance(event, TokenEvent):
             said.append(event.number)
-        if isinstance(event, Said) and event.number == 0 and said.count(0) == 5:
+        if isinstance(event, TokenEvent) and event.number == 0 and said.count(0) == 5:
             run.finish(2)  # which has said 4 and would have its turn in this very step
     assert [said.count(number) for number in range(3)] == [10, 10, 4]
 
@@ -371,7 +371,7 @@ def test_a_request_that_cannot_run_ends_alone() -> None:
     for event in Batch(net, [good[0], *bad, good[1]], slots=2):
         if isinstance(event, Ended):
             errors[event.number] = event.error
-        if isinstance(event, Said):
+        if isinstance(event, TokenEvent):
             said[event.number].append(event.token)
     assert [type(errors[i]) for i in range(6)] == [
         type(None), UsageError, ContextLengthError, UsageError, UsageError, type(None)
@@ -398,7 +398,7 @@ def test_a_row_that_is_not_finite_ends_with_an_error_and_spoils_no_other(attenti
         said: dict[int, list[Token]] = {}
         errors: dict[int, LlamaError | None] = {}
         for event in Batch(net, requests, slots=slots, n_vocab=300):
-            if isinstance(event, Said):
+            if isinstance(event, TokenEvent):
                 said.setdefault(event.number, []).append(event.token)
             if isinstance(event, Ended):
                 errors[event.number] = event.error
@@ -425,7 +425,7 @@ def test_a_row_may_turn_bad_in_the_middle() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "next_logits", spoil)
         events = list(Batch(net, requests, slots=3))
-    said = [[event.token for event in events if isinstance(event, Said) and event.number == i] for i in range(5)]
+    said = [[event.token for event in events if isinstance(event, TokenEvent) and event.number == i] for i in range(5)]
     assert [event.number for event in events if isinstance(event, Ended) and event.error] == [1]
     assert_same(said, [row if i != 1 else row[:3] for i, row in enumerate(expected)])
 

@@ -23,7 +23,7 @@ from llama.generate import Token, generate
 from llama.generation import speculative
 from llama.generation.speculative import (
     Draft,
-    Guess,
+    DraftToken,
     ModelDraft,
     NGramDraft,
     acceptance,
@@ -56,8 +56,8 @@ class Scripted(Draft):
         super().__init__(most)
         self.guess = guess
 
-    def propose(self, tokens: list[int], limit: int, pick: Any) -> list[Guess]:
-        return [Guess(id, None) for id in self.guess(tokens, limit)]
+    def propose(self, tokens: list[int], limit: int, pick: Any) -> list[DraftToken]:
+        return [DraftToken(id, None) for id in self.guess(tokens, limit)]
 
 
 def drafts(seed: int, model: Transformer, most: int) -> list[Draft]:
@@ -84,11 +84,11 @@ def test_what_is_kept_and_what_replaces_it_is_distributed_as_the_model_says(ps: 
     p, q = torch.tensor(ps) / sum(ps), torch.tensor(qs) / sum(qs)
     said = torch.zeros(6)
     for id in q.nonzero().flatten().tolist():  # the draft says id with probability q(id); then two things can happen
-        keep = acceptance(p, Guess(id, q))
+        keep = acceptance(p, DraftToken(id, q))
         assert 0 <= keep <= 1
         said[id] += q[id] * keep
         if keep < 1:
-            said += q[id] * (1 - keep) * residual(p, Guess(id, q))
+            said += q[id] * (1 - keep) * residual(p, DraftToken(id, q))
     torch.testing.assert_close(said, p, rtol=0, atol=1e-6)
 
 
@@ -96,8 +96,8 @@ def test_what_is_kept_and_what_replaces_it_is_distributed_as_the_model_says(ps: 
 def test_a_guess_that_was_not_drawn_is_a_draw_from_one_point(ps: list[float], id: int) -> None:
     p, point = torch.tensor(ps) / sum(ps), torch.zeros(6)
     point[id] = 1
-    assert acceptance(p, Guess(id, None)) == acceptance(p, Guess(id, point)) == p[id]
-    torch.testing.assert_close(residual(p, Guess(id, None)), residual(p, Guess(id, point)), rtol=0, atol=0)
+    assert acceptance(p, DraftToken(id, None)) == acceptance(p, DraftToken(id, point)) == p[id]
+    torch.testing.assert_close(residual(p, DraftToken(id, None)), residual(p, DraftToken(id, point)), rtol=0, atol=0)
 
 
 # ----------------------------------------------------------------------------------------------------------- greedy
@@ -332,7 +332,7 @@ def test_ngrams_guess_what_followed_the_longest_ending_the_last_time(text: list[
                     going_on.append(going_on[ends[-1] + i])
                 expected = going_on[length:]
                 break
-        guesses = draft.propose(seen, 7, lambda logits, tokens: Guess(0, None))
+        guesses = draft.propose(seen, 7, lambda logits, tokens: DraftToken(0, None))
         assert [guess.id for guess in guesses] == expected
         assert all(guess.q is None for guess in guesses)
 
@@ -341,8 +341,8 @@ def test_a_draft_model_guesses_what_it_would_say_itself_whatever_was_kept() -> N
     small, model = tiny.model(SMALLER, 2), tiny.model(CONFIG)
     draft, generator = ModelDraft(small), torch.Generator().manual_seed(0)
 
-    def greedy(logits: Tensor, tokens: Any) -> Guess:
-        return Guess(int(logits.argmax()), logits.softmax(-1))
+    def greedy(logits: Tensor, tokens: Any) -> DraftToken:
+        return DraftToken(int(logits.argmax()), logits.softmax(-1))
 
     for prompt in ([1, 2, 3], [1, 2, 4, 4], [1, 2, 4, 4]):  # texts that begin alike, and the same again
         text = list(prompt)

@@ -42,14 +42,14 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         speeds = {"prefill_tps": self.prefill_tps, "decode_tps": self.decode_tps}
-        rounded = {key: None if value is None else round(value, 2) for key, value in speeds.items()}
+        two_digits = {key: None if value is None else round(value, 2) for key, value in speeds.items()}
         times = {"prefill_s": round(self.prefill_s, 4), "decode_s": round(self.decode_s, 4)}
-        return {**dataclasses.asdict(self), **times, **rounded}
+        return {**dataclasses.asdict(self), **times, **two_digits}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A bit of streamed text: whole characters, possibly none. The last piece carries the Completion."""
+    """A part of streamed text: complete characters, possibly none. The last piece has the Completion."""
 
     text: str
     completion: Completion | None = None
@@ -60,9 +60,9 @@ class Completion:
     """A finished generation.
 
     text           the new text only, cut before a stop string
-    tokens         the new ids only, without the stop id that ended them; those of a stop string are among them
+    tokens         the new ids only, without the final stop id, but including those of a stop string
     finish_reason  "stop" (a stop id or stop string) or "length" (max_new_tokens, or the context is full)
-    logprobs       natural log-probability of each of `tokens` in the model's own distribution, if asked for
+    logprobs       natural log-probability of each of `tokens` in the model's own distribution, if requested
     """
 
     text: str
@@ -73,52 +73,52 @@ class Completion:
 
 
 class StopText:
-    """Cuts a stream of text at the first stop string in it, and holds back only what may still become one.
+    """Cuts a stream of text at its first stop string. Delays only text that may be the beginning of one.
 
-    Where pieces of the stream break makes no difference: while a stop that began earlier may still complete, a later
-    one waits.
+    The result does not depend on how the stream is divided into pieces: if an earlier stop string may still be
+    completed, a later complete one waits.
     """
 
     def __init__(self, stops: Sequence[str]):
         self.stops = stops
-        self.held = ""
+        self.buffer = ""
         self.found = False
 
     def feed(self, text: str) -> str:
-        """The text that is certain now."""
-        self.held += text
+        """Add text; return the text that is certain to be before any stop string."""
+        self.buffer += text
         first, pending = self._first(), self._pending()
-        if first < len(self.held) and first <= pending:
+        if first < len(self.buffer) and first <= pending:
             return self._cut(first)
-        out, self.held = self.held[:pending], self.held[pending:]
+        out, self.buffer = self.buffer[:pending], self.buffer[pending:]
         return out
 
     def end(self) -> str:
-        """What was held back and became no stop string."""
+        """The delayed text, which did not become a stop string."""
         first = self._first()
-        if first < len(self.held):
+        if first < len(self.buffer):
             return self._cut(first)
-        out, self.held = self.held, ""
+        out, self.buffer = self.buffer, ""
         return out
 
     def _cut(self, at: int) -> str:
-        out, self.held, self.found = self.held[:at], "", True
+        out, self.buffer, self.found = self.buffer[:at], "", True
         return out
 
     def _first(self) -> int:
-        """Where the first whole stop string begins; the end where there is none."""
-        return min((at for stop in self.stops if (at := self.held.find(stop)) >= 0), default=len(self.held))
+        """The start of the first complete stop string, or the end of the buffer."""
+        return min((at for stop in self.stops if (at := self.buffer.find(stop)) >= 0), default=len(self.buffer))
 
     def _pending(self) -> int:
-        """Where the first unfinished stop string begins; the end where there is none."""
-        lengths = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
-        return len(self.held) - max(lengths, default=0)
+        """The start of the first incomplete stop string, or the end of the buffer."""
+        lengths = (n for stop in self.stops for n in range(1, len(stop)) if self.buffer.endswith(stop[:n]))
+        return len(self.buffer) - max(lengths, default=0)
 
 
 class Answer:
-    """An answer as it comes: `feed` it tokens while it is not `done`, then `end` it.
+    """An answer in progress: call `feed` with each token until it is `done`, then `end`.
 
-    Times are taken at birth, which is when the prompt begins to be fed, and at each token.
+    It measures time from its construction, when the prefill starts, and at each token.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tokens: int, stops: Sequence[str]):
@@ -132,7 +132,7 @@ class Answer:
         self._first: float | None = None
 
     def feed(self, token: Token) -> str:
-        """The text that is certain with this token; "" where none is."""
+        """Add a token; return the text that is certain now, which may be empty."""
         self._last = time.perf_counter()
         if self._first is None:
             self._first = self._last
@@ -149,7 +149,7 @@ class Answer:
     def end(
         self, params: SamplingParams, *, cached: int = 0, logprobs: bool = False, drafted: int = 0, accepted: int = 0
     ) -> Piece:
-        """The last piece of text, with the completion; `done` now says whether anything but the length ended it."""
+        """The last piece of text, with the completion. `done` is False if the length ended the answer."""
         text = ""
         if not self._stop_text.found:
             text = self._stop_text.feed(self._decoder.end()) + self._stop_text.end()

@@ -1,8 +1,8 @@
-"""A conversation's KV cache with the ids it holds, in memory and in a file, so that a text is fed once and asked often.
+"""A conversation's KV cache and its ids, in memory and in a file, so that a text is fed once for many questions.
 
-The file is a safetensors file: the ids, the used slots of every layer, and, as metadata, the settings of the model that
-computed them. Keys of another model, or of the same under another rotation, would give fluent nonsense; so a session
-is taken up only by a model with the same settings and the same weights.
+The file is a safetensors file with the ids, the used slots of every layer, and, as metadata, the settings of the model.
+Keys of another model, or of the same model under another rotation, would give fluent nonsense; so a session is
+accepted only by a model with the same settings and the same weights.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from ..model import Transformer
 from ..system.temporary import check_writable, own_temporary
 from .prefix import shared_prefix
 
-FORMAT = "1"  # of the file; raised when its content changes
-MARK = "clearllama_session"  # the entry of the metadata that holds it
-BUFFERS = ("k", "v", "k_scale", "v_scale")  # what the buffers of a layer are called in the file
+FORMAT = "1"  # version of the file format
+MARK = "clearllama_session"  # the metadata entry with the version
+BUFFERS = ("k", "v", "k_scale", "v_scale")  # names of a layer's buffers in the file
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.int64: "I64"}
-ENDS = 1024  # bytes from the beginning and the end of a weight that its hash is made of
+ENDS = 1024  # bytes at the beginning and at the end of a weight that its hash covers
 
 
-TAKING = Lock()  # held while a stream looks whether a session is free and takes it; threads may do so at once
+ACQUIRING = Lock()  # makes the check and the reservation of a session one step, since threads may call at once
 
 
 @dataclass
 class Session:
-    """One conversation's KV cache and the ids it holds: a prompt that begins alike pays only for its new part.
+    """One conversation's KV cache and its ids: of a prompt with the same prefix, only the new part is computed.
 
-    messages  the conversation in words, if it is one; kept for whoever holds the session, and saved with it
+    messages  the messages of a chat; they are for the caller, and are saved with the session
     """
 
     cache: KVCache | None = None
@@ -54,11 +54,11 @@ class Session:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def reuse(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
-        """The cache, trimmed to what it shares with `prompt`; at least the prompt's last token is left to be fed.
+        """The cache, trimmed to the prefix it shares with `prompt`, without the prompt's last token.
 
-        Raises UsageError while another stream is using it.
+        Raises UsageError while another stream uses the session.
         """
-        with TAKING:
+        with ACQUIRING:
             self._check_idle()
             self.busy = True
         try:
@@ -76,30 +76,30 @@ class Session:
         self.tokens = self.tokens[:shared]
         return self.cache
 
-    def give_back(self, tokens: Sequence[int], spoilt: bool) -> None:
-        """The stream is over, which fed `tokens` or fewer. spoilt: the cache may hold what is not finite, so it goes.
+    def give_back(self, tokens: Sequence[int], nonfinite: bool) -> None:
+        """End a stream that fed `tokens` or fewer. nonfinite: the cache may hold NaN, so it is dropped.
 
-        Behind a mask a NaN is not out of the way: its weight is 0, and 0 times NaN is NaN.
+        Masking does not remove NaN: the weight of a masked slot is 0, and 0 times NaN is NaN.
         """
         if self.cache is not None:
             self.tokens = list(tokens[: self.cache.length])  # the last id is not in the cache yet
             self.cache.trim(len(self.tokens))
-        if spoilt:
+        if nonfinite:
             self.cache, self.tokens = None, []
         self.busy = False
 
     def forget(self) -> None:
-        """Drop what is cached, and the messages."""
+        """Drop the cached tokens and the messages."""
         self._check_idle()
         self.tokens, self.messages = [], []
         if self.cache is not None:
             self.cache.trim(0)
 
     def save(self, path: str | os.PathLike[str], model: Transformer) -> int:
-        """Write the session to a file, whole or not at all, over an older session if there is one; returns its bytes.
+        """Write the session to a file atomically, replacing an older session; return the size in bytes.
 
-        Raises UsageError where there is nothing to save or `path` is something else (check_target, check_model),
-        CheckpointError when the system does not let it be written; what was there is then unchanged.
+        Raises UsageError if there is nothing to save or `path` is another file (check_target, check_model),
+        CheckpointError if the file can't be written; an existing file is then unchanged.
         """
         target = Path(path)
         self._check_idle()
@@ -131,10 +131,10 @@ class Session:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Transformer) -> Session:
-        """The session in a file, ready to go on with this model.
+        """Load a session from a file, to continue it with this model.
 
-        Raises CheckpointError for what is damaged, no session, or of another model, naming the setting that differs;
-        ContextLengthError where it does not fit into the model's context.
+        Raises CheckpointError if the file is damaged, is not a session, or belongs to another model (with the setting
+        that differs), ContextLengthError if it does not fit into the model's context.
         """
         source = Path(path)
         check_model(model)
@@ -148,7 +148,7 @@ class Session:
         cache = model.new_cache()
         names = [name for name, _, _ in _buffers(cache)]
         if set(names) != set(file.keys()) - {"tokens"}:
-            raise CheckpointError(f"{source} is damaged: it holds other tensors than a session of this model")
+            raise CheckpointError(f"{source} is damaged: its tensors are not those of a session of this model")
         digest = hashlib.sha256(about["text"].encode())
         ids = _read(source, file, "tokens", (count,), torch.int64, digest)
         if int(ids.min()) < 0 or int(ids.max()) >= model.config.vocab_size:
@@ -161,44 +161,44 @@ class Session:
             buffer = layer.buffers[i][:, :, :count]  # (1, KV, count, ..)
             buffer.copy_(_read(source, file, name, tuple(buffer.shape), buffer.dtype, digest))
         if digest.hexdigest() != about["sha256"]:
-            raise CheckpointError(f"{source} is damaged: its content is not what was written; save the session again")
+            raise CheckpointError(f"{source} is damaged: its checksum does not match; save the session again")
         cache.commit()
         return cls(cache, ids.tolist(), messages=_messages(source, about["messages"]))
 
     def _check_idle(self) -> None:
         if self.busy:
             raise UsageError(
-                "this session is in use by another stream; finish or close that one, or take a second session"
+                "this session is in use by another stream; finish or close that stream, or create a second session"
             )
 
 
 # ------------------------------------------------------------------------------------------------------ the checks
 def check_model(model: Transformer) -> None:
-    """Raise UsageError where a session can't be kept: under a RoPE that depends on the length, or in several parts."""
+    """Raise UsageError if sessions are not supported: RoPE depends on the length, or processes share the model."""
     if model.runner.distributed:
-        raise UsageError("a session can't be kept of a model in several processes: each has some of its keys only")
+        raise UsageError("a model in several processes has no sessions: each process has only some of the keys")
     if model.rope.by_length:
         raise UsageError(
-            "a session can't be saved or loaded under a RoPE whose frequencies depend on the length (dynamic,"
-            " longrope): a longer text turns even its first token otherwise"
+            "a session can't be saved or loaded if the RoPE frequencies depend on the length (dynamic, longrope):"
+            " in a longer text even the first token is rotated differently"
         )
 
 
 def check_target(path: Path) -> None:
-    """Raise UsageError unless a session may be written there: nothing is there, or a session."""
+    """Raise UsageError unless the path is free or holds a session."""
     if path.is_dir() or not path.name:
         raise UsageError(f"{path} is a folder; name a file for the session")
     if path.exists() and not is_session(path):
-        raise UsageError(f"{path} exists and is no session of clearllama; it is not overwritten: name another file")
+        raise UsageError(f"{path} exists and is not a clearllama session, so it is not overwritten; name another file")
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; make it first")
+        raise UsageError(f"{folder} is not a folder; create it first")
     try:
         check_writable(folder, ".session")
     except OSError as error:
         raise UsageError(
-            f"{folder} can't be written to ({error.strerror or error}), so the session can't be saved there; name"
-            f" another file"
+            f"{folder} is not writable ({error.strerror or error}), so the session can't be saved there; name another"
+            " file"
         ) from None
 
 
@@ -212,9 +212,9 @@ def is_session(path: Path) -> bool:
 
 
 def settings_of(model: Transformer) -> dict[str, Any]:
-    """Everything that decides which numbers a token leaves in the cache, in words and as JSON has it.
+    """The settings that determine the cached keys and values, as JSON values.
 
-    The form of the rotation is not among it, since keys are the same in each; nor is the model's context.
+    The form of the rotation is not included, since the keys are the same in each form; nor is the model's context.
     """
     settings = {
         **dataclasses.asdict(model.config),
@@ -229,15 +229,15 @@ def settings_of(model: Transformer) -> dict[str, Any]:
 
 
 def sample(model: Transformer) -> str:
-    """sha256 over every norm and bias, and the first and last KB of every other weight as it is held.
+    """sha256 of every norm and bias, and of the first and last KB of every other weight in memory.
 
-    So a model of 16 GB that lies in a mapped file is not read for it; two models that differ only in the middle of
-    all their matrices are taken for the same.
+    So a model of 16 GB in a mapped file is not read completely; two models that differ only in the middle of all their
+    matrices have the same hash.
     """
     digest = hashlib.sha256()
     for name, tensor in _weights(model):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        entries = tensor.detach().reshape(-1)  # a view, as weights lie in one piece
+        entries = tensor.detach().reshape(-1)  # a view, since weights are contiguous
         some = ENDS // tensor.element_size()
         ends = [entries] if tensor.dim() < 2 or len(entries) <= 2 * some else [entries[:some], entries[-some:]]
         for end in ends:
@@ -268,64 +268,64 @@ def _buffers(cache: KVCache) -> Iterator[tuple[str, LayerCache, int]]:
 
 
 def open_session(path: Path) -> tuple[Any, dict[str, Any]]:
-    """A session's file, open, and {settings, messages, sha256, text} of its metadata. Raises CheckpointError."""
+    """An open session file, and {settings, messages, sha256, text} from its metadata. Raises CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
     if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is no session of clearllama, and no file at all")  # a pipe would never end
+        raise CheckpointError(f"{path} is not a file; expected a session of clearllama")  # a pipe would block
     try:
         with open(path, "rb") as bare:
-            bare.read(1)  # for an error in the system's own words
+            bare.read(1)  # raises the system's own error
         file = safe_open(path, framework="pt")
         metadata: Mapping[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is damaged, or no session of clearllama ({' '.join(str(error).split())[:160]})"
+            f"{path} is damaged, or not a session of clearllama ({' '.join(str(error).split())[:160]})"
         ) from None
     if MARK not in metadata:
-        raise CheckpointError(f"{path} is no session of clearllama, but another safetensors file")
+        raise CheckpointError(f"{path} is a safetensors file, but not a session of clearllama")
     if metadata[MARK] != FORMAT:
         raise CheckpointError(
-            f"{path} is a session in the format {metadata[MARK]!r:.20}, and this version reads {FORMAT!r}; feed the"
-            f" text again"
+            f"{path} is a session in format {metadata[MARK]!r:.20}, but this version reads {FORMAT!r}; process the"
+            " text again"
         )
     text = metadata.get("about", "")
     about = parse_json(text.encode(), f"{path} (metadata)")
     if not isinstance(about.get("settings"), dict) or not isinstance(about.get("messages"), list):
-        raise CheckpointError(f"{path} is damaged: its metadata lack the settings or the messages")
+        raise CheckpointError(f"{path} is damaged: its metadata lacks the settings or the messages")
     return file, {**about, "text": text, "sha256": metadata.get("sha256")}
 
 
 def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a session was saved under other settings, naming them."""
+    """Raise CheckpointError with the settings that differ, if a session was saved with other settings."""
     other = [key for key in sorted(ours.keys() | theirs.keys()) if theirs.get(key) != ours.get(key)]
     if other == ["weights"]:
-        raise CheckpointError(f"{path} was saved with a model of the same shape and other weights; name that model")
+        raise CheckpointError(f"{path} was saved with other weights of the same shape; load that model")
     if other := [key for key in other if key != "weights"]:
-        told = [f"{key} {_told(theirs.get(key))}" for key in other[:3]]
-        mine = [_told(ours.get(key)) for key in other[:3]]
+        saved = [f"{key} {_shown(theirs.get(key))}" for key in other[:3]]
+        loaded = [_shown(ours.get(key)) for key in other[:3]]
         more = f", and {len(other) - 3} more settings differ" if len(other) > 3 else ""
         raise CheckpointError(
-            f"{path} was saved with {', '.join(told)}; this model has {', '.join(mine)}{more}: load the same model with"
-            f" the same options"
+            f"{path} was saved with {', '.join(saved)}; this model has {', '.join(loaded)}{more}: load the same model"
+            " with the same options"
         )
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "none" if value is None else f"{json.dumps(value):.100}".strip('"')
 
 
 def _length(path: Path, file: Any) -> int:
     shape = file.get_slice("tokens").get_shape() if "tokens" in file.keys() else []  # noqa: SIM118
     if len(shape) != 1 or shape[0] < 1:
-        raise CheckpointError(f"{path} is damaged: it holds no ids")
+        raise CheckpointError(f"{path} is damaged: it has no ids")
     return int(shape[0])
 
 
 def _read(path: Path, file: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, digest: Any) -> Tensor:
-    """One tensor of the shape and dtype that it must have; its bytes go into the digest."""
+    """Read a tensor, check its shape and dtype, and add its bytes to the digest."""
     found = file.get_slice(name)
     if (tuple(found.get_shape()), found.get_dtype()) != (shape, DTYPES[dtype]):
         raise CheckpointError(

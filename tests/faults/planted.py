@@ -218,8 +218,8 @@ SAMPLING: tuple[Defect, ...] = (
         "G18",
         "a session keeps the NaN that an error left in its cache",
         "llama/generation/session.py",
-        "        if spoilt:\n",
-        "        if spoilt and False:\n",
+        "        if nonfinite:\n",
+        "        if nonfinite and False:\n",
     ),
     Defect(
         "G18",

@@ -26,7 +26,7 @@ from llama.cache import KINDS, KVCache
 from llama.config import ModelConfig
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
 from llama.generate import check_extreme, generate, prefill
-from llama.generation.batch import Batch, Ended, Request, Said
+from llama.generation.batch import Batch, Ended, Request, TokenEvent
 from llama.model import Runner
 from llama.sampling import LARGEST_LOGIT, SamplingParams, choose, probs
 from llama.text import Llama, Session
@@ -345,7 +345,7 @@ def test_batched_prompts_of_1_7_and_64_tokens_equal_transformers(theirs: Callabl
     prompts = [tiny.random_tokens(n, seed=n)[0].tolist() for n in (1, 7, 64)]
     generated_ids: list[list[int]] = [[], [], []]
     for event in Batch(net, [Request(p, SamplingParams(max_new_tokens=9)) for p in prompts], slots=3):
-        if isinstance(event, Said):
+        if isinstance(event, TokenEvent):
             generated_ids[event.number].append(event.token.id)
     for prompt, ids in zip(prompts, generated_ids, strict=True):
         assert ids == [token.id for token in generate(net, prompt, SamplingParams(max_new_tokens=9))]
@@ -378,7 +378,7 @@ def test_unused_rows_of_a_batch_have_finite_logits(name: str, monkeypatch: pytes
     monkeypatch.setattr(Runner, "next_logits", finite)
     lengths = (1, 9, 2, 1, 12, 5)
     requests = (Request([i + 1] * (i + 1), SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths))
-    tokens = sum(isinstance(event, Said) for event in Batch(net, requests, slots=5))
+    tokens = sum(isinstance(event, TokenEvent) for event in Batch(net, requests, slots=5))
     assert tokens == sum(lengths)
     assert rows[0] > tokens - len(lengths)  # some rows were unused
 
