@@ -46,8 +46,8 @@ class Request(NamedTuple):
     logprobs: bool = False
 
 
-# The events of request `number` (from 0), in this order: Started, any number of TokenEvents, Ended. A request that can't
-# be run only has Ended.
+# The events of request `number` (from 0), in this order: Started, any number of TokenEvents, Ended. A request that
+# can't be run only has Ended.
 class Started(NamedTuple):
     """The request has a slot. `cached` tokens of its prompt were copied from another row."""
 
@@ -246,7 +246,7 @@ class Batch:
             self.slots[target], self.slots[source] = self.slots[source], self.slots[target]
 
     def _choose_next(self, slot: Slot, logits: Tensor, best: tuple[int, float] | None) -> Iterator[Event]:
-        """Choose the next token of a slot from logits (V,). best: the most probable id and the logits' extreme, if known."""
+        """Choose a slot's next token from logits (V,). best: the most probable id and the logits' extreme, if known."""
         sequence = slot.sequence
         if sequence is None:
             return
@@ -270,7 +270,7 @@ class Batch:
             sequence.seen = torch.cat((sequence.seen, sequence.seen.new_tensor([token.id])))
 
     def _choose(
-        self, row: ActiveSequence, logits: Tensor, best: tuple[int, float] | None, text: Sequence[int]
+        self, sequence: ActiveSequence, logits: Tensor, best: tuple[int, float] | None, text: Sequence[int]
     ) -> Token:
         params, logprob = sequence.request.params, None
         if best is not None and params.greedy and sequence.seen is None:
