@@ -1,11 +1,11 @@
-"""Write a miniature of an official LLaMA checkpoint: the same files, names, keys and shard axes, random weights.
+"""Write a miniature of an official LLaMA checkpoint: the same files, names, keys and shard axes, with random weights.
 
 usage: python scripts/make_tiny.py OUT --like llama-3.1-405b [--shards 16] [--format meta|hf|gguf]
 
-What makes a family hard to load is kept: grouped heads, key/value heads stored twice where there are more shards
-than heads, the embedding cut along its columns or its rows, RoPE tables in the files of LLaMA 1 and 2, the
+It has the properties that make a family hard to load: grouped heads, key/value heads stored twice if there are more
+shards than heads, the embedding split along its columns or its rows, RoPE tables in the files of LLaMA 1 and 2, the
 feed-forward width by Meta's formula, output matrices that repeat the embedding, row-scaled float8, 4-bit groups with
-low-rank parts, and a tokenizer of the family's kind. Sizes are small and all different, so that no mix-up fits.
+low-rank adapters, and the family's kind of tokenizer. Sizes are small and all different, so that a mix-up fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llama.config import ModelConfig
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 HEAD_DIM, MULTIPLE_OF = 16, 16
 
-# The text that the miniature tokenizers are trained on.
+# The training text of the miniature tokenizers. A change of it changes their vocabularies.
 TEXT = """
 A model that reads text without positions sees a bag of words: the dog bites the man, the man bites the dog. So each
 word is given its place. One way adds a wave to every word; another turns the queries and the keys, each pair of
@@ -42,7 +42,7 @@ Ein Satz auf Deutsch, une phrase en français, una frase en español, 一句中�
 def rotate(x, y, angle): return x * cos(angle) - y * sin(angle), x * sin(angle) + y * cos(angle)
 """
 
-# ffn_dim_multiplier of params.json by the start of a name; other families have none
+# ffn_dim_multiplier of params.json, by the start of the model's name; other families have none
 MULTIPLIER = {
     "llama-2-70b": 1.3, "codellama-70b": 1.3, "codellama": 1.0, "llama-3.1-405b": 1.2, "llama-3.2-1b": 1.5,
     "llama-3.2-3b": 1.0, "llama-3": 1.3,
@@ -50,7 +50,7 @@ MULTIPLIER = {
 
 
 def names() -> list[str]:
-    """Official models of which a miniature can be made."""
+    """Official models that have a miniature."""
     return sorted(path.stem for path in CONFIGS.glob("*.json") if "llama" in path.stem)
 
 
@@ -60,7 +60,7 @@ def real_config(like: str) -> ModelConfig:
 
 
 def tiny_config(like: str, shards: int = 1, n_layers: int = 2) -> ModelConfig:
-    """The real architecture with small numbers: kinds of attention, tying, RoPE and context as they are."""
+    """The real architecture with small sizes; kind of attention, tying, RoPE and context length are unchanged."""
     real = real_config(like)
     grouped = real.n_heads != real.n_kv_heads
     n_kv_heads = (8 if shards > 1 else 2) if grouped else max(4, shards)
@@ -82,12 +82,12 @@ def tiny_config(like: str, shards: int = 1, n_layers: int = 2) -> ModelConfig:
 
 
 def ffn_multiplier(like: str) -> float | None:
-    """What params.json of that model says."""
+    """ffn_dim_multiplier in params.json of that model, or None."""
     return next((value for start, value in MULTIPLIER.items() if like.startswith(start)), None)
 
 
 def params(like: str, config: ModelConfig, shards: int) -> dict[str, Any]:
-    """params.json as that family has it, with the keys it has and no others."""
+    """params.json with exactly the keys of the family."""
     out: dict[str, Any] = {"dim": config.dim, "n_layers": config.n_layers, "n_heads": config.n_heads}
     if config.n_kv_heads != config.n_heads:
         out["n_kv_heads"] = max(config.n_kv_heads, shards)
@@ -103,7 +103,7 @@ def params(like: str, config: ModelConfig, shards: int) -> dict[str, Any]:
 
 
 def weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Random weights by Meta's names, of a size at which every part of the model matters."""
+    """Random weights by Meta's names, scaled so that every part of the model affects the logits."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -131,7 +131,7 @@ def weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.bfloa
 
 
 def split(name: str, tensor: Tensor, config: ModelConfig, shards: int, by_columns: bool) -> list[Tensor]:
-    """The shards of a weight. by_columns: the embedding was cut so up to Code Llama."""
+    """The shards of a weight. by_columns: split the embedding along its columns, as the families up to Code Llama."""
     if shards == 1 or tensor.dim() == 1:
         return [tensor] * shards
     if name.endswith((".wk.weight", ".wv.weight")) and shards > config.n_kv_heads:
@@ -153,14 +153,14 @@ def make(
 ) -> Path:
     """Write a miniature to the folder `out` (for GGUF: to a file in it) and return the path to load.
 
-    dtype: bfloat16, for LLaMA 1 float16, unless given. quantization: None, "fp8", "qlora" or "spinquant" (Meta only).
+    dtype: by default bfloat16, float16 for LLaMA 1. quantization: None, "fp8", "qlora" or "spinquant" (Meta only).
     """
     config = tiny_config(like, shards, n_layers=4 if quantization == "fp8" else 2)
     dtype = dtype or (torch.float16 if like.startswith("llama-1") else torch.bfloat16)
     if format == "meta":
         return write_meta(out, like, config, weights(config, seed, dtype), shards, quantization)
     if quantization or shards != 1:
-        raise SystemExit("shards and quantization are Meta's; write --format meta")
+        raise SystemExit("--shards and --quantization need Meta's format; use --format meta")
     import tempfile
 
     from llama.tools.convert import convert
@@ -176,7 +176,7 @@ def make(
 def write_meta(
     out: Path, like: str, config: ModelConfig, state: dict[str, Tensor], shards: int, quantization: str | None
 ) -> Path:
-    """The folder as Meta lays it out: shards, params.json, tokenizer.model, checklist.chk."""
+    """Write a folder in Meta's layout: shards, params.json, tokenizer.model, checklist.chk."""
     out.mkdir(parents=True, exist_ok=True)
     old = like.startswith(("llama-1", "llama-2", "codellama"))
     document = params(like, config, shards)
@@ -206,7 +206,7 @@ def write_meta(
 
 
 def quantize_fp8(pieces: dict[str, list[Tensor]], config: ModelConfig) -> list[dict[str, Tensor]]:
-    """Feed-forward weights of the inner layers become float8 with one scale a row; the scales, shard by shard."""
+    """Quantize the feed-forward weights of the inner layers to float8 in place; return the row scales per shard."""
     shards = len(pieces["norm.weight"])
     scales: list[dict[str, Tensor]] = [{} for _ in range(shards)]
     for layer in range(1, config.n_layers - 1):
@@ -220,7 +220,10 @@ def quantize_fp8(pieces: dict[str, list[Tensor]], config: ModelConfig) -> list[d
 
 
 def quantize_int4(pieces: dict[str, list[Tensor]], spinquant: bool, group: int = 32) -> dict[str, Any]:
-    """Linear layers to 4 bits in groups, embedding and output to 8 bits a row; returns what params.json says of it."""
+    """Quantize linear layers to 4 bits in groups, embedding and output to 8 bits per row, all in place.
+
+    Returns the entries of params.json for it.
+    """
     generator = torch.Generator().manual_seed(1)
     for name in [name for name, parts in pieces.items() if parts[0].dim() == 2]:
         weight, base = pieces[name][0].float(), name.removesuffix(".weight")
@@ -239,7 +242,7 @@ def quantize_int4(pieces: dict[str, list[Tensor]], spinquant: bool, group: int =
 
 # ----------------------------------------------------------------------------------------------------- tokenizers
 def tiktoken_model(size: int) -> bytes:
-    """A file like Llama 3's: `size` lines of a token in base64 and its rank; bytes first, then pairs by frequency."""
+    """A file like Llama 3's: `size` lines with a token in base64 and its rank; bytes first, then pairs by frequency."""
     tokens = [bytes([i]) for i in range(256)]
     words = Counter(word.encode() for word in TEXT.replace(" ", " \0").split("\0"))
     split_words = {word: [bytes([b]) for b in word] for word in words}
@@ -264,7 +267,7 @@ def _merged(parts: list[bytes], pair: tuple[bytes, bytes]) -> Iterator[bytes]:
 
 
 def sentencepiece_model(size: int) -> bytes:
-    """A file like Llama 2's: SentencePiece BPE with byte fallback; from 528 on with Code Llama's 16 pieces more."""
+    """A file like Llama 2's: SentencePiece BPE with byte fallback; size 528 has Code Llama's 16 additional pieces."""
     import io
 
     import sentencepiece
@@ -290,7 +293,7 @@ def sentencepiece_model(size: int) -> bytes:
 
 
 def _piece(text: str) -> bytes:
-    """One more entry of the repeated field `pieces` in a ModelProto: text, score 0, type 4 (user defined)."""
+    """An additional entry of the repeated field `pieces` in a ModelProto: text, score 0, type 4 (user defined)."""
     raw = text.encode()
     body = b"\x0a" + bytes([len(raw)]) + raw + b"\x15" + struct.pack("<f", 0.0) + b"\x18\x04"
     return b"\x0a" + bytes([len(body)]) + body

@@ -1,14 +1,14 @@
-"""Train the tiny model of the study: bytes in, bytes out, at a context of 128, in minutes on one core.
+"""Train the tiny model of the study: tokens are bytes, the context is 128; it takes minutes on one core.
 
 usage: python scripts/train_tiny.py --text kjv.txt --out checkpoints/tiny-kjv [--steps 1500]
 
-The text is the King James Bible, in the public domain, as Debian's packages bible-kjv and bible-kjv-text print it:
+The text is the King James Bible, in the public domain, as printed by Debian's packages bible-kjv and bible-kjv-text:
 
     apt-get install bible-kjv && bible -l100000 gen1:1-rev22:21 > kjv.txt
 
-Everything before the last book is trained on; the last book, Revelation, is held out and written beside the model, so
-that perplexity is measured on words the model never saw. The model is llama.Transformer itself. One thread, one seed
-and one version of torch give the same weights, bit for bit.
+The last book, Revelation, is not used for training; it is written to the model's folder as the text on which perplexity
+is measured. The model is llama.Transformer. With one thread, the same seed and the same version of torch the weights
+are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HELD_OUT = b"\nRevelation 1\n"
 
 
 def train(data: Tensor, steps: int, batch: int, seed: int = 0, peak: float = 3e-3) -> Transformer:
-    """A model trained on bytes (N,) uint8, each step on `batch` random windows of the context's length."""
+    """Train a model on bytes (N,) uint8; each step uses `batch` random windows of the context length."""
     torch.manual_seed(seed)
     model = Transformer(CONFIG)
     for parameter in model.parameters():
@@ -78,7 +78,7 @@ def train(data: Tensor, steps: int, batch: int, seed: int = 0, peak: float = 3e-
 
 
 def save(model: Transformer, folder: Path) -> None:
-    """A folder as Hugging Face has it, so that every reader of such folders reads it: wq and wk in the half layout."""
+    """Write a folder in Hugging Face's format, with wq and wk in the half layout."""
     folder.mkdir(parents=True, exist_ok=True)
     theirs = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
     theirs |= {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
@@ -127,14 +127,14 @@ def save(model: Transformer, folder: Path) -> None:
 
 
 def byte_symbols() -> list[str]:
-    """The printable character that stands for each byte 0 .. 255 in a byte-level vocabulary."""
+    """The printable character for each byte 0 .. 255 in a byte-level vocabulary."""
     symbols = {byte: symbol for symbol, byte in BYTE_OF.items()}
     return [symbols[byte] for byte in range(256)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train the tiny model of the study.")
-    parser.add_argument("--text", type=Path, required=True, help="the whole text; see the head of this file")
+    parser.add_argument("--text", type=Path, required=True, help="the complete text; see the start of this file")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=32)
@@ -145,7 +145,7 @@ def main() -> int:
         print(f"{args.text}: expected the heading 'Revelation 1' once, found {text.count(HELD_OUT)}", file=sys.stderr)
         return 1
     split = text.index(HELD_OUT) + 1
-    torch.set_num_threads(1)  # sums in another order give other last bits, and training makes them other weights
+    torch.set_num_threads(1)  # another order of summation changes the last bits, and training amplifies that
     torch.use_deterministic_algorithms(True)
     model = train(torch.frombuffer(bytearray(text[:split]), dtype=torch.uint8), args.steps, args.batch, args.seed)
     save(model, args.out)

@@ -176,14 +176,14 @@ def find_source(function: Callable[..., Any], expression: str) -> Source | None:
 
     Returns None if the function does not contain the expression, or has no source.
     """
-    wanted = ast.dump(ast.parse(expression, mode="eval").body)
+    expected = ast.dump(ast.parse(expression, mode="eval").body)
     try:
         lines, first = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):
         return None
     for node in ast.walk(tree):
-        if isinstance(node, ast.expr) and ast.dump(node) == wanted:
+        if isinstance(node, ast.expr) and ast.dump(node) == expected:
             path = Path(inspect.getsourcefile(function) or "")
             package = Path(model.__file__).parent.parent
             file = path.relative_to(package).as_posix() if path.is_relative_to(package) else path.name

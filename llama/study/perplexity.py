@@ -177,7 +177,7 @@ def measure(
             torch_device,
             torch_dtype,
             max_seq_len=length,
-            pack=model != TINY,
+            fast=model != TINY,
             rope_scaling=scalings[method],
         )
         for start in range(0, len(mine), at_once):

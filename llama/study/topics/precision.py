@@ -93,7 +93,7 @@ def report(head_dim: int = 128, theta: float = 500000.0, context: int = 131072) 
     single = _emulated(last, frequencies, frequencies.astype(np.float32))
     coarse = _emulated(last, frequencies, formulas.bfloat16(frequencies).astype(np.float32))
     reciprocal = _emulated(last, frequencies, np.float32(1) / (1 / frequencies).astype(np.float32))
-    twice = _rounded_twice(head_dim, theta, last)
+    twice = _reciprocal_error(head_dim, theta, last)
     right_twice = 3.7e-3 if pinned else reciprocal
     relative, radians = _bfloat16_at_8191()
     power, off = _positions_lost(context)
@@ -137,7 +137,7 @@ def _emulated(position: int, exact: formulas.Array, frequency: npt.NDArray[np.fl
     return float(max(np.abs(cos).max(), np.abs(sin).max()))
 
 
-def _rounded_twice(head_dim: int, theta: float, position: int) -> float:
+def _reciprocal_error(head_dim: int, theta: float, position: int) -> float:
     """The error with frequencies as in Meta's and Hugging Face's code: a power in float32, then its reciprocal."""
     power = (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)).float()  # (D/2,)
     at = torch.tensor([position])
@@ -146,9 +146,9 @@ def _rounded_twice(head_dim: int, theta: float, position: int) -> float:
 
 def _bfloat16_at_8191() -> tuple[float, float]:
     """Largest relative error of bfloat16 frequencies, and the error in radians at position 8,191; D = 128, base 1e4."""
-    rounded = inverse_frequencies(128, 10000.0)[0].bfloat16().double().numpy()  # (64,)
+    coarse = inverse_frequencies(128, 10000.0)[0].bfloat16().double().numpy()  # (64,)
     exact = formulas.frequencies(128, 10000.0)
-    return float(np.abs(rounded / exact - 1).max()), 8191 * float(np.abs(rounded - exact).max())
+    return float(np.abs(coarse / exact - 1).max()), 8191 * float(np.abs(coarse - exact).max())
 
 
 def _positions_lost(context: int) -> tuple[int, int]:
