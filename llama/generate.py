@@ -1,7 +1,6 @@
-"""Token generation: prompt ids in, new ids out, one at a time. Text is text.py's business.
+"""Token generation, from prompt ids to new ids: the prompt is prefilled in chunks, then tokens are decoded one by one.
 
-The prompt goes through the model in chunks (prefill), then each new token goes through it alone (decode); the KV cache
-keeps the keys and values of all of them.
+The KV cache keeps the keys and values of all of them. text.py does the same from text to text.
 """
 
 from __future__ import annotations

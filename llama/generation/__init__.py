@@ -1,1 +1,1 @@
-"""What generates with a model besides generate.py: batches, drafts, sessions, answers."""
+"""More ways to generate than generate.py: batches, speculative decoding, sessions, answers as text."""

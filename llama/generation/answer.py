@@ -1,4 +1,4 @@
-"""What comes of a prompt: how new ids become text, where the text ends, and what it cost."""
+"""From new ids to an answer: whole characters, stop strings, and statistics."""
 
 from __future__ import annotations
 

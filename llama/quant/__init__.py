@@ -1,1 +1,1 @@
-"""Weights in few bits: schemes, block layouts, rounding."""
+"""Quantization: schemes, rounding, and the block layouts of files (Q4_0, Q4_K, ...) and kernels."""

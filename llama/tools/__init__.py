@@ -1,1 +1,1 @@
-"""What a command does with whole checkpoints: convert, quantize, verify, plan, doctor, benchmark, evaluate."""
+"""Tools for complete checkpoints and machines: convert, quantize, verify, plan, doctor, benchmark, evaluate."""
