@@ -19,9 +19,11 @@ from llama.cache import KVCache
 from llama.cli import main
 from llama.cli.plan import architecture, quantity
 from llama.config import ModelConfig
-from llama.engine.linears import SCHEMES, BlockLinear, quantize
+from llama.engine.linears import BlockLinear
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.hub.families import official
+from llama.quant.rounding import quantize
+from llama.quant.schemes import SCHEMES
 from llama.tools import plan
 from llama.tools.plan import GPUS, Run, Split, parse_gpus
 from llama.weights import expected_shapes
@@ -434,7 +436,7 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for told in (
         f"{facts['memory']['total'] / 1e9:.2f}  of 80.00",
-        f"{facts['decode']['tps_each']:,.1f} tok/s per sequence, {facts['decode']['tps_batch']:,.1f} in total",
+        f"{facts['decode']['tps_each']:,.1f} tok/s each, {facts['decode']['tps_batch']:,.1f} in total",
         f"{facts['prefill']['tps']:,.0f} tok/s",
         f"up to {facts['largest_batch']} sequences",
     ):

@@ -118,7 +118,7 @@ def test_a_closed_stdin_is_said(attempt: Try, model: Path, args: tuple[str, ...]
 def test_a_stdin_without_end_is_refused(attempt: Try, model: Path, args: tuple[str, ...], code: int) -> None:
     """/dev/zero, and no more than 1 GiB of addresses."""
     more = ("--chat-format", "llama3", *CPU) if args == ("chat",) else ()
-    attempt(*args, *more, "-m", model, stdin=Path("/dev/zero")).refused("or has no end", code=code)
+    attempt(*args, *more, "-m", model, stdin=Path("/dev/zero")).refused("is endless", code=code)
 
 
 @pytest.mark.row("I04")
