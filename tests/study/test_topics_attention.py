@@ -249,7 +249,7 @@ def test_a_defect_in_one_form_fails_only_the_check_of_that_form(
         return apply(xq, xk, cos, sin)[0], rope.half_to_interleaved(xk) if layout == "half" else xk
 
     wrong = wrong_sign if defect == "sign" else keys_left
-    monkeypatch.setitem(rope.FORMS, form, (make_table, wrong, layout))
+    monkeypatch.setitem(rope.FORMS, form, rope.FORMS[form]._replace(apply=wrong))
     failed = [check for check in topics.find("example").report().checks if not check.passed]
     assert [(check.claim, check.what.split(", largest error")[0]) for check in failed] == [(claim, what)]
 

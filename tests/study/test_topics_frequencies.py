@@ -246,7 +246,7 @@ def test_the_command_uses_the_options_and_rejects_those_of_other_topics(capsys: 
     assert "context 4096, factor 8.0" in out
     assert "at 32,768 tokens" in out
     assert main(["study", "clock", "--context", "4096"]) == 2
-    assert "it takes: --rope-factor" in capsys.readouterr().err
+    assert "it accepts: --rope-factor" in capsys.readouterr().err
     assert main(["study", "wavelengths", "--head-dim", "7"]) == 2
     assert "7" in capsys.readouterr().err
 
