@@ -1,1 +1,1 @@
-"""What a command does with whole checkpoints: convert, quantize, verify, plan, doctor, benchmark, evaluate."""
+"""Work on a checkpoint or the machine: convert, quantize, verify, plan, doctor, benchmark, evaluate."""
