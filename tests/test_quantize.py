@@ -268,7 +268,9 @@ def test_loading_warns_that_weights_are_quantized_again(saved: Path, sources: di
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 35])
-def test_the_weights_are_the_same_in_any_number_of_files(sources: dict[str, Path], saved: Path, tmp_path: Path, count: int) -> None:
+def test_the_weights_are_the_same_in_any_number_of_files(
+    sources: dict[str, Path], saved: Path, tmp_path: Path, count: int
+) -> None:
     proof = quantize(sources["hf"], tmp_path / "q", "int4", shards=count)
     assert len(list((tmp_path / "q").glob("*.safetensors"))) == count
     one, other = open_checkpoint(saved), open_checkpoint(tmp_path / "q")
@@ -315,7 +317,9 @@ def test_the_other_commands_read_the_folder(sources: dict[str, Path], tmp_path: 
     assert captured.err == ""
     assert report["sha256"] in out
     assert report["bytes_before"] == sources["gguf, tied"].stat().st_size
-    assert report["bytes_after"] == (tmp_path / "again" / "model.safetensors").stat().st_size < report["bytes_before"] / 3
+    assert (
+        report["bytes_after"] == (tmp_path / "again" / "model.safetensors").stat().st_size < report["bytes_before"] / 3
+    )
     assert main(["inspect", str(target), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["quantization"] == "int8"
