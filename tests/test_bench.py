@@ -18,9 +18,10 @@ from llama.checkpoint import open_checkpoint
 from llama.cli import bench, main, quality
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine.linears import SCHEMES, quantize_
+from llama.engine.linears import quantize_
 from llama.errors import ContextLengthError
 from llama.loader import build
+from llama.quant.schemes import SCHEMES
 from llama.study.perplexity import tiny_folder
 from llama.tools import benchmark
 from llama.tools.benchmark import Speed

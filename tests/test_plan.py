@@ -19,9 +19,11 @@ from llama.cache import KVCache
 from llama.cli import main
 from llama.cli.plan import architecture, quantity
 from llama.config import ModelConfig
-from llama.engine.linears import SCHEMES, BlockLinear, quantize
+from llama.engine.linears import BlockLinear
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.hub.families import official
+from llama.quant.rounding import quantize
+from llama.quant.schemes import SCHEMES
 from llama.tools import plan
 from llama.tools.plan import GPUS, Run, Split, parse_gpus
 from llama.weights import expected_shapes
@@ -98,12 +100,13 @@ def test_quantized_weights_are_the_bytes_of_a_gpus_layers(scheme: str, tied: boo
             total += 2 * weight.numel()
             continue
         kind = SCHEMES[SCHEMES[scheme].output or scheme] if wanted == "output" else SCHEMES[scheme]
-        total += sum(buffer.nbytes for buffer in BlockLinear(quantize(weight, kind)).buffers())
+        total += sum(buffer.nbytes for buffer in BlockLinear(quantize(weight, kind.format)).buffers())
     assert plan.weight_bytes(config, 2, SCHEMES[scheme]) == total
     if tied:  # the first of two stages has a copy of the last one's output layer
         kind = SCHEMES[SCHEMES[scheme].output or scheme]
         total += sum(
-            t.nbytes for t in BlockLinear(quantize(tiny.weights(config)["tok_embeddings.weight"], kind)).buffers()
+            t.nbytes
+            for t in BlockLinear(quantize(tiny.weights(config)["tok_embeddings.weight"], kind.format)).buffers()
         )
     halves = [replace(config, n_layers=1)] * 2
     parts = [plan.weight_bytes(half, 2, SCHEMES[scheme], i == 0, i == 1) for i, half in enumerate(halves)]
