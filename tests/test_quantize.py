@@ -92,7 +92,7 @@ def damaged(saved: Path, tmp_path: Path) -> Path:
 
 def built(path: Path, quantize: str | None = None, rope: str = "complex", dtype: str | None = None) -> Transformer:
     """The model that llama.load makes, even without a tokenizer."""
-    return build(open_checkpoint(path), "cpu", dtype, rope, fast=True, quantize=quantize)
+    return build(open_checkpoint(path), "cpu", dtype, rope=rope, fast=True, quantize=quantize)
 
 
 def contents(model: Transformer) -> dict[str, Any]:
@@ -637,8 +637,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no quantization_config": (lambda d: edit(d, remove=("quantization_config",)), r"model\.safetensors: '.*\.tiles' is not part of"),
     "a list for quantization_config": (lambda d: edit(d, quantization_config=[1]), r"quantization_config must be an object, got \[1\]"),
     "tied embeddings": (lambda d: edit(d, tie_word_embeddings=True), r"tie_word_embeddings and lm_head\.weight differs"),
-    "a layer more": (lambda d: edit(d, num_hidden_layers=3), "says 3 layers and the file holds tensors of 2"),
-    "wider": (lambda d: edit(d, intermediate_size=112), r"proj\.tiles has shape .* asks for"),
+    "a layer more": (lambda d: edit(d, num_hidden_layers=3), "has 3 layers, and the file has tensors of 2"),
+    "wider": (lambda d: edit(d, intermediate_size=112), r"proj\.tiles has shape .* requires"),
     "no metadata": (lambda d: edit_header(d, lambda h: h.pop("__metadata__")), r"metadata of .*\.tiles is missing, and with it shape and bits; quantize"),
     "no metadata of one weight": (replace_metadata(None), f"{META} is missing, and with it shape and bits; {REMEDY}"),
     "not JSON": (replace_metadata("{bits: 4}"), f"{META}:1:2: .* not JSON; {REMEDY}"),
@@ -667,12 +667,12 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "other groups": (edit_metadata(group=16), SIZE + REMEDY),
     "more columns": (edit_metadata(shape=[100, 96]), SIZE + REMEDY),
     "more rows": (edit_metadata(shape=[113, 64]), SIZE.replace("7,", "8,") + REMEDY),
-    "fewer rows": (edit_metadata(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\) and the configuration asks for \(100, 64\)"),
+    "fewer rows": (edit_metadata(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\) and the configuration requires \(100, 64\)"),
     "tiles of one row": (edit_tensor(f"{UP}.tiles", shape=[7 * 640]), SIZE + REMEDY),
     "tiles across": (edit_tensor(f"{UP}.tiles", shape=[640, 7]), SIZE + REMEDY),
     "tiles of signed bytes": (edit_tensor(f"{UP}.tiles", dtype="I8"), SIZE + REMEDY),
     "a norm of bytes": (edit_tensor("model.norm.weight", dtype="U8", shape=[256]), r"model\.norm\.weight is stored as U8; expected one of F32, BF16, F16"),
-    "a norm in tiles": (rename({"model.norm.weight": f"{UP}.weight", f"{UP}.tiles": "model.norm.tiles"}), r"up_proj\.weight has shape \(64,\) and the configuration asks for \(100, 64\); and 1 more"),
+    "a norm in tiles": (rename({"model.norm.weight": f"{UP}.weight", f"{UP}.tiles": "model.norm.tiles"}), r"up_proj\.weight has shape \(64,\) and the configuration requires \(100, 64\); and 1 more"),
     "one name too many": (rename({f"{UP}.tiles": "model.layers.1.mlp.gate_proj.weight"}), r"gate_proj\.\w+ is in .* and in"),
     "an unknown name": (rename({f"{UP}.tiles": "model.layers.1.mlp.side_proj.tiles"}), "'model.layers.1.mlp.side_proj.tiles' is not part of a LLaMA"),
     "tiles of a bias": (rename({f"{UP}.tiles": f"{UP}.bias.tiles"}), r"up_proj\.bias\.tiles' is not part of a LLaMA"),

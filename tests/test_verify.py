@@ -407,7 +407,7 @@ def test_documents_that_contradict_the_tensors_fail(copy: Copy) -> None:
     (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 95}))
     found = named(failures(path), "hf", "open")
     assert len(found) == 6  # three matrices of two layers
-    assert all("asks for" in f.message for f in found)
+    assert all("requires" in f.message for f in found)
     (path / "config.json").write_text(json.dumps(config)[:-1])
     assert [f.check for f in failures(path)] == ["json", "open"]
     (path / "config.json").write_text(json.dumps({**config, "vocab_size": 200}))
