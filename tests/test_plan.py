@@ -439,7 +439,7 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for line in (
         f"{facts['memory']['total'] / 1e9:.2f}  of 80.00",
-        f"{facts['decode']['tps_each']:,.1f} tok/s per sequence, {facts['decode']['tps_batch']:,.1f} in total",
+        f"{facts['decode']['tps_each']:,.1f} tok/s each, {facts['decode']['tps_batch']:,.1f} in total",
         f"{facts['prefill']['tps']:,.0f} tok/s",
         f"up to {facts['largest_batch']} sequences",
     ):
