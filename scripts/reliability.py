@@ -1,10 +1,10 @@
-"""Run the fault suite and write what it did to docs/reliability.md.
+"""Run the fault suite and write its results to docs/reliability.md.
 
 usage: python scripts/reliability.py [--quick] [--reports FOLDER] [--output docs/reliability.md]
 
-Every test that is a case of a fault is run, then the slow ones, then every defect is planted. With --quick neither
-the slow cases nor the defects are run; the page says so. --reports keeps cases.xml, slow.xml and planted.xml in a
-folder, and what lies there already is not run again. Exit code 1 if anything failed.
+It runs the cases of all faults, then the slow cases, then plants every defect. --quick skips the slow cases and the
+defects, and the page states that. --reports keeps cases.xml, slow.xml and planted.xml in a folder and does not repeat
+a run whose report exists. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from tests.faults.rows import GROUPS, ROWS, SILENT  # noqa: E402
 INTRODUCTION = """\
 # Reliability
 
-What was done to this program, and what it did. `python scripts/reliability.py` runs the fault suite and writes this
-page; this is its run of {today}, {versions}{quick}.
+`python scripts/reliability.py` runs the fault suite and writes this page. This is its run of
+{today}, with {versions}{quick}.
 
-A *row* is a kind of bad input or fault. A *case* is a test of it and tries one or many *inputs*: files cut at each
-byte, each bit flipped, each number replaced by the worst ones. Files go to a process of its own with a limit of 10
-seconds and 1 GiB, a canary that hostile code would touch, and a folder that must stay as it is. There it runs, or it
-ends with the right exit code, nothing on stdout, and one line that names file, item, what was found and what to do.
+A *row* is a kind of bad input or fault. A *case* is a test of it with one or many *inputs*: files truncated at each
+byte, each bit flipped, each number replaced by extreme values. A file is opened by a new process, with a limit of 10
+seconds and 1 GiB, a canary that hostile code would touch, and a folder that must not change. The process succeeds, or
+it ends with the right exit code, nothing on stdout, and one line with the file, the item, the finding and the remedy.
 
 """
 
 SILENCE = """\
-## What passes in silence elsewhere
+## Faults that cause no error in other programs
 
-{count} rows are faults that programs of this kind let pass without an error: that nothing was raised proves nothing
-there. Each has a case that holds two independent computations against each other, and each case was proved: the
-defect was planted in the source, and the case failed.
+For {count} rows, similar programs often continue without an error, so the absence of an error proves nothing. Each of
+these rows has a case that compares two independent computations. Each case was verified: a defect was planted in the
+source, and the case failed.
 
 """
 
 
 @dataclasses.dataclass
 class Tally:
-    """What became of the cases of a row."""
+    """The results of the cases of a row."""
 
     cases: int = 0
     inputs: int = 0
@@ -67,25 +67,25 @@ class Tally:
 
 
 def pytest(report: Path, *options: str) -> list[ElementTree.Element]:
-    """The test cases of a run, or of the report that is there already."""
+    """The test cases of a run of pytest, or of its existing report."""
     if not report.exists():
         fresh = report.with_suffix(".new")
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={fresh}", *options]
         done = subprocess.run(command, cwd=ROOT, check=False)
-        if done.returncode > 1:  # 0 all passed, 1 some failed; else it did not run
+        if done.returncode > 1:  # 0: all passed, 1: some failed, above: it did not run
             raise SystemExit(f"{' '.join(command)} ended with exit code {done.returncode}")
         fresh.rename(report)
     return list(ElementTree.parse(report).iter("testcase"))
 
 
-def ended(case: ElementTree.Element) -> str:
+def outcome_of(case: ElementTree.Element) -> str:
     if case.find("failure") is not None or case.find("error") is not None:
         return "failed"
     return "skipped" if case.find("skipped") is not None else "passed"
 
 
 def tally(cases: list[ElementTree.Element]) -> dict[str, Tally]:
-    """By row. A case of two rows counts for both."""
+    """Row -> results. A case of two rows counts for both."""
     found: dict[str, Tally] = collections.defaultdict(Tally)
     for case in cases:
         properties = [(p.get("name"), p.get("value")) for p in case.iter("property")]
@@ -93,7 +93,7 @@ def tally(cases: list[ElementTree.Element]) -> dict[str, Tally]:
         for row in {value for name, value in properties if name == "row" and value}:
             mine = found[row]
             mine.cases += 1
-            outcome = ended(case)
+            outcome = outcome_of(case)
             mine.passed += outcome == "passed"
             mine.skipped += outcome == "skipped"
             mine.inputs += 0 if outcome == "skipped" else max(inputs, 1)
@@ -104,7 +104,7 @@ def tally(cases: list[ElementTree.Element]) -> dict[str, Tally]:
 
 
 def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
-    """docs/reliability.md."""
+    """The text of docs/reliability.md."""
 
     def total(name: str, rows: list[str]) -> int:
         return sum(getattr(found[row], name) for row in rows if row in found)
@@ -130,7 +130,7 @@ def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
     lines += [
         "",
         *SILENCE.format(count=len(SILENT)).splitlines(),
-        "| row | fault | the defect that was planted | its cases noticed |",
+        "| row | fault | planted defect | detected |",
         "|---|---|---|---|",
     ]
     lines += [
@@ -140,7 +140,7 @@ def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
     ]
     others = [d for d in DEFECTS if d.row not in SILENT]
     if others:
-        lines += ["", "Planted in other rows:", "", "| row | fault | the defect that was planted | its cases noticed |"]
+        lines += ["", "Defects planted in other rows:", "", "| row | fault | planted defect | detected |"]
         lines += ["|---|---|---|---|"]
         lines += [f"| {d.row} | {ROWS[d.row]} | {d.what} | {caught.get(label(d), 'not run')} |" for d in others]
     lines += ["", "## Every row", "", "| row | fault | cases | inputs | tests |", "|---|---|---|---|---|"]
@@ -159,8 +159,10 @@ def label(defect: object) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="neither slow cases nor planted defects")
-    parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keep what pytest says, and take what is there")
+    parser.add_argument("--quick", action="store_true", help="skip the slow cases and the planted defects")
+    parser.add_argument(
+        "--reports", type=Path, metavar="FOLDER", help="keep the reports of pytest, and use existing ones"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "reliability.md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -172,9 +174,9 @@ def main() -> int:
             slow = ("-m", "slow", "--dist", "load")
             cases += pytest(reports / "slow.xml", "--row", "any", *slow)
             planted = pytest(reports / "planted.xml", *slow, "tests/faults/test_planted.py")
+    verdicts = {"passed": "yes", "failed": "**no**"}
     caught = {
-        (case.get("name") or "").split("[", 1)[-1].removesuffix("]"): {"passed": "yes", "failed": "**no**"}[ended(case)]
-        for case in planted
+        (case.get("name") or "").split("[", 1)[-1].removesuffix("]"): verdicts[outcome_of(case)] for case in planted
     }
     found = tally(cases)
     args.output.write_text(page(found, caught, args.quick))

@@ -1,4 +1,4 @@
-"""bench: what is fed, what is counted, what is written; speeds themselves are not a test's business."""
+"""bench: which tokens are fed, which bytes are counted, what is printed. No test depends on the speed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from llama.checkpoint import open_checkpoint
 from llama.cli import bench, main, quality
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine.linears import SCHEMES, quantize_
+from llama.engine.linears import quantize_
 from llama.errors import ContextLengthError
 from llama.loader import build
+from llama.quant.schemes import SCHEMES
 from llama.study.perplexity import tiny_folder
 from llama.tools import benchmark
 from llama.tools.benchmark import Speed
@@ -37,7 +38,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a gigabyte is for measuring; here only what is done with the number counts."""
+    """These tests need a bandwidth, but not an accurate one."""
     monkeypatch.setattr(benchmark, "buffer_bytes", lambda device: 2**20)
 
 
@@ -46,9 +47,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_gguf(tmp_path_factory.mktemp("bench") / "wide.gguf", WIDE)
 
 
-# ----------------------------------------------------------------------------------------------------- what is counted
+# -------------------------------------------------------------------------------------------------------- counts
 def weights_of(config: ModelConfig) -> tuple[int, int]:
-    """Entries of all linear layers but the output's, and of the output's."""
+    """(number of weights in the linear layers of all blocks, in the output layer)."""
     heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     block = config.dim * (2 * heads + 2 * kv) + 3 * config.dim * config.hidden_dim
     return config.n_layers * block, config.dim * config.vocab_size
@@ -58,9 +59,9 @@ def keys_of(config: ModelConfig, size: int, tokens: int) -> int:
     return 2 * config.n_layers * config.n_kv_heads * config.head_dim * size * tokens
 
 
-# What is loaded -> bits a weight in the layers and in the output layer. A scale and an offset are 16 bits for each 32.
+# Stored type -> bits per weight in the layers and in the output layer. A scale and an offset have 16 bits per 32 weights.
 STORED = {"F32": (16, 16), "Q8_0": (8.5, 8.5), "Q4_0": (4.5, 4.5), "Q4_1": (5, 5), "Q5_1": (9, 9)}
-ROUNDED = {
+QUANTIZED = {
     "int8": (9, 9),
     "int8-sym": (8.5, 8.5),
     "int4": (5, 8.5),
@@ -72,7 +73,9 @@ ROUNDED = {
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("stored", "bits"), STORED.items())
-def test_bytes_of_a_step_from_a_file(tmp_path: Path, stored: str, bits: tuple[float, float], tied: bool) -> None:
+def test_a_step_reads_the_bytes_of_the_stored_weights(
+    tmp_path: Path, stored: str, bits: tuple[float, float], tied: bool
+) -> None:
     if stored.startswith("Q") and not kernels.ready():
         pytest.skip("needs the C++ kernels")
     config = dataclasses.replace(WIDE, tie_embeddings=tied)
@@ -84,8 +87,8 @@ def test_bytes_of_a_step_from_a_file(tmp_path: Path, stored: str, bits: tuple[fl
 
 
 @needs_kernels
-@pytest.mark.parametrize(("scheme", "bits"), ROUNDED.items())
-def test_bytes_of_a_step_from_rounded_weights(file: Path, scheme: str, bits: tuple[float, float]) -> None:
+@pytest.mark.parametrize(("scheme", "bits"), QUANTIZED.items())
+def test_a_step_reads_the_bytes_of_the_quantized_weights(file: Path, scheme: str, bits: tuple[float, float]) -> None:
     layers, output = weights_of(WIDE)
     model = build(open_checkpoint(file), "cpu", "bfloat16", fast=True, quantize=scheme)
     assert benchmark.linear_bytes(model) == layers * bits[0] / 8 + output * bits[1] / 8
@@ -93,13 +96,13 @@ def test_bytes_of_a_step_from_rounded_weights(file: Path, scheme: str, bits: tup
 
 
 @needs_kernels
-def test_one_scale_a_row_and_biases_count_too() -> None:
+def test_row_scales_and_biases_are_counted() -> None:
     config = dataclasses.replace(tiny.CONFIG, attention_bias=True)
     layers, output = weights_of(config)
     rows = config.n_layers * (2 * 64 + 2 * 32 + 2 * 96 + 64) + 320
     biases = 4 * config.n_layers * (2 * 64 + 2 * 32)
     assert benchmark.linear_bytes(tiny.model(config)) == 4 * (layers + output) + biases
-    # Its tiles are 64 inputs wide, and w_down has 96 of them.
+    # Tiles are 64 inputs wide, and w_down has 96 inputs.
     padding = config.n_layers * config.dim * (128 - 96)
     assert (
         benchmark.linear_bytes(quantize_(tiny.model(config), "int8-row"))
@@ -107,7 +110,7 @@ def test_one_scale_a_row_and_biases_count_too() -> None:
     )
 
 
-def test_float32_keys_of_every_row_count() -> None:
+def test_the_keys_and_values_of_every_row_are_counted() -> None:
     cache = tiny.model().new_cache(50, batch=3)
     assert benchmark.cache_bytes(cache, 20) == 3 * keys_of(tiny.CONFIG, 4, 20)
 
@@ -117,7 +120,7 @@ def test_rows_of_a_batch_share_the_weights() -> None:
     assert speed.prefill_tps == [20, 40]
     assert speed.decode_tps == [40, 80, 20]
     assert speed.bytes_per_token == 15
-    # 20 steps a second of 60 bytes, where the memory gives 1000.
+    # 20 steps per second of 60 bytes each, at a bandwidth of 1000.
     assert speed.share == pytest.approx(1.2)
     assert speed.as_dict() == {
         "prefill_tps": 40, "decode_tps": 80, "decode_tps_all": [40, 80, 20], "peak_rss_mb": 7, "prefill_tps_median": 30,
@@ -125,25 +128,25 @@ def test_rows_of_a_batch_share_the_weights() -> None:
     }  # fmt: skip
 
 
-def test_bandwidth_is_that_of_the_best_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.accumulate([0, 2, 9, 0.5, 9, 0.25, 9, 1])  # every second step is a sum
+def test_the_bandwidth_is_that_of_the_fastest_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.accumulate([0, 2, 9, 0.5, 9, 0.25, 9, 1])  # every second step is the time of a sum
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
     assert benchmark.bandwidth(torch.ones(1000)) == 4000 / 0.25
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's own count")
-def test_peak_memory_lies_between_what_is_held_and_what_a_parent_may_have_held() -> None:
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_peak_memory_lies_between_the_current_memory_and_the_peak_with_the_parents() -> None:
     import resource
 
-    held = torch.ones(2**25)  # 128 MiB
+    allocated = torch.ones(2**25)  # 128 MiB
     now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
     peak = benchmark.peak_rss_mb()
-    assert held.nbytes / 2**20 < now - 1 <= peak <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 + 1
+    assert allocated.nbytes / 2**20 < now - 1 <= peak <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 + 1
 
 
-# --------------------------------------------------------------------------------------------------------- what is fed
+# ---------------------------------------------------------------------------------------------------------- decoding
 @pytest.mark.parametrize("chunk", [1, 7, 256])
-def test_a_batch_is_its_rows_one_by_one(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_a_batch_gives_the_ids_of_its_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(benchmark, "CHUNK", chunk)
     model = tiny.model()
     rows = tiny.random_tokens(20, batch=3).tolist()
@@ -155,7 +158,7 @@ def test_a_batch_is_its_rows_one_by_one(monkeypatch: pytest.MonkeyPatch, chunk: 
 
 
 @pytest.mark.parametrize("length", [5, 246, 250])
-def test_one_prompt_or_two_the_same_decoding(length: int) -> None:
+def test_a_prompt_is_decoded_alike_alone_and_in_a_batch(length: int) -> None:
     model = tiny.model()
     row, other = tiny.random_tokens(length, batch=2).tolist()
     alone = [ids[0] for ids in benchmark.decode(model, [row], 6, length + 6)]
@@ -166,7 +169,7 @@ def test_one_prompt_or_two_the_same_decoding(length: int) -> None:
         row = [*row, id]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_more_tokens_than_the_context_are_refused() -> None:
     model, (row,) = tiny.model(), tiny.random_tokens(251).tolist()
     with pytest.raises(ContextLengthError):
         list(benchmark.decode(model, [row], 6, 257))
@@ -174,7 +177,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.usefixtures("small_buffer")
 @pytest.mark.parametrize("batch", [1, 3])
-def test_it_times_that_many_tokens_behind_an_untimed_few(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+def test_the_timed_tokens_follow_a_warm_up(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     model = tiny.model()
     fed: list[tuple[int, int, int]] = []
     hidden = model.hidden
@@ -196,7 +199,7 @@ def test_it_times_that_many_tokens_behind_an_untimed_few(monkeypatch: pytest.Mon
 # ------------------------------------------------------------------------------------------------------- the JSON
 @pytest.mark.usefixtures("small_buffer")
 @pytest.mark.parametrize("batch", [1, 2])
-def test_json_of_one_setting(file: Path, capsys: Capture, batch: int) -> None:
+def test_json_has_the_measurements_of_a_setting(file: Path, capsys: Capture, batch: int) -> None:
     options = ["--dtype", "float32", "--batch", str(batch), "--json", "-q"]
     assert main(["bench", "-m", str(file), *SIZES, *options]) == 0
     out, err = capsys.readouterr()
@@ -204,8 +207,8 @@ def test_json_of_one_setting(file: Path, capsys: Capture, batch: int) -> None:
     result = json.loads(line)
     assert err == ""
     assert list(result)[:8] == OLD_KEYS
-    told = {"engine": "clearllama", "model": "wide.gguf", "dtype": "float32", "batch": batch, "context": 20}
-    assert {**told, "quantize": None, "compile": False}.items() <= result.items()
+    setting = {"engine": "clearllama", "model": "wide.gguf", "dtype": "float32", "batch": batch, "context": 20}
+    assert {**setting, "quantize": None, "compile": False}.items() <= result.items()
     assert len(result["decode_tps_all"]) == 2
     assert result["decode_tps"] == max(result["decode_tps_all"])
     assert result["decode_tps_median"] == pytest.approx(statistics.median(result["decode_tps_all"]), abs=0.02)
@@ -217,18 +220,18 @@ def test_json_of_one_setting(file: Path, capsys: Capture, batch: int) -> None:
 
 
 @pytest.mark.usefixtures("small_buffer")
-def test_lines_say_what_the_json_says(file: Path, capsys: Capture) -> None:
+def test_lines_have_the_keys_of_the_json(file: Path, capsys: Capture) -> None:
     assert main(["bench", "-m", str(file), *SIZES, "--dtype", "float32"]) == 0
     out, err = capsys.readouterr()
-    told = dict(line.split(maxsplit=1) for line in out.splitlines())
-    assert list(told)[:8] == OLD_KEYS
-    assert told["context"] == "20"
+    values = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert list(values)[:8] == OLD_KEYS
+    assert values["context"] == "20"
     assert "0.38M parameters, float32" in err
 
 
 @needs_kernels
 @pytest.mark.usefixtures("small_buffer")
-def test_a_scheme_is_used_and_named(file: Path, capsys: Capture) -> None:
+def test_a_scheme_is_applied_and_named(file: Path, capsys: Capture) -> None:
     assert main(["bench", "-m", str(file), *SIZES, "--quantize", "int8", "--json", "-q"]) == 0
     result = json.loads(capsys.readouterr().out)
     layers, output = weights_of(WIDE)
@@ -238,7 +241,7 @@ def test_a_scheme_is_used_and_named(file: Path, capsys: Capture) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- many settings
-def test_lists_are_multiplied_out() -> None:
+def test_lists_of_options_give_all_combinations() -> None:
     args = argparse_of("--dtype", "auto,fp32", "--quantize", "none, int8", "--compile", "both", "--batch", "1,4")
     found = bench.settings(args)
     wanted = itertools.product(["auto", "fp32"], [None, "int8"], [False, True], [1, 4], [512])
@@ -258,7 +261,7 @@ def argparse_of(*options: str):
     return args
 
 
-def test_every_setting_has_a_process_and_a_failure_ends_none(file: Path, capsys: Capture) -> None:
+def test_every_setting_runs_in_its_own_process_and_a_failure_ends_no_other(file: Path, capsys: Capture) -> None:
     contexts = ["--prompt-tokens", "254,20", "--new-tokens", "3", "--reps", "1"]
     assert main(["bench", "-m", str(file), *contexts, "--dtype", "float32", "--json", "-q"]) == 1
     out, err = capsys.readouterr()
@@ -279,13 +282,13 @@ def test_every_setting_has_a_process_and_a_failure_ends_none(file: Path, capsys:
 def test_a_process_that_dies_is_an_error_of_its_setting(end: tuple[object, ...], message: str) -> None:
     class Deadly:
         def __reduce__(self) -> tuple[object, ...]:
-            return end  # what the child runs when it takes its arguments over
+            return end  # the child runs this when it unpickles its arguments
 
     assert message in bench._in_a_process(argparse_of(), Deadly())["error"]
 
 
 @pytest.mark.usefixtures("small_buffer")
-def test_the_table_has_a_row_for_each(
+def test_the_table_has_a_row_for_each_setting(
     file: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def here(args, setting):
@@ -345,7 +348,7 @@ def test_usage_errors_are_one_line(file: Path, capsys: Capture, options: list[st
 
 # ------------------------------------------------------------------------------------------------------- the profile
 @pytest.mark.parametrize("batch", [1, 2])
-def test_the_profile_is_of_those_tokens(tmp_path: Path, batch: int) -> None:
+def test_the_profile_covers_the_prefill_and_each_step(tmp_path: Path, batch: int) -> None:
     model, new = tiny.model(), 5
     found = benchmark.profile(model, tmp_path / "new" / "folder", 40, new, batch, top=10**6)
     for phase, passes in (("prefill", 1), ("decode", new)):
@@ -361,14 +364,14 @@ def test_the_profile_is_of_those_tokens(tmp_path: Path, batch: int) -> None:
         times = [cost.self_ms for cost in rows.values()]
         assert times == sorted(times, reverse=True)
         spans = [event["dur"] for event in trace["traceEvents"] if event.get("name") == phase and "dur" in event]
-        assert sum(times) == pytest.approx(max(spans) / 1e3, rel=0.2)  # self times add up to the whole
+        assert sum(times) == pytest.approx(max(spans) / 1e3, rel=0.2)  # the self times add up to the total
     assert benchmark.profile(model, tmp_path, 40, 99)["decode"][0].share > 0
     trace = json.loads((tmp_path / "decode.json").read_text())
     assert sum(event["name"] == "aten::embedding" for event in trace["traceEvents"]) == benchmark.PROFILED
 
 
 @pytest.mark.usefixtures("small_buffer")
-def test_ten_operators_are_shown_and_in_the_json(file: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_ten_operators_are_printed_and_in_the_json(file: Path, tmp_path: Path, capsys: Capture) -> None:
     options = [*SIZES, "--dtype", "float32", "--profile", str(tmp_path), "-q"]
     assert main(["bench", "-m", str(file), *options]) == 0
     _, *tables = capsys.readouterr().out.split("\n\n")
@@ -389,27 +392,27 @@ def test_a_folder_that_cannot_be_made_is_one_line(file: Path, tmp_path: Path, ca
 
 
 # -------------------------------------------------------------------------------------------------------- the quality
-def test_change_and_its_error() -> None:
+def test_the_change_of_perplexity_and_its_standard_error() -> None:
     exact, other = [10.0, 20.0, 30.0], [11.0, 20.5, 30.0]
     found = quality.compare(exact, other, 15)
     assert found["perplexity"] == pytest.approx(math.exp(61.5 / 15))
     ratio = math.exp(61.5 / 15) / math.exp(60 / 15)
     assert found["change_percent"] == pytest.approx(100 * (ratio - 1))
     mean = 1.5 / 3
-    spread = (sum((rise - mean) ** 2 for rise in (1, 0.5, 0)) / 2) ** 0.5  # of one window, from three
+    spread = (sum((rise - mean) ** 2 for rise in (1, 0.5, 0)) / 2) ** 0.5  # of one window, estimated from three
     assert found["stderr_percent"] == pytest.approx(100 * ratio * spread * 3**0.5 / 15)
     assert quality.compare([10.0], [11.0], 5)["stderr_percent"] is None
 
 
 @needs_kernels
 @pytest.mark.parametrize("window", [[], ["--window", "50"]])
-def test_quality_is_what_perplexity_says_of_each(
+def test_quality_is_the_perplexity_of_each_scheme(
     file: Path, tmp_path: Path, capsys: Capture, window: list[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("hello, the other world: é 中 " * 60)
 
-    def says(*options: str) -> dict[str, object]:
+    def perplexity(*options: str) -> dict[str, object]:
         assert main([*options, "-m", str(file), "--json", "-q", *(window or ["--window", "256"])]) == 0
         return json.loads(capsys.readouterr().out)
 
@@ -417,7 +420,7 @@ def test_quality_is_what_perplexity_says_of_each(
     assert main(["bench", "-m", str(file), "--quality", str(text), "--json", *options, *window]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    exact = says("perplexity", str(text), "--dtype", "float32")
+    exact = perplexity("perplexity", str(text), "--dtype", "float32")
     assert found["float32"] == pytest.approx(exact["perplexity"], rel=1e-6)
     assert {key: found[key] for key in ("tokens", "predicted", "window")} == {
         key: exact[key] for key in ("tokens", "predicted", "window")
@@ -425,7 +428,7 @@ def test_quality_is_what_perplexity_says_of_each(
     assert f"text.txt: {exact['tokens']:,} tokens" in err
     for row, name, goal in zip(found["schemes"], ("int8", "int4", None), (0.5, 6.0, None), strict=True):
         scheme = [] if name is None else ["--quantize", name]
-        expected = says("perplexity", str(text), "--dtype", "float32", *scheme)["perplexity"]
+        expected = perplexity("perplexity", str(text), "--dtype", "float32", *scheme)["perplexity"]
         assert (row["quantize"], row["dtype"], row["goal_percent"]) == (name, "float32", goal)
         assert row["perplexity"] == pytest.approx(expected, rel=1e-6)
         assert row["change_percent"] == pytest.approx(100 * (expected / exact["perplexity"] - 1), abs=1e-3)
@@ -434,7 +437,7 @@ def test_quality_is_what_perplexity_says_of_each(
 
 
 @needs_kernels
-def test_the_text_that_comes_along_is_the_default(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_held_out_text_of_the_model_is_the_default(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_folder()
     tokens = len((model / "held-out.txt").read_bytes())  # this model's tokens are bytes
     rises = {"float32": 0.0, "int8": math.log(1.0049), "int4": math.log(1.061), "none": math.log(0.9)}

@@ -1,4 +1,4 @@
-"""Conversions: the same weights in every format, whole or not at all, and readable by the others' own programs."""
+"""Conversions: the same weights in every format, complete or absent, and readable by the formats' own programs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) 
 
 @pytest.mark.row("F08")
 @pytest.mark.parametrize("shards", [1, 2, 4, 8, 16])
-def test_shards_that_are_written_merge_to_the_same(tmp_path: Path, shards: int) -> None:
+def test_written_shards_merge_to_the_same_weights(tmp_path: Path, shards: int) -> None:
     config = make_tiny.tiny_config("llama-3.1-405b", 16)
     state = make_tiny.weights(config)
     source = make_tiny.write_meta(tmp_path / "a", "llama-3.1-405b", config, state, 1, None)
@@ -88,7 +88,7 @@ def test_shards_that_are_written_merge_to_the_same(tmp_path: Path, shards: int) 
     assert torch.equal(logits(tmp_path / "b"), logits(expected))
 
 
-def test_files_that_are_written_pass_torchs_and_zips_own_checks(tmp_path: Path) -> None:
+def test_written_files_pass_the_checks_of_torch_and_zipfile(tmp_path: Path) -> None:
     import zipfile
 
     source = make_tiny.make(tmp_path / "a", "llama-2-13b", shards=2)
@@ -102,7 +102,7 @@ def test_files_that_are_written_pass_torchs_and_zips_own_checks(tmp_path: Path) 
     assert done.returncode == 0
 
 
-def test_metas_code_reads_what_is_written(tmp_path: Path) -> None:
+def test_metas_code_reads_the_written_files(tmp_path: Path) -> None:
     model = test_huggingface.write(tmp_path / "hf", num_key_value_heads=2, max_position_embeddings=4096)
     proof = convert(tmp_path / "hf", tmp_path / "meta", "meta")
     tokens = TOKENS % 320
@@ -112,7 +112,7 @@ def test_metas_code_reads_what_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_metas_code_reads_shards_that_are_written(tmp_path: Path, ranks: int) -> None:
+def test_metas_code_reads_the_written_shards(tmp_path: Path, ranks: int) -> None:
     source = make_tiny.make(tmp_path / "a", "llama-3.1-70b", shards=8)
     convert(source, tmp_path / "b", "meta", shards=ranks)
     [expected] = meta_code.run([meta_code.job(tmp_path / "b", TOKENS, "llama-models", 768)], ranks)
@@ -121,7 +121,7 @@ def test_metas_code_reads_shards_that_are_written(tmp_path: Path, ranks: int) ->
 
 @pytest.mark.parametrize("like", ["llama-2-7b", "codellama-34b", "llama-3.1-8b", "llama-3.2-3b"])
 @pytest.mark.row("C08")
-def test_transformers_reads_what_is_written(tmp_path: Path, like: str) -> None:
+def test_transformers_reads_the_written_files(tmp_path: Path, like: str) -> None:
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     source = make_tiny.make(tmp_path / "meta", like)
@@ -134,7 +134,7 @@ def test_transformers_reads_what_is_written(tmp_path: Path, like: str) -> None:
     assert theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids == ours.encode(text)
 
 
-def test_the_gguf_package_reads_what_is_written(tmp_path: Path) -> None:
+def test_the_gguf_package_reads_the_written_file(tmp_path: Path) -> None:
     source = make_tiny.make(tmp_path / "meta", "llama-3.1-8b")
     proof = convert(source, tmp_path / "x.gguf", "gguf")
     reader = gguf.GGUFReader(proof.path)
@@ -142,8 +142,8 @@ def test_the_gguf_package_reads_what_is_written(tmp_path: Path) -> None:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     raw = tensors["blk.1.attn_q.weight"]
     assert raw.tensor_type == gguf.GGMLQuantizationType.BF16
-    numbers = gguf.quants.dequantize(raw.data, raw.tensor_type)
-    assert torch.equal(torch.from_numpy(numbers), state["layers.1.attention.wq.weight"].float())
+    weight = gguf.quants.dequantize(raw.data, raw.tensor_type)
+    assert torch.equal(torch.from_numpy(weight), state["layers.1.attention.wq.weight"].float())
     divisors = tensors["rope_freqs.weight"].data
     assert divisors.shape == (8,)
     assert divisors[0] == 1
@@ -168,7 +168,7 @@ def test_rope_scalings_survive_gguf(tmp_path: Path, rope: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "to", "says"),
+    ("changes", "to", "message"),
     [
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "gguf", "can't express .*dynamic"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "meta", "can't express .*yarn"),
@@ -177,10 +177,12 @@ def test_rope_scalings_survive_gguf(tmp_path: Path, rope: dict[str, Any]) -> Non
     ],
     ids=str,
 )  # fmt: skip
-def test_what_a_format_cannot_say_is_refused(tmp_path: Path, changes: dict[str, Any], to: str, says: str) -> None:
+def test_a_model_that_a_format_cannot_express_is_refused(
+    tmp_path: Path, changes: dict[str, Any], to: str, message: str
+) -> None:
     test_huggingface.write(tmp_path / "hf", **changes)
     before = files(tmp_path)
-    with pytest.raises(LlamaError, match=says):
+    with pytest.raises(LlamaError, match=message):
         convert(tmp_path / "hf", tmp_path / "out", to)
     assert files(tmp_path) == before
     assert os.listdir(tmp_path) == ["hf"]
@@ -204,13 +206,13 @@ def test_no_shard_splits_a_head(tmp_path: Path, heads: int, kv: int, shards: int
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 21])
-def test_hugging_face_gets_as_many_files_as_asked(source: Path, tmp_path: Path, count: int) -> None:
+def test_a_hugging_face_folder_has_the_requested_number_of_files(source: Path, tmp_path: Path, count: int) -> None:
     convert(source, tmp_path / "hf", "hf", shards=count)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == count
     assert torch.equal(logits(tmp_path / "hf"), logits(source))
 
 
-def test_a_tokenizer_of_another_model_is_not_left_behind_in_silence(source: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_of_another_model_is_refused_and_a_damaged_one_is_reported(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
     with pytest.raises(CheckpointError, match="do not belong together"):
         convert(source, tmp_path / "hf", "hf")
@@ -219,7 +221,7 @@ def test_a_tokenizer_of_another_model_is_not_left_behind_in_silence(source: Path
     assert any("is not a tokenizer file" in warning for warning in proof.warnings)
 
 
-def test_quantized_sources_want_a_dtype(tmp_path: Path) -> None:
+def test_a_quantized_source_needs_a_dtype(tmp_path: Path) -> None:
     source = tiny.write_gguf(tmp_path / "x.gguf", quantization="Q4_0")
     with pytest.raises(UsageError, match=r"quantized .Q4_0.*--dtype float32 is exact"):
         convert(source, tmp_path / "hf", "hf")
@@ -239,7 +241,7 @@ def test_a_dtype_too_small_for_a_weight_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", make_tiny.names())
-def test_the_width_is_said_by_metas_formula(name: str) -> None:
+def test_metas_formula_gives_the_width_of_every_official_model(name: str) -> None:
     config = make_tiny.real_config(name)
     keys = feed_forward_keys(config.dim, config.hidden_dim)
     base = int(8 * config.dim / 3)
@@ -249,20 +251,20 @@ def test_the_width_is_said_by_metas_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("hidden", [96, 97, 170, 1000])
-def test_any_width_can_be_said(hidden: int) -> None:
+def test_metas_formula_can_express_any_width(hidden: int) -> None:
     keys = feed_forward_keys(64, hidden)
     base = int(keys.get("ffn_dim_multiplier", 1.0) * int(8 * 64 / 3))
     assert keys["multiple_of"] * -(-base // keys["multiple_of"]) == hidden
 
 
-# ------------------------------------------------------------------------------------------- whole or not at all
+# ------------------------------------------------------------------------------------------- complete or absent
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return make_tiny.make(tmp_path / "source", "llama-3-8b")
 
 
 @pytest.mark.row("F05")
-def test_targets_that_exist(source: Path, tmp_path: Path) -> None:
+def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "hf", "hf")
     before = files(tmp_path / "hf")
     with pytest.raises(UsageError, match="exists already"):
@@ -294,7 +296,7 @@ def test_targets_that_exist(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.row("F01")
 @pytest.mark.row("F02")
-def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_files(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match=r"0 MB free and the new files need"):
         convert(source, tmp_path / "hf", "hf")
@@ -322,41 +324,39 @@ def test_an_old_target_comes_back_if_the_new_one_cannot_take_its_place(
         rename(old, new)
 
     monkeypatch.setattr(os, "rename", fail_once)
-    monkeypatch.setattr(convert_module, "swap", lambda one, other: False)  # a disk that can't
+    monkeypatch.setattr(convert_module, "swap", lambda one, other: False)  # a disk that can't swap
     with pytest.raises(CheckpointError, match="Input/output error; nothing was changed"):
         convert(source, tmp_path / "hf", "hf", force=True)
     assert files(tmp_path / "hf") == before
 
 
-def test_the_embedding_is_cut_as_the_familys_code_expects(tmp_path: Path) -> None:
+def test_the_embedding_is_split_as_the_familys_code_expects(tmp_path: Path) -> None:
     for like, axis in (("llama-2-13b", 1), ("codellama-13b", 1), ("llama-3-70b", 0)):
         source = make_tiny.make(tmp_path / like, like)
         convert(source, tmp_path / f"{like}-2", "meta", shards=2)
-        whole, part = (torch.load(folder / "consolidated.00.pth")["tok_embeddings.weight"]
+        full, part = (torch.load(folder / "consolidated.00.pth")["tok_embeddings.weight"]
                        for folder in (source, tmp_path / f"{like}-2"))  # fmt: skip
-        assert torch.equal(part, whole.chunk(2, axis)[0])
+        assert torch.equal(part, full.chunk(2, axis)[0])
 
 
-def test_a_wrong_byte_is_found_by_the_proof(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_finds_a_wrong_byte(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llama.checkpoint import huggingface_write
 
-    honest = huggingface_write.raw_bytes
+    original = huggingface_write.raw_bytes
 
-    def slip(tensor: torch.Tensor) -> Any:
-        raw = honest(tensor).copy()
+    def change_a_bit(tensor: torch.Tensor) -> Any:
+        raw = original(tensor).copy()
         raw[7] ^= 1
         return raw
 
-    monkeypatch.setattr(huggingface_write, "raw_bytes", slip)
+    monkeypatch.setattr(huggingface_write, "raw_bytes", change_a_bit)
     with pytest.raises(CheckpointError, match="does not read back as it was written"):
         convert(source, tmp_path / "hf", "hf")
     assert os.listdir(tmp_path) == ["source"]
 
 
 @pytest.mark.row("C08")
-def test_a_forgotten_permutation_is_found_by_the_proof(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_proof_finds_a_missing_permutation(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llama.checkpoint import huggingface_write
 
     monkeypatch.setattr(huggingface_write, "ROTATED", ())
@@ -367,41 +367,41 @@ def test_a_forgotten_permutation_is_found_by_the_proof(
 KILLS = 12
 
 
-@pytest.mark.slow  # tests/faults/test_writes.py kills it by default
+@pytest.mark.slow  # tests/faults/test_writes.py runs a shorter version by default
 @pytest.mark.row("F03")
-def test_killed_at_any_moment_the_target_is_absent_or_whole(forked: Forked, source: Path, tmp_path: Path) -> None:
+def test_a_killed_conversion_leaves_a_complete_target_or_none(forked: Forked, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "model"
     target.parent.mkdir()
     command = ("convert", str(source), str(target), "--to", "meta", "--shards", "2")
-    takes = []
-    for _ in range(2):  # the first is slower
+    times = []
+    for _ in range(2):  # the first run is slower
         began = time.perf_counter()
         assert forked.run(command, None).returncode == 0
-        takes.append(time.perf_counter() - began)
-        whole = files(target)
+        times.append(time.perf_counter() - began)
+        complete = files(target)
         shutil.rmtree(target)
     rng = random.Random(0)
     outcomes = []
     for step in range(KILLS):
         process = forked.start(command)
-        time.sleep(min(takes) * (step + rng.random()) / KILLS)  # spread over all of it
-        with contextlib.suppress(ProcessLookupError):  # it is through already
+        time.sleep(min(times) * (step + rng.random()) / KILLS)  # spread over the whole run
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
             os.kill(process, signal.SIGKILL)
         forked.finish()
         if target.exists():
-            assert files(target) == whole
+            assert files(target) == complete
             shutil.rmtree(target)
-            outcomes.append("whole")
+            outcomes.append("complete")
         else:
             outcomes.append("absent")
     assert forked.run(command, None).returncode == 0
-    assert files(target) == whole
-    assert os.listdir(target.parent) == ["model"]  # what the killed ones left was swept
+    assert files(target) == complete
+    assert os.listdir(target.parent) == ["model"]  # the files of killed processes were removed
     assert "absent" in outcomes
 
 
-@pytest.mark.slow  # tests/test_quantize.py holds it of the same writers
-def test_memory_holds_one_weight(tmp_path: Path) -> None:
+@pytest.mark.slow  # tests/test_quantize.py checks the same writers by default
+def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
     config = ModelConfig(512, 12, 8, 8, 64, 1776, 768, rope_theta=500000.0, max_seq_len=8192)
     source = make_tiny.write_meta(tmp_path / "a", "llama-3-8b", config, make_tiny.weights(config), 1, None)
     size = (source / "consolidated.00.pth").stat().st_size
@@ -423,9 +423,9 @@ def test_memory_holds_one_weight(tmp_path: Path) -> None:
     assert grown < 0.35 * size, (grown, size)
 
 
-def test_progress_is_told(source: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    proof = convert(source, tmp_path / "hf", "hf", progress=lambda *step: told.append(step))
-    assert told[-1] == ("checking", proof.tensors, proof.tensors)
-    assert ("writing", proof.tensors, proof.tensors) in told
+def test_progress_is_reported(source: Path, tmp_path: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+    proof = convert(source, tmp_path / "hf", "hf", progress=lambda *step: steps.append(step))
+    assert steps[-1] == ("checking", proof.tensors, proof.tensors)
+    assert ("writing", proof.tensors, proof.tensors) in steps
     assert convert_module.WRITERS.keys() == {"meta", "hf", "gguf"}

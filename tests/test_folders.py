@@ -1,4 +1,4 @@
-"""What the cache folder keeps: found again while it is what was written, removed and made again when it is not."""
+"""A file in the cache folder is found again while it is unchanged, and removed if it is damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def put(folder: Path, content: bytes) -> Path:
     return keep(made, folder, "avx2-0123")
 
 
-def test_what_was_kept_is_found_by_its_name(tmp_path: Path) -> None:
+def test_a_file_is_found_by_its_name(tmp_path: Path) -> None:
     assert kept(tmp_path / "absent", "avx2-0123", ".so") is None
     path = put(tmp_path, b"library")
     assert list(tmp_path.iterdir()) == [path]
@@ -29,7 +29,7 @@ def test_what_was_kept_is_found_by_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.row("F03")
 @pytest.mark.parametrize("damage", [b"", b"librar", b"librarz", b"library\0"])
-def test_what_was_damaged_is_removed(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_file_is_removed(tmp_path: Path, damage: bytes) -> None:
     path = put(tmp_path, b"library")
     path.write_bytes(damage)
     assert kept(tmp_path, "avx2-0123", ".so") is None
@@ -37,31 +37,29 @@ def test_what_was_damaged_is_removed(tmp_path: Path, damage: bytes) -> None:
     assert kept(tmp_path, "avx2-0123", ".so") is None
 
 
-def test_a_folder_in_its_place_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_a_files_name_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "avx2-0123-ffff.so").mkdir()
     path = put(tmp_path, b"library")
     assert kept(tmp_path, "avx2-0123", ".so") == path
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="users are a matter of POSIX")
-def test_code_that_another_user_could_have_put_there_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs POSIX users")
+def test_code_that_another_user_could_have_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cache" / "kernels"
     folder.mkdir(parents=True)
     made = tmp_path / "made.so"
     made.write_bytes(b"code")
     target = keep(made, folder, "form")
     assert kept(folder, "form", ".so") == target
-    for place in (folder, folder.parent):
-        mode = place.stat().st_mode
-        place.chmod(0o777)
+    for parent in (folder, folder.parent):
+        mode = parent.stat().st_mode
+        parent.chmod(0o777)
         with pytest.raises(UsageError, match="every user can write to"):
             kept(folder, "form", ".so")
-        place.chmod(mode)
+        parent.chmod(mode)
     owner = target.stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    if owner == 0:  # root's files are trusted by everybody
+    if owner == 0:  # every user trusts root's files
         assert kept(folder, "form", ".so") == target
         os.chown(target, 12345, -1)
     with pytest.raises(UsageError, match="another user owns"):

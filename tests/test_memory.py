@@ -1,4 +1,4 @@
-"""What a run holds: linear in its length, as predicted, and refused in words where it would not fit."""
+"""The memory of a run: linear in its length, as predicted, and refused with a message if it does not fit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def model_with(kind: str, max_seq_len: int = 8192, **changes: Any) -> Transforme
 # ------------------------------------------------------------------------------------------------ prefill in chunks
 @scalings
 @pytest.mark.parametrize("length", [TRAINED - 1, TRAINED + 1, 300])
-def test_a_prompt_in_chunks_gives_the_logits_and_keys_of_the_whole(kind: str, length: int) -> None:
+def test_a_prompt_in_chunks_gives_the_logits_and_keys_of_one_pass(kind: str, length: int) -> None:
     model, tokens = model_with(kind), tiny.random_tokens(length)
     whole = model.new_cache(length)
     expected = model(tokens, cache=whole)[0, -1]
@@ -68,8 +68,8 @@ def test_a_prompt_in_chunks_gives_the_logits_and_keys_of_the_whole(kind: str, le
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_chunk_that_is_not_told_the_length_is_turned_otherwise(kind: str) -> None:
-    """What the length is for: without it the first chunk takes the frequencies of a short text."""
+def test_a_chunk_without_the_full_length_is_rotated_differently(kind: str) -> None:
+    """Without the length, the first chunk uses the frequencies of a short text."""
     model, tokens = model_with(kind), tiny.random_tokens(300)
     whole = model(tokens)[0, -1]
     cache = model.new_cache(300)
@@ -79,7 +79,7 @@ def test_a_chunk_that_is_not_told_the_length_is_turned_otherwise(kind: str) -> N
 
 
 class Largest(TorchDispatchMode):
-    """Entries of the largest tensor that any operation makes."""
+    """Record the number of entries of the largest tensor that any operation makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ def test_no_tensor_of_a_prefill_grows_faster_than_the_prompt(kind: str, cache_ki
 
 
 # --------------------------------------------------------------------------------------------------- the KV cache
-def held(cache: KVCache) -> int:
+def buffer_bytes(cache: KVCache) -> int:
     return sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers)
 
 
 def fill(cache: KVCache, end: int, step: int = 512) -> None:
-    """Keys and values for all positions up to `end`, by the cache's own interface."""
+    """Store keys and values for all positions up to `end` through the cache's own interface."""
     shape, dtype = cache.layers[0].buffers[0].shape, cache.layers[0].buffers[0].dtype
     while cache.length < end:
         count = min(step, end - cache.length)
@@ -126,7 +126,7 @@ def fill(cache: KVCache, end: int, step: int = 512) -> None:
 
 
 @pytest.mark.parametrize("kind", ["model", "int8"])
-def test_a_cache_never_has_more_slots_than_it_was_asked_for_and_few_that_are_empty(kind: str) -> None:
+def test_a_cache_has_few_empty_slots_and_never_more_than_its_limit(kind: str) -> None:
     cache = KVCache(1, 1, 2, max_len=30_000, kind=kind)
     for end in range(100, 30_001, 100):
         fill(cache, end)
@@ -135,7 +135,7 @@ def test_a_cache_never_has_more_slots_than_it_was_asked_for_and_few_that_are_emp
         cache.reserve(30_001)
 
 
-def test_a_prompt_reserves_its_slots_at_once() -> None:
+def test_a_prompt_reserves_all_its_slots_at_once() -> None:
     model, resized = model_with("default"), []
     cache = model.new_cache()
     for layer in cache.layers:
@@ -145,7 +145,7 @@ def test_a_prompt_reserves_its_slots_at_once() -> None:
     assert cache.slots == 3000
 
 
-def test_a_cache_whose_growth_broke_off_can_be_used_and_grown_again() -> None:
+def test_a_cache_whose_growth_failed_can_be_used_and_grown_again() -> None:
     model, tokens = model_with("default"), tiny.random_tokens(1300)[0].tolist()
     expected = prefill(model, tokens, model.new_cache())
     cache = model.new_cache()
@@ -164,11 +164,11 @@ def test_a_cache_whose_growth_broke_off_can_be_used_and_grown_again() -> None:
     assert {buffer.shape[2] for layer in cache.layers for buffer in layer.buffers} == {cache.slots}
 
 
-# ------------------------------------------------------------------------------------------- predicted against held
-def test_inspect_predicts_the_bytes_of_a_cache_to_the_last(tiny_gguf: Path) -> None:
+# ------------------------------------------------------------------------------------- predicted and actual memory
+def test_inspect_predicts_the_exact_bytes_of_a_cache(tiny_gguf: Path) -> None:
     model = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=5000))
     facts = inspect.describe(open_checkpoint(tiny_gguf), 3000, 3)["kv_cache_bytes"]
-    for dtype, kind, told in (
+    for dtype, kind, label in (
         (torch.float32, "model", "float32"),
         (torch.bfloat16, "model", "bfloat16"),
         (torch.bfloat16, "int8", "int8"),
@@ -176,12 +176,12 @@ def test_inspect_predicts_the_bytes_of_a_cache_to_the_last(tiny_gguf: Path) -> N
         model.runner.cache_kind = kind
         cache = model.to(dtype).new_cache(3000, batch=3)
         fill(cache, 3000)
-        assert held(cache) == facts[f"{told}, 3000 tokens x 3"]
-        assert held(cache) == memory.cache_bytes(model.config, 3000, dtype.itemsize, kind, 3)
+        assert buffer_bytes(cache) == facts[f"{label}, 3000 tokens x 3"]
+        assert buffer_bytes(cache) == memory.cache_bytes(model.config, 3000, dtype.itemsize, kind, 3)
 
 
 def peaks_of(*codes: str) -> list[int]:
-    """VmHWM in bytes of processes that run some code, each forked off one that has imported torch."""
+    """VmHWM in bytes of processes that run some code, forked from a process that has imported torch."""
     fork = """
 import os, sys
 import torch
@@ -209,11 +209,11 @@ cache.reserve({length})
 
 
 @linux
-def test_a_process_grows_by_what_is_predicted_of_its_cache() -> None:
+def test_a_process_grows_by_the_predicted_bytes_of_its_cache() -> None:
     config = dataclasses.replace(tiny.CONFIG, n_layers=8, n_kv_heads=8, n_heads=8, head_dim=64)
-    wanted = [(kind, length) for kind in ("model", "int8") for length in (4000, 20_000)]
-    plain, more_plain, few, more_few = peaks_of(*(FILL.format(kind=kind, length=length) for kind, length in wanted))
-    for kind, grown in (("model", more_plain - plain), ("int8", more_few - few)):
+    runs = [(kind, length) for kind in ("model", "int8") for length in (4000, 20_000)]
+    plain, more_plain, int8, more_int8 = peaks_of(*(FILL.format(kind=kind, length=length) for kind, length in runs))
+    for kind, grown in (("model", more_plain - plain), ("int8", more_int8 - int8)):
         assert grown == pytest.approx(memory.cache_bytes(config, 16_000, 2, kind, batch=2), rel=0.02)
 
 
@@ -230,7 +230,7 @@ prefill(model, tiny.random_tokens({length})[0].tolist(), model.new_cache({length
 @linux
 @pytest.mark.slow
 def test_the_peak_of_a_prefill_is_linear_in_its_length() -> None:
-    """Also where the RoPE depends on the length. A mask of 16,384 x 16,384 truth values alone has 268 MB."""
+    """Even if the RoPE depends on the length. A boolean mask of 16,384 x 16,384 alone would have 268 MB."""
     four, eight, sixteen = peaks_of(*(PREFILL.format(length=length) for length in (4096, 8192, 16384)))
     assert sixteen - eight < 2.5 * max(eight - four, 8 * 2**20)
     assert sixteen - four < 100 * 2**20
@@ -239,7 +239,7 @@ def test_the_peak_of_a_prefill_is_linear_in_its_length() -> None:
 @pytest.mark.parametrize("kind", ["model", "int8"])
 @pytest.mark.parametrize("chunk", [16, 256])
 def test_activations_are_bounded_by_their_formula(kind: str, chunk: int) -> None:
-    """The tensors that a chunk makes, added up as they live, against the bound; weights and cache are not counted."""
+    """The peak of all live tensors that a chunk makes is below the bound; weights and cache are not counted."""
     model = model_with("default")
     model.runner.cache_kind = kind
     cache = model.new_cache(3000)
@@ -249,12 +249,12 @@ def test_activations_are_bounded_by_their_formula(kind: str, chunk: int) -> None
         prefill(model, [5] * chunk, cache)
     bound = memory.activation_bytes(model.config, 3000, chunk, 4, kind)
     assert living.peak < bound
-    if chunk == 256 or kind == "int8":  # else what a growing cache has twice is most of it
+    if chunk == 256 or kind == "int8":  # otherwise the bound is mostly the second copy of a growing cache
         assert living.peak > bound / 4
 
 
 class Living(TorchDispatchMode):
-    """The most bytes that tensors made inside hold at one time."""
+    """Record the peak of the bytes of all live tensors that were made inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-# ------------------------------------------------------------------------------------------------------ what is free
+# ------------------------------------------------------------------------------------------------------ free memory
 def tree(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -304,7 +304,7 @@ GROUP = "sys/fs/cgroup/user.slice"
         ({}, None),
         ({"proc/meminfo": "MemTotal: 8000 kB\n"}, None),
         (MEMINFO, 5_120_000),
-        # version 2: no limit, a limit, what files hold in memory, the parent's limit, limits above what there is
+        # version 2: no limit, a limit, page cache, the parent's limit, a limit above the free memory
         ({**MEMINFO, "proc/self/cgroup": V2, f"{GROUP}/run/memory.max": "max\n"}, 5_120_000),
         (
             {
@@ -337,7 +337,7 @@ GROUP = "sys/fs/cgroup/user.slice"
             5_120_000,
         ),
         ({"proc/self/cgroup": V2, f"{GROUP}/memory.max": "10\n", f"{GROUP}/memory.current": "30\n"}, 0),
-        # a container that sees its own group at the mount, whatever the path says
+        # a container with its own group at the mount and a path from outside
         (
             {
                 **MEMINFO,
@@ -368,7 +368,7 @@ GROUP = "sys/fs/cgroup/user.slice"
             },
             342_000,
         ),
-        # nonsense is no limit
+        # malformed files are not a limit
         (
             {
                 **MEMINFO,
@@ -380,13 +380,13 @@ GROUP = "sys/fs/cgroup/user.slice"
         ),
     ],
 )
-def test_the_least_of_all_limits_is_free(tmp_path: Path, files: dict[str, str], free: int | None) -> None:
+def test_the_lowest_of_all_limits_is_the_free_memory(tmp_path: Path, files: dict[str, str], free: int | None) -> None:
     assert memory.free_memory("cpu", tree(tmp_path, files)) == free
 
 
 @pytest.mark.row("J01")
 @linux
-def test_a_limit_of_addresses_leaves_what_is_not_mapped_yet() -> None:
+def test_a_limit_of_the_address_space_leaves_what_is_not_mapped_yet() -> None:
     code = """
 import resource, sys
 from pathlib import Path
@@ -396,13 +396,13 @@ resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 300_000
 [room] = [room for room in memory.rooms() if room.addresses]
 assert 250_000_000 < room.bytes <= 300_000_000, room
 need = memory.Need(400_000_000, 0, 0, mapped=350_000_000, runtime=0)
-memory.check("it", need, [room], [])  # what is mapped has its addresses
+memory.check("it", need, [room], [])  # mapped weights already have their addresses
 """
     peaks_of(code)
 
 
 @linux
-def test_this_machine_has_some_and_says_so_quickly() -> None:
+def test_this_machine_reports_its_free_memory_quickly() -> None:
     found = memory.rooms()
     assert found
     started = time.perf_counter()
@@ -413,25 +413,25 @@ def test_this_machine_has_some_and_says_so_quickly() -> None:
 
 # ------------------------------------------------------------------------------------------------------- the refusal
 @pytest.mark.row("J01")
-def test_too_much_is_refused_with_the_numbers_and_what_to_lower() -> None:
+def test_too_much_is_refused_with_the_sizes_and_the_remedies() -> None:
     need = memory.Need(16 * 2**30, 4 * 2**30, 2**30, runtime=0)
     rooms = [memory.Room(100 * 2**30, "are free on this machine"), memory.Room(12 * 2**30, "are left here")]
     with pytest.raises(MemoryLimitError) as caught:
         memory.check("big.gguf", need, rooms, memory.remedies(need, torch.float32, None, "model"))
-    told = str(caught.value)
-    assert "big.gguf needs 21.0 GiB of memory (16.0 GiB weights, 4.0 GiB KV cache, 1.0 GiB to compute)" in told
-    assert "12.0 GiB are left here" in told
+    message = str(caught.value)
+    assert "big.gguf needs 21.0 GiB of memory (16.0 GiB weights, 4.0 GiB KV cache, 1.0 GiB to compute)" in message
+    assert "12.0 GiB are left here" in message
     for option in ("--quantize", "--dtype", "--max-seq-len", "--kv-cache int8", "--no-memory-check"):
-        assert option in told
-    assert "\n" not in told
+        assert option in message
+    assert "\n" not in message
     memory.check("big.gguf", need, rooms[:1], [])
-    memory.check("big.gguf", need, [], [])  # nothing is known, so nothing is refused
+    memory.check("big.gguf", need, [], [])  # no limit is known, so nothing is refused
     memory.check("big.gguf", need, [memory.Room(need.total, "")], [])
     with pytest.raises(MemoryLimitError):
         memory.check("big.gguf", need, [memory.Room(need.total - 1, "")], [])
 
 
-def test_what_is_no_remedy_is_not_offered() -> None:
+def test_only_effective_remedies_are_offered() -> None:
     def of(weights: int, cache: int, dtype: torch.dtype, quantize: str | None, kv_cache: str) -> str:
         return " ".join(memory.remedies(memory.Need(weights, cache, 0), dtype, quantize, kv_cache))
 
@@ -460,7 +460,7 @@ def test_a_model_is_refused_before_a_weight_is_read(tiny_gguf: Path, monkeypatch
     assert loader.load(tiny_gguf, check_memory=False).generate("hello", max_new_tokens=2).tokens
 
 
-def test_the_length_asked_for_decides(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_length_decides(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs: list[memory.Need] = []
     monkeypatch.setattr(memory, "check", lambda what, need, *_: needs.append(need))
     for tokens in (10, 200, 10**9, lambda tokenizer: len(tokenizer.encode("the")) + 7):
@@ -471,7 +471,7 @@ def test_the_length_asked_for_decides(tiny_gguf: Path, monkeypatch: pytest.Monke
 
 
 def linear_like_bytes(model: Transformer) -> int:
-    """Bytes of every tensor of a model, each storage once."""
+    """Bytes of all tensors of a model, each storage counted once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
@@ -479,7 +479,7 @@ def linear_like_bytes(model: Transformer) -> int:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"quantize": "int8"}, {"quantize": "int4"}], ids=str)
-def test_weights_are_predicted_as_they_are_held(
+def test_the_bytes_of_the_weights_are_predicted(
     tmp_path: Path, tied: bool, quantization: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = dataclasses.replace(tiny.WIDE, tie_embeddings=tied)
@@ -490,7 +490,7 @@ def test_weights_are_predicted_as_they_are_held(
     assert needs[0].weights == pytest.approx(linear_like_bytes(model), rel=1e-6)
 
 
-def test_what_stays_in_the_file_is_counted_as_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_stay_in_the_file_are_counted_as_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.write_gguf(tmp_path / "m.gguf", tiny.WIDE)
     needs: list[memory.Need] = []
     monkeypatch.setattr(memory, "check", lambda what, need, *_: needs.append(need))
@@ -500,7 +500,7 @@ def test_what_stays_in_the_file_is_counted_as_mapped(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.row("J01")
-def test_a_cache_asks_before_it_is_made_and_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SMALL", 0)
     small(monkeypatch, 10**6)
     with pytest.raises(MemoryLimitError, match="1,000 tokens needs"):
@@ -508,7 +508,7 @@ def test_a_cache_asks_before_it_is_made_and_before_it_grows(monkeypatch: pytest.
     with pytest.raises(MemoryLimitError, match=r"--kv-cache int8.*--no-memory-check"):
         KVCache(4, 2, 64, 900)
     KVCache(4, 2, 64, 900, check_memory=False)
-    KVCache(4, 2, 64, 900, kind="int8", dtype=torch.bfloat16)  # half of it, and a bit
+    KVCache(4, 2, 64, 900, kind="int8", dtype=torch.bfloat16)  # half of it, and the scales
     model = model_with("default")
     long = model.new_cache()
     prefill(model, [5] * 1000, long)
@@ -517,12 +517,12 @@ def test_a_cache_asks_before_it_is_made_and_before_it_grows(monkeypatch: pytest.
         prefill(model, [5] * 100, long)
     assert (long.length, long.slots) == (1000, FIRST_SLOTS)
     small(monkeypatch, 10**9)
-    prefill(model, [5] * 100, long)  # the refusal has broken nothing
+    prefill(model, [5] * 100, long)  # the cache still works after the refusal
     assert long.length == 1100
 
 
 @pytest.mark.row("J01")
-def test_the_command_refuses_and_can_be_told_not_to(
+def test_the_command_refuses_unless_the_check_is_off(
     tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     small(monkeypatch, 2**20)
@@ -536,7 +536,7 @@ def test_the_command_refuses_and_can_be_told_not_to(
     assert cli.main([*command, "--no-memory-check"]) == 0
 
 
-# ------------------------------------------------------------------------------- what the system refuses all the same
+# -------------------------------------------------------------------------------------- allocations that fail
 BROKEN = """
 import resource, sys
 from pathlib import Path
@@ -562,7 +562,7 @@ assert llm.generate("hello the", max_new_tokens=4).tokens == before
 @pytest.mark.row("J02")
 @linux
 @pytest.mark.parametrize(("check", "error"), [(True, "MemoryLimitError"), (False, "RuntimeError")])
-def test_memory_that_runs_out_in_the_middle_leaves_a_process_that_works(
+def test_the_process_still_works_after_a_failed_allocation(
     tiny_gguf: Path, check: bool, error: str, forked: Forked
 ) -> None:
     done = forked.run((str(tiny_gguf),), None, code=BROKEN.format(check=check, error=error))
@@ -573,8 +573,8 @@ def test_memory_that_runs_out_in_the_middle_leaves_a_process_that_works(
 @pytest.mark.row("J02")
 @pytest.mark.slow
 @linux
-def test_the_command_says_in_a_line_that_memory_ran_out(tmp_path: Path) -> None:
-    """With the check off, the allocator fails where the prompt gets its slots."""
+def test_a_failed_allocation_is_one_line_of_the_command(tmp_path: Path) -> None:
+    """Without the check, the allocator fails when the prompt reserves its slots."""
     config = dataclasses.replace(tiny.CONFIG, n_heads=8, n_kv_heads=8, head_dim=32)
     path = tiny.write_gguf(tmp_path / "m.gguf", config)  # 8 KB of keys and values a token
     code = """
@@ -593,8 +593,8 @@ sys.exit(cli.main(sys.argv[1:]))
 """
     command = ["generate", "--raw", "-", "-m", str(path), "--max-seq-len", "90000", "--quiet"]
     argv = [sys.executable, "-c", code, *command, "--dtype", "float32", "--threads", "1"]
-    for extra, told in ((["--no-memory-check"], "out of memory"), ([], "a KV cache for")):
+    for extra, message in ((["--no-memory-check"], "out of memory"), ([], "a KV cache for")):
         done = subprocess.run([*argv, *extra], capture_output=True, text=True, check=False, input="hello " * 12_000)
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.splitlines()[-1].startswith(f"clearllama: error: {told}"), done.stderr
+        assert done.stderr.splitlines()[-1].startswith(f"clearllama: error: {message}"), done.stderr
         assert "Traceback" not in done.stderr

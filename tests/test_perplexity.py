@@ -1,4 +1,4 @@
-"""The command perplexity: windows that follow each other, against a full pass over each of them."""
+"""The perplexity command: consecutive windows, compared with a full pass over each of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("window", [None, 2, 50, 256])
-def test_it_is_exp_of_the_mean_of_full_passes(
+def test_perplexity_is_exp_of_the_mean_of_full_passes(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], window: int | None
 ) -> None:
     text = tmp_path / "text.txt"
@@ -71,7 +71,7 @@ def test_bad_input_is_one_line(
     assert message in err
 
 
-def test_a_longer_window_needs_a_stretched_context(
+def test_a_longer_window_needs_an_extended_context(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"

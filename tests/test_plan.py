@@ -1,4 +1,4 @@
-"""The plan against tensors that are there, files that were published, flops that were counted, schedules played out."""
+"""The plan against real tensors, published file sizes, counted operations and simulated schedules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 B405, B70, B8 = (official()[name] for name in ("llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"))
 H100 = GPUS["H100"]
 
-# 8 heads and 2 key/value heads, so that 1, 2, 4 and 8 GPUs cut it, the last two with copies
+# 8 heads and 2 key/value heads, so that 1, 2, 4 and 8 GPUs can share it, the last two with copies
 SMALL = ModelConfig(64, 6, 8, 2, 8, 96, 320, max_seq_len=256)
 KINDS = {
     "plain": SMALL,
@@ -42,12 +42,12 @@ KINDS = {
     "tied": replace(SMALL, tie_embeddings=True),
     "biases": replace(SMALL, attention_bias=True, mlp_bias=True),
 }
-BY_ROWS = ("wq", "wk", "wv", "w_gate", "w_up", "tok_embeddings", "output")  # cut along the first axis
+BY_ROWS = ("wq", "wk", "wv", "w_gate", "w_up", "tok_embeddings", "output")  # split along the first axis
 BY_COLUMNS = ("wo", "w_down")
 
 
 def shard(name: str, shape: tuple[int, ...], config: ModelConfig, tensor: int) -> tuple[int, ...]:
-    """The shape of one GPU's part of a tensor, by what each layer computes."""
+    """The shape of one GPU's part of a tensor, derived from what each layer computes."""
     stem, kind = name.split(".")[-2:]
     if stem in ("wk", "wv"):
         heads = max(config.n_kv_heads // tensor, 1)
@@ -59,8 +59,8 @@ def shard(name: str, shape: tuple[int, ...], config: ModelConfig, tensor: int) -
     return shape  # norms, and biases that are added once
 
 
-def held_by_hand(config: ModelConfig, split: Split, index: int, size: int) -> int:
-    """Bytes of the tensors that a GPU of a stage has."""
+def expected_bytes(config: ModelConfig, split: Split, index: int, size: int) -> int:
+    """Bytes of the tensors on a GPU of a stage."""
     begin = sum(split.layers[:index])
     mine, total = range(begin, begin + split.layers[index]), 0
     first, last = index == 0, index == split.pipeline - 1
@@ -80,18 +80,18 @@ def held_by_hand(config: ModelConfig, split: Split, index: int, size: int) -> in
 @pytest.mark.parametrize("layers", [(6,), (3, 3), (1, 2, 3)])
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_the_bytes_of_the_tensors_that_a_gpu_has(
+def test_the_weights_of_a_gpu_are_the_bytes_of_its_tensors(
     kind: str, layers: tuple[int, ...], tensor: int, dtype: str
 ) -> None:
     config, split = KINDS[kind], Split(tensor, layers)
     size = plan.DTYPE_BYTES[dtype]
-    held = plan.stages(Run(config, 1, 16, dtype), split)
-    assert [stage.weights for stage in held] == [held_by_hand(config, split, i, size) for i in range(len(layers))]
+    found = plan.stages(Run(config, 1, 16, dtype), split)
+    assert [stage.weights for stage in found] == [expected_bytes(config, split, i, size) for i in range(len(layers))]
 
 
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.group])
 @pytest.mark.parametrize("tied", [False, True])
-def test_quantized_weights_are_the_bytes_of_the_layers_for_a_gpu(scheme: str, tied: bool) -> None:
+def test_quantized_weights_are_the_bytes_of_a_gpus_layers(scheme: str, tied: bool) -> None:
     config = replace(tiny.WIDE, tie_embeddings=tied)
     total = 0
     for name, weight in tiny.weights(config).items():
@@ -100,12 +100,13 @@ def test_quantized_weights_are_the_bytes_of_the_layers_for_a_gpu(scheme: str, ti
             total += 2 * weight.numel()
             continue
         kind = SCHEMES[SCHEMES[scheme].output or scheme] if wanted == "output" else SCHEMES[scheme]
-        total += sum(buffer.nbytes for buffer in BlockLinear(quantize(weight, kind)).buffers())
+        total += sum(buffer.nbytes for buffer in BlockLinear(quantize(weight, kind.format)).buffers())
     assert plan.weight_bytes(config, 2, SCHEMES[scheme]) == total
-    if tied:  # the first stage of two holds the very integers that the last one multiplies by
+    if tied:  # the first of two stages has a copy of the last one's output layer
         kind = SCHEMES[SCHEMES[scheme].output or scheme]
         total += sum(
-            t.nbytes for t in BlockLinear(quantize(tiny.weights(config)["tok_embeddings.weight"], kind)).buffers()
+            t.nbytes
+            for t in BlockLinear(quantize(tiny.weights(config)["tok_embeddings.weight"], kind.format)).buffers()
         )
     halves = [replace(config, n_layers=1)] * 2
     parts = [plan.weight_bytes(half, 2, SCHEMES[scheme], i == 0, i == 1) for i, half in enumerate(halves)]
@@ -113,10 +114,10 @@ def test_quantized_weights_are_the_bytes_of_the_layers_for_a_gpu(scheme: str, ti
 
 
 @pytest.mark.parametrize(("shards", "published"), [(8, 101_470_976_045), (16, 51_268_302_389)])
-def test_shards_of_405b_are_the_files_that_were_published(shards: int, published: int) -> None:
-    """Of 16 shards each has a key/value head of its own, so every head is stored twice."""
-    held = plan.weight_bytes(plan.slice_of(B405, shards, 126), 2)
-    assert 0 < published - held < 10**6  # the archive's own bytes
+def test_the_shards_of_405b_have_the_sizes_of_the_published_files(shards: int, published: int) -> None:
+    """Each of 16 shards has one of the 8 key/value heads, so every head is stored twice."""
+    weights = plan.weight_bytes(plan.slice_of(B405, shards, 126), 2)
+    assert 0 < published - weights < 10**6  # the archive's own bytes
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
@@ -129,18 +130,18 @@ def test_keys_and_values_are_the_bytes_of_a_cache(tensor: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-405b", "llama-3.2-1b"])
-def test_all_gpus_together_hold_the_model_and_what_is_on_several(name: str) -> None:
+def test_all_gpus_together_have_the_model_and_the_copies(name: str) -> None:
     config = official()[name]
     for count in (1, 2, 4, 8, 16):
         split = plan.choose(config, count, H100)
         assert split is not None
         n, stages = split.tensor, split.pipeline
-        whole = sum(n * stage.weights for stage in plan.stages(Run(config, 1, 64), split))
+        total = sum(n * stage.weights for stage in plan.stages(Run(config, 1, 64), split))
         copies = max(1, n // config.n_kv_heads)
         kv = 2 * config.n_layers * config.n_kv_heads * config.head_dim * config.dim
         norms = (2 * config.n_layers + 1) * config.dim
         tied = config.vocab_size * config.dim * (config.tie_embeddings and stages > 1)
-        assert whole == 2 * (config.n_params + (copies - 1) * kv + (n - 1) * norms + tied)
+        assert total == 2 * (config.n_params + (copies - 1) * kv + (n - 1) * norms + tied)
 
 
 @pytest.mark.parametrize("name", official())
@@ -155,7 +156,7 @@ def test_more_gpus_never_need_more_memory_each(name: str, scheme: str | None) ->
             assert needs[1] <= needs[0], (count, few, many)
 
 
-def test_what_fits_where_by_hand() -> None:
+def test_known_models_fit_as_computed_by_hand() -> None:
     """405,853,388,800 parameters of 2 bytes are 812 GB: 101.5 on each of 8 GPUs, 50.7 on each of 16."""
 
     def fits(config: ModelConfig, gpus: str, **options: Any) -> bool:
@@ -177,7 +178,7 @@ def test_what_fits_where_by_hand() -> None:
 
 @given(batch=st.integers(1, 40), context=st.integers(1, 20_000), count=st.sampled_from([1, 2, 4, 8]))
 @settings(max_examples=40, deadline=None)
-def test_the_largest_that_fits_is_the_largest(batch: int, context: int, count: int) -> None:
+def test_the_largest_batch_and_context_are_the_largest_that_fit(batch: int, context: int, count: int) -> None:
     run = Run(B70, batch, context, scheme=SCHEMES["int4"])
     made = plan.plan(run, count, H100)
     assert made.fits == (made.largest_batch >= batch) == (made.largest_context >= context)
@@ -189,7 +190,7 @@ def test_the_largest_that_fits_is_the_largest(batch: int, context: int, count: i
 
 
 @pytest.mark.parametrize("gpu", ["H100", "L40S", "RTX4090", "MI300X"])
-def test_the_smallest_number_is_the_smallest(gpu: str) -> None:
+def test_no_smaller_number_of_gpus_fits(gpu: str) -> None:
     for config in (B8, B70, B405):
         run = Run(config, 2, 4096)
         best = plan.smallest(run, GPUS[gpu])
@@ -201,7 +202,7 @@ def test_the_smallest_number_is_the_smallest(gpu: str) -> None:
 
 # --------------------------------------------------------------------------------------------------------- speed
 @pytest.mark.parametrize("keys", [1, 7, 40])
-def test_operations_are_those_that_torch_counts(keys: int) -> None:
+def test_operations_are_counted_as_by_torch(keys: int) -> None:
     net = tiny.model(SMALL, attention="reference")
     cache = net.new_cache(64)
     if keys > 1:
@@ -213,7 +214,7 @@ def test_operations_are_those_that_torch_counts(keys: int) -> None:
 
 
 def test_a_step_reads_every_matrix_once_and_the_cache() -> None:
-    """8B on an H100, by hand: all parameters but the embedding's, and 131,072 bytes for each token that is cached."""
+    """8B on an H100, by hand: all parameters except the embedding, and 131,072 bytes for each cached token."""
     made = plan.plan(Run(B8, 8, 8192), 1, H100)
     read = 2 * (8_030_261_248 - 128_256 * 4096) + 8 * 8192 * 131_072
     assert made.decoding is not None
@@ -227,9 +228,9 @@ def test_a_step_reads_every_matrix_once_and_the_cache() -> None:
 
 
 @pytest.mark.parametrize("tensor", [2, 4, 8])
-def test_an_all_reduce_sends_what_a_ring_sends(tensor: int) -> None:
-    """A ring played out: in each of N - 1 rounds every GPU hands a part on to be summed, then again to be known."""
-    parts = [[{rank} for _ in range(tensor)] for rank in range(tensor)]  # whose numbers are in part p of a GPU
+def test_an_all_reduce_sends_the_bytes_of_a_ring(tensor: int) -> None:
+    """A simulated ring: in N - 1 rounds every GPU sends a part to be summed, in N - 1 more the sums are distributed."""
+    parts = [[{rank} for _ in range(tensor)] for rank in range(tensor)]  # the ranks summed in each part of each GPU
     sent = [0] * tensor
     for lap in range(2):
         for step in range(tensor - 1):
@@ -237,7 +238,7 @@ def test_an_all_reduce_sends_what_a_ring_sends(tensor: int) -> None:
             for rank, part in enumerate(moving):
                 parts[(rank + 1) % tensor][part] |= parts[rank][part]
                 sent[rank] += B405.dim * 2 // tensor
-    assert all(part == set(range(tensor)) for held in parts for part in held)
+    assert all(part == set(range(tensor)) for gpu in parts for part in gpu)
     run = Run(B405, 1, 64)
     assert {plan.reduce_bytes(run, tensor)} == set(sent)
     one, two = (
@@ -248,8 +249,8 @@ def test_an_all_reduce_sends_what_a_ring_sends(tensor: int) -> None:
     assert one.handed == 2 * B405.dim
 
 
-def play(times: list[float], groups: int, rounds: int = 60) -> float:
-    """Seconds from token to token when groups go round a pipeline, each stage serving one at a time."""
+def simulate(times: list[float], groups: int, rounds: int = 60) -> float:
+    """Seconds per token of a simulated pipeline, whose stages process one group at a time."""
     free, ready = [0.0] * len(times), [0.0] * groups
     ends = []
     for _ in range(rounds):
@@ -263,22 +264,22 @@ def play(times: list[float], groups: int, rounds: int = 60) -> float:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8, 64])
 @pytest.mark.parametrize("layers", [(126,), (63, 63), (30, 50, 46), (16, 15, 16, 16, 16, 15, 16, 16)])
-def test_a_step_takes_as_long_as_the_pipeline_played_out(batch: int, layers: tuple[int, ...]) -> None:
+def test_a_step_takes_as_long_as_in_a_simulated_pipeline(batch: int, layers: tuple[int, ...]) -> None:
     bound = plan.decoding(Run(B405, batch, 4096), Split(8, layers), H100)
     assert bound.groups == min(batch, len(layers))
     assert bound.rows * bound.groups == pytest.approx(batch)
     times = [stage.bound for stage in bound.times]
-    assert bound.seconds == pytest.approx(play(times, bound.groups), rel=1e-6)
+    assert bound.seconds == pytest.approx(simulate(times, bound.groups), rel=1e-6)
 
 
-def test_links_are_the_host_s_within_it_and_the_network_s_beyond() -> None:
+def test_links_within_a_host_and_between_hosts_have_their_own_rates() -> None:
     within, slow = 450e9, 50e9
     gpu = replace(H100, link=within, network=slow)
     assert plan.link_seconds(gpu, Split(8, (1,)), 0, 9e9, 0) == 9e9 / within
     assert plan.link_seconds(gpu, Split(16, (1,)), 0, 9e9, 0) == 9e9 / slow
     assert plan.link_seconds(gpu, Split(4, (1, 1, 1)), 0, 0, 9e9) == 9e9 / within  # GPUs 0-3 to 4-7
     assert plan.link_seconds(gpu, Split(4, (1, 1, 1)), 1, 0, 9e9) == 9e9 / slow  # 4-7 to 8-11
-    assert plan.link_seconds(gpu, Split(8, (1, 1)), 0, 9e9, 1) == 9e9 / within  # sums stay in the host
+    assert plan.link_seconds(gpu, Split(8, (1, 1)), 0, 9e9, 1) == 9e9 / within  # the sums stay within the host
 
 
 @given(
@@ -289,7 +290,9 @@ def test_links_are_the_host_s_within_it_and_the_network_s_beyond() -> None:
     factor=st.floats(1.1, 8),
 )
 @settings(max_examples=60, deadline=None)
-def test_bounds_scale_as_they_must(batch: int, context: int, tensor: int, pipeline: int, factor: float) -> None:
+def test_bounds_scale_with_the_hardware_and_the_run(
+    batch: int, context: int, tensor: int, pipeline: int, factor: float
+) -> None:
     split = Split(tensor, plan.even_layers(80, pipeline))
     run = Run(B70, batch, context)
     bound = plan.decoding(run, split, H100)
@@ -305,7 +308,7 @@ def test_bounds_scale_as_they_must(batch: int, context: int, tensor: int, pipeli
     assert fewer.seconds <= bound.seconds
 
 
-def test_prefill_is_two_operations_a_weight_and_half_the_pairs() -> None:
+def test_prefill_is_two_operations_per_weight_and_half_of_the_pairs() -> None:
     made = plan.plan(Run(B8, 1, 4096), 1, H100)
     weights = 8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096
     pairs = sum(range(1, 4097))
@@ -316,7 +319,7 @@ def test_prefill_is_two_operations_a_weight_and_half_the_pairs() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- splits
-def test_the_split_is_as_wide_as_a_host_and_then_a_pipeline() -> None:
+def test_tensor_parallelism_fills_a_host_and_a_pipeline_connects_hosts() -> None:
     assert plan.choose(B405, 16, H100) == Split(8, (63, 63))
     assert plan.choose(B405, 8, H100) == Split(8, (126,))
     assert plan.choose(B405, 12, H100) == Split(4, (42, 42, 42))
@@ -327,7 +330,7 @@ def test_the_split_is_as_wide_as_a_host_and_then_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize("name", official())
-def test_every_split_cuts_heads_and_layers_evenly(name: str) -> None:
+def test_every_split_divides_heads_and_layers_evenly(name: str) -> None:
     config = official()[name]
     for count in (1, 2, 3, 6, 8, 16, 24):
         for split in plan.splits(config, count):
@@ -336,7 +339,7 @@ def test_every_split_cuts_heads_and_layers_evenly(name: str) -> None:
             assert sum(split.layers) == config.n_layers
             assert max(split.layers) - min(split.layers) <= 1
             assert config.n_heads % n == 0 == config.hidden_dim % n
-            # a GPU's query heads must find their key/value heads on it: head h reads h // G
+            # a GPU must have the key/value heads of its query heads: head h reads h // G
             group = config.n_heads // config.n_kv_heads
             for rank in range(n):
                 heads = {h // group for h in range(rank * config.n_heads // n, (rank + 1) * config.n_heads // n)}
@@ -344,9 +347,9 @@ def test_every_split_cuts_heads_and_layers_evenly(name: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- the GPUs
-def test_figures_agree_with_those_of_the_machines_they_are_sold_in() -> None:
-    """DGX data sheets give totals of eight GPUs, with sparsity, both ways of the links, adapters in Gb/s."""
-    dgx = {  # GB, PFLOP/s sparse and operations of 16-bit numbers each of them is, TB/s of NVLink, Gb/s of an adapter
+def test_the_rates_agree_with_the_data_sheets_of_machines() -> None:
+    """DGX data sheets give totals of eight GPUs, with sparsity, links in both directions, adapters in Gb/s."""
+    dgx = {  # GB, sparse PFLOP/s, how many of these one 16-bit operation counts as, TB/s of NVLink, Gb/s of an adapter
         "A100-80": (640, 5, 1, 4.8, 200),
         "A100-40": (320, 5, 1, 4.8, 200),
         "H100": (640, 32, 2, 7.2, 400),
@@ -361,12 +364,12 @@ def test_figures_agree_with_those_of_the_machines_they_are_sold_in() -> None:
         assert gpu.network * 8 == adapter * 1e9
 
 
-def test_what_is_no_gpu_is_refused_with_those_that_are() -> None:
+def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
     for text in ("16xH1000", "tpu", "2xA30"):
         with pytest.raises(UsageError, match=r"known: H100, .*MI300X.*custom"):
             parse_gpus(text)
     for text in ("", "x", "-1xH100", "1.5xH100", "H100x16"):
-        with pytest.raises(UsageError, match=r"a number and a name, as in 16xH100|no GPU"):
+        with pytest.raises(UsageError, match=r"a number and a name, as in 16xH100|unknown GPU"):
             parse_gpus(text)
     for text in ("0xH100", "000xH100", "4097xH100", "99999999xH100", "9" * 5000 + "xH100"):
         with pytest.raises(UsageError, match="the number of GPUs must lie between 1 and 4,096"):
@@ -389,7 +392,7 @@ def test_what_is_no_gpu_is_refused_with_those_that_are() -> None:
      ("link", "3.35 TB/s", 3.35e12), ("flops", "989TFLOP/s", 989e12), ("flops", "989 TFLOPS", 989e12),
      ("flops", "1e12FLOP/s", 1e12), ("memory", "512B", 512.0), ("network", "40gb/s", 40e9)],
 )  # fmt: skip
-def test_quantities(option: str, text: str, value: float) -> None:
+def test_quantities_are_parsed(option: str, text: str, value: float) -> None:
     assert quantity(text, f"--gpu-{option}") == value
 
 
@@ -401,13 +404,13 @@ def test_quantities(option: str, text: str, value: float) -> None:
     + [("bandwidth", "3350", "3350GB/s"), ("network", "50GB", "3350GB/s"), ("flops", "989", "989TFLOP/s"),
        ("flops", "989TB/s", "989TFLOP/s")],
 )  # fmt: skip
-def test_what_is_no_quantity_is_refused(option: str, text: str, example: str) -> None:
+def test_a_malformed_quantity_is_refused(option: str, text: str, example: str) -> None:
     with pytest.raises(UsageError, match=f"--gpu-{option} must be a number with a unit, such as {example}, got"):
         quantity(text, f"--gpu-{option}")
 
 
 # ------------------------------------------------------------------------------------------------------ the command
-def test_every_model_on_every_gpu_in_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_fits_into_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("smollm2-135m-instruct", "llama-2-7b", "llama-3.1-405b"):
         for gpu in GPUS:
             for count in (1, 3, 48) if name != "smollm2-135m-instruct" else (1, 9):
@@ -434,13 +437,13 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["decode"]["step_s"] == made.decoding.seconds
     assert main(command) == 0
     text = capsys.readouterr().out
-    for told in (
+    for line in (
         f"{facts['memory']['total'] / 1e9:.2f}  of 80.00",
         f"{facts['decode']['tps_each']:,.1f} tok/s each, {facts['decode']['tps_batch']:,.1f} in total",
         f"{facts['prefill']['tps']:,.0f} tok/s",
         f"up to {facts['largest_batch']} sequences",
     ):
-        assert told in text
+        assert line in text
 
 
 @pytest.mark.parametrize(
@@ -449,8 +452,8 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "llama-3.1-405b", "--gpus", "16xH100", "--tensor-parallel", "3"], r"work: 16 x 1, 8 x 2, 4 x 4, 2 x 8, 1 x 16"),
         (["-m", "llama-3.1-405b", "--gpus", "16xH100", "--tensor-parallel", "8", "--pipeline-parallel", "4"], r"tensor 8 x pipeline 4"),
         (["-m", "llama-3.1-8b", "--gpus", "37xH100"], r"37 GPUs can't be split.*numbers that can be split: 34, 36, 38, 40"),
-        (["-m", "llama-3.1-8b", "--gpus", "H100", "--batch", "0"], "batch must lie"),
-        (["-m", "llama-3.1-8b", "--gpus", "H100", "--context", "-5"], "context must lie"),
+        (["-m", "llama-3.1-8b", "--gpus", "H100", "--batch", "0"], "batch must be an integer from 1"),
+        (["-m", "llama-3.1-8b", "--gpus", "H100", "--context", "-5"], "context must be an integer from 1"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--quantize", "int3"], "unknown quantization scheme"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-memory", "much"], "--gpu-memory must be a number"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpus-per-host", "0"], "per_host must be above 0"),
@@ -458,7 +461,7 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "llama-9", "--gpus", "H100"], "no file or folder"),
     ],
 )  # fmt: skip
-def test_what_can_t_be_planned_is_refused(arguments: list[str], why: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_plan_is_refused(arguments: list[str], why: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments]) in (1, 2)
     out, err = capfd.readouterr()
     assert not out
@@ -466,12 +469,12 @@ def test_what_can_t_be_planned_is_refused(arguments: list[str], why: str, capfd:
     assert re.search(why, err), err
 
 
-def test_a_run_beyond_the_model_s_context_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_beyond_the_models_context_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "-m", "llama-2-7b", "--gpus", "H100", "--context", "10000"])
     assert "the model was trained for 4,096 tokens" in capsys.readouterr().out
 
 
-def test_configurations_by_themselves(tmp_path: Path) -> None:
+def test_a_configuration_file_is_enough(tmp_path: Path) -> None:
     theirs = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
@@ -506,7 +509,7 @@ def test_configurations_by_themselves(tmp_path: Path) -> None:
             architecture(str(file))
 
 
-def test_a_checkpoint_by_its_headers(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_by_its_headers(tmp_path: Path) -> None:
     path = tiny.write_gguf(tmp_path / "small.gguf")
     name, config, checkpoint = architecture(str(path))
     assert (name, config.n_params) == ("small.gguf", tiny.CONFIG.n_params)
@@ -521,23 +524,23 @@ def planned(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> di
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
-def test_a_quantized_gguf_is_planned_by_its_own_blocks(
+def test_a_quantized_gguf_is_planned_by_its_stored_bytes(
     type: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Against the bytes that the gguf package counts; what is not quantized becomes bfloat16."""
+    """Compared with the bytes that the gguf package counts; other tensors become bfloat16."""
     config = replace(tiny.WIDE, tie_embeddings=tied)
     path = tiny.write_gguf(tmp_path / "x.gguf", config, quantization=type)
-    held = sum(
+    expected = sum(
         2 * tensor.n_elements if tensor.tensor_type == gguf.GGMLQuantizationType.F32 else tensor.n_bytes
         for tensor in gguf.GGUFReader(path).tensors
     )
     facts = planned(capsys, path)
-    assert facts["memory"]["weights"] == held
+    assert facts["memory"]["weights"] == expected
     assert facts["stored"] == [type]
     assert facts["quantize"] == "as stored"
     found = {other["quantize"]: other["weights"] for other in facts["alternatives"]}
     assert list(found) == ["as stored", None, "int8", "int4"]
-    assert found["as stored"] == held
+    assert found["as stored"] == expected
     assert found[None] == 2 * config.n_params == planned(capsys, path, "--dtype", "bfloat16")["memory"]["weights"]
     assert found["int4"] == planned(capsys, path, "--quantize", "int4")["memory"]["weights"]
     assert main(["plan", "-m", str(path), "--gpus", "1xL4"]) == 0
@@ -548,7 +551,7 @@ def test_a_quantized_gguf_is_planned_by_its_own_blocks(
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "int4-sym-g128", "int8-row"])
-def test_a_saved_folder_is_planned_as_what_it_was_made_by(
+def test_a_quantized_folder_is_planned_like_its_scheme(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tiny.write_gguf(tmp_path / "x.gguf", replace(tiny.WIDE, tie_embeddings=True))
@@ -557,18 +560,19 @@ def test_a_saved_folder_is_planned_as_what_it_was_made_by(
     made = planned(capsys, source, "--quantize", scheme)["memory"]["weights"]
     found = planned(capsys, tmp_path / "saved")
     assert found["stored"]
-    rows = 4 * 12 * tiny.WIDE.vocab_size  # int8-row: a float32 scale for each row, which a scheme's bits leave out
+    rows = (
+        4 * 12 * tiny.WIDE.vocab_size
+    )  # int8-row: a float32 scale for each row, which the bits of the scheme don't count
     assert made <= found["memory"]["weights"] <= made + (rows if scheme == "int8-row" else 0)
 
 
-def test_keys_and_values_in_8_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Against the buffers of such a cache."""
+def test_keys_and_values_in_8_bits_are_the_bytes_of_a_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf")
     facts = planned(capsys, path, "--kv-cache", "int8", "--batch", "3")
     config = tiny.CONFIG
     cache = KVCache(config.n_layers, config.n_kv_heads, config.head_dim, 64, batch=3, dtype=torch.bfloat16, kind="int8")
-    held = sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers)
-    assert facts["memory"]["kv_cache"] == facts["stages"][0]["kv_cache_read"] == held
-    assert held < planned(capsys, path, "--batch", "3")["memory"]["kv_cache"]
+    expected = sum(buffer.nbytes for layer in cache.layers for buffer in layer.buffers)
+    assert facts["memory"]["kv_cache"] == facts["stages"][0]["kv_cache_read"] == expected
+    assert expected < planned(capsys, path, "--batch", "3")["memory"]["kv_cache"]
     main(["plan", "-m", str(path), "--gpus", "1xL4", "--kv-cache", "int8"])
     assert "keys and values int8" in capsys.readouterr().out

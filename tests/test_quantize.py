@@ -1,4 +1,4 @@
-"""clearllama quantize: what is saved is what loading with --quantize computes, whole or not at all, damage is named."""
+"""clearllama quantize: the saved model is the one that --quantize makes while loading; damage to it is named."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from llama.checkpoint.write import Model
 from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine import linears as quant
-from llama.engine.linears import SCHEMES, TileEmbedding, TileLinear, scheme_for
+from llama.engine.linears import TileEmbedding, TileLinear
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.loader import build, load, load_model
 from llama.model import Transformer
+from llama.quant import rounding
 from llama.quant.blocks import BlockFormat
+from llama.quant.schemes import SCHEMES, scheme_for
 from llama.quant.tiles import unpack
 from llama.tools.convert import convert
 from llama.tools.quantize import quantize
@@ -52,12 +53,12 @@ TOKENS = test_huggingface.tokens(40)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 ODD = {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN, "intermediate_size": 100, "vocab_size": 331}
 TIED = dataclasses.replace(tiny.WIDE, tie_embeddings=True)
-AGAIN = "the source was rounded before"
+AGAIN = "the source is quantized already"
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of every format; that of Hugging Face has all that such a folder can hold, and odd sizes."""
+    """A checkpoint of every format; that of Hugging Face has every optional part and odd sizes."""
     root = tmp_path_factory.mktemp("sources")
     made = {
         "meta": make_tiny.make(root / "meta", "llama-3.1-405b", shards=2),
@@ -77,7 +78,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def saved(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Hugging Face folder as int4; its layers are 4 bits, its output layer 8, its embedding plain."""
+    """The Hugging Face folder as int4: layers of 4 bits, an output layer of 8, an embedding in floating point."""
     target = tmp_path_factory.mktemp("saved") / "int4"
     quantize(sources["hf"], target, "int4")
     return target
@@ -85,17 +86,17 @@ def saved(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def damaged(saved: Path, tmp_path: Path) -> Path:
-    """A copy to do harm to."""
+    """A copy to damage."""
     return shutil.copytree(saved, tmp_path / "damaged")
 
 
 def built(path: Path, quantize: str | None = None, rope: str = "complex", dtype: str | None = None) -> Transformer:
-    """The model that llama.load makes, also of a checkpoint without a tokenizer."""
-    return build(open_checkpoint(path), "cpu", dtype, rope, fast=True, quantize=quantize)
+    """The model that llama.load makes, even without a tokenizer."""
+    return build(open_checkpoint(path), "cpu", dtype, rope=rope, fast=True, quantize=quantize)
 
 
 def contents(model: Transformer) -> dict[str, Any]:
-    """Everything that a model holds: kinds of layers and the bytes of each tensor."""
+    """All contents of a model: the kinds of its layers and the bytes of each tensor."""
     layers = {name: (type(m), getattr(m, "bits", 0), getattr(m, "group", 0), getattr(m, "offset", 0))
               for name, m in model.named_modules()}  # fmt: skip
     return layers | {name: (t.dtype, t.shape, t.contiguous().view(torch.uint8).numpy().tobytes())
@@ -103,22 +104,22 @@ def contents(model: Transformer) -> dict[str, Any]:
 
 
 def interleaved(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of q or k as Hugging Face orders them, (first halves, second halves) of a head, to pairs side by side."""
+    """Reorder the rows of q or k from Hugging Face's halves of a head to interleaved pairs."""
     heads = weight.unflatten(0, (-1, 2, head_dim // 2))  # (H, 2, D/2, ..)
     return heads.transpose(1, 2).flatten(0, 2)
 
 
-# ----------------------------------------------------------------------------------------------------- what is saved
+# -------------------------------------------------------------------------------------------------- the saved model
 @needs_kernels
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("source", ["hf", "meta", "gguf"])
-def test_a_saved_model_is_the_model_rounded_while_loading(
+def test_the_saved_model_equals_one_quantized_while_loading(
     sources: dict[str, Path], tmp_path: Path, source: str, scheme: str
 ) -> None:
     proof = quantize(sources[source], tmp_path / "q", scheme)
-    loaded, rounded = built(tmp_path / "q"), built(sources[source], scheme)
-    assert contents(loaded) == contents(rounded)
-    assert torch.equal(loaded(TOKENS), rounded(TOKENS))
+    loaded, expected = built(tmp_path / "q"), built(sources[source], scheme)
+    assert contents(loaded) == contents(expected)
+    assert torch.equal(loaded(TOKENS), expected(TOKENS))
     assert proof.tensors == len(open_checkpoint(sources[source]).shapes)
     assert not any(AGAIN in warning for warning in proof.warnings)
     assert {
@@ -128,13 +129,13 @@ def test_a_saved_model_is_the_model_rounded_while_loading(
 
 @needs_kernels
 @pytest.mark.parametrize("source", ["hf", "meta, tied", "meta, float8", "meta, QLoRA", "gguf, tied", "gguf, Q5_1"])
-def test_it_is_so_for_every_kind_of_source_and_the_other_layout(
+def test_this_holds_for_every_source_and_the_other_layout(
     sources: dict[str, Path], tmp_path: Path, source: str
 ) -> None:
     proof = quantize(sources[source], tmp_path / "q", "int4")
-    loaded, rounded = built(tmp_path / "q", rope="half"), built(sources[source], "int4", "half")
-    assert contents(loaded) == contents(rounded)
-    assert torch.equal(loaded(TOKENS), rounded(TOKENS))
+    loaded, expected = built(tmp_path / "q", rope="half"), built(sources[source], "int4", "half")
+    assert contents(loaded) == contents(expected)
+    assert torch.equal(loaded(TOKENS), expected(TOKENS))
     before = ("meta, float8", "meta, QLoRA", "gguf, Q5_1")
     assert sum(AGAIN in warning for warning in proof.warnings) == (source in before)
 
@@ -151,8 +152,8 @@ def test_the_logits_are_near_those_of_transformers(sources: dict[str, Path], tmp
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_file_holds_what_its_document_says(sources: dict[str, Path], tmp_path: Path, scheme: str) -> None:
-    """Read by the safetensors package and held against the weights that were made, rounded by the plain formula."""
+def test_the_file_matches_its_metadata(sources: dict[str, Path], tmp_path: Path, scheme: str) -> None:
+    """Read by the safetensors package and compared with weights quantized by the reference formula."""
     from safetensors import safe_open
 
     quantize(sources["gguf, tied"], tmp_path / "q", scheme)
@@ -170,19 +171,19 @@ def test_the_file_holds_what_its_document_says(sources: dict[str, Path], tmp_pat
         if weight.dim() == 1:
             assert torch.equal(tensors[f"{stem}.weight"], weight)
             continue
-        told = json.loads(metadata[f"{stem}.tiles"])
+        declared = json.loads(metadata[f"{stem}.tiles"])
         rule = scheme_for("output" if last == "tok_embeddings" else name, SCHEMES[scheme])
-        assert told == {"shape": list(weight.shape), "bits": rule.bits, "group": rule.group, "offset": rule.offset}
+        assert declared == {"shape": list(weight.shape), "bits": rule.bits, "group": rule.group, "offset": rule.offset}
         tiles = tensors[f"{stem}.tiles"]
         assert tiles.dtype == torch.uint8
-        found = unpack(tiles, *told["shape"], rule.bits, rule.group, rule.offset).weight
-        reference = quant.quantize(weight, rule).weight
-        assert distance(found, reference) < 1e-4  # where two ranges are equally good
+        found = unpack(tiles, *declared["shape"], rule.bits, rule.group, rule.offset).weight
+        reference = rounding.quantize(weight, rule.format).weight
+        assert distance(found, reference) < 1e-4  # two ranges may be equally good
         assert torch.equal(open_checkpoint(tmp_path / "q").tensor(name), found)
 
 
 @pytest.mark.parametrize("source", ["hf", "meta", "meta, tied", "meta, QLoRA", "gguf", "gguf, Q5_1"])
-def test_everything_else_survives(sources: dict[str, Path], tmp_path: Path, source: str) -> None:
+def test_everything_else_is_kept(sources: dict[str, Path], tmp_path: Path, source: str) -> None:
     proof = quantize(sources[source], tmp_path / "q", "int4")
     old, new = open_checkpoint(sources[source]), open_checkpoint(tmp_path / "q")
     assert new.config == old.config
@@ -212,7 +213,7 @@ def test_everything_else_survives(sources: dict[str, Path], tmp_path: Path, sour
     )
 
 
-def test_biases_and_rows_are_in_metas_order(sources: dict[str, Path], saved: Path) -> None:
+def test_biases_and_rows_are_in_metas_layout(sources: dict[str, Path], saved: Path) -> None:
     state, new = load_file(sources["hf"] / "model.safetensors"), open_checkpoint(saved)
     for ours, theirs in (("wq", "q_proj"), ("wk", "k_proj")):
         for kind, bound in (("bias", 0.0), ("weight", 0.1)):
@@ -222,11 +223,11 @@ def test_biases_and_rows_are_in_metas_order(sources: dict[str, Path], saved: Pat
         assert torch.equal(new.tensor(f"layers.1.{ours}.bias"), state[f"model.layers.1.{theirs}.bias"])
 
 
-# ----------------------------------------------------------------------------------------- integers that are there
+# ----------------------------------------------------------------------------------------- sources that are quantized
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("scheme", ["int8", "int8-sym", "int8-row", "int4", "int4-sym", "int4-all"])
 @pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q8_0"])
-def test_integers_of_a_gguf_are_kept_where_the_scheme_asks_for_them(
+def test_quantized_weights_of_a_gguf_are_kept_if_the_scheme_has_their_format(
     tmp_path: Path, stored: str, scheme: str, tied: bool
 ) -> None:
     source = tiny.write_gguf(tmp_path / "x.gguf", TIED if tied else tiny.WIDE, quantization=stored)
@@ -237,18 +238,18 @@ def test_integers_of_a_gguf_are_kept_where_the_scheme_asks_for_them(
     new = open_checkpoint(tmp_path / "q")
     for name, weight in tiny.weights(TIED if tied else tiny.WIDE).items():
         if weight.dim() == 2:
-            numbers = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
+            stored_values = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
             output = name == "output.weight" or (tied and name == "tok_embeddings.weight")
             rule = scheme_for("output" if output else name, SCHEMES[scheme])
-            keeps = meaning == (rule.bits, rule.group, rule.offset) or (name == "tok_embeddings.weight" and not tied)
-            assert torch.equal(new.tensor(name), numbers) == keeps, name
-            assert keeps or distance(new.tensor(name), numbers) < 0.15
+            keeps = meaning == rule.format or (name == "tok_embeddings.weight" and not tied)
+            assert torch.equal(new.tensor(name), stored_values) == keeps, name
+            assert keeps or distance(new.tensor(name), stored_values) < 0.15
             again += not keeps
     assert [AGAIN in warning and f"({stored})" in warning for warning in proof.warnings] == [True] * bool(again)
 
 
 @needs_kernels
-def test_rounding_what_is_rounded_changes_nothing_in_the_same_scheme(saved: Path, tmp_path: Path) -> None:
+def test_quantizing_again_by_the_same_scheme_changes_nothing(saved: Path, tmp_path: Path) -> None:
     first = quantize(saved, tmp_path / "a", "int4")
     assert first.warnings == []
     assert files(tmp_path / "a") == files(saved)
@@ -258,17 +259,19 @@ def test_rounding_what_is_rounded_changes_nothing_in_the_same_scheme(saved: Path
 
 
 @needs_kernels
-def test_loading_says_that_weights_are_rounded_again(saved: Path, sources: dict[str, Path]) -> None:
-    def said(path: Path, scheme: str) -> list[bool]:
-        return [AGAIN in warning for warning in load(path, "cpu", quantize=scheme).warnings if "round" in warning]
+def test_loading_warns_that_weights_are_quantized_again(saved: Path, sources: dict[str, Path]) -> None:
+    def warned(path: Path, scheme: str) -> list[bool]:
+        return [AGAIN in warning for warning in load(path, "cpu", quantize=scheme).warnings if "quantiz" in warning]
 
-    assert said(saved, "int4") == []
-    assert said(saved, "int8") == said(saved, "int4-g64") == [True]
-    assert said(sources["gguf, tied"], "int4") == [] == said(sources["hf"], "int4")
+    assert warned(saved, "int4") == []
+    assert warned(saved, "int8") == warned(saved, "int4-g64") == [True]
+    assert warned(sources["gguf, tied"], "int4") == [] == warned(sources["hf"], "int4")
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 35])
-def test_any_number_of_files(sources: dict[str, Path], saved: Path, tmp_path: Path, count: int) -> None:
+def test_the_weights_are_the_same_in_any_number_of_files(
+    sources: dict[str, Path], saved: Path, tmp_path: Path, count: int
+) -> None:
     proof = quantize(sources["hf"], tmp_path / "q", "int4", shards=count)
     assert len(list((tmp_path / "q").glob("*.safetensors"))) == count
     one, other = open_checkpoint(saved), open_checkpoint(tmp_path / "q")
@@ -282,27 +285,27 @@ def test_any_number_of_files(sources: dict[str, Path], saved: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 64), (33, 200), (70, 131)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_integers_can_be_described(kind: tuple[int, int, bool], rows: int, columns: int) -> None:
-    told = json.dumps({"shape": [rows, columns], **BlockFormat(*kind)._asdict()})
-    assert quantized._parse_format(told, "here") == (BlockFormat(*kind), (rows, columns))
+def test_every_block_format_has_metadata(kind: tuple[int, int, bool], rows: int, columns: int) -> None:
+    metadata = json.dumps({"shape": [rows, columns], **BlockFormat(*kind)._asdict()})
+    assert quantized._parse_format(metadata, "here") == (BlockFormat(*kind), (rows, columns))
 
 
-def test_rows_are_read_without_the_others(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_can_be_read_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, name = open_checkpoint(saved), "layers.0.feed_forward.w_up.weight"
     tiles = checkpoint.tiles(name)
     assert tiles is not None
-    whole = unpack(tiles, 100, 64, 4, 32, True).weight
+    weight = unpack(tiles, 100, 64, 4, 32, True).weight
     for piece in (1, 17 * 64, 40 * 64, 2**20):
         monkeypatch.setattr(base, "PIECE", piece)
-        assert torch.equal(checkpoint.tensor(name), whole)
+        assert torch.equal(checkpoint.tensor(name), weight)
     for part in (slice(0, 1), slice(3, 50), slice(16, 32), slice(90, 200), slice(5, 5)):
         blocks = checkpoint.blocks(name, part)
         assert blocks is not None
-        assert torch.equal(blocks.weight, whole[part])
+        assert torch.equal(blocks.weight, weight[part])
 
 
 # --------------------------------------------------------------------------------------------- the other commands
-def test_the_commands_know_the_folder(sources: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
+def test_the_other_commands_read_the_folder(sources: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "q"
     assert main(["quantize", str(sources["gguf, tied"]), str(target), "--scheme", "int8", "--shards", "2"]) == 0
     out, err = capsys.readouterr()
@@ -311,11 +314,13 @@ def test_the_commands_know_the_folder(sources: dict[str, Path], tmp_path: Path, 
     more = ["--scheme", "int8", "--json", "-q"]
     assert main(["quantize", str(sources["gguf, tied"]), str(tmp_path / "again"), *more]) == 0
     captured = capsys.readouterr()
-    told = json.loads(captured.out)
+    report = json.loads(captured.out)
     assert captured.err == ""
-    assert told["sha256"] in out
-    assert told["bytes_before"] == sources["gguf, tied"].stat().st_size
-    assert told["bytes_after"] == (tmp_path / "again" / "model.safetensors").stat().st_size < told["bytes_before"] / 3
+    assert report["sha256"] in out
+    assert report["bytes_before"] == sources["gguf, tied"].stat().st_size
+    assert (
+        report["bytes_after"] == (tmp_path / "again" / "model.safetensors").stat().st_size < report["bytes_before"] / 3
+    )
     assert main(["inspect", str(target), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["quantization"] == "int8"
@@ -335,38 +340,38 @@ def test_the_commands_know_the_folder(sources: dict[str, Path], tmp_path: Path, 
 
 
 def headers(folder: Path) -> int:
-    """Bytes of the files of weights that belong to no tensor."""
+    """Bytes of the headers of the weight files."""
     return sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("to", ["hf", "meta", "gguf"])
-def test_converting_gives_the_rounded_numbers(sources: dict[str, Path], tmp_path: Path, to: str) -> None:
+def test_converting_dequantizes(sources: dict[str, Path], tmp_path: Path, to: str) -> None:
     source = quantize(sources["meta"], tmp_path / "q", "int4").path
     with pytest.raises(UsageError, match=r"quantized .*int4-g32\+offset, int8-g32.*--dtype float32 is exact"):
         convert(source, tmp_path / "out", to)
     proof = convert(source, tmp_path / "out", to, dtype=torch.float32)
-    numbers, back = (load_model(path, dtype="float32", device="cpu") for path in (source, proof.path))
-    assert torch.equal(back(TOKENS), numbers(TOKENS))
+    quantized_model, back = (load_model(path, dtype="float32", device="cpu") for path in (source, proof.path))
+    assert torch.equal(back(TOKENS), quantized_model(TOKENS))
     original = load_model(sources["meta"], dtype="float32", device="cpu")
     assert 0.01 < distance(back(TOKENS), original(TOKENS)) < 0.4
     assert proof.warnings == []
 
 
-def test_the_list_of_schemes(capsys: Capture) -> None:
+def test_the_schemes_are_listed(capsys: Capture) -> None:
     assert main(["quantize", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(SCHEMES)
     assert main(["quantize", "--list", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["int4"]["bits_per_weight"] == 5
-    assert told["int8-row"]["bits_per_weight"] == 8
-    assert told["int4-sym-g128"]["bits_per_weight"] == 4.125
+    schemes = json.loads(capsys.readouterr().out)
+    assert schemes["int4"]["bits_per_weight"] == 5
+    assert schemes["int8-row"]["bits_per_weight"] == 8
+    assert schemes["int4-sym-g128"]["bits_per_weight"] == 4.125
 
 
-# ----------------------------------------------------------------------------------------------- mistakes and damage
+# ------------------------------------------------------------------------------------------------ errors and damage
 def test_usage_errors_are_one_line(sources: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
     source, target = str(sources["gguf"]), str(tmp_path / "q")
-    for args, code, says in (
+    for args, code, message in (
         (
             [source, target, "--scheme", "int3"],
             2,
@@ -384,28 +389,28 @@ def test_usage_errors_are_one_line(sources: dict[str, Path], tmp_path: Path, cap
         assert main(["quantize", *args]) == code, args
         out, err = capsys.readouterr()
         assert out == ""
-        assert says in err
+        assert message in err
         assert len(err.splitlines()) == 1
         assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.row("F05")
-def test_targets_that_exist(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_an_existing_folder_is_replaced_only_by_force(sources: dict[str, Path], tmp_path: Path) -> None:
     source = shutil.copytree(sources["hf"], tmp_path / "source")
     before = files(source)
     quantize(source, tmp_path / "q", "int4")
-    whole = files(tmp_path / "q")
+    complete = files(tmp_path / "q")
     (tmp_path / "q" / "mine.txt").write_text("x")
     with pytest.raises(UsageError, match="exists already; name another target, or replace it with --force"):
         quantize(source, tmp_path / "q", "int4")
-    assert files(tmp_path / "q").keys() == whole.keys() | {"mine.txt"}
+    assert files(tmp_path / "q").keys() == complete.keys() | {"mine.txt"}
     quantize(source, tmp_path / "q", "int4", force=True)
-    assert files(tmp_path / "q") == whole
+    assert files(tmp_path / "q") == complete
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="is a file and this format is a folder"):
         quantize(source, tmp_path / "file", "int4", force=True)
-    quantize(source, source / "q", "int4")  # a folder in the source is no part of it
-    assert files(source / "q") == whole
+    quantize(source, source / "q", "int4")  # a folder in the source is not a part of it
+    assert files(source / "q") == complete
     shutil.rmtree(source / "q")
     assert files(source) == before
     assert sorted(os.listdir(tmp_path)) == ["file", "q", "source"]
@@ -413,7 +418,7 @@ def test_targets_that_exist(sources: dict[str, Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kernel", [True, False])
-def test_a_weight_without_integers_is_named(
+def test_a_weight_that_cannot_be_quantized_is_named(
     tmp_path: Path, wrong: float, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernel:
@@ -428,7 +433,7 @@ def test_a_weight_without_integers_is_named(
     assert os.listdir(tmp_path) == ["x.gguf"]
 
 
-def test_a_rope_scaling_that_the_folder_cannot_express(tmp_path: Path) -> None:
+def test_a_rope_scaling_that_the_folder_cannot_express_is_refused(tmp_path: Path) -> None:
     divisors = {"rope_freqs.weight": torch.linspace(1, 3, 16)}
     source = tiny.write_gguf(tmp_path / "x.gguf", tiny.WIDE, extra=divisors)
     with pytest.raises(LlamaError, match=r"x\.gguf can't be saved: .*can't express the rope scaling 'divisors'"):
@@ -438,7 +443,7 @@ def test_a_rope_scaling_that_the_folder_cannot_express(tmp_path: Path) -> None:
 
 @pytest.mark.row("F01")
 @pytest.mark.row("F02")
-def test_a_full_disk_leaves_nothing(
+def test_a_full_disk_leaves_no_files(
     sources: dict[str, Path], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     command = ["quantize", str(sources["hf"]), str(tmp_path / "q")]
@@ -451,7 +456,7 @@ def test_a_full_disk_leaves_nothing(
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"clearllama: error: {tmp_path / 'q'}: File too large; nothing was changed\n")
     assert os.listdir(tmp_path) == []
-    size, left = (saved / "model.safetensors").stat().st_size, 2**20  # a megabyte is left to others
+    size, left = (saved / "model.safetensors").stat().st_size, 2**20  # a megabyte must stay free
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, left))  # type: ignore[attr-defined]
     left += int(0.8 * size)
     with pytest.raises(CheckpointError, match=r"1 MB free and the new files need 0 MB; nothing was written"):
@@ -470,23 +475,23 @@ def test_a_full_disk_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_wrong_byte_is_found_by_the_proof(
+def test_the_proof_finds_a_wrong_byte(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = huggingface_write.raw_bytes
+    original = huggingface_write.raw_bytes
 
-    def slip(tensor: Tensor) -> Any:
-        raw = honest(tensor).copy()
+    def change_a_bit(tensor: Tensor) -> Any:
+        raw = original(tensor).copy()
         raw[-1] ^= 1
         return raw
 
-    monkeypatch.setattr(huggingface_write, "raw_bytes", slip)
+    monkeypatch.setattr(huggingface_write, "raw_bytes", change_a_bit)
     with pytest.raises(CheckpointError, match="does not read back as it was written"):
         quantize(sources["hf"], tmp_path / "q")
     assert os.listdir(tmp_path) == []
 
 
-# In one process that has imported everything, forks that die at the n-th thing they do to the disk.
+# A process that has imported everything; its forks kill themselves at the n-th operation on the disk.
 DYING = """
 import os, signal, sys
 from llama.tools.quantize import quantize
@@ -512,9 +517,9 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.slow  # tests/faults/test_writes.py kills it by default
+@pytest.mark.slow  # tests/faults/test_writes.py runs a shorter version by default
 @pytest.mark.row("F03")
-def test_killed_at_any_moment_the_target_is_absent_or_whole(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_killed_quantization_leaves_a_complete_target_or_none(sources: dict[str, Path], tmp_path: Path) -> None:
     target = tmp_path / "model"
     process = subprocess.Popen([sys.executable, "-c", DYING, str(sources["gguf"]), str(target)],
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
@@ -525,23 +530,23 @@ def test_killed_at_any_moment_the_target_is_absent_or_whole(sources: dict[str, P
         print(step, file=process.stdin, flush=True)
         return process.stdout.readline().strip()  # type: ignore[union-attr]
 
-    steps, whole, outcomes = int(die_at(-1)), files(target), []
-    assert len(whole) == 5
+    steps, complete, outcomes = int(die_at(-1)), files(target), []
+    assert len(complete) == 5
     for step in (*range(1, steps - 5, steps // 5), *range(steps - 4, steps + 1)):
         shutil.rmtree(target, ignore_errors=True)
-        for left in tmp_path.glob(".convert-*"):  # so that sweeping it is no step of the next one's
+        for left in tmp_path.glob(".convert-*"):  # so that the next process need not remove it
             left.unlink() if left.is_file() else shutil.rmtree(left)
         assert die_at(step) == "killed"
-        outcomes.append("whole" if target.exists() else "absent")
-        assert not target.exists() or files(target) == whole
-    assert set(outcomes) == {"absent", "whole"}
+        outcomes.append("complete" if target.exists() else "absent")
+        assert not target.exists() or files(target) == complete
+    assert set(outcomes) == {"absent", "complete"}
     shutil.rmtree(target)
     assert die_at(steps // 2) == "killed"
-    assert len(os.listdir(tmp_path)) == 3  # what was begun, its lock, and the one that warmed up
+    assert len(os.listdir(tmp_path)) == 3  # the temporary folder, its lock, and the folder of the warm-up
     assert int(die_at(-1)) > steps
     process.communicate()
-    assert files(target) == whole
-    assert sorted(os.listdir(tmp_path)) == ["model", "model.warm"]  # what the killed one left was swept
+    assert files(target) == complete
+    assert sorted(os.listdir(tmp_path)) == ["model", "model.warm"]  # the files of the killed process were removed
 
 
 # ---------------------------------------------------------------------------------------------------------- damage
@@ -559,34 +564,34 @@ def edit_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + data[8 + length :])
 
 
-def tell(**changes: Any) -> Callable[[Path], None]:
-    """Another meaning of one weight; None as a value takes the key out."""
+def edit_metadata(**changes: Any) -> Callable[[Path], None]:
+    """Change the metadata of one weight; None removes a key."""
 
     def change(header: dict[str, Any]) -> None:
-        told = {**json.loads(header["__metadata__"][f"{UP}.tiles"]), **changes}
-        kept = {key: value for key, value in told.items() if value is not None}
+        metadata = {**json.loads(header["__metadata__"][f"{UP}.tiles"]), **changes}
+        kept = {key: value for key, value in metadata.items() if value is not None}
         header["__metadata__"][f"{UP}.tiles"] = json.dumps(kept)
 
     return lambda folder: edit_header(folder, change)
 
 
-def say(**changes: Any) -> Callable[[Path], None]:
-    """Other entries of quantization_config; None as a value takes the key out."""
+def edit_quantization(**changes: Any) -> Callable[[Path], None]:
+    """Change entries of quantization_config; None removes a key."""
 
     def change(folder: Path) -> None:
-        told = {**json.loads((folder / "config.json").read_text())["quantization_config"], **changes}
-        edit(folder, quantization_config={key: value for key, value in told.items() if value is not None})
+        entries = {**json.loads((folder / "config.json").read_text())["quantization_config"], **changes}
+        edit(folder, quantization_config={key: value for key, value in entries.items() if value is not None})
 
     return change
 
 
-def swap(name: str, **changes: Any) -> Callable[[Path], None]:
-    """Another entry of one tensor in the header."""
+def edit_tensor(name: str, **changes: Any) -> Callable[[Path], None]:
+    """Change the entry of one tensor in the header."""
     return lambda folder: edit_header(folder, lambda header: header[name].update(changes))
 
 
 def rename(names: dict[str, str]) -> Callable[[Path], None]:
-    """Other names of tensors, with what the metadata tell of them."""
+    """Rename tensors, together with their metadata."""
 
     def change(header: dict[str, Any]) -> None:
         for entries in (header, header["__metadata__"]):
@@ -596,8 +601,8 @@ def rename(names: dict[str, str]) -> Callable[[Path], None]:
     return lambda folder: edit_header(folder, change)
 
 
-def retell(text: str | None) -> Callable[[Path], None]:
-    """Another text in place of one weight's metadata."""
+def replace_metadata(text: str | None) -> Callable[[Path], None]:
+    """Replace the text of one weight's metadata; None removes it."""
 
     def change(header: dict[str, Any]) -> None:
         del header["__metadata__"][f"{UP}.tiles"]
@@ -607,8 +612,8 @@ def retell(text: str | None) -> Callable[[Path], None]:
     return lambda folder: edit_header(folder, change)
 
 
-def take_original(folder: Path) -> None:
-    """The weights of the source in place of the rounded ones."""
+def copy_source_weights(folder: Path) -> None:
+    """Replace the quantized weights by those of the source."""
     test_huggingface.write(folder.parent / "original", **ODD)
     shutil.copy(folder.parent / "original" / "model.safetensors", folder)
 
@@ -618,83 +623,83 @@ META = rf"damaged/model\.safetensors: the metadata of {UP}\.tiles"
 SIZE = rf"damaged/model\.safetensors: {UP}\.tiles is (\w+ \(.*\)); expected U8 \(7, \d+\) for a weight (.*) in int.*; the file is damaged, "
 REMEDY = "quantize the source again"
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no version": (say(format_version=None), f"{CONFIG}format_version must be 1, got None; {REMEDY}"),
-    "a later version": (say(format_version=2), f"{CONFIG}format_version must be 1, got 2; {REMEDY}, or use the version"),
-    "a version in words": (say(format_version="1"), f"{CONFIG}format_version must be 1, got '1'; {REMEDY}"),
-    "a version that is true": (say(format_version=True), f"{CONFIG}format_version must be 1, got True; {REMEDY}"),
-    "no scheme": (say(scheme=None), f"{CONFIG}scheme must be a name, got None; {REMEDY}"),
-    "a number for a scheme": (say(scheme=4), f"{CONFIG}scheme must be a name, got 4; {REMEDY}"),
-    "no layout": (say(layout=None), f"{CONFIG}layout must be 'interleaved', got None; {REMEDY}"),
-    "another layout": (say(layout="half"), f"{CONFIG}layout must be 'interleaved', got 'half'; {REMEDY}"),
-    "a key too many": (say(desc_act=True), f"{CONFIG}unknown keys: desc_act; {REMEDY}"),
-    "another method": (say(quant_method="gptq"), r"damaged: config\.json: the weights are quantized \('gptq'\), which is not supported"),
-    "no method": (say(quant_method=None), r"damaged: config\.json: the weights are quantized \('unnamed'\)"),
-    "no config of it": (lambda d: edit(d, remove=("quantization_config",)), r"model\.safetensors: '.*\.tiles' is not part of"),
-    "a list for it": (lambda d: edit(d, quantization_config=[1]), r"quantization_config must be an object, got \[1\]"),
-    "tied after all": (lambda d: edit(d, tie_word_embeddings=True), r"tie_word_embeddings and lm_head\.weight differs"),
-    "a layer more": (lambda d: edit(d, num_hidden_layers=3), "says 3 layers and the file holds tensors of 2"),
-    "wider": (lambda d: edit(d, intermediate_size=112), r"proj\.tiles has shape .* asks for"),
+    "no version": (edit_quantization(format_version=None), f"{CONFIG}format_version must be 1, got None; {REMEDY}"),
+    "a later version": (edit_quantization(format_version=2), f"{CONFIG}format_version must be 1, got 2; {REMEDY}, or use the version"),
+    "a version in words": (edit_quantization(format_version="1"), f"{CONFIG}format_version must be 1, got '1'; {REMEDY}"),
+    "a version that is true": (edit_quantization(format_version=True), f"{CONFIG}format_version must be 1, got True; {REMEDY}"),
+    "no scheme": (edit_quantization(scheme=None), f"{CONFIG}scheme must be a name, got None; {REMEDY}"),
+    "a number for a scheme": (edit_quantization(scheme=4), f"{CONFIG}scheme must be a name, got 4; {REMEDY}"),
+    "no layout": (edit_quantization(layout=None), f"{CONFIG}layout must be 'interleaved', got None; {REMEDY}"),
+    "another layout": (edit_quantization(layout="half"), f"{CONFIG}layout must be 'interleaved', got 'half'; {REMEDY}"),
+    "an unknown key": (edit_quantization(desc_act=True), f"{CONFIG}unknown keys: desc_act; {REMEDY}"),
+    "another method": (edit_quantization(quant_method="gptq"), r"damaged: config\.json: the weights are quantized \('gptq'\), which is not supported"),
+    "no method": (edit_quantization(quant_method=None), r"damaged: config\.json: the weights are quantized \('unnamed'\)"),
+    "no quantization_config": (lambda d: edit(d, remove=("quantization_config",)), r"model\.safetensors: '.*\.tiles' is not part of"),
+    "a list for quantization_config": (lambda d: edit(d, quantization_config=[1]), r"quantization_config must be an object, got \[1\]"),
+    "tied embeddings": (lambda d: edit(d, tie_word_embeddings=True), r"tie_word_embeddings and lm_head\.weight differs"),
+    "a layer more": (lambda d: edit(d, num_hidden_layers=3), "has 3 layers, and the file has tensors of 2"),
+    "wider": (lambda d: edit(d, intermediate_size=112), r"proj\.tiles has shape .* requires"),
     "no metadata": (lambda d: edit_header(d, lambda h: h.pop("__metadata__")), r"metadata of .*\.tiles is missing, and with it shape and bits; quantize"),
-    "none of one": (retell(None), f"{META} is missing, and with it shape and bits; {REMEDY}"),
-    "not JSON": (retell("{bits: 4}"), f"{META}:1:2: .* not JSON; {REMEDY}"),
-    "empty": (retell(""), f"{META} is empty.*; {REMEDY}"),
-    "a list": (retell("[4, 32]"), f"{META} holds a list where an object .*; {REMEDY}"),
-    "bits twice": (retell('{"bits": 4, "bits": 8}'), f"{META}: the key 'bits' occurs twice.*; {REMEDY}"),
-    "no bits": (tell(bits=None), f"{META}: the key bits is missing; {REMEDY}"),
-    "3 bits": (tell(bits=3), rf"{META} is '.*\"bits\": 3.*'; expected shape, offset, 4 or 8 bits and a group of 16, 32, 64, 128 .*; {REMEDY}"),
-    "bits in words": (tell(bits="4"), f"{META}: bits must be an integer, got '4'.*; {REMEDY}"),
-    "bits that are true": (tell(bits=True), f"{META}: bits must be an integer, got true.*; {REMEDY}"),
-    "no group": (tell(group=None), f"{META}: the key group is missing; {REMEDY}"),
-    "groups of 48": (tell(group=48), rf"{META} is '.*\"group\": 48.*'; expected .*; {REMEDY}"),
-    "groups of less than none": (tell(group=-32), rf"{META} is '.*\"group\": -32.*'; expected .*; {REMEDY}"),
-    "rows of 4 bits": (tell(group=0), rf"{META} is '.*\"group\": 0.*'; expected .*0 for 8 bits without offset.*; {REMEDY}"),
-    "rows with an offset": (tell(bits=8, group=0), rf"{META} is '.*\"bits\": 8.*'; expected .*; {REMEDY}"),
-    "no offset told": (tell(offset=None), f"{META}: the key offset is missing; {REMEDY}"),
-    "an offset of 1": (tell(offset=1), f"{META}: offset must be true or false, got 1.*; {REMEDY}"),
-    "a meaning too many": (tell(sparse=True), rf"{META} is '.*\"sparse\": true.*; {REMEDY}"),
-    "no shape": (tell(shape=None), f"{META}: shape must be two sizes above 0, got None; {REMEDY}"),
-    "a shape of one": (tell(shape=[100]), rf"{META}: shape must be two sizes above 0, got \[100\]; {REMEDY}"),
-    "a shape of fractions": (tell(shape=[100.0, 64]), rf"{META}: shape must be two sizes above 0, got \[100\.0, 64\]; {REMEDY}"),
-    "a shape of nothing": (tell(shape=[0, 64]), rf"{META}: shape must be two sizes above 0, got \[0, 64\]; {REMEDY}"),
-    "a shape beyond all": (tell(shape=[100, 2**70]), rf"{META}: shape must be two sizes above 0, got \[100, 1180.*; {REMEDY}"),
-    "8 bits that are 4": (tell(bits=8), SIZE + REMEDY),
-    "an offset that is not": (tell(offset=False), SIZE + REMEDY),
-    "other groups": (tell(group=16), SIZE + REMEDY),
-    "more columns": (tell(shape=[100, 96]), SIZE + REMEDY),
-    "more rows": (tell(shape=[113, 64]), SIZE.replace("7,", "8,") + REMEDY),
-    "fewer rows": (tell(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\) and the configuration asks for \(100, 64\)"),
-    "tiles of one row": (swap(f"{UP}.tiles", shape=[7 * 640]), SIZE + REMEDY),
-    "tiles across": (swap(f"{UP}.tiles", shape=[640, 7]), SIZE + REMEDY),
-    "tiles of signed bytes": (swap(f"{UP}.tiles", dtype="I8"), SIZE + REMEDY),
-    "a norm of bytes": (swap("model.norm.weight", dtype="U8", shape=[256]), r"model\.norm\.weight is stored as U8; expected one of F32, BF16, F16"),
-    "a norm in tiles": (rename({"model.norm.weight": f"{UP}.weight", f"{UP}.tiles": "model.norm.tiles"}), r"up_proj\.weight has shape \(64,\) and the configuration asks for \(100, 64\); and 1 more"),
+    "no metadata of one weight": (replace_metadata(None), f"{META} is missing, and with it shape and bits; {REMEDY}"),
+    "not JSON": (replace_metadata("{bits: 4}"), f"{META}:1:2: .* not JSON; {REMEDY}"),
+    "empty": (replace_metadata(""), f"{META} is empty.*; {REMEDY}"),
+    "a list": (replace_metadata("[4, 32]"), f"{META} holds a list where an object .*; {REMEDY}"),
+    "bits twice": (replace_metadata('{"bits": 4, "bits": 8}'), f"{META}: the key 'bits' occurs twice.*; {REMEDY}"),
+    "no bits": (edit_metadata(bits=None), f"{META}: the key bits is missing; {REMEDY}"),
+    "3 bits": (edit_metadata(bits=3), rf"{META} is '.*\"bits\": 3.*'; expected shape, offset, 4 or 8 bits and a group of 16, 32, 64, 128 .*; {REMEDY}"),
+    "bits in words": (edit_metadata(bits="4"), f"{META}: bits must be an integer, got '4'.*; {REMEDY}"),
+    "bits that are true": (edit_metadata(bits=True), f"{META}: bits must be an integer, got true.*; {REMEDY}"),
+    "no group": (edit_metadata(group=None), f"{META}: the key group is missing; {REMEDY}"),
+    "groups of 48": (edit_metadata(group=48), rf"{META} is '.*\"group\": 48.*'; expected .*; {REMEDY}"),
+    "groups of less than none": (edit_metadata(group=-32), rf"{META} is '.*\"group\": -32.*'; expected .*; {REMEDY}"),
+    "rows of 4 bits": (edit_metadata(group=0), rf"{META} is '.*\"group\": 0.*'; expected .*0 for 8 bits without offset.*; {REMEDY}"),
+    "rows with an offset": (edit_metadata(bits=8, group=0), rf"{META} is '.*\"bits\": 8.*'; expected .*; {REMEDY}"),
+    "no offset": (edit_metadata(offset=None), f"{META}: the key offset is missing; {REMEDY}"),
+    "an offset of 1": (edit_metadata(offset=1), f"{META}: offset must be true or false, got 1.*; {REMEDY}"),
+    "an unknown key of the metadata": (edit_metadata(sparse=True), rf"{META} is '.*\"sparse\": true.*; {REMEDY}"),
+    "no shape": (edit_metadata(shape=None), f"{META}: shape must be two sizes above 0, got None; {REMEDY}"),
+    "a shape of one": (edit_metadata(shape=[100]), rf"{META}: shape must be two sizes above 0, got \[100\]; {REMEDY}"),
+    "a shape of fractions": (edit_metadata(shape=[100.0, 64]), rf"{META}: shape must be two sizes above 0, got \[100\.0, 64\]; {REMEDY}"),
+    "a shape of nothing": (edit_metadata(shape=[0, 64]), rf"{META}: shape must be two sizes above 0, got \[0, 64\]; {REMEDY}"),
+    "a shape beyond all": (edit_metadata(shape=[100, 2**70]), rf"{META}: shape must be two sizes above 0, got \[100, 1180.*; {REMEDY}"),
+    "8 bits that are 4": (edit_metadata(bits=8), SIZE + REMEDY),
+    "an offset that is not": (edit_metadata(offset=False), SIZE + REMEDY),
+    "other groups": (edit_metadata(group=16), SIZE + REMEDY),
+    "more columns": (edit_metadata(shape=[100, 96]), SIZE + REMEDY),
+    "more rows": (edit_metadata(shape=[113, 64]), SIZE.replace("7,", "8,") + REMEDY),
+    "fewer rows": (edit_metadata(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\) and the configuration requires \(100, 64\)"),
+    "tiles of one row": (edit_tensor(f"{UP}.tiles", shape=[7 * 640]), SIZE + REMEDY),
+    "tiles across": (edit_tensor(f"{UP}.tiles", shape=[640, 7]), SIZE + REMEDY),
+    "tiles of signed bytes": (edit_tensor(f"{UP}.tiles", dtype="I8"), SIZE + REMEDY),
+    "a norm of bytes": (edit_tensor("model.norm.weight", dtype="U8", shape=[256]), r"model\.norm\.weight is stored as U8; expected one of F32, BF16, F16"),
+    "a norm in tiles": (rename({"model.norm.weight": f"{UP}.weight", f"{UP}.tiles": "model.norm.tiles"}), r"up_proj\.weight has shape \(64,\) and the configuration requires \(100, 64\); and 1 more"),
     "one name too many": (rename({f"{UP}.tiles": "model.layers.1.mlp.gate_proj.weight"}), r"gate_proj\.\w+ is in .* and in"),
-    "a name of nobody": (rename({f"{UP}.tiles": "model.layers.1.mlp.side_proj.tiles"}), "'model.layers.1.mlp.side_proj.tiles' is not part of a LLaMA"),
+    "an unknown name": (rename({f"{UP}.tiles": "model.layers.1.mlp.side_proj.tiles"}), "'model.layers.1.mlp.side_proj.tiles' is not part of a LLaMA"),
     "tiles of a bias": (rename({f"{UP}.tiles": f"{UP}.bias.tiles"}), r"up_proj\.bias\.tiles' is not part of a LLaMA"),
-    "the source's own weights": (take_original, rf"model\.safetensors: (.*)\.weight is F32; expected \1\.tiles as for all linear layers here; the file is of another model, {REMEDY}"),
+    "the source's own weights": (copy_source_weights, rf"model\.safetensors: (.*)\.weight is F32; expected \1\.tiles as for all linear layers here; the file is of another model, {REMEDY}"),
     "half a file": (lambda d: os.truncate(d / "model.safetensors", 30_000), "it is cut off, fetch it again"),
     "no file": (lambda d: (d / "model.safetensors").unlink(), r"has a config\.json but no weights"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_damage_is_one_line_that_says_what_to_do(damaged: Path, fault: str) -> None:
-    harm, says = FAULTS[fault]
-    harm(damaged)
-    with pytest.raises(CheckpointError, match=says) as caught:
+def test_damage_is_one_line_with_a_remedy(damaged: Path, fault: str) -> None:
+    damage, message = FAULTS[fault]
+    damage(damaged)
+    with pytest.raises(CheckpointError, match=message) as caught:
         load_model(damaged, device="cpu")
     assert "\n" not in str(caught.value)
     assert str(damaged) in str(caught.value)
 
 
-def test_a_flipped_bit_in_the_header_is_an_error_or_another_valid_header(damaged: Path) -> None:
+def test_a_flipped_bit_in_the_header_is_an_error_or_gives_a_valid_header(damaged: Path) -> None:
     path = damaged / "model.safetensors"
     data = bytearray(path.read_bytes())
     length, rng = int.from_bytes(data[:8], "little"), random.Random(0)
     refused: list[str] = []
     for _ in range(120):
-        place, bit = rng.randrange(8 + length), 1 << rng.randrange(8)
-        data[place] ^= bit
+        position, bit = rng.randrange(8 + length), 1 << rng.randrange(8)
+        data[position] ^= bit
         path.write_bytes(data)
         try:
             checkpoint = open_checkpoint(damaged)
@@ -702,7 +707,7 @@ def test_a_flipped_bit_in_the_header_is_an_error_or_another_valid_header(damaged
             checkpoint.tensor("layers.1.feed_forward.w_up.weight")
         except LlamaError as error:
             refused.append(str(error))
-        data[place] ^= bit
+        data[position] ^= bit
     assert len(refused) > 90
     assert not any("\n" in message for message in refused)
 
@@ -718,7 +723,7 @@ def test_a_saved_model_runs_without_the_kernels(tmp_path: Path, scheme: str, mon
     assert not any(isinstance(module, TileLinear | TileEmbedding) for module in model.modules())
     assert distance(model(TOKENS), exact) < 0.03
     assert torch.equal(built(tmp_path / "q", dtype="float32")(TOKENS), exact)
-    again = quantize(source, tmp_path / "plain", scheme)  # rounded by the plain formula
+    again = quantize(source, tmp_path / "plain", scheme)  # quantized by the reference formula
     assert again.warnings == []
     plain = load_model(tmp_path / "plain", dtype="float32", device="cpu")(TOKENS)
     assert distance(plain, exact) < 1e-3
@@ -739,13 +744,13 @@ def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key + ":"))
 
 def grown(run):
-    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
     before, anonymous = status("VmRSS"), status("RssAnon")
     made = run()
     print(status("VmHWM") - before, status("RssAnon") - anonymous)
 
 tiny, large, out = map(Path, sys.argv[1:])
-quantize(tiny, out / "t", "int4"), load(out / "t"), load(tiny, "int4")  # whatever is imported on the way
+quantize(tiny, out / "t", "int4"), load(out / "t"), load(tiny, "int4")  # to import everything
 grown(lambda: quantize(large, out / "q", "int4"))
 grown(lambda: load(large, "int4"))
 grown(lambda: load(out / "q"))
@@ -754,7 +759,7 @@ grown(lambda: load(out / "q"))
 
 @needs_kernels
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
-def test_memory_holds_the_integers_and_two_weights(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_memory_has_the_quantized_weights_and_two_others(sources: dict[str, Path], tmp_path: Path) -> None:
     config = ModelConfig(1024, 4, 16, 16, 64, 2816, 8192, max_seq_len=64, tie_embeddings=True)
     noise = torch.randn(config.vocab_size * config.dim, generator=torch.Generator().manual_seed(0)).bfloat16() / 32
     shapes = expected_shapes(config)
@@ -767,9 +772,9 @@ def test_memory_holds_the_integers_and_two_weights(sources: dict[str, Path], tmp
     out = subprocess.run([sys.executable, "-c", MEMORY, str(sources["gguf"]), str(tmp_path / "large"), str(tmp_path)],
                          check=True, capture_output=True, text=True).stdout  # fmt: skip
     (saving, _), (loading, _), (_, mapping) = ([int(n) for n in line.split()] for line in out.splitlines())
-    rounded = (tmp_path / "q" / "model.safetensors").stat().st_size
+    quantized_bytes = (tmp_path / "q" / "model.safetensors").stat().st_size
     assert source > 100e6
-    assert rounded < 0.36 * source
+    assert quantized_bytes < 0.36 * source
     assert saving < 2 * largest + 6e6, (saving, largest)
-    assert loading < rounded + 2 * largest + 6e6, (loading, rounded, largest)
+    assert loading < quantized_bytes + 2 * largest + 6e6, (loading, quantized_bytes, largest)
     assert mapping < 6e6

@@ -1,4 +1,4 @@
-"""docs/scale.md says what the command says, and its examples fit each other."""
+"""docs/scale.md shows the command's output, and its examples are consistent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(heading: str) -> list[dict[str, str]]:
-    """A table behind a heading: column -> cell, a row each."""
+    """The rows of the first table after a heading, each as column -> cell."""
     lines = TEXT[TEXT.index(heading) :].splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))
     table = []
@@ -41,18 +41,16 @@ def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("command", "output"), SHOWN)
-def test_what_is_shown_is_what_the_command_prints(
-    command: str, output: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shown_output_is_that_of_the_command(command: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(command.split())
     assert capsys.readouterr().out == output
 
 
-def test_both_examples_are_there() -> None:
+def test_there_are_two_examples() -> None:
     assert len(SHOWN) == 2
 
 
-def test_the_table_is_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_the_numbers_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     table = rows("### Llama 3.1 on 1, 8 and 16 H100")
     wanted = [(m, w, n) for m in ("8B", "70B", "405B") for w in ("bfloat16", "int8", "int4") for n in ("1", "8", "16")]
     assert [(row["model"], row["weights"], row["GPUs"]) for row in table] == wanted
@@ -76,18 +74,18 @@ def test_the_table_is_what_the_command_says(capsys: pytest.CaptureFixture[str]) 
         assert {key: row[key] for key in expected} == expected, row
 
 
-def test_numbers_in_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_numbers_in_the_text_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     on = {n: facts(capsys, "-m", "llama-3.1-8b", "--gpus", f"{n}xH100", "--batch", str(n)) for n in (8, 16)}
     assert f"each give {2 * on[8]['decode']['tps_batch']:,.0f} tokens a second" in TEXT
     assert f"one on 16 GPUs {on[16]['decode']['tps_batch']:,.0f}," in TEXT
     for name in ("8b", "70b", "405b"):
         config = ModelConfig(**json.loads((ROOT / f"configs/llama-3.1-{name}.json").read_text()))
         assert f"{config.n_params * 2 / 1e9:.1f} GB for {name.upper()}" in TEXT
-    whole = facts(capsys, "-m", "llama-3.1-405b", "--gpus", "16xH100", "--batch", "8")
-    assert f"({whole['traffic']['all_reduces_per_step']} of them a step above)" in TEXT
+    large = facts(capsys, "-m", "llama-3.1-405b", "--gpus", "16xH100", "--batch", "8")
+    assert f"({large['traffic']['all_reduces_per_step']} of them a step above)" in TEXT
 
 
-def test_shares_are_those_of_the_rates_beside_them() -> None:
+def test_the_shares_follow_from_the_rates_in_the_table() -> None:
     from llama.tools.plan import GPUS, REACHED
 
     table = rows("### What programs reach")
@@ -98,7 +96,7 @@ def test_shares_are_those_of_the_rates_beside_them() -> None:
     assert plain == REACHED
 
 
-def test_what_is_handed_over_is_split_as_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_vllm_commands_use_the_planned_split(capsys: pytest.CaptureFixture[str]) -> None:
     for gpus, sizes in (("8xH100", (8, 1)), ("16xH100", (8, 2))):
         split = facts(capsys, "-m", "llama-3.1-405b", "--gpus", gpus, "--quantize", "int8")["split"]
         assert (split["tensor"], split["pipeline"]) == sizes
@@ -113,7 +111,7 @@ def test_what_is_handed_over_is_split_as_planned(capsys: pytest.CaptureFixture[s
     assert f"copies of the engine: {copies * tensor} GPUs" in code
 
 
-def test_every_option_that_is_named_exists() -> None:
+def test_every_named_option_exists() -> None:
     from llama.cli import build_parser
 
     known = set()

@@ -1,4 +1,4 @@
-"""verify: what is whole passes, and whatever is broken in whichever file is found and named."""
+"""verify: a complete checkpoint passes, and damage in any file is found and named."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One whole checkpoint of every form; for GGUF the folder that the file or the set lies in."""
+    """A complete checkpoint in every form; for GGUF the folder of the file or the set."""
     root = tmp_path_factory.mktemp("originals")
     make_tiny.make(root / "meta", "llama-3-70b", shards=2)
-    make_tiny.make(root / "meta2" / "7B", "llama-2-7b")  # as Meta laid it out: the tokenizer lies above
+    make_tiny.make(root / "meta2" / "7B", "llama-2-7b")  # Meta's layout: the tokenizer is in the parent folder
     shutil.move(root / "meta2" / "7B" / "tokenizer.model", root / "meta2" / "tokenizer.model")
     write_md5(root / "meta2" / "tokenizer_checklist.chk", root / "meta2" / "tokenizer.model")
     write_folder(root / "hf")
@@ -57,7 +57,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def split_gguf(folder: Path) -> None:
-    """Two parts of a set, as llama.cpp names and numbers them."""
+    """Two parts of a set, with the names and numbers of llama.cpp."""
     from llama.checkpoint.gguf import NAMES
 
     theirs = {ours: file for file, ours in NAMES.items()}
@@ -68,7 +68,7 @@ def split_gguf(folder: Path) -> None:
         names.append(f"{block}{theirs['.'.join(parts[2:] if block else parts)]}.weight")
     for i, left_out in enumerate((names[5:], names[:5])):
         metadata: dict[str, Any] = {"split.no": i, "split.count": 2, "split.tensors.count": len(names)}
-        if i:  # the vocabulary and the rest are in the first part
+        if i:  # only the first part has the vocabulary and the architecture
             metadata |= dict.fromkeys((*tiny.architecture(), *tiny.byte_vocabulary()))
         tiny.write_gguf(folder / f"x-0000{i + 1}-of-00002.gguf", metadata=metadata, without=tuple(left_out))
 
@@ -83,7 +83,7 @@ Copy = Callable[[str], Path]
 
 @pytest.fixture
 def copy(originals: dict[str, Path], tmp_path: Path) -> Copy:
-    """A copy of a whole checkpoint to break; the path is the one that a user would name."""
+    """Make a copy of a complete checkpoint to damage; return the path that a user would give."""
 
     def make(form: str) -> Path:
         folder = Path(shutil.copytree(originals[form], tmp_path / form))
@@ -107,9 +107,9 @@ def weight_files(path: Path) -> list[Path]:
     return [file for file in sorted(folder.iterdir()) if file.suffix in verify_module.WEIGHTS]
 
 
-# ---------------------------------------------------------------------------------------------------- what is whole
+# -------------------------------------------------------------------------------------------- complete checkpoints
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_whole_passes(copy: Copy, form: str) -> None:
+def test_a_complete_checkpoint_passes(copy: Copy, form: str) -> None:
     path = copy(form)
     before = {file: file.read_bytes() for file in path.parent.rglob("*") if file.is_file()}
     findings = list(verify(path, tensors=True))
@@ -126,7 +126,7 @@ def test_what_is_whole_passes(copy: Copy, form: str) -> None:
 
 
 @pytest.mark.row("A04")
-def test_what_could_not_be_verified_is_said(copy: Copy) -> None:
+def test_files_without_a_checksum_are_listed_as_not_verified(copy: Copy) -> None:
     for form, item in (("hf", "model.safetensors, tokenizer.json"), ("gguf", "tiny.gguf"), ("meta", "tokenizer.model")):
         warnings = [f for f in verify(copy(form)) if f.status == "warn"]
         assert [(f.check, f.item) for f in warnings] == [("sums", item)], form
@@ -134,9 +134,9 @@ def test_what_could_not_be_verified_is_said(copy: Copy) -> None:
     assert [f for f in verify(copy("meta2")) if f.status == "warn"] == []
 
 
-# ------------------------------------------------------------------------------------------------------ what is not
+# --------------------------------------------------------------------------------------------- damaged checkpoints
 @pytest.mark.parametrize("form", FORMS)
-def test_every_cut_of_every_file_of_weights_is_found(copy: Copy, form: str) -> None:
+def test_every_truncated_weight_file_is_found(copy: Copy, form: str) -> None:
     path = copy(form)
     for file in weight_files(path):
         whole = file.read_bytes()
@@ -150,16 +150,18 @@ def test_every_cut_of_every_file_of_weights_is_found(copy: Copy, form: str) -> N
 
 
 @pytest.mark.parametrize("form", ["hf", "sharded", "gguf"])
-def test_bytes_that_were_added_are_found(copy: Copy, form: str) -> None:
+def test_added_bytes_are_found(copy: Copy, form: str) -> None:
     path = copy(form)
     file = weight_files(path)[-1]
     file.write_bytes(file.read_bytes() + bytes(64))
     assert named(failures(path), file.name, "size")
 
 
-@pytest.mark.parametrize(("content", "says"), [(PAGE, "web page"), (POINTER, "git-lfs pointer"), (b"", "empty")])
+@pytest.mark.parametrize(("content", "reason"), [(PAGE, "web page"), (POINTER, "git-lfs pointer"), (b"", "empty")])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_was_saved_in_place_of_a_file_is_told(copy: Copy, form: str, content: bytes, says: str) -> None:
+def test_a_page_or_pointer_saved_in_place_of_a_file_is_named(
+    copy: Copy, form: str, content: bytes, reason: str
+) -> None:
     path = copy(form)
     folder = path if path.is_dir() else path.parent
     files = [file for file in folder.iterdir() if file.suffix != ".chk"]
@@ -169,12 +171,12 @@ def test_what_was_saved_in_place_of_a_file_is_told(copy: Copy, form: str, conten
         file.write_bytes(content)
         found = named(failures(path), file.name, "size")
         assert len(found) == 1, file.name
-        assert says in found[0].message
+        assert reason in found[0].message
         file.write_bytes(whole)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_file_that_is_missing_is_named(copy: Copy, form: str) -> None:
+def test_every_missing_file_is_named(copy: Copy, form: str) -> None:
     path = copy(form)
     folder = path if path.is_dir() else path.parent
     optional = {"generation_config.json", "tokenizer_config.json", "checklist.chk", "model.safetensors.index.json"}
@@ -184,14 +186,14 @@ def test_every_file_that_is_missing_is_named(copy: Copy, form: str) -> None:
         whole = file.read_bytes()
         file.unlink()
         found = failures(path)
-        said = {"pytorch_model.bin": "no weights"}.get(file.name, file.name)
-        assert any(said in f.item or said in f.message for f in found), file.name
+        expected = {"pytorch_model.bin": "no weights"}.get(file.name, file.name)
+        assert any(expected in f.item or expected in f.message for f in found), file.name
         if form in ("sharded", "split", "meta") and file in weight_files(path):
             assert named(found, file.name, "files")
         file.write_bytes(whole)
 
 
-def test_a_gap_in_the_shards_needs_no_checklist(copy: Copy) -> None:
+def test_a_missing_shard_is_found_without_a_checklist(copy: Copy) -> None:
     path = copy("meta")
     for name in ("checklist.chk", "consolidated.00.pth", "params.json"):
         (path / name).unlink()
@@ -201,7 +203,7 @@ def test_a_gap_in_the_shards_needs_no_checklist(copy: Copy) -> None:
     assert format_of(path) == "Meta"
 
 
-def test_links_to_nothing_and_leftovers(copy: Copy) -> None:
+def test_broken_links_and_unfinished_downloads_are_found(copy: Copy) -> None:
     path = copy("hf")
     (path / "model.safetensors").rename(path / "gone")
     (path / "model.safetensors").symlink_to("blob")
@@ -222,7 +224,7 @@ def flip(file: Path, at: int, bit: int = 0) -> None:
 
 @pytest.mark.parametrize("form", ["meta", "bin"])
 @pytest.mark.row("A03")
-def test_any_flipped_bit_in_a_weight_is_found_and_its_record_named(copy: Copy, form: str) -> None:
+def test_any_flipped_bit_in_a_weight_is_found_and_its_record_is_named(copy: Copy, form: str) -> None:
     path = copy(form)
     (path / "checklist.chk").unlink(missing_ok=True)
     file = weight_files(path)[-1]
@@ -239,14 +241,14 @@ def test_any_flipped_bit_in_a_weight_is_found_and_its_record_named(copy: Copy, f
         flip(file, at, bit)
         found = failures(path)
         assert [f.check for f in found if f.item == file.name] == ["crc"]
-        assert f"1 are not what their CRC-32 says they were: {record.filename};" in named(found, file.name)[0].message
+        assert f"records does not match: {record.filename};" in named(found, file.name)[0].message
         flip(file, at, bit)
     assert failures(path) == []
 
 
 @pytest.mark.row("A03")
 @pytest.mark.row("A04")
-def test_a_flipped_bit_anywhere_is_against_the_checklist(copy: Copy) -> None:
+def test_a_flipped_bit_anywhere_fails_the_checklist(copy: Copy) -> None:
     path = copy("meta")
     rng = random.Random(1)
     for name in ("consolidated.00.pth", "consolidated.01.pth", "params.json"):
@@ -257,7 +259,7 @@ def test_a_flipped_bit_anywhere_is_against_the_checklist(copy: Copy) -> None:
             flip(path / name, at)
 
 
-def test_the_tokenizer_above_has_a_checklist_of_its_own(copy: Copy) -> None:
+def test_a_tokenizer_in_the_parent_folder_has_its_own_checklist(copy: Copy) -> None:
     path = copy("meta2")
     ok = named(list(verify(path)), "../tokenizer.model", "md5")
     assert [f.status for f in ok] == ["ok"]
@@ -266,7 +268,7 @@ def test_the_tokenizer_above_has_a_checklist_of_its_own(copy: Copy) -> None:
 
 
 @pytest.mark.skipif(shutil.which("md5sum") is None, reason="there is no md5sum")
-def test_md5sum_reads_checklists_alike(copy: Copy) -> None:
+def test_md5sum_gives_the_same_result_for_a_checklist(copy: Copy) -> None:
     path = copy("meta")
     listing = subprocess.run(
         ["md5sum", "-b", "params.json", "tokenizer.model"], cwd=path, capture_output=True, text=True
@@ -281,34 +283,34 @@ def test_md5sum_reads_checklists_alike(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "reason"),
     [
         ("{md5} params.json", "expected an md5, two spaces and a name"),
         ("{md5}\tparams.json", "expected an md5"),
         ("{md5}0  params.json", "expected an md5"),
         ("params.json  {md5}", "expected an md5"),
-        ("{md5}  ../params.json", "is not followed"),
-        ("{md5}  /etc/passwd", "is not followed"),
-        ("{md5}  a\\b", "is not followed"),
-        ("{md5}  ..", "is not followed"),
+        ("{md5}  ../params.json", "was ignored"),
+        ("{md5}  /etc/passwd", "was ignored"),
+        ("{md5}  a\\b", "was ignored"),
+        ("{md5}  ..", "was ignored"),
         ("", "lists no file"),
         ("\x1b[2J", "expected an md5"),
         ("\ud800", "is not UTF-8"),
-        ("x" * 2**20, "it is something else"),
+        ("x" * 2**20, "it is another file"),
     ],
 )
 @pytest.mark.row("A04")
-def test_bad_checklists(copy: Copy, line: str, says: str) -> None:
+def test_bad_lines_of_a_checklist_fail(copy: Copy, line: str, reason: str) -> None:
     path = copy("meta")
     text = line.format(md5="d41d8cd98f00b204e9800998ecf8427e")
     (path / "checklist.chk").write_bytes(text.encode(errors="surrogatepass") + b"\n")
     [found] = named(failures(path), "checklist.chk")
     assert found.check == "sums"
-    assert says in found.message
+    assert reason in found.message
     assert found.message.isprintable()
 
 
-def test_good_checklists_of_every_spelling(tmp_path: Path) -> None:
+def test_every_spelling_of_a_checklist_is_read(tmp_path: Path) -> None:
     md5 = "d41d8cd98f00b204e9800998ecf8427e"
     (tmp_path / "x.chk").write_bytes(f"# made by hand\r\n{md5}  a b.pth\r\n\r\n{md5.upper()} *c.pth".encode())
     sums, faults = read_checklist(tmp_path / "x.chk")
@@ -316,7 +318,7 @@ def test_good_checklists_of_every_spelling(tmp_path: Path) -> None:
     assert [(s.file.name, s.value) for s in sums] == [("a b.pth", md5), ("c.pth", md5)]
 
 
-def test_files_without_checksums_are_no_failure(copy: Copy) -> None:
+def test_an_archive_without_checksums_is_a_warning(copy: Copy) -> None:
     path = copy("bin")
     file = path / "pytorch_model.bin"
     state = torch.load(file)
@@ -332,8 +334,8 @@ def test_files_without_checksums_are_no_failure(copy: Copy) -> None:
         assert [f.status for f in named(findings, file.name, "crc")] == ["warn"]
 
 
-def test_the_hubs_own_checksums(copy: Copy, tmp_path: Path) -> None:
-    """In its cache a file's name is its sha256, or for small files the number that git gives it."""
+def test_the_checksums_of_the_hubs_cache_are_compared(copy: Copy, tmp_path: Path) -> None:
+    """In this cache the name of a file is its sha256, or its git object id if it is small."""
     source = copy("hf")
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
@@ -350,18 +352,18 @@ def test_the_hubs_own_checksums(copy: Copy, tmp_path: Path) -> None:
     assert len([f for f in findings if f.check == "git"]) == len(list(source.iterdir())) - 1
 
     weights = snapshot / "model.safetensors"
-    flip(weights.resolve(), weights.stat().st_size - 100)  # a number, which no header knows
+    flip(weights.resolve(), weights.stat().st_size - 100)  # in a weight, which no header describes
     assert [(f.check, f.item) for f in failures(snapshot)] == [("sha256", "model.safetensors")]
     (blobs / "aa.1234abcd.incomplete").write_bytes(b"x")
     assert [f.item for f in verify(snapshot) if f.status == "warn"] == ["aa.1234abcd.incomplete"]
 
 
-def test_checksums_that_the_hubs_library_noted_in_a_folder(copy: Copy) -> None:
+def test_checksums_that_the_hubs_library_recorded_in_a_folder_are_compared(copy: Copy) -> None:
     path = copy("hf")
-    notes = path / ".cache" / "huggingface" / "download"
-    notes.mkdir(parents=True)
+    records = path / ".cache" / "huggingface" / "download"
+    records.mkdir(parents=True)
     sha256 = file_sum(path / "model.safetensors", "sha256")
-    (notes / "model.safetensors.metadata").write_text(f"c0ffee\n{sha256}\n1700000000.0\n")
+    (records / "model.safetensors.metadata").write_text(f"c0ffee\n{sha256}\n1700000000.0\n")
     known = cache_sum(path / "model.safetensors")
     assert known is not None
     assert known.value == hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
@@ -369,7 +371,7 @@ def test_checksums_that_the_hubs_library_noted_in_a_folder(copy: Copy) -> None:
     assert [(f.check, f.item) for f in failures(path)] == [("sha256", "model.safetensors")]
 
 
-def test_a_named_model_is_held_against_its_sha256(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_model_is_compared_with_its_sha256(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     path = copy("gguf")
     model = hub.MODELS[hub.DEFAULT].__class__(
         **{**hub.MODELS[hub.DEFAULT].__dict__, "file": path.name, "size": path.stat().st_size,
@@ -381,31 +383,31 @@ def test_a_named_model_is_held_against_its_sha256(copy: Copy, monkeypatch: pytes
     assert [f.check for f in failures(path)] == ["sha256"]
 
 
-def test_memory_is_bounded_and_progress_told(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, told = copy("meta"), {}
+def test_files_are_read_in_chunks_and_progress_is_reported(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, steps = copy("meta"), {}
     monkeypatch.setattr(verify_module, "CHUNK", 1000)
 
     def progress(what: str, done: int, total: int) -> None:
-        before, _ = told.get(what, (0, 0))
+        before, _ = steps.get(what, (0, 0))
         assert 0 < done - before <= 1000
-        told[what] = (done, total)
+        steps[what] = (done, total)
 
     assert failures(path, tensors=True, progress=progress) == []
-    assert all(done == total for done, total in told.values())
+    assert all(done == total for done, total in steps.values())
     size = (path / "consolidated.01.pth").stat().st_size
-    assert told["md5 consolidated.01.pth"] == (size, size)
-    assert 0.9 * size < told["crc consolidated.01.pth"][0] < size
-    assert told["weights"][0] == 21
+    assert steps["md5 consolidated.01.pth"] == (size, size)
+    assert 0.9 * size < steps["crc consolidated.01.pth"][0] < size
+    assert steps["weights"][0] == 21
 
 
 # ------------------------------------------------------------------------------------- documents, tensors, tokenizer
-def test_documents_tensors_and_tokenizers_that_do_not_fit(copy: Copy) -> None:
+def test_documents_that_contradict_the_tensors_fail(copy: Copy) -> None:
     path = copy("hf")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 95}))
     found = named(failures(path), "hf", "open")
     assert len(found) == 6  # three matrices of two layers
-    assert all("asks for" in f.message for f in found)
+    assert all("requires" in f.message for f in found)
     (path / "config.json").write_text(json.dumps(config)[:-1])
     assert [f.check for f in failures(path)] == ["json", "open"]
     (path / "config.json").write_text(json.dumps({**config, "vocab_size": 200}))
@@ -415,7 +417,7 @@ def test_documents_tensors_and_tokenizers_that_do_not_fit(copy: Copy) -> None:
     assert [(f.check, f.item) for f in failures(path)] == [("json", "generation_config.json")]
 
 
-def test_a_tokenizer_of_another_model(copy: Copy) -> None:
+def test_the_tokenizer_of_another_model_is_found(copy: Copy) -> None:
     path = copy("meta")
     (path / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
     assert [f.check for f in failures(path)] == ["tokenizer"]
@@ -431,7 +433,7 @@ def test_a_tokenizer_of_another_model(copy: Copy) -> None:
     assert "258 tokens and the embedding 400 rows" in found.message
 
 
-def test_the_tokenizer_is_looked_at_though_the_checkpoint_cannot_be_opened(copy: Copy) -> None:
+def test_the_tokenizer_is_checked_even_if_the_checkpoint_cannot_be_opened(copy: Copy) -> None:
     path = copy("hf")
     (path / "model.safetensors").unlink()
     assert [(f.status, f.item) for f in verify(path) if f.check == "tokenizer"] == [("ok", "tokenizer.json")]
@@ -439,39 +441,39 @@ def test_the_tokenizer_is_looked_at_though_the_checkpoint_cannot_be_opened(copy:
     assert named(failures(path), "tokenizer.json", "tokenizer")
 
 
-@pytest.mark.parametrize(("said", "status"), [("as is", "ok"), (5, "warn"), (None, "warn"), ("x" * 100, "warn")])
-def test_total_size(copy: Copy, said: Any, status: str) -> None:
+@pytest.mark.parametrize(("declared", "status"), [("as is", "ok"), (5, "warn"), (None, "warn"), ("x" * 100, "warn")])
+def test_the_total_size_of_the_index_is_compared(copy: Copy, declared: Any, status: str) -> None:
     path = copy("sharded")
     index = path / "model.safetensors.index.json"
     document = json.loads(index.read_text())
     total = sum(t.nbytes for file in path.glob("*.safetensors") for t in load_file(file).values())
     assert document["metadata"]["total_size"] == total
-    if said != "as is":
-        document["metadata"]["total_size"] = said
+    if declared != "as is":
+        document["metadata"]["total_size"] = declared
         index.write_text(json.dumps(document))
     findings = named(list(verify(path)), index.name, "size")
     assert [f.status for f in findings] == ["ok", status]
-    assert said is None or f"{total:,}" in findings[1].message
+    assert declared is None or f"{total:,}" in findings[1].message
 
 
 @pytest.mark.parametrize("elements", [2**22, 1000, 1])
-def test_numbers_that_are_not_finite_are_counted_and_placed(
+def test_values_that_are_not_finite_are_counted_and_the_first_is_located(
     copy: Copy, monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
     path = copy("hf")
     state = load_file(path / "model.safetensors")
     key = "model.layers.1.mlp.down_proj.weight"
     rng = random.Random(2)
-    places = {(rng.randrange(64), rng.randrange(96)) for _ in range(9)}
+    positions = {(rng.randrange(64), rng.randrange(96)) for _ in range(9)}
     values = [float("nan"), float("inf"), float("-inf")]
-    for i, place in enumerate(sorted(places)):
-        state[key][place] = values[i % 3]
+    for i, position in enumerate(sorted(positions)):
+        state[key][position] = values[i % 3]
     state["model.norm.weight"][:] = 0
     state["model.layers.0.self_attn.q_proj.weight"][:] = 0
     state["model.layers.0.self_attn.k_proj.weight"][1:] = 0
     save_file(state, path / "model.safetensors")
     monkeypatch.setattr(verify_module, "ELEMENTS", elements)
-    if elements == 1:  # one number at a time takes long: one matrix will do
+    if elements == 1:  # one value at a time is slow, so one matrix is enough
         from llama.checkpoint import open_checkpoint
 
         with pytest.raises(CheckpointError, match="3 NaN and 6 infinite"):
@@ -480,15 +482,15 @@ def test_numbers_that_are_not_finite_are_counted_and_placed(
     findings = [f for f in verify(path, tensors=True) if f.check == "tensors"]
     bad = [f for f in findings if f.status == "fail"]
     assert [f.item for f in bad] == ["layers.1.feed_forward.w_down.weight"]
-    assert f"3 NaN and 6 infinite of 6,144 numbers, the first at {list(min(places))};" in bad[0].message
+    assert f"3 NaN and 6 infinite of 6,144 values, the first at {list(min(positions))};" in bad[0].message
     assert sorted(f.item for f in findings if f.status == "warn") == ["layers.0.attention.wq.weight", "norm.weight"]
     assert not [f for f in findings if f.status == "ok"]
-    assert failures(path) == [], "without --tensors no weight is looked at"
+    assert failures(path) == [], "without --tensors no weight is read"
 
 
-# ------------------------------------------------------------------------------------------------- no way to end it
+# ------------------------------------------------------------------------------------------------------ robustness
 @pytest.mark.parametrize("form", ["meta", "sharded", "split"])
-def test_no_damage_ends_the_examination(copy: Copy, form: str) -> None:
+def test_no_damage_ends_the_verification(copy: Copy, form: str) -> None:
     path = copy(form)
     rng = random.Random(3)
     files = [f for f in (path if path.is_dir() else path.parent).iterdir() if f.name != "tokenizer.json"]
@@ -506,7 +508,7 @@ def test_no_damage_ends_the_examination(copy: Copy, form: str) -> None:
         file.write_bytes(whole)
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert {f.check for f in failures(tmp_path)} == {"open", "tokenizer"}
     with pytest.raises(CheckpointError, match="there is no file or folder"):
         list(verify(tmp_path / "nothing"))
@@ -527,7 +529,7 @@ def run(*args: str) -> int:
     return code
 
 
-def test_lines_and_summary(copy: Copy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_lines_and_a_summary(copy: Copy, capsys: pytest.CaptureFixture[str]) -> None:
     path = copy("meta")
     assert run(str(path)) == 0
     out, err = capsys.readouterr()
@@ -543,7 +545,7 @@ def test_lines_and_summary(copy: Copy, capsys: pytest.CaptureFixture[str]) -> No
     assert any(line.startswith("FAIL  md5       consolidated.00.pth: ") for line in failed)
 
 
-def test_json_holds_what_the_lines_say(copy: Copy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_same_findings(copy: Copy, capsys: pytest.CaptureFixture[str]) -> None:
     path = copy("hf")
     (path / "config.json").write_text("<html>\x1b[2J")
     assert run(str(path), "--json", "--tensors") == 1
@@ -554,7 +556,7 @@ def test_json_holds_what_the_lines_say(copy: Copy, capsys: pytest.CaptureFixture
     assert {f["status"] for f in report["findings"]} == {"ok", "warn", "fail"}
 
 
-def test_bars_are_for_terminals(
+def test_progress_bars_are_shown_in_terminals_only(
     copy: Copy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(copy("meta"))
@@ -569,14 +571,14 @@ def test_bars_are_for_terminals(
     assert out.splitlines()[:5] == quiet.out.splitlines()[:5]
 
 
-def test_the_process(clearllama: Run, copy: Copy) -> None:
+def test_a_usage_error_of_the_process_is_one_line(clearllama: Run, copy: Copy) -> None:
     result = clearllama("verify", str(copy("bin") / "pytorch_model.bin"))
     assert (result.returncode, result.stdout) == (2, b"")
     assert b"name the folder" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_pulled_model_goes_by_its_name(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pulled_model_is_verified_by_its_name(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository, "cached", lambda wanted: originals["hf"] if wanted.repo == "org/name" else None)
     assert run("org/name") == 0
     with pytest.raises(CheckpointError, match="is not a file, a folder or a model that was pulled"):

@@ -34,7 +34,7 @@ def kept(folder: Path, name: str, suffix: str) -> Path | None:
     """
     for parent in (folder, folder.parent):
         if parent.is_dir() and parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            raise UsageError(f"every user can write to {parent}, which holds code to run; run chmod o-w {parent}")
+            raise UsageError(f"every user can write to {parent}, which contains code to run; run chmod o-w {parent}")
     for path in sorted(folder.glob(f"{name}-*{suffix}")):
         with contextlib.suppress(OSError):
             if hasattr(os, "getuid") and path.stat().st_uid not in (os.getuid(), 0):

@@ -24,7 +24,7 @@ from ..system import limits
 from . import facts
 from .facts import REPORT, Finding, Probe, guarded
 
-SECONDS = 10.0  # for the whole self-test
+SECONDS = 10.0  # for all checks of the self-test
 ANSWER = 60.0  # seconds for each other probe; the first one imports torch, which is slow from a cold disk
 BROKEN = "check whether python -c 'import torch' works; if not, reinstall torch"
 

@@ -1,4 +1,4 @@
-"""Log-probabilities that a model gives to the tokens of a text, and perplexity.
+"""Log-probabilities of a text's tokens under a model, and perplexity.
 
 Letters: B batch, T tokens, C model dim, V vocabulary.
 """

@@ -1,9 +1,9 @@
-"""What a model needs of GPUs before any is rented: memory, traffic, and the speed that the hardware allows at most.
+"""Plan a model on GPUs: the memory and traffic of each GPU, and upper bounds on the speed.
 
-Everything is arithmetic on shapes. A GPU that holds a slice of a model holds a smaller model (fewer heads, a narrower
-feed-forward network, fewer layers), so its weights and its cache are counted by ModelConfig itself. Speeds are bounds
-of the roofline (Williams, Waterman, Patterson 2009): the largest of the times that memory, arithmetic and links take
-alone, at the rates of the data sheets. Nothing is faster; real programs reach a share of it (REACHED).
+Everything is computed from shapes. A GPU with a slice of a model holds a smaller model (fewer heads, a narrower
+feed-forward network, fewer layers), so ModelConfig itself counts its weights and its cache. Speeds are bounds of the
+roofline model (Williams, Waterman, Patterson 2009): the slowest of memory, arithmetic and links at the rates of the
+data sheets. Real programs reach a share of these bounds (REACHED).
 
 Letters: B sequences, S tokens in each, N GPUs that share each layer (tensor parallelism, arXiv:1909.08053),
 P stages of consecutive layers (pipeline parallelism, arXiv:1811.06965), C model dim, V vocabulary.
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from .. import checks
 from ..config import ModelConfig
 from ..errors import UsageError
 from ..quant.schemes import Scheme, scheme_for
@@ -27,22 +28,22 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-RESERVE = 0.1  # of the memory: CUDA's context, kernels, buffers of the links, what lies in pieces; vLLM leaves as much
-CHUNK = 2048  # tokens of a prompt that go through at once, as generate.prefill has it on CUDA
-MOST_GPUS = 4096  # that a plan is made for, and where the search for the smallest number ends
+RESERVE = 0.1  # share of the memory for CUDA's context, kernels, link buffers and fragmentation, as in vLLM
+CHUNK = 2048  # tokens of a prompt in one pass, as in generate.prefill on CUDA
+MOST_GPUS = 4096  # the limit of a plan, and of the search for the smallest number of GPUs
 
-# Share of the data sheet's bandwidth that gpt-fast reports for decoding at batch 1 on A100s of 80 GB (its README, GB/s
-# over 2,039): Llama 2 7B on one GPU, then 70B on 2, 4 and 8.
+# GPUs -> share of the data sheet's bandwidth that gpt-fast reports for decoding at batch 1 on A100s with 80 GB (its
+# README, GB/s divided by 2,039): Llama 2 7B on one GPU, then 70B on 2, 4 and 8.
 REACHED = {1: 0.69, 2: 0.73, 4: 0.66, 8: 0.56}
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A device, in bytes, bytes a second and operations a second.
+    """A device, in bytes, bytes per second and operations per second.
 
-    flops     products of 16-bit numbers, dense: half of what a data sheet shows with sparsity
-    link      between two GPUs of a host, each way: half of what a data sheet shows for both
-    network   of one GPU to another host, each way
+    flops     dense 16-bit operations: half of the number that a data sheet gives with sparsity
+    link      between two GPUs of a host, in one direction: half of the number that a data sheet gives for both
+    network   of one GPU to another host, in one direction
     """
 
     name: str
@@ -55,8 +56,8 @@ class GPU:
     source: str
 
 
-# A data sheet's GB is taken as 10^9 bytes; drivers report a few percent more. Where there is a usual machine (HGX, DGX,
-# MI300X platform) the network is its adapter for each GPU; where there is none it is assumed.
+# A GB of a data sheet is 10^9 bytes; drivers report a few percent more. The network is the adapter that the usual
+# machine (HGX, DGX, MI300X platform) has for each GPU; without a usual machine it is assumed.
 ASSUMED = "network assumed: 100 Gb/s a host"
 GPUS: dict[str, GPU] = {
     gpu.name: gpu
@@ -77,17 +78,17 @@ GPUS: dict[str, GPU] = {
     )
 }
 ALIASES = {"a100": "A100-80", "h100-sxm": "H100", "4090": "RTX4090", "3090": "RTX3090"}
-CUSTOM = ("custom", "cpu")  # what has no data sheet here: memory, bandwidth and flops are given
+CUSTOM = ("custom", "cpu")  # without a data sheet: the user gives memory, bandwidth and flops
 
 
 def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
-    """'16xH100' -> how many and which. `own` replaces fields of the GPU by their names, where it is not None.
+    """'16xH100' -> (16, the GPU). `own` overrides fields of the GPU by name, except where a value is None.
 
-    Raises UsageError naming the GPUs that are known, or what a custom one still needs.
+    Raises UsageError with the known GPUs, or with the fields that a custom GPU lacks.
     """
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?([A-Za-z0-9][\w.-]*)\s*", text)
     if not match:
-        raise UsageError(f"GPUs are a number and a name, as in 16xH100, got {text!r:.60}")
+        raise UsageError(f"expected GPUs as a number and a name, as in 16xH100, got {text!r:.60}")
     if match[1] and (len(match[1]) > 6 or not 1 <= int(match[1]) <= MOST_GPUS):
         raise UsageError(f"the number of GPUs must lie between 1 and {MOST_GPUS:,}, as in 16xH100, got {text!r:.60}")
     count, name = int(match[1] or 1), match[2].lower()
@@ -98,21 +99,21 @@ def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
         needed = [field for field in ("memory", "bandwidth", "flops") if field not in given]
         if needed:
             options = ", ".join(f"--gpu-{field}" for field in needed)
-            raise UsageError(f"there is no data sheet for {name!r}, so say {options} too")
+            raise UsageError(f"there is no data sheet for {name!r}; give {options} too")
         plain: dict[str, Any] = {"link": 32e9, "per_host": 8, "network": 1.5625e9} | given
         return count, GPU(name=name, source=f"as given; links as PCIe 4.0 x16; {ASSUMED}", **plain)
     known = {key.lower(): key for key in GPUS} | ALIASES
     if name not in known:
-        raise UsageError(f"no GPU {match[2]!r} is known; known: {', '.join((*GPUS, *CUSTOM))}")
+        raise UsageError(f"unknown GPU {match[2]!r}; known: {', '.join((*GPUS, *CUSTOM))}")
     gpu = GPUS[known[name]]
     changed: dict[str, Any] = given
     return count, replace(gpu, source=f"{gpu.source}; {', '.join(given)} as given", **changed) if given else gpu
 
 
-# ------------------------------------------------------------------------------------------------- what is held
+# ------------------------------------------------------------------------------------------------------- memory
 @dataclass(frozen=True)
 class Stored:
-    """Weights that stay as a file has them: bits a number of the layers' matrices, the output layer, the embedding."""
+    """Weights as a file stores them: bits per weight of the layers' matrices, the output layer and the embedding."""
 
     layers: float
     output: float
@@ -120,13 +121,13 @@ class Stored:
     types: tuple[str, ...]  # Q4_1, Q8_0, ..., the largest share first
 
 
-FLOATS = ("F64", "F32", "BF16", "F16")  # what a run casts to its own dtype
+FLOATS = ("F64", "F32", "BF16", "F16")  # a run casts these to its own dtype
 
 
 def stored_in(checkpoint: Checkpoint, size: int) -> Stored | None:
-    """What the headers say of a checkpoint whose matrices are quantized; None if all of them are numbers.
+    """The bits per weight of a checkpoint with quantized matrices, from its headers; None if none is quantized.
 
-    size: bytes of a number in the run, for matrices that are not quantized.
+    size  bytes of each weight in the run, for matrices that are not quantized
     """
     matrices = {name: shape[0] * shape[1] for name, shape in checkpoint.shapes.items() if len(shape) == 2}
     entries: dict[str, int] = {}
@@ -135,11 +136,11 @@ def stored_in(checkpoint: Checkpoint, size: int) -> Stored | None:
             entries[kind] = entries.get(kind, 0) + count
 
     def bits(names: list[str]) -> float:
-        held = sum(
+        total = sum(
             matrices[name] * (8 * size if checkpoint.stored(name) in FLOATS else checkpoint.bits(name))
             for name in names
         )
-        return held / sum(matrices[name] for name in names)
+        return total / sum(matrices[name] for name in names)
 
     if not entries:
         return None
@@ -154,8 +155,10 @@ def stored_in(checkpoint: Checkpoint, size: int) -> Stored | None:
 
 @dataclass(frozen=True)
 class Run:
-    """What is to run: B sequences of S tokens, the size of a number, the scheme of the linear layers or what the file
-    has, if they are quantized, and the kind of the KV cache: the run's own numbers ("model"), or 8 bits ("int8").
+    """B sequences of S tokens to run on a model.
+
+    scheme    quantization of the linear layers, by a scheme or as stored; None: dtype
+    kv_cache  "model": keys and values in dtype; "int8": in 8 bits
     """
 
     config: ModelConfig
@@ -167,7 +170,7 @@ class Run:
 
     @property
     def size(self) -> int:
-        """Bytes of a number that is not quantized."""
+        """Bytes of a value that is not quantized."""
         return DTYPE_BYTES[self.dtype]
 
     def cache_bytes(self, part: ModelConfig) -> int:
@@ -177,7 +180,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Split:
-    """N GPUs for each layer, and how many layers each of the P stages has."""
+    """N GPUs for each layer, and the number of layers of each of the P stages."""
 
     tensor: int
     layers: tuple[int, ...]
@@ -194,10 +197,10 @@ class Split:
 
 
 def slice_of(config: ModelConfig, tensor: int, layers: int) -> ModelConfig:
-    """The model that one of `tensor` GPUs holds of some layers.
+    """The slice of `layers` layers on each of `tensor` GPUs, as a model of its own.
 
-    Rows of wq, wk, wv, w_gate, w_up, columns of wo and w_down, rows of both vocabulary matrices; norms and the biases
-    of wo and w_down whole. With fewer key/value heads than GPUs each GPU has one, and several have the same.
+    It has rows of wq, wk, wv, w_gate, w_up, columns of wo and w_down, rows of both vocabulary matrices; norms and the
+    biases of wo and w_down are not split. With fewer key/value heads than GPUs, several GPUs have the same head.
     """
     return replace(
         config,
@@ -210,23 +213,23 @@ def slice_of(config: ModelConfig, tensor: int, layers: int) -> ModelConfig:
 
 
 def matrix_params(config: ModelConfig) -> int:
-    """Parameters of the linear layers of all blocks, biases not counted."""
+    """The number of parameters in the linear layers of all blocks, without biases."""
     bare = replace(config, attention_bias=False, mlp_bias=False, tie_embeddings=True)
     return bare.n_params - vocabulary_params(config) - (2 * config.n_layers + 1) * config.dim
 
 
 def vocabulary_params(config: ModelConfig) -> int:
-    """V C: the embedding, or the output layer."""
+    """V C: the number of parameters of the embedding or of the output layer."""
     return config.vocab_size * config.dim
 
 
 def weight_bytes(
     config: ModelConfig, size: int, scheme: Scheme | Stored | None = None, first: bool = True, last: bool = True
 ) -> float:
-    """Bytes of a slice's weights; `first` has the embedding, `last` the final norm and the output layer.
+    """Bytes of a slice's weights; the `first` has the embedding, the `last` the final norm and the output layer.
 
-    With a scheme, embeddings stay numbers unless they are tied: then they are the output layer's integers, as
-    quant.embedding_of has it, and a stage apart from the output layer holds a copy.
+    With a scheme, embeddings stay in floating point unless they are tied. Then they are quantized as the output layer
+    is (engine.linears.embedding_of), and a first stage without the output layer has a copy.
     """
     matrices, vocabulary = matrix_params(config), vocabulary_params(config)
     embeddings = vocabulary * (1 if config.tie_embeddings else 2)
@@ -237,23 +240,23 @@ def weight_bytes(
         bits = 8 * size if scheme is None else scheme.bits_per_weight
         output_bits = 8 * size if scheme is None else scheme_for("output", scheme).bits_per_weight
         embedding_bits = output_bits if config.tie_embeddings else 8 * size
-    held = vectors * size + matrices * bits / 8
+    total = vectors * size + matrices * bits / 8
     if last:
-        held += vocabulary * output_bits / 8
+        total += vocabulary * output_bits / 8
     if first and not (last and config.tie_embeddings):
-        held += vocabulary * embedding_bits / 8
-    return held
+        total += vocabulary * embedding_bits / 8
+    return total
 
 
 def activation_bytes(run: Run, part: ModelConfig) -> int:
-    """What a slice needs besides, as memory.py bounds it: a chunk of one prompt at a time, logits of each sequence."""
-    alone = memory.activation_bytes(part, run.context, CHUNK, run.size, run.kv_cache)
-    return alone + (run.batch - 1) * memory.logits_bytes(part)
+    """The bound of system/memory.py on a slice's activations: a chunk of one prompt, the logits of each sequence."""
+    one_prompt = memory.activation_bytes(part, run.context, CHUNK, run.size, run.kv_cache)
+    return one_prompt + (run.batch - 1) * memory.logits_bytes(part)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One GPU of a stage: what it holds, in bytes."""
+    """The memory of one GPU of a stage, in bytes."""
 
     layers: int
     first: bool
@@ -264,17 +267,17 @@ class Stage:
 
     @property
     def needs(self) -> float:
-        """All of it."""
+        """Bytes in total."""
         return self.weights + self.cache + self.activations
 
 
 def stages(run: Run, split: Split) -> list[Stage]:
-    """What a GPU of each stage holds."""
-    held = []
+    """The memory of a GPU of each stage."""
+    found = []
     for index, layers in enumerate(split.layers):
         part = slice_of(run.config, split.tensor, layers)
         first, last = index == 0, index == split.pipeline - 1
-        held.append(
+        found.append(
             Stage(
                 layers,
                 first,
@@ -284,7 +287,7 @@ def stages(run: Run, split: Split) -> list[Stage]:
                 activation_bytes(run, part),
             )
         )
-    return held
+    return found
 
 
 def fits(run: Run, split: Split, gpu: GPU) -> bool:
@@ -292,9 +295,9 @@ def fits(run: Run, split: Split, gpu: GPU) -> bool:
     return max(stage.needs for stage in stages(run, split)) <= (1 - RESERVE) * gpu.memory
 
 
-# ------------------------------------------------------------------------------------------------ how it is split
+# ------------------------------------------------------------------------------------------------------- splits
 def tensor_sizes(config: ModelConfig, most: int = MOST_GPUS) -> list[int]:
-    """Every N that cuts the heads and the feed-forward network evenly, and key/value heads evenly or one for each."""
+    """Every N that divides the heads and hidden_dim, and divides the key/value heads or is a multiple of them."""
     kv = config.n_kv_heads
     return [
         n
@@ -304,23 +307,23 @@ def tensor_sizes(config: ModelConfig, most: int = MOST_GPUS) -> list[int]:
 
 
 def even_layers(n_layers: int, pipeline: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as can be; the later stages are the fuller ones."""
+    """Layers of each stage, as even as possible; later stages get the remainder."""
     return tuple(n_layers * (i + 1) // pipeline - n_layers * i // pipeline for i in range(pipeline))
 
 
 def splits(config: ModelConfig, count: int) -> list[Split]:
-    """Every way to split a model over exactly so many GPUs, the widest tensor parallelism first."""
+    """Every way to split a model over exactly `count` GPUs, the widest tensor parallelism first."""
     sizes = [n for n in reversed(tensor_sizes(config, count)) if count % n == 0]
     return [Split(n, even_layers(config.n_layers, count // n)) for n in sizes if count // n <= config.n_layers]
 
 
 def choose(config: ModelConfig, count: int, gpu: GPU) -> Split | None:
-    """Tensor parallelism as wide as a host, since it talks twice a layer; stages beyond. None if nothing cuts so."""
+    """Tensor parallelism within a host, since it communicates twice a layer, and stages over hosts; or None."""
     return next((split for split in splits(config, count) if split.tensor <= gpu.per_host), None)
 
 
 def pick_split(config: ModelConfig, count: int, gpu: GPU, tensor: int | None, pipeline: int | None) -> Split:
-    """The split that was asked for, or `choose`'s. Raises UsageError naming the splits that work."""
+    """The split with these numbers, by default that of `choose`. Raises UsageError with the splits that work."""
     ways = splits(config, count)
     wanted = [way for way in ways if tensor in (None, way.tensor) and pipeline in (None, way.pipeline)]
     if tensor is None and pipeline is None:
@@ -328,23 +331,23 @@ def pick_split(config: ModelConfig, count: int, gpu: GPU, tensor: int | None, pi
         wanted = [] if chosen is None else [chosen]
     if wanted:
         return wanted[0]
-    asked = " x ".join(
+    given = " x ".join(
         f"{name} {value}" for name, value in (("tensor", tensor), ("pipeline", pipeline)) if value is not None
     )
-    told = ", ".join(f"{way.tensor} x {way.pipeline}" for way in ways)
-    if not told:
+    possible = ", ".join(f"{way.tensor} x {way.pipeline}" for way in ways)
+    if not possible:
         numbers = [n for n in range(1, 2 * count + 1) if splits(config, n)]
         near = sorted(sorted(numbers, key=lambda n: abs(n - count))[:4])
-        told = f"none for {count}; numbers that can be split: {', '.join(map(str, near))}"
+        possible = f"none for {count}; numbers that can be split: {', '.join(map(str, near))}"
     raise UsageError(
-        f"{count} GPUs can't be split{' as ' + asked if asked else ''}: tensor must divide {config.n_heads} heads and a"
+        f"{count} GPUs can't be split{' as ' + given if given else ''}: tensor must divide {config.n_heads} heads and a"
         f" width of {config.hidden_dim}, and fit {config.n_kv_heads} key/value heads, and the stages must not outnumber"
-        f" {config.n_layers} layers; tensor x pipeline that work: {told}"
+        f" {config.n_layers} layers; tensor x pipeline that work: {possible}"
     )
 
 
 def smallest(run: Run, gpu: GPU) -> Split | None:
-    """The split over the fewest GPUs that holds the run; None if no number up to MOST_GPUS does."""
+    """The split over the fewest GPUs that the run fits on; None if it fits on no number up to MOST_GPUS."""
     most = min(MOST_GPUS, run.config.n_layers * gpu.per_host)
     for count in range(1, most + 1):
         split = choose(run.config, count, gpu)
@@ -354,7 +357,7 @@ def smallest(run: Run, gpu: GPU) -> Split | None:
 
 
 def most(holds: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to a limit for which `holds`, which stays false once it is; 0 if none."""
+    """The largest number up to `limit` for which `holds` is true; 0 if none. `holds` must be monotonic."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -362,10 +365,10 @@ def most(holds: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-# ------------------------------------------------------------------------------------------------- how fast at most
+# -------------------------------------------------------------------------------------------------------- speed
 @dataclass(frozen=True)
 class Times:
-    """Seconds that each resource of a GPU is busy with some work."""
+    """Seconds that some work keeps each resource of a GPU busy."""
 
     memory: float
     compute: float
@@ -373,21 +376,21 @@ class Times:
 
     @property
     def bound(self) -> float:
-        """They overlap at best."""
+        """The lower bound of the time, in which all three overlap."""
         return max(self.memory, self.compute, self.links)
 
     @property
     def by(self) -> Literal["memory", "compute", "links"]:
-        """Which one takes longest."""
+        """The resource that takes longest."""
         names: tuple[Literal["memory", "compute", "links"], ...] = ("memory", "compute", "links")
         return max(names, key=lambda name: float(getattr(self, name)))
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one GPU of a stage moves and computes for B sequences, one token each, at their full length.
+    """What one GPU of a stage moves and computes in a decoding step of B sequences at their full length.
 
-    weights  bytes read once, whatever B
+    weights  bytes read once, independent of B
     cache    bytes of keys and values read for one sequence
     flops    operations for one sequence
     shared   bytes sent within the N GPUs for one sequence
@@ -402,10 +405,11 @@ class Traffic:
 
 
 def traffic(run: Run, split: Split, stage: Stage) -> Traffic:
-    """What a decoding step costs a GPU of a stage.
+    """The traffic of a decoding step on one GPU of a stage.
 
-    After wo and after w_down the N GPUs add up a hidden state of C numbers; in a ring each sends 2 (N - 1) / N of it.
-    The first stage adds up the embedding, the last gathers the logits, and each sends its hidden state to the next.
+    After wo and after w_down the N GPUs add up their hidden states of C values (an all-reduce); in a ring each sends
+    2 (N - 1) / N of them. The first stage also adds up the embedding, the last gathers the logits, and each stage
+    sends its hidden state to the next.
     """
     config, tensor = run.config, split.tensor
     part = slice_of(config, tensor, stage.layers)
@@ -422,17 +426,17 @@ def traffic(run: Run, split: Split, stage: Stage) -> Traffic:
 
 
 def reduce_bytes(run: Run, tensor: int) -> float:
-    """Bytes that each of N GPUs sends in a ring to add up the hidden state of one token."""
+    """Bytes that each of N GPUs sends in a ring to add up one token's hidden state."""
     return run.config.dim * run.size * 2 * (tensor - 1) / tensor
 
 
 def score_flops(config: ModelConfig, keys: float) -> float:
-    """Operations of q k^T and of its product with v for one query, over all layers."""
+    """Operations of q k^T and of its product with v for one query, in all layers."""
     return 4 * config.n_heads * config.head_dim * keys * config.n_layers
 
 
 def link_seconds(gpu: GPU, split: Split, index: int, shared: float, handed: float) -> float:
-    """Seconds to send bytes within stage `index` and on to the next: in a host or over the network, both at once."""
+    """Seconds to send bytes within stage `index` and to the next stage, both at once, in a host or over the network."""
     first, last = index * split.tensor, (index + 1) * split.tensor - 1
     host = [number // gpu.per_host for number in (first, last, last + 1)]
     within, onward = (gpu.link if one == other else gpu.network for one, other in itertools.pairwise(host))
@@ -441,10 +445,11 @@ def link_seconds(gpu: GPU, split: Split, index: int, shared: float, handed: floa
 
 @dataclass(frozen=True)
 class Decoding:
-    """A step that gives each of B sequences a token: seconds at least, and what binds.
+    """A lower bound on the seconds of a step that decodes one token of each of B sequences.
 
-    groups  into which the sequences are divided, so that the stages of a pipeline work at the same time
-    rows    sequences of a group; `times` are those of one group, for each stage
+    groups  number of groups of sequences, which let the stages of a pipeline work at the same time
+    rows    sequences in a group
+    times   of one group, for each stage
     """
 
     seconds: float
@@ -455,25 +460,25 @@ class Decoding:
 
     @property
     def by(self) -> str:
-        """What the slowest stage waits for."""
+        """The resource that limits the slowest stage."""
         return max(self.times, key=lambda times: times.bound).by
 
     @property
     def each_tps(self) -> float:
-        """Tokens a second of one sequence, at most."""
+        """Upper bound on the tokens per second of one sequence."""
         return 1 / self.seconds
 
     @property
     def batch_tps(self) -> float:
-        """Tokens a second of all of them."""
+        """Upper bound on the tokens per second of all sequences."""
         return self.batch / self.seconds
 
 
 def decoding(run: Run, split: Split, gpu: GPU) -> Decoding:
-    """The bound of a decoding step.
+    """The bound on a decoding step.
 
-    The stages of a pipeline work at the same time, each on B / min(P, B) other sequences. A token goes through all
-    stages, and the slowest stage serves all groups in turn: the step takes the longer of the two.
+    The stages of a pipeline work at the same time, each on another group of B / min(P, B) sequences. A token passes
+    all stages, and the slowest stage processes all groups in turn; the step takes the longer of these two times.
     """
     groups = min(split.pipeline, run.batch)
     rows = run.batch / groups
@@ -489,16 +494,16 @@ def decoding(run: Run, split: Split, gpu: GPU) -> Decoding:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Prompts: tokens a second at most over all sequences, and what binds."""
+    """An upper bound on the prompt tokens per second of all sequences, and the resource that limits it."""
 
     tps: float
     by: str
 
 
 def prefill(run: Run, split: Split, gpu: GPU) -> Prefill:
-    """The bound of feeding prompts of S tokens, every stage busy: 2 operations a weight and half of all pairs.
+    """The bound on prefilling prompts of S tokens with all stages busy: 2 operations per weight, half of all pairs.
 
-    Weights are read once a chunk and the output layer serves one token a prompt: neither is counted.
+    Reading the weights, once a chunk, and the output layer, for one token of a prompt, are not counted.
     """
     slowest = []
     for index, stage in enumerate(stages(run, split)):
@@ -514,7 +519,7 @@ def prefill(run: Run, split: Split, gpu: GPU) -> Prefill:
 # --------------------------------------------------------------------------------------------------------- the plan
 @dataclass(frozen=True)
 class Plan:
-    """A run on GPUs: what each holds, whether that fits, what would, and how fast it could be."""
+    """A run on GPUs: the memory of each, whether it fits, what would fit, and the bounds on its speed."""
 
     run: Run
     gpu: GPU
@@ -529,26 +534,25 @@ class Plan:
 
     @property
     def fullest(self) -> Stage:
-        """A GPU that holds most."""
+        """The stage whose GPUs need the most memory."""
         return max(self.stages, key=lambda stage: stage.needs)
 
 
 def plan(run: Run, count: int, gpu: GPU, tensor: int | None = None, pipeline: int | None = None) -> Plan:
-    """All of it. The speeds are None where it does not fit. Raises UsageError where the split is impossible."""
-    for name, value in (("batch", run.batch), ("context", run.context)):
-        if not 1 <= value <= 2**31:
-            raise UsageError(f"{name} must lie between 1 and {2**31}, got {value}")
+    """Plan a run. The speeds are None if it does not fit. Raises UsageError if the split is impossible."""
+    checks.integer("batch", run.batch, 1, 2**31)
+    checks.integer("context", run.context, 1, 2**31)
     split = pick_split(run.config, count, gpu, tensor, pipeline)
-    inside = fits(run, split, gpu)
+    fit = fits(run, split, gpu)
     return Plan(
         run,
         gpu,
         split,
         tuple(stages(run, split)),
-        inside,
+        fit,
         smallest(run, gpu),
         most(lambda batch: fits(replace(run, batch=batch), split, gpu), 2**20),
         most(lambda context: fits(replace(run, context=context), split, gpu), run.config.max_seq_len),
-        decoding(run, split, gpu) if inside else None,
-        prefill(run, split, gpu) if inside else None,
+        decoding(run, split, gpu) if fit else None,
+        prefill(run, split, gpu) if fit else None,
     )

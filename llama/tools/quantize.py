@@ -40,7 +40,7 @@ def quantize(
     force: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Proof:
-    """Write the model at `source` to the folder `target`, its linear layers quantized by a scheme of linears.SCHEMES.
+    """Write the model at `source` to the folder `target`, its linear layers quantized by a scheme of quant.schemes.
 
     The source may have any format. Weights that are stored quantized as in the scheme are copied; those quantized in
     another way are dequantized and quantized again, with a warning. All other weights stay as they are.
@@ -61,11 +61,11 @@ def quantize(
     def record(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
         return recorded(read, hashes, len(checkpoint.shapes), progress)
 
-    kinds = {name: kind_of(checkpoint, name, chosen) for name in checkpoint.shapes}
+    formats = {name: format_for(checkpoint, name, chosen) for name in checkpoint.shapes}
     packed = {
-        name: Packed(kind, partial(record(partial(tiles_of, checkpoint, kind=kind)), name))
-        for name, kind in kinds.items()
-        if kind is not None
+        name: Packed(format, partial(record(partial(tiles_of, checkpoint, format=format)), name))
+        for name, format in formats.items()
+        if format is not None
     }
     plain = describe(checkpoint, _dtypes(checkpoint, packed))
     model = dataclasses.replace(plain, read=record(plain.read))
@@ -88,8 +88,8 @@ def quantize(
         raise ConfigError(f"{source} can't be saved: {error}") from error
 
 
-def kind_of(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | None:
-    """The kind of quantization to save a weight in; None: in floating point.
+def format_for(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | None:
+    """The quantized format to save a weight in; None for floating point.
 
     Linear layers are quantized by the scheme. An embedding that is not tied to one is not, but stays quantized if the
     source stores it so.
@@ -101,14 +101,13 @@ def kind_of(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat | 
     if embedding:
         stored = checkpoint.blocks(name, slice(0, 1))
         return None if stored is None else stored.format
-    wanted = scheme_for("output" if layer == "tok_embeddings" else layer, scheme)
-    return wanted.format
+    return scheme_for("output" if layer == "tok_embeddings" else layer, scheme).format
 
 
-def tiles_of(checkpoint: Checkpoint, name: str, kind: BlockFormat) -> Tensor:
+def tiles_of(checkpoint: Checkpoint, name: str, format: BlockFormat) -> Tensor:
     """A weight in packed tiles, copied from the file or quantized. Raises CheckpointError if it can't be quantized."""
     try:
-        tiles = read_quantized(checkpoint, name, kind, LAYOUT).tiles()
+        tiles = read_quantized(checkpoint, name, format, LAYOUT).tiles()
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {checkpoint.file_name(name)}: {error}") from error
     checkpoint.release(name)

@@ -1,7 +1,7 @@
-"""Is a checkpoint that was downloaded whole and right? Everything that can be told, also where it can't be opened.
+"""Check that a downloaded checkpoint is complete and undamaged, even if it can't be opened.
 
-Loading trusts the data of the weights: a flipped bit there gives another model and no error. Here every byte is read
-and held against what the files say of themselves and of each other: sizes, checksums, names.
+Loading trusts the data of the weights: a flipped bit there changes the model without an error. Here every byte is read
+and compared with what the files declare about themselves and each other: sizes, checksums, names.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import torch
 from ..checkpoint import Checkpoint, gguf, huggingface, meta, open_checkpoint, torchfile
 from ..checkpoint.documents import read_json, size_of
 from ..checkpoint.safetensors_header import read_header
-from ..errors import CheckpointError, LlamaError, TokenizerError, UsageError
+from ..errors import CheckpointError, LlamaError, TokenizerError, UsageError, one_line
 from ..hub import named as hub
 from ..tokenizer import open_tokenizer
 from ..weights import mismatches
 
 Status = Literal["ok", "warn", "fail"]
-# (what is being read, bytes or weights done, of how many)
+# (the step, bytes or weights done, their total)
 Progress = Callable[[str, int, int], None]
 
-CHUNK = 2**20  # bytes of a file in memory at a time
-ELEMENTS = 2**22  # numbers of a weight looked at at a time
-LARGEST_CHECKLIST = 2**20
+CHUNK = 2**20  # bytes of a file that are in memory at a time
+ELEMENTS = 2**22  # values of a weight that are checked at a time
+LARGEST_CHECKLIST = 2**20  # bytes
 
 TORCH = (".pth", ".pt", ".bin")
 WEIGHTS = (*TORCH, ".safetensors", ".gguf")
 CHECKLIST, TOKENIZER_CHECKLIST = "checklist.chk", "tokenizer_checklist.chk"
-# The JSON files that are read here; others in a folder may hold anything.
+# The JSON files to check; a folder may contain others.
 DOCUMENTS = (
     meta.PARAMS, huggingface.CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "tokenizer.json", huggingface.INDEX, huggingface.BIN_INDEX,
@@ -48,7 +48,7 @@ UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".aria2")
 SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf|\.safetensors|\.bin)")
 
-# format -> names that tell it, also where others are missing
+# format -> names that identify it, even if other files are missing
 SIGNS = {
     "Hugging Face": re.compile(r"config\.json|.+\.safetensors|.+\.index\.json|pytorch_model.*\.bin"),
     "Meta": re.compile(r"params\.json|consolidated\.\d+\.pth|checklist\.chk"),
@@ -58,12 +58,12 @@ SIGNS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check of one thing.
+    """The result of one check of one item.
 
-    check    files, size, md5, sha256, sums, crc, json, open, tokenizer, tensors
-    status   "ok"; "warn": nothing is known to be wrong and a user should hear of it; "fail"
-    item     the file or tensor that was looked at
-    message  what was found; where it failed also what was expected and what to do
+    check    files, size, md5, sha256, git, sums, crc, json, open, tokenizer, tensors
+    status   "ok"; "warn": not known to be wrong, but a user should know; "fail"
+    item     the file or tensor
+    message  what was found; after a failure also what was expected and what to do
     """
 
     check: str
@@ -74,7 +74,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Sum:
-    """A checksum that somebody published: of which file, and where that is said."""
+    """A published checksum of a file, and its source."""
 
     file: Path
     algorithm: Literal["md5", "sha256", "git"]
@@ -87,12 +87,12 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def verify(path: Path, tensors: bool = False, progress: Progress = _silent) -> Iterator[Finding]:
-    """Check a folder of Meta's or Hugging Face's, a GGUF file or a split set; each finding comes when it is known.
+    """Check a folder in Meta's or Hugging Face's format, a GGUF file or a set of them; yield findings one by one.
 
-    tensors  also read every weight, for numbers that are not finite and matrices of zeros
+    tensors  also read every weight, for values that are not finite and matrices of zeros
 
-    Memory holds one weight at most. Raises CheckpointError where there is nothing at `path`, UsageError where it is
-    one file of a folder.
+    At most one weight is in memory. Raises CheckpointError if `path` does not exist, UsageError if it is one file of a
+    folder.
     """
     files, root = find_files(path), path if path.is_dir() else path.parent
     yield from check_presence(path)
@@ -113,7 +113,7 @@ def verify(path: Path, tensors: bool = False, progress: Progress = _silent) -> I
 
 
 def format_of(path: Path) -> str:
-    """What the files are or would be if they were whole: "Hugging Face", "Meta", "GGUF" or "unknown"."""
+    """The format, even if files are missing or damaged: "Hugging Face", "Meta", "GGUF" or "unknown"."""
     if not path.is_dir():
         return "GGUF"
     names = _names(path)
@@ -121,7 +121,7 @@ def format_of(path: Path) -> str:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The files of the checkpoint at `path` that are there: weights, documents, tokenizer, checklists."""
+    """The existing files of the checkpoint at `path`: weights, documents, tokenizer, checklists."""
     if path.is_dir():
         known = (*WEIGHTS, ".json", ".model", ".chk")
         files = [file for file in sorted(path.iterdir()) if file.suffix in known and file.is_file()]
@@ -137,17 +137,17 @@ def find_files(path: Path) -> list[Path]:
 
 
 def find_tokenizer(folder: Path) -> Path | None:
-    """The tokenizer's file in a folder; for Meta's LLaMA 1 and 2 it lies in the one above."""
+    """The tokenizer's file in a folder; that of Meta's LLaMA 1 and 2 is in the parent folder."""
     if format_of(folder) == "Meta":
-        places = [folder / "tokenizer.model", folder.parent / "tokenizer.model", folder / "tokenizer.json"]
+        paths = [folder / "tokenizer.model", folder.parent / "tokenizer.model", folder / "tokenizer.json"]
     else:
-        places = [folder / "tokenizer.json", folder / "tokenizer.model"]
-    return next((place for place in places if place.is_file()), None)
+        paths = [folder / "tokenizer.json", folder / "tokenizer.model"]
+    return next((path for path in paths if path.is_file()), None)
 
 
-# ------------------------------------------------------------------------------------------------- what is there
+# ------------------------------------------------------------------------------------------------------- presence
 def check_presence(path: Path) -> Iterator[Finding]:
-    """Names: what others say should be there, links that lead nowhere, leftovers of downloads."""
+    """Find missing files, broken links and unfinished downloads."""
     if path.is_dir():
         missing = missing_files(path)
         links = [file for file in sorted(path.iterdir()) if file.is_symlink() and not file.exists()]
@@ -158,18 +158,18 @@ def check_presence(path: Path) -> Iterator[Finding]:
     for file in links:
         missing.pop(file.name, None)
         where = os.readlink(file)
-        yield Finding("files", "fail", file.name, f"is a link to {where}, where nothing is; fetch it again")
+        yield Finding("files", "fail", file.name, f"is a link to {where}, which does not exist; fetch it again")
     for name, why in missing.items():
         yield Finding("files", "fail", name, f"is missing ({why}); fetch it")
     if not missing and not links and format_of(path) != "unknown":
         yield Finding("files", "ok", _name(path), f"{format_of(path)}; no file is known to be missing")
     for file in leftovers(path) if path.is_dir() else []:
-        rest = f"{file.stat().st_size:,} bytes of a download that did not end; resume it, or remove them if all is here"
-        yield Finding("files", "warn", file.name, rest)
+        message = f"{file.stat().st_size:,} bytes of an unfinished download; resume it, or remove the file"
+        yield Finding("files", "warn", file.name, message)
 
 
 def missing_files(folder: Path) -> dict[str, str]:
-    """Files that should be in a folder by what else is in it -> how that is known."""
+    """Files that other files of a folder require -> the reason."""
     names, form = _names(folder), format_of(folder)
     missing: dict[str, str] = {}
     safetensors = any(name.endswith(".safetensors") or name == huggingface.INDEX for name in names)
@@ -192,28 +192,28 @@ def missing_files(folder: Path) -> dict[str, str]:
 
 
 def indexed(index: Path) -> set[str]:
-    """The plain file names in an index. One that can't be read names none here, and fails where it is read."""
+    """The plain file names in an index; empty if it can't be read, which another check reports."""
     try:
-        places = read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
     except CheckpointError:
         return set()
-    values = places.values() if isinstance(places, dict) else ()
+    values = weight_map.values() if isinstance(weight_map, dict) else ()
     return {name for name in values if isinstance(name, str) and _is_plain(name)}
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Unfinished files: in the folder, and where the Hugging Face library keeps them."""
+    """Unfinished downloads in the folder and in the cache of the Hugging Face library."""
     found = [file for file in sorted(folder.iterdir()) if file.suffix in UNFINISHED and file.is_file()]
     found += sorted((folder / ".cache" / "huggingface" / "download").glob("**/*.incomplete"))
-    for place in (folder, *folder.absolute().parents):
-        if place.parent.name == "snapshots":
-            found += sorted((place.parent.parent / "blobs").glob("*.incomplete"))
+    for parent in (folder, *folder.absolute().parents):
+        if parent.parent.name == "snapshots":
+            found += sorted((parent.parent.parent / "blobs").glob("*.incomplete"))
     return found
 
 
-# --------------------------------------------------------------------------------------- each file, by its own word
+# ------------------------------------------------------------------------------------------------------- each file
 def check_size(file: Path, root: Path) -> Finding:
-    """A file's first bytes, and its size against what its own header says."""
+    """Check a file's first bytes, and its size against its own header."""
 
     def look() -> str:
         with open(file, "rb") as opened:
@@ -232,12 +232,12 @@ def check_size(file: Path, root: Path) -> Finding:
 
 
 def torch_size(file: Path) -> str:
-    """What there is to say of the size of a torch file. Raises CheckpointError unless its archive has an end."""
+    """Describe the size of a torch file. Raises CheckpointError if the end of its archive is missing."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         start = opened.read(4)
     if start[:2] == torchfile.PICKLE:
-        return f"{size:,} bytes; an old torch file, which does not say how many there should be"
+        return f"{size:,} bytes; an old torch file, which does not declare its size"
     if start != torchfile.ZIP:
         raise CheckpointError(f"{file} is not a torch file: it begins with {start!r}; fetch it again")
     try:
@@ -245,31 +245,31 @@ def torch_size(file: Path) -> str:
             return f"{size:,} bytes, {len(archive.infolist()):,} records to the end of the archive"
     except zipfile.BadZipFile:
         raise CheckpointError(
-            f"{file} is cut off or damaged: after {size:,} bytes its archive has no end; fetch it again"
+            f"{file} is truncated or damaged: the end of its archive is missing after {size:,} bytes; fetch it again"
         ) from None
 
 
 def check_total_size(folder: Path, sound: list[Path]) -> Iterator[Finding]:
-    """The bytes that the index of a Hugging Face folder announces against those in its files."""
+    """Compare the total size in the index of a Hugging Face folder with the sizes in its files."""
     index = folder / huggingface.INDEX
     names = indexed(index) if index in sound else set()
     shards = [file for file in sound if file.name in names]
     if not names or len(shards) != len(names):
         return
-    announced = read_json(index).get("metadata")
-    said = announced.get("total_size") if isinstance(announced, dict) else None
+    metadata = read_json(index).get("metadata")
+    declared = metadata.get("total_size") if isinstance(metadata, dict) else None
     found = sum(entry.end - entry.begin for file in shards for entry in read_header(file).tensors.values())
-    if said is None:
-        yield Finding("size", "warn", index.name, "does not say the total size of the weights")
-    elif said == found:
-        yield Finding("size", "ok", index.name, f"{found:,} bytes of weights in {len(shards)} files, as it says")
+    if declared is None:
+        yield Finding("size", "warn", index.name, "does not declare the total size of the weights")
+    elif declared == found:
+        yield Finding("size", "ok", index.name, f"{found:,} bytes of weights in {len(shards)} files, as declared")
     else:
-        message = f"says {said!r:.40} bytes of weights and the files hold {found:,}; they may be of different versions"
+        message = f"declares {declared!r:.40} bytes of weights, but the files have {found:,}; their versions may differ"
         yield Finding("size", "warn", index.name, message)
 
 
 def check_records(file: Path, root: Path, progress: Progress = _silent) -> Finding:
-    """The CRC-32 of every record in a torch file's archive: it finds a flipped bit, which loading does not."""
+    """Check the CRC-32 of every record in a torch file's archive. It detects a flipped bit, which loading does not."""
 
     def read() -> str:
         damaged, done = [], 0
@@ -282,7 +282,7 @@ def check_records(file: Path, root: Path, progress: Progress = _silent) -> Findi
             if not any(record.CRC for record in records):  # torch.serialization.set_crc32_options(False)
                 return UNCHECKED
             if total > file.stat().st_size:
-                raise CheckpointError(f"{file} claims {total:,} bytes of records, more than it has; it is forged")
+                raise CheckpointError(f"{file} declares {total:,} bytes of records, more than its size; it is forged")
             for record in records:
                 try:
                     with archive.open(record) as stream:
@@ -293,10 +293,10 @@ def check_records(file: Path, root: Path, progress: Progress = _silent) -> Findi
                     damaged.append(record.filename)
         if damaged:
             raise CheckpointError(
-                f"{file}: of {len(records):,} records {len(damaged):,} are not what their CRC-32 says they were:"
+                f"{file}: the CRC-32 of {len(damaged):,} of {len(records):,} records does not match:"
                 f" {', '.join(damaged[:3])}{', ...' * (len(damaged) > 3)}; the file is damaged, fetch it again"
             )
-        return f"{len(records):,} records are what their CRC-32 says"
+        return f"the CRC-32 of all {len(records):,} records matches"
 
     finding = _outcome("crc", file, root, read)
     return Finding("crc", "warn", finding.item, UNCHECKED) if finding.message == UNCHECKED else finding
@@ -306,13 +306,13 @@ UNCHECKED = "not verified: the file was written without checksums"
 
 
 def check_document(file: Path, root: Path) -> Finding:
-    """Whether a JSON file can be read."""
+    """Check that a JSON file can be read."""
     return _outcome("json", file, root, lambda: f"{len(read_json(file)):,} entries")
 
 
 # -------------------------------------------------------------------------------------------- published checksums
 def check_sums(files: list[Path], root: Path, progress: Progress = _silent) -> Iterator[Finding]:
-    """Every checksum that is known against the file; then the weights and tokenizers of which none is known."""
+    """Compare files with their published checksums, then list the weights and tokenizers without one."""
     sums = [known for file in files if (known := cache_sum(file))]
     for checklist in find_checklists(files, root):
         listed, faults = read_checklist(checklist)
@@ -325,12 +325,12 @@ def check_sums(files: list[Path], root: Path, progress: Progress = _silent) -> I
     wanted = [file for file in files if file.suffix in (*WEIGHTS, ".model") or file.name == "tokenizer.json"]
     if bare := [_item(file, root) for file in wanted if file not in covered]:
         names = ", ".join(bare[:4]) + ", ..." * (len(bare) > 4)
-        why = f"no {CHECKLIST} and no cache of the hub's says which bytes were published"
+        why = f"neither a {CHECKLIST} nor a cache of the hub has a checksum"
         yield Finding("sums", "warn", names, f"not verified: {why}")
 
 
 def find_checklists(files: list[Path], root: Path) -> list[Path]:
-    """The lists of checksums; that of a tokenizer in the folder above lies there too."""
+    """The lists of checksums, including that of a tokenizer in the parent folder."""
     lists = [file for file in files if file.suffix == ".chk"]
     for file in files:
         if file.parent != root and (file.parent / TOKENIZER_CHECKLIST).is_file():
@@ -339,7 +339,7 @@ def find_checklists(files: list[Path], root: Path) -> list[Path]:
 
 
 def read_checklist(path: Path) -> tuple[list[Sum], list[str]]:
-    """(the checksums of a list as md5sum writes it, what is wrong with its other lines)."""
+    """(the checksums of a list in the format of md5sum, the faults of its other lines)."""
     try:
         size = size_of(path)
         text = path.read_text(encoding="utf-8") if size <= LARGEST_CHECKLIST else None
@@ -350,33 +350,33 @@ def read_checklist(path: Path) -> tuple[list[Sum], list[str]]:
     except OSError as error:
         return [], [f"can't be read: {error.strerror or error}"]
     if text is None:
-        return [], [f"has {size:,} bytes, and a checklist a few hundred; it is something else, fetch it again"]
+        return [], [f"has {size:,} bytes, but a checklist has a few hundred; it is another file, fetch it again"]
     sums, faults = [], []
     for number, line in enumerate(text.splitlines(), 1):
         match = re.fullmatch(r"([0-9a-fA-F]{32}) [ *](.+)", line)
         if match and _is_plain(match[2]):
             sums.append(Sum(path.parent / match[2], "md5", match[1].lower(), path.name))
         elif match:
-            faults.append(f"line {number} names {match[2]!r:.60}, which is no plain file name; it is not followed")
+            faults.append(f"line {number} names {match[2]!r:.60}, which is not a plain file name; it was ignored")
         elif line.strip() and not line.startswith("#"):
-            faults.append(f"line {number} is {line!r:.60}; expected an md5, two spaces and a name: fetch it again")
+            faults.append(f"line {number} is {line!r:.60}; expected an md5, two spaces and a name; fetch it again")
     if not sums and not faults:
         faults.append("lists no file; it is damaged, fetch it again")
     return sums, faults
 
 
 def cache_sum(file: Path) -> Sum | None:
-    """The checksum that the Hugging Face hub gave for a file, where its library noted it; or that of a named model.
+    """The checksum of a file that the Hugging Face library recorded, or that of a named model; None if unknown.
 
-    In the library's cache a file is a link to ../../blobs/CHECKSUM; in a folder of one's own the library notes it in
-    .cache/huggingface/download. Large files have a sha256, small ones the number that git gives them.
+    In the library's cache a file is a link to ../../blobs/CHECKSUM; in another folder the library records it in
+    .cache/huggingface/download. Large files have a sha256, small ones git's object id.
     """
-    value, note = "", file.parent / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
+    value, record = "", file.parent / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
     if file.is_symlink():
         target = Path(os.readlink(file))
         value = target.name if target.parent.name == "blobs" else ""
-    elif note.is_file() and note.stat().st_size < LARGEST_CHECKLIST:
-        lines = note.read_text(errors="replace").splitlines()
+    elif record.is_file() and record.stat().st_size < LARGEST_CHECKLIST:
+        lines = record.read_text(errors="replace").splitlines()
         value = lines[1] if len(lines) > 1 else ""
     if re.fullmatch(r"[0-9a-f]{64}", value):
         return Sum(file, "sha256", value, "the Hugging Face hub")
@@ -392,14 +392,14 @@ def _compare(known: Sum, progress: Progress) -> str:
     found = file_sum(known.file, known.algorithm, progress)
     if found != known.value:
         raise CheckpointError(
-            f"{known.file}: {known.source} says {known.value} and the file has {found}; it is damaged or of another"
-            f" version, fetch it again"
+            f"{known.file}: {known.source} has {known.value}, but the file has {found}; it is damaged or another"
+            " version, fetch it again"
         )
-    return f"{found}, as {known.source} says"
+    return f"{found}, as in {known.source}"
 
 
 def file_sum(file: Path, algorithm: str, progress: Progress = _silent) -> str:
-    """md5, sha256, or git's number of a file."""
+    """The md5, the sha256, or git's object id of a file."""
     size, done = file.stat().st_size, 0
     digest = hashlib.new("sha1" if algorithm == "git" else algorithm, usedforsecurity=False)
     if algorithm == "git":
@@ -412,9 +412,9 @@ def file_sum(file: Path, algorithm: str, progress: Progress = _silent) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------- as a whole
+# ---------------------------------------------------------------------------------------------------- as a checkpoint
 def check_opening(path: Path) -> tuple[Checkpoint | None, list[Finding]]:
-    """Open the checkpoint and hold its tensors against its configuration."""
+    """Open the checkpoint and compare its tensors with its configuration."""
     item, opened = _name(path), []
 
     def look() -> str:
@@ -425,18 +425,19 @@ def check_opening(path: Path) -> tuple[Checkpoint | None, list[Finding]]:
     if not opened:
         return None, [finding]
     checkpoint = opened[0]
-    remedy = "files and configuration do not belong together, or one is damaged"
+    remedy = "the files and the configuration do not belong together, or one is damaged"
     wrong = [f"{fault}; {remedy}" for fault in mismatches(checkpoint)]
     findings = [Finding("open", "fail", item, fault) for fault in wrong] or [finding]
-    return checkpoint, findings + [Finding("open", "warn", item, _told(text, path)) for text in checkpoint.warnings]
+    findings += [Finding("open", "warn", item, _without_root(text, path)) for text in checkpoint.warnings]
+    return checkpoint, findings
 
 
 def check_tokenizer(path: Path, checkpoint: Checkpoint | None) -> Finding:
-    """Open the tokenizer and hold it against the embedding; alone, where the checkpoint can't be opened."""
-    place = find_tokenizer(path) if path.is_dir() else None
+    """Open the tokenizer, even if the checkpoint can't be opened, and compare it with the embedding."""
+    file = find_tokenizer(path) if path.is_dir() else None
     root = path if path.is_dir() else path.parent
-    if checkpoint is None and place is None:
-        message = "there is none to look at: the checkpoint can't be opened"
+    if checkpoint is None and file is None:
+        message = "no tokenizer file was found, and the checkpoint can't be opened"
         return Finding("tokenizer", "warn" if format_of(path) == "GGUF" else "fail", _name(path), message)
     rows = checkpoint.config.vocab_size if checkpoint else 0
     counts = []
@@ -444,22 +445,22 @@ def check_tokenizer(path: Path, checkpoint: Checkpoint | None) -> Finding:
     def look() -> str:
         if checkpoint is not None:
             tokenizer = checkpoint.tokenizer()
-        elif place is not None:
-            tokenizer = open_tokenizer(place)
+        elif file is not None:
+            tokenizer = open_tokenizer(file)
         else:
             raise TokenizerError(f"{path}: there is no tokenizer")
         counts.append(tokenizer.n_vocab)
         return f"{tokenizer.kind}, {tokenizer.n_vocab:,} tokens" + f" for {rows:,} rows of the embedding" * bool(rows)
 
-    finding = _outcome("tokenizer", place or path, root, look)
-    if counts and counts[0] < 0.75 * rows:  # models pad to round numbers, by less than this
+    finding = _outcome("tokenizer", file or path, root, look)
+    if counts and counts[0] < 0.75 * rows:  # models pad the embedding by less than this
         message = f"has {counts[0]:,} tokens and the embedding {rows:,} rows; it may belong to another model"
         return Finding("tokenizer", "warn", finding.item, message)
     return finding
 
 
 def check_weights(checkpoint: Checkpoint, progress: Progress = _silent) -> Iterator[Finding]:
-    """Read every weight, one at a time: numbers that are not finite fail, matrices of zeros are worth a warning."""
+    """Read every weight, one at a time. Values that are not finite fail; a matrix of zeros is a warning."""
     sound = 0
     for done, name in enumerate(checkpoint.shapes, 1):
         finding = _outcome("tensors", Path(name), Path(), partial(describe_weight, checkpoint, name))
@@ -470,16 +471,16 @@ def check_weights(checkpoint: Checkpoint, progress: Progress = _silent) -> Itera
             yield finding
         sound += finding.status == "ok"
     if sound == len(checkpoint.shapes):
-        yield Finding("tensors", "ok", _name(checkpoint.path), f"all numbers of {sound:,} tensors are finite")
+        yield Finding("tensors", "ok", _name(checkpoint.path), f"all values of {sound:,} tensors are finite")
 
 
-ZEROS = "holds nothing but zeros; a part of the file may never have been written"
+ZEROS = "all values are zero; a part of the file may never have been written"
 
 
 def describe_weight(checkpoint: Checkpoint, name: str) -> str:
-    """ZEROS or "finite". Raises CheckpointError with the count and the place of numbers that are neither."""
-    numbers = checkpoint.tensor(name)
-    shape, flat = tuple(numbers.shape), numbers.reshape(-1)
+    """ZEROS or "finite". Raises CheckpointError with the count and the first position of values that are not finite."""
+    weight = checkpoint.tensor(name)
+    shape, flat = tuple(weight.shape), weight.reshape(-1)
     nans = infinities = 0
     first, zeros = None, True
     for start in range(0, len(flat), ELEMENTS):
@@ -492,38 +493,38 @@ def describe_weight(checkpoint: Checkpoint, name: str) -> str:
             first = first if first is not None else start + int(bad.nonzero()[0])
     checkpoint.release(name)
     if first is not None:
-        place = [first // math.prod(shape[axis + 1 :]) % size for axis, size in enumerate(shape)]
+        position = [first // math.prod(shape[axis + 1 :]) % size for axis, size in enumerate(shape)]
         raise CheckpointError(
-            f"{name} holds {nans:,} NaN and {infinities:,} infinite of {len(flat):,} numbers, the first at {place};"
-            f" the file is damaged, or was written from a broken model"
+            f"{name} has {nans:,} NaN and {infinities:,} infinite of {len(flat):,} values, the first at {position};"
+            " the file is damaged, or was written from a broken model"
         )
     return ZEROS if zeros and not name.endswith(".bias") else "finite"
 
 
-# ------------------------------------------------------------------------------------------------------- in common
+# --------------------------------------------------------------------------------------------------------- helpers
 def _outcome(check: str, file: Path, root: Path, look: Callable[[], str]) -> Finding:
-    """What a look at something says, or its failure in words: no damaged file may end the whole examination."""
+    """The finding of a check. Any exception is a finding too, so that no damaged file ends the verification."""
     item = _item(file, root)
     try:
         return Finding(check, "ok", item, look())
     except LlamaError as error:
-        message = _told(str(error), root).removeprefix(item).removeprefix(":").lstrip()
+        message = _without_root(str(error), root).removeprefix(item).removeprefix(":").lstrip()
     except OSError as error:
         message = f"can't be read: {error.strerror or error}"
     except Exception as error:
-        message = f"can't be read ({type(error).__name__}: {' '.join(str(error).split())[:160]}); it is damaged"
+        message = f"can't be read ({type(error).__name__}: {one_line(str(error))[:160]}); it is damaged"
     return Finding(check, "fail", item, message)
 
 
-def _told(text: str, root: Path) -> str:
-    """A message without the folder that all of them are about."""
+def _without_root(text: str, root: Path) -> str:
+    """A message without the path of the folder, which is the same in all messages."""
     if str(root) == ".":
         return text
     return text.replace(f"{root}{os.sep}", "").removeprefix(f"{root}: ").removeprefix(f"{root} ")
 
 
 def _item(file: Path, root: Path) -> str:
-    """How a file is called: by its name, with the way to it if it lies outside the folder."""
+    """The name of a file, or its relative path if it is outside the folder."""
     if file == root:
         return _name(file)
     return file.name if file.parent in (root, Path()) else os.path.relpath(file, root)
@@ -538,12 +539,12 @@ def _names(folder: Path) -> set[str]:
 
 
 def _is_plain(name: str) -> bool:
-    short = len(name.encode(errors="replace")) <= 255  # bytes; a longer one no file system has
+    short = len(name.encode(errors="replace")) <= 255  # bytes; file systems allow no longer name
     return short and re.fullmatch(r"[^/\\\0]+", name) is not None and name not in (".", "..")
 
 
 def _with_all_parts(name: str) -> list[str]:
-    """NAME-00002-of-00003.gguf stands for all three; other names for themselves."""
+    """The names of all parts: three for NAME-00002-of-00003.gguf, the name itself if it has no parts."""
     match = PART.fullmatch(name)
     if not match:
         return [name]

@@ -1,4 +1,4 @@
-"""Group J: memory, devices, dtypes. What a run needs and what is free: tests/test_memory.py."""
+"""Group J: memory, devices, dtypes. The prediction of the memory of a run is tested in tests/test_memory.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..scripts import make_tiny
 from .conftest import Try
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-linux = pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are Linux'")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
 RUN = ("--raw", "hello", "-n", "4", "--device", "cpu", "--dtype", "float32", "--quiet")
 
 
@@ -35,9 +35,9 @@ def gguf(tmp_path: Path) -> Path:
     return tiny.write_gguf(tmp_path / "m.gguf")
 
 
-# ------------------------------------------------------------------------------------------- the limit of addresses
+# ---------------------------------------------------------------------------------------------- the address space
 def limited(kilobytes: int, *args: object) -> subprocess.CompletedProcess[bytes]:
-    """The command in a process of its own, which imports torch under the limit of its shell."""
+    """Run the command in a new process, which imports torch under the limit of its shell."""
     command = f'ulimit -v {kilobytes}; exec "$0" -m llama "$@"'
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     argv = ["bash", "-c", command, sys.executable, *map(str, args)]
@@ -47,8 +47,8 @@ def limited(kilobytes: int, *args: object) -> subprocess.CompletedProcess[bytes]
 @linux
 @pytest.mark.row("J02")
 @pytest.mark.parametrize("kilobytes", [300_000, 450_000, 600_000, 700_000])
-def test_too_few_addresses_to_import_torch(kilobytes: int, gguf: Path) -> None:
-    """These ended in ImportError, an abort, OpenBLAS' and Python's words for it."""
+def test_an_address_space_too_small_to_import_torch_is_one_line(kilobytes: int, gguf: Path) -> None:
+    """Without the check these limits cause an ImportError, an abort, or messages of OpenBLAS and Python."""
     done = limited(kilobytes, "generate", *RUN, "-m", gguf)
     lines = done.stderr.decode().splitlines()
     assert (done.returncode, done.stdout, len(lines)) == (1, b"", 1), lines
@@ -60,7 +60,7 @@ def test_too_few_addresses_to_import_torch(kilobytes: int, gguf: Path) -> None:
 @pytest.mark.row("J02")
 @pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", range(650_000, 1_300_000, 25_000))
-def test_every_limit_ends_in_an_answer_or_one_line(kilobytes: int, gguf: Path) -> None:
+def test_every_limit_gives_an_answer_or_one_line(kilobytes: int, gguf: Path) -> None:
     done = limited(kilobytes, "generate", *RUN, "-m", gguf)
     lines = done.stderr.decode().splitlines()
     if done.returncode:
@@ -73,25 +73,25 @@ def test_every_limit_ends_in_an_answer_or_one_line(kilobytes: int, gguf: Path) -
 
 @linux
 @pytest.mark.row("J02")
-def test_what_the_import_is_said_to_take_is_what_it_takes() -> None:
-    code = "from llama import cli; from llama.system import limits; told = limits.import_bytes();"
+def test_the_estimate_of_the_import_is_accurate() -> None:
+    code = "from llama import cli; from llama.system import limits; estimate = limits.import_bytes();"
     code += "from llama import loader, text;"
-    code += "print(told, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmPeak')))"
+    code += "print(estimate, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmPeak')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    told, took = (int(word) for word in done.stdout.split())
-    assert 0.9 * told < took * 1024 < told + limits.TO_RUN
+    estimate, peak = (int(word) for word in done.stdout.split())
+    assert 0.9 * estimate < peak * 1024 < estimate + limits.TO_RUN
 
 
 @linux
 @pytest.mark.row("J02")
 @pytest.mark.parametrize("check", [True, False])
-def test_an_allocation_that_is_refused_midway(check: bool, attempt: Try, tmp_path: Path) -> None:
+def test_a_failed_allocation_during_a_run_is_one_line(check: bool, attempt: Try, tmp_path: Path) -> None:
     config = dataclasses.replace(tiny.CONFIG, n_heads=8, n_kv_heads=8, head_dim=32, max_seq_len=2**20)
     path = tiny.write_gguf(tmp_path / "m.gguf", config)
     options = () if check else ("--no-memory-check",)
     done = attempt(
         "generate", *RUN[2:], "--raw", "-", "-m", path, *options, stdin=b"x" * 12_000, memory=64 << 20
-    )  # 12,000 tokens of 8 kB of keys and values
+    )  # 12,000 tokens, each with 8 kB of keys and values
     done.refused("out of memory" if not check else "needs", "ulimit -v")
 
 
@@ -102,27 +102,27 @@ ABSENT = ("cuda", "cuda:0", "mps", "xpu", "gpu", "", "cpu:x", "meta", "cuda:-1",
 @pytest.mark.row("J03")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ABSENT)
-def test_a_device_that_is_not_there(name: str, gguf: Path, attempt: Try) -> None:
+def test_a_missing_device_is_refused(name: str, gguf: Path, attempt: Try) -> None:
     attempt("generate", "--raw", "a", "-n", "1", "-m", gguf, f"--device={name}").refused(
         repr(name.rstrip(",")) if name != "cpu," else "''", "available here: cpu", code=2
     )
 
 
 @pytest.mark.row("J03")
-def test_several_devices_are_for_one_process(gguf: Path, attempt: Try) -> None:
+def test_several_devices_need_a_single_process(gguf: Path, attempt: Try) -> None:
     several = ("--tensor-parallel", "2", "--device", "cpu,cpu")
     attempt("generate", "--raw", "a", "-m", gguf, *several).refused("cpu,cpu", "one process", code=2)
 
 
 @pytest.mark.row("J04")
 @pytest.mark.parametrize("name", ["fp8", "float8_e4m3fn", "float64", "int8", "bf17", ""])
-def test_a_dtype_that_is_not_computed_in(name: str, gguf: Path, attempt: Try) -> None:
+def test_an_unsupported_dtype_is_refused(name: str, gguf: Path, attempt: Try) -> None:
     attempt("generate", "--raw", "a", "-n", "1", "-m", gguf, f"--dtype={name}").refused(repr(name), "float32", code=2)
 
 
 @pytest.mark.row("J04")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.01), ("bfloat16", 0.08)])
-def test_a_cpu_computes_in_16_bits_what_it_does_in_32(dtype: str, tolerance: float, gguf: Path) -> None:
+def test_a_cpu_computes_nearly_the_same_in_16_bits_as_in_32(dtype: str, tolerance: float, gguf: Path) -> None:
     tokens = tiny.random_tokens(30)
     expected = loader.build(open_checkpoint(gguf), "cpu", "float32")(tokens)
     for pack in (True, False):
@@ -131,13 +131,13 @@ def test_a_cpu_computes_in_16_bits_what_it_does_in_32(dtype: str, tolerance: flo
 
 
 @pytest.mark.row("J04")
-def test_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left alone it computes in float16; asked for bfloat16, where it has not even slow code for it, it is refused."""
+def test_a_gpu_without_bfloat16_uses_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is float16. bfloat16 is accepted if it is emulated, and refused otherwise."""
     cuda = torch.device("cuda", 0)
     for native, emulated in ((True, True), (False, True), (False, False)):
-        there = {False: native, True: emulated}
+        supported = {False: native, True: emulated}
         monkeypatch.setattr(
-            torch.cuda, "is_bf16_supported", lambda including_emulation=True, t=there: t[including_emulation]
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True, s=supported: s[including_emulation]
         )
         assert runtime.pick_dtype(None, cuda) == (torch.bfloat16 if native else torch.float16)
         if emulated:
@@ -147,7 +147,7 @@ def test_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
                 runtime.pick_dtype("bfloat16", cuda)
 
 
-# --------------------------------------------------------------------------------------------- weights as they are
+# ----------------------------------------------------------------------------------------------- mapped weights
 def spans(tensors: list[Tensor]) -> list[tuple[int, int]]:
     return [
         (t.untyped_storage().data_ptr(), t.untyped_storage().data_ptr() + t.untyped_storage().nbytes()) for t in tensors
@@ -156,8 +156,8 @@ def spans(tensors: list[Tensor]) -> list[tuple[int, int]]:
 
 @pytest.mark.row("J05")
 @pytest.mark.parametrize("form", ["gguf", "hf", "meta"])
-def test_mapped_weights_can_be_written_to_and_buffers_are_their_own(form: str, gguf: Path, tmp_path: Path) -> None:
-    """In a child, which a write to a read-only page would end; the file stays as it is."""
+def test_mapped_weights_are_writable_and_share_no_memory_with_buffers(form: str, gguf: Path, tmp_path: Path) -> None:
+    """In a child, which a write to a read-only page would kill. The file does not change."""
     path = gguf
     if form != "gguf":
         path = tmp_path / form
@@ -175,9 +175,9 @@ def test_mapped_weights_can_be_written_to_and_buffers_are_their_own(form: str, g
                     buffer.fill_(7)
             for table in model.rope.table:
                 table.fill_(7)
-            whole = spans([buffer for layer in cache.layers for buffer in layer.buffers] + list(model.rope.table))
+            buffers = spans([buffer for layer in cache.layers for buffer in layer.buffers] + list(model.rope.table))
             weights = spans(list(model.parameters()))
-            apart = all(a >= d or c >= b for a, b in whole for c, d in weights)
+            apart = all(a >= d or c >= b for a, b in buffers for c, d in weights)
             for weight in model.parameters():
                 weight.zero_()
             code = 0 if apart and not any(bool(w.any()) for w in model.parameters()) else 2
@@ -197,7 +197,7 @@ def test_mapped_weights_can_be_written_to_and_buffers_are_their_own(form: str, g
 def test_no_command_writes_into_a_checkpoint(args: tuple[str, ...], gguf: Path, attempt: Try) -> None:
     gguf.chmod(0o444)
     model = (gguf,) if args[0] == "inspect" else ("-m", gguf)
-    assert attempt(*args, *model).survived() or "int8-row" in args  # `attempt` holds the folder to the byte
+    assert attempt(*args, *model).survived() or "int8-row" in args  # `attempt` compares every byte of the folder
 
 
 def transposed(tensor: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def strided(tensor: Tensor) -> Tensor:
 
 @pytest.mark.row("J06")
 @pytest.mark.parametrize("view", [transposed, offset, strided], ids=lambda view: view.__name__)
-def test_views_as_weights(view: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+def test_weights_that_are_views_are_read_and_converted(view: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     plain = Path(make_tiny.make(tmp_path / "meta", "llama-3-8b"))
     tokens = tiny.random_tokens(20, loader.build(open_checkpoint(plain), "cpu", "float32").config)
     expected = {
@@ -230,12 +230,12 @@ def test_views_as_weights(view: Callable[[Tensor], Tensor], tmp_path: Path) -> N
     file = plain / "consolidated.00.pth"
     state = torch.load(file, weights_only=True)
     torch.save({name: view(tensor) for name, tensor in state.items()}, file)
-    kept = torch.load(file, weights_only=True)
-    assert view is offset or not kept["layers.0.attention.wq.weight"].is_contiguous()
+    saved = torch.load(file, weights_only=True)
+    assert view is offset or not saved["layers.0.attention.wq.weight"].is_contiguous()
     for (dtype, rope), logits in expected.items():
         got = loader.build(open_checkpoint(plain), "cpu", dtype, rope=rope, fast=True)(tokens)
         assert torch.equal(got, logits)
-    convert(plain, tmp_path / "hf", "hf")  # and written anew
+    convert(plain, tmp_path / "hf", "hf")  # and written by a conversion
     read = loader.build(open_checkpoint(tmp_path / "hf"), "cpu", "float32")
     assert torch.equal(read(tokens), loader.build(open_checkpoint(plain), "cpu", "float32")(tokens))
 
@@ -243,10 +243,10 @@ def test_views_as_weights(view: Callable[[Tensor], Tensor], tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------------------- compiling
 @pytest.mark.row("J07")
 @linux
-def test_without_a_compiler_nothing_falls_back_in_silence(
+def test_without_a_compiler_compile_is_refused(
     gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: Try
 ) -> None:
-    """Neither the kernels nor the step can be built: the one is said and does without, the other is refused."""
+    """Neither the kernels nor the step can be compiled. The command runs without kernels, but refuses --compile."""
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path.parent / f"{tmp_path.name}.cache"))
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)

@@ -1,4 +1,4 @@
-"""Group I: what may happen to a process and its streams, whatever it computes."""
+"""Group I: faults of a process and its streams, independent of what it computes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .conftest import Try
 
 CPU = ("--device", "cpu", "--dtype", "float32")
 GENERATE = ("generate", *CPU, "--raw", "hello", "-n", "4", "--temp", "0")
-# Commands that write to stdout in ways of their own; MODEL stands for the path of a small model.
-TELLING = {
+# Commands that write to stdout in different ways; MODEL stands for the path of a small model.
+COMMANDS = {
     "help": ("--help",),
     "version": ("--version",),
     "generate": (*GENERATE, "-m", "MODEL"),
@@ -35,10 +35,10 @@ TELLING = {
     "plan": ("plan", "-m", "MODEL", "--gpus", "2xH100"),
     "quantize --list": ("quantize", "--list"),
 }
-# The same for a few, and for all of them when there is time.
+# A few by default, all of them among the slow tests.
 SOME = [
     pytest.param(name, marks=() if name in ("version", "generate", "inspect --json", "study") else pytest.mark.slow)
-    for name in TELLING
+    for name in COMMANDS
 ]
 
 
@@ -48,11 +48,11 @@ def model(tmp_path: Path) -> Path:
 
 
 def command(name: str, model: Path) -> tuple[str, ...]:
-    return tuple(str(model) if word == "MODEL" else word for word in TELLING[name])
+    return tuple(str(model) if word == "MODEL" else word for word in COMMANDS[name])
 
 
 # ------------------------------------------------------------------------------------------------------ the streams
-NOBODY_READS = (
+CLOSED_PIPE = (
     "import os, sys; r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w); sys.stdout = os.fdopen(1, 'w')"
 )
 CLOSED = "import os, sys; sys.stdout = None; os.close(1)"
@@ -62,8 +62,8 @@ READ_ONLY = "import os; os.dup2(os.open('/dev/null', os.O_RDONLY), 1)"
 
 @pytest.mark.row("I01")
 @pytest.mark.parametrize("name", SOME)
-def test_a_reader_that_is_gone_ends_it_quietly(attempt: Try, model: Path, name: str) -> None:
-    ended = attempt(*command(name, model), before=NOBODY_READS)
+def test_a_closed_pipe_ends_the_command_quietly(attempt: Try, model: Path, name: str) -> None:
+    ended = attempt(*command(name, model), before=CLOSED_PIPE)
     assert ended.code == 141
     assert "error" not in ended.error
     assert "Traceback" not in ended.error
@@ -72,10 +72,10 @@ def test_a_reader_that_is_gone_ends_it_quietly(attempt: Try, model: Path, name: 
 
 @pytest.mark.row("I02")
 @pytest.mark.parametrize("name", SOME)
-def test_output_that_nobody_can_get_is_no_success(attempt: Try, model: Path, name: str) -> None:
-    """The same command with a stdout says something and succeeds, so with none it must not: the answer would be lost.
+def test_a_command_without_a_stdout_fails(attempt: Try, model: Path, name: str) -> None:
+    """The same command with a stdout succeeds. Without one the answer would be lost, so the command must fail.
 
-    A file that is opened may then get the number of stdout, and must not be written to.
+    A file that is opened later may get the descriptor of stdout; the command must not write to it.
     """
     good = attempt(*command(name, model))
     assert good.code == 0
@@ -98,7 +98,7 @@ def test_a_full_stdout_is_one_line(attempt: Try, model: Path, name: str) -> None
 
 @pytest.mark.row("I03")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
-def test_many_prompts_to_a_full_stdout(attempt: Try, model: Path, tmp_path: Path) -> None:
+def test_a_full_stdout_is_one_line_for_many_prompts(attempt: Try, model: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     args = ("generate", *CPU, "-m", model, "--raw", "-n", "2", "--prompts", tmp_path / "in")
     attempt(*args, before=FULL).refused("standard output: No space left on device")
@@ -106,7 +106,7 @@ def test_many_prompts_to_a_full_stdout(attempt: Try, model: Path, tmp_path: Path
 
 @pytest.mark.row("I04")
 @pytest.mark.parametrize("args", [("generate",), ("generate", "--prompts", "-"), ("chat",), ("trace",)])
-def test_a_closed_stdin_is_said(attempt: Try, model: Path, args: tuple[str, ...]) -> None:
+def test_a_closed_stdin_is_refused(attempt: Try, model: Path, args: tuple[str, ...]) -> None:
     closed = "import os, sys; sys.stdin = None; os.close(0)"
     attempt(*args, "-m", model, before=closed).refused("standard input", "closed", code=2)
 
@@ -115,14 +115,14 @@ def test_a_closed_stdin_is_said(attempt: Try, model: Path, args: tuple[str, ...]
 @pytest.mark.parametrize(
     ("args", "code"), [(("generate",), 2), (("generate", "--prompts", "-"), 2), (("trace",), 2), (("chat",), 2)]
 )
-def test_a_stdin_without_end_is_refused(attempt: Try, model: Path, args: tuple[str, ...], code: int) -> None:
-    """/dev/zero, and no more than 1 GiB of addresses."""
+def test_an_endless_stdin_is_refused(attempt: Try, model: Path, args: tuple[str, ...], code: int) -> None:
+    """The stdin is /dev/zero, and the address space is limited to 1 GiB more."""
     more = ("--chat-format", "llama3", *CPU) if args == ("chat",) else ()
     attempt(*args, *more, "-m", model, stdin=Path("/dev/zero")).refused("is endless", code=code)
 
 
 @pytest.mark.row("I04")
-def test_a_terminal_without_a_prompt_is_not_waited_for(model: Path) -> None:
+def test_the_command_does_not_wait_for_a_prompt_from_a_terminal(model: Path) -> None:
     child = pexpect.spawn(sys.executable, ["-m", "llama", "generate", "-m", str(model)], encoding="utf-8", timeout=60)
     child.expect('no prompt: clearllama generate "your text"')
     child.expect(pexpect.EOF)
@@ -131,7 +131,7 @@ def test_a_terminal_without_a_prompt_is_not_waited_for(model: Path) -> None:
 
 
 @pytest.mark.row("I04")
-def test_chat_is_told_what_is_no_text(attempt: Try, model: Path) -> None:
+def test_chat_refuses_input_that_is_not_utf_8(attempt: Try, model: Path) -> None:
     args = ("chat", "-m", model, *CPU, "--chat-format", "llama3", "-n", "3", "-q")
     attempt(*args, stdin=b"\xff\n").refused("not UTF-8: byte 0 is 0xff", code=2)
 
@@ -139,8 +139,8 @@ def test_chat_is_told_what_is_no_text(attempt: Try, model: Path) -> None:
 @pytest.mark.row("I05")
 @pytest.mark.parametrize("name", ["generate", "inspect", "study", "help", "trace"])
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
-def test_an_encoding_that_lacks_characters_gets_escapes(attempt: Try, model: Path, name: str, encoding: str) -> None:
-    """Held against the same command on UTF-8; the text has what none of both encodings can say."""
+def test_characters_that_the_encoding_lacks_are_escaped(attempt: Try, model: Path, name: str, encoding: str) -> None:
+    """Compared with the same command in UTF-8; the text has characters that neither encoding has."""
     args = command(name, model)
     if name in ("generate", "trace"):
         at = args.index("hello")
@@ -155,7 +155,7 @@ def test_an_encoding_that_lacks_characters_gets_escapes(attempt: Try, model: Pat
 
 
 # ------------------------------------------------------------------------------------------------------ the signals
-# A signal at the beginning of what a function does, so that the moment is known; once or twice.
+# Functions at whose beginning a signal is sent, once or twice, so that the moment is known.
 MOMENTS = {
     "load": "from llama import loader as m; name = 'build'",
     "prefill": "from llama import generate as m; name = 'prefill'",
@@ -186,7 +186,7 @@ streams.write_stderr = write_stderr
 @pytest.mark.row("I06")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_ends_it_with_its_code_and_no_word_of_python(
+def test_a_signal_ends_the_command_with_its_exit_code_and_no_traceback(
     attempt: Try, model: Path, moment: str, number: signal.Signals
 ) -> None:
     for count in (1, 2) if number == signal.SIGINT else (1,):
@@ -202,25 +202,27 @@ def test_a_signal_ends_it_with_its_code_and_no_word_of_python(
 
 @pytest.mark.row("I06")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_was_said_before_a_signal_is_there(attempt: Try, model: Path, number: signal.Signals) -> None:
-    whole = attempt(*GENERATE, "-q", "-m", model, "-n", "20").stdout
+def test_output_before_a_signal_is_written(attempt: Try, model: Path, number: signal.Signals) -> None:
+    complete = attempt(*GENERATE, "-q", "-m", model, "-n", "20").stdout
     at = (
-        "import os\nfrom llama.cli import streams\nreal, said = streams.write, []\n"
-        "def write(text):\n    real(text); said.append(text)\n"
-        f"    len(said) == 5 and os.kill(os.getpid(), {int(number)})\n"
+        "import os\nfrom llama.cli import streams\nreal, pieces = streams.write, []\n"
+        "def write(text):\n    real(text); pieces.append(text)\n"
+        f"    len(pieces) == 5 and os.kill(os.getpid(), {int(number)})\n"
         "streams.write = write"
     )
     part = attempt(*GENERATE, "-q", "-m", model, "-n", "20", before=at)
     assert part.code == 128 + number
     assert part.stdout
-    assert whole.startswith(part.stdout)
-    assert len(part.stdout) < len(whole)
+    assert complete.startswith(part.stdout)
+    assert len(part.stdout) < len(complete)
 
 
-# ------------------------------------------------------------------------------------------------ terminals and bars
+# ------------------------------------------------------------------------------------- terminals and progress bars
 @pytest.mark.row("I08")
 @pytest.mark.parametrize("to", ["hf", "gguf"])
-def test_no_bars_and_no_colours_where_there_is_no_terminal(attempt: Try, model: Path, tmp_path: Path, to: str) -> None:
+def test_without_a_terminal_there_are_no_progress_bars_and_no_colours(
+    attempt: Try, model: Path, tmp_path: Path, to: str
+) -> None:
     ended = attempt("convert", model, tmp_path / "new", "--to", to, writes=("new*",))
     assert ended.survived()
     assert not {b"\r", b"\x1b"} & {bytes([byte]) for byte in ended.stdout + ended.stderr}
@@ -232,7 +234,7 @@ def test_no_bars_and_no_colours_where_there_is_no_terminal(attempt: Try, model: 
     ("env", "bars"),
     [({"TERM": "dumb"}, False), pytest.param({"TERM": "xterm", "NO_COLOR": "1"}, True, marks=pytest.mark.slow)],
 )
-def test_a_dumb_terminal_gets_no_bars_and_no_terminal_gets_colours(
+def test_a_dumb_terminal_gets_no_progress_bars_and_no_terminal_gets_colours(
     model: Path, tmp_path: Path, env: dict[str, str], bars: bool
 ) -> None:
     args = ["-m", "llama", "convert", str(model), str(tmp_path / "new"), "--to", "gguf"]
@@ -248,14 +250,14 @@ def test_a_dumb_terminal_gets_no_bars_and_no_terminal_gets_colours(
 # ------------------------------------------------------------------------------------------------------------- JSON
 @pytest.mark.row("I09")
 @pytest.mark.parametrize("number", [-math.inf, math.inf, math.nan])
-def test_numbers_that_json_lacks_are_null(number: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_json_cannot_express_are_null(number: float, capsys: pytest.CaptureFixture[str]) -> None:
     stats = SimpleNamespace(prompt_tokens=1, as_dict=dict)
     completion = SimpleNamespace(text="a", tokens=[1, 2], finish_reason="stop", logprobs=[number, -0.5], stats=stats)
     facts = answers.as_dict(completion)  # type: ignore[arg-type]
     streams.write_json(facts)
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert found["logprobs"] == [None, -0.5]
-    with pytest.raises(ValueError, match="JSON compliant"):  # nothing of the kind gets out unnoticed elsewhere
+    with pytest.raises(ValueError, match="JSON compliant"):  # elsewhere such a number is an error
         streams.write_json({"x": number})
     assert capsys.readouterr().out == ""
 
@@ -272,13 +274,13 @@ NO_SOCKET = (
 
 @pytest.mark.row("I10")
 @pytest.mark.parametrize("name", SOME)
-def test_what_is_here_is_used_without_a_network(attempt: Try, model: Path, name: str) -> None:
+def test_local_files_are_used_without_the_network(attempt: Try, model: Path, name: str) -> None:
     assert attempt(*command(name, model), before=NO_SOCKET).survived()
 
 
 @pytest.mark.row("I10")
 @pytest.mark.parametrize("name", ["org/name", "no-such-model"])
-def test_what_is_not_here_is_refused_without_a_network(
+def test_missing_models_are_refused_offline(
     attempt: Try, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -287,8 +289,10 @@ def test_what_is_not_here_is_refused_without_a_network(
 
 
 @pytest.mark.row("I10")
-def test_without_a_home(attempt: Try, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user that the system does not know, as in many containers. What is named by its path runs all the same."""
+def test_a_local_model_runs_without_a_home(
+    attempt: Try, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system does not know the user, as in many containers. Only a cached model needs the home folder."""
     for name in ("HOME", "CLEARLLAMA_CACHE", "XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
     unknown = "import pwd\ndef getpwuid(uid): raise KeyError(uid)\npwd.getpwuid = getpwuid\n"
@@ -298,10 +302,10 @@ def test_without_a_home(attempt: Try, model: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.row("I10")
-def test_a_cache_that_can_not_be_written(
+def test_a_local_model_runs_without_a_writable_cache(
     attempt: Try, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """/proc lets nobody make a file, root neither. A model that is here runs; what has to be kept is refused."""
+    """No file can be made in /proc, even by root. Commands that need the cache are refused."""
     if not os.path.isdir("/proc/self"):
         pytest.skip("needs /proc")
     monkeypatch.setenv("CLEARLLAMA_CACHE", "/proc/self/cache")
@@ -331,34 +335,34 @@ WRONG = [
 ASK = """
 import contextlib, io, json, sys
 from llama import cli
-told = []
+results = []
 for args in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(args)
-    told.append([code, out.getvalue(), err.getvalue()])
+    results.append([code, out.getvalue(), err.getvalue()])
 answer = io.StringIO()
 with contextlib.redirect_stdout(answer), contextlib.redirect_stderr(io.StringIO()):
     cli.main(json.loads(sys.argv[2]))
-print(json.dumps([told, answer.getvalue(), __debug__]))
+print(json.dumps([results, answer.getvalue(), __debug__]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.row("I11")
-def test_python_without_asserts_and_with_strict_warnings_checks_the_same(model: Path, tmp_path: Path) -> None:
-    """-OO takes asserts and docstrings away, -W error makes every warning fatal: neither changes a word."""
+def test_results_do_not_depend_on_asserts_or_warnings(model: Path, tmp_path: Path) -> None:
+    """-OO removes asserts and docstrings, -W error makes warnings fatal; neither changes the output."""
     cut = tmp_path / "cut"
     cut.mkdir()
     for file in model.iterdir():
         (cut / file.name).write_bytes(file.read_bytes()[:-100])
-    places = {
+    paths = {
         "MODEL": str(model),
         "CUT": str(cut),
         "new": str(tmp_path / "new"),
         "MODEL/params.json": str(model / "params.json"),
     }
-    wrong = [[places.get(word, word) for word in args] for args in WRONG]
+    wrong = [[paths.get(word, word) for word in args] for args in WRONG]
     right = [*GENERATE, "-m", str(model)]
     found = []
     for options in ([], ["-OO", "-W", "error"]):
@@ -366,11 +370,11 @@ def test_python_without_asserts_and_with_strict_warnings_checks_the_same(model: 
         done = subprocess.run(ask, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
-    (told, answer, debug), (told_too, answer_too, debug_too) = found
+    (results, answer, debug), (results_too, answer_too, debug_too) = found
     assert (debug, debug_too) == (True, False)
-    assert told == told_too
+    assert results == results_too
     assert answer == answer_too != ""
-    for args, (code, out, err) in zip(WRONG, told, strict=True):
+    for args, (code, out, err) in zip(WRONG, results, strict=True):
         assert code in (1, 2), args
         assert (out, err.count("\n")) == ("", 1), (args, err)
         assert "unexpected" not in err, err
@@ -378,7 +382,7 @@ def test_python_without_asserts_and_with_strict_warnings_checks_the_same(model: 
 
 # -------------------------------------------------------------------------------------------------------- the extras
 def without(*names: str) -> str:
-    """Python in which these packages are not installed."""
+    """Code that makes Python behave as if these packages were not installed."""
     return (
         "import importlib.util, sys\nreal = importlib.util.find_spec\n"
         f"for name in {names!r}: sys.modules[name] = None\n"
@@ -388,7 +392,7 @@ def without(*names: str) -> str:
 
 @pytest.mark.row("I12")
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_without_matplotlib(attempt: Try, tmp_path: Path, ending: str) -> None:
+def test_figures_without_matplotlib_are_refused(attempt: Try, tmp_path: Path, ending: str) -> None:
     args = ("study", "clock", "--figure", tmp_path / f"x.{ending}")
     attempt(*args, before=without("matplotlib")).refused("pip install 'clearllama[study]'", code=2)
     attempt("study", "clock", "--figures", tmp_path / "all", before=without("matplotlib")).refused(
@@ -399,7 +403,7 @@ def test_without_matplotlib(attempt: Try, tmp_path: Path, ending: str) -> None:
 
 
 @pytest.mark.row("I12")
-def test_without_huggingface_hub(attempt: Try, model: Path) -> None:
+def test_repositories_without_huggingface_hub_are_refused(attempt: Try, model: Path) -> None:
     gone = without("huggingface_hub")
     attempt("pull", "org/name", before=gone).refused("org/name", "pip install 'clearllama[hub]'")
     attempt("generate", "a", "-m", "org/name", before=gone).refused("org/name", "pip install 'clearllama[hub]'")
@@ -407,20 +411,20 @@ def test_without_huggingface_hub(attempt: Try, model: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ quiet
-def test_quiet_silences_what_the_library_says_as_well(attempt: Try, model: Path) -> None:
-    """The compiler itself is left out: what it would be told is what matters."""
-    said = (
+def test_quiet_also_silences_the_log_of_the_library(attempt: Try, model: Path) -> None:
+    """The log line of a compilation is written without compiling."""
+    log = (
         "import logging; from llama import loader\nreal = loader.build\n"
         "def build(*args, **options):\n"
         "    logging.getLogger('llama.engine.compiled').info('clearllama: compiling the decoding step')\n"
         "    return real(*args, **options)\n"
         "loader.build = build"
     )
-    assert "clearllama: compiling the decoding step\n" in attempt(*GENERATE, "-m", model, before=said).error
-    assert attempt(*GENERATE, "-q", "-m", model, before=said).error == ""
+    assert "clearllama: compiling the decoding step\n" in attempt(*GENERATE, "-m", model, before=log).error
+    assert attempt(*GENERATE, "-q", "-m", model, before=log).error == ""
 
 
-def test_only_the_command_listens_to_the_library() -> None:
-    """Importing it adds no handler, so a program that uses the library decides for itself."""
+def test_only_the_command_adds_a_log_handler() -> None:
+    """Importing the library adds no handler, so a program that uses it can choose its own."""
     code = "import logging, llama, llama.loader, llama.engine.compiled; print(logging.getLogger('llama').handlers)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"

