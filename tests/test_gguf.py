@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from llama.errors import CheckpointError, LlamaError
 from llama.quant.blocks import READERS
 from llama.rope_scaling import inverse_frequencies
 
-from . import test_quant, tiny
+from . import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,9 +133,11 @@ def test_every_tensor_type_has_a_reader_and_the_right_block_size() -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_quantized_tensors_are_dequantized_as_by_the_gguf_package_bit_for_bit(tmp_path: Path, name: str) -> None:
-    raw = test_quant.random_raw(name, rows=40, blocks=6)
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_quantized_tensors_equal_those_of_the_gguf_package(tmp_path: Path, name: str) -> None:
     type = gguf.GGMLQuantizationType[name]
+    per_block, size = gguf.constants.GGML_QUANT_SIZES[type]
+    raw = np.random.default_rng(0).integers(0, 256, (40, 1536 // per_block * size), dtype=np.uint8)
     writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
     for label, blocks in (("matrix", raw), ("vector", raw[0])):
         writer.add_tensor(label, blocks, raw_dtype=type)
@@ -143,10 +146,12 @@ def test_quantized_tensors_are_dequantized_as_by_the_gguf_package_bit_for_bit(tm
     writer.write_tensors_to_file()
     writer.close()
     part, expected = Part(tmp_path / "x.gguf"), torch.from_numpy(gguf.quants.dequantize(raw, type))
-    assert torch.equal(part.tensor("matrix").view(torch.int32), expected.view(torch.int32))
-    assert torch.equal(part.tensor("vector").view(torch.int32), expected[0].view(torch.int32))
+    assert float(expected.isfinite().float().mean()) > 0.8  # random scales may be NaN or infinite
+    equal = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
+    equal(part.tensor("matrix"), expected)
+    equal(part.tensor("vector"), expected[0])
     for columns in (slice(0, 7), slice(33, 100), slice(None)):
-        assert torch.equal(part.piece("matrix", slice(3, 9), columns), expected[3:9, columns])
+        equal(part.piece("matrix", slice(3, 9), columns), expected[3:9, columns])
 
 
 @pytest.mark.row("D12")
@@ -173,7 +178,7 @@ def scaling(tmp_path: Path, metadata: dict[str, Any], extra: dict[str, torch.Ten
 def test_a_factor_alone_is_linear_as_in_llama_cpp(tmp_path: Path) -> None:
     assert scaling(tmp_path, {"factor": 4.0}) == {"rope_type": "linear", "factor": 4.0}
     assert scaling(tmp_path, {"factor": 0.0}) is None
-    with pytest.raises(CheckpointError, match="'factor' must be a finite number above 0"):
+    with pytest.raises(CheckpointError, match="'factor' must be a number above 0"):
         scaling(tmp_path, {"factor": -1.0})
     with pytest.raises(CheckpointError, match=r"attn_factor is 2\.0, and .*type linear does not use it"):
         scaling(tmp_path, {"factor": 4.0, "attn_factor": 2.0})
@@ -357,8 +362,8 @@ def test_paths_that_are_not_regular_files_are_errors(tmp_path: Path) -> None:
         ({"llama.attention.head_count": 0}, "above 0"),
         ({"llama.attention.head_count_kv": 3}, "multiple of n_kv_heads"),
         ({"llama.attention.head_count": 8}, "attn_q.weight has shape"),
-        ({"llama.block_count": 3}, "says 3 layers"),
-        ({"llama.block_count": 2**31}, "says 2147483648 layers"),
+        ({"llama.block_count": 3}, "has 3 layers"),
+        ({"llama.block_count": 2**31}, "has 2147483648 layers"),
         ({"llama.feed_forward_length": 97}, "ffn_gate.weight has shape"),
         ({"llama.embedding_length": 2**31}, "have shape|has shape"),
         ({"llama.rope.dimension_count": 8}, "must be equal"),

@@ -342,7 +342,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "shape": (
         lambda d: [save(d, put(WQ, torch.zeros(64, 100)), r) for r in (0, 1)],
-        r"\(128, 100\).*\(128, 128\)|asks for",
+        r"\(128, 100\).*\(128, 128\)|requires",
     ),
     "int8": (
         lambda d: [save(d, put(WQ, torch.zeros(128, 256, dtype=torch.int8)), r) for r in (0, 1)],
@@ -357,7 +357,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "dim": (lambda d: edit_params(d, dim="256"), "dim must be an integer, got '256'"),
     "dim null": (lambda d: edit_params(d, dim=None), "dim is missing"),
     "heads": (lambda d: edit_params(d, n_heads=7), "multiple of n_heads, got 256 and 7"),
-    "layers": (lambda d: edit_params(d, n_layers=3), "3 layers and the file holds tensors of 2"),
+    "layers": (lambda d: edit_params(d, n_layers=3), "3 layers, and the file has tensors of 2"),
     "kv heads": (lambda d: edit_params(d, n_kv_heads=3), "says 3 key/value heads, and the files hold 8"),
     "vocab": (lambda d: edit_params(d, vocab_size=1000), "vocab_size 1000, and the embedding has 768"),
     "width": (lambda d: edit_params(d, multiple_of=1024), "feed-forward width of 1024, and the files have"),

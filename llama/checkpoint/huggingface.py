@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import is_integer
+from ..checks import integer, is_integer
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..rope import Layout
@@ -225,8 +225,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention"}):
             raise ConfigError(f"{where}: layer_types is {kinds!r:.80}; a LLaMA has full_attention in every layer")
         dim, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-        if n_heads < 1:
-            raise ConfigError(f"{where}: num_attention_heads must be above 0, got {n_heads}")
+        integer(f"{where}: num_attention_heads", n_heads, error=ConfigError)
         if fields.get("head_dim") is None and dim % n_heads:
             raise ConfigError(
                 f"{where}: hidden_size {dim} is not a multiple of num_attention_heads {n_heads}, and there is no"

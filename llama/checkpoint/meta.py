@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import integer, positive
 from ..config import LARGEST_SIZE, ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..tokenizer import Tokenizer
@@ -330,8 +331,7 @@ class MetaCheckpoint(Checkpoint):
         """The architecture, by params.json and the shapes. Sets how often each key/value head is stored."""
         params, n = Fields(self.params, PARAMS), len(self.shards)
         dim, n_layers, n_heads = params.integer("dim"), params.integer("n_layers"), params.integer("n_heads")
-        if not 1 <= dim <= LARGEST_SIZE:
-            raise ConfigError(f"{PARAMS}: dim must lie between 1 and {LARGEST_SIZE}, got {str(dim)[:40]}")
+        integer(f"{PARAMS}: dim", dim, 1, LARGEST_SIZE, ConfigError)
         if n_heads < 1 or dim % n_heads:
             raise ConfigError(f"{PARAMS}: dim must be a multiple of n_heads, got {dim} and {str(n_heads)[:40]}")
         head_dim = dim // n_heads
@@ -512,12 +512,9 @@ def _hidden_dim(params: Fields, dim: int) -> int | None:
     if params.get("multiple_of") is None:
         return None
     multiple, multiplier = params.integer("multiple_of"), params.get("ffn_dim_multiplier")
-    if multiple < 1:
-        raise ConfigError(f"{PARAMS}: multiple_of must be above 0, got {multiple}")
+    integer(f"{PARAMS}: multiple_of", multiple, 1, error=ConfigError)
     hidden = int(8 * dim / 3)
     if multiplier is not None:
-        factor = params.number("ffn_dim_multiplier")
-        if not 0 < factor <= LARGEST_SIZE:
-            raise ConfigError(f"{PARAMS}: ffn_dim_multiplier must lie between 0 and {LARGEST_SIZE}, got {factor:g}")
+        factor = positive(f"{PARAMS}: ffn_dim_multiplier", multiplier, LARGEST_SIZE, ConfigError)
         hidden = int(factor * hidden)
     return multiple * -(-hidden // multiple)

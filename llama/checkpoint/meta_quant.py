@@ -53,7 +53,7 @@ def _combine(
     if down is None or up is None:
         return weight
     lora = params.get("lora_args")
-    scale: Any = lora.get("scale") if isinstance(lora, Mapping) else None
+    scale = lora.get("scale") if isinstance(lora, Mapping) else None
     if not is_number(scale):
         raise CheckpointError(f"{where}: {name} has a low-rank part, and params.json has no lora_args.scale")
     return weight + scale * (up.float() @ down.float())
