@@ -50,13 +50,14 @@ class Blocks(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """The dequantized weight: (R, N) float32."""
-        columns = self.quants.shape[1]
+        quants, columns = self.quants, self.quants.shape[1]
         group = self.group or columns
-        weight = F.pad(self.quants, (0, -columns % group)).unflatten(1, (-1, group)).float()  # (R, groups, group)
         if self.offset is None:
-            weight.sub_(2 ** (self.bits - 1)).mul_(self.scale[..., None])
-        else:
-            weight.mul_(self.scale[..., None]).add_(self.offset[..., None])
+            quants = (quants - 2 ** (self.bits - 1)).view(torch.int8)  # the uint8 difference wraps around
+        weight = F.pad(quants, (0, -columns % group)).unflatten(1, (-1, group)).float()  # (R, groups, group)
+        weight.mul_(self.scale[..., None])
+        if self.offset is not None:
+            weight.add_(self.offset[..., None])
         return weight.flatten(1)[:, :columns]
 
     def rows(self, index: Tensor | slice) -> Blocks:

@@ -174,7 +174,7 @@ def test_the_vocabulary_size_of_llama_2_comes_from_the_weights(tmp_path: Path) -
         ("meta", {"n_heads": 64, "n_kv_heads": 32}, ("head_dim must be even", "1")),
     ],
 )
-def test_the_error_of_a_contradiction_has_both_numbers(
+def test_both_numbers_of_a_contradiction_are_reported(
     document: Path, attempt: Try, changes: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     edit(document, **changes)
@@ -388,7 +388,7 @@ def test_another_family_is_refused_or_computed_as_in_transformers(
 @pytest.mark.parametrize("changes", [{"model_type": "qwen2"}, {"model_type": None, "architectures": None},
                                      {"sliding_window": 4096}, {"layer_types": ["sliding_attention"] * 2}],
                          ids=str)  # fmt: skip
-def test_the_error_names_the_key_of_another_architecture(document: Path, attempt: Try, changes: dict[str, Any]) -> None:
+def test_the_key_of_another_architecture_is_named(document: Path, attempt: Try, changes: dict[str, Any]) -> None:
     edit(document, **changes)
     attempt("generate", *RUN, "-m", document.parent).refused("config.json", next(iter(changes)))
 

@@ -27,11 +27,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import llama
 from llama.attention import reference
 from llama.checkpoint import open_checkpoint
+from llama.engine.cpu_attention import pick_attention
 from llama.errors import LlamaError, NumericalError
 from llama.tools import convert
 from llama.weights import check_tensors
 
-from .. import tiny
 from ..scripts import make_tiny
 from .conftest import Try
 from .harness import INTEGERS, cuts, flips, integers
@@ -259,7 +259,7 @@ def test_each_tensor_of_a_wrong_shape_is_refused(original: Path, tmp_path: Path)
 
 
 @pytest.mark.row("A16")
-def test_the_error_of_a_wrong_shape_has_both_shapes(meta: Path, attempt: Try) -> None:
+def test_both_shapes_of_a_mismatch_are_reported(meta: Path, attempt: Try) -> None:
     save(meta, put("layers.1.feed_forward.w2.weight", torch.ones(224, 64).bfloat16()))
     attempt("generate", *RUN, "-m", meta).refused("layers.1.feed_forward.w2", "(224, 64)", "(64, 224)")
 
@@ -359,7 +359,7 @@ def test_a_nan_in_any_weight_stops_the_first_step(meta: Path, name: str) -> None
 
 @pytest.mark.row("A19")
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_the_error_names_the_weight_that_is_not_finite(meta: Path, attempt: Try, value: str) -> None:
+def test_a_weight_that_is_not_finite_is_named(meta: Path, attempt: Try, value: str) -> None:
     save(meta, lambda state: state[WQ].fill_(float(value)))
     attempt("generate", *RUN, "-m", meta).refused("logits", "not finite", "layers.1.attention.wq.weight holds")
     found = attempt("verify", meta, "--tensors")
@@ -368,11 +368,11 @@ def test_the_error_names_the_weight_that_is_not_finite(meta: Path, attempt: Try,
 
 
 @pytest.mark.row("A19")
-@pytest.mark.parametrize("form", ["sdpa", "kernel"])
+@pytest.mark.parametrize("plain", [True, False], ids=["torch", "kernel"])
 @pytest.mark.parametrize("which", ["q", "k"])
-def test_attention_propagates_nan(form: str, which: str) -> None:
+def test_attention_propagates_nan(plain: bool, which: str) -> None:
     """Where the reference attention is NaN, the fused kernels are NaN too, at every length."""
-
+    attend = pick_attention(torch.device("cpu"), plain)
     generator = torch.Generator().manual_seed(0)
     for T, S in ((1, 1), (1, 2), (1, 9), (1, 17), (1, 31), (1, 32), (1, 33), (1, 300), (2, 2), (5, 30), (16, 16)):
         for part in ("first", "all"):
@@ -380,7 +380,7 @@ def test_attention_propagates_nan(form: str, which: str) -> None:
             broken = q if which == "q" else k
             broken[1, 0, 0 if part == "first" else slice(None), 3] = torch.nan
             mask = None if T == 1 else torch.arange(S)[None] <= torch.arange(S - T, S)[:, None]
-            expected, found = reference(q, k, v, mask), tiny.FUNCTIONS[form](q, k, v, mask)
+            expected, found = reference(q, k, v, mask), attend(q, k, v, mask)
             assert bool(found[expected.isnan()].isnan().all()), (T, S, part)
             assert bool(found[0].isfinite().all()), "the other row of the batch stays finite"
 
