@@ -35,7 +35,7 @@ from llama.engine.nonfinite import locate
 from llama.engine.sharding import Rank
 from llama.errors import ContextLengthError, LlamaError, NumericalError
 from llama.generate import generate, prefill
-from llama.generation.batch import Batch, Request, TokenEvent, Started
+from llama.generation.batch import Batch, Request, Started, TokenEvent
 from llama.generation.speculative import Draft, DraftToken, make_draft, speculate
 from llama.model import Transformer
 from llama.sampling import SamplingParams

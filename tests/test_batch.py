@@ -18,7 +18,7 @@ from llama.engine.linears import quantize_
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
 from llama.generate import Token, generate, prefill
 from llama.generation import batch
-from llama.generation.batch import Batch, Ended, Request, TokenEvent, Started
+from llama.generation.batch import Batch, Ended, Request, Started, TokenEvent
 from llama.model import Runner, Transformer
 from llama.sampling import SamplingParams
 from llama.text import Llama
