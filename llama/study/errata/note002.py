@@ -423,11 +423,11 @@ def _angles(table: rope.Rope, tokens: int) -> Array:
 
 def _e30(wrong: Cast, right: Cast) -> Sequence[Check]:
     w = frequencies(128)
-    rounded, preserved = wrong(128, torch.bfloat16), right(128, torch.bfloat16)
+    coarse, preserved = wrong(128, torch.bfloat16), right(128, torch.bfloat16)
     moved = _AsBuffer(8).to("meta")
     return (
-        equal("E30", "buffer in bfloat16: largest relative error", float(np.abs(rounded / w - 1).max()), 0.00365, 1e-4),
-        equal("E30", "angle error at position 8191, rad", 8191 * worst(rounded, w), 10.0, 0.1),
+        equal("E30", "buffer in bfloat16: largest relative error", float(np.abs(coarse / w - 1).max()), 0.00365, 1e-4),
+        equal("E30", "angle error at position 8191, rad", 8191 * worst(coarse, w), 10.0, 0.1),
         below("002-17 E30", "library after .to(bfloat16): angle error, rad", 8191 * worst(preserved, w), 0.01),
         equal("E30", "device of the buffer after .to(another device)", moved.inv_freq.device.type, "meta"),
         equal("E30", "device of the copy that the reset restores", moved.original_inv_freq.device.type, "cpu"),
