@@ -240,7 +240,7 @@ def test_the_example_covers_every_form_of_the_rotation() -> None:
 def test_a_defect_in_one_form_fails_only_the_check_of_that_form(
     form: str, claim: str, what: str, defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apply, layout, make_table = rope.FORMS[form]
+    apply, layout, _ = rope.FORMS[form]
 
     def wrong_sign(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return apply(xq, xk, cos, -sin)
