@@ -340,8 +340,7 @@ def test_a_wrong_computation_fails(
     name: str, where: Any, attribute: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if attribute == "_apply_half":  # the model looks it up in a registry
-        _, layout, make = rope.FORMS["half"]
-        monkeypatch.setitem(rope.FORMS, "half", (make, wrong, layout))
+        monkeypatch.setitem(rope.FORMS, "half", rope.FORMS["half"]._replace(apply=wrong))
     else:
         monkeypatch.setattr(where, attribute, wrong)
     assert failed(find(name).report())
