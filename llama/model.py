@@ -156,14 +156,14 @@ class Transformer(nn.Module):
         sees_all = T == 1 and positions is None  # one token after all others sees every key, so it needs no mask
         if cache is not None:
             positions, end = cache.place(T, positions), cache.end  # (T,), or (B, T) as given
-            key_positions = torch.arange(cache.width, device=tokens.device)  # (S,)
+            keys: Tensor | None = torch.arange(cache.width, device=tokens.device)  # (S,)
             sees_all = sees_all and not cache.fixed  # a fixed cache has slots that are not filled yet
         else:
             end = T if positions is None else int(positions.max()) + 1
             positions = torch.arange(T, device=tokens.device) if positions is None else positions
-            key_positions = positions  # (S,) or (B, S): the keys are the tokens themselves
-        keys, end = None if sees_all else key_positions, max(end, length or 0)
-        h = self.runner.run(self, tokens, positions, keys, end, cache)  # (B, T, C)
+            keys = positions  # (S,) or (B, S): the keys are the tokens themselves
+        end = max(end, length or 0)
+        h = self.runner.run(self, tokens, positions, None if sees_all else keys, end, cache)  # (B, T, C)
         if cache is not None:
             cache.commit()
         return h
@@ -192,17 +192,17 @@ class Runner:
         model: Transformer,
         tokens: Tensor,
         positions: Tensor,
-        key_positions: Tensor | None,
+        keys: Tensor | None,
         end: int,
         cache: KVCache | None,
     ) -> Tensor:
         """All blocks and the last norm: tokens (B, T) at positions (T,) or (B, T), all below `end` -> (B, T, C).
 
-        key_positions (S,) or (B, S); None if every query sees every key.
+        keys: positions of the keys, (S,) or (B, S); None if every query sees every key.
         """
         h = model.tok_embeddings(tokens)  # (B, T, C)
         freqs_cis = model.rope.freqs_cis(positions, end)  # (T, D/2) or (B, T, D/2), once for all layers
-        mask = None if key_positions is None else causal_mask(positions, key_positions)  # (T, S) or (B, 1, T, S)
+        mask = None if keys is None else causal_mask(positions, keys)  # (T, S) or (B, 1, T, S)
         for i, block in enumerate(model.layers):
             h = block(h, freqs_cis, mask, positions, None if cache is None else cache.layers[i])
         return model.norm(h)

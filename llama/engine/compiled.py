@@ -75,21 +75,21 @@ class CompiledRunner(Runner):
         model: Transformer,
         tokens: Tensor,
         positions: Tensor,
-        key_positions: Tensor | None,
+        keys: Tensor | None,
         end: int,
         cache: KVCache | None,
     ) -> Tensor:
         step = None
-        if cache is not None and key_positions is not None and cache.layers[0].end is None and tokens.shape[1] == 1:
+        if cache is not None and keys is not None and cache.layers[0].end is None and tokens.shape[1] == 1:
             if len(tokens) == 1 and positions.dim() == 1:
                 step = self.step
             elif len(tokens) >= FEWEST_ROWS and positions.dim() == 2:  # a position for each row
                 step = self.rows_step()
-        if cache is None or key_positions is None or step is None:
-            return super().run(model, tokens, positions, key_positions, end, cache)
+        if cache is None or keys is None or step is None:
+            return super().run(model, tokens, positions, keys, end, cache)
         h = model.tok_embeddings(tokens)  # (B, 1, C)
         freqs_cis = model.rope.freqs_cis(positions, end)  # cos and sin, (1, D/2) or (B, 1, D/2)
-        mask = causal_mask(positions, key_positions)  # (1, S) or (B, 1, 1, S)
+        mask = causal_mask(positions, keys)  # (1, S) or (B, 1, 1, S)
         for block, layer in zip(model.layers, cache.layers, strict=True):
             h = step([h, *freqs_cis, mask, positions, *layer.buffers, *self.weights[block]])  # (B, 1, C)
         return model.norm(h)

@@ -68,12 +68,12 @@ class FusedRunner(GraphRunner):
         model: Transformer,
         tokens: Tensor,
         positions: Tensor,
-        key_positions: Tensor | None,
+        keys: Tensor | None,
         end: int,
         cache: KVCache | None,
     ) -> Tensor:
         if cache is None or not self.fits(model, cache) or cache.end - cache.length != tokens.shape[1]:
-            return super().run(model, tokens, positions, key_positions, end, cache)
+            return super().run(model, tokens, positions, keys, end, cache)
         model.rope.freqs_cis(positions[:0], end)  # reads no rows, but extends the table
         h = model.tok_embeddings(tokens)[0].contiguous()  # (T, C); a padded weight gives rows with gaps
         if len(h) == 1:

@@ -432,13 +432,13 @@ class StageRunner(Runner):
         model: Transformer,
         tokens: Tensor,
         positions: Tensor,
-        key_positions: Tensor | None,
+        keys: Tensor | None,
         end: int,
         cache: KVCache | None,
     ) -> Tensor:
         world = self.world
         freqs_cis = model.rope.freqs_cis(positions, end)  # (T, D/2) or (B, T, D/2)
-        mask = None if key_positions is None else causal_mask(positions, key_positions)  # (T, S) or (B, 1, T, S)
+        mask = None if keys is None else causal_mask(positions, keys)  # (T, S) or (B, 1, T, S)
         if world.rank.stage == 0:
             h = model.tok_embeddings(tokens)  # (B, T, C)
         else:
@@ -472,7 +472,7 @@ class LeaderRunner(StageRunner):
         model: Transformer,
         tokens: Tensor,
         positions: Tensor,
-        key_positions: Tensor | None,
+        keys: Tensor | None,
         end: int,
         cache: KVCache | None,
     ) -> Tensor:
@@ -485,7 +485,7 @@ class LeaderRunner(StageRunner):
                 "do": "run",
                 "tokens": tokens.tolist(),
                 "positions": positions.tolist(),
-                "keys": None if key_positions is None else key_positions.shape[-1],
+                "keys": None if keys is None else keys.shape[-1],
                 "end": end,
                 "cache": None if cache is None else self.describe(cache),
             }
@@ -494,7 +494,7 @@ class LeaderRunner(StageRunner):
                     deleted, self.deleted = self.deleted, []
                     world.send_order({**order, "deleted": deleted})
                 try:
-                    return super().run(model, tokens, positions, key_positions, end, cache)
+                    return super().run(model, tokens, positions, keys, end, cache)
                 except Exception as error:
                     raise world.break_off(error) from error
 
@@ -553,8 +553,8 @@ def follow(model: Transformer, world: World) -> None:
         tokens = torch.tensor(order["tokens"], device=device)  # (B, T)
         positions = torch.tensor(order["positions"], device=device)  # (T,) or (B, T)
         keys = positions if cache is None else torch.arange(order["keys"] or 0, device=device)  # (S,) or (B, S)
-        key_positions = None if order["keys"] is None else keys
-        model.runner.run(model, tokens, positions, key_positions, order["end"], cache)
+        sees_all = order["keys"] is None
+        model.runner.run(model, tokens, positions, None if sees_all else keys, order["end"], cache)
 
     def output(order: Any) -> None:
         if isinstance(model.output, GatheredOutput):

@@ -140,7 +140,7 @@ class PlacedRunner(Runner):
         model: Transformer,
         tokens: Tensor,
         positions: Tensor,
-        key_positions: Tensor | None,
+        keys: Tensor | None,
         end: int,
         cache: KVCache | None,
     ) -> Tensor:
@@ -148,7 +148,7 @@ class PlacedRunner(Runner):
         placement = self.placement
         h = model.tok_embeddings(tokens.to(placement.embedding))  # (B, T, C)
         freqs_cis = model.rope.freqs_cis(positions, end)  # (T, D/2) or (B, T, D/2)
-        mask = None if key_positions is None else causal_mask(positions, key_positions)  # (T, S) or (B, 1, T, S)
+        mask = None if keys is None else causal_mask(positions, keys)  # (T, S) or (B, 1, T, S)
         blocks = enumerate(zip(model.layers, placement.layers, strict=True))
         for device, group in groupby(blocks, key=lambda item: item[1][1]):
             h, at = h.to(device), positions.to(device)
