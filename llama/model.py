@@ -34,6 +34,7 @@ from .config import ModelConfig
 from .rope import FreqsCis, Rope, RotaryEmb
 from .rope_scaling import reach
 
+Cache = KVCache | None
 Choose = Callable[[Tensor], tuple[Tensor, ...]]  # logits (V,) -> the next token (1,), and what else is to be yielded
 
 

@@ -16,7 +16,6 @@ from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from ..checks import boolean, is_integer
-from ..checks import boolean, is_integer
 from ..errors import TokenizerError
 from .base import Tokenizer
 from .common import (
