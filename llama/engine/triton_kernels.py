@@ -79,6 +79,7 @@ def _floats(x, norm, data, rows, K: tl.constexpr, NORM: tl.constexpr, BLOCK_N: t
     return tl.sum(y, 1), tl.sum(squares, 0)
 
 
+# many parameters: a kernel receives pointers, sizes and constants one by one
 @jit
 def _int8(
     x, norm, data, scale, offset, first, N, K: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
@@ -120,6 +121,7 @@ def _int8(
     return tl.reshape(tl.sum(y, 0), (4,)), tl.sum(squares, 0)
 
 
+# many parameters: a kernel receives pointers, sizes and constants one by one
 @jit
 def _int4(
     x, norm, data, scale, offset, first, N, one, K: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
@@ -193,6 +195,7 @@ def _bits_to_float(w, mask: tl.constexpr, one):
     return ((w & mask) | one).to(tl.float32, bitcast=True)
 
 
+# many parameters: a kernel receives pointers, sizes and constants one by one
 @jit
 def _product(
     x, norm, eps, data, scale, offset, bias, one, first, N, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
@@ -214,6 +217,7 @@ def _product(
     return y
 
 
+# many parameters: a kernel receives pointers, sizes and constants one by one
 @jit
 def _linear(
     x, norm, eps, data, scale, offset, bias, one, residual, out, N, K: tl.constexpr, BITS: tl.constexpr,
@@ -236,6 +240,7 @@ def _linear(
         tl.store(out + n, y, n < N)
 
 
+# many parameters: a kernel receives pointers, sizes and constants one by one
 @jit
 def _qkv(
     x, norm, eps, data, scale, offset, bias, one, cos, sin, position, q, k_cache, v_cache, slots, K: tl.constexpr,
@@ -271,6 +276,7 @@ def _qkv(
 
 
 # ---------------------------------------------------------------------------------------- attention of one token
+# many parameters: a kernel receives pointers, sizes and constants one by one
 @jit
 def _attend(
     q, k_cache, v_cache, position, part, part_max, part_sum, slots, root, D: tl.constexpr, WIDTH: tl.constexpr,
@@ -329,6 +335,7 @@ def _rms_norm(x, norm, eps, out, C: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * C + c, y * tl.load(norm + c, c < C, other=0.0).to(tl.float32), c < C)
 
 
+# many parameters: a kernel receives pointers, sizes and constants one by one
 @jit
 def _rotate(
     qkv, cos, sin, first, q, k_cache, v_cache, slots, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
