@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llama.attention import Attend
+from llama.attention import Attend, causal_mask
 from llama.cache import KVCache
 from llama.config import ModelConfig
 from llama.engine import triton_kernels
@@ -41,12 +41,12 @@ from llama.engine.cpu_attention import pick_attention
 from llama.engine.cuda_graphs import STRIDE, GraphRunner, capture
 from llama.engine.fused import FusedRunner
 from llama.engine.linears import BlockLinear, SkipInit, make_embedding, make_linear
-from llama.engine.placement import Placement, describe_devices, place_
+from llama.engine.placement import Placement, describe_devices, place
 from llama.engine.triton_kernels import BlockSizes, Weight, pick_block_sizes
 from llama.errors import NumericalError
 from llama.generate import generate, prefill
 from llama.generation.speculative import NGramDraft, speculate
-from llama.model import RMSNorm, Runner, Transformer
+from llama.model import Cache, RMSNorm, Runner, Transformer
 from llama.quant.blocks import Blocks
 from llama.quant.schemes import SCHEMES, scheme_for
 from llama.rope import FORMS, to_half_layout
@@ -567,7 +567,7 @@ def some_layers(run: Run) -> list[Row]:
     tokens = torch.tensor([ids(context, config)], device=run.device)
     expected = model(tokens)
     half = config.n_layers // 2
-    place_(model, Placement(cpu, (cpu,) * half + (run.device,) * (config.n_layers - half), run.device))
+    model.runner = place(model, Placement(cpu, (cpu,) * half + (run.device,) * (config.n_layers - half), run.device))
     for block in model.layers[:half]:
         block.set_submodule("attention.attend", Attend(pick_attention(cpu)))
         for name, linear in [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear)]:
@@ -631,20 +631,34 @@ def speculative(run: Run) -> list[Row]:
     return [*rows, info("1B, plain, prompt included", plain / (time.perf_counter() - began), "tok/s")]
 
 
+class InductorRunner(GraphRunner):
+    """Decodes with a block compiled by torch.compile."""
+
+    def __init__(self, block: Callable[..., Tensor]):
+        super().__init__()
+        self.block = block
+
+    def run(
+        self, model: Transformer, tokens: Tensor, positions: Tensor, keys: Tensor | None, end: int, cache: Cache
+    ) -> Tensor:
+        if cache is None or keys is None or tokens.shape[1] != 1:
+            return super().run(model, tokens, positions, keys, end, cache)
+        h = model.tok_embeddings(tokens)  # (B, 1, C)
+        freqs_cis, mask = model.rope.freqs_cis(positions, end), causal_mask(positions, keys)
+        for block, layer in zip(model.layers, cache.layers, strict=True):
+            h = self.block(block, h, freqs_cis, mask, positions, layer)  # (B, 1, C)
+        normed: Tensor = model.norm(h)
+        return normed
+
+
 def inductor(run: Run) -> list[Row]:
     """Measure torch.compile's code for a block's step, for comparison with the fused kernels."""
     if run.device.type != "cuda":
         return [info("torch.compile", "skipped: it needs CUDA")]
     model = random_model(run, run.config("llama-3.2-1b"), run.dtype)
     options = {"coordinate_descent_tuning": True, "triton.unique_kernel_names": True}
-    compiled = torch.compile(type(model.layers[0]).forward, fullgraph=True, dynamic=False, options=options)
-    for block in model.layers:
-        plain = block.forward
-
-        def forward(h: Tensor, *rest: Any, block: nn.Module = block, plain: Any = plain) -> Tensor:
-            return compiled(block, h, *rest) if h.shape[1] == 1 else plain(h, *rest)
-
-        block.forward = forward  # type: ignore[method-assign]
+    block = torch.compile(type(model.layers[0]).forward, fullgraph=True, dynamic=False, options=options)
+    model.runner = InductorRunner(block)
     began = time.perf_counter()
     rows = decode_rows(run, model, "1B by torch.compile")
     return [*rows, info("1B by torch.compile: compiling and measuring", time.perf_counter() - began, "s")]
