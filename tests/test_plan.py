@@ -19,9 +19,11 @@ from llama.cache import KVCache
 from llama.cli import main
 from llama.cli.plan import architecture, quantity
 from llama.config import ModelConfig
-from llama.engine.linears import SCHEMES, BlockLinear, quantize
+from llama.engine.linears import BlockLinear
 from llama.errors import ConfigError, LlamaError, UsageError
 from llama.hub.families import official
+from llama.quant.rounding import quantize
+from llama.quant.schemes import SCHEMES
 from llama.tools import plan
 from llama.tools.plan import GPUS, Run, Split, parse_gpus
 from llama.weights import expected_shapes
@@ -98,12 +100,13 @@ def test_quantized_weights_are_the_bytes_of_the_layers_for_a_gpu(scheme: str, ti
             total += 2 * weight.numel()
             continue
         kind = SCHEMES[SCHEMES[scheme].output or scheme] if wanted == "output" else SCHEMES[scheme]
-        total += sum(buffer.nbytes for buffer in BlockLinear(quantize(weight, kind)).buffers())
+        total += sum(buffer.nbytes for buffer in BlockLinear(quantize(weight, kind.format)).buffers())
     assert plan.weight_bytes(config, 2, SCHEMES[scheme]) == total
     if tied:  # the first stage of two holds the very integers that the last one multiplies by
         kind = SCHEMES[SCHEMES[scheme].output or scheme]
         total += sum(
-            t.nbytes for t in BlockLinear(quantize(tiny.weights(config)["tok_embeddings.weight"], kind)).buffers()
+            t.nbytes
+            for t in BlockLinear(quantize(tiny.weights(config)["tok_embeddings.weight"], kind.format)).buffers()
         )
     halves = [replace(config, n_layers=1)] * 2
     parts = [plan.weight_bytes(half, 2, SCHEMES[scheme], i == 0, i == 1) for i, half in enumerate(halves)]
@@ -434,7 +437,7 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for told in (
         f"{facts['memory']['total'] / 1e9:.2f}  of 80.00",
-        f"{facts['decode']['tps_each']:,.1f} tok/s per sequence, {facts['decode']['tps_batch']:,.1f} in total",
+        f"{facts['decode']['tps_each']:,.1f} tok/s each, {facts['decode']['tps_batch']:,.1f} in total",
         f"{facts['prefill']['tps']:,.0f} tok/s",
         f"up to {facts['largest_batch']} sequences",
     ):

@@ -27,12 +27,13 @@ from llama.checkpoint.write import Model
 from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine import linears as quant
-from llama.engine.linears import SCHEMES, TileEmbedding, TileLinear, scheme_for
+from llama.engine.linears import TileEmbedding, TileLinear
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.loader import build, load, load_model
 from llama.model import Transformer
+from llama.quant import rounding
 from llama.quant.blocks import BlockFormat
+from llama.quant.schemes import SCHEMES, scheme_for
 from llama.quant.tiles import unpack
 from llama.tools.convert import convert
 from llama.tools.quantize import quantize
@@ -52,7 +53,7 @@ TOKENS = test_huggingface.tokens(40)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 ODD = {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN, "intermediate_size": 100, "vocab_size": 331}
 TIED = dataclasses.replace(tiny.WIDE, tie_embeddings=True)
-AGAIN = "the source was rounded before"
+AGAIN = "the source is quantized already"
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def damaged(saved: Path, tmp_path: Path) -> Path:
 
 def built(path: Path, quantize: str | None = None, rope: str = "complex", dtype: str | None = None) -> Transformer:
     """The model that llama.load makes, also of a checkpoint without a tokenizer."""
-    return build(open_checkpoint(path), "cpu", dtype, rope, fast=True, quantize=quantize)
+    return build(open_checkpoint(path), "cpu", dtype, rope=rope, fast=True, quantize=quantize)
 
 
 def contents(model: Transformer) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def test_the_file_holds_what_its_document_says(sources: dict[str, Path], tmp_pat
         tiles = tensors[f"{stem}.tiles"]
         assert tiles.dtype == torch.uint8
         found = unpack(tiles, *told["shape"], rule.bits, rule.group, rule.offset).weight
-        reference = quant.quantize(weight, rule).weight
+        reference = rounding.quantize(weight, rule.format).weight
         assert distance(found, reference) < 1e-4  # where two ranges are equally good
         assert torch.equal(open_checkpoint(tmp_path / "q").tensor(name), found)
 
@@ -260,7 +261,7 @@ def test_rounding_what_is_rounded_changes_nothing_in_the_same_scheme(saved: Path
 @needs_kernels
 def test_loading_says_that_weights_are_rounded_again(saved: Path, sources: dict[str, Path]) -> None:
     def said(path: Path, scheme: str) -> list[bool]:
-        return [AGAIN in warning for warning in load(path, "cpu", quantize=scheme).warnings if "round" in warning]
+        return [AGAIN in warning for warning in load(path, "cpu", quantize=scheme).warnings if "quantiz" in warning]
 
     assert said(saved, "int4") == []
     assert said(saved, "int8") == said(saved, "int4-g64") == [True]
@@ -632,8 +633,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config of it": (lambda d: edit(d, remove=("quantization_config",)), r"model\.safetensors: '.*\.tiles' is not part of"),
     "a list for it": (lambda d: edit(d, quantization_config=[1]), r"quantization_config must be an object, got \[1\]"),
     "tied after all": (lambda d: edit(d, tie_word_embeddings=True), r"tie_word_embeddings and lm_head\.weight differs"),
-    "a layer more": (lambda d: edit(d, num_hidden_layers=3), "says 3 layers and the file holds tensors of 2"),
-    "wider": (lambda d: edit(d, intermediate_size=112), r"proj\.tiles has shape .* asks for"),
+    "a layer more": (lambda d: edit(d, num_hidden_layers=3), "the configuration has 3 layers, and the file has tensors of 2"),
+    "wider": (lambda d: edit(d, intermediate_size=112), r"proj\.tiles has shape .* requires"),
     "no metadata": (lambda d: edit_header(d, lambda h: h.pop("__metadata__")), r"metadata of .*\.tiles is missing, and with it shape and bits; quantize"),
     "none of one": (retell(None), f"{META} is missing, and with it shape and bits; {REMEDY}"),
     "not JSON": (retell("{bits: 4}"), f"{META}:1:2: .* not JSON; {REMEDY}"),
@@ -662,12 +663,12 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "other groups": (tell(group=16), SIZE + REMEDY),
     "more columns": (tell(shape=[100, 96]), SIZE + REMEDY),
     "more rows": (tell(shape=[113, 64]), SIZE.replace("7,", "8,") + REMEDY),
-    "fewer rows": (tell(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\) and the configuration asks for \(100, 64\)"),
+    "fewer rows": (tell(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\) and the configuration requires \(100, 64\)"),
     "tiles of one row": (swap(f"{UP}.tiles", shape=[7 * 640]), SIZE + REMEDY),
     "tiles across": (swap(f"{UP}.tiles", shape=[640, 7]), SIZE + REMEDY),
     "tiles of signed bytes": (swap(f"{UP}.tiles", dtype="I8"), SIZE + REMEDY),
     "a norm of bytes": (swap("model.norm.weight", dtype="U8", shape=[256]), r"model\.norm\.weight is stored as U8; expected one of F32, BF16, F16"),
-    "a norm in tiles": (rename({"model.norm.weight": f"{UP}.weight", f"{UP}.tiles": "model.norm.tiles"}), r"up_proj\.weight has shape \(64,\) and the configuration asks for \(100, 64\); and 1 more"),
+    "a norm in tiles": (rename({"model.norm.weight": f"{UP}.weight", f"{UP}.tiles": "model.norm.tiles"}), r"up_proj\.weight has shape \(64,\) and the configuration requires \(100, 64\); and 1 more"),
     "one name too many": (rename({f"{UP}.tiles": "model.layers.1.mlp.gate_proj.weight"}), r"gate_proj\.\w+ is in .* and in"),
     "a name of nobody": (rename({f"{UP}.tiles": "model.layers.1.mlp.side_proj.tiles"}), "'model.layers.1.mlp.side_proj.tiles' is not part of a LLaMA"),
     "tiles of a bias": (rename({f"{UP}.tiles": f"{UP}.bias.tiles"}), r"up_proj\.bias\.tiles' is not part of a LLaMA"),

@@ -340,7 +340,7 @@ def _speed(facts: dict[str, Any]) -> list[str]:
         f"  slowest GPU         memory {decode['memory_s'] * 1e3:.3f} ms, compute {decode['compute_s'] * 1e3:.3f} ms,"
         f" links {decode['links_s'] * 1e3:.3f} ms{shared}",
         f"  decoding            {decode['step_s'] * 1e3:.2f} ms per step, bound by {decode['bound_by']}:"
-        f" {decode['tps_each']:,.1f} tok/s per sequence, {decode['tps_batch']:,.1f} in total",
+        f" {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total",
         f"  prefill             {prefill['tps']:,.0f} tok/s, bound by {prefill['bound_by']}:"
         f" {prefill['prompt_s']:.2f} s for {facts['context']:,} tokens",
         f"  measured elsewhere  {100 * min(REACHED.values()):.0f} to {100 * max(REACHED.values()):.0f} % of the memory"
