@@ -331,7 +331,7 @@ def samples() -> list[Tensor]:
 
 SAMPLE = """
 import sys, torch
-from llama import kernels
+from llama.engine import kernels
 from tests.test_kernels import samples
 torch.save(samples(), sys.argv[1])
 """
@@ -395,7 +395,7 @@ def test_without_kernels_the_answers_are_right_and_one_line_says_so(
     said = done.stderr.decode().splitlines()
     assert len(said) == len(lines)
     for line, expected in zip(said, lines, strict=True):
-        assert line.startswith("clearllama: running on torch's own operators, slower than its C++ kernels: ")
+        assert line.startswith("clearllama: the C++ kernels are not available, so PyTorch's slower operators run: ")
         assert expected in line
     from llama.loader import load_model
 
@@ -426,7 +426,7 @@ def compiler(tmp_path: Path) -> tuple[str, Path]:
 
 READY = """
 from concurrent.futures import ThreadPoolExecutor
-from llama import kernels
+from llama.engine import kernels
 assert all(ThreadPoolExecutor(4).map(lambda i: kernels.ready(), range(8)))
 """
 

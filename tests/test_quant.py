@@ -14,21 +14,14 @@ from torch import Tensor, nn
 import llama
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine import linears as quant
-from llama.engine.linears import (
-    SCHEMES,
-    BlockLinear,
-    Scheme,
-    TileEmbedding,
-    TileLinear,
-    linear_of,
-    quantize,
-    quantize_,
-    rounded,
-)
+from llama.engine.linears import BlockLinear, TileEmbedding, TileLinear, describe_quantization, quantize_
+from llama.engine.quantized_weight import QuantizedWeight
 from llama.errors import CheckpointError, UsageError
 from llama.loader import load_model
-from llama.quant.blocks import READERS
+from llama.quant import rounding
+from llama.quant.blocks import READERS, BlockFormat
+from llama.quant.rounding import quantize
+from llama.quant.schemes import SCHEMES
 from llama.quant.tiles import TILE, pack, tile_bytes, unpack, unpack_rows
 from llama.text import Llama
 
@@ -37,7 +30,6 @@ from .test_kernels import KINDS, needs_kernels, random_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CPU = torch.device("cpu")
 SHAPES = [(16, 128), (48, 512), (1, 1), (5, 7), (33, 200), (31, 129)]  # some fit no tile and no group
 
 
@@ -93,7 +85,7 @@ WEIGHTS = {
 }
 
 
-def by_group(x: Tensor, scheme: Scheme) -> Tensor:
+def by_group(x: Tensor, scheme: BlockFormat) -> Tensor:
     """(N, K) -> (N, groups, group), filled up with zeros."""
     group = scheme.group or x.shape[1]
     return F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
@@ -102,8 +94,8 @@ def by_group(x: Tensor, scheme: Scheme) -> Tensor:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_rounding_is_off_by_half_a_step_at_most(name: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme, w = SCHEMES[name], WEIGHTS[weights]().double()
-    monkeypatch.setattr(quant, "CLIPS", (1.0,))
+    scheme, w = SCHEMES[name].format, WEIGHTS[weights]().double()
+    monkeypatch.setattr(rounding, "CLIPS", (1.0,))
     blocks = quantize(w.float(), scheme)
     error = by_group((blocks.weight.double() - w).abs(), scheme).amax(-1)  # (N, groups)
     top = 2**scheme.bits - 1
@@ -115,7 +107,7 @@ def test_rounding_is_off_by_half_a_step_at_most(name: str, weights: str, monkeyp
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_integers_are_the_nearest(name: str, weights: str) -> None:
-    scheme, w = SCHEMES[name], WEIGHTS[weights]()
+    scheme, w = SCHEMES[name].format, WEIGHTS[weights]()
     blocks = quantize(w, scheme)
     choices = torch.arange(2**scheme.bits, dtype=torch.float64)
     middle = 0 if scheme.offset else 2 ** (scheme.bits - 1)
@@ -134,13 +126,13 @@ def test_the_integers_are_the_nearest(name: str, weights: str) -> None:
 def test_looking_for_a_better_range_never_makes_a_group_worse(
     name: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheme, w = SCHEMES[name], WEIGHTS[weights]()
+    scheme, w = SCHEMES[name].format, WEIGHTS[weights]()
 
     def errors() -> Tensor:
         return by_group((quantize(w, scheme).weight.double() - w.double()).square(), scheme).sum(-1)  # (N, groups)
 
     searched = errors()
-    monkeypatch.setattr(quant, "CLIPS", (1.0,))
+    monkeypatch.setattr(rounding, "CLIPS", (1.0,))
     plain = errors()
     assert bool((searched <= plain * (1 + 1e-5) + 1e-30).all())
     assert float(searched.sum()) < (0.999 if "far" in weights else 0.97) * float(plain.sum())
@@ -149,22 +141,18 @@ def test_looking_for_a_better_range_never_makes_a_group_worse(
 @needs_kernels
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_kernel_rounds_alike(name: str) -> None:
-    scheme = SCHEMES[name]
+    scheme = SCHEMES[name].format
     for weights in (make() for make in WEIGHTS.values()):
         for w in (weights, weights.bfloat16(), weights.half(), weights[:33, :131], weights.T[:50]):
             shape = tuple(w.shape)
-            found = rounded(lambda rows, w=w: w[rows], shape, scheme).tiles()
-            ours, theirs = (unpack(tiles, *shape, *kind_of(scheme)) for tiles in (found, pack(quantize(w, scheme))))
+            found = QuantizedWeight.from_float(lambda rows, w=w: w[rows], shape, scheme).tiles()
+            ours, theirs = (unpack(tiles, *shape, *scheme) for tiles in (found, pack(quantize(w, scheme))))
             if not all(a is None or torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True)):
                 # two ranges were equally good, up to the order in which squares were summed
                 errors = [by_group((b.weight - w.float()).square(), scheme).sum(-1) for b in (ours, theirs)]
                 torch.testing.assert_close(*errors, rtol=1e-5, atol=1e-12)
                 assert float((ours.quants != theirs.quants).double().mean()) < 0.01
-            assert torch.equal(found[-1], pack(unpack(found, *shape, *kind_of(scheme)))[-1])  # as is what fills it up
-
-
-def kind_of(scheme: Scheme) -> tuple[int, int, bool]:
-    return scheme.bits, scheme.group, scheme.offset
+            assert torch.equal(found[-1], pack(unpack(found, *shape, *scheme))[-1])  # as is what fills it up
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 1e30])
@@ -173,12 +161,12 @@ def test_a_weight_that_has_no_integers_is_an_error(name: str, wrong: float) -> N
     w = numbers(20, 70)
     w[17, 69] = wrong
     if name == "int8-row" and wrong == 1e30:  # its scales are float32
-        assert distance(quantize(w, SCHEMES[name]).weight, w) < 0.01
+        assert distance(quantize(w, SCHEMES[name].format).weight, w) < 0.01
         return
     with pytest.raises(CheckpointError, match="not finite, or too large for 16-bit scales"):
-        quantize(w, SCHEMES[name])
+        quantize(w, SCHEMES[name].format)
     with pytest.raises(CheckpointError, match="not finite, or too large for 16-bit scales"):
-        rounded(lambda rows: w[rows], (20, 70), SCHEMES[name]).tiles()
+        QuantizedWeight.from_float(lambda rows: w[rows], (20, 70), SCHEMES[name].format).tiles()
 
 
 def test_an_unknown_scheme_is_an_error_that_names_the_others() -> None:
@@ -312,27 +300,6 @@ def test_the_plain_layer_compiles(kind: tuple[int, int, bool]) -> None:
     torch.testing.assert_close(torch.compile(layer)(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "bound"), [((4, 32, True), 0.01), ((4, 64, False), 0.01), ((8, 0, False), 0.01)])
-def test_torchs_own_kernels_stand_in(
-    kind: tuple[int, int, bool], bound: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "ready", lambda: False)
-    blocks = random_blocks(64, 256, *kind)
-    layer = linear_of(quant.taken(blocks.rows, (64, 256)), CPU)
-    if layer is None and kind[0] == 4:
-        pytest.skip("torch's 4-bit kernel wants AVX-512")
-    assert isinstance(layer, quant.TorchInt4Linear | quant.TorchInt8Linear)
-    assert distance(layer.weight, blocks.weight) < bound  # scales in bfloat16
-    x = numbers(2, 3, 256)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert layer(x.to(dtype)).dtype == dtype
-        assert distance(layer(x.to(dtype)), F.linear(x, blocks.weight)) < bound
-    assert torch.equal(layer(x[..., 0, :]), layer(x[..., 0, :].contiguous()))
-    for odd in ((8, 32, False), (4, 16, True)):  # nothing of torch's computes with these
-        assert linear_of(quant.taken(random_blocks(64, 256, *odd).rows, (64, 256)), CPU) is None
-    assert linear_of(quant.taken(blocks.rows, (64, 256)), CPU, bias=torch.zeros(64)) is None
-
-
 # ------------------------------------------------------------------------------------------------------- models
 @needs_kernels
 @pytest.mark.parametrize(("scheme", "bound"), [(name, 0.06 if s.bits == 8 else 0.4) for name, s in SCHEMES.items()])
@@ -377,9 +344,9 @@ def test_rounding_while_loading_is_rounding_afterwards(tmp_path: Path, scheme: s
 def test_a_scheme_that_nothing_computes_with_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels, "ready", lambda: False)
     path = tiny.write_gguf(tmp_path / "x.gguf", tiny.WIDE)
-    with pytest.raises(UsageError, match=r"int8 needs the C\+\+ kernels on this CPU"):
+    with pytest.raises(UsageError, match=r"int8 requires the C\+\+ kernels on this CPU"):
         load_model(path, device="cpu", quantize="int8")
-    with pytest.raises(UsageError, match=r"int8 needs the C\+\+ kernels on this CPU"):
+    with pytest.raises(UsageError, match=r"int8 requires the C\+\+ kernels on this CPU"):
         quantize_(tiny.model(), "int8")
 
 
@@ -395,7 +362,7 @@ def test_ids_outside_the_vocabulary_are_an_error() -> None:
 
 def test_what_is_told_of_a_model() -> None:
     model = nn.ModuleList([nn.Linear(4, 4)])
-    assert quant.told(model) == ""
+    assert describe_quantization(model) == ""
     model.append(BlockLinear(random_blocks(4, 32, 4, 32, True)))
     model.append(BlockLinear(random_blocks(4, 32, 8, 32, False)))
-    assert quant.told(model) == " with weights of 4 and 8 bits"
+    assert describe_quantization(model) == "4/8-bit"

@@ -1,13 +1,13 @@
-"""The C++ kernels of cpp/: built once for this processor, kept in the cache folder, loaded as torch operators.
+"""The C++ kernels in cpp/: compiled once for this processor, stored in the cache folder, loaded as torch operators.
 
-    linear_blocks   x times a weight of 4 or 8 bits
-    quantize_to_tiles  a weight, quantized to 4 or 8 bits and packed
-    linear_bf16     a few rows of x times a bfloat16 weight
-    attend          attention of a few queries
+    linear_blocks      multiply x by a weight in 4 or 8 bits
+    quantize_to_tiles  quantize a weight to 4 or 8 bits and pack it
+    linear_bf16        multiply a few rows of x by a bfloat16 weight
+    attend             attention of a few queries
 
-The source needs no header of torch but its stable interface, so a compiler is done in three seconds and the result
-serves later versions of torch too. Without a compiler, or on a processor without AVX2, `ready` says so once and the
-callers take torch's own operators. CLEARLLAMA_KERNELS=off does the same, =avx2 takes the form for older processors.
+The source includes only the stable headers of torch, so compiling takes about three seconds. Without a compiler, or on
+a processor without AVX2, `ready` logs the reason once and the callers use PyTorch's operators. CLEARLLAMA_KERNELS
+overrides the form: off, avx512, avx2 or plain.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ..system.folders import cache_folder, keep, kept
 from ..system.temporary import own_temporary
 
 LOG = logging.getLogger(__name__)
-SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # it includes its neighbours
+SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # it includes the headers in its folder
 
-# form -> what the compiler may use. "plain" runs anywhere but is for tests, so it is made quickly, not quick.
+# Form of the kernels -> compiler flags. "plain" runs on every processor; only tests use it, so -O1 saves build time.
 FORMS = {
     "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c"
     " -mprefer-vector-width=512",
@@ -45,7 +45,7 @@ COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -shared -w"
 
 
 def pick_form() -> str | None:
-    """The form this processor runs, or None; CLEARLLAMA_KERNELS overrides."""
+    """The form for this processor, None if there is none. CLEARLLAMA_KERNELS overrides it."""
     wanted = os.environ.get("CLEARLLAMA_KERNELS", "auto")
     if wanted not in ("auto", "off", *FORMS):
         raise UsageError(f"CLEARLLAMA_KERNELS is {wanted!r}; expected auto, off, {', '.join(FORMS)}")
@@ -60,12 +60,12 @@ def pick_form() -> str | None:
 
 
 def ready() -> bool:
-    """Whether the kernels can be called; the first time this builds them. Why not is said on stderr, once."""
-    with _ONE_AT_A_TIME:  # layers are made by several threads
+    """Whether the kernels can be called. The first call builds them, and logs the reason if that fails."""
+    with _LOCK:  # several threads create layers
         return _load()
 
 
-_ONE_AT_A_TIME = threading.Lock()
+_LOCK = threading.Lock()
 
 
 @functools.cache
@@ -73,12 +73,12 @@ def _load() -> bool:
     form = pick_form()
     if form is None:
         if os.environ.get("CLEARLLAMA_KERNELS") != "off":
-            _say(f"there is no form for this processor ({platform.machine()}, {platform.system()})")
+            _warn(f"they do not support this processor ({platform.machine()}, {platform.system()})")
         return False
     try:
         torch.ops.load_library(str(build(form)))
     except (OSError, RuntimeError, UsageError, subprocess.SubprocessError) as error:
-        _say(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+        _warn(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         return False
     for name, fake in (("linear_blocks", _fake_blocks), ("linear_bf16", _fake_bf16), ("attend", _fake_attend)):
         torch.library.register_fake(f"clearllama::{name}", fake)
@@ -91,17 +91,17 @@ def sources() -> str:
 
 
 def compiler() -> str | None:
-    """The C++ compiler of this machine as it is called; None where there is none. CXX overrides."""
+    """The command of this machine's C++ compiler, None without one. CXX overrides it."""
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
 
 def built(form: str) -> Path | None:
-    """The library for a form, if the cache folder has it."""
-    return kept(*_place(form), ".so")
+    """The library for a form if the cache folder has it, otherwise None."""
+    return kept(*_location(form), ".so")
 
 
-def _place(form: str) -> tuple[Path, str]:
-    """The folder of the library for a form, and its name there, which tells what it was made of."""
+def _location(form: str) -> tuple[Path, str]:
+    """The folder and the name of the library for a form. The name contains a hash of everything it is built from."""
     parts = "\0".join((sources(), *_flags(form), torch.__version__))
     return cache_folder() / "kernels", f"{form}-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
@@ -111,36 +111,37 @@ def _flags(form: str) -> list[str]:
 
 
 def build(form: str) -> Path:
-    """The library for a form, compiled unless the cache folder has it. OSError or RuntimeError say why not."""
+    """The library for a form, compiled unless the cache folder has it. Raises OSError or RuntimeError on failure."""
     if found := built(form):
         return found
     root, command = Path(torch.__file__).parent, compiler()
-    folder, name = _place(form)
+    folder, name = _location(form)
     if command is None:
-        raise RuntimeError("there is no C++ compiler (c++, g++, clang++); install one, or name it in CXX")
+        raise RuntimeError("no C++ compiler found (c++, g++, clang++); install one, or set CXX to its command")
     folder.mkdir(parents=True, exist_ok=True)
     if sys.stderr is not None and sys.stderr.isatty():
-        LOG.info("clearllama: building the C++ kernels, some seconds; they are kept for the next time")
+        LOG.info("clearllama: building the C++ kernels, which takes some seconds; later runs reuse them")
     with own_temporary(folder, ".build") as work:
-        made = work / f"{name}.so"
-        words = [*command.split(), *_flags(form), f"-I{root / 'include'}", str(SOURCE), "-o", str(made)]
-        words += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+        library = work / f"{name}.so"
+        arguments = [*command.split(), *_flags(form), f"-I{root / 'include'}", str(SOURCE), "-o", str(library)]
+        arguments += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
-            why = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-            raise RuntimeError(f"{command} could not build {SOURCE.name}: {why.strip()}")
-        return keep(made, folder, name)
+            errors = (line for line in done.stderr.splitlines() if "error" in line)
+            reason = next(errors, f"exit code {done.returncode}")
+            raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")
+        return keep(library, folder, name)
 
 
-def _say(why: str) -> None:
-    LOG.warning("clearllama: running on torch's own operators, slower than its C++ kernels: %s", why)
+def _warn(reason: str) -> None:
+    LOG.warning("clearllama: the C++ kernels are not available, so PyTorch's slower operators run: %s", reason)
 
 
 # --------------------------------------------------------------------------------------------------- the operators
 def linear_blocks(x: Tensor, tiles: Tensor, bits: int, group: int, offset: bool, out_features: int) -> Tensor:
-    """(.., K) times a weight (N, K) packed by tiles.pack -> (.., N), computed in float32 and of x's dtype.
+    """Multiply x (.., K) by a weight (N, K) packed by tiles.pack: (.., N), in x's dtype.
 
-    x is rounded to 8 bits, with a scale for every group of inputs: relative error of the product about 0.6 %.
+    x is quantized to 8 bits with a scale for each group of inputs; the relative error of the product is about 0.6 %.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # (M, K)
     if x.dtype not in (torch.float32, torch.bfloat16):
@@ -150,16 +151,16 @@ def linear_blocks(x: Tensor, tiles: Tensor, bits: int, group: int, offset: bool,
 
 
 def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: int, offset: bool) -> Tensor:
-    """The tiles of a weight (N, K), quantized as by quant.rounding.quantize. NaN in a weight makes its scale NaN."""
+    """Quantize a weight (N, K) as quant.rounding.quantize does, and pack it. A NaN makes the scale of its group NaN."""
     rows = weight.contiguous()
     if rows.dtype not in (torch.float32, torch.bfloat16):
         rows = rows.float()
-    tiles: Tensor = torch.ops.clearllama.round_to_tiles(rows, torch.tensor(clips), bits, group, offset)
+    tiles: Tensor = torch.ops.clearllama.quantize_to_tiles(rows, torch.tensor(clips), bits, group, offset)
     return tiles
 
 
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear for bfloat16 and few rows: (.., K), (N, K), (N,) -> (.., N)."""
+    """F.linear for a few rows in bfloat16: (.., K), (N, K), (N,) -> (.., N)."""
     y: Tensor = torch.ops.clearllama.linear_bf16(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -167,9 +168,9 @@ def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> Tensor:
-    """Attention of few queries, as attention.sdpa: (B, H, T, D); k and v may be int8 with scales (B, KV, S).
+    """attention.sdpa for a few queries: -> (B, H, T, D). k and v may be int8 with scales (B, KV, S).
 
-    D is a multiple of 16 up to 256. q, k and v may be views with any strides but the last axis'.
+    D must be a multiple of 16 up to 256. q, k and v may have any strides except on the last axis, which must be 1.
     """
     if mask is not None:
         mask = mask.contiguous()

@@ -1,4 +1,4 @@
-"""The choice of device, dtype and number of threads."""
+"""Functions that choose the device, the dtype and the number of threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {
 
 
 def pick_device(name: str | torch.device | None = None) -> torch.device:
-    """The device of that name; None or "auto": the best one. Raises UsageError with the available devices."""
+    """The device with a name; None or "auto": the best one. Raises UsageError, which lists the available devices."""
     here = ["cpu"]
     if torch.cuda.is_available():
         here = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + here
@@ -40,9 +40,9 @@ def pick_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype of that name; None or "auto": the fastest on the device, bfloat16 if it has instructions for that.
+    """The dtype with a name; None or "auto": the fastest on the device, bfloat16 if the device has instructions for it.
 
-    A decoding step mostly reads the weights, so half the bytes take half the time.
+    A decoding step spends most of its time on reading weights, so half the bytes take half the time.
     """
     if isinstance(name, torch.dtype):
         if name not in DTYPES.values():

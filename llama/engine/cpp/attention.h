@@ -1,4 +1,4 @@
-// Attention of a few queries: keys and values are read once, in the dtype of the cache.
+// Attention of a few queries. Keys and values are read once, in the dtype of the cache.
 
 #pragma once
 
@@ -16,15 +16,15 @@ using torch::stable::Tensor;
 
 namespace {
 
-constexpr int64_t CHUNK = 256;  // keys of one piece of work; the pieces are put together at the end
-constexpr int64_t WIDEST = 256;  // head_dim
+constexpr int64_t CHUNK = 256;  // keys per piece of work; the results of the pieces are combined at the end
+constexpr int64_t WIDEST = 256;  // largest head_dim
 
-// Lane i of the result: the sum over the lanes of v[i]. Four times, two vectors are folded into one.
+// sums: lane i of the result is the sum of all lanes of v[i]. Each of the four steps folds two vectors into one.
 template <int WIDTH>
 inline f32x16 fold(f32x16 a, f32x16 b) {
     i32x16 low, high;
     for (int i = 0; i < 16; i++) {
-        low[i] = i / (2 * WIDTH) * 2 * WIDTH + i % WIDTH + (i / WIDTH % 2) * 16;  // 16 and more: from b
+        low[i] = i / (2 * WIDTH) * 2 * WIDTH + i % WIDTH + (i / WIDTH % 2) * 16;  // 16 and above: from b
         high[i] = low[i] + WIDTH;
     }
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
@@ -36,12 +36,12 @@ inline f32x16 sums(f32x16* v) {
     return fold<1>(v[0], v[1]);
 }
 
-// exp(x) for x <= 0, to 2e-7: 2^n times a polynomial in the rest; below -87 it is 0.
+// exp(x) for x <= 0, relative error 2e-7: 2^n times a polynomial in the remainder; 0 below -87.
 inline f32x16 exp_of(f32x16 x) {
     const f32x16 lowest = f32x16{} - 87.0f;
     const i32x16 small = x < lowest;
     x = small ? lowest : x;
-    const f32x16 magic = f32x16{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    const f32x16 magic = f32x16{} + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
     const f32x16 n = (x * 1.44269504f + magic) - magic;
     const f32x16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
     f32x16 p = f32x16{} + 1.0f / 720;
@@ -50,28 +50,28 @@ inline f32x16 exp_of(f32x16 x) {
     return small ? f32x16{} : p * (f32x16)exponent;
 }
 
-// What a piece of attention is given and what it leaves. R queries share a head of keys; n <= CHUNK keys of it are looked at.
+// Inputs and outputs of a piece of attention: R queries that share a key/value head, and n <= CHUNK of its keys.
 template <typename C>
 struct Piece {
     int64_t R, D, n;
     const float* q;                     // (R, D), times 1 / sqrt(D)
     const C *k, *v;                     // (n, D), rows `stride` apart
     int64_t k_stride, v_stride;
-    const float *k_scale, *v_scale;     // (n) each, or null
-    const bool* const* seen;            // (R): null, or which of the n keys that query may see
+    const float *k_scale, *v_scale;     // (n) each, or null without scales
+    const bool* const* seen;            // (R): which of the n keys a query may see; null: all
     float *out, *largest, *sum;         // (R, D) sum of exp(score - largest) v, (R) largest score, (R) sum of exp(score - largest)
 };
 
-// The processor foresees a stream up to the end of its page only: keys to come, and the values of these.
+// Prefetches later keys, and the values of these keys. The hardware prefetcher stops at the end of a page.
 template <typename C>
-inline void foresee(const Piece<C>& p, int64_t key) {
+inline void prefetch(const Piece<C>& p, int64_t key) {
     for (int64_t i = 0; i < p.D; i += 64 / sizeof(C)) {
         __builtin_prefetch(p.k + (key + 32) * p.k_stride + i);
         __builtin_prefetch(p.v + key * p.v_stride + i);
     }
 }
 
-// QUERIES of a piece's queries, from `first` on: their products with 16 keys, and sums of values. VECTORS: D / 16, or 0.
+// QUERIES queries of a piece, from `first` on: their products with keys, and sums of values. VECTORS: D / 16; 0: any.
 template <typename C, int VECTORS, int QUERIES>
 struct Queries {
     const Piece<C>& p;
@@ -80,12 +80,12 @@ struct Queries {
 
     Queries(const Piece<C>& p, int64_t first) : p(p), q(p.q + first * p.D), vectors(VECTORS ? VECTORS : p.D / 16) {}
 
-    // Keys s to s + count, widened once for all queries. Behind the last key: the last again.
+    // Products with keys s to s + 16, which are widened once for all queries. Beyond `count`, the last key is repeated.
     void products(int64_t s, int64_t count, f32x16* out) const {
         f32x16 acc[QUERIES][16];
         for (int64_t j = 0; j < 16; j++) {
             const C* key = p.k + (s + std::min(j, count - 1)) * p.k_stride;
-            foresee(p, s + j);
+            prefetch(p, s + j);
             f32x16 wide[VECTORS ? VECTORS : WIDEST / 16];
             for (int64_t i = 0; i < vectors; i++) wide[i] = widen(key + 16 * i);
             for (int r = 0; r < QUERIES; r++) {
@@ -97,7 +97,7 @@ struct Queries {
         for (int r = 0; r < QUERIES; r++) out[r] = sums(acc[r]);
     }
 
-    // out[r] = sum of weights[r][j] v[j]. A value whose weights are all 0 may be anything.
+    // out[r] = sum of weights[r][j] v[j]. A value whose weights are all 0 is not read, so it may be NaN.
     void values(const float (*weights)[CHUNK], float (*out)[WIDEST]) const {
         f32x16 acc[QUERIES][VECTORS ? VECTORS : WIDEST / 16];
         for (int r = 0; r < QUERIES; r++)
@@ -116,12 +116,12 @@ struct Queries {
 };
 
 #if defined(__AVX512VNNI__)
-// Rows and columns of 16 x 16 numbers exchanged: blocks of WIDTH lanes change places, from halves down to single lanes.
+// One step of transposing 16 x 16 numbers: swaps blocks of WIDTH lanes. Four steps, from WIDTH 8 to 1, transpose.
 template <int WIDTH>
 inline void exchange(u32x16* v) {
     i32x16 near, far;
     for (int i = 0; i < 16; i++) {
-        near[i] = i & WIDTH ? i - WIDTH + 16 : i;  // 16 and more: from the second vector
+        near[i] = i & WIDTH ? i - WIDTH + 16 : i;  // 16 and above: from the second vector
         far[i] = i & WIDTH ? i + 16 : i + WIDTH;
     }
     for (int i = 0; i < 16; i++) {
@@ -131,9 +131,9 @@ inline void exchange(u32x16* v) {
     }
 }
 
-// The same for keys and values of 8 bits, in whole numbers: the 16 keys in the lanes of a vector, four entries of a head in each
-// lane, as in the products above; for the values two keys a lane, with weights of 16 bits. Queries are rounded to 8 bits twice, the
-// second time what the first has left over.
+// The same for keys and values in 8 bits, with integer arithmetic. Products: 16 keys in the lanes of a vector, four entries of a
+// head in each lane. Values: two keys in each lane, with 16-bit weights. A query is the sum of two 8-bit vectors; the second one
+// holds the rounding error of the first.
 template <int VECTORS, int QUERIES>
 struct Queries8 {
     const Piece<int8_t>& p;
@@ -151,12 +151,12 @@ struct Queries8 {
             i32x16 total[2] = {};
             for (int i = 0; i < VECTORS; i++) {
                 const f32x16 x = load<f32x16>(from + 16 * i) * inverse;
-                const i32x16 high = to_whole(x), low = to_whole((x - __builtin_convertvector(high, f32x16)) * 254.0f);
+                const i32x16 high = to_integers(x), low = to_integers((x - __builtin_convertvector(high, f32x16)) * 254.0f);
                 const i8x16 bytes[2] = {__builtin_convertvector(high, i8x16), __builtin_convertvector(low, i8x16)};
                 total[0] += high, total[1] += low;
                 for (int part = 0; part < 2; part++) std::memcpy(&q[r][part][16 * i], &bytes[part], 16);
             }
-            for (int part = 0; part < 2; part++) start[r][part] = -128 * sum_of(total[part]);  // keys are taken as unsigned, 128 more
+            for (int part = 0; part < 2; part++) start[r][part] = -128 * sum_of(total[part]);  // keys are used as unsigned, 128 larger
         }
     }
 
@@ -173,14 +173,14 @@ struct Queries8 {
                     for (int part = 0; part < 2; part++)
                         acc[r][part] = dot4<8>(acc[r][part], keys[k] ^ 0x80808080u, load<int32_t>(&q[r][part][64 * i + 4 * k]));
         }
-        for (int64_t j = 0; j < 16; j++) foresee(p, s + j);
+        for (int64_t j = 0; j < 16; j++) prefetch(p, s + j);
         for (int r = 0; r < QUERIES; r++)
             out[r] = (__builtin_convertvector(acc[r][0], f32x16) + __builtin_convertvector(acc[r][1], f32x16) / 254.0f) * scale[r];
     }
 
     void values(const float (*weights)[CHUNK], float (*out)[WIDEST]) const {
         static_assert(CHUNK * 127ll * 32767 < 1ll << 31);
-        alignas(64) int16_t whole[QUERIES][CHUNK];
+        alignas(64) int16_t quantized[QUERIES][CHUNK];
         float unit[QUERIES];
         for (int r = 0; r < QUERIES; r++) {
             Largest largest;
@@ -189,8 +189,8 @@ struct Queries8 {
             const float inverse = unit[r] > 0 ? 1 / unit[r] : 0;
             for (int64_t j = 0; j < p.n; j += 16) {
                 typedef int16_t i16x16 __attribute__((vector_size(32)));
-                const i16x16 w = __builtin_convertvector(to_whole(load<f32x16>(weights[r] + j) * inverse), i16x16);
-                std::memcpy(whole[r] + j, &w, 32);
+                const i16x16 w = __builtin_convertvector(to_integers(load<f32x16>(weights[r] + j) * inverse), i16x16);
+                std::memcpy(quantized[r] + j, &w, 32);
             }
         }
         i32x16 acc[QUERIES][VECTORS];
@@ -205,11 +205,11 @@ struct Queries8 {
             }
             for (int r = 0; r < QUERIES; r++)
                 for (int i = 0; i < VECTORS; i++)
-                    acc[r][i] = (i32x16)_mm512_dpwssd_epi32((__m512i)acc[r][i], pairs[i], _mm512_set1_epi32(load<int32_t>(&whole[r][j])));
+                    acc[r][i] = (i32x16)_mm512_dpwssd_epi32((__m512i)acc[r][i], pairs[i], _mm512_set1_epi32(load<int32_t>(&quantized[r][j])));
         }
         for (int r = 0; r < QUERIES; r++)
             for (int i = 0; i < VECTORS; i++)
-                for (int lane = 0; lane < 16; lane++)  // unpacking has taken 4 of every 8 entries
+                for (int lane = 0; lane < 16; lane++)  // unpacking separated the entries in runs of 4
                     out[r][i / 2 * 32 + lane / 4 * 8 + i % 2 * 4 + lane % 4] = unit[r] * acc[r][i][lane];
     }
 };
@@ -229,7 +229,7 @@ void attend_queries(const Piece<C>& p, int64_t first) {
     float weights[QUERIES][CHUNK];
     f32x16 top[QUERIES];
     for (int r = 0; r < QUERIES; r++) top[r] = f32x16{} - INFINITY;
-    i32x16 lane, odd{};  // odd: lanes that met a NaN or, which a product of finite numbers can't be, -inf
+    i32x16 lane, odd{};  // odd: lanes with a NaN, or with -inf, which finite numbers can't produce
     for (int i = 0; i < 16; i++) lane[i] = i;
     for (int64_t s = 0; s < p.n; s += 16) {
         const int64_t count = std::min<int64_t>(16, p.n - s);
@@ -268,7 +268,7 @@ void attend_queries(const Piece<C>& p, int64_t first) {
             e = e == 0.0f ? e : e * scale;
             std::memcpy(weights[r] + s, &e, 64);
         }
-        p.largest[first + r] = nan && most == -INFINITY ? 0 : most;  // -inf would say that there was nothing to see
+        p.largest[first + r] = nan && most == -INFINITY ? 0 : most;  // -inf would mean that every key is masked
         p.sum[first + r] = nan || most == INFINITY ? NAN : sum_of(total);
     }
     float out[QUERIES][WIDEST];
@@ -320,7 +320,7 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
                 seen[r] = mask_data ? mask_data + ((mask_by_row ? b * TOKENS : 0) + t) * S + first : nullptr;
             }
             int64_t n = std::min(CHUNK, S - first);
-            while (n > 0 && nobody_sees(seen, n - 1)) n--;  // in a buffer that is filled from the front, the rest is empty
+            while (n > 0 && nobody_sees(seen, n - 1)) n--;  // slots after the last visible key are empty
             float* part = &parts[unit * R * width];
             const int64_t scale_at = (b * KV + head) * (k_scale ? k_scale->stride(1) : 0) + first;
             const auto* k_at = k_data + b * k.stride(0) + head * k.stride(1) + first * k.stride(2);
@@ -345,15 +345,15 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
     }
 }
 
-// q (B, H, T, D), k and v (B, KV, S, D), mask bool (T, S) or (B, 1, T, S) as torch's scaled_dot_product_attention takes them; k
-// and v may be 8-bit integers with a float32 scale for each key (B, KV, S). For few queries: the work is to read k and v once.
+// q (B, H, T, D), k and v (B, KV, S, D), mask bool (T, S) or (B, 1, T, S), as in torch's scaled_dot_product_attention; k and v may
+// be 8-bit integers with a float32 scale for each key (B, KV, S). For few queries, where reading k and v dominates.
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale,
               std::optional<Tensor> v_scale) {
     Tensor y = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2), q.size(3)});
-    const bool whole = q.scalar_type() == torch::headeronly::ScalarType::Float;
-    if (k_scale && whole) attend_to<float, int8_t>(q, k, v, mask, k_scale, v_scale, y);
+    const bool is_float = q.scalar_type() == torch::headeronly::ScalarType::Float;
+    if (k_scale && is_float) attend_to<float, int8_t>(q, k, v, mask, k_scale, v_scale, y);
     else if (k_scale) attend_to<bf16, int8_t>(q, k, v, mask, k_scale, v_scale, y);
-    else if (whole) attend_to<float, float>(q, k, v, mask, k_scale, v_scale, y);
+    else if (is_float) attend_to<float, float>(q, k, v, mask, k_scale, v_scale, y);
     else attend_to<bf16, bf16>(q, k, v, mask, k_scale, v_scale, y);
     return y;
 }

@@ -1,4 +1,4 @@
-// A few rows times a plain bfloat16 weight.
+// A few rows of x times a bfloat16 weight.
 
 #pragma once
 
@@ -13,23 +13,23 @@ using torch::stable::Tensor;
 
 namespace {
 
-// 32 products of bfloat16 added to 16 sums.
+// Adds 32 bfloat16 products to 16 sums.
 #if defined(__AVX512BF16__)
 inline f32x16 dot2(f32x16 acc, const bf16* w, const bf16* x) {
     return (f32x16)_mm512_dpbf16_ps((__m512)acc, load<__m512bh>(w), load<__m512bh>(x));
 }
 #else
 inline f32x16 dot2(f32x16 acc, const bf16* w, const bf16* x) {
-    u32x16 a = load<u32x16>(w), b = load<u32x16>(x);  // two numbers in each: one above, one below
+    u32x16 a = load<u32x16>(w), b = load<u32x16>(x);  // each lane has two bfloat16: the high and the low half
     acc += (f32x16)(a << 16) * (f32x16)(b << 16);
     return acc + (f32x16)(a & 0xffff0000u) * (f32x16)(b & 0xffff0000u);
 }
 #endif
 
-// One row of the weight times M rows of x. The weight is one stream from front to back, which memory serves best.
+// One row of the weight times M rows of x. The weight is read sequentially, which is fastest.
 template <int M>
 void row_product(const bf16* x, const bf16* w, int64_t K, float* y) {
-    constexpr int SUMS = M == 1 ? 2 : 1;  // that don't wait for each other
+    constexpr int SUMS = M == 1 ? 2 : 1;  // independent sums hide the latency
     f32x16 acc[M][SUMS];
     for (int m = 0; m < M; m++)
         for (int i = 0; i < SUMS; i++) acc[m][i] = f32x16{};
@@ -57,7 +57,7 @@ void few_rows(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N
     });
 }
 
-// (M, K) times a plain weight (N, K) and a bias (N) -> (M, N); for few rows, since each 4 read the weight again.
+// (M, K) times a weight (N, K), plus a bias (N) -> (M, N). For few rows: the weight is read once for every 4 rows.
 Tensor linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
     const int64_t M = x.size(0), K = x.size(1), N = weight.size(0);
     Tensor y = torch::stable::new_empty(x, {M, N});

@@ -1,21 +1,21 @@
-// A few rows, or many, times a weight (N, K) of 4 or 8 bits in tiles (llama/checkpoint/tiles.py packs them).
+// Rows of x times a weight (N, K) in 4 or 8 bits, packed in tiles by llama/quant/tiles.py.
 //
-// A tile is 16 rows of the weight, one a lane of a vector of 16 numbers. It is read from front to back:
+// A tile is 16 rows of the weight; each row uses one lane of a vector. The bytes of a tile, in order:
 //
-//     group 0: for every 4 inputs   16 rows x 4 weights of 8 bits (64 bytes), or for every 8 inputs of 4 bits: inputs 0-3
-//                                   in the low halves of the bytes, inputs 4-7 in the high ones
-//              scale                16 x float16
-//              offset               16 x float16, if the scheme has one
-//     group 1: the same, and so on; with one scale for a whole row instead, 16 x float32 follow the last group.
+//     group 0: weights   8 bits: for every 4 inputs, 16 rows x 4 bytes
+//                        4 bits: for every 8 inputs, 16 rows x 4 bytes; inputs 0-3 in the low halves, inputs 4-7 in the high halves
+//              scale     16 x float16
+//              offset    16 x float16, if the format has offsets
+//     group 1: the same, and so on. If a row has a single scale, groups have none, and 16 x float32 follow the last group.
 //
-// One row of x is turned into 8-bit integers too, with a scale for every group of inputs. Then
+// Each row of x is quantized to 8 bits, with a scale for each group of inputs. Then
 //
 //     y[row] = sum over groups of  scale_w[row] * scale_x * sum_k(w[row, k] * x[k])  +  offset[row] * scale_x * sum_k(x[k])
 //
-// where w is unsigned, as the instruction for it (vpdpbusd) wants, and the inner sum is exact in 32 bits. Four inputs of
-// x go into all lanes at once; so no sum across lanes is ever needed, and 12 rows of x share every weight read.
+// where w is unsigned, as the instruction vpdpbusd requires, and the inner sum is exact in 32 bits. Four inputs of x are broadcast
+// to all lanes, so no sum across lanes is needed, and up to 12 rows of x share every read of the weight.
 //
-// `dot4` is the one instruction that matters.
+// Nearly all of the time is spent in `dot4`.
 
 #pragma once
 
@@ -31,10 +31,10 @@ using torch::stable::Tensor;
 
 namespace {
 
-constexpr int64_t ROWS = 16;  // of a tile
+constexpr int64_t ROWS = 16;  // rows of a tile
 
-// acc[row] += sum over 4 inputs of w[row][i] * x[i]; w is 64 unsigned bytes, x 4 signed ones.
-// Without VNNI 8-bit weights are taken as signed (w - 128), since pairs of unsigned ones would overflow 16 bits.
+// acc[row] += sum over 4 inputs of w[row][i] * x[i]; w is 64 unsigned bytes, x is 4 signed bytes.
+// Without VNNI, 8-bit weights are used as signed (w - 128), since the sum of two products with unsigned ones can overflow 16 bits.
 #if defined(__AVX512VNNI__)
 constexpr bool SIGNED8 = false;
 template <int BITS>
@@ -66,12 +66,12 @@ inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
 }
 #endif
 
-// A row of x in 8 bits. `start` takes the middle of unsigned weights off: sum((w - zero) x) = sum(w x) - zero sum(x).
+// A row of x in 8 bits. `start` subtracts the zero point of unsigned weights: sum((w - zero) x) = sum(w x) - zero sum(x).
 struct Row {
     const int8_t* x;       // (groups * group)
     const float* scale;    // (groups)
     const int32_t* start;  // (groups)
-    const float* sum;      // (groups), times scale
+    const float* sum;      // (groups), sum of x times scale
 };
 
 struct Shape {
@@ -114,12 +114,12 @@ void tile_product(const uint8_t* tile, const Shape& s, const Row* rows, f32x16* 
     for (int m = 0; m < M; m++) y[m] = total[m] * scale;
 }
 
-// One row of x (K) in 8 bits, group by group. A number that is not finite makes its group's scale NaN, and so the result.
+// Quantizes one row of x (K) to 8 bits, group by group. A nonfinite number makes its group's scale NaN, and so the result.
 template <typename T>
 void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, float* scale, int32_t* start, float* sum) {
     for (int64_t g = 0; g < s.groups; g++, x += s.group, q += s.group) {
         const int64_t n = std::min(s.group, K - g * s.group);
-        T rest[128] = {};  // the last group, filled up
+        T rest[128] = {};  // the last group, padded
         const T* from = n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x;
         Largest largest;
         for (int64_t i = 0; i < s.group; i += 16) largest.see(widen(from + i));
@@ -127,7 +127,7 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, f
         scale[g] = most / 127;
         i32x16 total{};
         for (int64_t i = 0; i < s.group; i += 16) {
-            const i32x16 v = to_whole(widen(from + i) * inverse);
+            const i32x16 v = to_integers(widen(from + i) * inverse);
             const i8x16 bytes = __builtin_convertvector(v, i8x16);
             std::memcpy(q + i, &bytes, 16);
             total += v;
@@ -139,7 +139,7 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, f
 
 template <typename T, int BITS, bool OFFSET, bool PER_ROW>
 void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, T* y, int64_t N) {
-    const int64_t padded = s.groups * s.group + 64, count = M * s.groups;  // 64: or rows would fall on the same places of a cache
+    const int64_t padded = s.groups * s.group + 64, count = M * s.groups;  // + 64 bytes, so that rows do not map to the same cache lines
     std::vector<int8_t> q(M * padded);
     std::vector<float> scale(count), sum(count);
     std::vector<int32_t> start(count);
@@ -185,7 +185,7 @@ void product_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, int64_t 
     else product<T, 4, true, false>(x, M, K, tiles, s, y, N);
 }
 
-// (M, K) float32 or bfloat16 times a packed weight (N, K) -> (M, N) of x's dtype.
+// (M, K) in float32 or bfloat16, times a packed weight (N, K) -> (M, N) in x's dtype.
 Tensor linear_blocks(const Tensor& x, const Tensor& tiles, int64_t bits, int64_t group, bool offset, int64_t N) {
     const int64_t M = x.size(0), K = x.size(1);
     Tensor y = torch::stable::new_empty(x, {M, N});

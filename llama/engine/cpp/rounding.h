@@ -1,4 +1,4 @@
-// Weights rounded to 4 and 8 bits and packed into tiles: `quantize` of llama/quant.py and `pack` of checkpoint/tiles.py in one.
+// Quantizes a weight to 4 or 8 bits and packs it: the same as quant.rounding.quantize followed by quant.tiles.pack.
 
 #pragma once
 
@@ -6,7 +6,8 @@
 
 namespace {
 
-inline f32x16 store_half(f32x16 x, uint8_t* p) {  // as float16, to nearest even; returns what is stored
+// Stores x as float16, rounded to nearest even; returns the stored values.
+inline f32x16 store_half(f32x16 x, uint8_t* p) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__)
@@ -22,13 +23,13 @@ inline f32x16 store_half(f32x16 x, uint8_t* p) {  // as float16, to nearest even
     return load_half(p);
 }
 
-// x itself; but the compiler can't fuse what makes it with what uses it, which would round otherwise than torch does.
-inline f32x16 apart(f32x16 x) {
+// Returns x. The compiler can't fuse the operations before and after it, which would round differently than torch does.
+inline f32x16 unfused(f32x16 x) {
     asm("" : "+m"(x));
     return x;
 }
 
-// (v - offset) / scale as a whole number from 0 to top.
+// (v - offset) / scale, rounded to an integer and clamped to 0 .. top.
 inline f32x16 quants_of(f32x16 v, f32x16 scale, f32x16 offset, float top) {
     const f32x16 zero{}, one = zero + 1.0f, most = zero + top, magic = zero + 12582912.0f;  // as in exp_of
     f32x16 x = (v - offset) / (scale > zero ? scale : one);
@@ -37,21 +38,21 @@ inline f32x16 quants_of(f32x16 v, f32x16 scale, f32x16 offset, float top) {
     return (x + magic) - magic;
 }
 
-struct Rounding {
-    int64_t bits, group;  // group 0: one scale in float32 for a whole row
+struct Settings {
+    int64_t bits, group;  // group 0: one float32 scale per row
     bool offset;
     const float* clips;
     int64_t tries;
 };
 
-// A tile of `rows` rows (K): `quantize` and `pack` of llama/ in one, where both are explained.
+// Quantizes and packs `rows` rows (K) into one tile. quant.rounding.quantize explains the method, blocks.h the layout.
 template <typename T>
-void round_tile(const T* w, int64_t rows, int64_t K, const Rounding& s, uint8_t* tile) {
+void quantize_tile(const T* w, int64_t rows, int64_t K, const Settings& s, uint8_t* tile) {
     const int64_t width = s.group ? s.group : 64, bytes = width * ROWS * s.bits / 8;
     const float top = float((1 << s.bits) - 1), middle = float(1 << (s.bits - 1));
     const f32x16 empty = f32x16{} + (s.offset ? 0 : middle);
-    i32x16 there{};
-    for (int64_t r = 0; r < rows; r++) there[r] = -1;
+    i32x16 exists{};  // lanes that have a row
+    for (int64_t r = 0; r < rows; r++) exists[r] = -1;
     f32x16 values[128], row_scale{};
     for (int64_t r = 0; r < rows && !s.group; r++) {
         float largest = 0, finite = 0;
@@ -65,7 +66,7 @@ void round_tile(const T* w, int64_t rows, int64_t K, const Rounding& s, uint8_t*
         const int64_t n = std::min(width, K - first);
         float numbers[16] = {};
         for (int64_t k = 0; k < width; k++) {
-            for (int64_t r = 0; r < rows; r++)  // what fills up the last group must not widen its range
+            for (int64_t r = 0; r < rows; r++)  // the padding of the last group must not widen its range
                 numbers[r] = k < n ? to_float(w[r * K + first + k]) : s.offset ? values[0][r] : 0;
             values[k] = load<f32x16>(numbers);
         }
@@ -79,7 +80,7 @@ void round_tile(const T* w, int64_t rows, int64_t K, const Rounding& s, uint8_t*
         for (int64_t i = 0; i < s.tries; i++) {
             f32x16 new_scale = row_scale, new_offset, error{};
             if (s.offset) {
-                const f32x16 half = apart((high - low) / 2.0f * s.clips[i]);
+                const f32x16 half = unfused((high - low) / 2.0f * s.clips[i]);
                 new_scale = store_half(half * 2.0f / top + finite, numbers_at);
                 new_offset = store_half((low + high) / 2.0f - half, numbers_at);
             } else {
@@ -100,7 +101,7 @@ void round_tile(const T* w, int64_t rows, int64_t K, const Rounding& s, uint8_t*
             u32x16 word{};  // inputs k to k + 3, a byte each
             for (int64_t i = 0; i < 4; i++) {
                 f32x16 q = quants_of(values[k + i], scale, offset, top);
-                q = k + i < n ? (there ? q : empty) : empty;
+                q = k + i < n ? (exists ? q : empty) : empty;
                 word |= (u32x16)__builtin_convertvector(q, i32x16) << uint32_t(8 * i);
             }
             uint8_t* const at = tile + (s.bits == 8 ? k / 4 : k / 8) * 64;
@@ -115,24 +116,24 @@ void round_tile(const T* w, int64_t rows, int64_t K, const Rounding& s, uint8_t*
 }
 
 template <typename T>
-void round_rows(const T* w, int64_t N, int64_t K, const Rounding& s, uint8_t* tiles, int64_t tile_bytes) {
+void quantize_rows(const T* w, int64_t N, int64_t K, const Settings& s, uint8_t* tiles, int64_t tile_bytes) {
     torch::stable::parallel_for(0, (N + ROWS - 1) / ROWS, 1, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++)
-            round_tile(w + t * ROWS * K, std::min(ROWS, N - t * ROWS), K, s, tiles + t * tile_bytes);
+            quantize_tile(w + t * ROWS * K, std::min(ROWS, N - t * ROWS), K, s, tiles + t * tile_bytes);
     });
 }
 
-// A weight (N, K), float32 or bfloat16, rounded to 4 or 8 bits: its tiles. clips (float32): how far to draw in a group's range.
-Tensor round_to_tiles(const Tensor& weight, const Tensor& clips, int64_t bits, int64_t group, bool offset) {
+// The tiles of a weight (N, K) in float32 or bfloat16. clips (float32): the factors to try for narrowing a group's range.
+Tensor quantize_to_tiles(const Tensor& weight, const Tensor& clips, int64_t bits, int64_t group, bool offset) {
     const int64_t N = weight.size(0), K = weight.size(1), width = group ? group : 64;
-    const int64_t of_group = width * ROWS * bits / 8 + (group ? 32 : 0) + (offset ? 32 : 0);
-    const int64_t tile_bytes = (K + width - 1) / width * of_group + (group ? 0 : 64);
+    const int64_t group_bytes = width * ROWS * bits / 8 + (group ? 32 : 0) + (offset ? 32 : 0);
+    const int64_t tile_bytes = (K + width - 1) / width * group_bytes + (group ? 0 : 64);
     Tensor y = torch::stable::new_empty(weight, {(N + ROWS - 1) / ROWS, tile_bytes}, torch::headeronly::ScalarType::Byte);
-    const Rounding s{bits, group, offset, (const float*)clips.const_data_ptr(), clips.size(0)};
+    const Settings s{bits, group, offset, (const float*)clips.const_data_ptr(), clips.size(0)};
     auto* tiles = (uint8_t*)y.mutable_data_ptr();
     if (weight.scalar_type() == torch::headeronly::ScalarType::Float)
-        round_rows((const float*)weight.const_data_ptr(), N, K, s, tiles, tile_bytes);
-    else round_rows((const bf16*)weight.const_data_ptr(), N, K, s, tiles, tile_bytes);
+        quantize_rows((const float*)weight.const_data_ptr(), N, K, s, tiles, tile_bytes);
+    else quantize_rows((const bf16*)weight.const_data_ptr(), N, K, s, tiles, tile_bytes);
     return y;
 }
 

@@ -1,4 +1,4 @@
-// Vectors of 16 numbers, as the compiler has them for every processor, and what is needed besides arithmetic.
+// Vectors of 16 numbers in the compiler's portable vector types, and the operations that these types lack.
 
 #pragma once
 
@@ -31,7 +31,7 @@ inline void from_float(float x, float& y) { y = x; }
 inline void from_float(float x, bf16& y) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
-    y.bits = x == x ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;  // to nearest even; NaN stays NaN
+    y.bits = x == x ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;  // round to nearest even; NaN stays NaN
 }
 
 template <typename V>
@@ -83,8 +83,8 @@ inline f32x16 widen(const int8_t* p) {
     return __builtin_convertvector(__builtin_convertvector(load<i8x16>(p), i32x16), f32x16);
 }
 
-// The largest magnitude of n numbers; NaN if one is not finite. A compiler may not reorder float operations, so the 16 maxima that
-// are kept side by side are spelled out.
+// The largest magnitude of the numbers seen; NaN if one is not finite. A compiler may not reorder float operations, so the code
+// keeps 16 maxima explicitly.
 struct Largest {
     f32x16 top{}, finite{};
     void see(f32x16 x) {
@@ -99,8 +99,8 @@ struct Largest {
     }
 };
 
-inline i32x16 to_whole(f32x16 x) {  // to nearest even, for |x| < 2^22
-    return __builtin_convertvector((x + 12582912.0f) - 12582912.0f, i32x16);  // 1.5 * 2^23: adding it rounds to a whole number
+inline i32x16 to_integers(f32x16 x) {  // round to nearest even, for |x| < 2^22
+    return __builtin_convertvector((x + 12582912.0f) - 12582912.0f, i32x16);  // adding 1.5 * 2^23 rounds to an integer
 }
 
 template <typename V>
