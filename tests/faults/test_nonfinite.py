@@ -137,9 +137,8 @@ def test_an_overflow_of_the_hidden_state_is_located(sublayer: str) -> None:
     layer.bias = torch.nn.Parameter(torch.zeros(64, dtype=torch.float16), requires_grad=False)
     layer.bias[0] = 6e4
     part = "attention" if sublayer == "attention" else "feed-forward"
-    assert f"layer 0 (of 0 to 1), in its {part}, where its result is added to the hidden state; no weight" in failure(
-        net
-    )
+    message = failure(net)
+    assert f"layer 0 (of 0 to 1), in its {part}, where its result is added to the hidden state; no weight" in message
 
 
 def test_an_overflow_of_float32_does_not_suggest_float32() -> None:
