@@ -1,4 +1,4 @@
-"""Many prompts at once: each row of a batch says exactly what it says alone, whatever its neighbours."""
+"""Batches: each request gets the tokens that it gets alone, whatever the other rows hold."""
 
 from __future__ import annotations
 
@@ -28,44 +28,45 @@ from . import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDE = dataclasses.replace(tiny.WIDE, max_seq_len=300)
-needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights want the C++ kernels")
+needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights need the C++ kernels")
 
 
 def alone(net: Transformer, request: Request, **options: Any) -> list[Token]:
+    """Return the tokens of one request without a batch."""
     return list(generate(net, request.prompt, request.params, logprobs=request.logprobs, **options))
 
 
-def together(net: Transformer, requests: Iterable[Request], slots: int, **options: Any) -> list[list[Token]]:
-    """What each request was told, after a check that its events come in order."""
-    said: dict[int, list[Token]] = {}
+def batched(net: Transformer, requests: Iterable[Request], slots: int, **options: Any) -> list[list[Token]]:
+    """Return the tokens of each request in a batch, and check the order of its events."""
+    tokens: dict[int, list[Token]] = {}
     state: dict[int, str] = {}
     for event in Batch(net, requests, slots=slots, **options):
         match event:
             case Started(number, cached):
                 assert number not in state
                 assert cached >= 0
-                state[number], said[number] = "started", []
+                state[number], tokens[number] = "started", []
             case TokenEvent(number, token):
                 assert state[number] == "started"
-                said[number].append(token)
+                tokens[number].append(token)
             case Ended(number, error):
                 assert error is None
                 assert state[number] == "started"
                 state[number] = "ended"
     assert set(state.values()) <= {"ended"}
-    return [said[number] for number in sorted(said)]
+    return [tokens[number] for number in sorted(tokens)]
 
 
 def ragged(rng: random.Random, count: int, vocab: int = 320, longest: int = 60, **params: Any) -> list[Request]:
-    """Requests of all lengths, greedy and sampled, some with a beginning in common."""
+    """Return requests of different lengths, greedy and sampled; some share a prefix."""
     shared = [rng.randrange(vocab) for _ in range(20)]
     made = []
     for i in range(count):
         prompt = shared * rng.randrange(2) + [rng.randrange(vocab) for _ in range(rng.randint(1, longest))]
-        how = rng.choice(
+        sampling = rng.choice(
             [{}, {"temperature": 1.5}, {"repetition_penalty": 1.3}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40}]
         )
-        options = {"max_new_tokens": rng.randint(0, 12), "seed": i, **how, **params}
+        options = {"max_new_tokens": rng.randint(0, 12), "seed": i, **sampling, **params}
         made.append(Request(prompt, SamplingParams(**options), logprobs=rng.random() < 0.5))
     return made
 
@@ -81,17 +82,17 @@ def assert_same(got: list[list[Token]], expected: list[list[Token]], tolerance: 
             assert one.logprob == pytest.approx(other.logprob, abs=tolerance)
 
 
-# -------------------------------------------------------------------------------------------- the law, in every form
+# ---------------------------------------------------------------------------------------- equal to single requests
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 5, 9])
 @pytest.mark.row("G12")
 @pytest.mark.row("G13")
-def test_each_row_says_what_it_says_alone(slots: int) -> None:
+def test_each_request_gets_the_tokens_it_gets_alone(slots: int) -> None:
     net = tiny.model()
     for seed in range(4):
         requests = ragged(random.Random(seed), 11)
         expected = [alone(net, request, stop_ids={3, 77}, n_vocab=300) for request in requests]
-        assert_same(together(net, requests, slots, stop_ids={3, 77}, n_vocab=300), expected)
-        lazily = together(net, iter(requests), slots, stop_ids={3, 77}, n_vocab=300)
+        assert_same(batched(net, requests, slots, stop_ids={3, 77}, n_vocab=300), expected)
+        lazily = batched(net, iter(requests), slots, stop_ids={3, 77}, n_vocab=300)
         assert_same(lazily, expected)
 
 
@@ -114,23 +115,23 @@ MODELS: dict[str, Callable[[], Transformer]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_in_every_kind_of_model(kind: str) -> None:
+def test_batches_work_with_every_kind_of_model(kind: str) -> None:
     net, requests = MODELS[kind](), ragged(random.Random(5), 8)
-    assert_same(together(net, requests, 3), [alone(net, request) for request in requests])
+    assert_same(batched(net, requests, 3), [alone(net, request) for request in requests])
 
 
 @needs_kernels
 @pytest.mark.parametrize("settings", [("int8", "model"), ("int4", "model"), ("int4", "int8")])
-def test_with_the_kernels_of_the_cpu(settings: tuple[str, str]) -> None:
+def test_batches_work_with_the_cpu_kernels(settings: tuple[str, str]) -> None:
     scheme, kind = settings
     net = quantize_(tiny.model(WIDE, attention="kernel"), scheme)
     net.runner.cache_kind = kind
     requests = ragged(random.Random(6), 8)
-    assert_same(together(net, requests, 4), [alone(net, request) for request in requests], tolerance=0.05)
+    assert_same(batched(net, requests, 4), [alone(net, request) for request in requests], tolerance=0.05)
 
 
 @pytest.mark.parametrize("form", ["dynamic", "longrope"])
-def test_where_turns_depend_on_the_length_requests_run_alone(form: str) -> None:
+def test_requests_run_one_by_one_if_frequencies_depend_on_the_length(form: str) -> None:
     scaling: dict[str, Any] = {"rope_type": form, "factor": 4.0}
     if form == "longrope":
         halves = tiny.CONFIG.head_dim // 2
@@ -139,17 +140,17 @@ def test_where_turns_depend_on_the_length_requests_run_alone(form: str) -> None:
     net = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=32, rope_scaling=scaling), max_seq_len=128)
     assert net.rope.by_length
     requests = ragged(random.Random(7), 6)
-    assert_same(together(net, requests, 3), [alone(net, request) for request in requests])
+    assert_same(batched(net, requests, 3), [alone(net, request) for request in requests])
 
 
 class Traced:
-    """In place of a library of Inductor's, the trace that it would be made from, run by torch itself.
+    """Replaces a library compiled by Inductor: PyTorch runs the exported trace itself.
 
-    So what the trace takes for granted (how many rows, how many slots, which weight is which) is held against the
-    model, and no compiler has to work: `slow` shows that the library does what the trace says.
+    So the assumptions of the trace (numbers of rows and slots, order of the weights) are checked without a compiler.
+    The slow case checks the compiled library.
     """
 
-    calls: list[int] = []  # noqa: RUF012  (rows of each call)
+    calls: list[int] = []  # noqa: RUF012  (number of rows of each call)
 
     def __init__(self, path: str, *_: object):
         program = torch.export.load(path)
@@ -162,8 +163,8 @@ class Traced:
 
 
 @needs_kernels
-@pytest.mark.parametrize("by", ["trace", pytest.param("library", marks=pytest.mark.slow)])  # two libraries to build
-def test_a_compiled_model(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["trace", pytest.param("library", marks=pytest.mark.slow)])  # compiles two libraries
+def test_batches_work_with_a_compiled_model(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
     if by == "trace":
         monkeypatch.setattr(
@@ -179,37 +180,37 @@ def test_a_compiled_model(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     expected = [alone(net, request) for request in requests]
     fast = tiny.compiled(net)
     assert fast.runner.fixed_cache
-    for slots in (1, 6, 7):  # of seven requests; at the end four, two and one are left
-        assert_same(together(fast, requests, slots), expected)
+    for slots in (1, 6, 7):  # for seven requests; at the end 4, 2 and 1 remain
+        assert_same(batched(fast, requests, slots), expected)
     if by == "trace":
         assert {1, 6, 7} <= set(Traced.calls)
         assert min(set(Traced.calls) - {1}) >= compiled.FEWEST_ROWS
 
 
-def test_logits_of_a_row_are_those_it_has_alone() -> None:
-    """The whole distribution, not just what was drawn: rows at different positions, a slot taken over by another."""
+def test_logits_of_a_row_equal_those_of_a_full_pass() -> None:
+    """All logits are compared, for rows at different positions and slots that are used again."""
     net = tiny.model()
-    seen: list[torch.Tensor] = []
+    fed: list[torch.Tensor] = []  # (B, 2) token and position of each row
+    rows: list[torch.Tensor] = []  # (B, V)
     real = Runner.next_logits
 
     def spy(
         runner: Runner, model: Transformer, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache
     ) -> torch.Tensor:
-        seen.append(torch.cat((tokens, positions.view(-1, 1)), 1))
+        fed.append(torch.cat((tokens, positions.view(-1, 1)), 1))
         logits = real(runner, model, tokens, positions, cache)
         rows.append(logits.clone())
         return logits
 
-    rows: list[torch.Tensor] = []
     requests = ragged(random.Random(9), 6, temperature=0.0, repetition_penalty=1.0, max_new_tokens=9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "next_logits", spy)
-        told = together(net, requests, 3)
-    texts = [list(request.prompt) + [token.id for token in row] for request, row in zip(requests, told, strict=True)]
-    full = [net(torch.tensor([text]))[0] for text in texts]  # (T, V) each, without any cache
+        found = batched(net, requests, 3)
+    texts = [list(request.prompt) + [token.id for token in row] for request, row in zip(requests, found, strict=True)]
+    full = [net(torch.tensor([text]))[0] for text in texts]  # (T, V) each, without a cache
     checked = 0
-    for fed, logits in zip(seen, rows, strict=True):
-        for (token, position), row in zip(fed.tolist(), logits, strict=True):
+    for inputs, logits in zip(fed, rows, strict=True):
+        for (token, position), row in zip(inputs.tolist(), logits, strict=True):
             for text, expected in zip(texts, full, strict=True):
                 if (
                     0 < position < len(text)
@@ -218,11 +219,11 @@ def test_logits_of_a_row_are_those_it_has_alone() -> None:
                 ):
                     checked += 1
                     break
-    assert checked == sum(len(row) - 1 for row in told)  # the first token of each comes out of the prefill
+    assert checked == sum(len(row) - 1 for row in found)  # the first token of each comes from the prefill
 
 
 # ------------------------------------------------------------------------------------------------- slots and shapes
-def test_requests_start_in_order_and_a_free_slot_is_taken_at_once() -> None:
+def test_requests_start_in_order_and_a_free_slot_is_used_at_once() -> None:
     net = tiny.model()
     lengths = [9, 2, 5, 1, 3, 7]
     requests = [Request([5 + i] * 3, SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths)]
@@ -243,69 +244,69 @@ def test_requests_start_in_order_and_a_free_slot_is_taken_at_once() -> None:
     assert not active
 
 
-def test_requests_are_taken_when_there_is_room_and_not_before() -> None:
-    net, taken = tiny.model(), []
+def test_a_request_is_read_only_when_a_slot_is_free() -> None:
+    net, read = tiny.model(), []
 
     def requests() -> Iterable[Request]:
         for i in range(100):
-            taken.append(i)
+            read.append(i)
             yield Request([i + 1, 2, 3], SamplingParams(max_new_tokens=4))
 
     events = iter(Batch(net, requests(), slots=3))
     for event in events:
         if isinstance(event, TokenEvent) and event.number == 2:
             break
-    assert len(taken) == 3
+    assert len(read) == 3
 
 
-def test_steps_have_one_shape_until_no_prompt_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_steps_have_one_shape_while_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     net, shapes = tiny.model(), []
     real = Runner.next_logits
     monkeypatch.setattr(
-        Runner, "next_logits", lambda *given: (shapes.append((len(given[2]), given[4].slots)), real(*given))[1]
+        Runner, "next_logits", lambda *args: (shapes.append((len(args[2]), args[4].slots)), real(*args))[1]
     )
     lengths = [30, 4, 20, 9, 16, 2, 7, 12, 5, 5, 3, 25]
     requests = [Request([i + 1] * (i + 1), SamplingParams(max_new_tokens=n)) for i, n in enumerate(lengths)]
-    together(net, requests, 6)
+    batched(net, requests, 6)
     widths = [width for width, _ in shapes]
     assert len({slots for _, slots in shapes}) == 1
     assert widths[0] == 6
     assert widths == sorted(widths, reverse=True)
     assert set(widths) <= {6, 4, 2, 1}
     assert widths[-1] == 1
-    # No more rows than the next power of two of those in use: 25 tokens of the last, and what ran beside it.
+    # A step has at most the next power of two of the rows in use.
     assert sum(widths) <= sum(lengths) * 2
 
 
-def test_the_cache_has_no_more_slots_than_the_requests_need() -> None:
+def test_the_cache_has_as_many_slots_as_the_requests_need() -> None:
     net, made = tiny.model(), []
     real = net.new_cache
     net.new_cache = lambda *a, **k: made.append(real(*a, **k)) or made[-1]  # type: ignore[method-assign]
     requests = [Request([1] * 10, SamplingParams(max_new_tokens=5)), Request([1] * 3, SamplingParams(max_new_tokens=9))]
-    together(net, requests, 8)
+    batched(net, requests, 8)
     assert (made[0].batch, made[0].slots) == (2, 15)
 
 
-def test_a_cache_that_must_grow_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_grows_does_not_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama.cache.FIRST_SLOTS", 8)
     net, requests = tiny.model(), ragged(random.Random(10), 9)
-    assert_same(together(net, iter(requests), 3), [alone(net, request) for request in requests])
+    assert_same(batched(net, iter(requests), 3), [alone(net, request) for request in requests])
 
 
 @pytest.mark.parametrize("slots", [0, -1, True, 1.5, "8", 10**6])
 @pytest.mark.row("G13")
-def test_a_bad_number_of_slots_is_refused(slots: Any) -> None:
+def test_an_invalid_number_of_slots_is_refused(slots: Any) -> None:
     with pytest.raises(UsageError, match="batch size"):
         Batch(tiny.model(), [], slots=slots)
 
 
 @pytest.mark.row("G13")
-def test_no_request_no_event() -> None:
+def test_no_requests_yield_no_events() -> None:
     assert list(Batch(tiny.model(), [], slots=3)) == []
     assert list(Batch(tiny.model(), iter([]), slots=3)) == []
 
 
-# ------------------------------------------------------------------------------------------------ a shared beginning
+# -------------------------------------------------------------------------------------------------- shared prefixes
 def test_a_shared_prefix_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     net, fed = tiny.model(), []
     monkeypatch.setattr(
@@ -317,16 +318,16 @@ def test_a_shared_prefix_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fed == [53] + [2] * 6
     assert cached == [0] + [51] * 6
     monkeypatch.undo()
-    assert_same(together(net, requests, 3), [alone(net, request) for request in requests])
+    assert_same(batched(net, requests, 3), [alone(net, request) for request in requests])
 
 
-def test_the_same_prompt_twice_still_feeds_its_last_token() -> None:
+def test_the_last_token_of_a_repeated_prompt_is_fed_again() -> None:
     net = tiny.model()
     requests = [Request(list(range(40)), SamplingParams(max_new_tokens=5, temperature=2.0, seed=i)) for i in range(5)]
-    assert_same(together(net, requests, 2), [alone(net, request) for request in requests])
+    assert_same(batched(net, requests, 2), [alone(net, request) for request in requests])
 
 
-def test_few_shared_tokens_are_not_worth_a_copy() -> None:
+def test_a_short_shared_prefix_is_not_copied() -> None:
     net = tiny.model()
     for shared in (15, 16):
         requests = [Request([*range(shared), 50 + i], SamplingParams(max_new_tokens=2)) for i in range(2)]
@@ -336,55 +337,55 @@ def test_few_shared_tokens_are_not_worth_a_copy() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- ends
 @pytest.mark.row("G13")
-def test_finish_ends_a_row_at_once_and_no_other() -> None:
+def test_finish_ends_one_request_at_once_and_no_other() -> None:
     net = tiny.model()
     requests = [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(5)]
     run = Batch(net, requests, slots=2)
-    said: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for event in run:
         if isinstance(event, TokenEvent):
-            said[event.number] = said.get(event.number, 0) + 1
-            if event.number in (1, 3) and said[event.number] == 4:
+            counts[event.number] = counts.get(event.number, 0) + 1
+            if event.number in (1, 3) and counts[event.number] == 4:
                 run.finish(event.number)
-    assert said == {0: 10, 1: 4, 2: 10, 3: 4, 4: 10}
+    assert counts == {0: 10, 1: 4, 2: 10, 3: 4, 4: 10}
 
 
-def test_finish_from_outside_is_heard_before_the_next_token() -> None:
+def test_finish_of_another_request_takes_effect_before_its_next_token() -> None:
     net = tiny.model()
     run = Batch(net, [Request([i + 1, 5], SamplingParams(max_new_tokens=10)) for i in range(3)], slots=3)
-    said: list[int] = []
+    numbers: list[int] = []
     for event in run:
         if isinstance(event, TokenEvent):
-            said.append(event.number)
-        if isinstance(event, TokenEvent) and event.number == 0 and said.count(0) == 5:
-            run.finish(2)  # which has said 4 and would have its turn in this very step
-    assert [said.count(number) for number in range(3)] == [10, 10, 4]
+            numbers.append(event.number)
+        if isinstance(event, TokenEvent) and event.number == 0 and numbers.count(0) == 5:
+            run.finish(2)  # has 4 tokens; its fifth would follow in this step
+    assert [numbers.count(number) for number in range(3)] == [10, 10, 4]
 
 
-def test_a_request_that_cannot_run_ends_alone() -> None:
+def test_an_invalid_request_ends_alone() -> None:
     net = tiny.model()
     params = SamplingParams(max_new_tokens=4)
     good = [Request([1, 2, 3], params), Request([4] * 30, params)]
     bad = [Request([], params), Request([1] * 256, params), Request([1, 9999], params), Request([-1], params)]
     errors: dict[int, LlamaError | None] = {}
-    said: dict[int, list[Token]] = {0: [], 5: []}
+    tokens: dict[int, list[Token]] = {0: [], 5: []}
     for event in Batch(net, [good[0], *bad, good[1]], slots=2):
         if isinstance(event, Ended):
             errors[event.number] = event.error
         if isinstance(event, TokenEvent):
-            said[event.number].append(event.token)
+            tokens[event.number].append(event.token)
     assert [type(errors[i]) for i in range(6)] == [
         type(None), UsageError, ContextLengthError, UsageError, UsageError, type(None)
     ]  # fmt: skip
-    assert_same([said[0], said[5]], [alone(net, request) for request in good])
+    assert_same([tokens[0], tokens[5]], [alone(net, request) for request in good])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("attention", ["sdpa", "reference", "kernel"])
 @pytest.mark.row("G10")
 @pytest.mark.row("G20")
-def test_a_row_that_is_not_finite_ends_with_an_error_and_spoils_no_other(attention: str, bad: float) -> None:
-    """Token 300 is poison. Its row is freed, and who takes the slot must not meet what it left behind."""
+def test_a_row_that_is_not_finite_ends_with_an_error_and_affects_no_other(attention: str, bad: float) -> None:
+    """Token 300 has an embedding that is not finite. The next request in its slot must not read its keys and values."""
     net = tiny.model(attention=attention)
     params = SamplingParams(max_new_tokens=6)
     clean = [Request([i + 1, 2, 3], params) for i in range(8)]
@@ -395,43 +396,43 @@ def test_a_row_that_is_not_finite_ends_with_an_error_and_spoils_no_other(attenti
         requests = list(clean)
         for at in (0, 3, 7):
             requests.insert(at, poison)
-        said: dict[int, list[Token]] = {}
+        tokens: dict[int, list[Token]] = {}
         errors: dict[int, LlamaError | None] = {}
         for event in Batch(net, requests, slots=slots, n_vocab=300):
             if isinstance(event, TokenEvent):
-                said.setdefault(event.number, []).append(event.token)
+                tokens.setdefault(event.number, []).append(event.token)
             if isinstance(event, Ended):
                 errors[event.number] = event.error
         poisoned = [i for i, request in enumerate(requests) if request is poison]
         assert [i for i in errors if errors[i]] == poisoned
         assert all(isinstance(errors[i], NumericalError) for i in poisoned)
         assert "not finite" in str(errors[poisoned[0]])
-        assert_same([said[i] for i in range(len(requests)) if i not in poisoned], expected)
+        assert_same([tokens[i] for i in range(len(requests)) if i not in poisoned], expected)
 
 
-def test_a_row_may_turn_bad_in_the_middle() -> None:
+def test_a_row_that_becomes_nonfinite_later_ends_alone() -> None:
     net = tiny.model()
     requests = [Request([i + 1, 2, 3], SamplingParams(max_new_tokens=8)) for i in range(5)]
     expected = [alone(net, request) for request in requests]
     real, calls = Runner.next_logits, [0]
 
-    def spoil(*given: Any) -> torch.Tensor:
-        logits: torch.Tensor = real(*given)
+    def third_fails(*args: Any) -> torch.Tensor:
+        logits: torch.Tensor = real(*args)
         calls[0] += 1
         if calls[0] == 3:
             logits[1, 5] = torch.nan
         return logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "next_logits", spoil)
+        patch.setattr(Runner, "next_logits", third_fails)
         events = list(Batch(net, requests, slots=3))
-    said = [[event.token for event in events if isinstance(event, TokenEvent) and event.number == i] for i in range(5)]
+    tokens = [[e.token for e in events if isinstance(e, TokenEvent) and e.number == i] for i in range(5)]
     assert [event.number for event in events if isinstance(event, Ended) and event.error] == [1]
-    assert_same(said, [row if i != 1 else row[:3] for i, row in enumerate(expected)])
+    assert_same(tokens, [row if i != 1 else row[:3] for i, row in enumerate(expected)])
 
 
-# ----------------------------------------------------------------------------------------------------------- its text
-def test_generate_with_a_list_is_generate_one_by_one(tiny_llm: Llama) -> None:
+# ------------------------------------------------------------------------------------------------------------- text
+def test_a_list_of_prompts_gets_the_answers_of_single_prompts(tiny_llm: Llama) -> None:
     rng = random.Random(0)
     prompts = ["hello " * rng.randint(0, 8) + rng.choice("abcdefgh") for _ in range(9)]
     for options in (
@@ -456,17 +457,17 @@ def test_generate_with_a_list_is_generate_one_by_one(tiny_llm: Llama) -> None:
 
 def test_a_stop_string_frees_the_slot(tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"max_new_tokens": 40, "temperature": 3.0, "seed": 5}
-    whole = tiny_llm.generate("hello", **options)
-    stop = whole.text[8:11]
+    complete = tiny_llm.generate("hello", **options)
+    stop = complete.text[8:11]
     steps: list[int] = []
     real = Runner.next_logits
-    monkeypatch.setattr(Runner, "next_logits", lambda *given: (steps.append(len(given[2])), real(*given))[1])
+    monkeypatch.setattr(Runner, "next_logits", lambda *args: (steps.append(len(args[2])), real(*args))[1])
     stopped = tiny_llm.generate(["hello", "hello"], **options, stop=[stop])
-    assert [c.text for c in stopped] == [whole.text[: whole.text.index(stop)]] * 2
+    assert [c.text for c in stopped] == [complete.text[: complete.text.index(stop)]] * 2
     assert len(steps) == len(stopped[0].tokens) - 1
 
 
-def test_pieces_of_a_batch_joined_are_its_texts(tiny_llm: Llama) -> None:
+def test_joined_pieces_of_a_batch_are_its_texts(tiny_llm: Llama) -> None:
     pairs = [([5 + i, 9], {"max_new_tokens": 9, "temperature": 3.0, "seed": i}) for i in range(5)]
     texts, completions = [""] * 5, {}
     for number, piece in tiny_llm.stream_batch(iter(pairs), batch_size=2):
@@ -478,20 +479,19 @@ def test_pieces_of_a_batch_joined_are_its_texts(tiny_llm: Llama) -> None:
     assert [completions[i].text for i in range(5)] == texts
 
 
-def test_the_time_of_a_row_is_its_own(tiny_llm: Llama) -> None:
-    """None waits for a slot on the clock, and rows that run side by side take as long as the whole."""
+def test_the_time_of_a_request_excludes_waiting_for_a_slot(tiny_llm: Llama) -> None:
     import time
 
     started = time.perf_counter()
     done = tiny_llm.generate(["hello"] * 6, max_new_tokens=20, temperature=1.0, seed=1, batch_size=2)
-    whole = time.perf_counter() - started
+    total = time.perf_counter() - started
     times = [c.stats.prefill_s + c.stats.decode_s for c in done]
     assert all(c.stats.prefill_s > 0 for c in done)
-    assert max(times) < whole
-    assert sum(times) <= 2 * whole
+    assert max(times) < total
+    assert sum(times) <= 2 * total  # two slots
 
 
-def test_an_error_of_one_prompt_ends_generate_with_a_list(tiny_llm: Llama) -> None:
+def test_an_error_in_one_prompt_of_a_list_is_raised(tiny_llm: Llama) -> None:
     with pytest.raises(ContextLengthError):
         tiny_llm.generate(["a", "b " * 400], max_new_tokens=3)
     with pytest.raises(UsageError, match="unknown option 'nonsense'"):
@@ -500,14 +500,14 @@ def test_an_error_of_one_prompt_ends_generate_with_a_list(tiny_llm: Llama) -> No
         tiny_llm.generate(["a"], batch_size=0)
 
 
-def test_a_list_with_a_draft_runs_one_after_the_other(tiny_llm: Llama) -> None:
+def test_a_list_of_prompts_works_with_a_draft(tiny_llm: Llama) -> None:
     got = tiny_llm.generate(["hello hello", "the"], max_new_tokens=9, draft="ngram")
     assert [c.tokens for c in got] == [c.tokens for c in tiny_llm.generate(["hello hello", "the"], max_new_tokens=9)]
 
 
 # ------------------------------------------------------------------------------------------------ the default model
-@pytest.mark.slow  # the rows of tiny models hold it by default
-def test_the_default_model_in_float32(default_llm: Llama) -> None:
+@pytest.mark.slow  # tiny models test the same by default
+def test_a_batch_of_the_default_model_equals_single_prompts(default_llm: Llama) -> None:
     prompts = ["The capital of France is", "Once upon a time there was a", "def fib(n):\n", "2, 4, 6, 8,"]
     options = {"max_new_tokens": 8, "logprobs": True}
     got = default_llm.generate(prompts, **options, batch_size=3)

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: what rounding may cost, and that nothing else about a cache changes."""
+"""The KV cache in 8 bits: its rounding error is bounded, and it works like the cache in the model's dtype."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from llama.generate import prefill
 from . import tiny
 
 
-def rounded_model(**options: str):
+def int8_model(**options: str):
+    """Return a model whose caches are in 8 bits."""
     net = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=4000), **options)
     net.runner.cache_kind = "int8"
     return net
 
 
-def test_rounding_errs_by_half_a_step_of_each_heads_own_scale() -> None:
+def test_the_rounding_error_is_at_most_half_a_step_of_each_heads_scale() -> None:
     x = torch.randn(2, 3, 5, 16) * torch.logspace(-6, 4, 5)[:, None]
-    rounded = quantize_kv(x)
+    quantized = quantize_kv(x)
     largest = x.abs().amax(-1, keepdim=True)
-    assert bool(((rounded.dequantize(torch.float32) - x).abs() <= largest / 254 * 1.0001).all())
-    assert rounded.values.abs().amax(-1).eq(127).all()  # the largest entry is met exactly
+    assert bool(((quantized.dequantize(torch.float32) - x).abs() <= largest / 254 * 1.0001).all())
+    assert quantized.values.abs().amax(-1).eq(127).all()  # the largest entry is exact
     assert torch.equal(quantize_kv(torch.zeros(1, 1, 1, 4)).dequantize(torch.float32), torch.zeros(1, 1, 1, 4))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_so(bad: float) -> None:
+def test_nonfinite_values_stay_nonfinite(bad: float) -> None:
     x = torch.randn(1, 1, 2, 8)
     x[0, 0, 1, 3] = bad
-    numbers = quantize_kv(x).dequantize(torch.float32)
-    assert bool(torch.isfinite(numbers[0, 0, 0]).all())
-    assert not bool(torch.isfinite(numbers[0, 0, 1]).all())
+    dequantized = quantize_kv(x).dequantize(torch.float32)
+    assert bool(torch.isfinite(dequantized[0, 0, 0]).all())
+    assert not bool(torch.isfinite(dequantized[0, 0, 1]).all())
 
 
-def test_a_cache_in_8_bits_holds_what_was_put_in_wherever_it_is_put() -> None:
+def test_a_cache_in_8_bits_stores_keys_and_values_at_any_position() -> None:
     cache = KVCache(1, 2, 8, max_len=3000, batch=2, kind="int8")
     k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8)
     keys, values = cache.layers[0].update(k, v, cache.place(3))
@@ -50,7 +51,7 @@ def test_a_cache_in_8_bits_holds_what_was_put_in_wherever_it_is_put() -> None:
     assert isinstance(keys, QuantizedKV)
     torch.testing.assert_close(keys.dequantize(torch.float32), k, rtol=0, atol=float(k.abs().max()) / 254 * 1.001)
     torch.testing.assert_close(values.dequantize(torch.float32), v, rtol=0, atol=float(v.abs().max()) / 254 * 1.001)
-    rows = cache.place(1, torch.tensor([[3], [1]]))  # each row of the batch at a position of its own
+    rows = cache.place(1, torch.tensor([[3], [1]]))  # each row of the batch at its own position
     one = torch.randn(2, 2, 1, 8)
     keys, _ = cache.layers[0].update(one, one, rows)
     got = keys.dequantize(torch.float32)
@@ -66,40 +67,40 @@ def test_a_cache_in_8_bits_holds_what_was_put_in_wherever_it_is_put() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "reference", pytest.param("kernel", marks=pytest.mark.skipif(
     not kernels.ready(), reason="needs the C++ kernels"))])  # fmt: skip
-def test_logits_differ_by_the_rounding_and_no_more(attention: str) -> None:
-    net, exact = rounded_model(attention=attention), tiny.model()
+def test_logits_differ_only_by_the_rounding_error(attention: str) -> None:
+    net, exact = int8_model(attention=attention), tiny.model()
     tokens = tiny.random_tokens(60)[0].tolist()
     cache, own = net.new_cache(), exact.new_cache()
     assert (cache.kind, own.kind) == ("int8", "model")
     got = [prefill(net, tokens[:50], cache)] + [prefill(net, [token], cache) for token in tokens[50:]]
     want = [prefill(exact, tokens[:50], own)] + [prefill(exact, [token], own) for token in tokens[50:]]
     error = float((torch.stack(got) - torch.stack(want)).norm() / torch.stack(want).norm())
-    assert 1e-5 < error < 0.02  # it does round; the entries of a head are off by up to 1/254 of the largest
+    assert 1e-5 < error < 0.02  # not 0; an entry is off by up to 1/254 of the largest of its head
 
 
-def test_attention_reads_8_bits_as_the_numbers_they_stand_for() -> None:
+def test_attention_uses_the_dequantized_values() -> None:
     q, k, v = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
-    few_k, few_v = quantize_kv(k), quantize_kv(v)
-    plain = reference(q, few_k.dequantize(torch.float32), few_v.dequantize(torch.float32))
+    quantized_k, quantized_v = quantize_kv(k), quantize_kv(v)
+    expected = reference(q, quantized_k.dequantize(torch.float32), quantized_v.dequantize(torch.float32))
     for attend in (sdpa, reference):
-        torch.testing.assert_close(attend(q, few_k, few_v), plain, rtol=0, atol=1e-5)
+        torch.testing.assert_close(attend(q, quantized_k, quantized_v), expected, rtol=0, atol=1e-5)
 
 
-def test_8_bits_take_half_the_memory_of_16() -> None:
-    half = KVCache(2, 2, 64, 100, dtype=torch.bfloat16)
-    rounded = KVCache(2, 2, 64, 100, dtype=torch.bfloat16, kind="int8")
-    size = [sum(t.nbytes for layer in c.layers for t in layer.buffers) for c in (half, rounded)]
+def test_8_bits_use_about_half_the_memory_of_16() -> None:
+    plain = KVCache(2, 2, 64, 100, dtype=torch.bfloat16)
+    quantized = KVCache(2, 2, 64, 100, dtype=torch.bfloat16, kind="int8")
+    size = [sum(t.nbytes for layer in c.layers for t in layer.buffers) for c in (plain, quantized)]
     assert size[1] / size[0] == (64 + 4) / 128
 
 
-def test_an_unknown_kind_is_named(tiny_gguf: Path) -> None:
+def test_an_unknown_kind_is_an_error_that_names_it(tiny_gguf: Path) -> None:
     with pytest.raises(UsageError, match=r"'int3'.*model, int8"):
         KVCache(1, 1, 16, 10, kind="int3")
     with pytest.raises(UsageError, match=r"'int3'"):
         loader.load(tiny_gguf, kv_cache="int3")
 
 
-def test_a_fixed_cache_gives_what_a_growing_one_gives() -> None:
+def test_logits_with_a_fixed_cache_equal_those_with_a_growing_one() -> None:
     net, tokens = tiny.model(), tiny.random_tokens(12)[0].tolist()
     grown = net.new_cache(40)
     want = [prefill(net, tokens[:5], grown)] + [prefill(net, [token], grown) for token in tokens[5:]]
@@ -107,5 +108,5 @@ def test_a_fixed_cache_gives_what_a_growing_one_gives() -> None:
     fixed = net.new_cache(40)
     assert fixed.fixed
     got = [prefill(net, tokens[:5], fixed)] + [prefill(net, [token], fixed) for token in tokens[5:]]
-    assert fixed.width == 40  # attention saw all slots, behind a mask
+    assert fixed.width == 40  # attention saw all slots, through a mask
     torch.testing.assert_close(torch.stack(got), torch.stack(want), rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""RoPE: three forms of one rotation, held against each other, against the formula, and against transformers' code."""
+"""RoPE: the three forms of the rotation equal each other, the formula, and transformers' code."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_the_table_is_cis_of_position_times_frequency() -> None:
             assert complex(table[m, i]) == pytest.approx(complex(math.cos(angle), math.sin(angle)), abs=1e-6)
 
 
-def test_worked_example_by_hand() -> None:
+def test_the_rotation_equals_an_example_computed_by_hand() -> None:
     """Pair (28, 29) of position 1, frequency 0.01: (28 + 29i) e^(0.01 i) = 27.7086 + 29.2785 i."""
     x = torch.zeros(1, 2, 1, 8)
     x[0, 1, 0, 4:6] = torch.tensor([28.0, 29.0])
-    turned, _ = llama.apply_rotary_emb(x, x, llama.precompute_freqs_cis(8, 2))
-    assert turned[0, 1, 0, 4:6].tolist() == pytest.approx([27.708604844975795, 29.27854534543996], rel=1e-6)
+    rotated, _ = llama.apply_rotary_emb(x, x, llama.precompute_freqs_cis(8, 2))
+    assert rotated[0, 1, 0, 4:6].tolist() == pytest.approx([27.708604844975795, 29.27854534543996], rel=1e-6)
 
 
 def test_complex_and_real_are_the_same_rotation() -> None:
@@ -52,10 +52,12 @@ def test_half_is_the_same_rotation_of_reordered_entries() -> None:
     q, k = random_qk()
     freqs_cis = llama.precompute_freqs_cis(16, 7)
     expected, _ = llama.apply_rotary_emb(q, k, freqs_cis)
-    reorder = to_half_layout(torch.arange(16), 16)  # entry of the interleaved layout at each place of the half layout
+    reorder = to_half_layout(
+        torch.arange(16), 16
+    )  # for each entry of the half layout, its index in the interleaved one
     cos, sin = (torch.cat((part, part), -1) for part in (freqs_cis.real, freqs_cis.imag))
-    turned, _ = llama.apply_rotary_pos_emb(q[..., reorder], k[..., reorder], cos, sin, unsqueeze_dim=2)
-    torch.testing.assert_close(turned, expected[..., reorder], rtol=0, atol=1e-6)
+    rotated, _ = llama.apply_rotary_pos_emb(q[..., reorder], k[..., reorder], cos, sin, unsqueeze_dim=2)
+    torch.testing.assert_close(rotated, expected[..., reorder], rtol=0, atol=1e-6)
 
 
 def test_half_equals_transformers() -> None:
@@ -70,7 +72,7 @@ def test_half_equals_transformers() -> None:
     torch.testing.assert_close(llama.rotate_half(x), hf.rotate_half(x))
 
 
-def test_layouts_are_inverse_and_follow_the_row_rule() -> None:
+def test_the_conversions_of_the_layout_are_inverse_and_follow_the_rule_for_rows() -> None:
     weight = torch.arange(3 * 8 * 5).view(24, 5)  # 3 heads of 8 rows
     half = to_half_layout(weight, 8)
     for head in range(3):
@@ -81,7 +83,7 @@ def test_layouts_are_inverse_and_follow_the_row_rule() -> None:
 
 
 @pytest.mark.parametrize("shift", [1, 100, 4096])
-def test_scores_depend_on_the_distance_alone(shift: int) -> None:
+def test_scores_depend_only_on_the_distance(shift: int) -> None:
     q, k = random_qk(T=1, B=1)
     table = llama.precompute_freqs_cis(16, 9000)
 
@@ -93,14 +95,14 @@ def test_scores_depend_on_the_distance_alone(shift: int) -> None:
     assert not torch.allclose(score(37, 5), score(38, 5), atol=1e-2)
 
 
-def test_rotation_keeps_length_and_dtype() -> None:
+def test_the_rotation_preserves_length_and_dtype() -> None:
     q, k = random_qk()
-    turned_q, turned_k = llama.apply_rotary_emb(q.bfloat16(), k.double(), llama.precompute_freqs_cis(16, 7))
-    assert (turned_q.dtype, turned_k.dtype) == (torch.bfloat16, torch.float64)
-    torch.testing.assert_close(turned_k.norm(dim=-1).float(), k.norm(dim=-1), rtol=1e-5, atol=1e-5)
+    rotated_q, rotated_k = llama.apply_rotary_emb(q.bfloat16(), k.double(), llama.precompute_freqs_cis(16, 7))
+    assert (rotated_q.dtype, rotated_k.dtype) == (torch.bfloat16, torch.float64)
+    torch.testing.assert_close(rotated_k.norm(dim=-1).float(), k.norm(dim=-1), rtol=1e-5, atol=1e-5)
 
 
-def test_positions_may_differ_by_row_of_the_batch() -> None:
+def test_rows_of_a_batch_may_have_different_positions() -> None:
     q, k = random_qk(T=3)
     table = llama.precompute_freqs_cis(16, 20)
     positions = torch.tensor([[0, 1, 2], [10, 15, 19]])
@@ -111,14 +113,14 @@ def test_positions_may_differ_by_row_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 6, 8])
-def test_a_table_of_another_length_is_refused(rows: int) -> None:
+def test_a_table_of_another_length_is_rejected(rows: int) -> None:
     q, k = random_qk(T=7)
     with pytest.raises(ValueError, match="7 tokens"):
         llama.apply_rotary_emb(q, k, llama.precompute_freqs_cis(16, rows))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_table_grows_with_use_and_ends_with_the_context(form: str) -> None:
+def test_the_table_grows_on_demand_up_to_the_context(form: str) -> None:
     rope = Rope(form, 16, 5000, 10000.0)
     late = tiny.rows(rope, torch.tensor([4999]), 5000)
     fresh = Rope(form, 16, 5000, 10000.0)
@@ -128,7 +130,7 @@ def test_the_table_grows_with_use_and_ends_with_the_context(form: str) -> None:
         rope.freqs_cis(torch.tensor([5000]), 5001)
 
 
-def test_keys_of_another_length_are_refused() -> None:
+def test_keys_of_another_length_are_rejected() -> None:
     q, k = random_qk(T=7)
     freqs_cis = llama.precompute_freqs_cis(16, 7)
     cos, sin = (torch.cat((part, part), -1) for part in (freqs_cis.real, freqs_cis.imag))
@@ -140,7 +142,7 @@ def test_keys_of_another_length_are_refused() -> None:
         llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2)[..., :1, :], cos, sin)
 
 
-def test_unknown_form_is_an_error() -> None:
+def test_an_unknown_form_is_an_error() -> None:
     with pytest.raises(ValueError, match="complex, real, half"):
         Rope("quaternion", 16, 10, 1.0)
 
@@ -162,7 +164,7 @@ LLAMA3 = {
         (64, 32.0, {15: 0.00129054793, 17: 9.7082878e-05, 18: 1.94616382e-05, 31: 9.41830673e-08}),
     ],
 )
-def test_llama3_scaling_gives_the_published_numbers(dim: int, factor: float, golden: dict[int, float]) -> None:
+def test_llama3_scaling_returns_the_published_values(dim: int, factor: float, golden: dict[int, float]) -> None:
     inv_freq, attention_factor = inverse_frequencies(dim, 500000.0, {**LLAMA3, "factor": factor})
     assert attention_factor == 1.0
     for i, expected in golden.items():
@@ -170,7 +172,7 @@ def test_llama3_scaling_gives_the_published_numbers(dim: int, factor: float, gol
 
 
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
-def test_scalings_equal_transformers(scaling: dict[str, object] | None) -> None:
+def test_scalings_equal_those_of_transformers(scaling: dict[str, object] | None) -> None:
     config = hf.LlamaConfig(
         hidden_size=256, num_attention_heads=4, head_dim=64, max_position_embeddings=32768,
         rope_parameters={"rope_theta": 500000.0, **(scaling or {"rope_type": "default"})},
@@ -182,11 +184,11 @@ def test_scalings_equal_transformers(scaling: dict[str, object] | None) -> None:
     positions = torch.tensor([[0, 1, 8191, 8192, 131071]])
     cos, _ = theirs(torch.zeros(1), positions)
     table = llama.precompute_freqs_cis(64, 131072, 500000.0, scaling)
-    # In fp32 an angle near 131,071 rad is known to 0.008: that is what both sides can promise.
+    # In float32 the spacing of numbers near 131,071 is 0.008, so neither angle is more precise.
     torch.testing.assert_close(table[positions[0]].real, cos[0, :, :32], rtol=0, atol=0.02)
 
 
-def test_divisors_are_llama3_in_gguf_clothes() -> None:
+def test_divisors_as_in_gguf_files_can_express_llama3_scaling() -> None:
     plain, _ = inverse_frequencies(64, 500000.0)
     scaled, _ = inverse_frequencies(64, 500000.0, LLAMA3)
     again, _ = inverse_frequencies(64, 500000.0, {"rope_type": "divisors", "divisors": (plain / scaled).tolist()})
@@ -207,30 +209,30 @@ def test_divisors_are_llama3_in_gguf_clothes() -> None:
         {"rope_type": "divisors", "divisors": [1.0, 0.0, 1.0, 1.0]},
     ],
 )
-def test_bad_scalings_are_errors(scaling: dict[str, object]) -> None:
+def test_invalid_scalings_are_errors(scaling: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         inverse_frequencies(8, 10000.0, scaling)
 
 
-def test_a_base_stretched_to_infinity_is_an_error() -> None:
+def test_a_scaled_base_that_is_infinite_is_an_error() -> None:
     with pytest.raises(ConfigError, match="out of range"):
         inverse_frequencies(4, 1e299, {"rope_type": "ntk", "factor": 1e60})
 
 
 @pytest.mark.parametrize(("dim", "theta"), [(7, 1e4), (0, 1e4), (8, 0.0), (8, float("nan")), (8, "1e4")])
-def test_bad_sizes_are_errors(dim: int, theta: float) -> None:
+def test_invalid_dimensions_and_bases_are_errors(dim: int, theta: float) -> None:
     with pytest.raises(ConfigError):
         inverse_frequencies(dim, theta)
 
 
-def test_older_spelling_of_the_kind_is_read() -> None:
+def test_the_older_key_of_the_type_is_accepted() -> None:
     new, _ = inverse_frequencies(8, scaling={"rope_type": "linear", "factor": 2.0})
     old, _ = inverse_frequencies(8, scaling={"type": "linear", "factor": 2.0})
     assert torch.equal(new, old)
     assert set(SCALINGS) >= {"default", "linear", "llama3", "divisors"}
 
 
-def test_ntk_stretches_the_slowest_pair_by_the_factor_and_the_fastest_not_at_all() -> None:
+def test_ntk_divides_the_slowest_frequency_by_the_factor_and_keeps_the_fastest() -> None:
     plain, _ = inverse_frequencies(64, 10000.0)
     ntk, attention_factor = inverse_frequencies(64, 10000.0, {"rope_type": "ntk", "factor": 4.0})
     assert attention_factor == 1
@@ -240,7 +242,7 @@ def test_ntk_stretches_the_slowest_pair_by_the_factor_and_the_fastest_not_at_all
 
 
 @pytest.mark.parametrize("part", [0.25, 0.5, 0.9, 1.0])
-def test_proportional_equals_transformers(part: float) -> None:
+def test_proportional_scaling_equals_that_of_transformers(part: float) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -254,8 +256,8 @@ def test_proportional_equals_transformers(part: float) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", ["dynamic", "yarn", "longrope"])
-def test_tables_equal_transformers_at_real_sizes(kind: str, dim: int) -> None:
-    """Independent of a model: the frequencies themselves, at a context of 131,072."""
+def test_frequencies_equal_those_of_transformers_at_official_sizes(kind: str, dim: int) -> None:
+    """At contexts up to 131,072, without a model."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -1,4 +1,4 @@
-"""Sampling: each filter against a slow reading of its definition, ranges, and that a seed decides everything."""
+"""Sampling: each filter equals its definition, values out of range are errors, and a seed determines the answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def kept(logits: torch.Tensor) -> list[int]:
 @given(logits_lists, st.integers(1, 40))
 @pytest.mark.row("G09")
 @pytest.mark.row("G10")
-def test_top_k_keeps_the_k_largest_and_ties(values: list[float], k: int) -> None:
+def test_top_k_keeps_the_k_largest_and_those_equal_to_them(values: list[float], k: int) -> None:
     smallest = sorted(values, reverse=True)[min(k, len(values)) - 1]
     expected = [i for i, value in enumerate(values) if value >= smallest]
     assert kept(sampling.top_k(torch.tensor(values), k)) == expected
@@ -54,13 +54,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(values: list[float], p: flo
         expected.append(i)
         total += chances[i]
     got = kept(sampling.top_p(logits, p))
-    assert got, "one token always stays"
-    # At the very edge of p, rounding may go either way by one token.
+    assert got, "at least one token is kept"
+    # Where the sum is close to p, rounding may add or drop one token.
     assert abs(len(got) - len(expected)) <= 1 or len({round(c, 6) for c in chances}) < len(chances)
 
 
 @given(logits_lists, st.floats(0.001, 1))
-def test_min_p_keeps_what_is_likely_enough(values: list[float], p: float) -> None:
+def test_min_p_keeps_tokens_relative_to_the_most_probable(values: list[float], p: float) -> None:
     chances = torch.tensor(values).double().softmax(-1)
     got = set(kept(sampling.min_p(torch.tensor(values), p)))
     for i, chance in enumerate(chances.tolist()):
@@ -74,7 +74,7 @@ def test_min_p_keeps_what_is_likely_enough(values: list[float], p: float) -> Non
 )  # fmt: skip
 @settings(max_examples=60)
 @pytest.mark.row("G05")
-def test_the_chain_equals_transformers_warpers(
+def test_the_filters_in_order_equal_those_of_transformers(
     temperature: float, k: int, p: float, m: float, penalty: float, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -94,7 +94,7 @@ def test_the_chain_equals_transformers_warpers(
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
-def test_a_penalty_makes_seen_tokens_less_likely_whatever_their_sign(penalty: float) -> None:
+def test_the_repetition_penalty_lowers_logits_of_either_sign(penalty: float) -> None:
     logits, seen = torch.tensor([[-2.0, 3.0, 1.0, -1.0]]), torch.tensor([[0, 1, 1]])
     expected = torch.tensor([[-2.0 * penalty, 3.0 / penalty, 1.0, -1.0]])
     torch.testing.assert_close(sampling.repetition_penalty(logits, seen, penalty), expected)
@@ -102,16 +102,16 @@ def test_a_penalty_makes_seen_tokens_less_likely_whatever_their_sign(penalty: fl
 
 
 def test_draws_follow_the_distribution() -> None:
-    wanted = torch.tensor([0.5, 0.25, 0.125, 0.125])
-    draws = sample(wanted.expand(20000, 4), torch.Generator().manual_seed(0))
+    expected = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    draws = sample(expected.expand(20000, 4), torch.Generator().manual_seed(0))
     frequencies = draws.bincount(minlength=4) / 20000
-    # The standard deviation of a frequency is at most 0.0036; five of them leave one run in a million.
-    assert float((frequencies - wanted).abs().max()) < 0.018
+    # The standard deviation of a frequency is at most 0.0036; five of them are exceeded once in a million runs.
+    assert float((frequencies - expected).abs().max()) < 0.018
 
 
 @pytest.mark.row("G06")
 @pytest.mark.row("G10")
-def test_greedy_is_one_hot_and_takes_the_first_of_equals() -> None:
+def test_greedy_is_one_hot_at_the_first_maximum() -> None:
     assert probs(torch.tensor([1.0, 3.0, 3.0]), SamplingParams()).tolist() == [0, 1, 0]
     assert SamplingParams(temperature=1e-30).greedy
     assert SamplingParams(temperature=1.0, top_k=1).greedy
@@ -135,7 +135,7 @@ def test_greedy_is_one_hot_and_takes_the_first_of_equals() -> None:
 @pytest.mark.row("G08")
 @pytest.mark.row("G09")
 @pytest.mark.row("G11")
-def test_values_outside_the_range_are_usage_errors(options: dict[str, object]) -> None:
+def test_values_out_of_range_are_usage_errors(options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))) as error:
         SamplingParams(**options)  # type: ignore[arg-type]
     assert error.value.exit_code == 2
@@ -144,13 +144,13 @@ def test_values_outside_the_range_are_usage_errors(options: dict[str, object]) -
 @pytest.mark.parametrize("options", [{"top_p": 0.0}, {"top_p": 1e-9}, {"top_k": 10**6}, {"temperature": 1e6}])
 @pytest.mark.row("G08")
 @pytest.mark.row("G09")
-def test_values_at_the_edge_keep_a_token(options: dict[str, float]) -> None:
+def test_extreme_values_keep_at_least_one_token(options: dict[str, float]) -> None:
     params = SamplingParams(**{"temperature": 1.0, **options})  # type: ignore[arg-type]
     p = probs(torch.randn(20), params)
     assert float(p.sum()) == pytest.approx(1, abs=1e-5)
 
 
-def test_help_states_the_order_that_runs() -> None:
+def test_the_help_states_the_order_of_the_filters() -> None:
     import argparse
 
     parser = argparse.ArgumentParser()
@@ -158,7 +158,7 @@ def test_help_states_the_order_that_runs() -> None:
     assert sampling.ORDER in " ".join(parser.format_help().split())
 
 
-# ------------------------------------------------------------------------------------------------------ generating
+# ------------------------------------------------------------------------------------------------------ generation
 def run(prompt: list[int], **options: object) -> list[int]:
     params = SamplingParams(**{"max_new_tokens": 12, **options})  # type: ignore[arg-type]
     return [token.id for token in generate(tiny.model(), prompt, params)]
@@ -170,11 +170,11 @@ def run(prompt: list[int], **options: object) -> list[int]:
      {"temperature": 1.5, "min_p": 0.1}, {"temperature": 1.0, "repetition_penalty": 1.3}],
 )  # fmt: skip
 @pytest.mark.row("G11")
-def test_the_same_seed_gives_the_same_tokens(options: dict[str, object]) -> None:
+def test_the_same_seed_returns_the_same_tokens(options: dict[str, object]) -> None:
     assert run([5, 6, 7], seed=42, **options) == run([5, 6, 7], seed=42, **options)
 
 
-def test_another_seed_gives_other_tokens_and_no_global_state_is_touched() -> None:
+def test_another_seed_returns_other_tokens_and_the_global_generator_is_not_used() -> None:
     model = tiny.model()
     before = torch.random.get_rng_state()
     one, two = (
@@ -184,19 +184,19 @@ def test_another_seed_gives_other_tokens_and_no_global_state_is_touched() -> Non
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_greedy_equals_argmax_of_the_whole_pass() -> None:
+def test_greedy_tokens_are_the_argmax_of_full_passes() -> None:
     model, ids = tiny.model(), [5, 6, 7]
     for new in run(ids):
         assert new == int(model(torch.tensor([ids]))[0, -1].argmax())
         ids = [*ids, new]
 
 
-def test_repetition_penalty_counts_the_prompt() -> None:
-    likeliest = run([5, 6, 7], max_new_tokens=1)[0]
-    assert run([likeliest, 6, 5, 6, 7], max_new_tokens=1, repetition_penalty=100.0)[0] != likeliest
+def test_the_repetition_penalty_applies_to_the_prompt() -> None:
+    best = run([5, 6, 7], max_new_tokens=1)[0]
+    assert run([best, 6, 5, 6, 7], max_new_tokens=1, repetition_penalty=100.0)[0] != best
 
 
-def test_logprobs_are_the_models_own() -> None:
+def test_logprobs_are_those_of_the_model_before_any_filter() -> None:
     model, prompt = tiny.model(), [5, 6, 7]
     params = SamplingParams(max_new_tokens=6, temperature=1.7, top_k=9, seed=3)
     tokens = list(generate(model, prompt, params, logprobs=True))
@@ -208,7 +208,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 @pytest.mark.parametrize(("length", "new"), [(253, 3), (254, 2), (255, 1)])
 @pytest.mark.row("G03")
-def test_the_context_ends_the_answer(length: int, new: int) -> None:
+def test_an_answer_ends_at_the_end_of_the_context(length: int, new: int) -> None:
     assert len(run(tiny.random_tokens(length)[0].tolist(), max_new_tokens=50)) == new
 
 
@@ -220,17 +220,17 @@ def test_a_prompt_that_leaves_no_room_is_an_error_with_both_counts(length: int) 
 
 
 @pytest.mark.row("G04")
-def test_no_new_tokens_is_an_empty_answer() -> None:
+def test_max_new_tokens_0_returns_an_empty_answer() -> None:
     assert run([5], max_new_tokens=0) == []
 
 
 @pytest.mark.parametrize("prompt", [[], [320], [-1]])
-def test_prompts_that_are_no_ids_are_usage_errors(prompt: list[int]) -> None:
+def test_empty_prompts_and_invalid_ids_are_usage_errors(prompt: list[int]) -> None:
     with pytest.raises(UsageError):
         run(prompt)
 
 
-def test_rows_without_a_token_are_never_chosen() -> None:
+def test_ids_without_a_token_are_never_chosen() -> None:
     for seed in range(20):
         params = SamplingParams(max_new_tokens=5, temperature=50.0, seed=seed)
         assert all(t.id < 3 for t in generate(tiny.model(), [1], params, n_vocab=3))
@@ -238,12 +238,12 @@ def test_rows_without_a_token_are_never_chosen() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.row("G10")
-def test_logits_that_are_not_finite_stop_with_the_step(bad: float) -> None:
+def test_nonfinite_logits_are_errors_that_name_the_step(bad: float) -> None:
     with pytest.raises(NumericalError, match="new token 3"):
         check_finite(torch.full((5,), bad), "new token 3")
 
 
-def test_nan_in_a_weight_is_found_at_the_first_step() -> None:
+def test_nan_in_a_weight_is_reported_at_the_first_step() -> None:
     model = tiny.model()
     model.layers[0].feed_forward.w_up.weight[0, 0] = math.nan
     with pytest.raises(NumericalError, match="new token 1"):

@@ -1,4 +1,4 @@
-"""Speculative decoding says what plain decoding says: token for token if greedy, else in the same distribution."""
+"""Speculative decoding returns the tokens of plain decoding if greedy, else tokens of the same distribution."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def ids(tokens: Any) -> list[int]:
 
 
 class Scripted(Draft):
-    """Guesses what a function of the text so far says, for sure."""
+    """Proposes the tokens that a function of the text returns, without a distribution."""
 
-    def __init__(self, guess: Any, most: int = 10):
+    def __init__(self, script: Any, most: int = 10):
         super().__init__(most)
-        self.guess = guess
+        self.script = script
 
     def propose(self, tokens: list[int], limit: int, pick: Any) -> list[DraftToken]:
-        return [DraftToken(id, None) for id in self.guess(tokens, limit)]
+        return [DraftToken(id, None) for id in self.script(tokens, limit)]
 
 
 def drafts(seed: int, model: Transformer, most: int) -> list[Draft]:
-    """N-grams, a model that differs, and the model itself."""
+    """Return three drafts: n-grams, another model, and the model itself."""
     return [NGramDraft(most), ModelDraft(tiny.model(SMALLER, seed + 100), most), ModelDraft(model, most)]
 
 
 def assert_cache_holds(cache: KVCache, model: Transformer, tokens: list[int], at_least: int) -> None:
-    """Keys and values are those of a fresh pass over the tokens, as far as the cache goes, and go far enough."""
+    """Check that the cache equals that of a new pass over its tokens, and that it holds at least `at_least` tokens."""
     length = cache.length
     assert at_least <= length <= len(tokens)
     fresh = model.new_cache()
@@ -80,20 +80,20 @@ chances = st.lists(st.sampled_from([0.0, 0.01, 0.5, 1.0, 2.0, 7.0]), min_size=6,
 
 
 @given(chances, chances)
-def test_what_is_kept_and_what_replaces_it_is_distributed_as_the_model_says(ps: list[float], qs: list[float]) -> None:
+def test_accepted_tokens_and_replacements_follow_the_models_distribution(ps: list[float], qs: list[float]) -> None:
     p, q = torch.tensor(ps) / sum(ps), torch.tensor(qs) / sum(qs)
-    said = torch.zeros(6)
-    for id in q.nonzero().flatten().tolist():  # the draft says id with probability q(id); then two things can happen
-        keep = acceptance(p, DraftToken(id, q))
-        assert 0 <= keep <= 1
-        said[id] += q[id] * keep
-        if keep < 1:
-            said += q[id] * (1 - keep) * residual(p, DraftToken(id, q))
-    torch.testing.assert_close(said, p, rtol=0, atol=1e-6)
+    output = torch.zeros(6)
+    for id in q.nonzero().flatten().tolist():  # drafted with probability q(id), then accepted or replaced
+        chance = acceptance(p, DraftToken(id, q))
+        assert 0 <= chance <= 1
+        output[id] += q[id] * chance
+        if chance < 1:
+            output += q[id] * (1 - chance) * residual(p, DraftToken(id, q))
+    torch.testing.assert_close(output, p, rtol=0, atol=1e-6)
 
 
 @given(chances, st.integers(0, 5))
-def test_a_guess_that_was_not_drawn_is_a_draw_from_one_point(ps: list[float], id: int) -> None:
+def test_a_draft_token_without_a_distribution_has_probability_1(ps: list[float], id: int) -> None:
     p, point = torch.tensor(ps) / sum(ps), torch.zeros(6)
     point[id] = 1
     assert acceptance(p, DraftToken(id, None)) == acceptance(p, DraftToken(id, point)) == p[id]
@@ -103,7 +103,7 @@ def test_a_guess_that_was_not_drawn_is_a_draw_from_one_point(ps: list[float], id
 # ----------------------------------------------------------------------------------------------------------- greedy
 @pytest.mark.parametrize("seed", range(12))
 def test_greedy_tokens_are_those_of_plain_decoding(seed: int) -> None:
-    """Over models, drafts, penalties, stops, vocabularies, and caches that are warm; the cache is left right."""
+    """For several models, drafts, penalties, stops, vocabularies and filled caches; the cache is checked too."""
     model = tiny.model(CONFIG, seed)
     prompt = [3 * i * i % 7 for i in range(8)] * 2 + [11, seed % 12]
     penalty, n_vocab, most = [1.0, 1.3, 0.8][seed % 3], [None, 9][seed % 2], [1, 3, 10][seed // 3 % 3]
@@ -124,8 +124,8 @@ def test_greedy_tokens_are_those_of_plain_decoding(seed: int) -> None:
         assert len(got) < 20 or draft.drafted > 0
 
 
-def test_guesses_are_kept_and_dropped_in_these_tests() -> None:
-    """Both ways of the rule are walked, or the laws above would hold for a draft that is never asked."""
+def test_these_tests_accept_and_reject_draft_tokens() -> None:
+    """Otherwise the tests above would pass without using the drafts."""
     model, prompt = tiny.model(CONFIG, 1), [1, 2, 3] * 4
     counts = []
     for draft in drafts(1, model, 10):
@@ -137,17 +137,17 @@ def test_guesses_are_kept_and_dropped_in_these_tests() -> None:
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
 @pytest.mark.parametrize("most", [1, 4, 10])
-def test_a_draft_that_is_the_model_is_always_right(most: int, penalty: float) -> None:
+def test_a_draft_equal_to_the_model_is_always_accepted(most: int, penalty: float) -> None:
     model = tiny.model()
     draft = ModelDraft(tiny.model(), most)
     list(speculate(model, [1, 2, 3], SamplingParams(max_new_tokens=50, repetition_penalty=penalty), draft))
     assert draft.drafted == draft.accepted
-    assert draft.accepted >= 49 * most // (most + 1) - most  # every pass says one more than it keeps
+    assert draft.accepted >= 49 * most // (most + 1) - most  # every pass yields one token more than it accepts
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("by", ["max_new_tokens", "context", "cache"])
-def test_the_end_comes_where_it_comes_without_a_draft(room: int, by: str) -> None:
+def test_an_answer_ends_where_it_ends_without_a_draft(room: int, by: str) -> None:
     prompt = [1, 2, 3, 1, 2, 3, 1, 2]
     limit = len(prompt) + room
     model = tiny.model(CONFIG, 3, max_seq_len=limit if by == "context" else None)
@@ -164,22 +164,22 @@ def test_the_end_comes_where_it_comes_without_a_draft(room: int, by: str) -> Non
         assert ids(speculate(model, prompt, params, draft, cache=model.new_cache(size))) == plain
 
 
-def test_a_draft_model_with_a_shorter_context_stops_guessing_there() -> None:
+def test_a_draft_model_stops_drafting_at_the_end_of_its_own_context() -> None:
     model, draft = tiny.model(CONFIG, 3), ModelDraft(tiny.model(CONFIG, 3, max_seq_len=20))
     params = SamplingParams(max_new_tokens=60)
     assert ids(speculate(model, [1, 2, 3], params, draft)) == ids(generate(model, [1, 2, 3], params))
     assert 10 <= draft.accepted <= 18
 
 
-@pytest.mark.parametrize("taken", [1, 2, 3, 4, 5, 9])
-def test_a_generator_that_is_closed_leaves_a_cache_to_go_on_with(taken: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
+def test_the_cache_can_be_continued_after_the_generator_is_closed(count: int) -> None:
     for seed in range(4):
         model, prompt = tiny.model(CONFIG, seed), [1, 2, 3] * 4
         params = SamplingParams(max_new_tokens=40, repetition_penalty=1.1)
         for draft in drafts(seed, model, 10):
             cache = model.new_cache()
             stream = speculate(model, prompt, params, draft, cache=cache)
-            text = prompt + [next(stream).id for _ in range(taken)]
+            text = prompt + [next(stream).id for _ in range(count)]
             stream.close()  # type: ignore[attr-defined]
             assert_cache_holds(cache, model, text, len(text) - 1)
             cache.trim(min(cache.length, len(text) - 1))
@@ -187,7 +187,7 @@ def test_a_generator_that_is_closed_leaves_a_cache_to_go_on_with(taken: int) -> 
             assert ids(speculate(model, text, rest, draft, cache=cache)) == ids(generate(model, text, rest))
 
 
-def test_a_wrong_guess_is_out_of_the_cache_before_its_replacement_is_shown() -> None:
+def test_a_rejected_token_is_dropped_from_the_cache_before_its_replacement_is_yielded() -> None:
     model, prompt = tiny.model(CONFIG, 5), [1, 2, 3] * 4
     params = SamplingParams(max_new_tokens=30)
     plain = ids(generate(model, prompt, params))
@@ -196,18 +196,18 @@ def test_a_wrong_guess_is_out_of_the_cache_before_its_replacement_is_shown() -> 
         known = (prompt + plain)[len(tokens) : len(tokens) + limit]
         return known[:2] + [(id + 1) % 12 for id in known[2:]]
 
-    for taken in range(1, 30):
+    for count in range(1, 30):
         cache, draft = model.new_cache(), Scripted(third_is_wrong)
         stream = speculate(model, prompt, params, draft, cache=cache)
-        assert [next(stream).id for _ in range(taken)] == plain[:taken]
+        assert [next(stream).id for _ in range(count)] == plain[:count]
         stream.close()  # type: ignore[attr-defined]
-        assert_cache_holds(cache, model, prompt + plain[:taken], len(prompt) + taken - 1)
+        assert_cache_holds(cache, model, prompt + plain[:count], len(prompt) + count - 1)
     assert draft.drafted > draft.accepted > 0
 
 
 @pytest.mark.parametrize("prompt_len", [5, pytest.param(28, marks=pytest.mark.slow), 40])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_that_change_with_the_length_change_as_they_do_without_a_draft(kind: str, prompt_len: int) -> None:
+def test_frequencies_that_depend_on_the_length_are_those_without_a_draft(kind: str, prompt_len: int) -> None:
     scaling: dict[str, Any] = {"rope_type": kind, "factor": 4.0}
     if kind == "longrope":
         long = [1.0, 2.0, 3.0, 4.0]
@@ -223,7 +223,7 @@ def test_frequencies_that_change_with_the_length_change_as_they_do_without_a_dra
             assert ids(got) == ids(plain)
             assert [t.logprob for t in got] == pytest.approx([t.logprob for t in plain], abs=1e-4)
             if kind == "dynamic" and prompt_len > 32:
-                assert draft.drafted == 0  # every length has frequencies of its own
+                assert draft.drafted == 0  # every length has different frequencies
             elif not isinstance(draft, NGramDraft):
                 assert draft.drafted > 0
 
@@ -233,11 +233,11 @@ V = 5
 SMALL = dataclasses.replace(
     CONFIG, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=24, vocab_size=V, max_seq_len=64
 )
-DEPTH = 4  # tokens of the answer: one of the prompt's pass, then a pass with up to two guesses and what follows them
+DEPTH = 4  # tokens of an answer: one from the prefill, then up to two drafted tokens and the token after them
 
 
 def all_answers(model: Transformer, prompt: list[int], params: SamplingParams) -> Tensor:
-    """The probability of each answer, (V,) * DEPTH, from full passes over all of them without a cache."""
+    """Return the probability of each answer, (V^DEPTH,), from full passes without a cache."""
     answers = torch.cartesian_prod(*[torch.arange(V)] * DEPTH)  # (V^DEPTH, DEPTH)
     texts = torch.cat((torch.tensor(prompt).expand(len(answers), -1), answers), 1)
     logits = model(texts)[:, len(prompt) - 1 : -1]  # (V^DEPTH, DEPTH, V)
@@ -249,8 +249,8 @@ def all_answers(model: Transformer, prompt: list[int], params: SamplingParams) -
 
 
 def p_value(counts: Tensor, expected: Tensor) -> float:
-    """Pearson's chi-square test; answers that are expected less than five times are one cell."""
-    assert not counts[expected == 0].any(), "an answer that can't be said was said"
+    """Return the p-value of Pearson's chi-square test. Answers expected less than five times form one cell."""
+    assert not counts[expected == 0].any(), "an impossible answer was generated"
     rare = expected < 5
     counts = torch.cat((counts[~rare], counts[rare].sum()[None])).double()
     expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
@@ -263,48 +263,48 @@ def p_value(counts: Tensor, expected: Tensor) -> float:
     ("kind", "options"),
     [
         ("ngram", {"temperature": 1.0}),
-        ("sure", {"temperature": 1.0, "repetition_penalty": 1.8}),
-        # A filter or a penalty with the other draft: the cases above and the exact rule of acceptance hold both.
+        ("scripted", {"temperature": 1.0, "repetition_penalty": 1.8}),
+        # Slow, since the cases above and the test of the acceptance rule cover filters, penalties and drafts already.
         pytest.param("model", {"temperature": 0.7, "top_k": 3}, marks=pytest.mark.slow),
         pytest.param("model", {"temperature": 1.3, "top_p": 0.8}, marks=pytest.mark.slow),
         pytest.param("model", {"temperature": 1.0, "repetition_penalty": 1.8}, marks=pytest.mark.slow),
     ],
 )
-def test_answers_are_distributed_as_the_model_alone_says_them(
+def test_answers_follow_the_models_distribution(
     monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
-    """800 seeded answers of four tokens against the exact probability of each: p above 1e-4 by chi-square.
+    """Compare 800 seeded answers of four tokens with the exact probabilities by a chi-square test: p above 1e-4.
 
-    A right program and new seeds would fail one time in 10,000 in each of the five cases.
+    With new seeds, a correct program would fail one time in 10,000 in each of the five cases.
     """
-    monkeypatch.setattr(Draft, "length", lambda self: self.most)  # as many guesses as there is room for
+    monkeypatch.setattr(Draft, "length", lambda self: self.most)  # draft as many tokens as possible
     model, runs = tiny.model(SMALL, 4), 800
     prompt = [0, 1, 2, 3, 4, 2, 0, 3, 1, 1, 4, 0, 0, 2, 2, 1, 3, 3, 4, 4, 1, 0, 4, 3, 2, 3, 0, 1]
     if "repetition_penalty" in options:
-        prompt = [0, 1, 2, 0, 1]  # 3 and 4 are new, so what is said, or guessed, changes what may follow
+        prompt = [0, 1, 2, 0, 1]  # 3 and 4 are new, so each token changes the next distribution
     draft: Draft = {
         "ngram": NGramDraft,
-        "sure": lambda: Scripted(lambda tokens, limit: [(tokens[-1] + 1 + i) % V for i in range(limit)]),
+        "scripted": lambda: Scripted(lambda tokens, limit: [(tokens[-1] + 1 + i) % V for i in range(limit)]),
         "model": lambda: ModelDraft(tiny.model(SMALL, 9)),
     }[kind]()
-    cache, place = model.new_cache(), V ** torch.arange(DEPTH - 1, -1, -1)
+    cache, powers = model.new_cache(), V ** torch.arange(DEPTH - 1, -1, -1)
     counts = torch.zeros(V**DEPTH)
     drafted = accepted = 0
     for seed in range(runs):
         params = SamplingParams(max_new_tokens=DEPTH, seed=seed, **options)
         cache.trim(min(cache.length, len(prompt) - 1))
         answer = ids(speculate(model, prompt, params, draft, cache=cache))
-        counts[int((torch.tensor(answer) * place).sum())] += 1
+        counts[int((torch.tensor(answer) * powers).sum())] += 1
         drafted, accepted = drafted + draft.drafted, accepted + draft.accepted
     assert runs < drafted
     assert drafted * 0.1 < accepted < drafted * 0.9
     p = p_value(counts, runs * all_answers(model, prompt, SamplingParams(**options)))
-    print(f"p = {p:.3g}, {accepted} of {drafted} guesses kept")
+    print(f"p = {p:.3g}, {accepted} of {drafted} drafted tokens accepted")
     assert p > 1e-4
 
 
 @pytest.mark.row("G11")
-def test_the_same_seed_gives_the_same_tokens() -> None:
+def test_the_same_seed_returns_the_same_tokens() -> None:
     model, prompt = tiny.model(CONFIG), [1, 2, 3] * 4
     for draft in drafts(0, model, 5):
         answers = [
@@ -316,51 +316,53 @@ def test_the_same_seed_gives_the_same_tokens() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- drafts
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(1, 5), max_size=20))
-def test_ngrams_guess_what_followed_the_longest_ending_the_last_time(text: list[int], steps: list[int]) -> None:
+def test_ngrams_propose_what_followed_the_last_occurrence_of_the_longest_suffix(
+    text: list[int], steps: list[int]
+) -> None:
     draft, model = NGramDraft(), tiny.model(SMALL)
     draft.start(model, text[:1])
     length = 1
-    for step in [0, *steps]:  # the index grows with the text; the search by hand starts afresh each time
+    for step in [0, *steps]:  # the index grows with the text; the expected tokens are searched from the start
         length = min(length + step, len(text))
         seen = text[:length]
         expected: list[int] = []
         for n in (4, 3, 2):
             ends = [at for at in range(n, length) if seen[at - n : at] == seen[length - n :]]
             if length > n and ends:
-                going_on = list(seen)
+                continued = list(seen)
                 for i in range(7):
-                    going_on.append(going_on[ends[-1] + i])
-                expected = going_on[length:]
+                    continued.append(continued[ends[-1] + i])
+                expected = continued[length:]
                 break
-        guesses = draft.propose(seen, 7, lambda logits, tokens: DraftToken(0, None))
-        assert [guess.id for guess in guesses] == expected
-        assert all(guess.q is None for guess in guesses)
+        drafted = draft.propose(seen, 7, lambda logits, tokens: DraftToken(0, None))
+        assert ids(drafted) == expected
+        assert all(token.q is None for token in drafted)
 
 
-def test_a_draft_model_guesses_what_it_would_say_itself_whatever_was_kept() -> None:
+def test_a_draft_model_proposes_its_own_continuation_after_any_number_of_accepted_tokens() -> None:
     small, model = tiny.model(SMALLER, 2), tiny.model(CONFIG)
     draft, generator = ModelDraft(small), torch.Generator().manual_seed(0)
 
     def greedy(logits: Tensor, tokens: Any) -> DraftToken:
         return DraftToken(int(logits.argmax()), logits.softmax(-1))
 
-    for prompt in ([1, 2, 3], [1, 2, 4, 4], [1, 2, 4, 4]):  # texts that begin alike, and the same again
+    for prompt in ([1, 2, 3], [1, 2, 4, 4], [1, 2, 4, 4]):  # a shared prefix, then the same prompt again
         text = list(prompt)
         draft.start(model, prompt)
         for _ in range(15):
             limit = int(torch.randint(1, 6, (), generator=generator))
-            guesses = draft.propose(text, limit, greedy)
+            drafted = draft.propose(text, limit, greedy)
             expected = list(generate(small, text, SamplingParams(max_new_tokens=limit), logprobs=True))
-            assert [guess.id for guess in guesses] == ids(expected)
-            chances = [math.log(float(guess.q[guess.id])) for guess in guesses if guess.q is not None]
-            assert chances == pytest.approx([token.logprob for token in expected], abs=1e-4)
+            assert ids(drafted) == ids(expected)
+            logprobs = [math.log(float(token.q[token.id])) for token in drafted if token.q is not None]
+            assert logprobs == pytest.approx([token.logprob for token in expected], abs=1e-4)
             assert draft.cache.length < len(text) + limit
-            kept = int(torch.randint(0, limit + 1, (), generator=generator))
-            text += [guess.id for guess in guesses[:kept]] + [int(torch.randint(12, (), generator=generator))]
+            accepted = int(torch.randint(0, limit + 1, (), generator=generator))
+            text += [*ids(drafted[:accepted]), int(torch.randint(12, (), generator=generator))]
         draft.busy = False
 
 
-def test_a_draft_that_is_always_wrong_costs_next_to_nothing() -> None:
+def test_a_draft_that_is_always_rejected_costs_almost_nothing() -> None:
     model, prompt = tiny.model(CONFIG, 5), [1, 2, 3]
     plain = prompt + ids(generate(model, prompt, SamplingParams(max_new_tokens=240)))
     draft = Scripted(lambda tokens, limit: [(id + 1) % 12 for id in plain[len(tokens) : len(tokens) + limit]])
@@ -370,25 +372,25 @@ def test_a_draft_that_is_always_wrong_costs_next_to_nothing() -> None:
     assert draft.accepted == 0
 
 
-def test_a_draft_that_turns_right_is_asked_again_and_for_more() -> None:
+def test_a_draft_that_improves_drafts_more_tokens() -> None:
     model, prompt = tiny.model(CONFIG, 5), [1, 2, 3]
     plain = prompt + ids(generate(model, prompt, SamplingParams(max_new_tokens=240)))
-    asked: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []  # length of the text, limit
 
     def wrong_up_to_100(tokens: list[int], limit: int) -> list[int]:
-        asked.append((len(tokens), limit))
+        calls.append((len(tokens), limit))
         return [(id + (len(tokens) < 100)) % 12 for id in plain[len(tokens) : len(tokens) + limit]]
 
     draft = Scripted(wrong_up_to_100)
     list(speculate(model, prompt, SamplingParams(max_new_tokens=240), draft))
-    assert max(limit for at, limit in asked if 20 <= at < 100) == 1
-    assert max(limit for at, limit in asked if at >= 100) == 10 == speculative.DRAFT_TOKENS
+    assert max(limit for at, limit in calls if 20 <= at < 100) == 1
+    assert max(limit for at, limit in calls if at >= 100) == 10 == speculative.DRAFT_TOKENS
     assert draft.accepted > 100
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------ invalid arguments
 @pytest.mark.parametrize("most", [0, -1, True, 2.5, "3"])
-def test_a_number_of_guesses_is_a_whole_one_from_1(most: Any) -> None:
+def test_draft_tokens_must_be_an_integer_of_at_least_1(most: Any) -> None:
     for make in (
         lambda: NGramDraft(most),
         lambda: ModelDraft(tiny.model(SMALL), most),
@@ -398,14 +400,14 @@ def test_a_number_of_guesses_is_a_whole_one_from_1(most: Any) -> None:
             make()
 
 
-def test_a_draft_with_another_vocabulary_is_refused_with_both_sizes() -> None:
+def test_a_draft_with_another_vocabulary_is_rejected_with_both_sizes() -> None:
     stream = speculate(tiny.model(CONFIG), [1], SamplingParams(), ModelDraft(tiny.model(SMALL)))
     with pytest.raises(UsageError, match=r"5 ids on cpu .* 12 on cpu"):
         next(stream)
 
 
 @pytest.mark.row("G18")
-def test_two_streams_with_one_draft_are_refused() -> None:
+def test_a_second_stream_with_the_same_draft_is_rejected() -> None:
     model, draft = tiny.model(CONFIG), NGramDraft()
     one = speculate(model, [1, 2, 1, 2], SamplingParams(), draft)
     next(one)
@@ -416,8 +418,8 @@ def test_two_streams_with_one_draft_are_refused() -> None:
     assert next(speculate(model, [1, 2], SamplingParams(), draft))
 
 
-def test_ids_without_a_token_are_not_guessed() -> None:
-    """An id of the prompt that the tokenizer has no token for may be repeated there; the answer must not hold it."""
+def test_ids_without_a_token_are_not_drafted() -> None:
+    """A prompt may contain ids for which the tokenizer has no token; an answer must not."""
     model, prompt = tiny.model(CONFIG), [1, 2, 11, 1, 2, 11, 1, 2]
     for temperature in (0.0, 2.0):
         params = SamplingParams(max_new_tokens=20, temperature=temperature, seed=1)
@@ -428,7 +430,7 @@ def test_ids_without_a_token_are_not_guessed() -> None:
         assert draft.drafted == 0
 
 
-def test_logits_that_are_not_finite_are_named() -> None:
+def test_nonfinite_logits_are_reported_with_their_model() -> None:
     broken = tiny.model(CONFIG)
     broken.layers[0].feed_forward.w_up.weight[0, 0] = math.nan
     with pytest.raises(NumericalError, match="logits of new token 1 "):
@@ -437,7 +439,7 @@ def test_logits_that_are_not_finite_are_named() -> None:
         list(speculate(tiny.model(CONFIG), [1, 2], SamplingParams(), ModelDraft(broken)))
 
 
-def test_what_plain_decoding_refuses_is_refused() -> None:
+def test_prompts_that_plain_decoding_rejects_are_rejected() -> None:
     model = tiny.model(CONFIG)
     for prompt in ([], [12], [-1]):
         with pytest.raises(UsageError):
@@ -449,7 +451,7 @@ def test_what_plain_decoding_refuses_is_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ text and commands
-def test_texts_are_the_same_with_every_kind_of_draft(tiny_llm: Llama) -> None:
+def test_text_is_the_same_with_every_kind_of_draft(tiny_llm: Llama) -> None:
     prompt = "hello the hello the hello"
     plain = tiny_llm.generate(prompt, max_new_tokens=40, logprobs=True)
     assert (plain.stats.drafted_tokens, plain.stats.accepted_tokens) == (0, 0)
@@ -462,14 +464,14 @@ def test_texts_are_the_same_with_every_kind_of_draft(tiny_llm: Llama) -> None:
         assert fast.stats.as_dict()["accepted_tokens"] == fast.stats.accepted_tokens
 
 
-def test_the_counts_are_the_drafts(tiny_llm: Llama) -> None:
+def test_the_stats_report_the_counts_of_the_draft(tiny_llm: Llama) -> None:
     draft = NGramDraft()
     stats = tiny_llm.generate("hello the hello the", max_new_tokens=60, temperature=0.3, seed=1, draft=draft).stats
     assert (stats.drafted_tokens, stats.accepted_tokens) == (draft.drafted, draft.accepted)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-def test_a_conversation_with_a_draft_says_what_it_says_without(tiny_llm: Llama) -> None:
+def test_a_conversation_is_the_same_with_a_draft(tiny_llm: Llama) -> None:
     for draft in (NGramDraft(), ModelDraft(tiny_llm.model)):
         session, messages = Session(), list[dict[str, str]]()
         for turn in ("hello", "the", "hello the"):
@@ -488,33 +490,37 @@ def test_a_conversation_with_a_draft_says_what_it_says_without(tiny_llm: Llama) 
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
-        ({"draft": "ngrams"}, "unknown draft 'ngrams'; expected 'ngram' or a model"),
+        ({"draft": "ngrams"}, "unknown draft 'ngrams'; expected 'ngram' or a loaded model"),
         ({"draft": 5}, "unknown draft 5"),
         ({"draft": "ngram", "draft_tokens": 0}, "at least 1, got 0"),
-        ({"draft_tokens": 3}, "goes with"),
-        ({"draft": NGramDraft(), "draft_tokens": 3}, "goes with"),
+        ({"draft_tokens": 3}, "needs a draft"),
+        ({"draft": NGramDraft(), "draft_tokens": 3}, "needs a draft"),
     ],
 )
-def test_bad_drafts_are_refused_before_the_first_piece(tiny_llm: Llama, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_invalid_drafts_are_rejected_before_the_first_piece(
+    tiny_llm: Llama, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
         tiny_llm.stream("hello", **options)
 
 
 def command(*args: str) -> int:
-    """The command in this process: a second saved on each."""
+    """Run a command in this process, which saves a second."""
     return main([*args, "--dtype", "float32", "--temp", "0", "--device", "cpu"])
 
 
-def test_the_command_says_how_many_guesses_were_right(capsys: pytest.CaptureFixture[str], tiny_gguf: Path) -> None:
+def test_the_command_reports_how_many_drafted_tokens_were_accepted(
+    capsys: pytest.CaptureFixture[str], tiny_gguf: Path
+) -> None:
     args = ("generate", "-m", str(tiny_gguf), "hello the hello the", "--raw", "-n", "30", "--json")
     assert command(*args) == 0
     plain, quiet = capsys.readouterr()
     assert command(*args, "--draft", "ngram", "--draft-tokens", "4") == 0
     out, err = capsys.readouterr()
-    told, stats = json.loads(out), json.loads(out)["stats"]
-    assert told["tokens"] == json.loads(plain)["tokens"]
+    found, stats = json.loads(out), json.loads(out)["stats"]
+    assert found["tokens"] == json.loads(plain)["tokens"]
     assert stats["drafted_tokens"] >= stats["accepted_tokens"] > 0
     assert f"{stats['accepted_tokens']} of {stats['drafted_tokens']} drafted tokens accepted" in err
     assert "drafted" not in quiet
@@ -523,17 +529,17 @@ def test_the_command_says_how_many_guesses_were_right(capsys: pytest.CaptureFixt
 def test_a_model_drafts_for_a_chat(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path
 ) -> None:
-    said = []
+    outputs = []
     for more in ((), ("--draft", str(tiny_gguf))):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\nthe\n")))
         assert command("chat", "-m", str(tiny_gguf), "-n", "9", *more) == 0
-        said.append(capsys.readouterr())
-    assert said[0].out == said[1].out
-    assert len(re.findall(r"[1-9] of [1-9]\d* drafted tokens accepted", said[1].err)) == 2
+        outputs.append(capsys.readouterr())
+    assert outputs[0].out == outputs[1].out
+    assert len(re.findall(r"[1-9] of [1-9]\d* drafted tokens accepted", outputs[1].err)) == 2
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "says"),
+    ("args", "code", "message"),
     [
         (("--draft-tokens", "3"), 2, "--draft-tokens needs --draft"),
         (("--draft", "ngram", "--draft-tokens", "0"), 2, "--draft-tokens must be an integer of at least 1, got 0"),
@@ -542,8 +548,8 @@ def test_a_model_drafts_for_a_chat(
         (("--draft", "{other}"), 2, "has 300 ids on cpu and its model 320 on cpu"),
     ],
 )
-def test_bad_drafts_are_one_line(
-    capsys: pytest.CaptureFixture[str], tiny_gguf: Path, tmp_path: Path, args: tuple[str, ...], code: int, says: str
+def test_invalid_draft_options_are_errors_of_one_line(
+    capsys: pytest.CaptureFixture[str], tiny_gguf: Path, tmp_path: Path, args: tuple[str, ...], code: int, message: str
 ) -> None:
     config = dataclasses.replace(tiny.CONFIG, vocab_size=300)
     other = tiny.write_gguf(tmp_path / "other.gguf", config, tiny.weights(config))
@@ -553,4 +559,4 @@ def test_bad_drafts_are_one_line(
         out, err = capsys.readouterr()
         assert out == ""
         assert len(err.splitlines()) == 1
-        assert says in err
+        assert message in err

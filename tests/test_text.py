@@ -1,4 +1,4 @@
-"""Text around the ids: whole characters, stop strings, sessions."""
+"""Text from ids: complete characters, stop strings, sessions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = {"temperature": 3.0, "seed": 5, "max_new_tokens": 60}
 
 
-def test_streamed_pieces_joined_are_the_text_and_the_decoded_ids(tiny_llm: Llama) -> None:
+def test_joined_pieces_are_the_text_and_the_decoded_ids(tiny_llm: Llama) -> None:
     for seed in range(30):
         pieces = list(tiny_llm.stream("hello", **{**OPTIONS, "seed": seed}))
         completion = pieces[-1].completion
@@ -33,7 +33,7 @@ def test_streamed_pieces_joined_are_the_text_and_the_decoded_ids(tiny_llm: Llama
 
 @given(st.lists(st.integers(0, 265), max_size=40))
 @pytest.mark.row("G15")
-def test_decoding_id_by_id_equals_decoding_all_bytes(ids: list[int]) -> None:
+def test_decoding_one_id_at_a_time_equals_decoding_all_bytes(ids: list[int]) -> None:
     from llama.tokenizer.gguf import from_metadata
 
     tokenizer = from_metadata(tiny.byte_vocabulary(), "tiny")
@@ -43,32 +43,33 @@ def test_decoding_id_by_id_equals_decoding_all_bytes(ids: list[int]) -> None:
 
 
 @pytest.mark.row("G15")
-def test_half_a_character_is_never_shown(tiny_llm: Llama) -> None:
+def test_incomplete_characters_are_never_returned(tiny_llm: Llama) -> None:
     text = "👨‍👩‍👧 é 漢字"
     decoder = Decoder(tiny_llm.tokenizer)
-    shown = [decoder.feed(id) for id in tiny_llm.tokenizer.encode(text)]
-    assert "".join(shown) == text
-    assert all("\ufffd" not in piece for piece in shown)
+    pieces = [decoder.feed(id) for id in tiny_llm.tokenizer.encode(text)]
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
     assert decoder.end() == ""
 
 
 @pytest.mark.row("G15")
-def test_a_text_that_ends_inside_a_character_ends_with_one_mark(tiny_llm: Llama) -> None:
+def test_an_incomplete_last_character_becomes_one_replacement_character(tiny_llm: Llama) -> None:
     ids = tiny_llm.tokenizer.encode("a👨")[:-1]
     assert tiny_llm.tokenizer.decode(ids) == "a\ufffd"
 
 
 # --------------------------------------------------------------------------------------------------- stop strings
 def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool, list[str]]:
+    """Return the text before the first stop string, whether one was found, and the text returned for each piece."""
     stop = StopText(stops)
-    shown = []
+    returned = []
     for piece in pieces:
-        shown.append(stop.feed(piece))
+        returned.append(stop.feed(piece))
         if stop.found:
             break
     if not stop.found:
-        shown.append(stop.end())  # a shorter stop may have waited for a longer one that began before it
-    return "".join(shown), stop.found, shown
+        returned.append(stop.end())  # may end at a stop string that waited for an earlier, longer one
+    return "".join(returned), stop.found, returned
 
 
 @given(
@@ -77,24 +78,26 @@ def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool, list[str]]:
     st.lists(st.integers(0, 30), max_size=8),
 )
 @pytest.mark.row("G14")
-def test_stop_strings_cut_at_the_first_wherever_pieces_break(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_text_is_cut_at_the_first_stop_string_for_any_division_into_pieces(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
-    shown, found, _ = cut(pieces, stops)
+    before, found, _ = cut(pieces, stops)
     first = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-    assert shown == text[:first]
+    assert before == text[:first]
     assert found == any(stop in text for stop in stops)
 
 
 @pytest.mark.row("G14")
-def test_only_what_may_become_a_stop_is_held_back() -> None:
-    _, found, shown = cut(["one E", "N", "x two EN", "D three"], ["END"])
-    assert shown == ["one ", "", "ENx two ", ""]
+def test_only_the_possible_beginning_of_a_stop_string_is_delayed() -> None:
+    _, found, returned = cut(["one E", "N", "x two EN", "D three"], ["END"])
+    assert returned == ["one ", "", "ENx two ", ""]
     assert found
 
 
 @pytest.mark.row("G14")
-def test_a_stop_that_began_earlier_goes_first() -> None:
+def test_of_two_stop_strings_the_one_that_begins_first_wins() -> None:
     for pieces in (["xabcd"], ["xabc", "d"], ["xab", "c", "d"]):
         assert cut(pieces, ["abcd", "bc"])[:2] == ("x", True)
     assert cut(["xabc", "e"], ["abcd", "bc"])[:2] == ("xa", True)
@@ -102,18 +105,18 @@ def test_a_stop_that_began_earlier_goes_first() -> None:
 
 
 @pytest.mark.row("G14")
-def test_what_was_held_back_is_shown_at_the_end() -> None:
+def test_delayed_text_is_returned_at_the_end() -> None:
     assert cut(["say EN"], ["END"])[0] == "say EN"
 
 
 @pytest.mark.row("G14")
-def test_stop_strings_across_tokens(tiny_llm: Llama) -> None:
-    whole = tiny_llm.generate("hello", **OPTIONS)
-    middle = whole.text[10:14]
+def test_a_stop_string_may_span_tokens(tiny_llm: Llama) -> None:
+    complete = tiny_llm.generate("hello", **OPTIONS)
+    middle = complete.text[10:14]
     stopped = tiny_llm.generate("hello", **OPTIONS, stop=[middle])
-    assert stopped.text == whole.text[: whole.text.index(middle)]
+    assert stopped.text == complete.text[: complete.text.index(middle)]
     assert stopped.finish_reason == "stop"
-    assert stopped.tokens == whole.tokens[: len(stopped.tokens)]
+    assert stopped.tokens == complete.tokens[: len(stopped.tokens)]
 
 
 @pytest.mark.row("G14")
@@ -129,7 +132,7 @@ def test_empty_stop_strings_are_usage_errors(tiny_llm: Llama, stop: object) -> N
 
 
 # -------------------------------------------------------------------------------------------------------- the API
-def test_a_list_of_prompts_gives_each_its_own_answer(tiny_llm: Llama) -> None:
+def test_each_prompt_of_a_list_gets_its_own_answer(tiny_llm: Llama) -> None:
     both = tiny_llm.generate(["hello", "the"], max_new_tokens=5)
     assert [c.tokens for c in both] == [
         tiny_llm.generate("hello", max_new_tokens=5).tokens,
@@ -155,7 +158,7 @@ def test_a_stop_id_in_the_prompt_does_not_stop(tiny_llm: Llama) -> None:
     assert pieces[-1].completion.stats.new_tokens == 4
 
 
-def test_the_seed_that_was_drawn_is_reported_and_repeats_the_answer(tiny_llm: Llama) -> None:
+def test_a_random_seed_is_reported_and_reproduces_the_answer(tiny_llm: Llama) -> None:
     first = tiny_llm.generate("hello", temperature=2.0, max_new_tokens=10)
     again = tiny_llm.generate("hello", temperature=2.0, max_new_tokens=10, seed=first.stats.seed)
     assert first.tokens == again.tokens
@@ -175,12 +178,12 @@ def test_the_seed_that_was_drawn_is_reported_and_repeats_the_answer(tiny_llm: Ll
     ],
 )
 @pytest.mark.row("G01")
-def test_wrong_arguments_are_named_errors(tiny_llm: Llama, call) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  (each subclass says its own words)
+def test_invalid_arguments_are_value_errors(tiny_llm: Llama, call) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (the messages differ)
         call(tiny_llm)
 
 
-def test_logprobs_on_request(tiny_llm: Llama) -> None:
+def test_logprobs_are_returned_on_request(tiny_llm: Llama) -> None:
     assert tiny_llm.generate("x", max_new_tokens=3).logprobs is None
     scores = tiny_llm.generate("x", max_new_tokens=3, logprobs=True, temperature=3.0, seed=1).logprobs
     assert scores is not None
@@ -189,7 +192,7 @@ def test_logprobs_on_request(tiny_llm: Llama) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- sessions
-def test_a_session_feeds_only_what_is_new_and_changes_nothing(tiny_llm: Llama) -> None:
+def test_a_session_feeds_only_new_tokens_and_does_not_change_the_answer(tiny_llm: Llama) -> None:
     session = Session()
     messages: list[dict[str, str]] = []
     for turn in ("hello", "the", "hello the"):
@@ -203,7 +206,7 @@ def test_a_session_feeds_only_what_is_new_and_changes_nothing(tiny_llm: Llama) -
 
 
 @pytest.mark.row("G18")
-def test_two_streams_on_one_session_are_refused(tiny_llm: Llama) -> None:
+def test_a_second_stream_on_the_same_session_is_rejected(tiny_llm: Llama) -> None:
     session = Session()
     one = tiny_llm.stream_ids([5, 6], session=session, temperature=3.0, seed=1)
     next(one)
@@ -214,7 +217,7 @@ def test_two_streams_on_one_session_are_refused(tiny_llm: Llama) -> None:
 
 
 @pytest.mark.row("G18")
-def test_a_stream_that_is_dropped_leaves_the_session_right(tiny_llm: Llama) -> None:
+def test_a_session_can_be_continued_after_its_stream_is_closed(tiny_llm: Llama) -> None:
     session = Session()
     messages = [{"role": "user", "content": "hello"}]
     stream = tiny_llm.stream_chat(messages, session=session, max_new_tokens=30, temperature=3.0, seed=1)
@@ -227,7 +230,7 @@ def test_a_stream_that_is_dropped_leaves_the_session_right(tiny_llm: Llama) -> N
     assert resumed.tokens == tiny_llm.chat(messages, max_new_tokens=8).tokens
 
 
-def test_options_of_the_wrong_kind_are_usage_errors(tiny_llm: Llama) -> None:
+def test_options_of_another_type_are_usage_errors(tiny_llm: Llama) -> None:
     for options in ({"stop": 3}, {"stop": [3]}, {"session": 3}):
         with pytest.raises(UsageError, match=f"{next(iter(options))} (must|string)"):
             tiny_llm.generate("a", **options)

@@ -1,4 +1,4 @@
-"""From new ids to an answer: whole characters, stop strings, and statistics."""
+"""Answers: new ids become text, stop strings end it, and statistics describe it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Stats:
-    """What a generation cost. Times in seconds; speeds in tokens per second, None where nothing was timed.
+    """Counts and times of a generation. Times are in seconds; speeds in tokens per second, or None if not measured.
 
-    drafted_tokens were guessed by a draft, and accepted_tokens of them are what the model itself would have said.
+    drafted_tokens were proposed by a draft (speculative.py); accepted_tokens of them are part of the answer.
     """
 
     prompt_tokens: int
@@ -37,7 +37,7 @@ class Stats:
 
     @property
     def decode_tps(self) -> float | None:
-        """The first token comes out of the prefill, so it is not counted here."""
+        """The first token is not counted, since it comes from the prefill."""
         return (self.new_tokens - 1) / self.decode_s if self.decode_s and self.new_tokens > 1 else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -116,15 +116,15 @@ class Session:
         for one in entries.values():
             digest.update(raw_bytes(one.read()).data)
         metadata = {MARK: FORMAT, "about": about, "sha256": digest.hexdigest()}
-        place = target.resolve()  # a link stays a link
+        resolved = target.resolve()  # so that a symbolic link stays one
         try:
-            with own_temporary(place.parent, ".session") as work:
-                made = work / place.name
-                write_safetensors(made, entries, metadata)
-                with open(made, "rb+") as file:
+            with own_temporary(resolved.parent, ".session") as work:
+                written = work / resolved.name
+                write_safetensors(written, entries, metadata)
+                with open(written, "rb+") as file:
                     os.fsync(file.fileno())
-                size = made.stat().st_size
-                os.replace(made, place)
+                size = written.stat().st_size
+                os.replace(written, resolved)
         except OSError as error:
             raise CheckpointError(f"{target}: {error.strerror or error}; the session was not saved") from error
         return size

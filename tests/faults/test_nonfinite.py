@@ -1,4 +1,4 @@
-"""Logits that are not finite: the step, the layer and the part of it where that began, and the weight that holds it."""
+"""Logits that are not finite: the error names the step, the layer where NaN or infinity begins, and the weight."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from .conftest import Try
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.row("G10")]
 PROMPT, BIASED = [3, 1, 4, 1, 5], dataclasses.replace(tiny.CONFIG, attention_bias=True, mlp_bias=True)
-needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights want the C++ kernels")
+needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights need the C++ kernels")
 
 
-def told(net: Transformer, prompt: list[int] = PROMPT, **params: Any) -> str:
+def failure(net: Transformer, prompt: list[int] = PROMPT, **params: Any) -> str:
+    """Return the error message of generating with a model."""
     with pytest.raises(NumericalError) as error:
         list(generate(net, prompt, SamplingParams(**params), diagnose=partial(nonfinite.locate, net)))
     message = str(error.value)
@@ -44,19 +45,20 @@ def told(net: Transformer, prompt: list[int] = PROMPT, **params: Any) -> str:
     return message
 
 
-def spoil(net: Transformer, name: str, bad: float) -> list[int]:
-    """Put `bad` at one place of a parameter, in the row of a token of the prompt; returns the place."""
+def damage(net: Transformer, name: str, bad: float) -> list[int]:
+    """Set one entry of a parameter, in the row of a token of the prompt; return its index."""
     weight = net.get_parameter(name)
-    place = [4, 7][: weight.dim()] if weight.dim() == 2 else [9]
-    weight[tuple(place)] = bad
-    return place
+    index = [4, 7] if weight.dim() == 2 else [9]
+    weight[tuple(index)] = bad
+    return index
 
 
 def part_of(name: str) -> str:
+    """Return the words for the part of the model that a parameter belongs to."""
     if not name.startswith("layers."):
         first = name.split(".")[0]
-        places = {"tok_embeddings": "in the embedding", "norm": "in the norm after the last layer"}
-        return places.get(first, "in output")
+        parts = {"tok_embeddings": "in the embedding", "norm": "in the norm after the last layer"}
+        return parts.get(first, "in output")
     _, number, *rest = name.split(".")
     part = "attention" if rest[0].startswith("attention") else "feed-forward"
     leaf = rest[0] if rest[0].endswith("_norm") else rest[1]
@@ -65,37 +67,37 @@ def part_of(name: str) -> str:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", [name for name, _ in tiny.model(BIASED).named_parameters()])
-def test_one_number_of_a_weight_is_found_by_its_name(name: str, bad: float) -> None:
+def test_one_bad_entry_of_a_weight_is_located(name: str, bad: float) -> None:
     net = tiny.model(BIASED)
-    place = spoil(net, name, bad)
-    message = told(net)
-    # Infinite scores can be all -inf, and then that query sees nothing; it shows as soon as one of them is +inf.
+    index = damage(net, name, bad)
+    message = failure(net)
+    # Scores of -inf mask all keys of a query without an error; the first score of +inf is reported.
     late = math.isinf(bad) and name.split(".")[-2] in ("wq", "wk")
     assert "are not finite" in message
     assert late or "logits of new token 1 are" in message
     assert part_of(name) in message
     kind = "1 NaN" if math.isnan(bad) else "1 infinite"
-    assert f"; {name} holds {kind} of {net.get_parameter(name).numel():,} numbers, the first at {place}: " in message
+    assert f"; {name} holds {kind} of {net.get_parameter(name).numel():,} numbers, the first at {index}: " in message
 
 
-def test_the_first_of_several_is_told() -> None:
+def test_the_first_of_several_damaged_weights_is_reported() -> None:
     net = tiny.model()
     for name in ("layers.1.attention.wq.weight", "layers.0.feed_forward.w_down.weight", "output.weight"):
-        spoil(net, name, math.nan)
-    assert "layers.0.feed_forward.w_down.weight holds 1 NaN" in told(net)
+        damage(net, name, math.nan)
+    assert "layers.0.feed_forward.w_down.weight holds 1 NaN" in failure(net)
 
 
-def test_a_token_that_is_said_later_is_named_with_its_step() -> None:
+def test_damage_that_shows_later_is_reported_with_its_step() -> None:
     net = tiny.model()
-    said = [token.id for token in generate(net, PROMPT, SamplingParams(max_new_tokens=20))]
-    at = next(i for i, id in enumerate(said) if i >= 3 and id not in [*PROMPT, *said[:i]])
-    net.tok_embeddings.weight[said[at], 5] = math.nan
-    message = told(net, max_new_tokens=20)
+    answer = [token.id for token in generate(net, PROMPT, SamplingParams(max_new_tokens=20))]
+    at = next(i for i, id in enumerate(answer) if i >= 3 and id not in [*PROMPT, *answer[:i]])
+    net.tok_embeddings.weight[answer[at], 5] = math.nan
+    message = failure(net, max_new_tokens=20)
     assert f"logits of new token {at + 2} are" in message
-    assert f"the first at [{said[at]}, 5]" in message
+    assert f"the first at [{answer[at]}, 5]" in message
 
 
-# The place where numbers of float16 overflow, and the weights that are made larger for it, by how much.
+# Where float16 overflows -> the factors of the weights that cause it.
 OVERFLOWS: dict[str, dict[str, float]] = {
     "in its feed-forward, at the output of w_up": {"layers.1.feed_forward.w_up.weight": 3e5},
     "in its feed-forward, in silu(w_gate x) * w_up x": {
@@ -111,21 +113,21 @@ OVERFLOWS: dict[str, dict[str, float]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", OVERFLOWS)
-def test_an_overflow_of_float16_is_told_from_damage(place: str) -> None:
+@pytest.mark.parametrize("where", OVERFLOWS)
+def test_an_overflow_of_float16_is_distinguished_from_damage(where: str) -> None:
     net = tiny.model()
-    for name, factor in OVERFLOWS[place].items():
+    for name, factor in OVERFLOWS[where].items():
         weight = net.get_parameter(name)
         weight.copy_((weight * factor).clamp(-6e4, 6e4))
-    assert list(generate(net, PROMPT, SamplingParams(max_new_tokens=2)))  # float32 holds it
-    message = told(net.half())
-    assert f"in layer 1 (of 0 to 1), {place}; no weight there is NaN or infinite" in message
+    assert list(generate(net, PROMPT, SamplingParams(max_new_tokens=2)))  # does not overflow in float32
+    message = failure(net.half())
+    assert f"in layer 1 (of 0 to 1), {where}; no weight there is NaN or infinite" in message
     assert "the numbers overflow in float16: try --dtype float32" in message
 
 
 @pytest.mark.parametrize("sublayer", ["attention", "feed_forward"])
-def test_an_overflow_of_the_hidden_state_itself(sublayer: str) -> None:
-    """Both summands are finite, and their sum is not."""
+def test_an_overflow_of_the_hidden_state_is_located(sublayer: str) -> None:
+    """Both summands are finite, but their sum is not."""
     net = tiny.model().half()
     net.tok_embeddings.weight[:, 0] = 6e4
     layer = net.layers[0].attention.wo if sublayer == "attention" else net.layers[0].feed_forward.w_down
@@ -135,27 +137,30 @@ def test_an_overflow_of_the_hidden_state_itself(sublayer: str) -> None:
     layer.bias = torch.nn.Parameter(torch.zeros(64, dtype=torch.float16), requires_grad=False)
     layer.bias[0] = 6e4
     part = "attention" if sublayer == "attention" else "feed-forward"
-    assert f"layer 0 (of 0 to 1), in its {part}, where its result is added to the hidden state; no weight" in told(net)
+    message = failure(net)
+    assert f"layer 0 (of 0 to 1), in its {part}, where its result is added to the hidden state; no weight" in message
 
 
-def test_float32_that_overflows_is_not_told_to_be_float32() -> None:
+def test_an_overflow_of_float32_does_not_suggest_float32() -> None:
     net = tiny.model()
     net.layers[0].feed_forward.w_up.weight.mul_(1e30)
     net.layers[0].feed_forward.w_gate.weight.mul_(1e30)
-    message = told(net)
+    message = failure(net)
     assert "in layer 0 (of 0 to 1), in its feed-forward, in silu(w_gate x) * w_up x" in message
     assert "far too large" in message
     assert "--dtype" not in message
 
 
-def test_logits_that_are_finite_but_absurd_are_refused() -> None:
+def test_extremely_large_finite_logits_are_errors() -> None:
     net = tiny.model()
     net.output.weight.mul_(1e35)
-    assert "logits of new token 1 are as large as" in told(net)
+    assert "logits of new token 1 are as large as" in failure(net)
 
 
-# ------------------------------------------------------------------------------------------------- weights of few bits
+# --------------------------------------------------------------------------------------------------- quantized weights
 def tile(scheme: str) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+    """Return a function that makes a TileLinear with a damaged scale from a linear layer."""
+
     def make(linear: torch.nn.Linear) -> torch.nn.Module:
         chosen = pick_scheme(scheme)
         blocks = quantize(linear.weight, chosen)
@@ -167,12 +172,13 @@ def tile(scheme: str) -> Callable[[torch.nn.Linear], torch.nn.Module]:
 
 
 def block(linear: torch.nn.Linear) -> torch.nn.Module:
+    """Return a BlockLinear with a damaged scale."""
     layer = BlockLinear(quantize(linear.weight, pick_scheme("int8")))
     layer.scale[4, 0] = math.inf
     return layer
 
 
-FEW_BITS: dict[str, Any] = {
+QUANTIZED: dict[str, Any] = {
     "int8 tiles": pytest.param(tile("int8"), marks=needs_kernels),
     "int8-sym tiles": pytest.param(tile("int8-sym"), marks=needs_kernels),
     "int4 tiles": pytest.param(tile("int4"), marks=needs_kernels),
@@ -180,40 +186,39 @@ FEW_BITS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("make", list(FEW_BITS.values()), ids=list(FEW_BITS))
-def test_a_scale_of_a_quantized_weight_is_found(make: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
+@pytest.mark.parametrize("make", list(QUANTIZED.values()), ids=list(QUANTIZED))
+def test_a_bad_scale_of_a_quantized_weight_is_located(make: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
     net = tiny.model(tiny.WIDE)
     linear: Any = net.layers[1].feed_forward.w_up
     net.layers[1].feed_forward.w_up = make(linear)
-    message = told(net)
+    message = failure(net)
     assert "in layer 1 (of 0 to 1), in its feed-forward, at the output of w_up" in message
     assert "layers.1.feed_forward.w_up.weight, in its quantization scales, holds 1 " in message
 
 
-def test_a_scale_in_a_file_is_found_by_the_command(tmp_path: Path, attempt: Try) -> None:
-    """From the bytes of a GGUF file to the line on the terminal."""
+def test_the_command_reports_a_bad_scale_in_a_file(tmp_path: Path, attempt: Try) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", tiny.WIDE, quantization="Q8_0")
     tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_up.weight")
     with open(path, "r+b") as file:
-        file.seek(tensor.data_offset + 34 * 3)  # a block is 2 bytes of scale and 32 integers
+        file.seek(tensor.data_offset + 34 * 3)  # a block is a scale of 2 bytes and 32 integers
         file.write(b"\x00\x7e")  # NaN in float16
     args = ("generate", "-q", "--raw", "a", "-n", "3", "--device", "cpu", "-m", path)
     for options in ((), ("--dtype", "float32")):
         attempt(*args, *options).refused("new token 1 ", "layers.1.feed_forward.w_up.weight", "NaN", "verify --tensors")
 
 
-# ----------------------------------------------------------------------------------------------------- every way to run
+# --------------------------------------------------------------------------------------------- every kind of decoding
 @pytest.fixture
 def broken() -> Transformer:
     net = tiny.model()
-    spoil(net, "layers.1.attention.wv.weight", math.nan)
+    damage(net, "layers.1.attention.wv.weight", math.nan)
     return net
 
 
 WORDS = r"layer 1 \(of 0 to 1\), in its attention, at the output of wv; layers\.1\.attention\.wv\.weight holds 1 NaN"
 
 
-def test_rows_of_a_batch_say_where(broken: Transformer) -> None:
+def test_errors_of_a_batch_name_the_layer(broken: Transformer) -> None:
     requests = [Request([i + 1, 2, 3], SamplingParams(max_new_tokens=4, temperature=i / 2)) for i in range(3)]
     errors = [event.error for event in Batch(broken, requests, slots=2) if isinstance(event, Ended)]
     for error in errors:
@@ -229,7 +234,7 @@ def _tokenizer() -> Any:
     return from_metadata(tiny.byte_vocabulary(), "tiny")
 
 
-def test_a_failure_that_does_not_come_again_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_does_not_recur_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     net, real, calls = tiny.model(), Transformer.hidden, [0]
 
     def once(*args: Any, **options: Any) -> torch.Tensor:
@@ -238,12 +243,12 @@ def test_a_failure_that_does_not_come_again_is_said_to_be_one(monkeypatch: pytes
         return h.fill_(math.nan) if calls[0] == 3 else h
 
     monkeypatch.setattr(Transformer, "hidden", once)
-    message = told(net)
+    message = failure(net)
     assert "logits of new token 3 " in message
     assert "a second pass over the same tokens stayed finite" in message
 
 
-def test_drafts_say_where_and_whose(broken: Transformer) -> None:
+def test_errors_of_speculative_decoding_name_the_model_and_the_layer(broken: Transformer) -> None:
     with pytest.raises(NumericalError, match=f"logits of new token 1 .*{WORDS}"):
         list(speculate(broken, PROMPT, SamplingParams(), NGramDraft()))
     draft = ModelDraft(broken)
@@ -252,47 +257,47 @@ def test_drafts_say_where_and_whose(broken: Transformer) -> None:
     assert not draft.busy
 
 
-def test_perplexity_says_where_and_is_no_nan(broken: Transformer) -> None:
+def test_errors_of_perplexity_name_the_layer(broken: Transformer) -> None:
     with pytest.raises(NumericalError, match=f"logits of token 1 .*{WORDS}"):
         nats(broken, [PROMPT])
 
 
-@pytest.mark.slow  # a library to build
+@pytest.mark.slow  # compiles a library
 @needs_kernels
-def test_a_compiled_model_says_where() -> None:
-    """Compiled code has no layers to look at; the second pass runs the model as it is written."""
+def test_errors_of_a_compiled_model_name_the_layer() -> None:
+    """Compiled code does not call the layers as modules, but the second pass does."""
     config = dataclasses.replace(tiny.CONFIG, n_layers=1, max_seq_len=200)
     net = tiny.model(config, rope="real", attention="kernel")
     fast = tiny.compiled(net)
-    said = [token.id for token in generate(fast, PROMPT, SamplingParams(max_new_tokens=9))]
-    at = next(i for i, id in enumerate(said) if i >= 1 and id not in [*PROMPT, *said[:i]])
-    fast.tok_embeddings.weight[said[at], 5] = math.nan
-    message = told(fast, max_new_tokens=9)
+    answer = [token.id for token in generate(fast, PROMPT, SamplingParams(max_new_tokens=9))]
+    at = next(i for i, id in enumerate(answer) if i >= 1 and id not in [*PROMPT, *answer[:i]])
+    fast.tok_embeddings.weight[answer[at], 5] = math.nan
+    message = failure(fast, max_new_tokens=9)
     assert f"new token {at + 2} " in message
-    assert f"tok_embeddings.weight holds 1 NaN of 20,480 numbers, the first at [{said[at]}, 5]" in message
+    assert f"tok_embeddings.weight holds 1 NaN of 20,480 numbers, the first at [{answer[at]}, 5]" in message
 
 
-def test_what_stands_in_the_way_of_the_search_is_said(broken: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_second_pass_is_reported(broken: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **options: Any) -> Any:
         raise RuntimeError("can't allocate memory:\nyou tried 1 TB")
 
     monkeypatch.setattr(nonfinite, "_pass", full)
-    assert "the layer where that begins could not be found (can't allocate memory: you tried 1 TB)" in told(broken)
+    assert "the layer where that begins could not be found (can't allocate memory: you tried 1 TB)" in failure(broken)
 
 
-def test_the_search_leaves_nothing_behind(broken: Transformer) -> None:
-    told(broken)
+def test_the_second_pass_removes_its_hooks(broken: Transformer) -> None:
+    failure(broken)
     assert not any(module._forward_hooks for module in broken.modules())
     broken.layers[1].attention.wv.weight[4, 7] = 0.1
     assert list(generate(broken, PROMPT, SamplingParams(max_new_tokens=2)))
 
 
-# ------------------------------------------------------------------------------------------------------- what follows
+# ----------------------------------------------------------------------------------------------------- after an error
 @pytest.mark.row("G18")
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
-def test_a_session_that_met_nan_answers_the_next_prompt_as_if_it_had_not(attention: str, fixed: bool) -> None:
-    """What lies behind a mask has weight 0, and 0 times NaN is NaN: it must be gone from the cache."""
+def test_a_session_works_after_nan(attention: str, fixed: bool) -> None:
+    """The cache must not keep NaN: a masked key has weight 0, but 0 times NaN is NaN."""
     net = tiny.model(attention=attention)
     net.runner.fixed_cache = fixed
     llm, session = Llama(net, _tokenizer()), Session()
@@ -310,7 +315,7 @@ def test_a_session_that_met_nan_answers_the_next_prompt_as_if_it_had_not(attenti
 
 
 @pytest.mark.row("G18")
-def test_a_draft_that_met_nan_goes_on_where_it_can() -> None:
+def test_a_draft_works_after_nan() -> None:
     small = tiny.model()
     small.runner.fixed_cache = True
     small.tok_embeddings.weight[200] = math.nan
@@ -321,8 +326,8 @@ def test_a_draft_that_met_nan_goes_on_where_it_can() -> None:
     assert got == [token.id for token in generate(net, [5, 6, 7], SamplingParams(max_new_tokens=12))]
 
 
-def test_quantizing_what_is_not_finite_is_refused_before() -> None:
+def test_quantizing_nonfinite_weights_is_an_error() -> None:
     net = tiny.model(tiny.WIDE)
-    spoil(net, "layers.0.attention.wq.weight", math.nan)
+    damage(net, "layers.0.attention.wq.weight", math.nan)
     with pytest.raises(CheckpointError, match="not finite"):
         quantize_(net, "int8")
