@@ -157,7 +157,7 @@ def test_characters_that_the_encoding_lacks_are_escaped(attempt: Try, model: Pat
 # ------------------------------------------------------------------------------------------------------ the signals
 # Functions at whose beginning a signal is sent, once or twice, so that the moment is known.
 MOMENTS = {
-    "load": "from llama import loader as m; name = 'build'",
+    "load": "from llama import loader as m; name = 'build_model'",
     "prefill": "from llama import generate as m; name = 'prefill'",
     "decode": "from llama.cli import streams as m; name = 'write'",
 }
