@@ -1,4 +1,4 @@
-"""The layers of a GPU: integers in the kernels' order, and layers that are views of one."""
+"""The linear layers of a GPU: the order of the quantized weights, and layers that are views of a joined one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llama.engine import linears as quant
-from llama.engine.fused import join
-from llama.engine.linears import SCHEMES, BlockLinear
+from llama.engine.fused import join, tensors
+from llama.engine.linears import BlockLinear
 from llama.errors import UsageError
+from llama.quant.blocks import Blocks
+from llama.quant.rounding import quantize
+from llama.quant.schemes import SCHEMES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -18,10 +20,14 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def quantized(weight: Tensor, scheme: str) -> Blocks:
+    return quantize(weight, SCHEMES[scheme].format)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("rows", "columns"), [(5, 96), (3, 200), (4, 33)])
-def test_integers_lie_as_the_kernels_read_them(scheme: str, rows: int, columns: int) -> None:
-    blocks = quant.quantize(noise(rows, columns), SCHEMES[scheme])
+def test_quantized_weights_are_stored_in_the_order_of_the_kernels(scheme: str, rows: int, columns: int) -> None:
+    blocks = quantized(noise(rows, columns), scheme)
     weight = BlockLinear(blocks).packed
     for n in range(rows):
         for k in range(columns):
@@ -37,8 +43,8 @@ def test_integers_lie_as_the_kernels_read_them(scheme: str, rows: int, columns: 
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_layer_multiplies_by_the_rounded_weight(scheme: str) -> None:
-    blocks = quant.quantize(noise(6, 200), SCHEMES[scheme])
+def test_a_layer_multiplies_by_the_dequantized_weight(scheme: str) -> None:
+    blocks = quantized(noise(6, 200), scheme)
     layer = BlockLinear(blocks, noise(6, seed=1))
     torch.testing.assert_close(layer.weight, blocks.weight, rtol=1e-6, atol=1e-6)
     index = torch.tensor([[5, 0], [2, 2]])
@@ -48,8 +54,8 @@ def test_a_layer_multiplies_by_the_rounded_weight(scheme: str) -> None:
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_cast_of_the_model_leaves_the_scales() -> None:
-    layer = BlockLinear(quant.quantize(noise(6, 96), SCHEMES["int4"]), noise(6))
+def test_a_cast_of_the_model_does_not_change_the_scales() -> None:
+    layer = BlockLinear(quantized(noise(6, 96), "int4"), noise(6))
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     for cast in (nn.Module.bfloat16, nn.Module.double, lambda module: module.to("cpu", torch.float16)):
         cast(nn.Sequential(layer))
@@ -57,8 +63,8 @@ def test_a_cast_of_the_model_leaves_the_scales() -> None:
         assert all(buffer.dtype == before[name].dtype for name, buffer in layer.named_buffers())
 
 
-def test_scales_take_16_bits_where_nothing_is_lost() -> None:
-    blocks = quant.quantize(noise(4, 64), SCHEMES["int8"])
+def test_scales_are_stored_in_16_bits_only_if_that_is_exact() -> None:
+    blocks = quantized(noise(4, 64), "int8")
     assert BlockLinear(blocks).scale.dtype == torch.float16
     finer = blocks._replace(scale=blocks.scale * (1 + 2**-15))
     assert BlockLinear(finer).scale.dtype == torch.float32
@@ -66,38 +72,32 @@ def test_scales_take_16_bits_where_nothing_is_lost() -> None:
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_joined_layers_are_views_of_one_that_gives_what_they_give(scheme: str | None, in_turn: bool) -> None:
-    sizes = (4, 4) if in_turn else (6, 2, 2)
+@pytest.mark.parametrize("alternating", [False, True])
+def test_joined_layers_become_views_of_one_layer_with_the_same_outputs(scheme: str | None, alternating: bool) -> None:
+    sizes = (4, 4) if alternating else (6, 2, 2)
     layers: list[nn.Module] = []
     for seed, size in enumerate(sizes):
         linear = nn.Linear(64, size).requires_grad_(False)
         linear.weight.copy_(noise(size, 64, seed=seed))
         linear.bias.copy_(noise(size, seed=10 + seed))
-        kind = None if scheme is None else SCHEMES[scheme]
-        layers.append(linear if kind is None else BlockLinear(quant.quantize(linear.weight, kind), linear.bias))
+        layers.append(linear if scheme is None else BlockLinear(quantized(linear.weight, scheme), linear.bias))
     x = noise(3, 64, seed=5)
     before = [layer(x) for layer in layers]
-    one = join(layers, in_turn)
-    expected = torch.stack(before, -1).flatten(-2) if in_turn else torch.cat(before, -1)
+    one = join(layers, alternating)
+    expected = torch.stack(before, -1).flatten(-2) if alternating else torch.cat(before, -1)
     torch.testing.assert_close(one(x), expected)
     assert one.out_features == sum(sizes)
     for layer, y in zip(layers, before, strict=True):
         torch.testing.assert_close(layer(x), y)
-    for (name, whole), part in zip(quant_tensors(one), range(99), strict=False):
-        assert part < 99
-        pieces = [dict(quant_tensors(layer))[name] for layer in layers]
-        assert {piece.untyped_storage().data_ptr() for piece in pieces} == {whole.untyped_storage().data_ptr()}
+    for name, joined in tensors(one):
+        parts = [dict(tensors(layer))[name] for layer in layers]
+        assert {part.untyped_storage().data_ptr() for part in parts} == {joined.untyped_storage().data_ptr()}
     layers[0].bias.fill_(9)
     assert int((one.bias == 9).sum()) == sizes[0]
 
 
-def quant_tensors(layer: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*layer.named_parameters(), *layer.named_buffers()]
-
-
 def test_layers_of_different_kinds_are_not_joined() -> None:
-    blocks = [quant.quantize(noise(4, 64), SCHEMES[scheme]) for scheme in ("int8", "int4")]
+    blocks = [quantized(noise(4, 64), scheme) for scheme in ("int8", "int4")]
     with pytest.raises(UsageError, match="of one kind"):
         join([BlockLinear(block) for block in blocks])
     with pytest.raises(UsageError, match="of one kind"):

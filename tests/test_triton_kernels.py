@@ -1,4 +1,4 @@
-"""The kernels for CUDA against the formulas in float64: on a GPU as they are, without one by Triton's interpreter."""
+"""The CUDA kernels against the formulas in float64, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.cache import KVCache
-from llama.engine import cuda_graphs as decoding
-from llama.engine import linears as quant
 from llama.engine import triton_kernels as kernels
-from llama.engine.fused import fuse, packed
-from llama.engine.linears import BlockLinear
-from llama.engine.triton_kernels import Blocks, Shares, Weight
+from llama.engine.cuda_graphs import GraphRunner
+from llama.engine.fused import packed
+from llama.engine.linears import BlockLinear, make_embedding
+from llama.engine.triton_kernels import BlockSizes, Splits, Weight
 from llama.errors import UsageError
 from llama.model import Transformer
+from llama.quant.rounding import quantize
+from llama.quant.schemes import SCHEMES, scheme_for
 from llama.rope import precompute_freqs_cis
 
 from . import tiny
@@ -26,10 +27,10 @@ from . import tiny
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter has no dot of bfloat16
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter has no bfloat16 tl.dot
 TINY = dataclasses.replace(tiny.CONFIG, dim=24, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=40, vocab_size=30)
 
-if DEVICE.type == "cpu":  # Triton 3.6 reads a loop's bounds in a way that numpy 2.4 refuses; later ones don't
+if DEVICE.type == "cpu":  # Triton 3.6 reads a loop's bounds in a way that numpy 2.4 rejects; later versions do not
     from triton.runtime import interpreter
 
     _patch = interpreter._patch_lang_tensor
@@ -50,16 +51,15 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def a_weight(rows: int, columns: int, scheme: str | None, bias: bool = False) -> tuple[Weight, Tensor, Tensor]:
-    """A weight as the kernels take it, as numbers (N, K) float64, and its bias or zeros."""
-    numbers = noise(rows, columns, seed=1)
-    more = noise(rows, seed=2)
+    """Return a weight for the kernels, the same weight as (N, K) float64, and its bias or zeros."""
+    values, added = noise(rows, columns, seed=1), noise(rows, seed=2)
     if scheme is None:
-        weight = Weight(numbers, None, None, more if bias else None, rows, columns, 16, columns)
+        weight = Weight(values, None, None, added if bias else None, rows, columns, 16, columns)
     else:
-        blocks = quant.quantize(numbers.cpu(), quant.SCHEMES[scheme])
-        numbers = blocks.weight
-        weight = BlockLinear(blocks, more.cpu() if bias else None).to(DEVICE).packed
-    return weight, numbers.double().to(DEVICE), more.double() if bias else torch.zeros(rows, device=DEVICE)
+        blocks = quantize(values.cpu(), SCHEMES[scheme].format)
+        values = blocks.weight
+        weight = BlockLinear(blocks, added.cpu() if bias else None).to(DEVICE).packed
+    return weight, values.double().to(DEVICE), added.double() if bias else torch.zeros(rows, device=DEVICE)
 
 
 def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -71,14 +71,14 @@ def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     "scheme", [None, "int8", "int8-sym", "int8-row", "int4", "int4-g64", "int4-sym", "int4-sym-g128"]
 )
 @pytest.mark.parametrize(("rows", "columns"), [(6, 96), (9, 200), (4, 2100), (3, 33), (5, 24)])
-def test_a_product_is_the_weight_times_x(rows: int, columns: int, scheme: str | None) -> None:
-    weight, numbers, bias = a_weight(rows, columns, scheme, bias=True)
+def test_linear_multiplies_the_weight_by_x(rows: int, columns: int, scheme: str | None) -> None:
+    weight, values, bias = a_weight(rows, columns, scheme, bias=True)
     x, norm, residual = noise(columns), noise(columns, seed=3).abs(), noise(rows, seed=4)
     empty = torch.full((rows,), torch.nan, device=DEVICE)
-    y = numbers @ x.double() + bias
-    limit = 1e-4 if weight.bits == 4 else 1e-5  # four bits are read beside ones, whose sum is taken off again
+    y = values @ x.double() + bias
+    limit = 1e-4 if weight.bits == 4 else 1e-5  # 4 bits are read as floats above 1; the sum of the ones is subtracted
     assert error(kernels.linear(weight, x, empty.clone()), y) < limit
-    of_norm = numbers @ normed(x, norm, 0.01) + bias
+    of_norm = values @ normed(x, norm, 0.01) + bias
     assert error(kernels.linear(weight, x, empty.clone(), norm=norm, eps=0.01), of_norm) < limit
     added = kernels.linear(weight, x, residual.clone(), residual=residual)
     assert error(added, y + residual) < limit
@@ -87,20 +87,20 @@ def test_a_product_is_the_weight_times_x(rows: int, columns: int, scheme: str | 
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
-def test_a_gate_is_the_even_row(scheme: str | None) -> None:
-    weight, numbers, _ = a_weight(10, 64, scheme)
+def test_swiglu_gates_odd_rows_by_even_rows(scheme: str | None) -> None:
+    weight, values, _ = a_weight(10, 64, scheme)
     x = noise(64)
-    y = numbers @ x.double()
+    y = values @ x.double()
     gated = kernels.linear(weight, x, torch.full((5,), torch.nan, device=DEVICE), gated=True)
     assert error(gated, F.silu(y[::2]) * y[1::2]) < 1e-4
 
 
-@pytest.mark.parametrize("blocks", [Blocks(2, 32, 1), Blocks(4, 64, 2), Blocks(8, 256, 4)])
-def test_how_a_product_is_cut_changes_rounding_only(blocks: Blocks) -> None:
-    weight, numbers, _ = a_weight(11, 100, None)
+@pytest.mark.parametrize("blocks", [BlockSizes(2, 32, 1), BlockSizes(4, 64, 2), BlockSizes(8, 256, 4)])
+def test_block_sizes_change_only_the_rounding(blocks: BlockSizes) -> None:
+    weight, values, _ = a_weight(11, 100, None)
     x = noise(100)
     y = kernels.linear(weight, x, torch.empty(11, device=DEVICE), blocks=blocks)
-    assert error(y, numbers @ x.double()) < 1e-6
+    assert error(y, values @ x.double()) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -110,75 +110,74 @@ def test_attention_sees_the_keys_up_to_its_position(
     heads: int, kv: int, dim: int, position: int, dtype: torch.dtype
 ) -> None:
     q, k, v = noise(heads, dim, dtype=dtype), noise(kv, 100, dim, dtype=dtype, seed=1), noise(kv, 100, dim, dtype=dtype)
-    k[:, position + 1 :], v[:, position + 1 :] = torch.nan, torch.nan  # who looks there is found out
-    shares = Shares.empty(heads, kv, dim, DEVICE)
-    for part in shares:
+    k[:, position + 1 :], v[:, position + 1 :] = torch.nan, torch.nan  # reading them would show in the result
+    splits = Splits.empty(heads, kv, dim, DEVICE)
+    for part in splits:
         part.fill_(torch.nan)
-    y = kernels.attend(q, k, v, torch.tensor([position], device=DEVICE), shares, torch.empty_like(q))
+    y = kernels.attend(q, k, v, torch.tensor([position], device=DEVICE), splits, torch.empty_like(q))
     group = heads // kv
     seen, values = (x[:, : position + 1].double().repeat_interleave(group, 0) for x in (k, v))  # (H, S, D)
     weights = (torch.einsum("hd,hsd->hs", q.double(), seen) / dim**0.5).softmax(-1)
     assert error(y, torch.einsum("hs,hsd->hd", weights, values)) < (1e-5 if dtype == torch.float32 else 3e-3)
 
 
-def test_shares_are_many_where_heads_are_few() -> None:
-    assert [Shares.empty(8, kv, 8, DEVICE).top.shape[1] for kv in (1, 2, 8, 32, 512)] == [64, 64, 32, 8, 1]
+def test_fewer_heads_have_more_splits() -> None:
+    assert [Splits.empty(8, kv, 8, DEVICE).top.shape[1] for kv in (1, 2, 8, 32, 512)] == [64, 64, 32, 8, 1]
 
 
 @pytest.mark.parametrize("position", [0, 7])
-def test_queries_and_keys_are_turned_and_values_are_not(position: int) -> None:
+def test_queries_and_keys_are_rotated_and_values_are_not(position: int) -> None:
     heads, kv, dim, width, slots = 4, 2, 8, 24, 12
-    weight, numbers, bias = a_weight((heads + 2 * kv) * dim, width, None, bias=True)
+    weight, values, bias = a_weight((heads + 2 * kv) * dim, width, None, bias=True)
     x, norm = noise(width), noise(width, seed=3).abs()
-    turns = precompute_freqs_cis(dim, slots).to(DEVICE)
+    freqs_cis = precompute_freqs_cis(dim, slots).to(DEVICE)
     q = torch.full((heads, dim), torch.nan, device=DEVICE)
     k, v = (torch.full((kv, slots, dim), 7.0, device=DEVICE) for _ in range(2))
-    tables = turns.real.contiguous(), turns.imag.contiguous()
+    tables = freqs_cis.real.contiguous(), freqs_cis.imag.contiguous()
     kernels.qkv(weight, x, norm, 1e-5, tables, torch.tensor([position], device=DEVICE), q, k, v)
-    y = (numbers @ normed(x, norm, 1e-5) + bias).view(-1, dim)
-    pairs = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * turns[position].to(torch.complex128)
-    turned = torch.view_as_real(pairs).flatten(-2)
-    assert error(q, turned[:heads]) < 1e-5
-    assert error(k[:, position], turned[heads : heads + kv]) < 1e-5
+    y = (values @ normed(x, norm, 1e-5) + bias).view(-1, dim)
+    pairs = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * freqs_cis[position].to(torch.complex128)
+    rotated = torch.view_as_real(pairs).flatten(-2)
+    assert error(q, rotated[:heads]) < 1e-5
+    assert error(k[:, position], rotated[heads : heads + kv]) < 1e-5
     assert error(v[:, position], y[heads + kv :]) < 1e-5
     others = [slot for slot in range(slots) if slot != position]
     assert bool((k[:, others] == 7).all())
     assert bool((v[:, others] == 7).all())
 
 
-def test_a_prompts_tokens_are_turned_by_their_positions() -> None:
+def test_the_tokens_of_a_prompt_are_rotated_by_their_positions() -> None:
     heads, kv, dim, slots, first = 3, 1, 12, 9, 4
     qkv = noise(2, (heads + 2 * kv) * dim)
-    turns = precompute_freqs_cis(dim, slots).to(DEVICE)
+    freqs_cis = precompute_freqs_cis(dim, slots).to(DEVICE)
     k, v = (torch.full((kv, slots, dim), 7.0, device=DEVICE) for _ in range(2))
-    q = kernels.turn(qkv, (turns.real.contiguous(), turns.imag.contiguous()), first, k, v, heads)
+    q = kernels.rotate(qkv, (freqs_cis.real.contiguous(), freqs_cis.imag.contiguous()), first, k, v, heads)
     parts = qkv.view(2, -1, dim)
-    pairs = torch.view_as_complex(parts.unflatten(-1, (-1, 2)).contiguous()) * turns[first : first + 2, None]
-    turned = torch.view_as_real(pairs).flatten(-2)  # (T, H + 2 KV, D)
-    assert error(q, turned[:, :heads]) < 1e-6
-    assert error(k[:, first : first + 2], turned[:, heads:-kv].transpose(0, 1)) < 1e-6
+    pairs = torch.view_as_complex(parts.unflatten(-1, (-1, 2)).contiguous()) * freqs_cis[first : first + 2, None]
+    rotated = torch.view_as_real(pairs).flatten(-2)  # (T, H + 2 KV, D)
+    assert error(q, rotated[:, :heads]) < 1e-6
+    assert error(k[:, first : first + 2], rotated[:, heads:-kv].transpose(0, 1)) < 1e-6
     assert torch.equal(v[:, first : first + 2], parts[:, -kv:].transpose(0, 1))
     assert bool((k[:, :first] == 7).all())
     assert bool((v[:, first + 2 :] == 7).all())
 
 
-def test_norm_and_gate_of_a_prompt() -> None:
+def test_the_norm_and_swiglu_of_a_prompt() -> None:
     x, norm = noise(3, 50), noise(50, seed=1)
     assert error(kernels.rms_norm(x, norm, 0.01), normed(x, norm, 0.01)) < 1e-6
     wide = noise(2, 2 * 1100)
     assert error(kernels.swiglu(wide), F.silu(wide[:, ::2].double()) * wide[:, 1::2].double()) < 1e-6
 
 
-# ------------------------------------------------------------------------------------------------ the whole decoder
+# ------------------------------------------------------------------------------------------------ the complete decoder
 def a_model(config: Any, scheme: str | None) -> Transformer:
-    """A random model with the layers of a GPU."""
-    model = tiny.model(config, rope="real")
+    """Return a random model with the layers that run on a GPU."""
+    model = tiny.model(config, rope="real", attention="sdpa")
     for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)] if scheme else []:
-        tied = name == "output" and config.tie_embeddings
-        kind = quant.scheme_for(name, quant.SCHEMES[scheme])
-        model.set_submodule(name, BlockLinear(quant.quantize(linear.weight, kind), linear.bias))
-        if tied:
-            model.tok_embeddings = quant.BlockEmbedding(model.output, torch.float32)
+        format = scheme_for(name, SCHEMES[scheme]).format
+        model.set_submodule(name, BlockLinear(quantize(linear.weight, format), linear.bias))
+    if scheme and config.tie_embeddings:
+        model.set_submodule("tok_embeddings", make_embedding(model.output, torch.float32))
     return model.to(DEVICE)
 
 
@@ -188,29 +187,30 @@ def a_model(config: Any, scheme: str | None) -> Transformer:
     [{}, {"attention_bias": True, "mlp_bias": True, "tie_embeddings": True, "n_kv_heads": 1}],
     ids=["plain", "tied with biases"],
 )
-def test_the_fused_decoder_gives_the_models_logits(changes: dict[str, Any], scheme: str | None) -> None:
+def test_the_fused_decoder_computes_the_logits_of_the_plain_model(changes: dict[str, Any], scheme: str | None) -> None:
     config = dataclasses.replace(TINY, **changes)
-    plain, fused = a_model(config, scheme), fuse(a_model(config, scheme))
+    plain, fused = a_model(config, scheme), tiny.fused(a_model(config, scheme))
     tokens = tiny.random_tokens(9, config).to(DEVICE)
     expected = plain(tokens)
     cache = fused.new_cache(20)
     parts = [fused(tokens[:, first:last], cache=cache) for first, last in ((0, 4), (4, 7), (7, 8))]
     assert error(torch.cat(parts, 1), expected[:, :8]) < 1e-5
-    steps = decoding.steps_of(fused, cache)
-    steps.token.copy_(tokens[:, 8:])
-    steps.position.fill_(8)
-    assert error(steps.next_logits(cache), expected[0, 8]) < 2e-5
-    there: KVCache = plain.new_cache(20)
-    plain(tokens, cache=there)
-    assert error(cache.k[..., :9, :], there.k[..., :9, :]) < 1e-5
-    assert error(cache.v[..., :9, :], there.v[..., :9, :]) < 1e-5
+    assert isinstance(fused.runner, GraphRunner)
+    step = fused.runner.step_for(fused, cache)
+    step.token.copy_(tokens[:, 8:])
+    step.position.fill_(8)
+    assert error(step.next_logits(fused, cache), expected[0, 8]) < 2e-5
+    plain_cache: KVCache = plain.new_cache(20)
+    plain(tokens, cache=plain_cache)
+    assert error(cache.k[..., :9, :], plain_cache.k[..., :9, :]) < 1e-5
+    assert error(cache.v[..., :9, :], plain_cache.v[..., :9, :]) < 1e-5
 
 
-def test_what_the_kernels_cannot_do_runs_as_the_model_is_written() -> None:
-    plain, fused = a_model(TINY, None), fuse(a_model(TINY, None))
+def test_batches_repeated_positions_and_8_bit_caches_run_without_the_kernels() -> None:
+    plain, fused = a_model(TINY, None), tiny.fused(a_model(TINY, None))
     rows = tiny.random_tokens(4, TINY, batch=3).to(DEVICE)
     torch.testing.assert_close(fused(rows), plain(rows))
-    positions = torch.tensor([0, 1, 1], device=DEVICE)  # a token takes another's place
+    positions = torch.tensor([0, 1, 1], device=DEVICE)  # the third token overwrites the second
     caches = [model.new_cache(8) for model in (plain, fused)]
     torch.testing.assert_close(fused(rows[:1, :3], positions, caches[1]), plain(rows[:1, :3], positions, caches[0]))
     plain.runner.cache_kind = fused.runner.cache_kind = "int8"
@@ -218,12 +218,12 @@ def test_what_the_kernels_cannot_do_runs_as_the_model_is_written() -> None:
     torch.testing.assert_close(fused(rows[:1], cache=caches[1]), plain(rows[:1], cache=caches[0]))
 
 
-def test_a_cut_row_is_no_weight_of_the_kernels() -> None:
+def test_weights_and_models_that_the_kernels_do_not_support_are_rejected() -> None:
     linear = torch.nn.Linear(8, 6)
-    assert kernels.serves(packed(linear))
+    assert kernels.supports(packed(linear))
     linear.weight = torch.nn.Parameter(linear.weight[::2])
-    assert not kernels.serves(packed(linear))
+    assert not kernels.supports(packed(linear))
     with pytest.raises(UsageError, match="real"):
-        fuse(tiny.model(TINY))
+        tiny.fused(tiny.model(TINY))
     with pytest.raises(UsageError, match="head_dim"):
-        fuse(tiny.model(dataclasses.replace(TINY, head_dim=6), rope="real"))
+        tiny.fused(tiny.model(dataclasses.replace(TINY, head_dim=6), rope="real"))

@@ -23,7 +23,7 @@ from ..model import Runner, Transformer, TransformerBlock
 from . import triton_kernels as kernels
 from .cuda_graphs import GraphRunner
 from .linears import BlockLinear
-from .triton_kernels import Shares, Weight
+from .triton_kernels import Splits, Weight
 
 
 class FusedBlock(NamedTuple):
@@ -52,7 +52,7 @@ class FusedRunner(GraphRunner):
         self.eps, self.heads = config.norm_eps, config.n_heads
         self.blocks = [fused_block(block) for block in model.layers]  # type: ignore[arg-type]
         for layer in (model.output, *(part for block in self.blocks for part in block[:4])):
-            if not kernels.serves(packed(layer)):
+            if not kernels.supports(packed(layer)):
                 raise UsageError(
                     f"the fused kernels can't multiply by this {type(layer).__name__}; leave --compile out"
                 )
@@ -61,7 +61,7 @@ class FusedRunner(GraphRunner):
         self.y = like.new_empty(config.n_heads, config.head_dim)
         self.inner = like.new_empty(config.hidden_dim)
         self.lock = Lock()
-        self.shares = Shares.empty(config.n_heads, config.n_kv_heads, config.head_dim, like.device)
+        self.splits = Splits.empty(config.n_heads, config.n_kv_heads, config.head_dim, like.device)
 
     def run(
         self,
@@ -107,7 +107,7 @@ class FusedRunner(GraphRunner):
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             k, v = layer.k[0], layer.v[0]  # (KV, slots, D)
             kernels.qkv(packed(block.qkv), self.h, block.attention_norm, self.eps, table, position, self.q, k, v)
-            kernels.attend(self.q, k, v, position, self.shares, self.y)
+            kernels.attend(self.q, k, v, position, self.splits, self.y)
             kernels.linear(packed(block.wo), self.y, self.h, residual=self.h)
             kernels.linear(packed(block.gate_up), self.h, self.inner, norm=block.ffn_norm, eps=self.eps, gated=True)
             kernels.linear(packed(block.down), self.inner, self.h, residual=self.h)
@@ -121,7 +121,7 @@ class FusedRunner(GraphRunner):
         table: tuple[Tensor, Tensor] = model.rope.table  # type: ignore[assignment]
         k, v = layer.k, layer.v
         qkv = block.qkv(kernels.rms_norm(h, block.attention_norm, self.eps))  # (T, (H + 2 KV) D)
-        q = kernels.turn(qkv, table, first, k[0], v[0], self.heads)[None].transpose(1, 2)  # (1, H, T, D)
+        q = kernels.rotate(qkv, table, first, k[0], v[0], self.heads)[None].transpose(1, 2)  # (1, H, T, D)
         k, v = k[:, :, :end], v[:, :, :end]  # (1, KV, S, D)
         triangle = causal_lower_right(q.shape[2], end)  # flash attention supports it and needs no mask tensor
         y = F.scaled_dot_product_attention(q, k, v, triangle, enable_gqa=q.shape[1] != k.shape[1])

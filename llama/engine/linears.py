@@ -167,7 +167,7 @@ class BlockLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        if x.is_cuda and x.numel() == self.in_features and triton_kernels.serves(self.packed):
+        if x.is_cuda and x.numel() == self.in_features and triton_kernels.supports(self.packed):
             y = x.new_empty(*x.shape[:-1], self.out_features)
             triton_kernels.linear(self.packed, x.contiguous(), y)
             return y

@@ -1,20 +1,20 @@
-"""Triton kernels for CUDA: what a decoding step and a prompt need besides cuBLAS and flash attention.
+"""Triton kernels for CUDA: the operations of a decoding step and of a prompt that cuBLAS and flash attention lack.
 
-A step for one token reads every weight once and does little else, so its kernels are few and each has its neighbours'
-small work inside:
+A decoding step reads every weight once and computes little, so it has few kernels, and each includes the small
+operations around its product:
 
-    linear      [x / rms(x) *] W x, for a weight of 16, 8 or 4 bits, then one of: nothing, a residual, SwiGLU
-    qkv         the same for wq, wk and wv at once, then RoPE; keys and values go straight into the cache
-    attend      attention of one token: every head's keys in shares, all at once; then the shares put together
+    linear      [x / rms(x) *] W x for a weight in 16, 8 or 4 bits; then optionally adds a residual or applies SwiGLU
+    qkv         the same product for wq, wk and wv at once, then RoPE; keys and values are written into the cache
+    attend      attention of one token: the keys of all heads are processed in parallel splits, which are then combined
 
-and for a prompt, between the matrix products: rms_norm, turn (RoPE and the cache), swiglu. Everything is summed in
-float32. Where a kernel needs the position it reads it from the device, so that a CUDA graph can be replayed.
+A prompt uses rms_norm, rotate (RoPE and the cache) and swiglu between its matrix products. All sums are float32.
+Kernels read the position from device memory, so that a CUDA graph can be replayed.
 
 Letters: N rows of a weight (outputs), K columns (inputs), T tokens, H heads, KV key/value heads, D head_dim, C dim.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (the kernels are Triton's language and not Python; what calls them is typed)
+# (the kernels are written in Triton's language, which has no annotations; their callers are typed)
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -25,12 +25,12 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # it comes with torch's builds for CUDA, and only those need it
+except ImportError:  # PyTorch's CUDA builds install it, and only they need it
     triton = tl = None
 
 
 def jit(function: Any) -> Any:
-    """A kernel, or the bare function where there is no Triton; then nobody calls it."""
+    """Compile a kernel. Without Triton, return the function, which is then never called."""
     return function if triton is None else triton.jit(function)
 
 
@@ -40,14 +40,16 @@ def ready() -> bool:
 
 
 class Weight(NamedTuple):
-    """A weight (N, K), as numbers or as integers in groups: weight = scale * quant + offset.
+    """A weight (N, K): floats, or quantized in groups as weight = scale * quant + offset.
 
-    data    (N, K) numbers; for 8 bits (N, K) uint8, in whole groups if there are several; for 4 bits (N, groups * group
-            / 8) int32, where word w of a group holds its inputs w, w + group / 8, w + 2 group / 8, ... from bit 0 up
-    scale   (N, groups), None for numbers; offset likewise, None where it is -scale * 2^(bits - 1)
+    data    16 bits: (N, K) floats. 8 bits: (N, K) uint8, padded to complete groups if a row has several. 4 bits:
+            (N, groups * group / 8) int32; word w of a group holds its inputs w, w + group / 8, w + 2 group / 8, ...
+            from bit 0 up
+    scale   (N, groups); None for floats
+    offset  (N, groups); None for floats, and if it is -scale * 2^(bits - 1)
     bias    (N,), or None
-    bits    16 for numbers of any kind
-    group   inputs that share a scale; a power of two, or anything from K on
+    bits    4, 8, or 16 for floats of any dtype
+    group   inputs that share a scale: a power of two, or at least K
     """
 
     data: Tensor
@@ -62,8 +64,8 @@ class Weight(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------ rows of W times x
 @jit
-def _numbers(x, norm, data, rows, K: tl.constexpr, NORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """For rows (BLOCK_N,) of a weight of numbers: W (x * norm) and the sum of x^2."""
+def _floats(x, norm, data, rows, K: tl.constexpr, NORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """For rows (BLOCK_N,) of a weight in floats: W (x * norm) and the sum of x^2."""
     y = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -78,18 +80,18 @@ def _numbers(x, norm, data, rows, K: tl.constexpr, NORM: tl.constexpr, BLOCK_N: 
 
 
 @jit
-def _bytes(
+def _int8(
     x, norm, data, scale, offset, first, N, K: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
     OFFSET: tl.constexpr, NORM: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same for four rows of 8 bits: a group's inputs times its integers, and that times its scale.
+    """`_floats` for four rows in 8 bits: in each group, scale * (quants times inputs) + offset * (sum of the inputs).
 
-    Every tile has the shape (groups, group), so that all are spread over the threads alike and nothing has to be
-    passed between them but a sum. ROW: the whole row has one scale, and its bytes are not padded to groups.
+    Every tile has the shape (groups, group), so all tiles have the same layout over the threads, which exchange nothing
+    but sums. ROW: the complete row has one scale, and its bytes are not padded to groups.
     """
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     PITCH: tl.constexpr = K if ROW else GROUPS * GROUP
-    PARTS: tl.constexpr = BLOCK_K // GROUP  # groups at once
+    PARTS: tl.constexpr = BLOCK_K // GROUP  # groups per step
     y = tl.zeros((PARTS, 2, 2), tl.float32)  # row 2i + j at [:, i, j]
     squares = tl.zeros((PARTS,), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -101,7 +103,7 @@ def _bytes(
             part *= tl.load(norm + k, k < K, other=0.0).to(tl.float32)
         sums = tl.sum(part, 1)
         for r in tl.static_range(4):
-            row = tl.minimum(first + r, N - 1).to(tl.int64)  # beyond the last row: computed, not stored
+            row = tl.minimum(first + r, N - 1).to(tl.int64)  # beyond the last row: computed but not stored
             q = tl.load(data + row * PITCH + k, k < PITCH, other=0)  # (PARTS, GROUP)
             at = row + 0 * g if ROW else row * GROUPS + g
             s = tl.load(scale + at, g < GROUPS, other=0.0).to(tl.float32)
@@ -119,16 +121,15 @@ def _bytes(
 
 
 @jit
-def _nibbles(
+def _int4(
     x, norm, data, scale, offset, first, N, one, K: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
     NORM: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same for four rows of 4 bits, eight inputs a word; tiles have the shape (groups, words of a group).
+    """`_int8` for four rows in 4 bits, eight inputs per word; tiles have the shape (groups, words of a group).
 
-    Unpacking would cost more than multiplying. So a word is shifted until two of its nibbles stand at bits 15 and 19,
-    and the bits around a nibble n are set to those of 1.0: read as a float32 that is 1 + n / 256 or 1 + n / 16. What
-    the ones add, the sum of the inputs, is taken off in the end. `one` is those bits; as a constant of the code they
-    would cost an instruction more.
+    Instead of unpacking the nibbles, which would cost more than multiplying, shift a word until two nibbles are at bits
+    15 and 19, and set the bits around a nibble n to those of 1.0: as float32 that is 1 + n / 256 or 1 + n / 16. The sum
+    of the ones is subtracted at the end. `one` holds the bits of 1.0: a constant would cost one more instruction.
     """
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     WORDS: tl.constexpr = GROUP // 8
@@ -151,18 +152,18 @@ def _nibbles(
         sum_even, sum_odd = tl.sum(x0 + x2 + x4 + x6, 1), tl.sum(x1 + x3 + x5 + x7, 1)  # (PARTS,)
         at = g[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
         for r in tl.static_range(4):
-            row = tl.minimum(first + r, N - 1).to(tl.int64)  # beyond the last row: computed, not stored
+            row = tl.minimum(first + r, N - 1).to(tl.int64)  # beyond the last row: computed but not stored
             w = tl.load(data + row * (GROUPS * WORDS) + at, (g < GROUPS)[:, None], other=0)  # (PARTS, WORDS)
             s = tl.load(scale + row * GROUPS + g, g < GROUPS, other=0.0).to(tl.float32)
             o = tl.load(offset + row * GROUPS + g, g < GROUPS, other=0.0).to(tl.float32) if OFFSET else -8.0 * s
-            even = _float(w << 15, 0x78000, one) * x0
-            even += _float(w << 7, 0x78000, one) * x2
-            even += _float(w >> 1, 0x78000, one) * x4
-            even += _float(w >> 9, 0x78000, one) * x6
-            odd = _float(w << 15, 0x780000, one) * x1
-            odd += _float(w << 7, 0x780000, one) * x3
-            odd += _float(w >> 1, 0x780000, one) * x5
-            odd += _float(w >> 9, 0x780000, one) * x7
+            even = _bits_to_float(w << 15, 0x78000, one) * x0
+            even += _bits_to_float(w << 7, 0x78000, one) * x2
+            even += _bits_to_float(w >> 1, 0x78000, one) * x4
+            even += _bits_to_float(w >> 9, 0x78000, one) * x6
+            odd = _bits_to_float(w << 15, 0x780000, one) * x1
+            odd += _bits_to_float(w << 7, 0x780000, one) * x3
+            odd += _bits_to_float(w >> 1, 0x780000, one) * x5
+            odd += _bits_to_float(w >> 9, 0x780000, one) * x7
             dot = 256.0 * (tl.sum(even, 1) - sum_even) + 16.0 * (tl.sum(odd, 1) - sum_odd)
             part = s * dot + o * (sum_even + sum_odd)
             if r == 0:
@@ -178,7 +179,7 @@ def _nibbles(
 
 @jit
 def _inputs(x, norm, k, K: tl.constexpr, NORM: tl.constexpr):
-    """Inputs k of x, times the norm's weights, and the squares of x."""
+    """The inputs k of x, multiplied by the weights of the norm, and the squares of x."""
     part = tl.load(x + k, k < K, other=0.0).to(tl.float32)
     squares = part * part
     if NORM:
@@ -187,26 +188,26 @@ def _inputs(x, norm, k, K: tl.constexpr, NORM: tl.constexpr):
 
 
 @jit
-def _float(w, mask: tl.constexpr, one):
-    """Some bits of words, with the bits of 1.0 around them, read as float32."""
+def _bits_to_float(w, mask: tl.constexpr, one):
+    """The masked bits of words, combined with the bits of 1.0, read as float32."""
     return ((w & mask) | one).to(tl.float32, bitcast=True)
 
 
 @jit
-def _times(
+def _product(
     x, norm, eps, data, scale, offset, bias, one, first, N, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     ROW: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows from `first` on of W times x, or times x / rms(x) * norm, plus the bias: (BLOCK_N,) float32."""
-    rows = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)  # beyond the last row: computed, not stored
+    """Rows of W from `first` on, times x or x / rms(x) * norm, plus the bias: (BLOCK_N,) float32."""
+    rows = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)  # beyond the last row: computed but not stored
     if BITS == 16:
-        y, squares = _numbers(x, norm, data, rows, K, NORM, BLOCK_N, BLOCK_K)
+        y, squares = _floats(x, norm, data, rows, K, NORM, BLOCK_N, BLOCK_K)
     elif BITS == 8:
-        y, squares = _bytes(x, norm, data, scale, offset, first, N, K, GROUP, ROW, OFFSET, NORM, BLOCK_K)
+        y, squares = _int8(x, norm, data, scale, offset, first, N, K, GROUP, ROW, OFFSET, NORM, BLOCK_K)
     else:
-        y, squares = _nibbles(x, norm, data, scale, offset, first, N, one, K, GROUP, OFFSET, NORM, BLOCK_K)
-    if NORM:  # 1 / rms(x) is one number, so it can come last
+        y, squares = _int4(x, norm, data, scale, offset, first, N, one, K, GROUP, OFFSET, NORM, BLOCK_K)
+    if NORM:  # 1 / rms(x) is a scalar, so it can be applied to the sum
         y *= tl.rsqrt(squares / K + eps)
     if BIAS:
         y += tl.load(bias + rows).to(tl.float32)
@@ -220,11 +221,11 @@ def _linear(
     RESIDUAL: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
-    y = _times(
+    y = _product(
         x, norm, eps, data, scale, offset, bias, one, first, N, K, BITS, GROUP, ROW, OFFSET, BIAS, NORM, BLOCK_N,
         BLOCK_K,
     )  # fmt: skip
-    if GATED:  # rows 2i and 2i + 1 are the gate and what goes through it
+    if GATED:  # row 2i is of w_gate, row 2i + 1 of w_up
         gate, up = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))
         i = first // 2 + tl.arange(0, BLOCK_N // 2)
         tl.store(out + i, gate * tl.sigmoid(gate) * up, i < N // 2)
@@ -243,7 +244,7 @@ def _qkv(
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     N: tl.constexpr = (H + 2 * KV) * D
-    y = _times(
+    y = _product(
         x, norm, eps, data, scale, offset, bias, one, first, N, K, BITS, GROUP, ROW, OFFSET, BIAS, True, BLOCK_N,
         BLOCK_K,
     )  # fmt: skip
@@ -252,8 +253,8 @@ def _qkv(
     d = first % D + 2 * tl.arange(0, BLOCK_N // 2)
     c = tl.load(cos + at * (D // 2) + d // 2)
     s = tl.load(sin + at * (D // 2) + d // 2)
-    turned = first < (H + KV) * D  # values are not
-    c, s = tl.where(turned, c, 1.0), tl.where(turned, s, 0.0)
+    rotated = first < (H + KV) * D  # values are not rotated
+    c, s = tl.where(rotated, c, 1.0), tl.where(rotated, s, 0.0)
     head = first // D
     if head < H:
         to = q + head * D + d
@@ -273,15 +274,15 @@ def _qkv(
 @jit
 def _attend(
     q, k_cache, v_cache, position, part, part_max, part_sum, slots, root, D: tl.constexpr, WIDTH: tl.constexpr,
-    G: tl.constexpr, QUERIES: tl.constexpr, SHARES: tl.constexpr, BLOCK_S: tl.constexpr,
+    G: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """softmax(q k^T / root) v over one share of the keys, for the G queries of one key/value head."""
-    head, share = tl.program_id(0), tl.program_id(1)
+    """softmax(q k^T / root) v over one split of the keys, for the G queries of one key/value head."""
+    head, split = tl.program_id(0), tl.program_id(1)
     length = tl.load(position).to(tl.int32) + 1
-    width = tl.cdiv(tl.cdiv(length, SHARES), BLOCK_S) * BLOCK_S  # keys a share
-    first = share * width
+    width = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_S) * BLOCK_S  # keys per split
+    first = split * width
     last = tl.minimum(first + width, length)
-    g, d = tl.arange(0, QUERIES), tl.arange(0, WIDTH)  # both padded to what tl.dot takes
+    g, d = tl.arange(0, QUERIES), tl.arange(0, WIDTH)  # both padded to sizes that tl.dot supports
     real = (g < G)[:, None] & (d < D)[None, :]
     queries = tl.load(q + (head * G + g)[:, None] * D + d[None, :], real, other=0.0)  # (QUERIES, WIDTH)
     keys, values = k_cache + head.to(tl.int64) * slots * D, v_cache + head.to(tl.int64) * slots * D
@@ -300,21 +301,21 @@ def _attend(
         y = y * old[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * old + tl.sum(weights, 1)
         top = higher
-    at = (head * G + g) * SHARES + share  # (QUERIES,): the shares of a query side by side
+    at = (head * G + g) * SPLITS + split  # (QUERIES,): the splits of a query are adjacent
     tl.store(part + at[:, None] * D + d[None, :], y, real)
     tl.store(part_max + at, top, g < G)
     tl.store(part_sum + at, total, g < G)
 
 
 @jit
-def _combine(part, part_max, part_sum, out, D: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr):
-    """The shares of one query put together; an empty one has the maximum -inf and so the weight 0."""
+def _combine(part, part_max, part_sum, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+    """Combine the splits of one query. An empty split has the maximum -inf and so the weight 0."""
     query = tl.program_id(0)
-    share, d = tl.arange(0, SHARES), tl.arange(0, WIDTH)
-    top = tl.load(part_max + query * SHARES + share)
+    split, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    top = tl.load(part_max + query * SPLITS + split)
     weights = tl.exp(top - tl.max(top, 0))
-    total = tl.sum(weights * tl.load(part_sum + query * SHARES + share), 0)
-    y = tl.load(part + (query * SHARES + share)[:, None] * D + d[None, :], (d < D)[None, :], other=0.0)
+    total = tl.sum(weights * tl.load(part_sum + query * SPLITS + split), 0)
+    y = tl.load(part + (query * SPLITS + split)[:, None] * D + d[None, :], (d < D)[None, :], other=0.0)
     tl.store(out + query * D + d, tl.sum(y * weights[:, None], 0) / total, d < D)
 
 
@@ -329,13 +330,13 @@ def _rms_norm(x, norm, eps, out, C: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def _turn(
+def _rotate(
     qkv, cos, sin, first, q, k_cache, v_cache, slots, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = token + first
-    d, i = tl.arange(0, 2 * HALF), tl.arange(0, HALF)  # entries of a head, and pairs of them
+    d, i = tl.arange(0, 2 * HALF), tl.arange(0, HALF)  # entries and pairs of a head
     source = tl.load(qkv + token * ((H + 2 * KV) * D) + head * D + d, d < D, other=0.0)
     if head < H + KV:
         a, b = tl.split(tl.reshape(source.to(tl.float32), (HALF, 2)))
@@ -364,31 +365,35 @@ def _swiglu(x, out, F: tl.constexpr, BLOCK: tl.constexpr):
 ONE = 0x3F800000  # the bits of 1.0
 
 
-class Blocks(NamedTuple):
-    """How a product is cut: rows and columns at a time, and warps that share them."""
+class BlockSizes(NamedTuple):
+    """The part of a weight that a program processes at a time, in rows and columns, and its number of warps."""
 
     rows: int
     columns: int
     warps: int
 
 
-def plan(weight: Weight) -> Blocks:
-    """Each thread reads 16 bytes of several rows at once, and there are several programs a multiprocessor."""
+def pick_block_sizes(weight: Weight) -> BlockSizes:
+    """The sizes for `linear` and `qkv`.
+
+    Each thread reads 16 bytes of several rows at once, and each multiprocessor runs several programs.
+    """
     size = {16: float(weight.data.element_size()), 8: 1.0, 4: 0.5}[weight.bits]
     columns = min(power_of_2(weight.columns), int(2048 / size))
-    few = weight.bits == 16 and weight.rows < 4096  # integers are taken four rows at a time
-    return Blocks(2 if few else 4, max(columns, _tile(weight)), 4 if columns * size >= 2048 else 2)
+    few = weight.bits == 16 and weight.rows < 4096  # quantized weights are processed four rows at a time
+    return BlockSizes(2 if few else 4, max(columns, _tile(weight)), 4 if columns * size >= 2048 else 2)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
-def serves(weight: Weight) -> bool:
-    """Whether `linear` can be called with a weight here.
+def supports(weight: Weight) -> bool:
+    """Whether `linear` can multiply by a weight here.
 
-    Its rows lie one behind the other, its groups are powers of two, or rows of 8 bits have one scale each.
+    The weight must be contiguous. If it is quantized, its groups must be powers of two of at least 32, or its rows must
+    have 8 bits and one scale each.
     """
     row = _one_scale(weight)
     group = weight.group >= 32 and weight.group == power_of_2(weight.group)
@@ -397,16 +402,16 @@ def serves(weight: Weight) -> bool:
 
 
 def _tile(weight: Weight) -> int:
-    """Inputs that are summed up before they meet a scale."""
+    """Inputs that are summed before they are multiplied by a scale."""
     return 32 if weight.bits == 16 or _one_scale(weight) else weight.group
 
 
 def _one_scale(weight: Weight) -> bool:
-    """Whether a row of 8 bits has a single scale and no padding."""
+    """Whether a weight in 8 bits has one scale per row, and no padding."""
     return weight.bits == 8 and weight.group >= weight.columns == weight.data.shape[1]
 
 
-def _common(weight: Weight, blocks: Blocks) -> dict[str, Any]:
+def _common(weight: Weight, blocks: BlockSizes) -> dict[str, Any]:
     return {
         "K": weight.columns,
         "BITS": weight.bits,
@@ -429,15 +434,15 @@ def linear(
     eps: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
-    blocks: Blocks | None = None,
+    blocks: BlockSizes | None = None,
 ) -> Tensor:
-    """out (N,) = W x for x (K,), all contiguous; returns out, whose dtype says how the result is rounded.
+    """Write W x to out (N,), in out's dtype, and return it; x is (K,). All tensors are contiguous.
 
-    norm      (K,): x is RMS-normed with it first
-    residual  (N,): added; it may be `out` itself
-    gated     rows 2i and 2i + 1 of W are a gate and its input: out (N / 2,) = silu(W[2i] x) * W[2i + 1] x
+    norm      (K,) weights of an RMSNorm that is applied to x first
+    residual  (N,) is added; may be `out` itself
+    gated     apply SwiGLU to pairs of rows: out (N / 2,) = silu(W[2i] x) * W[2i + 1] x
     """
-    blocks = blocks or plan(weight)
+    blocks = blocks or pick_block_sizes(weight)
     _linear[(triton.cdiv(weight.rows, blocks.rows),)](
         x,
         norm,
@@ -463,19 +468,20 @@ def qkv(
     x: Tensor,
     norm: Tensor,
     eps: float,
-    turns: tuple[Tensor, Tensor],
+    freqs_cis: tuple[Tensor, Tensor],
     position: Tensor,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    blocks: Blocks | None = None,
+    blocks: BlockSizes | None = None,
 ) -> None:
-    """q (H, D) of a token with hidden state x (C,); its key and value go into the caches (KV, slots, D).
+    """Write q (H, D) of a token with hidden state x (C,), and its key and value into the caches (KV, slots, D).
 
-    weight is wq, wk and wv one below the other; turns are the tables of cos and sin (positions, D / 2), position is
-    (1,) int64 on the device.
+    weight     wq, wk and wv, one below the other
+    freqs_cis  the tables of cos and sin, (positions, D / 2) each
+    position   (1,) int64, on the device
     """
-    blocks = blocks or plan(weight)
+    blocks = blocks or pick_block_sizes(weight)
     (heads, dim), (kv, slots, _) = q.shape, k_cache.shape
     _qkv[(weight.rows // blocks.rows,)](
         x,
@@ -486,7 +492,7 @@ def qkv(
         weight.offset,
         weight.bias,
         ONE,
-        *turns,
+        *freqs_cis,
         position,
         q,
         k_cache,
@@ -499,64 +505,74 @@ def qkv(
     )
 
 
-class Shares(NamedTuple):
-    """Room for what `attend` finds in each share of the keys: (H, shares, D), (H, shares) twice, float32."""
+class Splits(NamedTuple):
+    """Buffers for the result of `attend` in each split of the keys, float32.
+
+    y      (H, splits, D): the weighted sum of the values
+    top    (H, splits): the largest score
+    total  (H, splits): the sum of the weights
+    """
 
     y: Tensor
     top: Tensor
     total: Tensor
 
     @classmethod
-    def empty(cls, heads: int, kv: int, dim: int, device: torch.device) -> Shares:
-        """Enough shares that all multiprocessors have work, whatever the number of heads."""
+    def empty(cls, heads: int, kv: int, dim: int, device: torch.device) -> Splits:
+        """Buffers for enough splits to keep all multiprocessors busy, whatever the number of heads."""
         count = min(64, max(1, power_of_2(256 // kv + 1) // 2))
         sizes = (heads, count, dim), (heads, count), (heads, count)
         return cls(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
 
 
-def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, shares: Shares, out: Tensor) -> Tensor:
-    """out (H, D): attention of one token's q (H, D) to the keys and values (KV, slots, D) up to its position."""
+def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, splits: Splits, out: Tensor) -> Tensor:
+    """Write the attention of one token's q (H, D) to out (H, D), and return it.
+
+    The token sees the keys and values (KV, slots, D) up to its own position.
+    """
     (heads, dim), (kv, slots, _) = q.shape, k_cache.shape
-    group, count = heads // kv, shares.y.shape[1]
+    group, count = heads // kv, splits.y.shape[1]
     width = max(16, power_of_2(dim))
     _attend[(kv, count)](
         q,
         k_cache,
         v_cache,
         position,
-        *shares,
+        *splits,
         slots,
         dim**0.5,
         D=dim,
         WIDTH=width,
         G=group,
         QUERIES=max(16, power_of_2(group)),
-        SHARES=count,
-        BLOCK_S=32 if q.dtype == torch.float32 else 64,  # keys at a time
+        SPLITS=count,
+        BLOCK_S=32 if q.dtype == torch.float32 else 64,  # keys per step
         num_warps=4,
     )
-    _combine[(heads,)](*shares, out, D=dim, WIDTH=width, SHARES=count, num_warps=4)
+    _combine[(heads,)](*splits, out, D=dim, WIDTH=width, SPLITS=count, num_warps=4)
     return out
 
 
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """RMSNorm of rows: (T, C) -> (T, C)."""
+    """RMSNorm of each row: (T, C) -> (T, C)."""
     out = torch.empty_like(x)
     block = power_of_2(x.shape[1])
     _rms_norm[(len(x),)](x, norm, eps, out, C=x.shape[1], BLOCK=block, num_warps=8 if block >= 2048 else 4)
     return out
 
 
-def turn(qkv: Tensor, turns: tuple[Tensor, Tensor], first: int, k_cache: Tensor, v_cache: Tensor, heads: int) -> Tensor:
-    """RoPE of T tokens from position `first` on: qkv (T, (H + 2 KV) D) -> q (T, H, D).
+def rotate(
+    qkv: Tensor, freqs_cis: tuple[Tensor, Tensor], first: int, k_cache: Tensor, v_cache: Tensor, heads: int
+) -> Tensor:
+    """Apply RoPE to T tokens from position `first` on: qkv (T, (H + 2 KV) D) -> q (T, H, D).
 
-    Keys and values go into the caches (KV, slots, D); turns as in `qkv`.
+    Keys and values are written into the caches (KV, slots, D). freqs_cis as in `qkv`.
     """
     kv, slots, dim = k_cache.shape
     q = qkv.new_empty(len(qkv), heads, dim)
-    _turn[(len(qkv), heads + 2 * kv)](
+    _rotate[(len(qkv), heads + 2 * kv)](
         qkv,
-        *turns,
+        *freqs_cis,
         first,
         q,
         k_cache,
