@@ -33,26 +33,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llama.attention import ATTENTION
+from llama.attention import Attend
 from llama.cache import KVCache
 from llama.config import ModelConfig
-from llama.engine import cuda_graphs as decoding
 from llama.engine import triton_kernels
-from llama.engine.fused import fuse
-from llama.engine.linears import SCHEMES, BlockEmbedding, BlockLinear, scheme_for
-from llama.engine.placement import Placement, place_
-from llama.engine.placement import told as told_place
-from llama.engine.runtime import pick_attention, pick_linear
-from llama.engine.triton_kernels import Weight
+from llama.engine.cpu_attention import pick_attention
+from llama.engine.cuda_graphs import STRIDE, GraphRunner, capture
+from llama.engine.fused import FusedRunner
+from llama.engine.linears import BlockLinear, SkipInit, make_embedding, make_linear
+from llama.engine.placement import Placement, describe_devices, place_
+from llama.engine.triton_kernels import BlockSizes, Weight, pick_block_sizes
 from llama.errors import NumericalError
-from llama.generate import generate, prefill, random_generator
+from llama.generate import generate, prefill
 from llama.generation.speculative import NGramDraft, speculate
-from llama.model import RMSNorm, Transformer
+from llama.model import RMSNorm, Runner, Transformer
 from llama.quant.blocks import Blocks
+from llama.quant.schemes import SCHEMES, scheme_for
 from llama.rope import FORMS, to_half_layout
-from llama.sampling import SamplingParams
+from llama.sampling import SamplingParams, choose
 from llama.tools.benchmark import cache_bytes, linear_bytes
-from llama.weights import SkipInit
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ModelConfig(512, 4, 8, 2, 64, 1408, 2048, rope_theta=500000.0, max_seq_len=4096)
@@ -113,7 +112,7 @@ class Run:
 
     @property
     def fuses(self) -> bool:
-        """Whether the fused kernels can run. Triton's interpreter runs them on a CPU."""
+        """Whether the fused kernels can run: on CUDA, or on a CPU by Triton's interpreter."""
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return triton_kernels.ready() and (self.device.type == "cuda" or interpreted)
 
@@ -124,7 +123,10 @@ class Run:
 
 # ---------------------------------------------------------------------------------------------- models and timing
 def random_model(run: Run, config: ModelConfig, dtype: torch.dtype, scheme: str | None = None) -> Transformer:
-    """Return a model with random weights, made on the device; quantized weights are drawn, not quantized."""
+    """Return a model with random weights, created on the device; quantized weights are drawn, not quantized.
+
+    Its runner is the loader's for CUDA. On a CPU that runner does the same without graphs.
+    """
     with torch.device("meta"), SkipInit():
         model = Transformer(config, "real").requires_grad_(False).eval()
     generator = torch.Generator(run.device).manual_seed(0)
@@ -140,10 +142,15 @@ def random_model(run: Run, config: ModelConfig, dtype: torch.dtype, scheme: str 
         elif isinstance(module, RMSNorm):
             module.weight = nn.Parameter(torch.ones(config.dim, dtype=dtype, device=run.device), False)
     if config.tie_embeddings:
-        if isinstance(model.output, BlockLinear):
-            model.tok_embeddings = BlockEmbedding(model.output, dtype)  # type: ignore[assignment]
-        else:
-            model.tok_embeddings.weight = model.output.weight
+        model.set_submodule("tok_embeddings", make_embedding(model.output, dtype))
+    model.runner = GraphRunner()
+    return model
+
+
+def fuse(run: Run, model: Transformer) -> Transformer:
+    """Let a model run by the fused kernels if they can run, in place; return the model."""
+    if run.fuses:
+        model.runner = FusedRunner(model)
     return model
 
 
@@ -216,12 +223,13 @@ def copied(model: Transformer, config: ModelConfig, form: str, device: torch.dev
 
 def decode_speed(run: Run, model: Transformer, context: int, new: int) -> float:
     """Return tokens per second of greedy decoding after a prompt, as a caller receives them."""
-    config, params = model.config, SamplingParams(max_new_tokens=new + 1 + 2 * decoding.STRIDE)
+    config, params = model.config, SamplingParams(max_new_tokens=new + 1 + 2 * STRIDE)
     cache = model.new_cache(context + params.max_new_tokens)
     logits = prefill(model, ids(context, config), cache)
-    tokens = decoding.decode(model, logits, cache, params, params.max_new_tokens)
+    greedy = functools.partial(choose, params=params)
+    tokens = model.runner.decode(model, logits, cache, params.max_new_tokens, greedy)
     with contextlib.closing(tokens):
-        for _ in range(1 + decoding.STRIDE):  # tokens arrive in strides: start and stop the clock after one
+        for _ in range(1 + STRIDE):  # tokens arrive in strides: start and stop the clock after one
             next(tokens)
         began = time.perf_counter()
         for _ in range(new):
@@ -332,18 +340,18 @@ def fused(run: Run) -> list[Row]:
     for scheme, dtype, limit in [*cases, ("int8-row", *exactly), ("int4-sym-g128", *roughly)]:
         plain, exact, quick = (random_model(run, config, kind, scheme) for kind in (dtype, torch.float32, dtype))
         exact.load_state_dict(plain.state_dict())
-        expected, quick = exact(tokens), fuse(quick)
+        expected, quick.runner = exact(tokens), FusedRunner(quick)
         cache = quick.new_cache(128)
         cuts = [(0, 40), (40, 90), *((i, i + 1) for i in range(90, 96))]
         logits = torch.cat([quick(tokens[:, first:last], cache=cache) for first, last in cuts], 1)
         name = f"fused, {scheme or 'plain'} weights, {str(dtype).removeprefix('torch.')}"
         rows.append(at_most(f"{name}: error", relative(logits, expected), limit))
         cache.trim(95)
-        steps = decoding.steps_of(quick, cache)
-        steps.token.copy_(tokens[:, -1:])
-        steps.position.fill_(95)
-        step = relative(steps.next_logits(cache), expected[0, -1])
-        rows.append(at_most(f"{name}, a step as a graph: error", step, limit))
+        step = quick.runner.step_for(quick, cache)
+        step.token.copy_(tokens[:, -1:])
+        step.position.fill_(95)
+        difference = relative(step.next_logits(quick, cache), expected[0, -1])
+        rows.append(at_most(f"{name}, a step as a graph: error", difference, limit))
     return rows
 
 
@@ -351,24 +359,20 @@ def same_tokens(run: Run) -> list[Row]:
     """Compare the tokens of asynchronous decoding with the plain loop: growing caches, stop ids, sampling."""
     config, rows = run.small, []
     prompt, new = ids(20 if run.tiny else 1000, config), 8 if run.tiny else 64  # the cache grows at 1,024
-    ways = {"eager": lambda model: model, **({"fused": fuse} if run.fuses else {})}
     plain = random_model(run, config, torch.float32)
-    for way, change in ways.items():
-        model = change(random_model(run, config, torch.float32))
+    plain.runner = Runner()  # waits for the device after each token
+    for way in ("eager", "fused") if run.fuses else ("eager",):
+        model = random_model(run, config, torch.float32)
+        model = fuse(run, model) if way == "fused" else model
         for options in ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}, {"repetition_penalty": 1.2}):
             params = SamplingParams(max_new_tokens=new, **options)
             label = "greedy" if not options else " ".join(f"{key} {value}" for key, value in options.items())
-            expected = plain_loop(plain, prompt, params)
-            cache = model.new_cache(len(prompt) + new)
-            logits = prefill(model, prompt, cache)
-            seen = torch.tensor(prompt, device=run.device) if params.repetition_penalty != 1 else None
-            options = {"seen": seen, "generator": random_generator(params, run.device)}
-            found = [choice.id for choice in decoding.decode(model, logits, cache, params, new, **options)]
-            rows.append(holds(f"{way} as a graph, {label}: same {new} tokens as the plain loop", found == expected))
+            same = new_ids(model, prompt, params) == new_ids(plain, prompt, params)
+            rows.append(holds(f"{way} as a graph, {label}: same {new} tokens as the plain loop", same))
         greedy = SamplingParams(max_new_tokens=new)
-        expected, cache = plain_loop(plain, prompt, greedy), model.new_cache(2 * len(prompt) + new)
+        expected, cache = new_ids(plain, prompt, greedy), model.new_cache(2 * len(prompt) + new)
         stop = expected[5]
-        found = [token.id for token in generate(model, prompt, greedy, stop_ids=[stop], cache=cache)]
+        found = new_ids(model, prompt, greedy, stop_ids=[stop], cache=cache)
         until = expected[: expected.index(stop) + 1]
         rows.append(
             holds(
@@ -377,12 +381,11 @@ def same_tokens(run: Run) -> list[Row]:
             )
         )
         longer = prompt + until + prompt[:7]
-        again = [token.id for token in generate(model, longer, greedy, cache=cache)]
-        rows.append(holds(f"{way}: continues with the same cache", again == plain_loop(plain, longer, greedy)))
-        found = [token.id for token in speculate(model, prompt[:8] * 4, greedy, NGramDraft())]
-        rows.append(
-            holds(f"{way}: speculative decoding, same tokens", found == plain_loop(plain, prompt[:8] * 4, greedy))
-        )
+        again = new_ids(model, longer, greedy, cache=cache)
+        rows.append(holds(f"{way}: continues with the same cache", again == new_ids(plain, longer, greedy)))
+        repeated = prompt[:8] * 4
+        found = [token.id for token in speculate(model, repeated, greedy, NGramDraft())]
+        rows.append(holds(f"{way}: speculative decoding, same tokens", found == new_ids(plain, repeated, greedy)))
         model.norm.weight.fill_(math.nan)
         try:
             list(generate(model, prompt, greedy))
@@ -392,14 +395,9 @@ def same_tokens(run: Run) -> list[Row]:
     return rows
 
 
-def plain_loop(model: Transformer, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    """Return the tokens of a loop that waits for the device after each token."""
-    fits = decoding.fits
-    decoding.fits = lambda model, cache: False
-    try:
-        return [token.id for token in generate(model, prompt, params)]
-    finally:
-        decoding.fits = fits
+def new_ids(model: Transformer, prompt: Sequence[int], params: SamplingParams, **options: Any) -> list[int]:
+    """Return the ids that a model generates."""
+    return [token.id for token in generate(model, prompt, params, **options)]
 
 
 def llama_8b(run: Run) -> list[Row]:
@@ -407,9 +405,7 @@ def llama_8b(run: Run) -> list[Row]:
     model = random_model(run, run.config("llama-3.1-8b"), run.dtype)
     rows = decode_rows(run, model, "8B, plain model, as a graph")
     rows.append(prefill_row(run, model, "8B, plain model"))
-    if run.fuses:
-        model = fuse(model)
-    rows += decode_rows(run, model, "8B", 0.85)
+    rows += decode_rows(run, fuse(run, model), "8B", 0.85)
     return [*rows, prefill_row(run, model, "8B", 0.70)]
 
 
@@ -418,9 +414,7 @@ def llama_8b_quantized(run: Run) -> list[Row]:
     rows, config = [], run.config("llama-3.1-8b")
     speeds: dict[str, float] = {}
     for scheme, limit in ((None, 0.0), ("int8", 1.6), ("int4", 2.4)):
-        model = random_model(run, config, run.dtype, scheme)
-        if run.fuses:
-            model = fuse(model)
+        model = fuse(run, random_model(run, config, run.dtype, scheme))
         name = f"8B {scheme or 'bfloat16'}"
         rows += decode_rows(run, model, name)
         speeds[name] = next(float(row.value) for row in rows if row.what == f"{name}: decoding")
@@ -441,9 +435,7 @@ def llama_1b(run: Run) -> list[Row]:
         model = random_model(run, config, run.dtype, scheme)
         if scheme is None:
             rows += decode_rows(run, model, "1B, plain model, as a graph")
-        if run.fuses:
-            model = fuse(model)
-        rows += decode_rows(run, model, f"1B {scheme or 'bfloat16'}", None if scheme else 0.78)
+        rows += decode_rows(run, fuse(run, model), f"1B {scheme or 'bfloat16'}", None if scheme else 0.78)
         if scheme is None:
             rows.append(prefill_row(run, model, "1B"))
         del model
@@ -510,9 +502,7 @@ def against_transformers(run: Run) -> list[Row]:
         their_prefill = length / seconds(run, work, times=3)
         del theirs, out, past, work
         clear(run)
-        if run.fuses:
-            model = fuse(model)
-        ours_speed = decode_speed(run, model, context, 8 if run.tiny else 128)
+        ours_speed = decode_speed(run, fuse(run, model), context, 8 if run.tiny else 128)
         rows += [
             info(f"{short}: transformers decodes", their_speed, "tok/s"),
             info(f"{short}: times transformers", ours_speed / their_speed),
@@ -578,16 +568,15 @@ def some_layers(run: Run) -> list[Row]:
     expected = model(tokens)
     half = config.n_layers // 2
     place_(model, Placement(cpu, (cpu,) * half + (run.device,) * (config.n_layers - half), run.device))
-    make = pick_linear(cpu, run.dtype)
     for block in model.layers[:half]:
-        block.attention.attend = ATTENTION[pick_attention(cpu)]
-        for name, linear in [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear) and make is not None]:
-            block.set_submodule(name, make(linear.weight, linear.bias))
+        block.set_submodule("attention.attend", Attend(pick_attention(cpu)))
+        for name, linear in [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear)]:
+            block.set_submodule(name, make_linear(linear.weight, cpu, linear.bias))
     clear(run)
     name = f"8B, {config.n_layers - half} of {config.n_layers} layers on the device"
     cache = model.new_cache(context)
     rows = [
-        info(f"{name}: devices", told_place(model)),
+        info(f"{name}: devices", describe_devices(model)),
         at_most(f"{name}: error", relative(model(tokens), expected), 0.03),
         at_most(f"{name}, cached: error", relative(model(tokens, cache=cache), expected), 0.03),
         holds(f"{name}: caches are on the devices of their layers", cache_devices(cache) == weight_devices(model)),
@@ -616,20 +605,18 @@ def step_speed(run: Run, model: Transformer, cache: KVCache, steps: int) -> floa
     cache.place_next()
 
     def step() -> None:
-        logits = decoding.next_logits(model, token, position, cache)  # (B, V)
+        logits = model.runner.next_logits(model, token, position, cache)  # (B, V)
         token.copy_(logits.argmax(-1, keepdim=True))
 
     if run.device.type == "cuda":
-        step = decoding.capture(step, lambda: token.zero_()).replay
+        step = capture(step, lambda: token.zero_()).replay
     return steps / seconds(run, lambda: [step() for _ in range(steps)], times=3)
 
 
 def speculative(run: Run) -> list[Row]:
     """Measure speculative decoding by n-grams on a repetitive text."""
     rows, config = [], run.config("llama-3.2-1b")
-    model = random_model(run, config, run.dtype)
-    if run.fuses:
-        model = fuse(model)
+    model = fuse(run, random_model(run, config, run.dtype))
     prompt, new = ids(16, config) * (2 if run.tiny else 16), 16 if run.tiny else 256
     params = SamplingParams(max_new_tokens=new)
     draft = NGramDraft()
@@ -664,7 +651,7 @@ def inductor(run: Run) -> list[Row]:
 
 
 def tune(run: Run) -> list[Row]:
-    """Find the fastest block sizes of the fused products (triton_kernels.plan): time all of them for each weight."""
+    """Find the fastest block sizes of the fused products (pick_block_sizes): time all of them for each weight."""
     if not run.fuses or not run.tune:
         return [info("block sizes of the fused products", "skipped: needs --tune, CUDA and Triton")]
     rows = []
@@ -698,22 +685,22 @@ def tune_one(run: Run, label: str, n: int, k: int, scheme: str | None) -> list[R
             data = normal((n, k), run, torch.bfloat16, generator)
             weights.append(Weight(data, None, None, None, n, k, 16, k))
     x, out = torch.randn(k, device=run.device, dtype=torch.bfloat16), torch.empty(n, device=run.device)
-    usual = triton_kernels.plan(weights[0])
+    usual = pick_block_sizes(weights[0])
     found = {}
     for rows in (2, 4, 8) if bits == 16 else (4,):
         for columns in (usual.columns // 4, usual.columns // 2, usual.columns, usual.columns * 2):
             for warps in (1, 2, 4, 8):
-                cut = triton_kernels.Blocks(rows, columns, warps)
+                sizes = BlockSizes(rows, columns, warps)
                 if columns < 256 or columns > 2 * k:
                     continue
 
-                def work(cut: triton_kernels.Blocks = cut) -> None:
+                def work(sizes: BlockSizes = sizes) -> None:
                     for weight in weights:
-                        triton_kernels.linear(weight, x, out, blocks=cut)
+                        triton_kernels.linear(weight, x, out, blocks=sizes)
 
                 with contextlib.suppress(Exception):  # a block size may not fit the device
-                    found[cut] = seconds(run, decoding.capture(work, lambda: None).replay, times=5) / len(weights)
-    best = min(found, key=lambda cut: found[cut])
+                    found[sizes] = seconds(run, capture(work, lambda: None).replay, times=5) / len(weights)
+    best = min(found, key=lambda sizes: found[sizes])
     size = sum(part.nbytes for part in weights[0][:3] if part is not None)
     return [
         info(f"{label}: usual {tuple(usual)}", size / found[usual] / run.bandwidth, "of the copy"),
