@@ -1,4 +1,4 @@
-"""The compiled step against the block's own code: the same numbers, one library for all layers and lengths."""
+"""The compiled step computes what the block computes, with one library for all layers and lengths."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CONFIG = ModelConfig(64, 3, 4, 2, 16, 128, 320, norm_eps=1e-5, max_seq_len=512)
 
 
 PACKED = {"scheme": "int4", "attention": "kernel"}
-PACKED_TOLERANCE = 0.03  # a last bit of x may fall on the other side of a step of its 8 bits
-needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights want the C++ kernels")
+PACKED_TOLERANCE = 0.03  # a difference in the last bit of x can change x by one step when it is quantized to 8 bits
+needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="packed weights require the C++ kernels")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder of this file's own: what is found in it was built here. The kernels are built before."""
+    """A cache folder for this file, so that it contains only libraries built here. The kernels are built before."""
     kernels.ready()
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
@@ -38,13 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def model(scheme: str | None = None, dtype: torch.dtype = torch.float32, **settings: str) -> Transformer:
-    """The same random model each time."""
+    """Return the same random model each time."""
     made = tiny.model(CONFIG, rope=settings.pop("rope", "real"), **settings).to(dtype)
     return quantize_(made, scheme) if scheme else made
 
 
 def step_by_step(net: Transformer, ids: list[int], prompt: int, slots: int) -> torch.Tensor:
-    """Logits (T, V) of decoding ids one by one behind a prompt."""
+    """Return the logits (T, V) of decoding ids one by one after a prompt."""
     cache = net.new_cache(slots)
     rows = [prefill(net, ids[:prompt], cache)]
     return torch.stack(rows + [prefill(net, [token], cache) for token in ids[prompt:]])
@@ -58,12 +58,12 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [
-        pytest.param({}, 1e-4, marks=pytest.mark.slow),  # a library of its own to build
+        pytest.param({}, 1e-4, marks=pytest.mark.slow),  # builds another library
         pytest.param(PACKED, PACKED_TOLERANCE, marks=needs_kernels),
     ],
     ids=["plain", "int4"],
 )
-def test_compiled_is_eager_at_any_length_with_one_build(
+def test_compiled_and_eager_logits_agree_at_any_length_with_one_build(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], tolerance: float
 ) -> None:
     builds: list[Path] = []
@@ -72,7 +72,7 @@ def test_compiled_is_eager_at_any_length_with_one_build(
     graphs = dict(torch._dynamo.utils.counters["stats"])
     eager, fast = model(**settings), tiny.compiled(model(**settings))
     again = tiny.compiled(model(**settings))
-    assert len(builds) == 1  # for three layers, two models
+    assert len(builds) == 1  # for three layers and two models
     ids = ids_of(40)
     for prompt, slots in ((1, 40), (5, 64), (30, 333)):
         expected, got = step_by_step(eager, ids, prompt, slots), step_by_step(fast, ids, prompt, slots)
@@ -88,8 +88,8 @@ def test_compiled_is_eager_at_any_length_with_one_build(
 
 @pytest.mark.row("J07")
 @needs_kernels
-def test_every_step_of_every_layer_is_the_compiled_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Falling back to the block's own code would give the same tokens, and nobody would notice."""
+def test_every_layer_decodes_with_the_compiled_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fallback to the block's own code would compute the same tokens, so other tests would not notice it."""
     load_step, steps = compiled.load_step, []
 
     def counted(*args: object, **options: object) -> compiled.Step:
@@ -100,14 +100,14 @@ def test_every_step_of_every_layer_is_the_compiled_one(folder: Path, monkeypatch
     fast = tiny.compiled(model(**PACKED))
     cache = fast.new_cache(40)
     prefill(fast, ids_of(9), cache)
-    assert steps == []  # a prompt runs as it is written
+    assert steps == []  # a prompt runs uncompiled
     for count, token in enumerate(ids_of(12, 1), 1):
         prefill(fast, [token], cache)
         assert len(steps) == count * CONFIG.n_layers
 
 
 @needs_kernels
-def test_layers_that_read_the_same_input_become_one_without_a_second_copy() -> None:
+def test_layers_that_read_the_same_input_are_joined_without_a_second_copy() -> None:
     net = model("int4")
     block = net.layers[0]
     before = {name: block.get_submodule(name).weight.clone() for name in ("attention.wk", "feed_forward.w_up")}
@@ -123,28 +123,26 @@ def test_layers_that_read_the_same_input_become_one_without_a_second_copy() -> N
     assert [name for name, _ in compiled.tensors(traced)].count("attention.wq.shared.linear.tiles") == 1
 
 
-def test_what_the_library_depends_on_is_in_its_name() -> None:
-    def name(net: Transformer) -> str:
-        return compiled.fingerprint(net, compiled.shell(net.layers[0]))
+def test_the_name_of_a_library_contains_all_that_it_depends_on() -> None:
+    def name(net: Transformer, cache_kind: str = "model") -> str:
+        return compiled.fingerprint(net, compiled.shell(net.layers[0]), cache_kind)
 
-    rounded = model()
-    rounded.runner.cache_kind = "int8"
-    names = [name(net) for net in (model(), model(rope="half"), model(dtype=torch.bfloat16), rounded)]
+    names = [name(model()), name(model(rope="half")), name(model(dtype=torch.bfloat16)), name(model(), "int8")]
     assert len(set(names)) == 4
     assert name(model()) == names[0]
 
 
-def test_the_complex_form_and_opaque_layers_are_refused() -> None:
+def test_the_complex_form_and_opaque_layers_are_rejected() -> None:
     with pytest.raises(UsageError, match="rope='real'"):
         tiny.compiled(model(rope="complex"))
     net = model()
-    net.layers[0].attention.wo = torch.nn.Identity()
-    with pytest.raises(UsageError, match=r"wants the C\+\+ kernels.*attention\.wo is a Identity"):
+    net.set_submodule("layers.0.attention.wo", torch.nn.Identity())
+    with pytest.raises(UsageError, match=r"requires the C\+\+ kernels.*attention\.wo is a Identity"):
         tiny.compiled(net)
 
 
-def test_a_word_is_no_answer_to_whether_to_compile(tiny_gguf: Path) -> None:
-    with pytest.raises(UsageError, match="compile must be True or False, got 'no'"):
+def test_compile_must_be_a_boolean(tiny_gguf: Path) -> None:
+    with pytest.raises(UsageError, match="compile must be true or false, got 'no'"):
         load(tiny_gguf, compile="no")
 
 
@@ -156,5 +154,5 @@ def test_prompts_batches_and_given_positions_run_uncompiled(folder: Path) -> Non
     caches = [net.new_cache(32, batch=2) for net in (eager, fast)]
     for part in (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:]):
         expected, got = (net(part, cache=cache) for net, cache in zip((eager, fast), caches, strict=True))
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)  # the very same code
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)  # the same code
     torch.testing.assert_close(fast(tokens), eager(tokens), rtol=0, atol=1e-4)
