@@ -41,7 +41,7 @@ from llama.engine.cpu_attention import pick_attention
 from llama.engine.cuda_graphs import STRIDE, GraphRunner, capture
 from llama.engine.fused import FusedRunner
 from llama.engine.linears import BlockLinear, SkipInit, make_embedding, make_linear
-from llama.engine.placement import Placement, describe_devices, place_
+from llama.engine.placement import Placement, describe_devices, place
 from llama.engine.triton_kernels import BlockSizes, Weight, pick_block_sizes
 from llama.errors import NumericalError
 from llama.generate import generate, prefill
@@ -567,7 +567,7 @@ def some_layers(run: Run) -> list[Row]:
     tokens = torch.tensor([ids(context, config)], device=run.device)
     expected = model(tokens)
     half = config.n_layers // 2
-    place_(model, Placement(cpu, (cpu,) * half + (run.device,) * (config.n_layers - half), run.device))
+    model.runner = place(model, Placement(cpu, (cpu,) * half + (run.device,) * (config.n_layers - half), run.device))
     for block in model.layers[:half]:
         block.set_submodule("attention.attend", Attend(pick_attention(cpu)))
         for name, linear in [(n, m) for n, m in block.named_modules() if isinstance(m, nn.Linear)]:
