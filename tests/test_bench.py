@@ -319,15 +319,15 @@ def test_the_table_has_a_row_for_each_setting(
         (["--dtype", "float32,int3"], "unknown dtype 'int3'"),
         (["--quantize", "int8,int9"], "unknown quantization scheme 'int9'"),
         (["--quantize", "int8,,int4"], "--quantize must be a comma-separated list"),
-        (["--batch", "2,2"], "each once: '2,2'"),
-        (["--batch", "0"], "--batch must be a whole number of at least 1, got '0'"),
+        (["--batch", "2,2"], "without repetitions, got '2,2'"),
+        (["--batch", "0"], "--batch must be an integer of at least 1, got '0'"),
         (["--batch", "9" * 30], "--batch must be"),
-        (["--prompt-tokens", "12,-1"], "--prompt-tokens must be a whole number of at least 1, got '-1'"),
+        (["--prompt-tokens", "12,-1"], "--prompt-tokens must be an integer of at least 1, got '-1'"),
         (["--prompt-tokens", "many"], "got 'many'"),
         (["--compile", "maybe"], "--compile must be off, on or both, got 'maybe'"),
-        (["--compile", ""], "--compile: expected"),
-        (["--new-tokens", "0"], "--new-tokens must be at least 1"),
-        (["--reps", "0"], "--reps must be at least 1"),
+        (["--compile", ""], "--compile must be a comma-separated list"),
+        (["--new-tokens", "0"], "--new-tokens must be an integer of at least 1"),
+        (["--reps", "0"], "--reps must be an integer of at least 1"),
         (["--window", "9"], "--window needs --quality"),
         (["--quality", "--reps", "3"], "--reps only affects speed"),
         (["--quality", "--compile"], "--compile only affects speed"),
@@ -446,12 +446,12 @@ def test_the_held_out_text_of_the_model_is_the_default(capsys: Capture, monkeypa
         assert sum(map(len, parts)) == tokens
         return [(len(part) - 1) * (1 + rises[what]) for part in parts]
 
-    monkeypatch.setattr(quality, "_nats", pretend)
+    monkeypatch.setattr(quality.perplexity, "nats", pretend)
     options = ["--max-seq-len", "600", "--quantize", "int8,int4,none"]
     assert main(["bench", "-m", str(model), "--quality", *options]) == 0
     out, err = capsys.readouterr()
     windows = -(-tokens // 512)
-    assert f"held-out.txt: {tokens:,} tokens in {windows} windows of 512, through 4 models" in err
+    assert f"held-out.txt: {tokens:,} tokens in {windows} windows of 512, for 4 models" in err
     _, *rows = (line.split() for line in out.splitlines())
     assert rows[0] == ["float32", "2.7183"]
     assert rows[1] == ["int8", "2.7316", "+0.49", "±", "0.00", "at", "most", "+0.5:", "met"]
