@@ -20,7 +20,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from llama import __version__, loader, model, rope
+from llama import __version__, model, rope, weights
 from llama.cache import KVCache, LayerCache
 from llama.cli import main
 from llama.engine import compiled, kernels
@@ -195,9 +195,9 @@ DEFECTS: dict[str, tuple[str, Any]] = {
     "queries attend to later keys": ("cache", unmask),
     "rows of wq and wk are not reordered": (
         "safetensors",
-        lambda patch: patch.setattr(loader, "to_layout", lambda n, t, *_: t),
+        lambda patch: patch.setattr(weights, "to_layout", lambda n, t, *_: t),
     ),
-    "weights are read with a wrong scale": ("safetensors", lambda patch: scale(loader, "cast", 1.0001, patch)),
+    "weights are read with a wrong scale": ("safetensors", lambda patch: scale(weights, "cast", 1.0001, patch)),
     "the kernels' product is 5 % too large": ("quantized", lambda patch: scale(kernels, "linear_blocks", 1.05, patch)),
     "the bfloat16 kernel changes the sign": ("quantized", lambda patch: scale(kernels, "linear_bf16", -1, patch)),
 }

@@ -401,11 +401,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "rope kind list": (lambda d: edit(d, rope_parameters={"rope_type": ["a"]}), "rope_type is .'a'."),
     "rope factor huge": (
         lambda d: edit(d, rope_parameters={"rope_type": "dynamic", "factor": 1e308}),
-        "'factor' must be a finite",
+        "'factor' must be a number above 0",
     ),
     "rope factor digits": (
         lambda d: edit(d, rope_parameters={"rope_type": "linear", "factor": 10**400}),
-        "'factor' must be a finite",
+        "'factor' must be a number above 0",
     ),
     "theta digits": (
         lambda d: edit(d, rope_parameters={"rope_type": "default", "rope_theta": 10**400}),
@@ -435,9 +435,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "dim fraction": (lambda d: edit(d, hidden_size=64.0), "hidden_size must be an integer, got 64.0"),
     "dim true": (lambda d: edit(d, hidden_size=True), "hidden_size must be an integer, got true"),
     "dim gone": (lambda d: edit(d, remove=("hidden_size",)), "the key hidden_size is missing"),
-    "dim zero": (lambda d: edit(d, hidden_size=0, head_dim=16), "dim must lie between 1"),
-    "dim huge": (lambda d: edit(d, hidden_size=2**40), "dim must lie between 1"),
-    "layers": (lambda d: edit(d, num_hidden_layers=5), "5 layers and the file holds tensors of 2"),
+    "dim zero": (lambda d: edit(d, hidden_size=0, head_dim=16), "dim must be an integer from 1"),
+    "dim huge": (lambda d: edit(d, hidden_size=2**40), "dim must be an integer from 1"),
+    "layers": (lambda d: edit(d, num_hidden_layers=5), "5 layers, and the file has tensors of 2"),
     "heads": (
         lambda d: edit(d, num_attention_heads=7, remove=("head_dim",)),
         "not a multiple of num_attention_heads 7",
@@ -453,7 +453,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "rope kind": (lambda d: edit(d, rope_parameters={"rope_type": "spiral"}), "rope_type is 'spiral'; known: default"),
     "rope factor": (
         lambda d: edit(d, rope_parameters={"rope_type": "linear", "factor": 0}),
-        "'factor' must be a finite",
+        "'factor' must be a number above 0",
     ),
     "rope both": (lambda d: edit(d, rope_scaling={"rope_type": "linear", "factor": 2.0}), "contradict each other"),
     "rope order": (
@@ -462,7 +462,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "rope list": (
         lambda d: edit(d, rope_parameters={"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
-        "expected 8 numbers, one for each pair, got 1",
+        "expected 8 numbers, one per pair, got 1",
     ),
     "json": (lambda d: (d / "config.json").write_text("{"), r"config\.json:1:2"),
     "path up": (assign("../x.safetensors"), r"'\.\./x\.safetensors', which is not a plain file name"),

@@ -1,1 +1,1 @@
-"""Weights in few bits: schemes, block layouts, rounding."""
+"""Quantized weights: schemes, block layouts, rounding, packing."""

@@ -135,11 +135,11 @@ def stored_in(checkpoint: Checkpoint, size: int) -> Stored | None:
             entries[kind] = entries.get(kind, 0) + count
 
     def bits(names: list[str]) -> float:
-        held = sum(
+        total = sum(
             matrices[name] * (8 * size if checkpoint.stored(name) in FLOATS else checkpoint.bits(name))
             for name in names
         )
-        return held / sum(matrices[name] for name in names)
+        return total / sum(matrices[name] for name in names)
 
     if not entries:
         return None
@@ -237,12 +237,12 @@ def weight_bytes(
         bits = 8 * size if scheme is None else scheme.bits_per_weight
         output_bits = 8 * size if scheme is None else scheme_for("output", scheme).bits_per_weight
         embedding_bits = output_bits if config.tie_embeddings else 8 * size
-    held = vectors * size + matrices * bits / 8
+    total = vectors * size + matrices * bits / 8
     if last:
-        held += vocabulary * output_bits / 8
+        total += vocabulary * output_bits / 8
     if first and not (last and config.tie_embeddings):
-        held += vocabulary * embedding_bits / 8
-    return held
+        total += vocabulary * embedding_bits / 8
+    return total
 
 
 def activation_bytes(run: Run, part: ModelConfig) -> int:
@@ -270,11 +270,11 @@ class Stage:
 
 def stages(run: Run, split: Split) -> list[Stage]:
     """What a GPU of each stage holds."""
-    held = []
+    out = []
     for index, layers in enumerate(split.layers):
         part = slice_of(run.config, split.tensor, layers)
         first, last = index == 0, index == split.pipeline - 1
-        held.append(
+        out.append(
             Stage(
                 layers,
                 first,
@@ -284,7 +284,7 @@ def stages(run: Run, split: Split) -> list[Stage]:
                 activation_bytes(run, part),
             )
         )
-    return held
+    return out
 
 
 def fits(run: Run, split: Split, gpu: GPU) -> bool:
@@ -331,15 +331,15 @@ def pick_split(config: ModelConfig, count: int, gpu: GPU, tensor: int | None, pi
     asked = " x ".join(
         f"{name} {value}" for name, value in (("tensor", tensor), ("pipeline", pipeline)) if value is not None
     )
-    told = ", ".join(f"{way.tensor} x {way.pipeline}" for way in ways)
-    if not told:
+    possible = ", ".join(f"{way.tensor} x {way.pipeline}" for way in ways)
+    if not possible:
         numbers = [n for n in range(1, 2 * count + 1) if splits(config, n)]
         near = sorted(sorted(numbers, key=lambda n: abs(n - count))[:4])
-        told = f"none for {count}; numbers that can be split: {', '.join(map(str, near))}"
+        possible = f"none for {count}; numbers that can be split: {', '.join(map(str, near))}"
     raise UsageError(
         f"{count} GPUs can't be split{' as ' + asked if asked else ''}: tensor must divide {config.n_heads} heads and a"
         f" width of {config.hidden_dim}, and fit {config.n_kv_heads} key/value heads, and the stages must not outnumber"
-        f" {config.n_layers} layers; tensor x pipeline that work: {told}"
+        f" {config.n_layers} layers; tensor x pipeline that work: {possible}"
     )
 
 

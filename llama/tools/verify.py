@@ -257,14 +257,16 @@ def check_total_size(folder: Path, sound: list[Path]) -> Iterator[Finding]:
     if not names or len(shards) != len(names):
         return
     announced = read_json(index).get("metadata")
-    said = announced.get("total_size") if isinstance(announced, dict) else None
+    expected = announced.get("total_size") if isinstance(announced, dict) else None
     found = sum(entry.end - entry.begin for file in shards for entry in read_header(file).tensors.values())
-    if said is None:
+    if expected is None:
         yield Finding("size", "warn", index.name, "does not say the total size of the weights")
-    elif said == found:
+    elif expected == found:
         yield Finding("size", "ok", index.name, f"{found:,} bytes of weights in {len(shards)} files, as it says")
     else:
-        message = f"says {said!r:.40} bytes of weights and the files hold {found:,}; they may be of different versions"
+        message = (
+            f"says {expected!r:.40} bytes of weights and the files hold {found:,}; they may be of different versions"
+        )
         yield Finding("size", "warn", index.name, message)
 
 
@@ -428,7 +430,7 @@ def check_opening(path: Path) -> tuple[Checkpoint | None, list[Finding]]:
     remedy = "files and configuration do not belong together, or one is damaged"
     wrong = [f"{fault}; {remedy}" for fault in mismatches(checkpoint)]
     findings = [Finding("open", "fail", item, fault) for fault in wrong] or [finding]
-    return checkpoint, findings + [Finding("open", "warn", item, _told(text, path)) for text in checkpoint.warnings]
+    return checkpoint, findings + [Finding("open", "warn", item, _relative(text, path)) for text in checkpoint.warnings]
 
 
 def check_tokenizer(path: Path, checkpoint: Checkpoint | None) -> Finding:
@@ -507,7 +509,7 @@ def _outcome(check: str, file: Path, root: Path, look: Callable[[], str]) -> Fin
     try:
         return Finding(check, "ok", item, look())
     except LlamaError as error:
-        message = _told(str(error), root).removeprefix(item).removeprefix(":").lstrip()
+        message = _relative(str(error), root).removeprefix(item).removeprefix(":").lstrip()
     except OSError as error:
         message = f"can't be read: {error.strerror or error}"
     except Exception as error:
@@ -515,7 +517,7 @@ def _outcome(check: str, file: Path, root: Path, look: Callable[[], str]) -> Fin
     return Finding(check, "fail", item, message)
 
 
-def _told(text: str, root: Path) -> str:
+def _relative(text: str, root: Path) -> str:
     """A message without the folder that all of them are about."""
     if str(root) == ".":
         return text
