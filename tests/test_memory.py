@@ -21,7 +21,7 @@ from llama.checkpoint import open_checkpoint
 from llama.cli import inspect
 from llama.errors import ContextLengthError, MemoryLimitError
 from llama.generate import prefill
-from llama.model import Runner, Transformer
+from llama.model import Transformer
 from llama.system import memory
 
 from . import tiny
