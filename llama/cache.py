@@ -16,13 +16,13 @@ from . import checks
 from .errors import ContextLengthError
 
 FIRST_SLOTS = 1024  # tokens that a cache has room for before it first grows
-# The largest step by which it grows beyond the request. Decoding reads the complete cache for each token, so a copy
-# every few thousand tokens costs a thousandth of that; doubling would leave half of a long cache empty.
+# The most slots that a cache adds at once, unless more are needed. Decoding reads the complete cache for each token, so
+# a copy every few thousand tokens adds a thousandth to this; doubling would leave half of a long cache empty.
 LARGEST_STEP = 4096
 
 
 class QuantizedKV(NamedTuple):
-    """Keys or values in 8 bits: values (B, KV, S, D) int8, scale (B, KV, S) float32, one per head of a token."""
+    """Keys or values in 8 bits: `values` (B, KV, S, D) int8, `scale` (B, KV, S) float32, one per head and token."""
 
     values: Tensor
     scale: Tensor
@@ -84,7 +84,7 @@ class LayerCache:
 class QuantizedLayerCache(LayerCache):
     """A LayerCache in 8 bits: half the memory of bfloat16, and half the bytes that decoding reads in a long context.
 
-    Each head of each token has its own scale, so the rounding error of a token is at most 1/254 of its largest entry.
+    Each head of each token has its own scale, so a rounding error is at most 1/254 of the head's largest entry.
     """
 
     def __init__(self, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor):
@@ -111,7 +111,7 @@ class QuantizedLayerCache(LayerCache):
 
 
 def quantize_kv(x: Tensor) -> QuantizedKV:
-    """Quantize (B, KV, T, D) to -127 .. 127, with the scale that maps the largest entry of each head to 127."""
+    """Quantize (B, KV, T, D) to -127 .. 127, with the scale that maps each head's largest absolute entry to 127."""
     scale = x.float().abs().amax(-1) / 127  # (B, KV, T); NaN if x holds one, so that dequantizing returns NaN too
     steps = torch.where(scale == 0, 1, scale).unsqueeze(-1)
     return QuantizedKV((x.float() / steps).round().nan_to_num(0).to(torch.int8), scale)
@@ -119,8 +119,8 @@ def quantize_kv(x: Tensor) -> QuantizedKV:
 
 KINDS: dict[str, type[LayerCache]] = {"model": LayerCache, "int8": QuantizedLayerCache}  # "model": the model's dtype
 
-# Called before a cache allocates `size` bytes on a device and will hold `slots` tokens; raises MemoryLimitError if the
-# memory is not free. system/memory.py has one.
+# Called with (size, slots, device) before a cache allocates `size` bytes on a device to grow to `slots` slots in all;
+# raises MemoryLimitError if the memory is not free. Implemented by system.memory.check_growth.
 MemoryCheck = Callable[[int, int, torch.device], None]
 
 
@@ -129,12 +129,12 @@ class KVCache:
 
     The buffers grow with use, by doubling and later in steps, and never beyond max_len slots; so a long context takes
     memory only when it is filled. With fixed=True they have max_len slots from the start, and a single new token sees
-    all of them through a mask: tensors of one shape in each step, as compiled code and CUDA graphs require. The caller
-    that generates creates the cache and passes it in; the model keeps no state. For 2 cached tokens and 3 new ones:
+    all of them through a mask, so shapes are the same in each step, as compiled code and CUDA graphs require. The
+    generation code creates the cache and passes it in; the model keeps no state. For 2 cached tokens and 3 new ones:
 
         place(3)                     positions [2, 3, 4]; from now on the keys reach to slot 4
-        layers[0].update(k, v, ..)   writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; so for each layer
-        commit()                     length is 5. A forward pass that failed in the middle has changed no length
+        layers[0].update(k, v, ..)   writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; likewise for each layer
+        commit()                     length is 5. A forward pass that failed before this leaves length unchanged
         trim(4)                      drops the last token
 
     `rows` gives access to rows of a batch that are filled to different lengths (generation/batch.py).
@@ -183,18 +183,18 @@ class KVCache:
     @property
     def slots(self) -> int:
         """Positions there is room for before the buffers grow."""
-        return self.layers[-1].buffers[-1].shape[2]  # resized last, in case memory runs out in the middle
+        return self.layers[-1].buffers[-1].shape[2]  # the last to be resized, so right even if memory ran out midway
 
     def place(self, tokens: int, positions: Tensor | None = None) -> Tensor:
         """Make room for T new tokens and return their positions.
 
         They follow the cached tokens unless `positions` (T,) or (B, T) is given. Given positions may overwrite cached
-        tokens but leave no gap, since attention would read an empty slot like any other. Raises ContextLengthError if
-        they do not fit: a write past the end of a slice would change nothing, without an error.
+        tokens but must not leave a gap, since attention would read the empty slots. Raises ContextLengthError if they
+        do not fit: a write past the end of a slice would silently change nothing.
         """
         if positions is None:
             if min(self._filled) < self.length:
-                raise ValueError(f"rows of the cache are filled up to {self._filled}; pass the next positions")
+                raise ValueError(f"rows of the cache differ in length ({self._filled}); pass the positions")
             end = self.length + tokens
             positions = torch.arange(self.length, end, device=self.device)  # (T,)
             self._placed = [end] * self.batch
@@ -210,7 +210,7 @@ class KVCache:
         self._expose(self.length + 1, every_slot=True)
 
     def commit(self) -> None:
-        """Count the placed tokens: they are in every layer."""
+        """Add the placed tokens to `length`: they are in every layer."""
         self.length, self._filled = self.end, self._placed
 
     def trim(self, length: int) -> None:
@@ -226,7 +226,7 @@ class KVCache:
         Raises ContextLengthError if that is beyond max_len, MemoryLimitError if the memory is not free.
         """
         if end > self.max_len:
-            raise ContextLengthError(f"the KV cache holds {self.max_len} tokens, and these would reach {end}")
+            raise ContextLengthError(f"the KV cache has room for {self.max_len} tokens, but {end} are needed")
         if end > self.slots:
             slots = min(max(end, self.slots + min(self.slots, LARGEST_STEP)), self.max_len)
             devices = [layer.buffers[0].device for layer in self.layers]
@@ -235,9 +235,9 @@ class KVCache:
                 layer.resize(slots)
 
     def rows(self, first: int, last: int, length: int = 0) -> KVCache:
-        """Rows `first` to `last` of the batch as a cache that shares this one's memory and holds `length` tokens.
+        """Rows `first` to `last` - 1 of the batch, as a cache that shares this one's memory and holds `length` tokens.
 
-        Its number of slots is fixed; once this cache has grown, the view is stale.
+        The view's number of slots is fixed; do not use the view after this cache has grown.
         """
         part = copy.copy(self)
         part.layers = [type(layer)(*(buffer[first:last] for buffer in layer.buffers)) for layer in self.layers]
@@ -259,7 +259,7 @@ class KVCache:
                 buffer[row] = 0
 
     def _check_free(self, added: int, slots: int, devices: Sequence[torch.device | str], copied: int = 0) -> None:
-        """Check the memory for `added` slots in each layer, and `copied` slots of one layer that exists twice."""
+        """Check the memory for `added` slots per layer, and for `copied` slots of the one layer that exists twice."""
         for device in dict.fromkeys(devices):
             if self._check_memory is not None:
                 size = (devices.count(device) * added + copied) * self._slot_bytes

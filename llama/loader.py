@@ -1,4 +1,4 @@
-"""From a path or a name to a model and its tokenizer: resolve the options, check, fill, attach the runner.
+"""From a path or a name to a model and its tokenizer: resolve options, check memory, fill weights, attach the runner.
 
 (The module is called loader and not load, because `llama.load` is the function.)
 """
@@ -52,7 +52,7 @@ from .weights import (
 if TYPE_CHECKING:
     from .text import Llama
 
-LARGE = 2**26  # entries of a weight
+LARGE = 2**26  # entries; a weight with more is read alone
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class LoadOptions:
     world         the processes that share the model (engine.parallel.join); this process loads its part
     tokens        expected number of tokens, prompt and answer together, for the memory check
     check_memory  compare the required memory with the free memory, before a weight is read and before a cache grows
-    fast          use the fastest linear layers and attention of the device, and the quantized blocks of a file as they
-                  are, unless dtype asks for float32 or float16; False: nn.Linear and dequantized weights
+    fast          use the device's fastest linear layers and attention, and keep a file's quantized blocks unless dtype
+                  is float32 or float16; False: nn.Linear and dequantized weights
     """
 
     device: Devices = None
@@ -186,8 +186,8 @@ def build(
 def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Transformer:
     """A model filled with a checkpoint's weights.
 
-    A weight that needs no change stays in the mapped file; one that is quantized is read piece by piece. Strict in both
-    directions: CheckpointError lists tensors that are missing, unexpected or of another shape.
+    A weight that needs no change stays in the mapped file; one that is quantized is read piece by piece. Raises
+    CheckpointError if a tensor is missing, unexpected or of another shape.
     """
     plan = resolve_options(checkpoint, options)
     if options.check_memory:
@@ -201,8 +201,8 @@ def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Transformer:
 class Plan:
     """The options of a run, resolved against a checkpoint and this machine.
 
-    config      of the complete model
-    sizes       of the part that this process loads; the same unless processes share the model
+    config      the complete model's
+    sizes       the config of the part that this process loads; equal to `config` unless processes share the model
     checkpoint  the tensors of that part
     """
 
@@ -222,16 +222,16 @@ class Plan:
 
 
 def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
-    """Check the tensors and the options, and choose devices, dtype and storage. Nothing but headers is read."""
+    """Check the tensors and the options, and choose devices, dtype and storage. Almost only headers are read."""
     config = with_rope(checkpoint.config, options.rope_scaling, options.rope_theta)
-    check_tensors(checkpoint)  # first, since nothing below may allocate what a damaged file claims
+    check_tensors(checkpoint)  # first, so that nothing below allocates memory by the sizes in a damaged file
     world, device, sizes = options.world, options.device, config
     if world is not None:
         device, sizes = world.device, world.rank.config(config)
     placement = pick_placement(sizes, device, options.gpu_layers)
     if options.compile and not placement.single:
         raise UsageError(
-            "compiled code runs on one device; leave --compile out, or --gpu-layers and all devices but one"
+            "compiled code runs on one device; leave out --compile, or leave out --gpu-layers and name one --device"
         )
     dtype = pick_dtype(options.dtype, placement.output)
     scheme = None if options.quantize is None else pick_scheme(options.quantize)
@@ -241,9 +241,9 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     # The compiler has no complex numbers; the real form is the same arithmetic.
     rope = "real" if options.compile and options.rope == "complex" else options.rope
     keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
-    storage = Storage(dtype, scheme, keep, FORMS[rope].layout, fast=options.fast)
+    storage = Storage(dtype, scheme, keep, FORMS[rope].layout)
     if world is not None:
-        world.fingerprint.append(f"weights whose sample has the hash {sample_hash(checkpoint)}")
+        world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}")
         sharded = ShardedCheckpoint(checkpoint, world.rank)
         if scheme is not None or (keep and placement.output.type == "cpu"):
             sharded.check_groups(None if scheme is None else scheme.group)
@@ -291,7 +291,7 @@ def fill(plan: Plan) -> Transformer:
         layers.pop("tok_embeddings", None)
     large = [name for name in layers if math.prod(tuple(layers[name].weight.shape)) > LARGE]
     small = [name for name in layers if name not in large]
-    # Dequantization is numpy, which releases the interpreter lock, so several threads use several cores. Large weights
+    # Dequantization uses numpy, which releases the GIL, so several threads use several cores. Large weights
     # are read one by one, so that at most one of them is in memory twice.
     for name in large:
         fill_layer(model, name, layers[name], plan)

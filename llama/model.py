@@ -15,7 +15,7 @@
 
 Letters: B batch, T new tokens, S keys (cached and new), H query heads, KV key/value heads, D head_dim, C dim, V vocab.
 
-This file knows nothing of devices, files, quantization or sharding. Two seams serve those: every layer is a module
+Devices, files, quantization and sharding are handled elsewhere, through two extension points: every layer is a module
 that `set_submodule` can replace, and `Transformer.runner` executes the blocks. Head counts are read from the tensors.
 """
 
@@ -35,7 +35,7 @@ from .rope import FreqsCis, Rope, RotaryEmb
 from .rope_scaling import reach
 
 Cache = KVCache | None
-Choose = Callable[[Tensor], tuple[Tensor, ...]]  # logits (V,) -> the next token (1,), and what else is to be yielded
+Choose = Callable[[Tensor], tuple[Tensor, ...]]  # logits (V,) -> the next token (1,), and other values to yield with it
 
 
 class RMSNorm(nn.Module):
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, rope: str, attention: str):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim  # the layer's number serves hooks; it is not used here
+        self.layer, self.head_dim = layer, config.head_dim  # layer: the layer's index, for hooks
         self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.attention_bias)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.attention_bias)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.attention_bias)
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
-        q, k = self.apply_rotary_emb(q, k, freqs_cis)  # v is not rotated: position decides which values are read
+        q, k = self.apply_rotary_emb(q, k, freqs_cis)  # v is not rotated: position affects only the weights
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, KV, T, D) twice
         if cache is not None:
             k, v = cache.update(k, v, positions)  # (B, KV, S, D): cached keys are rotated already
@@ -93,7 +93,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then feed-forward, each applied to the normed input and added to it. (B, T, C) -> (B, T, C)."""
+    """h + attention(norm(h)), then the same with feed_forward. (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config: ModelConfig, layer: int, rope: str, attention: str):
         super().__init__()
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """Logits of the next token after each token: (B, T) int64 -> (B, T, V) float32.
 
-        positions  (T,) or (B, T) int64; None: after the tokens in the cache, or from 0 without one
+        positions  (T,) or (B, T) int64; None: after the cached tokens, or from 0 if there is no cache
         cache      stores the new keys and values and supplies the old ones
         Raises ContextLengthError if a position is beyond the cache or max_seq_len.
         """
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The last hidden state, normed: (B, T) int64 -> (B, T, C). Arguments as in `forward`.
 
-        length  tokens of the complete text, for frequencies that depend on it (rope_scaling.BY_LENGTH); None: so far
+        length  tokens in the complete text, if frequencies depend on it (rope_scaling.BY_LENGTH); None: tokens so far
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be (B, T), got shape {tuple(tokens.shape)}")
@@ -175,7 +175,7 @@ class Transformer(nn.Module):
 
 
 class Runner:
-    """How a model is executed. This one runs block after block; the subclasses in engine/ compute the same otherwise.
+    """Executes a model. This class runs block after block; subclasses in engine/ compute the same in other ways.
 
     cache_kind    the format of keys and values in new caches, one of cache.KINDS
     check_memory  called before a cache allocates memory, see cache.MemoryCheck
@@ -211,7 +211,7 @@ class Runner:
     def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Logits (B, V) after tokens (B, 1) at positions (1,) or (B, 1), over all slots of a cache.
 
-        For batches and CUDA graphs: nothing depends on the positions' values, and `cache.length` does not change.
+        For batches and CUDA graphs: no shape or branch depends on the values of positions; `cache.length` is unchanged.
         """
         slots = torch.arange(cache.slots, device=tokens.device)  # (S,)
         h = self.run(model, tokens, positions, slots, min(cache.slots, model.max_seq_len), cache)  # (B, 1, C)

@@ -4,7 +4,7 @@ RoPE rotates pair i of a head by the angle  position * inv_freq[i],  with  inv_f
 arXiv:2104.09864). A scaling changes these D/2 numbers, and may multiply cos and sin by an attention factor; it
 changes nothing else, so it is a function. Everything is computed in float64 and rounded to float32 once, at the end.
 
-The kinds and their parameters are those of transformers' modeling_rope_utils.py, and `ntk` and `divisors`.
+The kinds and their parameters are those of transformers' modeling_rope_utils.py; `ntk` and `divisors` are added here.
 """
 
 from __future__ import annotations

@@ -35,14 +35,12 @@ class Storage:
     scheme       quantizes the linear layers; None: no quantization
     keep_blocks  use a file's quantized blocks unchanged, on a CPU with the C++ kernels
     layout       order of the rows of wq and wk
-    fast         whether a bfloat16 weight on a CPU may stay in the mapped file (see `linears.make_linear`)
     """
 
     dtype: torch.dtype
     scheme: Scheme | None
     keep_blocks: bool
     layout: Layout
-    fast: bool = True
 
 
 def quantized_format(
@@ -151,7 +149,7 @@ def requantization_warning(checkpoint: Checkpoint, scheme: Scheme) -> list[str]:
     if not before:
         return []
     kinds = ", ".join(sorted(before))
-    return [f"the source is quantized already ({kinds}); quantizing it again loses more than quantizing the original"]
+    return [f"the source is already quantized ({kinds}); quantizing the original would lose less accuracy"]
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
@@ -161,7 +159,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     """
     found = mismatches(checkpoint)
     if found:
-        more = f"; and {len(found) - 1} more such" if len(found) > 1 else ""
+        more = f"; and {len(found) - 1} more mismatches" if len(found) > 1 else ""
         raise CheckpointError(
             f"{checkpoint.path}: {found[0]}{more}; file and configuration do not match, or one is damaged"
         )
@@ -172,7 +170,7 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
     config, shapes, file_name = checkpoint.config, checkpoint.shapes, checkpoint.file_name
     layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
     if len(layers) != config.n_layers or max(layers, default=-1) != config.n_layers - 1:
-        last = f", the last is {max(layers)}" if layers else ""
+        last = f", up to layer {max(layers)}" if layers else ""
         return [f"the configuration has {config.n_layers} layers, and the file has tensors of {len(layers)}{last}"]
     expected = expected_shapes(config)
     missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
@@ -192,8 +190,8 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
 def sample_hash(checkpoint: Checkpoint) -> str:
     """A hash that distinguishes two checkpoints of one architecture without reading all of them.
 
-    It covers every vector and the first row of every matrix, in float32, of the first, the middle and the last layer
-    and outside the layers. Training, or merging an adapter, changes these. `verify` finds damage.
+    It covers, in float32, the tensors outside the layers and in the first, middle and last layer: the first row of each
+    matrix, and all of each vector. Training or merging an adapter changes these. To find damage, use `verify`.
     """
     last, sample = checkpoint.config.n_layers - 1, hashlib.sha256()
     layers = tuple(f"layers.{i}." for i in sorted({0, last // 2, last}))
@@ -237,5 +235,5 @@ def cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) ->
     """Move to a device and cast to a dtype. Raises CheckpointError for a value that float16 would make infinite."""
     cast = tensor.to(device=device, dtype=dtype)
     if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(f"{name} holds values beyond float16's 65504; use --dtype bfloat16 or float32")
+        raise CheckpointError(f"{name} holds values beyond float16's limit, 65504; use --dtype bfloat16 or float32")
     return cast

@@ -53,7 +53,7 @@ TOKENS = test_huggingface.tokens(40)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 ODD = {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN, "intermediate_size": 100, "vocab_size": 331}
 TIED = dataclasses.replace(tiny.WIDE, tie_embeddings=True)
-AGAIN = "the source is quantized already"
+AGAIN = "the source is already quantized"
 
 
 @pytest.fixture(scope="module")

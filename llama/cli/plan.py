@@ -31,7 +31,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "plan",
         help="show which GPUs a model needs and how fast it can be on them",
-        description="Show the memory of each GPU, what fits, the traffic, and upper bounds of decoding and prefill"
+        description="Show the memory of each GPU, what fits, the traffic, and upper bounds on decoding and prefill"
         " speed. Everything is computed from the model's shapes and the data sheets of the GPUs; no weights are needed."
         " Exit code 1 if the run does not fit.",
         usage="%(prog)s -m PATH_OR_NAME --gpus NxGPU [options]",
@@ -42,7 +42,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "-m",
         required=True,
         metavar="PATH_OR_NAME",
-        help="a file of configs/ or its name, a config.json, a params.json, or a checkpoint",
+        help="a file in configs/ or its name, a config.json, a params.json, or a checkpoint",
     )
     parser.add_argument(
         "--gpus", required=True, metavar="NxGPU", help="number and kind: 16xH100, 2xRTX4090, 4xcustom, 1xcpu"
@@ -58,7 +58,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument("--quantize", metavar="SCHEME", help="quantize the linear layers: int8, int4 or another scheme")
     parser.add_argument(
-        "--kv-cache", default="model", choices=["model", "int8"], help="KV cache in the dtype, or in 8 bits"
+        "--kv-cache", default="model", choices=["model", "int8"], help="KV cache in --dtype, or in 8 bits"
     )
     parser.add_argument("--tensor-parallel", type=int, metavar="N", help="number of GPUs that share each layer")
     parser.add_argument("--pipeline-parallel", type=int, metavar="P", help="number of stages of consecutive layers")
@@ -326,7 +326,7 @@ def _speed(facts: dict[str, Any]) -> list[str]:
     ]
     if traffic["all_reduces_per_step"]:
         text.append(
-            f"  all-reduces         {traffic['all_reduces_per_step']} (2 per layer and the embedding),"
+            f"  all-reduces         {traffic['all_reduces_per_step']} (2 per layer, 1 for the embedding),"
             f" {traffic['all_reduce_bytes_per_layer'] / 1e3:,.1f} kB per layer and token"
         )
     sent = max(stage["sent_per_token"] for stage in facts["stages"])

@@ -9,8 +9,8 @@ the other ranks as an order, and they make the same call:
     model.output(h)                 ── order, h ──►  follow: its rows of the vocabulary
         logits                      ◄─── gather ────     its logits
 
-So there is one prompt, one draw and one stop for all. sharding.py defines which rank holds which weights. gloo carries
-CPU tensors, nccl carries GPU tensors.
+So only rank 0 reads the prompt, samples tokens and decides when to stop. sharding.py defines which rank holds which
+weights. gloo carries CPU tensors, nccl carries GPU tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Store = Any
 JOIN_SECONDS = 120  # limit for all ranks to connect; CLEARLLAMA_JOIN_SECONDS overrides it
 WORK_SECONDS = 1800  # limit of one collective in a forward pass: a stage waits while the previous one computes
 IDLE_DAYS = 20  # limit of the wait for an order: a user may take long. A rank that ends is detected at once anyway
-FRAME = 2048  # bytes of an order; the rest of a longer one follows. JSON, since unpickling could run a sender's code
+FRAME = 2048  # bytes of an order's first message; the rest follows in a second. JSON: unpickling could run sent code
 LINE = 8192  # bytes of a message in `exchange`
 
 
@@ -137,7 +137,7 @@ class World:
         return x
 
     def gather_columns(self, y: Tensor, widths: list[int]) -> Tensor:
-        """On rank 0, concatenate y (.., widths[part]) of all parts of the stage; the other ranks return their own."""
+        """On rank 0, concatenate y (.., widths[part]) of all parts of the stage; other ranks return their y, padded."""
         y = F.pad(y, (0, max(widths) - y.shape[-1])).contiguous()
         parts = [torch.empty_like(y) for _ in widths] if self.leader else None
         dist.gather(y, parts, 0, self.stage)
@@ -146,7 +146,7 @@ class World:
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
 
     def send(self, h: Tensor) -> None:
-        """Send h to the same part of the next stage; from the last stage to rank 0."""
+        """Send h to the rank of the same part in the next stage; part 0 of the last stage sends to rank 0."""
         rank = self.rank
         if rank.stage + 1 < rank.pipeline:
             dist.send(h.contiguous(), rank.number + rank.tensor, self.all)
@@ -167,17 +167,17 @@ def _bytes(data: bytes) -> Tensor:
 def join(rank: Rank, device: str | torch.device | None = None, store: Store | None = None) -> World:
     """Connect to the other ranks, `rank.tensor * rank.pipeline` in all.
 
-    They connect through a store, or as torchrun's environment names it (MASTER_ADDR, MASTER_PORT). Each uses the GPU of
-    its LOCAL_RANK if the host has GPUs, unless `device` is given. Raises ParallelError if the ranks do not connect in
-    time, UsageError if the device is not available.
+    They connect through `store`; None: the one that torchrun's environment names (MASTER_ADDR, MASTER_PORT). Each uses
+    the GPU of its LOCAL_RANK if the host has GPUs, unless `device` is given. Raises ParallelError if the ranks do not
+    connect in time, UsageError if the device is not available.
     """
     size, local = rank.tensor * rank.pipeline, int(os.environ.get("LOCAL_RANK", rank.number))
     chosen = pick_device(device)
     if chosen.type == "cuda":
         if chosen.index not in (None, 0) or local >= torch.cuda.device_count():
             raise UsageError(
-                f"rank {rank.number} needs GPU {local}, and this host has {torch.cuda.device_count()}; start one"
-                " rank for each GPU, without a number in --device, or use --device cpu"
+                f"rank {rank.number} needs GPU {local}, and this host has {torch.cuda.device_count()} GPUs; start one"
+                " rank per GPU, with --device cuda, or use --device cpu"
             )
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
@@ -207,7 +207,7 @@ def join(rank: Rank, device: str | torch.device | None = None, store: Store | No
 
 
 def join_seconds() -> float:
-    """How long ranks wait for each other at the start. Raises UsageError if the environment holds another value."""
+    """How long ranks wait for each other at the start. Raises UsageError if the environment's value is invalid."""
     value = os.environ.get("CLEARLLAMA_JOIN_SECONDS", str(JOIN_SECONDS))
     try:
         seconds = float(value)
@@ -221,7 +221,7 @@ def join_seconds() -> float:
 def rendezvous(rank: int, size: int, timeout: timedelta) -> Store:
     """The store that the environment names; rank 0 opens it unless torchrun has.
 
-    PyTorch's store listens on all networks. For a loopback address it gets a socket that listens on loopback only.
+    PyTorch's store listens on all interfaces. For a loopback address it gets a socket that listens on loopback only.
     """
     if path := os.environ.get("CLEARLLAMA_STORE"):
         return distributed.FileStore(path, size)
@@ -254,8 +254,8 @@ def rendezvous(rank: int, size: int, timeout: timedelta) -> Store:
 def all_succeed(world: World | None) -> Iterator[None]:
     """A block that each rank runs alone, such as loading: afterwards either all ranks continue or all raise.
 
-    A rank raises its own error if it has one, else ParallelError with another rank's first error. Ranks with different
-    fingerprints, for example because they read different files, raise ParallelError too.
+    A rank raises its own error if it has one, else ParallelError with the error of the lowest rank that failed. Ranks
+    with different fingerprints, for example because they read different files, raise ParallelError too.
     """
     if world is None:
         yield
@@ -276,7 +276,7 @@ def all_succeed(world: World | None) -> Iterator[None]:
         if other["fingerprint"] != reports[0]["fingerprint"]:
             pairs = zip(other["fingerprint"], reports[0]["fingerprint"], strict=False)
             theirs, ours = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ParallelError(f"rank {rank} has another model or other options than rank 0: {theirs}, not {ours}")
+            raise ParallelError(f"rank {rank} differs from rank 0 in its model or options: {theirs}, not {ours}")
     world.loaded = True
 
 
@@ -295,7 +295,7 @@ def _connected(world: World) -> Iterator[None]:
 
 
 def leave(world: World) -> None:
-    """End the run: rank 0 lets the other ranks end, and every rank closes its connections."""
+    """End the run: rank 0 tells the other ranks to end, and every rank closes its connections."""
     if world.leader and world.broken is None:
         with no_interrupt(), _connected(world):
             world.send_order({"do": "end"})
@@ -395,7 +395,7 @@ class GatheredOutput(nn.Module):
 
 # --------------------------------------------------------------------------------------------------- one forward pass
 def share(model: Transformer, config: ModelConfig, world: World, **settings: Any) -> Runner:
-    """Make the slice of a model that one rank loaded a part of its world, in place; return the runner to set.
+    """Replace layers in one rank's slice of a model by parallel ones, in place; return the runner to set.
 
     config is the complete model's; settings are those of `Runner`.
     """
@@ -419,7 +419,7 @@ def share(model: Transformer, config: ModelConfig, world: World, **settings: Any
 
 
 class StageRunner(Runner):
-    """Runs the layers of one pipeline stage. Its ranks have the same h; rank 0 returns the last stage's, normed."""
+    """Runs the layers of one pipeline stage. Rank 0 returns the last stage's h, normed."""
 
     distributed = True
 
@@ -455,8 +455,8 @@ class StageRunner(Runner):
 class LeaderRunner(StageRunner):
     """The runner of rank 0: sends the arguments of `run` to the other ranks, then runs its own stage.
 
-    `Transformer.hidden` has checked the arguments by then, so what it refuses never reaches the other ranks. After an
-    error in `run` the ranks are out of step; memory, for example, may be short in one rank only.
+    `Transformer.hidden` has checked the arguments by then, so invalid ones never reach the other ranks. An error in
+    `run`, for example too little memory on one rank, leaves the ranks out of step.
     """
 
     cache_type = SharedCache
@@ -464,7 +464,7 @@ class LeaderRunner(StageRunner):
     def __init__(self, world: World, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(world, cache_kind, check_memory)
         self.names: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
-        self.created = 0  # number of names in use so far
+        self.created = 0  # number of names assigned so far
         self.deleted: list[int] = []  # names of caches that no longer exist
 
     def run(
@@ -502,7 +502,7 @@ class LeaderRunner(StageRunner):
         """What the other ranks need to mirror a cache: its name, its shape, its copied rows, and the filled slots."""
         parent, first = cache.view_of if isinstance(cache, SharedCache) and cache.view_of else (cache, 0)
         if not isinstance(parent, SharedCache) or parent not in self.names:
-            raise UsageError("the ranks share only caches that new_cache of their model created, not copies of them")
+            raise UsageError("a cache that the ranks share must come from their model's new_cache, and not be a copy")
         moves, parent.moves = parent.moves, []
         return {
             "name": self.names[parent],
@@ -522,13 +522,13 @@ class LeaderRunner(StageRunner):
         return cache
 
     def forget(self, name: int) -> None:
-        """Note that the cache of that name no longer exists, for the next order."""
+        """Record, for the next order, that the cache of that name no longer exists."""
         self.deleted.append(name)
 
 
 @torch.inference_mode()
 def follow(model: Transformer, world: World) -> None:
-    """The loop of every rank but 0: carry out the orders of rank 0 until it ends the run. Raises ParallelError."""
+    """The loop of every rank but 0: carry out rank 0's orders until it ends the run. Any error is a ParallelError."""
     caches: dict[int, KVCache] = {}
     device, dtype = model.norm.weight.device, model.norm.weight.dtype
 

@@ -1,9 +1,9 @@
 """The slice of a checkpoint that one rank reads: a checkpoint itself, of a model with fewer heads and layers.
 
-The ranks form P stages of N. A stage has some of the layers, and within a stage each matrix is divided into N parts
-(arXiv:1909.08053): wq, wk, wv, w_gate and w_up by rows, so that each rank computes its own heads and features; wo and
-w_down by columns, so that the results of the N ranks are summed. Embedding and output are divided by the rows of the
-vocabulary. If there are fewer key/value heads than ranks, several ranks have the same heads.
+The ranks form P stages of N ranks each. A stage has some of the layers, and within a stage each matrix is divided into
+N parts (arXiv:1909.08053): wq, wk, wv, w_gate and w_up by rows, so that each rank computes its own heads and features;
+wo and w_down by columns, so that the results of the N ranks are summed. Embedding and output are divided by the rows of
+the vocabulary. If there are fewer key/value heads than ranks, several ranks have the same heads.
 """
 
 from __future__ import annotations

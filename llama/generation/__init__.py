@@ -1,1 +1,1 @@
-"""More ways to generate than generate.py: batches, speculative decoding, sessions, answers as text."""
+"""More ways to generate than the loop in generate.py: batches, speculative decoding, sessions, answers as text."""

@@ -1,18 +1,18 @@
 """Continuous batching: many prompts through the slots of one KV cache. It works on ids, not on text.
 
 A decoding step mostly reads the weights, so a step for eight answers takes little longer than a step for one. The cache
-is a batch with a row for each slot. When an answer ends, the next prompt uses its slot at once: the prompt is fed into
+has one batch row for each slot. When an answer ends, the next prompt uses its slot at once: the prompt is fed into
 that row alone, and from then on each step decodes it together with the others.
 
     slot 0   prompt 0 ─ answer ─────────── prompt 3 ─ answer ── ..
     slot 1   prompt 1 ─ answer ── prompt 2 ─ answer ─────────── ..
 
 Each row has its own positions, mask and random generator, so its answer is the one it would get alone. If a prompt
-shares a prefix with the contents of a row (often a system prompt), the row's keys and values are copied.
+shares a prefix with the contents of a row (often a system prompt), the row's keys and values are reused.
 
-Steps have one shape: a row for every slot, and every slot of the cache, masked. The shape changes only when the cache
-grows, and at the end, when no prompt waits any more: then the remaining rows move to the front, and a step has the next
-power of two of rows.
+Every step has the same shape: one row per slot, over all positions for which the cache has memory, with a mask. The
+shape changes only when the cache grows, and at the end, when no prompt waits any more: then the remaining rows move to
+the front, and a step runs that many rows, rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Request(NamedTuple):
 # The events of request `number` (from 0), in this order: Started, any number of TokenEvents, Ended. A request that
 # can't be run only has Ended.
 class Started(NamedTuple):
-    """The request has a slot. `cached` tokens of its prompt were copied from another row."""
+    """The request has a slot. The keys of the first `cached` tokens of its prompt were already in the cache."""
 
     number: int
     cached: int
@@ -105,7 +105,7 @@ class Batch:
 
     requests  read one at a time, whenever a slot is free
     slots     maximum number of answers in progress
-    stop_ids  and n_vocab as in `generate.generate`
+    stop_ids, n_vocab  as in `generate.generate`
 
     An error in one request (a prompt that is too long, logits that are not finite) ends only that request. If the RoPE
     frequencies depend on the length (rope.Rope), rows can't share a pass, and requests run one after the other. Raises
@@ -222,7 +222,7 @@ class Batch:
         tokens, positions = torch.tensor(fed, device=device).T.contiguous().unsqueeze(-1)
         positions = (
             positions[0] if B == 1 else positions
-        )  # (T,), the shape of a single text, for code that was compiled for one
+        )  # (T,) if B is 1: code compiled for a single text expects this shape
         return self.model.runner.next_logits(self.model, tokens, positions, self.cache.rows(0, B))[:, : self.n_vocab]
 
     @property
@@ -246,7 +246,7 @@ class Batch:
             self.slots[target], self.slots[source] = self.slots[source], self.slots[target]
 
     def _choose_next(self, slot: Slot, logits: Tensor, best: tuple[int, float] | None) -> Iterator[Event]:
-        """Choose a slot's next token from logits (V,). best: the most probable id and the logits' extreme, if known."""
+        """Choose a slot's next token from logits (V,). best: the most probable id and `extreme(logits)`, if known."""
         sequence = slot.sequence
         if sequence is None:
             return
@@ -283,7 +283,7 @@ class Batch:
         check_extreme(top, f"new token {sequence.generated + 1}", text, partial(locate, self.model))
         return Token(id, logprob, id in self.stop_ids)
 
-    # --------------------------------------------------------------------------------------------------- without rows
+    # ------------------------------------------------------------------------------------------ one request at a time
     def _one_by_one(self) -> Iterator[Event]:
         for number, (prompt, params, logprobs) in self.requests:
             slot, error = self.slots[0], None

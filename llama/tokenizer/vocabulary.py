@@ -49,7 +49,7 @@ class Vocabulary:
     """Tokens, and the rules by which text becomes tokens.
 
     pieces         True for SentencePiece's kind, False for byte-level BPE in GPT-2's alphabet
-    tokens, types  one per id; user-defined tokens of the byte-level kind are plain text
+    tokens, types  one per id; user-defined tokens are plain text, even in byte-level BPE
     bos, eos       ids of begin and end of text, or None
     stops          ids that end an answer
     add_bos        True if the model was trained with bos before every text
@@ -100,7 +100,7 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def padding(id: int) -> str:
-    """llama.cpp's name of an id that has a row in the embedding but no token."""
+    """llama.cpp's name for an id that has a row in the embedding but no token."""
     return f"[PAD{id}]"
 
 
@@ -267,7 +267,7 @@ def pre_of(source: Mapping[str, Any]) -> str:
         if ignores == ignore_merges and steps == plain_steps(json.loads(words().__getstate__())):
             return name
     raise TokenizerError(
-        f"tokenizer.json cuts words by {' and '.join(str(step.get('type')) for step in steps) or 'nothing'}"
+        f"tokenizer.json splits text into words by {' and '.join(str(step.get('type')) for step in steps) or 'nothing'}"
         f" {'with' if ignore_merges else 'without'} ignore_merges in a way that has no name in GGUF;"
         f" known: {', '.join(PRE)}"
     )
@@ -289,7 +289,7 @@ def piece_normalizer(prefix: bool, user_defined: Collection[str]) -> dict[str, A
 
 
 def check_piece_steps(source: Mapping[str, Any], tokenizer: HuggingFaceTokenizer, found: Vocabulary) -> bool:
-    """Whether a space is added before every text. Raises TokenizerError if the steps differ from Llama 2's file."""
+    """Whether a space is added before every text. Raises TokenizerError if the steps differ from those of Llama 2."""
     model, prefix = source["model"], tokenizer.strips_leading_space
     user_defined = found.of_type(USER_DEFINED)
     added = source.get("added_tokens") or []
@@ -310,7 +310,7 @@ def check_piece_steps(source: Mapping[str, Any], tokenizer: HuggingFaceTokenizer
 
 
 def scores_of_merges(found: Vocabulary, merges: Sequence[Pair]) -> list[float]:
-    """The scores with which SentencePiece merges like a list of merges. Raises TokenizerError if none exist.
+    """Scores that make SentencePiece merge as a list of merges does. Raises TokenizerError if none exist.
 
     SentencePiece merges any two neighbours whose union is a piece, the best union first. So the list must have every
     pair of a union, and these must follow each other. Unions with interleaved pairs get the same score if the ids do

@@ -1,1 +1,1 @@
-"""Tools for complete checkpoints and machines: convert, quantize, verify, plan, doctor, benchmark, evaluate."""
+"""Tools for checkpoints and machines: convert, quantize, verify, plan, doctor (facts, selftest), benchmark, evaluate."""

@@ -320,7 +320,7 @@ RANKS: tuple[Defect, ...] = (
         "K04",
         "ranks with different weights work together",
         "llama/loader.py",
-        '        world.fingerprint.append(f"weights whose sample has the hash {sample_hash(checkpoint)}")\n',
+        '        world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}")\n',
         "",
     ),
     Defect(

@@ -1,4 +1,4 @@
-"""Relative position: under which encodings a score depends only on the distance of two tokens."""
+"""Relative position: under which encodings a score depends only on the distance between two tokens."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def toeplitz_draw(data: Data, canvas: Canvas) -> None:
 
 
 def relative_data(head_dim: int = 64, theta: float = 10000.0) -> Data:
-    """Scores under five encodings for ten positions of the query, over the distance."""
+    """Scores under five encodings for ten positions of the query, against the distance."""
     context = 40
     m, n = np.meshgrid(np.arange(2, context, 4), np.arange(context), indexing="ij")  # ten values of m
     names = list(encodings.ENCODINGS)
