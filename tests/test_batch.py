@@ -277,7 +277,7 @@ def test_all_steps_have_one_shape_while_prompts_wait(monkeypatch: pytest.MonkeyP
     assert sum(widths) <= sum(lengths) * 2
 
 
-def test_the_cache_has_as_many_slots_as_the_requests_need() -> None:
+def test_the_cache_is_as_large_as_the_requests_need() -> None:
     net, made = tiny.model(), []
     real = net.new_cache
     net.new_cache = lambda *a, **k: made.append(real(*a, **k)) or made[-1]  # type: ignore[method-assign]
@@ -361,7 +361,7 @@ def test_finish_of_another_request_takes_effect_before_its_next_token() -> None:
     assert [numbers.count(number) for number in range(3)] == [10, 10, 4]
 
 
-def test_an_invalid_request_ends_alone() -> None:
+def test_an_invalid_request_ends_no_other_request() -> None:
     net = tiny.model()
     params = SamplingParams(max_new_tokens=4)
     good = [Request([1, 2, 3], params), Request([4] * 30, params)]
@@ -409,7 +409,7 @@ def test_a_row_that_is_not_finite_ends_with_an_error_and_affects_no_other(attent
         assert_same([tokens[i] for i in range(len(requests)) if i not in poisoned], expected)
 
 
-def test_a_row_that_becomes_nonfinite_later_ends_alone() -> None:
+def test_a_row_that_becomes_nonfinite_later_ends_no_other_request() -> None:
     net = tiny.model()
     requests = [Request([i + 1, 2, 3], SamplingParams(max_new_tokens=8)) for i in range(5)]
     expected = [alone(net, request) for request in requests]
