@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a model needs them: which ones, in which order, dtype and format, and how many bytes."""
+"""Reading a checkpoint's tensors for a model: their names and shapes, row order, dtype, format and size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .quant.schemes import Scheme, scheme_for
 from .quant.tiles import TILE, tile_bytes
 from .rope import Layout, to_half_layout, to_interleaved_layout
 
-# The tensors whose rows RoPE pairs.
+# The tensors whose rows RoPE rotates in pairs.
 ROTATED = ("attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "attention.wk.bias")
 
 
@@ -33,7 +33,7 @@ class Storage:
 
     dtype        of float weights
     scheme       quantizes the linear layers; None: no quantization
-    keep_blocks  use a file's quantized blocks as they are, on a CPU with the C++ kernels
+    keep_blocks  use a file's quantized blocks unchanged, on a CPU with the C++ kernels
     layout       order of the rows of wq and wk
     fast         whether a bfloat16 weight on a CPU may stay in the mapped file (see `linears.make_linear`)
     """
@@ -48,9 +48,9 @@ class Storage:
 def quantized_format(
     checkpoint: Checkpoint, name: str, device: torch.device, storage: Storage
 ) -> tuple[BlockFormat | None, bool]:
-    """The format in which a model stores a quantized weight, None for a float weight; whether it is the file's own.
+    """The format in which a model stores a weight, None for a float weight; and whether the file has that format.
 
-    Weights that the file stores in the format of the scheme are used as they are: quantizing again would lose more.
+    Weights that the file stores in the format of the scheme are used unchanged: quantizing again would lose precision.
     """
     if len(checkpoint.shapes[name]) != 2:
         return None, False
@@ -69,28 +69,28 @@ def quantized_format(
 def memory_footprint(
     checkpoint: Checkpoint, names: Iterable[str], device: torch.device, storage: Storage, copies: bool = False
 ) -> tuple[int, int]:
-    """Bytes that weights take in a model, and how many of those stay in the mapped file. Only headers are read.
+    """Bytes of weights in a model, and how many of those remain in the mapped file. Only headers are read.
 
     copies  whether the runner copies packed weights (engine/compiled.py)
     """
     weights = mapped = 0
-    formats: dict[object, tuple[BlockFormat | None, bool]] = {}  # by storage and shape, since layers are alike
+    formats: dict[object, tuple[BlockFormat | None, bool]] = {}  # by stored type and shape, the same for all layers
     on_cpu = device.type == "cpu"
     for name in names:
         shape, stored = checkpoint.shapes[name], checkpoint.stored(name)
-        alike = stored, shape, name in ("tok_embeddings.weight", "output.weight")
-        if alike not in formats:
-            formats[alike] = quantized_format(checkpoint, name, device, storage)
-        format, in_file = formats[alike]
+        kind = stored, shape, name if name in ("tok_embeddings.weight", "output.weight") else None
+        if kind not in formats:
+            formats[kind] = quantized_format(checkpoint, name, device, storage)
+        format, in_file = formats[kind]
         reordered = storage.layout != checkpoint.layout and name.endswith(ROTATED)
         if format is not None:
             size = -(-shape[0] // TILE) * tile_bytes(shape[1], *format)
-            as_is = in_file and not copies and checkpoint.tiles(name) is not None
+            unchanged = in_file and not copies and checkpoint.tiles(name) is not None
         else:
             size = math.prod(shape) * storage.dtype.itemsize
-            as_is = stored == FLOATS[storage.dtype]
+            unchanged = stored == FLOATS[storage.dtype]
         weights += size
-        mapped += size if as_is and on_cpu and not reordered else 0
+        mapped += size if unchanged and on_cpu and not reordered else 0
     return weights, mapped
 
 
@@ -103,9 +103,9 @@ def read_weight(checkpoint: Checkpoint, name: str, device: torch.device, storage
 
 
 def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layout: Layout) -> QuantizedWeight:
-    """A matrix in a quantized format: the file's own blocks if they have it, quantized now otherwise.
+    """A matrix in a quantized format: the file's blocks if they have this format, otherwise quantized on demand.
 
-    Raises CheckpointError, when it is unpacked or packed, if a weight is not finite.
+    Reading its rows or tiles raises CheckpointError if a weight is not finite.
     """
     shape: tuple[int, int] = checkpoint.shapes[name]  # type: ignore[assignment]
     reordered = layout != checkpoint.layout and name.endswith(ROTATED)
@@ -141,7 +141,7 @@ def read_float(checkpoint: Checkpoint, name: str, device: torch.device, storage:
 
 
 def requantization_warning(checkpoint: Checkpoint, scheme: Scheme) -> list[str]:
-    """A warning if linear layers are quantized in the file already, in another format than the scheme's."""
+    """A warning if linear layers are stored quantized in another format than the scheme's; otherwise an empty list."""
     storage = Storage(torch.float32, scheme, keep_blocks=False, layout=checkpoint.layout)
     before = set()
     for name in checkpoint.shapes:
@@ -192,8 +192,8 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
 def sample_hash(checkpoint: Checkpoint) -> str:
     """A hash that distinguishes two checkpoints of one architecture without reading all of them.
 
-    It covers the first row of every matrix, and every vector, of the first, the middle and the last layer and outside
-    the layers, in float32. Training, or merging an adapter, changes these. `verify` finds damage.
+    It covers every vector and the first row of every matrix, in float32, of the first, the middle and the last layer
+    and outside the layers. Training, or merging an adapter, changes these. `verify` finds damage.
     """
     last, sample = checkpoint.config.n_layers - 1, hashlib.sha256()
     layers = tuple(f"layers.{i}." for i in sorted({0, last // 2, last}))
@@ -234,7 +234,7 @@ def to_layout(name: str, tensor: Tensor, head_dim: int, source: Layout, target: 
 
 
 def cast(tensor: Tensor, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Move to a device and cast to a dtype. A value beyond float16's range is an error: it would become infinite."""
+    """Move to a device and cast to a dtype. Raises CheckpointError for a value that float16 would make infinite."""
     cast = tensor.to(device=device, dtype=dtype)
     if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(tensor).all()):
         raise CheckpointError(f"{name} holds values beyond float16's 65504; use --dtype bfloat16 or float32")

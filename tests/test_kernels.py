@@ -1,4 +1,4 @@
-"""The C++ kernels: each against a plain computation in float64, in every form, and what happens where they can't be built."""
+"""The C++ kernels: every form against a computation in float64, and the behaviour if they can't be built."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .forked import Forked
 
 needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="the C++ kernels can't be built here")
 
-# bits, group (0: a whole row), offset: every kind that a scheme or a file can have
+# bits, group (0: a complete row), offset: every format that a scheme or a file can have
 KINDS = [(8, 32, False), (8, 16, False), (8, 32, True), (8, 0, False)]
 KINDS += [(4, group, offset) for group in (16, 32, 64, 128) for offset in (False, True)]
 
 
 def random_blocks(rows: int, columns: int, bits: int, group: int, offset: bool, seed: int = 0) -> Blocks:
-    """Any integers, with scales and offsets that float16 holds."""
+    """Random quants, with scales and offsets that are exact in float16."""
     generator = torch.Generator().manual_seed(seed)
     groups = -(-columns // group) if group else 1
     quants = torch.randint(2**bits, (rows, columns), generator=generator).to(torch.uint8)
@@ -46,20 +46,20 @@ def layer(blocks: Blocks, bias: Tensor | None = None) -> TileLinear:
     return TileLinear(pack(blocks), (rows, columns), blocks.bits, blocks.group, blocks.offset is not None, bias)
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
+def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def product(x: Tensor, blocks: Blocks) -> np.ndarray:
-    """What the kernel computes, group by group in float64: x (M, K) rounded to 8 bits, times the integers. -> (M, N)."""
+    """The kernel's formula in float64: x (M, K) rounded to 8 bits, times the quants, group by group -> (M, N)."""
     rows, columns = blocks.quants.shape
     group = blocks.group or columns
-    width = blocks.group or 64  # over which x has one scale
-    numbers = x.float().numpy()  # (M, K) float32, in which the kernel finds the scale
-    y = np.zeros((len(numbers), rows))
+    width = blocks.group or 64  # inputs that share a scale of x
+    floats = x.float().numpy()  # (M, K) float32, since the kernel computes the scale in float32
+    y = np.zeros((len(floats), rows))
     middle = 0 if blocks.offset is not None else 2 ** (blocks.bits - 1)
     for first in range(0, columns, width):
-        part = numbers[:, first : first + width]
+        part = floats[:, first : first + width]
         largest = np.abs(part).max(1, keepdims=True)
         with np.errstate(divide="ignore", invalid="ignore"):
             inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
@@ -81,63 +81,61 @@ def distance(found: Tensor, expected: np.ndarray) -> float:
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "columns"), [(16, 128), (48, 512), (1, 1), (5, 7), (33, 200), (31, 129)])
-def test_the_product_is_the_sum_that_is_meant(kind: tuple[int, int, bool], rows: int, columns: int) -> None:
+def test_the_product_follows_its_formula(kind: tuple[int, int, bool], rows: int, columns: int) -> None:
     blocks = random_blocks(rows, columns, *kind)
     for dtype, bound in (
         (torch.float32, 1e-5),
         (torch.bfloat16, 2**-8),
         (torch.float16, 2**-10),
-    ):  # a tie may be rounded otherwise
-        x = numbers(13, columns).to(dtype)
+    ):  # ties may be rounded differently
+        x = normal(13, columns).to(dtype)
         assert distance(layer(blocks)(x), product(x, blocks)) < bound, dtype
 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_product_with_the_weight_to_one_and_a_half_percent(kind: tuple[int, int, bool]) -> None:
+def test_the_error_of_the_product_is_below_one_and_a_half_percent(kind: tuple[int, int, bool]) -> None:
     blocks = random_blocks(64, 1024, *kind)
-    x = numbers(20, 1024)
+    x = normal(20, 1024)
     assert distance(layer(blocks)(x), (x.double() @ blocks.weight.double().T).numpy()) < 0.015
 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_alone_and_among_others(kind: tuple[int, int, bool]) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(kind: tuple[int, int, bool]) -> None:
     blocks = layer(random_blocks(40, 192, *kind))
-    x = numbers(30, 192)
+    x = normal(30, 192)
     alone = torch.cat([blocks(row[None]) for row in x])
     for count in range(1, 31):
         assert torch.equal(blocks(x[:count]), alone[:count]), count
 
 
 @needs_kernels
-def test_shape_dtype_and_place_of_x_do_not_matter() -> None:
-    bias = numbers(24, seed=1)
+def test_x_may_have_any_shape_dtype_and_strides() -> None:
+    bias = normal(24, seed=1)
     linear = layer(random_blocks(24, 96, 4, 32, True), bias)
-    whole = numbers(5, 6, 7, 192)
-    for x in (whole[..., :96], whole[..., ::2], whole[:, 2, :, 96:], whole[0, 0, 0, :96], whole[:0, 0, :, :96]):
+    full = normal(5, 6, 7, 192)
+    for x in (full[..., :96], full[..., ::2], full[:, 2, :, 96:], full[0, 0, 0, :96], full[:0, 0, :, :96]):
         y = linear(x)
         assert y.shape == (*x.shape[:-1], 24)
         assert torch.equal(y, linear(x.contiguous()))
-    across = numbers(96, 8).T
+    across = normal(96, 8).T
     torch.testing.assert_close(linear(across), linear(across.contiguous()), rtol=0, atol=0)
-    assert torch.equal(linear(whole[0, 0, :1, :96].expand(3, 96)), linear(whole[0, 0, :1, :96]).expand(3, 24))
+    assert torch.equal(linear(full[0, 0, :1, :96].expand(3, 96)), linear(full[0, 0, :1, :96]).expand(3, 24))
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         typed = layer(random_blocks(24, 96, 4, 32, True), bias.to(dtype))
         assert typed(across.to(dtype)).dtype == dtype
         assert distance(typed(across.to(dtype)), linear(across).double().numpy()) < 0.02
-    plain = layer(random_blocks(24, 96, 4, 32, True))
-    assert torch.equal(linear(across), plain(across) + bias)
+    unbiased = layer(random_blocks(24, 96, 4, 32, True))
+    assert torch.equal(linear(across), unbiased(across) + bias)
 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_reaches_the_result_of_its_row_and_no_other(
-    kind: tuple[int, int, bool], wrong: float
-) -> None:
+def test_a_nonfinite_input_affects_its_own_row_only(kind: tuple[int, int, bool], wrong: float) -> None:
     linear = layer(random_blocks(20, 130, *kind))
-    x = numbers(14, 130)
+    x = normal(14, 130)
     expected = linear(x)
     for column in (0, 77, 129):
         broken = x.clone()
@@ -151,21 +149,21 @@ def test_what_is_not_finite_reaches_the_result_of_its_row_and_no_other(
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_and_huge_and_tiny_numbers(kind: tuple[int, int, bool]) -> None:
     blocks = random_blocks(20, 130, *kind)
-    linear, x = layer(blocks), numbers(3, 130)
+    linear, x = layer(blocks), normal(3, 130)
     assert torch.equal(linear(torch.zeros(3, 130)), torch.zeros(3, 20))
-    for factor in (2.0**100, 2.0**-100):  # everything is linear in the scale of x, exactly
+    for factor in (2.0**100, 2.0**-100):  # the product is exactly linear in the scale of x
         assert torch.equal(linear(x * factor), linear(x) * factor)
-    tiniest = linear(torch.full((3, 130), 1e-44))  # too small to divide by; lost, but not made into something else
+    tiniest = linear(torch.full((3, 130), 1e-44))  # too small to be scaled: the result is 0, not garbage
     assert float(tiniest.abs().max()) < 1e-40
 
 
 @needs_kernels
-def test_rows_that_fill_up_a_tile_are_not_written() -> None:
+def test_padding_rows_of_a_tile_are_not_written() -> None:
     linear = layer(random_blocks(17, 64, 4, 32, True))
     y = torch.full((4, 20), 7.0)
-    y[:, :17] = linear(numbers(4, 64))
+    y[:, :17] = linear(normal(4, 64))
     assert torch.equal(y[:, 17:], torch.full((4, 3), 7.0))
-    assert linear(numbers(4, 64)).shape == (4, 17)
+    assert linear(normal(4, 64)).shape == (4, 17)
 
 
 # ----------------------------------------------------------------------------------------------------- bfloat16
@@ -174,8 +172,8 @@ def test_rows_that_fill_up_a_tile_are_not_written() -> None:
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (65, 100), (3, 33), (1, 1), (130, 31)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear_bf16_against_float64(rows: int, n: int, k: int, with_bias: bool) -> None:
-    x, weight = numbers(rows, k).bfloat16(), numbers(n, k, seed=1).bfloat16()
-    bias = numbers(n, seed=2).bfloat16() if with_bias else None
+    x, weight = normal(rows, k).bfloat16(), normal(n, k, seed=1).bfloat16()
+    bias = normal(n, seed=2).bfloat16() if with_bias else None
     y = kernels.linear_bf16(x, weight, bias)
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     room = exact.abs() * 2**-8 + (x.abs().double() @ weight.abs().double().T) * 1e-6  # rounded once, summed in float32
@@ -184,10 +182,10 @@ def test_linear_bf16_against_float64(rows: int, n: int, k: int, with_bias: bool)
 
 
 @needs_kernels
-def test_linear_bf16_takes_a_weight_at_any_address_and_passes_nan_on() -> None:
-    store = numbers(40 * 64 + 1, seed=1).bfloat16()
-    x = numbers(2, 3, 64).bfloat16()
-    odd = store[1:].view(40, 64)  # two bytes past an even place, as in a mapped file
+def test_linear_bf16_accepts_unaligned_weights_and_propagates_nan() -> None:
+    store = normal(40 * 64 + 1, seed=1).bfloat16()
+    x = normal(2, 3, 64).bfloat16()
+    odd = store[1:].view(40, 64)  # unaligned, as in a mapped file
     assert torch.equal(kernels.linear_bf16(x, odd, None), kernels.linear_bf16(x, odd.clone(), None))
     x[1, 2, 63] = torch.nan
     y = kernels.linear_bf16(x, odd, None)
@@ -197,7 +195,7 @@ def test_linear_bf16_takes_a_weight_at_any_address_and_passes_nan_on() -> None:
 
 # ---------------------------------------------------------------------------------------------------- attention
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """torch's own, in float64; queries that see nothing get zeros."""
+    """PyTorch's attention in float64; a query without visible keys returns zeros."""
     group = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     y = F.scaled_dot_product_attention(q.double(), k, v, mask)
@@ -208,7 +206,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
 
 
 def heads(batch: int, h: int, kv: int, t: int, s: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    return numbers(batch, h, t, d), numbers(batch, kv, s, d, seed=1), numbers(batch, kv, s, d, seed=2)
+    return normal(batch, h, t, d), normal(batch, kv, s, d, seed=1), normal(batch, kv, s, d, seed=2)
 
 
 def causal(t: int, s: int) -> Tensor:
@@ -218,7 +216,7 @@ def causal(t: int, s: int) -> Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize("d", range(16, 257, 16))
-def test_attention_for_every_width(d: int) -> None:
+def test_attention_for_every_head_dim(d: int) -> None:
     q, k, v = heads(1, 4, 2, 3, 70, d)
     torch.testing.assert_close(
         kernels.attend(q, k, v, causal(3, 70)).double(), attention(q, k, v, causal(3, 70)), rtol=1e-5, atol=2e-6
@@ -240,11 +238,11 @@ def test_attention_for_any_number_of_keys_and_heads(s: int, h: int, kv: int) -> 
 
 
 @needs_kernels
-def test_masks_of_each_row_of_the_batch() -> None:
+def test_a_mask_for_each_row_of_the_batch() -> None:
     q, k, v = heads(3, 4, 2, 5, 300, 32)
     mask = torch.rand(3, 1, 5, 300, generator=torch.Generator().manual_seed(3)) < 0.3
-    mask[1, 0, 2] = False  # a query that sees nothing
-    mask[2, 0, :, :256] = False  # a whole piece of the work that nobody sees
+    mask[1, 0, 2] = False  # a query without visible keys
+    mask[2, 0, :, :256] = False  # a complete piece of work without visible keys
     expected = attention(q, k, v, mask)
     torch.testing.assert_close(kernels.attend(q, k, v, mask).double(), expected, rtol=1e-5, atol=2e-6)
     assert torch.equal(kernels.attend(q, k, v, mask)[1, :, 2], torch.zeros(4, 32))
@@ -252,19 +250,19 @@ def test_masks_of_each_row_of_the_batch() -> None:
     assert torch.equal(kernels.attend(q, k, v, across), kernels.attend(q, k, v, mask))
     one = mask[1:2].expand(3, 1, 5, 300)
     torch.testing.assert_close(kernels.attend(q, k, v, one).double(), attention(q, k, v, one), rtol=1e-5, atol=2e-6)
-    nobody = torch.zeros(5, 300, dtype=torch.bool)
-    assert torch.equal(kernels.attend(q, k, v, nobody), torch.zeros(3, 4, 5, 32))
+    empty = torch.zeros(5, 300, dtype=torch.bool)
+    assert torch.equal(kernels.attend(q, k, v, empty), torch.zeros(3, 4, 5, 32))
 
 
 @needs_kernels
-def test_keys_and_values_may_lie_apart() -> None:
-    q, k, v = numbers(2, 4, 6, 64).transpose(1, 2), numbers(2, 3, 400, 64, seed=1), numbers(2, 400, 3, 64, seed=2)
+def test_keys_and_values_may_have_any_strides() -> None:
+    q, k, v = normal(2, 4, 6, 64).transpose(1, 2), normal(2, 3, 400, 64, seed=1), normal(2, 400, 3, 64, seed=2)
     views = q[:, :, 1:3], k[:, :, :270], v.transpose(1, 2)[:, :, :270]
     assert torch.equal(kernels.attend(*views, None), kernels.attend(*(x.contiguous() for x in views), None))
 
 
 @needs_kernels
-def test_what_may_not_be_seen_does_not_leak() -> None:
+def test_masked_keys_and_values_do_not_leak() -> None:
     q, k, v = heads(1, 2, 1, 2, 300, 32)
     mask = causal(2, 300)
     mask[:, 40:50] = False
@@ -272,14 +270,14 @@ def test_what_may_not_be_seen_does_not_leak() -> None:
     for wrong in (torch.nan, torch.inf):
         k[:, :, 45], v[:, :, 45] = wrong, wrong
         assert torch.equal(kernels.attend(q, k, v, mask), expected)
-    k[:, :, 299] = torch.nan  # the last token alone sees it
+    k[:, :, 299] = torch.nan  # only the last token sees it
     y = kernels.attend(q, k, v, mask)
     assert torch.equal(y[:, :, 0], expected[:, :, 0])
     assert bool(y[:, :, 1].isnan().all())
 
 
 @needs_kernels
-def test_a_value_that_is_not_finite_reaches_those_who_see_it() -> None:
+def test_a_nonfinite_value_reaches_every_query_that_sees_it() -> None:
     q, k, v = heads(1, 4, 2, 1, 20, 16)
     v[0, 1, 7, 3] = torch.nan
     y = kernels.attend(q, k, v, None)
@@ -289,7 +287,7 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 30.0])
-def test_scores_of_any_size(factor: float) -> None:
+def test_scores_of_any_magnitude(factor: float) -> None:
     q, k, v = heads(1, 2, 2, 4, 300, 64)
     y = kernels.attend(q * factor, k * factor, v, None)
     torch.testing.assert_close(y.double(), attention(q * factor, k * factor, v), rtol=1e-4, atol=2e-5)
@@ -297,30 +295,35 @@ def test_scores_of_any_size(factor: float) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_and_values_of_8_bits(dtype: torch.dtype) -> None:
+def test_keys_and_values_in_8_bits(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    q = numbers(2, 6, 3, 64).to(dtype)
+    q = normal(2, 6, 3, 64).to(dtype)
     k, v = (torch.randint(-127, 128, (2, 2, 400, 64), generator=generator).to(torch.int8) for _ in range(2))
     k_scale, v_scale = (torch.rand(2, 2, 400, generator=generator) / 50 for _ in range(2))
-    k, v, k_scale, v_scale = k[:, :, :290], v[:, :, :290], k_scale[:, :, :290], v_scale[:, :, :290]  # of a larger cache
+    k, v, k_scale, v_scale = (
+        k[:, :, :290],
+        v[:, :, :290],
+        k_scale[:, :, :290],
+        v_scale[:, :, :290],
+    )  # views of a larger cache
     mask = causal(3, 290)
     y = kernels.attend(q, k, v, mask, k_scale, v_scale)
     expected = attention(q, k.double() * k_scale[..., None], v.double() * v_scale[..., None], mask)
     assert y.dtype == dtype
-    # Queries are rounded to 15 bits and weights to 16, relative to the largest of each.
+    # Queries are rounded to 15 bits and weights to 16 bits, relative to the largest of each.
     assert distance(y, expected.numpy()) < (3e-4 if dtype == torch.float32 else 2**-8)
 
 
-# ------------------------------------------------------------------------------------- the forms, and how they are built
+# ------------------------------------------------------------------------------------- the forms, and the build
 def samples() -> list[Tensor]:
-    """Something of everything that the kernels compute."""
+    """Sample results of all kernels."""
     out = []
     for kind in KINDS:
         linear = layer(random_blocks(37, 200, *kind))
-        out += [linear(numbers(14, 200)), linear(numbers(3, 200).bfloat16())]
-        out.append(kernels.quantize_to_tiles(numbers(37, 200), (1.0, 0.9, 0.8), *kind))
-        out.append(kernels.quantize_to_tiles(numbers(37, 200).bfloat16(), (1.0,), *kind))
-    out.append(kernels.linear_bf16(numbers(7, 100).bfloat16(), numbers(30, 100, seed=1).bfloat16(), None))
+        out += [linear(normal(14, 200)), linear(normal(3, 200).bfloat16())]
+        out.append(kernels.quantize_to_tiles(normal(37, 200), (1.0, 0.9, 0.8), *kind))
+        out.append(kernels.quantize_to_tiles(normal(37, 200).bfloat16(), (1.0,), *kind))
+    out.append(kernels.linear_bf16(normal(7, 100).bfloat16(), normal(30, 100, seed=1).bfloat16(), None))
     q, k, v = heads(2, 6, 2, 3, 300, 80)
     out.append(kernels.attend(q, k, v, causal(3, 300)))
     out.append(kernels.attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), None))
@@ -339,7 +342,7 @@ torch.save(samples(), sys.argv[1])
 
 @pytest.fixture
 def run(forked: Forked) -> Callable[..., subprocess.CompletedProcess[bytes]]:
-    """A Python of its own, since a process has one form of the kernels for its life."""
+    """Run code in a new process, since a process uses only one form of the kernels."""
 
     def start(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
         root = str(Path(__file__).parent.parent)
@@ -382,19 +385,19 @@ def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("env", "lines"),
     [
-        ({"CLEARLLAMA_KERNELS": "off"}, []),  # asked for, so there is nothing to say
+        ({"CLEARLLAMA_KERNELS": "off"}, []),  # requested, so nothing is logged
         ({"CXX": "/bin/false"}, ["/bin/false could not build kernels.cpp: exit code 1"]),
     ],
 )
-def test_without_kernels_the_answers_are_right_and_one_line_says_so(
+def test_without_kernels_the_results_are_right_and_one_line_is_logged(
     run: Python, tmp_path: Path, small_gguf: Path, env: dict[str, str], lines: list[str]
 ) -> None:
     env = {"CLEARLLAMA_CACHE": str(tmp_path), "CLEARLLAMA_KERNELS": "auto", **env}
     done = run(LOGITS, str(small_gguf), str(tmp_path / "logits"), **env)
     assert done.returncode == 0, done.stderr
-    said = done.stderr.decode().splitlines()
-    assert len(said) == len(lines)
-    for line, expected in zip(said, lines, strict=True):
+    logged = done.stderr.decode().splitlines()
+    assert len(logged) == len(lines)
+    for line, expected in zip(logged, lines, strict=True):
         assert line.startswith("clearllama: the C++ kernels are not available, so PyTorch's slower operators run: ")
         assert expected in line
     from llama.loader import load_model
@@ -412,7 +415,7 @@ def test_an_unknown_form_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> tuple[str, Path]:
-    """A compiler that notes each call, takes its time, and puts out the library that is there already."""
+    """A slow compiler that records each call and copies the existing library. Returns its command and the record."""
     form = kernels.pick_form()
     if form is None or not kernels.ready():
         pytest.skip("the C++ kernels can't be built here")
@@ -431,9 +434,7 @@ assert all(ThreadPoolExecutor(4).map(lambda i: kernels.ready(), range(8)))
 """
 
 
-def test_the_library_is_built_once_also_where_threads_ask(
-    run: Python, tmp_path: Path, compiler: tuple[str, Path]
-) -> None:
+def test_threads_build_the_library_once(run: Python, tmp_path: Path, compiler: tuple[str, Path]) -> None:
     script, calls = compiler
     cache = tmp_path / "cache"
     for _ in range(2):
@@ -445,7 +446,7 @@ def test_the_library_is_built_once_also_where_threads_ask(
 
 
 @pytest.mark.slow  # builds twice
-def test_two_processes_may_build_at_once(tmp_path: Path, compiler: tuple[str, Path]) -> None:
+def test_two_processes_may_build_at_the_same_time(tmp_path: Path, compiler: tuple[str, Path]) -> None:
     script, _ = compiler
     env = {**os.environ, "CLEARLLAMA_CACHE": str(tmp_path / "cache"), "CXX": script}
     both = [subprocess.Popen([sys.executable, "-c", READY], env=env, stderr=subprocess.PIPE) for _ in range(2)]

@@ -21,7 +21,7 @@ from llama.checkpoint import open_checkpoint
 from llama.cli import inspect
 from llama.errors import ContextLengthError, MemoryLimitError
 from llama.generate import prefill
-from llama.model import Transformer
+from llama.model import Runner, Transformer
 from llama.system import memory
 
 from . import tiny
@@ -456,7 +456,7 @@ def test_a_model_is_refused_before_a_weight_is_read(tiny_gguf: Path, monkeypatch
     assert read == []
     monkeypatch.undo()
     small(monkeypatch, 2**20)
-    assert loader.load_model(tiny_gguf, check_memory=False).check_memory is False
+    assert loader.load_model(tiny_gguf, check_memory=False).runner.check_memory is None
     assert loader.load(tiny_gguf, check_memory=False).generate("hello", max_new_tokens=2).tokens
 
 
@@ -503,13 +503,15 @@ def test_weights_that_stay_in_the_file_are_counted_as_mapped(tmp_path: Path, mon
 def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SMALL", 0)
     small(monkeypatch, 10**6)
+    check = memory.check_growth
     with pytest.raises(MemoryLimitError, match="1,000 tokens needs"):
-        KVCache(1, 2, 64, 1000, fixed=True)  # 1.02 million bytes
+        KVCache(1, 2, 64, 1000, fixed=True, check_memory=check)  # 1.02 million bytes
     with pytest.raises(MemoryLimitError, match=r"--kv-cache int8.*--no-memory-check"):
-        KVCache(4, 2, 64, 900)
-    KVCache(4, 2, 64, 900, check_memory=False)
-    KVCache(4, 2, 64, 900, kind="int8", dtype=torch.bfloat16)  # half of it, and the scales
+        KVCache(4, 2, 64, 900, check_memory=check)
+    KVCache(4, 2, 64, 900)  # without a check
+    KVCache(4, 2, 64, 900, kind="int8", dtype=torch.bfloat16, check_memory=check)  # half of it, and the scales
     model = model_with("default")
+    model.runner = Runner(check_memory=check)
     long = model.new_cache()
     prefill(model, [5] * 1000, long)
     small(monkeypatch, 1000)

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits: rounding loses what it says, packing nothing, a file's integers are taken as they are."""
+"""4-bit and 8-bit weights: the error of quantization is bounded, packing is lossless, a file's blocks stay unchanged."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from .test_kernels import KINDS, needs_kernels, random_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPES = [(16, 128), (48, 512), (1, 1), (5, 7), (33, 200), (31, 129)]  # some fit no tile and no group
+SHAPES = [(16, 128), (48, 512), (1, 1), (5, 7), (33, 200), (31, 129)]  # some are not multiples of a tile or a group
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
+def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -44,7 +44,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 # ------------------------------------------------------------------------------------------------------ packing
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_packing_loses_nothing(kind: tuple[int, int, bool], shape: tuple[int, int]) -> None:
+def test_packing_is_lossless(kind: tuple[int, int, bool], shape: tuple[int, int]) -> None:
     blocks = random_blocks(*shape, *kind)
     tiles = pack(blocks)
     assert tiles.shape == (-(-shape[0] // TILE), tile_bytes(shape[1], *kind))
@@ -57,7 +57,7 @@ def test_packing_loses_nothing(kind: tuple[int, int, bool], shape: tuple[int, in
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_single_rows_are_those_of_the_whole(kind: tuple[int, int, bool], shape: tuple[int, int]) -> None:
+def test_single_rows_equal_the_rows_of_the_weight(kind: tuple[int, int, bool], shape: tuple[int, int]) -> None:
     blocks = random_blocks(*shape, *kind)
     ids = torch.randint(shape[0], (9,), generator=torch.Generator().manual_seed(0))
     rows = unpack_rows(pack(blocks), ids, shape[1], *kind)
@@ -66,7 +66,7 @@ def test_single_rows_are_those_of_the_whole(kind: tuple[int, int, bool], shape: 
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_bits_per_weight_are_those_of_the_tiles(name: str) -> None:
+def test_bits_per_weight_match_the_size_of_the_tiles(name: str) -> None:
     scheme = SCHEMES[name]
     size = tile_bytes(4096, scheme.bits, scheme.group, scheme.offset) * 8 / (TILE * 4096)
     assert size == pytest.approx(scheme.bits_per_weight, abs=0.01)
@@ -74,39 +74,39 @@ def test_bits_per_weight_are_those_of_the_tiles(name: str) -> None:
 
 # ----------------------------------------------------------------------------------------------------- rounding
 WEIGHTS = {
-    "normal": lambda: numbers(40, 200),
-    "heavy tails": lambda: numbers(40, 200) ** 3,
-    "one sign": lambda: numbers(40, 200).abs() + 0.1,
-    "far from zero": lambda: 50 + numbers(40, 200),
-    "rows of many sizes": lambda: numbers(40, 200) * torch.logspace(-4, 3, 40)[:, None],
+    "normal": lambda: normal(40, 200),
+    "heavy tails": lambda: normal(40, 200) ** 3,
+    "one sign": lambda: normal(40, 200).abs() + 0.1,
+    "far from zero": lambda: 50 + normal(40, 200),
+    "rows of many sizes": lambda: normal(40, 200) * torch.logspace(-4, 3, 40)[:, None],
     "zeros": lambda: torch.zeros(40, 200),
     "one value": lambda: torch.full((40, 200), -0.3),
-    "tiny": lambda: numbers(40, 200) * 1e-7,
+    "tiny": lambda: normal(40, 200) * 1e-7,
 }
 
 
 def by_group(x: Tensor, scheme: BlockFormat) -> Tensor:
-    """(N, K) -> (N, groups, group), filled up with zeros."""
+    """(N, K) -> (N, groups, group), padded with zeros."""
     group = scheme.group or x.shape[1]
     return F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_rounding_is_off_by_half_a_step_at_most(name: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rounding_error_is_at_most_half_a_step(name: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme, w = SCHEMES[name].format, WEIGHTS[weights]().double()
     monkeypatch.setattr(rounding, "CLIPS", (1.0,))
     blocks = quantize(w.float(), scheme)
     error = by_group((blocks.weight.double() - w).abs(), scheme).amax(-1)  # (N, groups)
     top = 2**scheme.bits - 1
-    room = 2.0**-11 if scheme.group else 1e-6  # scale and offset are rounded too, to float16 or float32
+    room = 2.0**-11 if scheme.group else 1e-6  # scale and offset are rounded to float16 or float32
     largest = by_group(w.abs(), scheme).amax(-1)
     assert bool((error <= blocks.scale.double() / 2 + room * (top * blocks.scale + largest) + 2.0**-24 * top).all())
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_the_integers_are_the_nearest(name: str, weights: str) -> None:
+def test_every_quant_is_the_nearest(name: str, weights: str) -> None:
     scheme, w = SCHEMES[name].format, WEIGHTS[weights]()
     blocks = quantize(w, scheme)
     choices = torch.arange(2**scheme.bits, dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_the_integers_are_the_nearest(name: str, weights: str) -> None:
 
 @pytest.mark.parametrize("weights", ["normal", "heavy tails", "far from zero", "rows of many sizes"])
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.bits == 4])
-def test_looking_for_a_better_range_never_makes_a_group_worse(
+def test_trying_narrower_ranges_never_increases_a_groups_error(
     name: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme, w = SCHEMES[name].format, WEIGHTS[weights]()
@@ -140,7 +140,7 @@ def test_looking_for_a_better_range_never_makes_a_group_worse(
 
 @needs_kernels
 @pytest.mark.parametrize("name", SCHEMES)
-def test_the_kernel_rounds_alike(name: str) -> None:
+def test_the_kernel_quantizes_like_the_definition(name: str) -> None:
     scheme = SCHEMES[name].format
     for weights in (make() for make in WEIGHTS.values()):
         for w in (weights, weights.bfloat16(), weights.half(), weights[:33, :131], weights.T[:50]):
@@ -148,17 +148,17 @@ def test_the_kernel_rounds_alike(name: str) -> None:
             found = QuantizedWeight.from_float(lambda rows, w=w: w[rows], shape, scheme).tiles()
             ours, theirs = (unpack(tiles, *shape, *scheme) for tiles in (found, pack(quantize(w, scheme))))
             if not all(a is None or torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True)):
-                # two ranges were equally good, up to the order in which squares were summed
+                # two ranges have the same error, up to the order of summation
                 errors = [by_group((b.weight - w.float()).square(), scheme).sum(-1) for b in (ours, theirs)]
                 torch.testing.assert_close(*errors, rtol=1e-5, atol=1e-12)
                 assert float((ours.quants != theirs.quants).double().mean()) < 0.01
-            assert torch.equal(found[-1], pack(unpack(found, *shape, *scheme))[-1])  # as is what fills it up
+            assert torch.equal(found[-1], pack(unpack(found, *shape, *scheme))[-1])  # the padding is the same too
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 1e30])
 @pytest.mark.parametrize("name", ["int8", "int8-sym", "int8-row", "int4", "int4-sym"])
-def test_a_weight_that_has_no_integers_is_an_error(name: str, wrong: float) -> None:
-    w = numbers(20, 70)
+def test_a_weight_that_cannot_be_quantized_is_an_error(name: str, wrong: float) -> None:
+    w = normal(20, 70)
     w[17, 69] = wrong
     if name == "int8-row" and wrong == 1e30:  # its scales are float32
         assert distance(quantize(w, SCHEMES[name].format).weight, w) < 0.01
@@ -169,12 +169,12 @@ def test_a_weight_that_has_no_integers_is_an_error(name: str, wrong: float) -> N
         QuantizedWeight.from_float(lambda rows: w[rows], (20, 70), SCHEMES[name].format).tiles()
 
 
-def test_an_unknown_scheme_is_an_error_that_names_the_others() -> None:
+def test_an_unknown_scheme_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"unknown quantization scheme 'int3'; known: int8, int8-sym, int8-row"):
         quantize_(tiny.model(), "int3")
 
 
-# ------------------------------------------------------------------------------------- the integers of a GGUF file
+# ------------------------------------------------------------------------------------- the blocks of a GGUF file
 SCALES = {
     "Q2_K": (80, 4),
     "Q3_K": (108, 2),
@@ -184,11 +184,11 @@ SCALES = {
     "Q4_K": (0, 4),
     "Q5_K": (0, 4),
 }
-EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # their scales are float16, as the kernel's
+EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # their scales are float16, like the kernel's
 
 
 def random_raw(name: str, rows: int, blocks: int) -> np.ndarray:
-    """Random bytes as blocks of a type, with sane float16 scales where it has them. (rows, bytes)."""
+    """Random bytes as blocks of a type, with scales that are ordinary float16 numbers: (rows, bytes)."""
     size = gguf.constants.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
@@ -199,7 +199,7 @@ def random_raw(name: str, rows: int, blocks: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_blocks_are_taken_as_they_are(name: str) -> None:
+def test_blocks_are_read_unchanged(name: str) -> None:
     raw = random_raw(name, rows=20, blocks=3)
     expected = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]))
     blocks = READERS[name](raw)
@@ -211,18 +211,18 @@ def test_blocks_are_taken_as_they_are(name: str) -> None:
     back = unpack(pack(blocks), *expected.shape, *kind)
     assert torch.equal(back.quants, blocks.quants)
     assert distance(back.weight, expected) < (1e-7 if name in EXACT else 2**-11)
-    # The very integers: with gguf-py's numbers, scale and offset they are what remains.
+    # The quants follow from gguf-py's weights, scale and offset.
     group = expected.unflatten(1, (-1, blocks.group)).double()  # (R, groups, group)
     offset = -(2.0 ** (blocks.bits - 1)) * blocks.scale if blocks.offset is None else blocks.offset
-    integers = (group - offset.double()[..., None]) / blocks.scale.double()[..., None]
-    used = (blocks.scale != 0)[..., None].expand_as(integers)
-    torch.testing.assert_close(integers[used], blocks.quants.double().view_as(group)[used], rtol=0, atol=1e-3)
+    quants = (group - offset.double()[..., None]) / blocks.scale.double()[..., None]
+    used = (blocks.scale != 0)[..., None].expand_as(quants)
+    torch.testing.assert_close(quants[used], blocks.quants.double().view_as(group)[used], rtol=0, atol=1e-3)
 
 
 @needs_kernels
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
-def test_a_file_in_blocks_becomes_no_floats(tmp_path: Path, name: str, tied: bool) -> None:
+def test_a_quantized_file_is_not_dequantized(tmp_path: Path, name: str, tied: bool) -> None:
     config = ModelConfig(**{**tiny.WIDE.__dict__, "tie_embeddings": tied})
     path = tiny.write_gguf(tmp_path / "x.gguf", config, quantization=name)
     model = llama.load(path, device="cpu", dtype="bfloat16").model
@@ -242,7 +242,7 @@ def test_a_file_in_blocks_becomes_no_floats(tmp_path: Path, name: str, tied: boo
 @needs_kernels
 @pytest.mark.parametrize("form", ["complex", "half"])
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
-def test_a_model_decodes_from_the_files_blocks(tmp_path: Path, name: str, form: str) -> None:
+def test_a_model_decodes_with_the_files_blocks(tmp_path: Path, name: str, form: str) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", tiny.WIDE, quantization=name)
     llm = llama.load(path, device="cpu", dtype="bfloat16", rope=form)
     exact = load_model(path, device="cpu", dtype="float32")
@@ -253,9 +253,7 @@ def test_a_model_decodes_from_the_files_blocks(tmp_path: Path, name: str, form: 
 
 
 @needs_kernels
-def test_decoding_from_blocks_stays_near_the_exact_numbers_on_the_real_model(
-    default_gguf: Path, default_llm: Llama
-) -> None:
+def test_decoding_with_blocks_is_near_float32_for_the_default_model(default_gguf: Path, default_llm: Llama) -> None:
     ids = default_llm.tokenizer.encode("The capital of France is Paris, and the capital of Italy is Rome.")
     tokens = torch.tensor([ids])
     model = llama.load(default_gguf, device="cpu", dtype="bfloat16").model
@@ -274,18 +272,18 @@ def test_float32_uses_the_weights_as_dequantized(tmp_path: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_layers_hold_the_same_weight(kind: tuple[int, int, bool], shape: tuple[int, int]) -> None:
-    blocks, bias = random_blocks(*shape, *kind), numbers(shape[0], seed=1)
-    tiles, plain = TileLinear(pack(blocks), shape, *kind, bias), BlockLinear(blocks, bias)
+def test_both_layers_have_the_same_weight(kind: tuple[int, int, bool], shape: tuple[int, int]) -> None:
+    blocks, bias = random_blocks(*shape, *kind), normal(shape[0], seed=1)
+    tiles, reference = TileLinear(pack(blocks), shape, *kind, bias), BlockLinear(blocks, bias)
     assert torch.equal(tiles.weight, blocks.weight)
-    torch.testing.assert_close(plain.weight, blocks.weight, rtol=1e-6, atol=1e-6)
-    x = numbers(3, 4, shape[1], seed=2)
-    torch.testing.assert_close(plain(x), F.linear(x, blocks.weight, bias), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reference.weight, blocks.weight, rtol=1e-6, atol=1e-6)
+    x = normal(3, 4, shape[1], seed=2)
+    torch.testing.assert_close(reference(x), F.linear(x, blocks.weight, bias), rtol=1e-4, atol=1e-4)
     index = torch.tensor([[0, shape[0] - 1]])
-    assert torch.equal(plain.rows(index), plain.weight[index])
+    assert torch.equal(reference.rows(index), reference.weight[index])
 
 
-def test_a_cast_of_the_model_leaves_integers_and_scales_alone() -> None:
+def test_a_cast_of_the_model_leaves_quants_and_scales_unchanged() -> None:
     blocks = random_blocks(20, 96, 4, 32, True)
     layer = BlockLinear(blocks)
     before = layer.weight
@@ -294,16 +292,16 @@ def test_a_cast_of_the_model_leaves_integers_and_scales_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [(8, 32, False), (4, 32, True), (8, 0, False)])
-def test_the_plain_layer_compiles(kind: tuple[int, int, bool]) -> None:
+def test_the_reference_layer_compiles(kind: tuple[int, int, bool]) -> None:
     layer = BlockLinear(random_blocks(48, 96, *kind))
-    x = numbers(1, 96)
+    x = normal(1, 96)
     torch.testing.assert_close(torch.compile(layer)(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------- models
 @needs_kernels
 @pytest.mark.parametrize(("scheme", "bound"), [(name, 0.06 if s.bits == 8 else 0.4) for name, s in SCHEMES.items()])
-def test_a_model_in_few_bits_is_near_the_model(scheme: str, bound: float) -> None:
+def test_a_quantized_model_is_near_the_model(scheme: str, bound: float) -> None:
     config = ModelConfig(**{**tiny.WIDE.__dict__, "tie_embeddings": True})
     tokens = tiny.random_tokens(30, config)
     plain, model = tiny.model(config), quantize_(tiny.model(config), scheme)
@@ -316,7 +314,7 @@ def test_a_model_in_few_bits_is_near_the_model(scheme: str, bound: float) -> Non
     }
     assert bits == {SCHEMES[scheme].bits}
     assert model.output.bits == (8 if SCHEMES[scheme].output else SCHEMES[scheme].bits)
-    # The weights alone, multiplied in float32: what the rounding of x adds is small.
+    # With the same weights in float32: the error from the rounding of x is small.
     exact = tiny.model(config)
     for name, module in model.named_modules():
         if isinstance(module, TileLinear):
@@ -327,7 +325,7 @@ def test_a_model_in_few_bits_is_near_the_model(scheme: str, bound: float) -> Non
 
 @needs_kernels
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_rounding_while_loading_is_rounding_afterwards(tmp_path: Path, scheme: str) -> None:
+def test_quantizing_while_loading_equals_quantizing_afterwards(tmp_path: Path, scheme: str) -> None:
     test_huggingface.write(tmp_path, num_key_value_heads=2, attention_bias=True, mlp_bias=True)
     plain = load_model(tmp_path, dtype="float32", device="cpu")
     expected = quantize_(plain, scheme)
@@ -341,7 +339,7 @@ def test_rounding_while_loading_is_rounding_afterwards(tmp_path: Path, scheme: s
         assert torch.equal(loaded.get_buffer(name), buffer), name
 
 
-def test_a_scheme_that_nothing_computes_with_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_quantizing_without_the_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels, "ready", lambda: False)
     path = tiny.write_gguf(tmp_path / "x.gguf", tiny.WIDE)
     with pytest.raises(UsageError, match=r"int8 requires the C\+\+ kernels on this CPU"):
@@ -360,7 +358,7 @@ def test_ids_outside_the_vocabulary_are_an_error() -> None:
     assert model.tok_embeddings(torch.tensor([[5], [7]])).shape == (2, 1, 128)
 
 
-def test_what_is_told_of_a_model() -> None:
+def test_describe_quantization_lists_the_bits() -> None:
     model = nn.ModuleList([nn.Linear(4, 4)])
     assert describe_quantization(model) == ""
     model.append(BlockLinear(random_blocks(4, 32, 4, 32, True)))

@@ -1,6 +1,6 @@
-"""The linear layers and embeddings that replace nn.Linear and nn.Embedding, and the functions that choose among them.
+"""The linear layers and embeddings that replace nn.Linear and nn.Embedding, and the functions that choose one.
 
-Decoding one token mostly reads the weights, so a quarter of the bytes takes about a quarter of the time.
+A decoding step spends most of its time on reading weights, so a quarter of the bytes takes about a quarter of the time.
 
     nn.Linear      any device and dtype; PyTorch
     FewRowsLinear  bfloat16 on a CPU; a C++ kernel for a few rows
@@ -108,7 +108,7 @@ class TileEmbedding(nn.Module):
 
 
 class BlockLinear(nn.Module):
-    """A quantized linear layer in the layout of triton_kernels: for a GPU, and as a reference for the other layers.
+    """A quantized linear layer in the layout of triton_kernels: for a GPU, and the reference for the other layers.
 
     One row on a CUDA device is multiplied by the Triton kernel. Otherwise the weight is dequantized to x's dtype.
     """
@@ -126,8 +126,8 @@ class BlockLinear(nn.Module):
         quants = F.pad(blocks.quants, (0, missing))  # complete groups
         if self.bits == 4:  # word w of a group holds its inputs w, w + group / 8, w + 2 group / 8, ...
             nibbles = quants.view(len(quants), -1, 4, 2, self.group // 8)  # (N, groups, byte, half, word)
-            whole = nibbles[:, :, :, 0] | nibbles[:, :, :, 1] << 4  # (N, groups, byte, word)
-            quants = whole.transpose(-1, -2).contiguous().view(torch.int32).flatten(1)  # (N, groups * group / 8)
+            bytes = nibbles[:, :, :, 0] | nibbles[:, :, :, 1] << 4  # (N, groups, byte, word)
+            quants = bytes.transpose(-1, -2).contiguous().view(torch.int32).flatten(1)  # (N, groups * group / 8)
         self.register_buffer("quants", quants)
         self.register_buffer("scale", _narrow(blocks.scale))  # (N, groups)
         self.register_buffer("offset", None if blocks.offset is None else _narrow(blocks.offset))
@@ -160,10 +160,10 @@ class BlockLinear(nn.Module):
         return Weight(self.quants, self.scale, self.offset, self.bias, *size, self.bits, self.group)
 
     def _apply(self, fn: Any, recurse: bool = True) -> BlockLinear:
-        """Move to another device. A cast of the model does not change the scales, since they belong to the quants."""
+        """Move to another device. A cast of the model leaves the scales unchanged, since they belong to the quants."""
         for name, buffer in self._buffers.items():
             if buffer is not None:
-                self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)  # PyTorch does not cast bytes
+                self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)  # a cast does not apply to bytes
         return self
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
@@ -176,7 +176,7 @@ class BlockLinear(nn.Module):
 
 
 def _narrow(scales: Tensor) -> Tensor:
-    """Convert to 16 bits if that is exact, as it is for scales that `quantize` computed."""
+    """Convert to float16 if that is exact, as it is for scales that `quantize` computed."""
     half = scales.half()
     return half if torch.equal(half.float(), scales.float()) else scales
 
@@ -186,7 +186,7 @@ class BlockEmbedding(nn.Module):
 
     def __init__(self, output: BlockLinear, dtype: torch.dtype):
         super().__init__()
-        self._output, self.dtype = (output,), dtype  # in a tuple, so that it stays the output layer's submodule only
+        self._output, self.dtype = (output,), dtype  # in a tuple, so that it is not a submodule of the embedding too
 
     @property
     def output(self) -> BlockLinear:
@@ -208,7 +208,7 @@ class SkipInit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (nn.init.normal_, nn.init.kaiming_uniform_):  # used by nn.Embedding and nn.Linear
+        if func in (nn.init.normal_, nn.init.kaiming_uniform_):  # called by nn.Embedding and nn.Linear
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""A weight in 4 or 8 bits before it becomes a layer: the quantized blocks of a file, or a float weight to quantize."""
+"""A weight in 4 or 8 bits before it becomes a layer: quantized blocks of a file, or a float weight to be quantized."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..quant.rounding import check_scales, clips_of, quantize
 from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
 
-PIECE = 2**18  # weights that are quantized or packed at once
+PIECE = 2**18  # entries that are quantized or packed at a time
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A quantized weight (N, K), read on demand.
 
-    rows   the rows in a slice
-    tiles  all rows, packed for the C++ kernels
+    rows   returns the rows in a slice
+    tiles  returns all rows, packed for the C++ kernels
     """
 
     shape: tuple[int, int]
@@ -33,7 +33,7 @@ class QuantizedWeight:
     def from_float(
         cls, read: Callable[[slice], Tensor], shape: tuple[int, int], format: BlockFormat
     ) -> QuantizedWeight:
-        """Quantize a weight, piece by piece. `read` returns the rows in a slice."""
+        """A float weight, quantized piece by piece when it is read. `read` returns the rows in a slice."""
 
         def rows(part: slice) -> Blocks:
             return quantize(read(part), format)
@@ -54,7 +54,7 @@ class QuantizedWeight:
     def from_file(
         cls, rows: Callable[[slice], Blocks], shape: tuple[int, int], tiles: Tensor | None = None
     ) -> QuantizedWeight:
-        """A weight that is stored quantized, used as it is. tiles: the packed weight, if the file holds that."""
+        """A weight that is stored quantized, used unchanged. tiles: the packed weight, if the file has it."""
         packed = (lambda: pack_rows(rows, shape)) if tiles is None else (lambda: tiles)
         return cls(shape, rows(slice(0, 1)).format, rows, packed)
 
@@ -72,7 +72,7 @@ class QuantizedWeight:
 
 
 def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int]) -> Tensor:
-    """Pack a weight piece by piece, so that only a piece exists in addition to the packed weight."""
+    """Pack a weight piece by piece, so that only one piece is in memory unpacked."""
     first, *others = _pieces(shape)
     packed = pack(rows(first))
     out = packed.new_empty(-(-shape[0] // TILE), packed.shape[1])

@@ -1,8 +1,8 @@
-"""Quantized weights as blocks: integers with a scale, and perhaps an offset, for each group of a row.
+"""Quantized weights as blocks: integers, with a scale and an optional offset for each group of a row.
 
     weight = scale * quant + offset
 
-Most GGUF types have this form, so a quantized kernel can use the weights of a file without quantizing them again.
+Most GGUF types have this form, so the kernels can use the weights of a file without quantizing them again.
 Layouts: ggml-quants.c of https://github.com/ggml-org/ggml. R rows (out features), N columns.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class BlockFormat(NamedTuple):
-    """Bits of a quantized weight, columns of a group (0: the whole row), and whether a group has an offset."""
+    """Bits per weight, columns of a group (0: the complete row), and whether a group has an offset."""
 
     bits: int
     group: int
@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
 
     quants  (R, N) uint8 below 2^bits
     scale   (R, groups) float32; the last group may be shorter than the others
-    offset  (R, groups) float32; None means -scale * 2^(bits - 1), so that the middle of the integers is 0
+    offset  (R, groups) float32; None means -scale * 2^(bits - 1), so that the middle integer means 0
     """
 
     quants: Tensor
@@ -137,7 +137,7 @@ def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[n
     return d * sc, -dmin * mn
 
 
-# The kernels have no widths between 4 and 8 bits: quants of 2 and 3 bits become 4-bit ones, of 5 and 6 bits 8-bit ones.
+# The kernels compute in 4 and 8 bits only: quants of 2 and 3 bits become 4-bit ones, those of 5 and 6 bits 8-bit ones.
 def q2_k(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: 16 pairs of 4-bit (sc, mn), 64 bytes, d, dmin; weight = d sc q - dmin mn."""
     blocks = raw.reshape(len(raw), -1, 84)
@@ -197,7 +197,7 @@ def q8_0(raw: NDArray[np.uint8]) -> Blocks:
     return _blocks(blocks[..., 2:] ^ np.uint8(128), _floats(blocks[..., :2]), None, 8)
 
 
-# GGUF's name of the type -> its reader
+# GGUF type -> function that reads its blocks
 READERS: dict[str, Callable[[NDArray[np.uint8]], Blocks]] = {
     "Q2_K": q2_k,
     "Q3_K": q3_k,

@@ -1,4 +1,4 @@
-"""Quantization of a weight, written out in PyTorch."""
+"""Quantization of a weight, in PyTorch. It defines the result; the C++ kernel is the fast version."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .blocks import BlockFormat, Blocks
 
-# Factors by which a group's range is narrowed, so that its many small weights get finer steps than its few large ones.
+# Factors to narrow a group's range by. A narrower range has finer steps for the many small weights and clips the few
+# large ones.
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 def quantize(weight: Tensor, format: BlockFormat) -> Blocks:
     """Quantize a weight (N, K) by a format.
 
-    Each group's range is tried at several widths (CLIPS), and the one with the smallest squared error is used; in 8
-    bits the full range is best. Scales have the kernel's dtype: float16 for groups, float32 for rows. The C++ kernel
-    kernels.quantize_to_tiles does the same and packs, twenty times as fast. Raises CheckpointError if a weight is not
-    finite or too large for a float16 scale.
+    For each group, several widths of its range are tried (CLIPS), and the one with the smallest squared error is used;
+    for 8 bits the full range is best. Scales have the kernel's dtype: float16 for groups, float32 for rows.
+    kernels.quantize_to_tiles computes the same, packed, about twenty times as fast. Raises CheckpointError if a weight
+    is not finite, or too large for a float16 scale.
     """
     rows, columns = weight.shape
     group = format.group or columns

@@ -1,6 +1,6 @@
-"""Quantization schemes: the registry. A new scheme is an entry of SCHEMES.
+"""The registry of quantization schemes. A new scheme is an entry of SCHEMES.
 
-A weight matrix (N, K) becomes integers with a scale (and perhaps an offset) for each group of inputs:
+A weight matrix (N, K) becomes integers, with a scale and an optional offset for each group of inputs:
 
     weight = scale * quant + offset
 """
@@ -15,10 +15,10 @@ from .blocks import BlockFormat
 
 @dataclass(frozen=True)
 class Scheme:
-    """Bits per weight, inputs per group (0: a complete row), and whether a group has an offset besides its scale.
+    """Bits per weight, inputs per group (0: a complete row), and whether a group has an offset too.
 
-    output  name of another scheme for the output layer (and a tied embedding): a token's logit is one row of it, and no
-            later layer averages an error there
+    output  name of another scheme for the output layer and a tied embedding: a token's logit depends on one row of it,
+            and no later layer averages the error
     """
 
     bits: int
@@ -29,12 +29,12 @@ class Scheme:
 
     @property
     def format(self) -> BlockFormat:
-        """The format of the blocks that the scheme makes."""
+        """The format of a weight that is quantized by the scheme."""
         return BlockFormat(self.bits, self.group, self.offset)
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits per weight with scales and offsets, which take 16 bits each."""
+        """Bits per weight, including scales and offsets, which have 16 bits each."""
         return self.bits + (16 * (1 + self.offset) / self.group if self.group else 0)
 
 
@@ -53,7 +53,7 @@ SCHEMES = {
 
 
 def pick_scheme(name: str) -> Scheme:
-    """The scheme of that name. Raises UsageError with the known names."""
+    """The scheme with a name. Raises UsageError, which lists the known names."""
     return SCHEMES[checks.choice("quantization scheme", name, SCHEMES)]
 
 

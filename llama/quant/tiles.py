@@ -1,7 +1,7 @@
-"""Packing of 4-bit and 8-bit weights into tiles, the order in which the kernels read them, and unpacking.
+"""Packing of 4-bit and 8-bit weights into tiles, the layout that the kernels read, and unpacking.
 
 A tile is 16 rows of a weight (N, K); cpp/blocks.h describes its bytes. The files of a quantized checkpoint store the
-same bytes, so loading one only maps its files.
+same bytes, so such a file is only mapped when it is loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from .blocks import Blocks
 
 TILE = 16  # rows of a tile, as in cpp/blocks.h
-PER_ROW = 64  # inputs that the kernel sums at a time if a row has one scale
+PER_ROW = 64  # inputs per group in a tile if a row has one scale
 
 
 def pack(blocks: Blocks) -> Tensor:
@@ -52,7 +52,7 @@ def tiles_shape(shape: tuple[int, int], bits: int, group: int, offset: bool) -> 
 
 
 def scales_of(tiles: Tensor, columns: int, bits: int, group: int, offset: bool) -> Tensor:
-    """Scales, then offsets, of a packed weight: (tiles, groups, 1 or 2, 16), with one group if rows are groups."""
+    """Scales and offsets of a packed weight: (tiles, groups, 1 or 2, 16); one group if a row has one scale."""
     if not group:
         return tiles[:, -64:].contiguous().view(torch.float32).view(-1, 1, 1, TILE)
     body = tiles.view(len(tiles), -(-columns // group), -1)

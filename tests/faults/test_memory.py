@@ -111,7 +111,7 @@ def test_a_missing_device_is_refused(name: str, gguf: Path, attempt: Try) -> Non
 @pytest.mark.row("J03")
 def test_several_devices_need_a_single_process(gguf: Path, attempt: Try) -> None:
     several = ("--tensor-parallel", "2", "--device", "cpu,cpu")
-    attempt("generate", "--raw", "a", "-m", gguf, *several).refused("cpu,cpu", "one process", code=2)
+    attempt("generate", "--raw", "a", "-m", gguf, *several).refused("cpu,cpu", "one GPU per process", code=2)
 
 
 @pytest.mark.row("J04")
@@ -143,7 +143,7 @@ def test_a_gpu_without_bfloat16_uses_float16(monkeypatch: pytest.MonkeyPatch) ->
         if emulated:
             assert runtime.pick_dtype("bfloat16", cuda) == torch.bfloat16
         else:
-            with pytest.raises(UsageError, match=r"cuda:0 can't compute in bfloat16; take --dtype float16"):
+            with pytest.raises(UsageError, match=r"cuda:0 can't compute in bfloat16; use --dtype float16"):
                 runtime.pick_dtype("bfloat16", cuda)
 
 
@@ -251,7 +251,7 @@ def test_without_a_compiler_compile_is_refused(
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
     done = attempt("generate", *RUN, "-m", gguf, "--compile")
-    done.refused("there is none (c++, g++, clang++)", "leave --compile out", code=2)
+    done.refused("none was found (c++, g++, clang++)", "leave --compile out", code=2)
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     attempt("generate", *RUN, "-m", gguf, "--compile").refused("/nonexistent/c++ (CXX)", code=2)
     assert attempt("generate", *RUN, "-m", gguf).survived()
