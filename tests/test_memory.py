@@ -21,7 +21,7 @@ from llama.checkpoint import open_checkpoint
 from llama.cli import inspect
 from llama.errors import ContextLengthError, MemoryLimitError
 from llama.generate import prefill
-from llama.model import Runner, Transformer
+from llama.model import Transformer
 from llama.system import memory
 
 from . import tiny
@@ -511,7 +511,7 @@ def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: p
     KVCache(4, 2, 64, 900)  # without a check
     KVCache(4, 2, 64, 900, kind="int8", dtype=torch.bfloat16, check_memory=check)  # half of it, and the scales
     model = model_with("default")
-    model.runner = Runner(check_memory=check)
+    model.runner.check_memory = check
     long = model.new_cache()
     prefill(model, [5] * 1000, long)
     small(monkeypatch, 1000)

@@ -414,11 +414,11 @@ def test_repositories_without_huggingface_hub_are_refused(attempt: Try, model: P
 def test_quiet_also_silences_the_log_of_the_library(attempt: Try, model: Path) -> None:
     """The log line of a compilation is written without compiling."""
     log = (
-        "import logging; from llama import loader\nreal = loader.build\n"
-        "def build(*args, **options):\n"
+        "import logging; from llama import loader\nreal = loader.build_model\n"
+        "def build_model(*args, **options):\n"
         "    logging.getLogger('llama.engine.compiled').info('clearllama: compiling the decoding step')\n"
         "    return real(*args, **options)\n"
-        "loader.build = build"
+        "loader.build_model = build_model"
     )
     assert "clearllama: compiling the decoding step\n" in attempt(*GENERATE, "-m", model, before=log).error
     assert attempt(*GENERATE, "-q", "-m", model, before=log).error == ""
