@@ -29,6 +29,7 @@ from .engine.fused import FusedRunner
 from .engine.linears import SkipInit, check_quantized, make_embedding, make_linear
 from .engine.parallel import World, share
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
+from .engine.quantized_weight import QuantizedWeight
 from .engine.runtime import pick_dtype
 from .engine.sharding import ShardedCheckpoint
 from .errors import CheckpointError, UsageError
@@ -312,7 +313,15 @@ def fill_layer(model: Transformer, name: str, layer: nn.Module, plan: Plan) -> N
     if isinstance(layer, nn.Linear | nn.Embedding):
         weight = read_weight(plan.checkpoint, f"{source}.weight", device, plan.storage)
         bias = tensor("bias") if getattr(layer, "bias", None) is not None else None
-        filled = make_linear(weight, device, bias, plain=not plan.options.fast)
+        try:
+            filled = make_linear(weight, device, bias, plain=not plan.options.fast)
+        except CheckpointError as error:  # the weight can't be quantized
+            if str(plan.checkpoint.path) in str(error):
+                raise
+            where = f"{plan.checkpoint.path}: {plan.checkpoint.file_name(f'{source}.weight')}"
+            raise CheckpointError(f"{where}: {error}") from error
+        if isinstance(weight, QuantizedWeight):
+            plan.checkpoint.release(f"{source}.weight")
         if isinstance(layer, nn.Linear):
             model.set_submodule(name, filled)
         if isinstance(layer, nn.Embedding) or (name == "output" and plan.shares_embedding):

@@ -268,7 +268,7 @@ def test_every_form_of_rope_works_with_biases(tmp_path: Path) -> None:
     assert torch.equal(logits[0], logits[2])
 
 
-def test_packed_bfloat16_with_biases_is_near_float32(tmp_path: Path) -> None:
+def test_bfloat16_with_biases_is_near_float32(tmp_path: Path) -> None:
     from llama.tokenizer import Tokenizer
 
     model = write(tmp_path, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)

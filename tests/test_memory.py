@@ -508,7 +508,7 @@ def test_a_cache_is_checked_before_it_is_made_and_before_it_grows(monkeypatch: p
         KVCache(1, 2, 64, 1000, fixed=True, check_memory=check)  # 1.02 million bytes
     with pytest.raises(MemoryLimitError, match=r"--kv-cache int8.*--no-memory-check"):
         KVCache(4, 2, 64, 900, check_memory=check)
-    KVCache(4, 2, 64, 900)
+    KVCache(4, 2, 64, 900)  # without a check
     KVCache(4, 2, 64, 900, kind="int8", dtype=torch.bfloat16, check_memory=check)  # half of it, and the scales
     model = model_with("default")
     model.runner.check_memory = check
