@@ -56,8 +56,8 @@ def run(name: str) -> Finding:
         return Finding("fail", "self-test", name, f"{type(error).__name__}: {one_line(str(error))[:300]}", REPORT)
 
 
-def _model(form: str = "complex", attention: str = "sdpa") -> Transformer:
-    return random_model(CONFIG, form, attention=attention)
+def _model(form: str = "complex") -> Transformer:
+    return random_model(CONFIG, form)
 
 
 def _tokens(length: int) -> Tensor:
