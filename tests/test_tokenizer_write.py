@@ -418,7 +418,10 @@ def interleaved(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (edit("pre_tokenizer", "pretokenizers", 0, "pattern", "Regex", value=r"\w+"), "splits text into words by Split and Byte"),
+        (
+            edit("pre_tokenizer", "pretokenizers", 0, "pattern", "Regex", value=r"\w+"),
+            "splits text into words by Split and Byte",
+        ),
         (edit("model", "ignore_merges", value=False), "without ignore_merges in a way that has no name"),
         (edit("pre_tokenizer", "pretokenizers", 1, "add_prefix_space", value=True), "no name in GGUF"),
         (edit("normalizer", value={"type": "NFC"}), "normalizes text"),
