@@ -364,7 +364,7 @@ def test_a_weight_that_is_not_finite_is_named(meta: Path, attempt: Try, value: s
     attempt("generate", *RUN, "-m", meta).refused("logits", "not finite", "layers.1.attention.wq.weight holds")
     found = attempt("verify", meta, "--tensors")
     assert found.code == 1
-    assert b"FAIL  tensors   layers.1.attention.wq.weight: holds" in found.stdout
+    assert b"FAIL  tensors   layers.1.attention.wq.weight: has" in found.stdout
 
 
 @pytest.mark.row("A19")
