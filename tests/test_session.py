@@ -156,7 +156,7 @@ def test_a_session_of_other_quantization_is_rejected(tiny_gguf: Path, tmp_path: 
     wide = tiny.write_gguf(tmp_path / "wide.gguf", tiny.WIDE)
     plain, int8 = loader.load(wide, dtype="float32").model, loader.load(wide, dtype="float32", quantize="int8").model
     filled(plain, TEXT[:9]).save(tmp_path / "s", plain)
-    with pytest.raises(CheckpointError, match="quantization none; this model has 8-bit"):
+    with pytest.raises(CheckpointError, match="quantization none; this model has weights of 8 bits"):
         Session.load(tmp_path / "s", int8)
     filled(int8, TEXT[:9]).save(tmp_path / "s", int8)
     assert Session.load(tmp_path / "s", loader.load(wide, dtype="float32", quantize="int8").model).tokens == TEXT[:9]

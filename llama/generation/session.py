@@ -216,10 +216,11 @@ def settings_of(model: Transformer) -> dict[str, Any]:
 
     The form of the rotation is not included, since the keys are the same in each form; nor is the model's context.
     """
+    bits = describe_quantization(model).removesuffix("-bit")  # the wording below is part of the file format
     settings = {
         **dataclasses.asdict(model.config),
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
-        "quantization": describe_quantization(model) or "none",
+        "quantization": f"weights of {bits.replace('/', ' and ')} bits" if bits else "none",
         "kv_cache": model.runner.cache_kind,
         "device": model.norm.weight.device.type,
         "weights": sample(model),
