@@ -236,7 +236,7 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
                effective number of attended tokens; profile (L, H, T) and profile_without_first (L, H, T-1), by
                distance; pair_norms (L, H, D/2)
     rope       inv_freq, turns (D/2,) full turns between the first and the last token
-    change     null, or descriptions of the changes; kl (T,) of next-token distributions, KL(before || after); before
+    change     null, or: told, descriptions of the changes; kl (T,) of next-token distributions, KL(before || after); before
                and after, like `tokens`
     """
     weights = trace.weights
@@ -249,7 +249,7 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
         before = _predictions(trace.change.logits, trace.ids)
         used |= set(_flat(before["next_ids"]))
         kl = divergence(*(x.double().log_softmax(-1) for x in (trace.change.logits, trace.logits)))
-        change = {"descriptions": trace.change.descriptions, "kl": _numbers(kl), "before": before, "after": tokens}
+        change = {"told": trace.change.descriptions, "kl": _numbers(kl), "before": before, "after": tokens}
     return {
         **about,
         "layers": trace.layers,
@@ -355,7 +355,7 @@ def summary(facts: Mapping[str, Any]) -> str:
     lines = [f"{length} tokens through {ran} of {facts['model']}"]
     change = facts["change"]
     if change is not None:
-        lines.append("changed: " + "; ".join(change["descriptions"]))
+        lines.append("changed: " + "; ".join(change["told"]))
     lines += [
         "",
         f"{'token':>5}  {'bits':>6}{'' if change is None else '     was'}  {'rank':>6}  {'text':<16} expected",

@@ -263,7 +263,7 @@ def test_a_change_has_the_numbers_of_both_models(tiny_llm: Llama) -> None:
     model = tiny_llm.model
     original = facts(model, tiny_llm, IDS)
     change = facts(model, tiny_llm, IDS, Intervention(heads=((1, 2),)))["change"]
-    assert change["descriptions"] == ["head 1.2 ablated"]
+    assert change["told"] == ["head 1.2 ablated"]
     assert change["before"] == original["tokens"]
     assert change["after"] != change["before"]
     p = model(torch.tensor([IDS]))[0].double().softmax(-1)
@@ -497,7 +497,7 @@ def test_the_command_describes_an_intervention(tiny_gguf: Path, tmp_path: Path) 
     assert "changed: " + "; ".join(descriptions) in out
     assert "KL(before || after)" in out
     found = json.loads(file.read_text())
-    assert found["change"]["descriptions"] == descriptions
+    assert found["change"]["told"] == descriptions
     assert found["rope"]["theta"] == 500
     assert found["rope"]["inv_freq"] == pytest.approx([500 ** (-2 * i / 16) / 2 for i in range(8)], rel=1e-6)
     plain = tmp_path / "plain.json"

@@ -642,7 +642,7 @@ function start() {
   put("about", about);
   put("prompt", readableText(data.prompt));
   if (change) {
-    put("changes", make("b", {}, "Changed: "), change.descriptions.join("; "), ". The pictures show the changed model.");
+    put("changes", make("b", {}, "Changed: "), change.told.join("; "), ". The pictures show the changed model.");
     id("changes").hidden = id("change-section").hidden = false;
   }
   id("token").append(...tokens.ids.map((_, t) => make("option", { value: t }, `${t} ${visible(at(t))}`)));
