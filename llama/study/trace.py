@@ -236,7 +236,7 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
                effective number of attended tokens; profile (L, H, T) and profile_without_first (L, H, T-1), by
                distance; pair_norms (L, H, D/2)
     rope       inv_freq, turns (D/2,) full turns between the first and the last token
-    change     null, or: told, the descriptions of the changes; kl (T,) of next-token distributions, KL(before || after);
+    change     null, or: told, descriptions of the changes; kl (T,) of next-token distributions, KL(before || after);
                before and after, like `tokens`
     """
     weights = trace.weights
