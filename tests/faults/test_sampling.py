@@ -191,7 +191,7 @@ def test_a_cache_refuses_tokens_beyond_its_end(kind: str, fixed: bool) -> None:
     cache.commit()
     before = [buffer.clone() for buffer in cache.layers[0].buffers]
     for tokens, at in ((1, None), (3, None), (1, torch.tensor([8]))):
-        with pytest.raises(ContextLengthError, match="holds 8"):
+        with pytest.raises(ContextLengthError, match="room for 8"):
             cache.place(tokens, at)
     assert cache.length == 8
     assert all(torch.equal(a, b) for a, b in zip(before, cache.layers[0].buffers, strict=True))
