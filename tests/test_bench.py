@@ -129,13 +129,13 @@ def test_rows_of_a_batch_share_the_weights() -> None:
 
 
 def test_the_bandwidth_is_that_of_the_fastest_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.accumulate([0, 2, 9, 0.5, 9, 0.25, 9, 1])  # every second step is the time of a sum
+    clock = itertools.accumulate([0, 2, 9, 0.5, 9, 0.25, 9, 1])  # every other step is the time of a sum
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
     assert benchmark.bandwidth(torch.ones(1000)) == 4000 / 0.25
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_peak_memory_lies_between_the_current_memory_and_the_peak_with_the_parents() -> None:
+def test_peak_memory_lies_between_the_current_memory_and_ru_maxrss() -> None:
     import resource
 
     allocated = torch.ones(2**25)  # 128 MiB
@@ -385,7 +385,7 @@ def test_ten_operators_are_printed_and_in_the_json(file: Path, tmp_path: Path, c
         assert "aten::mm" in {row["operator"] for row in profile[phase]} | {line.split()[-1] for line in lines}
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(file: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(file: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "a").write_text("")
     assert main(["bench", "-m", str(file), *SIZES, "-q", "--profile", str(tmp_path / "a" / "b")]) == 2
     assert "expected a folder for the traces" in capsys.readouterr().err

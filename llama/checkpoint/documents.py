@@ -1,4 +1,4 @@
-"""Strict reading of a checkpoint's JSON files: what json.loads accepts silently is an error here."""
+"""Strict reading of a checkpoint's JSON files: bad input that json.loads accepts is an error here."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _no_constants(name: str) -> NoReturn:
 
 
 def _finite(text: str) -> float:
-    """JSON does not limit the size of a number; Python turns what exceeds float64 into infinity."""
+    """Parse a float; refuse what exceeds float64, which JSON allows and Python makes infinite."""
     value = float(text)
     if not math.isfinite(value):
         raise _Refused(f"the number {text:.40} is too large for a float")

@@ -117,7 +117,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
         "--repetition-penalty",
         type=float,
         metavar="R",
-        help="values above 1 make tokens of the text so far less likely; 1 is off",
+        help="values above 1 make tokens already in the text less likely; 1 is off",
     )
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: random)")
     group.add_argument(
@@ -204,7 +204,7 @@ def parse_json(data: bytes, source: str) -> dict[str, Any]:
 
     try:
         return parse(data, source)
-    except CheckpointError as error:  # written for files of a checkpoint, which may be damaged
+    except CheckpointError as error:  # its text is for checkpoint files, which may be damaged
         message = str(error).replace("; it is damaged or not JSON", "; it is not JSON")
         raise UsageError(message.removesuffix("; it is damaged or forged")) from None
 

@@ -34,10 +34,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="number of weight files (default: meta 1, hf files of at most 5 GB)",
+        help="number of weight files (default: meta: 1; hf: at most 5 GB each)",
     )
     parser.add_argument(
-        "--dtype", default=None, help="float32, bfloat16, float16 (default: as stored; needed for quantized sources)"
+        "--dtype", default=None, help="float32, bfloat16, float16; needed for quantized sources (default: as stored)"
     )
     parser.add_argument("--force", action="store_true", help="replace an existing target")
     arguments.add_output_options(parser, json="the result as one JSON object")

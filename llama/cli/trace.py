@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     config = llm.model.config
     changed = with_rope(config, scaling, args.rope_theta)
     stretched = reach(changed.max_seq_len, changed.rope_scaling)
-    if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the unchanged model runs on the same text
+    if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the unchanged model must fit the text too
         llm.model.max_seq_len = llm.model.rope.max_seq_len = stretched
     intervention = intervene.Intervention(
         heads=tuple(dict.fromkeys(intervene.parse_head(text, config) for text in args.ablate_head)),

@@ -14,10 +14,10 @@ FEW_KEYS = 32  # two vectors of the widest kind: PyTorch's kernel loses NaN belo
 
 
 def cpu_sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
-    """`attention.sdpa`, but NaN in q or k reaches the result: for few keys PyTorch returns 0 if every score is NaN."""
+    """`attention.sdpa`, but NaN in q or k gives NaN; PyTorch alone returns 0 if all scores of few keys are NaN."""
     k, v = dequantized(k, q.dtype), dequantized(v, q.dtype)
     y = sdpa(q, k, v, mask)
-    compiling = torch.compiler.is_compiling()  # a compiled step serves any number of keys, so it must not branch on one
+    compiling = torch.compiler.is_compiling()  # a compiled step must not branch on the number of keys: it serves any
     if q.shape[2] == 1 and not compiling and k.shape[2] < FEW_KEYS:
         y = y + (0 * q).sum(-1, keepdim=True) + (0 * k).sum((1, 2, 3), keepdim=True)
     return y

@@ -73,7 +73,7 @@ def _load() -> bool:
     form = pick_form()
     if form is None:
         if os.environ.get("CLEARLLAMA_KERNELS") != "off":
-            _warn(f"they do not support this processor ({platform.machine()}, {platform.system()})")
+            _warn(f"no kernels for this processor ({platform.machine()}, {platform.system()})")
         return False
     try:
         torch.ops.load_library(str(build(form)))

@@ -3,7 +3,7 @@
 A decoding step reads every weight once and computes little, so it has few kernels, and each includes the small
 operations around its product:
 
-    linear      [x / rms(x) *] W x for a weight in 16, 8 or 4 bits; then optionally adds a residual or applies SwiGLU
+    linear      W x or W (x / rms(x) * norm), W in 16, 8 or 4 bits; then optionally adds a residual or applies SwiGLU
     qkv         the same product for wq, wk and wv at once, then RoPE; keys and values are written into the cache
     attend      attention of one token: the keys of all heads are processed in parallel splits, which are then combined
 
@@ -42,11 +42,11 @@ def ready() -> bool:
 class Weight(NamedTuple):
     """A weight (N, K): floats, or quantized in groups as weight = scale * quant + offset.
 
-    data    16 bits: (N, K) floats. 8 bits: (N, K) uint8, padded to complete groups if a row has several. 4 bits:
+    data    16 bits: (N, K) floats. 8 bits: (N, K) uint8, K padded to full groups if there are several. 4 bits:
             (N, groups * group / 8) int32; word w of a group holds its inputs w, w + group / 8, w + 2 group / 8, ...
             from bit 0 up
     scale   (N, groups); None for floats
-    offset  (N, groups); None for floats, and if it is -scale * 2^(bits - 1)
+    offset  (N, groups); None: floats, or implied as -scale * 2^(bits - 1)
     bias    (N,), or None
     bits    4, 8, or 16 for floats of any dtype
     group   inputs that share a scale: a power of two, or at least K
@@ -87,8 +87,8 @@ def _int8(
 ):  # fmt: skip
     """`_floats` for four rows in 8 bits: in each group, scale * (quants times inputs) + offset * (sum of the inputs).
 
-    Every tile has the shape (groups, group), so all tiles have the same layout over the threads, which exchange nothing
-    but sums. ROW: the complete row has one scale, and its bytes are not padded to groups.
+    Every tile has the shape (groups, inputs per group), so all have one layout over the threads, and threads exchange
+    only sums. ROW: the complete row has one scale, and its bytes are not padded to groups.
     """
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     PITCH: tl.constexpr = K if ROW else GROUPS * GROUP
@@ -127,11 +127,11 @@ def _int4(
     x, norm, data, scale, offset, first, N, one, K: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
     NORM: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """`_int8` for four rows in 4 bits, eight inputs per word; tiles have the shape (groups, words of a group).
+    """Like `_int8`, but 4 bits, eight inputs per word; tiles have the shape (groups, words of a group).
 
-    Instead of unpacking the nibbles, which would cost more than multiplying, shift a word until two nibbles are at bits
-    15 and 19, and set the bits around a nibble n to those of 1.0: as float32 that is 1 + n / 256 or 1 + n / 16. The sum
-    of the ones is subtracted at the end. `one` holds the bits of 1.0: a constant would cost one more instruction.
+    Unpacking nibbles would cost more than multiplying. Instead, shift a word so that two nibbles start at bits 15 and
+    19; a nibble n or-ed with the bits of 1.0 is the float32 1 + n / 256 or 1 + n / 16. The ones contribute the sum of
+    the inputs, which is subtracted last. `one` holds the bits of 1.0; a constant would cost one more instruction.
     """
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     WORDS: tl.constexpr = GROUP // 8
@@ -409,7 +409,7 @@ def supports(weight: Weight) -> bool:
 
 
 def _tile(weight: Weight) -> int:
-    """Inputs that are summed before they are multiplied by a scale."""
+    """Number of inputs summed at once: the group, or 32 without."""
     return 32 if weight.bits == 16 or _one_scale(weight) else weight.group
 
 
