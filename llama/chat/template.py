@@ -1,36 +1,36 @@
-"""A conversation to token ids by the checkpoint's own Jinja template, in a sandbox.
+"""A conversation to token ids by the checkpoint's own Jinja template, which sandbox.py renders in a child process.
 
-Only the template's own text may become control tokens. All strings of the messages and tools, including the keys of
-mappings, stay text even if they spell "<|im_end|>". The conversation is rendered twice:
-
-1. Marked: a mark (a code point that no message contains) is inserted into each string that spells a control string, or
-   that begins or ends with a part of one. The rendered text is split at its control strings, then the marks are
-   removed. Marks are sparse because templates inspect the text ("if '</think>' in content").
-2. Substituted: every character that occurs in any control string is replaced by a stand-in. A template that rearranges
-   text can defeat marks but not stand-ins, so this rendering shows which control tokens are the template's own.
-
-If the control tokens of the two renderings differ, the second one is used. It is safe, but the template could not
-inspect the original text.
+The child is started by the first template and serves all later ones, so that a rendering takes a millisecond. A
+template that exceeds SECONDS or SPACE, or that crashes, ends the child and nothing else; the next rendering starts a
+new child.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
+import importlib.util
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
 
-from ..errors import TemplateError, UsageError
+from ..errors import LlamaError, TemplateError, UsageError
 from ..tokenizer import Tokenizer
+from . import sandbox
 from .messages import Message
 
-Change = Callable[[str], str]
-
-# Noncharacters of Unicode: reserved for internal use, so exchanged text does not contain them.
-NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-
-STAND_INS = range(0xF0000, 0xFFFFE)  # a private use plane
+SECONDS = 2.0  # CPU time; a conversation of 1000 turns takes about 0.05
+SPACE = 256 * 2**20  # bytes of memory in addition to COPIES of the request
+COPIES = 16  # a request is read, parsed and changed; a character may take four bytes
+OUTPUT = 2**20  # bytes that a template may write in addition to four times the request
+WAIT = 60.0  # seconds of real time, in case CPU time can't be limited (Windows) or the machine is very busy
 
 
 def encode_template(
@@ -42,38 +42,17 @@ def encode_template(
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
 ) -> list[int]:
-    """Ids of validated messages and tools. Raises TemplateError."""
+    """Ids of validated messages and tools. No text of theirs becomes a control token. Raises TemplateError."""
     for i, message in enumerate(messages):
         if "continues" in message:
             raise UsageError(
                 f"message {i}: continues needs the chat format llama3; a template decides itself how a message ends"
             )
-    controls = {text: id for text, id in tokenizer.control.items() if text}
-    used = {character for text in _texts([*messages, *(tools or ())]) for character in text}
-    mark = next((c for c in NONCHARACTERS if c not in used), None)
-    if mark is None:
-        raise UsageError("the messages use all noncharacters U+FDD0 to U+FDEF, but one must be free to mark their text")
-    now = now or datetime.datetime.now()
-
-    def rendered(change: Change) -> list[str]:
-        text = render(
-            template,
-            [{key: v if key == "role" else _changed(v, change) for key, v in m.items()} for m in messages],
-            tokenizer,
-            tools=_changed(tools, change),
-            add_generation_prompt=add_generation_prompt,
-            now=now,
-        )
-        return _split(text, controls)
-
-    stand_in = _stand_ins(controls, used)
-    marked = rendered(_marking(mark, controls))
-    substituted = rendered(lambda text: text.translate(stand_in))
-    agree = [piece for piece in marked if piece in controls] == [piece for piece in substituted if piece in controls]
-    back = {ord(mark): None} if agree else {ord(other): chr(character) for character, other in stand_in.items()}
     ids: list[int] = []
-    for piece in marked if agree else substituted:
-        ids += [controls[piece]] if piece in controls else tokenizer.encode(piece.translate(back))
+    controls = {text: id for text, id in tokenizer.control.items() if text}
+    values = _values(tokenizer, messages, tools, add_generation_prompt)
+    for piece, is_control in _rendered(template, values, controls, now):
+        ids += [controls[piece]] if is_control else tokenizer.encode(piece)
     return ids
 
 
@@ -86,154 +65,173 @@ def render(
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
 ) -> str:
-    """The text of messages rendered by a template in a sandbox.
+    """The text of messages rendered by a template.
 
     As in Hugging Face's library, templates have raise_exception, strftime_now, loop controls, {% generation %} and a
-    tojson without HTML escapes; documents is none. A template that exceeds bounded.SECONDS or bounded.SPACE is stopped.
-    Raises TemplateError.
+    tojson without HTML escapes; documents is none. A template that exceeds SECONDS or SPACE is stopped. Raises
+    TemplateError.
     """
-    import jinja2
-    from jinja2.ext import loopcontrols
+    values = _values(tokenizer, messages, tools, add_generation_prompt)
+    return "".join(piece for piece, _ in _rendered(template, values, None, now))
 
-    from .bounded import LARGEST_TEMPLATE, Bounded
 
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(format: str) -> str:
-        return (now or datetime.datetime.now()).strftime(format)
-
+def _values(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool
+) -> dict[str, Any]:
+    """The variables of a template."""
     name = {id: text for text, id in tokenizer.control.items()}
-    if len(template) > LARGEST_TEMPLATE:
-        raise TemplateError(
-            f"the model's chat template has {len(template):,} characters, expected at most {LARGEST_TEMPLATE:,};"
-            f" --raw works without it"
-        )
-    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()])
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    environment.add_filter("tojson", _to_json)
+    return {
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        "bos_token": name.get(tokenizer.bos_id, "") if tokenizer.bos_id is not None else "",
+        "eos_token": name.get(tokenizer.eos_id, "") if tokenizer.eos_id is not None else "",
+    }
+
+
+def _rendered(
+    template: str, values: Mapping[str, Any], controls: Mapping[str, int] | None, now: datetime.datetime | None
+) -> list[sandbox.Piece]:
+    """The answer of the child process: see sandbox.answer. Raises TemplateError."""
+    request = {
+        "template": template,
+        "values": values,
+        "controls": None if controls is None else list(controls),
+        "now": (now or datetime.datetime.now()).isoformat(),
+    }
     try:
-        return environment.from_string(template).render(
-            messages=messages,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=name.get(tokenizer.bos_id, "") if tokenizer.bos_id is not None else "",
-            eos_token=name.get(tokenizer.eos_id, "") if tokenizer.eos_id is not None else "",
+        reply = json.loads(_CHILD.ask(sandbox.encoded(request)))
+        if "usage" in reply:
+            raise UsageError(str(reply["usage"]))
+        if "pieces" in reply:
+            return [_checked(piece, controls or {}) for piece in reply["pieces"]]
+        reason = str(reply["error"])[:1000]
+    except _Stopped as error:
+        reason = str(error)
+    except LlamaError:
+        raise
+    except (ValueError, RecursionError, LookupError, TypeError):
+        reason = "it left the sandbox"  # the child itself always sends valid answers
+    raise TemplateError(f"the model's chat template failed: {reason}; --raw works without it")
+
+
+def _checked(piece: Any, controls: Mapping[str, int]) -> sandbox.Piece:
+    """A piece of an answer. Raises ValueError or TypeError if it is invalid."""
+    text, is_control = piece
+    if not isinstance(text, str) or (is_control and text not in controls):
+        raise ValueError
+    return text, bool(is_control)
+
+
+class _Stopped(Exception):
+    """The child ended during a rendering. The message is the reason."""
+
+
+class _Child:
+    """A process that runs sandbox.py. Threads take turns."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the process without stopping it. After a fork, it belongs to the parent."""
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def stop(self) -> int | None:
+        """Kill the process. Returns its exit code, None if there was no process."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):  # the process did not read all of the request
+                cast(IO[bytes], pipe).close()
+        return process.wait()
+
+    def ask(self, request: bytes) -> bytes:
+        """The answer to a request. Raises _Stopped at a limit or after a crash, and TemplateError without a process."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self.stop()  # something else has ended it
+            fresh = self._process is None
+            try:
+                answer = self._try(request)
+                if answer == MEMORY and not fresh:  # what earlier templates left may have filled the memory
+                    self.stop()
+                    answer = self._try(request)
+            except OSError:
+                raise _Stopped(_meaning(self.stop())) from None
+            except BaseException:
+                self.stop()  # a late answer would be taken for that of the next request
+                raise
+            if answer == MEMORY:
+                self.stop()
+                raise _Stopped(f"its values took more than {SPACE >> 20} MiB, so it was stopped")
+            return answer
+
+    def _try(self, request: bytes) -> bytes:
+        """Send a request and read the answer. Raises OSError if the process ends."""
+        process = self._process = self._process or _start()
+        into, out = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        allowed = OUTPUT + 4 * len(request)
+        timer = threading.Timer(WAIT, process.kill)
+        timer.start()
+        try:
+            into.write(sandbox.HEADER.pack(len(request), SECONDS, SPACE + COPIES * len(request)) + request)
+            into.flush()
+            header = out.read(sandbox.LENGTH.size)
+            (length,) = sandbox.LENGTH.unpack(header) if len(header) == sandbox.LENGTH.size else (0,)
+            if length > allowed:
+                raise _Stopped(f"it wrote {length:,} bytes, expected at most {allowed:,}, so it was stopped")
+            answer = out.read(length)
+            if not length or len(answer) < length:
+                raise BrokenPipeError
+            return answer
+        finally:
+            timer.cancel()
+
+
+MEMORY = sandbox.encoded({"memory": True})
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """Start sandbox.py with the folders of Jinja and its dependency, and without the user's environment."""
+    folders = []
+    for name in ("jinja2", "markupsafe"):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise TemplateError(f"chat templates need {name}, which is not installed; run: pip install {name}")
+        folders.append(str(Path(spec.origin).parents[1]))
+    command = [sys.executable, "-I", "-S", sandbox.__file__, *folders]
+    system = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=system,
+            start_new_session=True,  # the terminal's Ctrl-C is for this process
         )
-    except Exception as error:  # a template can raise anything
-        message = " ".join(str(error).split()) or type(error).__name__
-        raise TemplateError(f"the model's chat template failed: {message}; --raw works without it") from error
+    except OSError as error:
+        raise TemplateError(
+            f"chat templates run in a process of their own, which could not be started ({error.strerror or error});"
+            " --raw works without it"
+        ) from None
 
 
-class _Text(str):
-    """A user's string in a template: written in its changed form, but compared and hashed in its original form.
-
-    So a template finds tool.function.name and recognizes the type "string" although their characters are replaced.
-    Comparing writes nothing, so it is safe.
-    """
-
-    _original: str
-    _change: Change
-
-    def __new__(cls, text: str, change: Change = str) -> _Text:
-        self = super().__new__(cls, change(text))
-        self._original, self._change = text, change
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return self._original == (other._original if isinstance(other, _Text) else other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self._original)
-
-    def __repr__(self) -> str:
-        return self._change(repr(self._original))  # {{ arguments }} writes the repr of strings in a mapping
+def _meaning(code: int | None) -> str:
+    """Why the child ended, by its exit code."""
+    if code is not None and -code == getattr(signal, "SIGPROF", None):
+        return f"it ran for more than {SECONDS:g} seconds and was stopped"
+    if code is not None and -code == getattr(signal, "SIGKILL", None):
+        return f"it was killed, by the system or because it did not end in {WAIT:g} seconds"
+    return f"its process crashed (exit code {code})"
 
 
-def _changed(value: Any, change: Change) -> Any:
-    """A value with all its strings changed, including the keys of mappings."""
-    if isinstance(value, str):
-        return _Text(value, change)
-    if isinstance(value, Mapping):
-        return {_changed(key, change): _changed(item, change) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_changed(item, change) for item in value]
-    return value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All strings of a value, including the keys of mappings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield key
-            yield from _texts(item)
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from _texts(item)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    if ensure_ascii:
-        # Marks and stand-ins are not escaped: an escaped one could not be removed later.
-        unescaped = f"\x00-\x7f{NONCHARACTERS[0]}-{NONCHARACTERS[-1]}{chr(STAND_INS[0])}-{chr(STAND_INS[-1])}"
-        text = re.sub(f"[^{unescaped}]", lambda character: json.dumps(character[0])[1:-1], text)
-    return text
-
-
-def _generation_tag() -> type:
-    """Jinja extension for {% generation %}, which marks the assistant's text for training. It renders the content."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012  (Jinja's own way to declare it)
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Generation
-
-
-def _split(rendered: str, controls: Mapping[str, int]) -> list[str]:
-    """A text split at its control strings, which become pieces of their own; the longest match wins."""
-    longest_first = sorted(controls, key=len, reverse=True)
-    pattern = "(" + "|".join(map(re.escape, longest_first)) + ")"
-    return [piece for piece in (re.split(pattern, rendered) if controls else [rendered]) if piece]
-
-
-def _marking(mark: str, controls: Mapping[str, int]) -> Change:
-    """A function that marks the control strings in a text, and its ends if they could be part of one."""
-    longest_first = sorted(controls, key=len, reverse=True)
-    starts = tuple({control[:n] for control in controls for n in range(1, len(control))})
-    ends = tuple({control[n:] for control in controls for n in range(1, len(control))})
-
-    def change(text: str) -> str:
-        for control in longest_first:
-            text = text.replace(control, control[0] + mark + control[1:])
-        body = text.strip()  # a template may strip the text
-        end, start = len(text.rstrip()), len(text) - len(text.lstrip())
-        if body.endswith(starts):
-            text = text[:end] + mark + text[end:]
-        if body.startswith(ends):
-            text = text[:start] + mark + text[start:]
-        return text
-
-    return change
-
-
-def _stand_ins(controls: Mapping[str, int], used: set[str]) -> dict[int, str]:
-    """Character of a control string -> a private use character that no message uses."""
-    free = (character for character in map(chr, STAND_INS) if character not in used)
-    return {ord(character): next(free) for character in sorted(set("".join(controls)))}
+_CHILD = _Child()
+atexit.register(_CHILD.stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_CHILD.forget)

@@ -374,10 +374,10 @@ TOKENIZERS: tuple[Defect, ...] = (
 CHAT: tuple[Defect, ...] = (
     Defect(
         "H02",
-        "the iterations of a loop are not counted",
-        "llama/chat/bounded.py",
-        '        node.iter = self._hook("an iteration", node.iter)\n',
-        "",
+        "the CPU time of a template is not limited",
+        "llama/chat/sandbox.py",
+        "        signal.setitimer(signal.ITIMER_PROF, seconds)",
+        "        pass",
     ),
     Defect(
         "H05",

@@ -44,10 +44,12 @@ class Harness(ABC):
 
     words    byte strings that the mutator inserts into inputs
     seconds  limit of processor time for a call
+    allowed  prefixes of audit events that a call may cause although they are in FORBIDDEN
     """
 
     words: tuple[bytes, ...] = ()
     seconds = SECONDS
+    allowed: tuple[str, ...] = ()
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -72,14 +74,16 @@ def check(harness: Harness, data: bytes, memory: int = MEMORY) -> int:
     """Make all calls with an input. Returns the number of calls that gave a result. Raises Finding."""
     worked = 0
     for call in harness.calls(data):
-        worked += check_call(call, (str(harness.folder),), harness.seconds, memory)
+        worked += check_call(call, (str(harness.folder),), harness.seconds, memory, harness.allowed)
     return worked
 
 
-def check_call(call: Call, readable: tuple[str, ...], seconds: float, memory: int) -> bool:
+def check_call(
+    call: Call, readable: tuple[str, ...], seconds: float, memory: int, allowed: tuple[str, ...] = ()
+) -> bool:
     """Return whether a call gave a result rather than a LlamaError. Raises Finding if it broke the law."""
     before, start = reset_peak(), time.process_time()
-    with watched((*readable, *LIBRARIES)) as seen:
+    with watched((*readable, *LIBRARIES), allowed) as seen:
         try:
             call()
             worked = True
@@ -133,19 +137,21 @@ def reset_peak() -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- audit hook
-_watch: tuple[list[str], tuple[str, ...]] | None = None  # an audit hook can't be removed, so it checks this
+_watch: tuple[list[str], tuple[str, ...], tuple[str, ...]] | None = (
+    None  # an audit hook can't be removed, so it checks this
+)
 
 
 @contextlib.contextmanager
-def watched(readable: tuple[str, ...]) -> Iterator[list[str]]:
-    """Forbid and record reads outside `readable`, all writes, new processes and connections."""
+def watched(readable: tuple[str, ...], allowed: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """Forbid and record reads outside `readable`, writes, processes and connections, but not events in `allowed`."""
     global _watch, _hooked
     if not _hooked:
         sys.addaudithook(_hook)
         _hooked = True
     seen: list[str] = []
     before = sys.dont_write_bytecode
-    sys.dont_write_bytecode, _watch = True, (seen, readable)
+    sys.dont_write_bytecode, _watch = True, (seen, readable, allowed)
     try:
         yield seen
     finally:
@@ -158,18 +164,24 @@ _hooked = False
 def _hook(event: str, args: tuple[object, ...]) -> None:
     if _watch is None:
         return
-    seen, readable = _watch
+    seen, readable, allowed = _watch
     violation = ""
     if event == "open":
         path, _, flags = args
         if not isinstance(path, str | bytes | os.PathLike):
             return  # the descriptor of an open file
         name = os.path.abspath(os.fsdecode(path))
+        if name == os.devnull:
+            return
         if isinstance(flags, int) and flags & WRITING:
             violation = f"opened {name!r} for writing"
         elif not name.startswith(readable):
             violation = f"opened {name!r}"
-    elif event.startswith(FORBIDDEN) and not (event == "os.truncate" and isinstance(args[0], int)):
+    elif (
+        event.startswith(FORBIDDEN)
+        and not event.startswith(allowed)
+        and not (event == "os.truncate" and isinstance(args[0], int))
+    ):
         violation = f"caused {event} {args!r:.200}"
     if violation:
         seen.append(violation)

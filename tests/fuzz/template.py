@@ -52,7 +52,7 @@ class Harness(law.Harness):
                      '"role"', '"content"', '"tool_calls"', '"arguments"', '"user"', '"assistant"', '"tool"',
                      '"ipython"', '"system"', '"continues"', "<|im_start|>", "<|im_end|>")
     )  # fmt: skip
-    seconds = 6.0  # a template is rendered twice, and each rendering is stopped after two seconds
+    allowed = ("subprocess.Popen",)  # a template that ends the process of the sandbox is followed by a new one
 
     def __init__(self, folder: Path):
         super().__init__(folder)

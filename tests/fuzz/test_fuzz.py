@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from llama import errors
+from llama.chat import sandbox
 
 from . import NAMES, child, law
 from .mutate import LARGEST, mutate
@@ -89,6 +90,12 @@ def unchecked(name: str) -> Callable[..., Any]:
     return lambda raw, where="": json.loads(raw if isinstance(raw, bytes) else raw.read_bytes())
 
 
+def _spelled(template: str, values: Any, controls: Any, now: Any) -> list[tuple[str, bool]]:
+    """Take every control string of the text for one of the template."""
+    pieces = sandbox.answer({"template": template, "values": values, "now": "2026-01-01"}).get("pieces", [("", False)])
+    return [(piece, piece in controls) for piece in sandbox.split(pieces[0][0], list(controls))]
+
+
 DEFECTS: dict[str, tuple[str, Any]] = {
     "gguf": ("llama.checkpoint.gguf._Reader.take", lambda self, count, what: _forward(self, count)),
     "config": (
@@ -98,7 +105,7 @@ DEFECTS: dict[str, tuple[str, Any]] = {
     "safetensors": ("llama.checkpoint.huggingface.read_json", unchecked("index")),
     "checklist": ("llama.tools.verify._is_plain", lambda name: True),
     "tokenizer": ("llama.tokenizer.sentencepiece.library_errors", lambda where, what: contextlib.nullcontext()),
-    "template": ("llama.chat.template._changed", lambda value, change: value),
+    "template": ("llama.chat.template._rendered", _spelled),
     "prompts": ("llama.checkpoint.documents.parse_json", unchecked("line")),
     "session": ("llama.generation.session.parse_json", unchecked("about")),
 }

@@ -1,0 +1,295 @@
+"""The child process that renders chat templates: `python sandbox.py`, started and killed by template.py.
+
+A template is a program from an unknown author. Jinja's immutable sandbox keeps it from Python's objects; the operating
+system limits this process. So no list of expensive filters, methods or operators has to be complete:
+
+    time    a timer of CPU time, whose signal ends the process even inside C code
+    memory  a limit on the address space, which Python reports as MemoryError (Linux only)
+    files   no file can be opened or grow, so a template that left Jinja's sandbox could not read or change one
+
+Requests and answers are JSON, each preceded by its length. This file imports nothing of the package, so that the
+process starts in less than 0.1 s.
+
+Only the template's own text may become control tokens. All strings of the messages and tools, including the keys of
+mappings, stay text even if they spell "<|im_end|>". The conversation is rendered twice:
+
+1. Marked: a mark (a code point that no message contains) is inserted into each string that spells a control string, or
+   that begins or ends with a part of one. The rendered text is split at its control strings, then the marks are
+   removed. Marks are sparse because templates inspect the text ("if '</think>' in content").
+2. Substituted: every character that occurs in any control string is replaced by a stand-in. A template that rearranges
+   text can defeat marks but not stand-ins, so this rendering shows which control tokens are the template's own.
+
+If the control tokens of the two renderings differ, the second one is used. It is safe, but the template could not
+inspect the original text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import re
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import jinja2
+
+Change = Callable[[str], str]
+Piece = tuple[str, bool]  # a part of the rendered text, and whether it is a control string
+
+HEADER = struct.Struct(">QdQ")  # before a request: its length, seconds of CPU time, bytes of memory
+LENGTH = struct.Struct(">Q")  # before an answer
+
+# Noncharacters of Unicode: reserved for internal use, so exchanged text does not contain them.
+NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+
+STAND_INS = range(0xF0000, 0xFFFFE)  # a private use plane
+
+
+# --------------------------------------------------------------------------------------------------------- the process
+def main() -> None:
+    """Answer requests from standard input until it ends."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    answer({"template": IMPORTS, "now": "2026-01-01"})
+    base = forbid_files()
+    while header := requests.read(HEADER.size):
+        length, seconds, memory = HEADER.unpack(header)
+        limit(seconds, base + memory if base else 0)
+        try:
+            reply = encoded(answer(json.loads(requests.read(length))))
+        except MemoryError:
+            reply = encoded({"memory": True})
+        limit(0, 0)
+        answers.write(LENGTH.pack(len(reply)) + reply)
+        answers.flush()
+
+
+# Uses what Jinja imports on demand, before this process may no longer open files.
+IMPORTS = "{{ '<b>' | striptags | wordwrap | pprint }}{{ lipsum() }}{{ raise_exception('x') }}"
+
+
+def encoded(value: Any) -> bytes:
+    """A value as JSON. The text of a template may contain half of a surrogate pair."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def forbid_files() -> int:
+    """Forbid this process to open or write files. Returns the size of its address space in bytes, 0 if unknown."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    base = 0
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+        base = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    return base
+
+
+def limit(seconds: float, memory: int) -> None:
+    """Set the timer of CPU time, and the limit on the address space in bytes; 0 for none."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+    if memory:
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (memory if most < 0 else min(memory, most), most))
+
+
+# --------------------------------------------------------------------------------------------------------- the request
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """{"pieces": [(text, whether it is a control string), ..]}, or {"error": the message of the template's exception}.
+
+    {"usage": ..} is a message about the values.
+
+    template  Jinja source
+    now       the time for strftime_now, in ISO format
+    values    the variables of the template: messages, tools and others
+    controls  the control strings; None: the result is one piece, and strings of the values may become control strings
+    """
+    try:
+        template = compiled(request["template"])
+        template.globals["strftime_now"] = datetime.datetime.fromisoformat(request["now"]).strftime
+        values, controls = request.get("values") or {}, request.get("controls")
+        if controls is None:
+            return {"pieces": [(template.render(values), False)]}
+        return {"pieces": list(pieces(template, values, controls))}
+    except MemoryError:
+        raise
+    except Unmarkable as error:
+        return {"usage": str(error)}
+    except OSError:
+        return {"error": "it needed a file, such as that of a rare text encoding, which templates may not open"}
+    except Exception as error:  # a template can raise anything
+        return {"error": " ".join(str(error).split()) or type(error).__name__}
+
+
+@functools.lru_cache(maxsize=1)
+def compiled(source: str) -> jinja2.Template:
+    """A template in a sandboxed environment with the names that Hugging Face's library defines."""
+    import jinja2
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Environment(ImmutableSandboxedEnvironment):
+        def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+            if attribute.startswith("_"):  # Jinja would write it as an empty string; a real template never needs it
+                raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe")
+            return super().unsafe_undefined(obj, attribute)
+
+    class Generation(Extension):
+        """{% generation %}, which marks the assistant's text for training. It renders its content."""
+
+        tags = {"generation"}  # noqa: RUF012  (Jinja's own way to declare it)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = to_json
+    return environment.from_string(source)
+
+
+def pieces(template: jinja2.Template, values: dict[str, Any], controls: Sequence[str]) -> Iterator[Piece]:
+    """The text of a conversation, split at the control strings that are the template's own."""
+    used = {character for text in strings([values["messages"], values["tools"]]) for character in text}
+    mark = next((c for c in NONCHARACTERS if c not in used), None)
+    if mark is None:
+        raise Unmarkable("the messages use all noncharacters U+FDD0 to U+FDEF, but one must be free to mark their text")
+    own = set(controls)
+    stand_in = stand_ins(controls, used)
+
+    def rendered(change: Change) -> list[str]:
+        messages = [
+            {key: value if key == "role" else changed(value, change) for key, value in message.items()}
+            for message in values["messages"]
+        ]
+        return split(
+            template.render({**values, "messages": messages, "tools": changed(values["tools"], change)}), controls
+        )
+
+    marked = rendered(marking(mark, controls))
+    substituted = rendered(lambda text: text.translate(stand_in))
+    agree = [piece for piece in marked if piece in own] == [piece for piece in substituted if piece in own]
+    back = {ord(mark): None} if agree else {ord(other): chr(character) for character, other in stand_in.items()}
+    for piece in marked if agree else substituted:
+        yield (piece, True) if piece in own else (piece.translate(back), False)
+
+
+class Unmarkable(Exception):
+    """No code point is free to mark the text of the messages."""
+
+
+class Text(str):
+    """A user's string in a template: written in its changed form, but compared and hashed in its original form.
+
+    So a template finds tool.function.name and recognizes the type "string" although their characters are replaced.
+    Comparing writes nothing, so it is safe.
+    """
+
+    _original: str
+    _change: Change
+
+    def __new__(cls, text: str, change: Change = str) -> Text:
+        self = super().__new__(cls, change(text))
+        self._original, self._change = text, change
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return self._original == (other._original if isinstance(other, Text) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+    def __repr__(self) -> str:
+        return self._change(repr(self._original))  # {{ arguments }} writes the repr of strings in a mapping
+
+
+def changed(value: Any, change: Change) -> Any:
+    """A value with all its strings changed, including the keys of mappings."""
+    if isinstance(value, str):
+        return Text(value, change)
+    if isinstance(value, dict):
+        return {Text(name, change): changed(item, change) for name, item in value.items()}
+    if isinstance(value, list):
+        return [changed(item, change) for item in value]
+    return value
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All strings of a value, including the keys of mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item)
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON without the HTML escapes of Jinja's own filter."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    if ensure_ascii:
+        # Marks and stand-ins are not escaped: an escaped one could not be removed later.
+        unescaped = f"\x00-\x7f{NONCHARACTERS[0]}-{NONCHARACTERS[-1]}{chr(STAND_INS[0])}-{chr(STAND_INS[-1])}"
+        text = re.sub(f"[^{unescaped}]", lambda character: json.dumps(character[0])[1:-1], text)
+    return text
+
+
+def split(rendered: str, controls: Sequence[str]) -> list[str]:
+    """A text split at its control strings, which become pieces of their own; the longest match wins."""
+    pattern = "(" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + ")"
+    return [piece for piece in (re.split(pattern, rendered) if controls else [rendered]) if piece]
+
+
+def marking(mark: str, controls: Sequence[str]) -> Change:
+    """A function that marks the control strings in a text, and its ends if they could be part of one."""
+    longest_first = sorted(controls, key=len, reverse=True)
+    starts = tuple({control[:n] for control in controls for n in range(1, len(control))})
+    ends = tuple({control[n:] for control in controls for n in range(1, len(control))})
+
+    def change(text: str) -> str:
+        for control in longest_first:
+            text = text.replace(control, control[0] + mark + control[1:])
+        body = text.strip()  # a template may strip the text
+        end, start = len(text.rstrip()), len(text) - len(text.lstrip())
+        if body.endswith(starts):
+            text = text[:end] + mark + text[end:]
+        if body.startswith(ends):
+            text = text[:start] + mark + text[start:]
+        return text
+
+    return change
+
+
+def stand_ins(controls: Sequence[str], used: set[str]) -> dict[int, str]:
+    """Character of a control string -> a private use character that no message uses."""
+    free = (character for character in map(chr, STAND_INS) if character not in used)
+    return {ord(character): next(free) for character in sorted(set("".join(controls)))}
+
+
+if __name__ == "__main__":
+    sys.path.extend(sys.argv[1:])
+    main()
