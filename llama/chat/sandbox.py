@@ -28,12 +28,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import itertools
 import json
 import re
 import signal
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         values, controls = request.get("values") or {}, request.get("controls")
         if controls is None:
             return {"pieces": [(template.render(values), False)]}
-        return {"pieces": list(pieces(template, values, controls))}
+        return {"pieces": list(pieces(template, values, tuple(controls)))}
     except MemoryError:
         raise
     except Unmarkable as error:
@@ -164,7 +165,7 @@ def compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def pieces(template: jinja2.Template, values: dict[str, Any], controls: Sequence[str]) -> Iterator[Piece]:
+def pieces(template: jinja2.Template, values: dict[str, Any], controls: tuple[str, ...]) -> Iterator[Piece]:
     """The text of a conversation, split at the control strings that are the template's own."""
     used = {character for text in strings([values["messages"], values["tools"]]) for character in text}
     mark = next((c for c in NONCHARACTERS if c not in used), None)
@@ -258,33 +259,45 @@ def to_json(
     return text
 
 
-def split(rendered: str, controls: Sequence[str]) -> list[str]:
+@functools.lru_cache(maxsize=1)
+def pattern(controls: tuple[str, ...]) -> str:
+    """A regular expression that matches the control strings, preferring the longest."""
+    return "|".join(map(re.escape, sorted(controls, key=len, reverse=True)))
+
+
+def split(rendered: str, controls: tuple[str, ...]) -> list[str]:
     """A text split at its control strings, which become pieces of their own; the longest match wins."""
-    pattern = "(" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + ")"
-    return [piece for piece in (re.split(pattern, rendered) if controls else [rendered]) if piece]
+    return [piece for piece in (re.split(f"({pattern(controls)})", rendered) if controls else [rendered]) if piece]
 
 
-def marking(mark: str, controls: Sequence[str]) -> Change:
+@functools.lru_cache(maxsize=1)
+def parts(controls: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str], list[int]]:
+    """What control strings begin with, what they end with, and the lengths of these parts."""
+    starts = frozenset(control[:n] for control in controls for n in range(1, len(control)))
+    ends = frozenset(control[n:] for control in controls for n in range(1, len(control)))
+    return starts, ends, sorted({len(part) for part in starts})
+
+
+def marking(mark: str, controls: tuple[str, ...]) -> Change:
     """A function that marks the control strings in a text, and its ends if they could be part of one."""
-    longest_first = sorted(controls, key=len, reverse=True)
-    starts = tuple({control[:n] for control in controls for n in range(1, len(control))})
-    ends = tuple({control[n:] for control in controls for n in range(1, len(control))})
+    begins = re.compile(f"(?={pattern(controls)})")
+    starts, ends, lengths = parts(controls)
 
     def change(text: str) -> str:
-        for control in longest_first:
-            text = text.replace(control, control[0] + mark + control[1:])
+        at = [0, *(found.start() + 1 for found in begins.finditer(text)), len(text)] if controls else [0, len(text)]
+        text = mark.join(text[first:last] for first, last in itertools.pairwise(at))
         body = text.strip()  # a template may strip the text
         end, start = len(text.rstrip()), len(text) - len(text.lstrip())
-        if body.endswith(starts):
+        if any(body[-n:] in starts for n in lengths):
             text = text[:end] + mark + text[end:]
-        if body.startswith(ends):
+        if any(body[:n] in ends for n in lengths):
             text = text[:start] + mark + text[start:]
         return text
 
     return change
 
 
-def stand_ins(controls: Sequence[str], used: set[str]) -> dict[int, str]:
+def stand_ins(controls: tuple[str, ...], used: set[str]) -> dict[int, str]:
     """Character of a control string -> a private use character that no message uses."""
     free = (character for character in map(chr, STAND_INS) if character not in used)
     return {ord(character): next(free) for character in sorted(set("".join(controls)))}
