@@ -132,12 +132,14 @@ class _Child:
     """A process that runs sandbox.py. Threads take turns."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop the process without stopping it. After a fork, it belongs to the parent."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+
+    def forget(self) -> None:
+        """Drop the process after a fork: it belongs to the parent. What another thread was writing is not sent twice."""
+        for pipe in (self._process.stdin, self._process.stdout) if self._process else ():
+            cast(Any, pipe).raw.close()
+        self.__init__()  # type: ignore[misc]
 
     def stop(self) -> int | None:
         """Kill the process. Returns its exit code, None if there was no process."""
