@@ -136,7 +136,7 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def forget(self) -> None:
-        """Drop the process after a fork: it belongs to the parent. What another thread was writing is not sent twice."""
+        """Drop the process after a fork, since it belongs to the parent. Sends no rest of another thread's request."""
         for pipe in (self._process.stdin, self._process.stdout) if self._process else ():
             cast(Any, pipe).raw.close()
         self.__init__()  # type: ignore[misc]
