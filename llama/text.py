@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, overload
@@ -122,7 +122,7 @@ class Llama:
     ) -> Generator[Piece]:
         """`chat` as a stream of pieces."""
         prompt = encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
-        return self.stream_ids(prompt, **options)
+        return self.stream_ids(prompt, continues=False, **options)
 
     def stream_ids(
         self,
@@ -133,31 +133,35 @@ class Llama:
         session: Session | None = None,
         draft: str | Llama | Transformer | Draft | None = None,
         draft_tokens: int | None = None,
+        continues: bool = True,
         **sampling: Any,
     ) -> Generator[Piece]:
         """Prompt ids in, pieces of text out; the methods above use it.
 
-        session keeps the KV cache for the next call, and a speculative.Draft its own. Invalid options raise UsageError
-        here, not at the first piece.
+        session keeps the KV cache for the next call, and a speculative.Draft its own. continues=True: the text is what
+        the new ids append to the prompt's text. False: it is a text of its own, as an answer in a chat is, without the
+        space that SentencePiece adds before every text. Invalid options raise UsageError here, not at the first piece.
         """
         if not isinstance(session, Session | None):
             raise UsageError(f"session must be a Session, got {type(session).__name__}")
         params = self._params(sampling)
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
-        return self._stream(list(prompt), params, _check_stops(stop), logprobs, session, guesses)
+        prompt = list(prompt)
+        begin = partial(Answer, self.tokenizer, prompt, _check_stops(stop), continues=continues)
+        return self._stream(prompt, params, begin, logprobs, session, guesses)
 
     def _stream(
         self,
         prompt: list[int],
         params: SamplingParams,
-        stops: list[str],
+        begin: Callable[[], Answer],
         logprobs: bool,
         session: Session | None,
         draft: Draft | None,
     ) -> Generator[Piece]:
         cache = None if session is None else session.reuse(self.model, prompt)
         cached = 0 if cache is None else cache.length
-        answer = Answer(self.tokenizer, len(prompt), stops)
+        answer = begin()
         plain = partial(generate, diagnose=partial(locate, self.model))
         tokens = (plain if draft is None else partial(speculate, draft=draft))(
             self.model,
@@ -195,13 +199,14 @@ class Llama:
         There is a piece for each token, so its text may be empty. A prompt that can't be run, or whose logits are not
         finite, yields its error instead of its last piece; invalid options raise UsageError.
         """
-        settings: dict[int, tuple[int, SamplingParams, list[str], bool]] = {}  # of prompts in progress, by number
+        settings: dict[int, tuple[Callable[[], Answer], SamplingParams, bool]] = {}  # of prompts in progress, by number
 
         def request(number: int, prompt: Sequence[int], options: Mapping[str, Any]) -> Request:
             sampling = dict(options)
             stops, logprobs = _check_stops(sampling.pop("stop", None)), sampling.pop("logprobs", False)
+            begin = partial(Answer, self.tokenizer, prompt, stops, continues=sampling.pop("continues", True))
             params = self._params(sampling)
-            settings[number] = len(prompt), params, stops, logprobs
+            settings[number] = begin, params, logprobs
             return Request(prompt, params, logprobs)
 
         requests: Iterable[Request] = (request(number, *pair) for number, pair in enumerate(prompts))
@@ -214,8 +219,8 @@ class Llama:
             number = event.number
             match event:
                 case Started():
-                    prompt_tokens, _, stops, _ = settings[number]
-                    answers[number] = Answer(self.tokenizer, prompt_tokens, stops), event.cached
+                    begin, _, _ = settings[number]
+                    answers[number] = begin(), event.cached
                 case TokenEvent():
                     answer = answers[number][0]
                     text = answer.feed(event.token)
@@ -224,7 +229,7 @@ class Llama:
                     if answer.done:
                         batch.finish(number)
                 case Ended():
-                    _, params, _, logprobs = settings.pop(number)
+                    _, params, logprobs = settings.pop(number)
                     if event.error is not None:
                         answers.pop(number, None)
                         yield number, event.error

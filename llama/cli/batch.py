@@ -410,7 +410,8 @@ def answer_all(
                 continue
             items[at] = item
             line_of.append(at)
-            yield ids, line_options(options, item, at + 1, args.logprobs)
+            continues = raw and "prompt" in item.input
+            yield ids, {**line_options(options, item, at + 1, args.logprobs), "continues": continues}
 
     tokens = errors = 0
     with progress(args, len(lines), done) as show:

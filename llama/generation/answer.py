@@ -118,14 +118,16 @@ class StopText:
 class Answer:
     """An answer in progress: call `feed` with each token until it is `done`, then `end`.
 
-    It measures time from its construction, when the prefill starts, and at each token.
+    It measures time from its construction, when the prefill starts, and at each token. If it continues the prompt, its
+    text is what the new ids append to the prompt's. Otherwise it is a text of its own, as in a chat, and a vocabulary
+    that adds a space before every text drops the first space.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tokens: int, stops: Sequence[str]):
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], *, continues: bool):
+        self.prompt_tokens = len(prompt)
         self.ids: list[int] = []
         self.done = False
-        self._decoder, self._stop_text = Decoder(tokenizer), StopText(stops)
+        self._decoder, self._stop_text = Decoder(tokenizer, prompt if continues else ()), StopText(stops)
         self._scores: list[float] = []
         self._texts: list[str] = []
         self._started = self._last = time.perf_counter()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import TokenizerError
 from .common import MID, PRE, SUF
+
+LONGEST_PARTIAL = 3  # bytes of an incomplete character in UTF-8, at most
 
 
 def _valid(text: str) -> str:
@@ -102,13 +104,21 @@ class Tokenizer(ABC):
 class Decoder:
     """Streaming decoder: ids to text, one id at a time, never a partial character.
 
-    The concatenated results, including `end()`, equal `Tokenizer.decode` of all ids.
+    The concatenated results, including `end()`, equal `Tokenizer.decode` of all ids. With ids `before`, they are what
+    the fed ids append to the text of `before`: a leading space remains, and so does a character that `before` begins.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self.tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = tokenizer.strips_leading_space
+        tail = b""
+        for id in reversed(before):
+            if 0 <= id < tokenizer.n_vocab:  # an embedding may have more rows than the vocabulary has tokens
+                tail = tokenizer.token_bytes(id) + tail
+            if len(tail) >= LONGEST_PARTIAL:
+                break
+        self._utf8.decode(tail[-LONGEST_PARTIAL:])
+        self._at_start = tokenizer.strips_leading_space and not tail
 
     def feed(self, id: int) -> str:
         """The text that this id completes; empty while a character is incomplete."""

@@ -370,6 +370,13 @@ TOKENIZERS: tuple[Defect, ...] = (
         "            n_vocab=self.tokenizer.n_vocab,\n",
         "            n_vocab=None,\n",
     ),
+    Defect(
+        "G23",
+        "a text after a prompt loses its leading space",
+        "llama/tokenizer/base.py",
+        "tokenizer.strips_leading_space and not tail",
+        "tokenizer.strips_leading_space",
+    ),
 )
 CHAT: tuple[Defect, ...] = (
     Defect(

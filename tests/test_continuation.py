@@ -1,0 +1,206 @@
+"""What is appended to a prompt is exactly what continues it, for every kind of vocabulary and on every way."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama import loader
+from llama.text import Completion, Llama, Piece, Session
+from llama.tokenizer import Decoder, Tokenizer
+from llama.tokenizer.gguf import from_metadata
+from llama.tokenizer.huggingface import HuggingFaceTokenizer
+from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer
+
+from . import tiny
+from .conftest import Run
+from .scripts import make_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PIECES = ("▁", "▁the", "▁dog", "the", "1", "2", "▁B", "ull", "▁12", "t", "h", "e", "▁▁")
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+TOKENS = ["<unk>", "<s>", "</s>", *BYTES, *PIECES]
+
+
+def piece_metadata(**more: Any) -> dict[str, Any]:
+    """Return GGUF metadata of a SentencePiece vocabulary."""
+    return {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.scores": [-float(id) for id in range(len(TOKENS))],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(PIECES)],
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, **more,
+    }  # fmt: skip
+
+
+def piece_json(metaspace: bool) -> bytes:
+    """Return the same vocabulary as a tokenizer.json in one of the two forms that transformers writes."""
+    special = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    meta = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+    source = {
+        "added_tokens": [{"id": id, "content": TOKENS[id], **special} for id in (1, 2)],
+        "normalizer": None if metaspace else {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "pre_tokenizer": meta if metaspace else None,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, meta] if metaspace else [
+            space, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]},
+        "model": {"type": "BPE", "unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True, "merges": [],
+                  "vocab": {token: id for id, token in enumerate(TOKENS)}},
+    }  # fmt: skip
+    return json.dumps(source).encode()
+
+
+KINDS: dict[str, Tokenizer] = {
+    "GGUF": from_metadata(piece_metadata(), "pieces"),
+    "GGUF, no space added": from_metadata(piece_metadata(**{"tokenizer.ggml.add_space_prefix": False}), "pieces"),
+    "GGUF, bytes": from_metadata(tiny.byte_vocabulary(), "bytes"),
+    "tokenizer.json, Strip": HuggingFaceTokenizer(piece_json(metaspace=False), "strip"),
+    "tokenizer.json, Metaspace": HuggingFaceTokenizer(piece_json(metaspace=True), "metaspace"),
+    "tokenizer.model": SentencePieceModelTokenizer(make_tiny.sentencepiece_model(340), "model"),
+}
+
+
+def streamed(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    decoder = Decoder(tokenizer, before)
+    return "".join([decoder.feed(id) for id in ids]) + decoder.end()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(ids=st.lists(st.integers(0, len(TOKENS) + 60), max_size=12), seed=st.integers(0, 99))
+@settings(max_examples=25)
+@pytest.mark.row("G23")
+def test_a_prompt_and_its_continuation_decode_to_the_joined_text(kind: str, ids: list[int], seed: int) -> None:
+    """The oracle is `decode` of all ids. A prompt that ends inside a character has no text of its own there."""
+    tokenizer = KINDS[kind]
+    ids = [id % tokenizer.n_vocab for id in ids]
+    ids += tokenizer.encode(random.Random(seed).choice(("the dog", " 12 Bull", "", "é漢😀  ")))
+    whole = tokenizer.decode(ids)
+    for split in range(len(ids) + 1):
+        prompt = tokenizer.decode(ids[:split])
+        text = streamed(tokenizer, ids[:split], ids[split:])
+        joined = prompt + text
+        assert joined == whole or (prompt.endswith("�") and whole.startswith(prompt.rstrip("�"))), (split, joined)
+        assert whole.endswith(text)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].strips_leading_space])
+@pytest.mark.row("G23")
+def test_only_the_first_space_of_a_whole_text_is_dropped(kind: str) -> None:
+    tokenizer = KINDS[kind]
+    [space] = [id for id in range(tokenizer.n_vocab) if tokenizer.token_bytes(id) == b" "][-1:]
+    twelve = tokenizer.encode("12")
+    bos = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+    assert streamed(tokenizer, [*bos, *twelve], [space, *twelve[1:]]) == " 12"
+    assert streamed(tokenizer, bos, [space, space]) == streamed(tokenizer, [], [space, space]) == " "
+    assert streamed(tokenizer, [space], [space]) == " "
+
+
+# ------------------------------------------------------------------------------------------------- through a model
+@pytest.fixture(scope="module")
+def pieces_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a random model with a SentencePiece vocabulary in which most tokens begin with a space."""
+    tokens = [*TOKENS[:3], *BYTES, *PIECES, *(f"▁{letter}{other}" for letter in "abcdefgh" for other in "aeiouy")]
+    path = tmp_path_factory.mktemp("pieces") / "pieces.gguf"
+    changed = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(id) for id in range(len(tokens))],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)],
+        "tokenizer.chat_template": None,
+    }
+    return tiny.write_gguf(path, metadata={**dict.fromkeys(tiny.byte_vocabulary()), **piece_metadata(), **changed})
+
+
+@pytest.fixture(scope="module")
+def llm(pieces_gguf: Path) -> Llama:
+    return loader.load(pieces_gguf, dtype="float32", device="cpu")
+
+
+WAYS = ("generate", "stream", "batch", "stream_ids", "draft", "session")
+
+
+def answer(llm: Llama, way: str, prompt: str, **options: Any) -> Completion:
+    if way == "batch":
+        done: Completion = llm.generate([prompt, "the"], **options)[0]
+        return done
+    more: dict[str, Any] = {"draft": {"draft": "ngram"}, "session": {"session": Session()}}.get(way, {})
+    if way == "generate":
+        return llm.generate(prompt, **options)
+    ids = llm.tokenizer.encode_prompt(prompt)
+    pieces = list(llm.stream_ids(ids, **options) if way == "stream_ids" else llm.stream(prompt, **options, **more))
+    assert pieces[-1].completion is not None
+    assert "".join(piece.text for piece in pieces) == pieces[-1].completion.text
+    return pieces[-1].completion
+
+
+def spaced(llm: Llama, way: str) -> dict[str, Any]:
+    """Options with a seed for which the answer to "12" begins with a space."""
+    every = ({"max_new_tokens": 4, "temperature": 3.0, "seed": seed} for seed in range(100))
+    return next(options for options in every if answer(llm, way, "12", **options).text.startswith(" "))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.row("G23")
+def test_prompt_and_text_join_on_every_way(llm: Llama, way: str) -> None:
+    """Most tokens of the vocabulary begin with a space, so most of the answers do."""
+    spaces = 0
+    for seed, prompt in enumerate(("12", "the dog", "", "12", "the")):
+        done = answer(llm, way, prompt, max_new_tokens=4, temperature=3.0, seed=seed)
+        ids = llm.tokenizer.encode_prompt(prompt)
+        assert prompt + done.text == llm.tokenizer.decode([*ids, *done.tokens])
+        spaces += bool(prompt) and done.text.startswith(" ")
+    assert spaces
+
+
+@pytest.mark.row("G23")
+def test_a_stop_string_may_begin_with_the_space(llm: Llama) -> None:
+    for way in WAYS:
+        options = spaced(llm, way)
+        whole = answer(llm, way, "12", **options).text
+        assert answer(llm, way, "12", stop=[whole[:2]], **options).text == ""
+
+
+@pytest.mark.row("G23")
+def test_an_answer_in_a_chat_is_a_text_of_its_own(llm: Llama) -> None:
+    """As transformers decodes it: without the space that the vocabulary adds before every text."""
+    messages = [{"role": "user", "content": "12"}]
+    chat = Llama(llm.model, llm.tokenizer, "{{ messages[0].content }}")
+    options = spaced(llm, "stream_ids")
+    done, raw = chat.chat(messages, **options), llm.stream_ids(llm.tokenizer.encode("12"), **options)
+    *_, last = raw
+    assert last.completion is not None
+    assert done.tokens == last.completion.tokens
+    assert last.completion.text == " " + done.text
+    assert done.text == llm.tokenizer.decode(done.tokens)
+    for continues, expected in ((True, last.completion.text), (False, done.text)):
+        [piece] = [
+            piece
+            for _, piece in llm.stream_batch([(llm.tokenizer.encode("12"), {**options, "continues": continues})])
+            if isinstance(piece, Piece) and piece.completion
+        ]
+        assert piece.completion is not None
+        assert piece.completion.text == expected
+
+
+@pytest.mark.row("G23")
+def test_the_command_prints_what_continues_the_prompt(
+    llm: Llama, pieces_gguf: Path, clearllama: Run, tmp_path: Path
+) -> None:
+    options = spaced(llm, "generate")
+    expected = answer(llm, "generate", "12", **options).text
+    more = ("-n", "4", "--temperature", "3", "--seed", str(options["seed"]), "--device", "cpu", "--dtype", "float32")
+    command = ("generate", "--raw", "-q", *more, "-m", str(pieces_gguf))
+    assert clearllama(*command, "12").stdout.decode() == expected + "\n"
+    assert json.loads(clearllama(*command, "12", "--json").stdout)["text"] == expected
+    (tmp_path / "in.jsonl").write_text('{"prompt": "12"}\n')
+    lines = clearllama(*command, "--prompts", str(tmp_path / "in.jsonl"))
+    assert json.loads(lines.stdout)["text"] == expected
