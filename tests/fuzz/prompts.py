@@ -27,6 +27,7 @@ LINES = (
 class Harness(law.Harness):
     """The first byte names the rest: p lines of prompts, o an output file for fixed prompts."""
 
+    allowed = ("subprocess.Popen",)  # the process that renders chat templates
     words = tuple(b'"%s"' % key.encode() for key in (*batch.KEYS, "text", "error", "role", "content", "tool_calls"))
 
     def __init__(self, folder: Path):
