@@ -33,6 +33,7 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -144,7 +145,7 @@ def variants(node: ast.AST) -> Iterator[tuple[str, str]]:
         case ast.Call(function, args, keywords):
             if isinstance(function, ast.Name) and function.id in CALLS:
                 yield "call", text(ast.Call(ast.Name(CALLS[function.id]), args, keywords))
-            for i, (one, two) in enumerate(zip(args, args[1:], strict=False)):
+            for i, (one, two) in enumerate(itertools.pairwise(args)):
                 if text(one) != text(two) and not isinstance(one, ast.Starred) and not isinstance(two, ast.Starred):
                     yield "arguments", text(ast.Call(function, [*args[:i], two, one, *args[i + 2 :]], keywords))
         case ast.Return(ast.expr()):

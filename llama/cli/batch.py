@@ -1,7 +1,7 @@
 """clearllama generate --prompts: a file of prompts in, a file of answers out, one JSON object per line.
 
 Answers are written in the order of the prompts. An interrupted run therefore leaves complete lines and at most one
-incomplete line, and the same command resumes after the last complete line.
+incomplete line, and the same command resumes after the last complete line. record.py refuses other models and options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks import integer, is_number
 from ..errors import LlamaError, UsageError
-from . import answers, arguments, loading, streams
+from . import answers, arguments, loading, record, streams
 
 if TYPE_CHECKING:
     from ..text import Completion, Llama
@@ -37,16 +37,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "many prompts",
         'one JSON object per line, {"prompt": "..."} or {"messages": [...]}; optional keys are "id" (default: the line'
         f' number), "system" and {", ".join(SAMPLING)}. The answers are JSON lines in the same order. With --output,'
-        " the same command resumes an interrupted run. With --seed N, line n uses the seed N + n - 1",
+        " the same command resumes an interrupted run; FILE.run.json keeps what the answers were made with, and another"
+        " model or option is refused. With --seed N, line n uses the seed N + n - 1",
     )
     group.add_argument("--prompts", metavar="FILE", help="the file of prompts; - reads standard input")
     group.add_argument("--output", metavar="FILE", help="the file for the answers (default: -, standard output)")
+    group.add_argument(
+        "--fresh", action="store_true", default=None, help="delete the answers in the --output file and start anew"
+    )
     group.add_argument("--batch-size", type=int, metavar="N", help="prompts to run at once (default: 16)")
 
 
 def check_absent(args: argparse.Namespace) -> None:
     """Raise UsageError if an option of this file is given without --prompts."""
-    for name in ("output", "batch_size"):
+    for name in ("output", "fresh", "batch_size"):
         if getattr(args, name) is not None:
             raise UsageError(f"{arguments.option(name)} needs --prompts FILE")
 
@@ -240,6 +244,16 @@ def check_chats(args: argparse.Namespace, lines: list[bytes], source: str) -> No
 
 
 # -------------------------------------------------------------------------------------------------------------- output
+@dataclass(frozen=True)
+class Kept:
+    """The answers that an output has: their number, how many are errors, their bytes, the bytes after them."""
+
+    done: int = 0
+    errors: int = 0
+    size: int = 0
+    partial: int = 0
+
+
 class Output:
     """Write one answer per line, to a file that is locked while it is open or to stdout (name None)."""
 
@@ -265,14 +279,10 @@ class Output:
                 f"{name} is being written by another clearllama; wait for it, or choose another --output"
             ) from None
 
-    def resume(self, lines: list[bytes], source: str) -> tuple[int, int, int]:
-        """Compare the answers in the file with the input, and truncate an incomplete last line.
-
-        Returns the number of answers, how many of them are errors, and the bytes truncated. Raises UsageError, and
-        leaves the file unchanged, if the answers do not belong to the first lines of the input.
-        """
+    def answers(self, lines: list[bytes], source: str) -> Kept:
+        """Compare the answers in the file with the input. Raises UsageError if they don't belong to its first lines."""
         if self.name is None:
-            return 0, 0, 0
+            return Kept()
         done = errors = complete = 0
         partial = b""
         with open(self.file, "rb", closefd=False) as file:
@@ -287,9 +297,23 @@ class Output:
                     break
                 errors += self._is_error(line, item, done + 1, source)
                 done, complete = done + 1, complete + len(line)
-        if partial:
-            os.ftruncate(self.file, complete)
-        return done, errors, len(partial)
+        return Kept(done, errors, complete, len(partial))
+
+    def check_answers(self) -> None:
+        """Raise UsageError if the file has a content that is not answers, which --fresh must not delete."""
+        if self.name is not None:
+            with open(self.file, "rb", closefd=False) as file:
+                line = file.readline()
+            try:
+                answer = json.loads(line or b'{"text": ""}')
+            except (ValueError, RecursionError):
+                answer = None
+            if not isinstance(answer, dict) or not {"text", "error"} & answer.keys():
+                raise UsageError(f"{self.name} does not contain answers, so --fresh does not delete it; move it away")
+
+    def truncate(self, size: int) -> None:
+        if self.name is not None:
+            os.ftruncate(self.file, size)
 
     def _is_error(self, line: bytes, item: Item, number: int, source: str) -> bool:
         """Whether an answer is an error. Raises UsageError if it does not belong to the item."""
@@ -361,21 +385,55 @@ def run(args: argparse.Namespace) -> int:
     check_chats(args, lines, source)
     if args.output == "-":
         args.output = None
+    if args.fresh and args.output is None:
+        raise UsageError("--fresh needs --output FILE")
     output = Output(args.output)
     try:
-        done, errors, truncated = output.resume(lines, source)
-        if truncated:
-            streams.info(args, f"{args.output}: removed the incomplete last line of {truncated} bytes")
-        if done:
-            streams.info(args, f"{args.output}: resuming, {done} of {len(lines)} prompts are already answered")
-        if done < len(lines):
-            llm = loading.load(args)
-            errors += answer_all(args, llm, lines, done, size, options, output)
+        if args.fresh:
+            output.check_answers()
+        kept = Kept() if args.fresh else output.answers(lines, source)
+        llm = loading.load(args)
+        raw = pick_form(args, llm)
+        if args.output is not None:
+            chat = {"raw": raw, "system": args.system}
+            settings = record.settings_of(llm, {**options, "logprobs": args.logprobs}, chat)
+            made_with = record.Record(args.output, settings, own_options(lines, source))
+            made_with.check(kept.done, bool(args.fresh))
+            output.truncate(kept.size)
+            made_with.write()
+        if kept.partial:
+            streams.info(args, f"{args.output}: removed the incomplete last line of {kept.partial} bytes")
+        if kept.done:
+            streams.info(args, f"{args.output}: resuming, {kept.done} of {len(lines)} prompts are already answered")
+        errors = kept.errors
+        if kept.done < len(lines):
+            errors += answer_all(args, llm, lines, kept.done, size, options, raw, output)
     finally:
         output.close()
     if errors:
         streams.error(f"{errors} of {len(lines)} prompts could not be run; see the key error in the output")
     return 1 if errors else 0
+
+
+def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
+    """Set the chat format of the command. Returns whether prompts are continued as plain text."""
+    if args.chat_format != "auto":
+        llm.chat_format = args.chat_format
+    raw: bool = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
+    if raw and args.system is not None:
+        raise UsageError(NO_CHAT)
+    return raw
+
+
+def own_options(lines: list[bytes], source: str) -> dict[str, Any]:
+    """{line number as text: the options and the system message of that line}, for the lines that have any."""
+    own = {}
+    for number, line in enumerate(lines, 1):
+        item = parse(line, number, source)
+        options = item.options if item.system is None else {**item.options, "system": item.system}
+        if options:
+            own[str(number)] = options
+    return own
 
 
 def answer_all(
@@ -385,15 +443,11 @@ def answer_all(
     done: int,
     size: int,
     options: dict[str, Any],
+    raw: bool,
     output: Output,
 ) -> int:
     """Answer the lines from `done` on. Returns how many of them could not be run."""
     source = "standard input" if args.prompts == "-" else args.prompts
-    if args.chat_format != "auto":
-        llm.chat_format = args.chat_format
-    raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
-    if raw and args.system is not None:
-        raise UsageError(NO_CHAT)
     form = "continued as plain text" if raw else "one user message"
     streams.info(args, f"each prompt is {form}; {min(size, len(lines) - done)} run at once")
     ready: dict[int, dict[str, Any]] = {}  # line (from 0) -> an answer that is not written yet

@@ -171,6 +171,29 @@ WRITES = (
 """,
     ),
 )
+MADE_WITH = (
+    Defect(
+        "F09",
+        "the settings of a resumed output are not compared",
+        "llama/cli/record.py",
+        "        if not done:\n",
+        "        if done:\n",
+    ),
+    Defect(
+        "F09",
+        "the weights are not part of what an output was made with",
+        "llama/generation/session.py",
+        '        "weights": sample(model),\n',
+        "",
+    ),
+    Defect(
+        "F09",
+        "the hash of the weights is constant",
+        "llama/generation/session.py",
+        "            digest.update(raw_bytes(end.cpu()).data)\n",
+        "            pass\n",
+    ),
+)
 SAMPLING: tuple[Defect, ...] = (
     Defect(
         "G02",
@@ -395,4 +418,17 @@ CHAT: tuple[Defect, ...] = (
     ),
 )
 
-DEFECTS = (*META, *CONFIG, *SAFETENSORS, *GGUF, *TOKENIZERS, *WRITES, *SAMPLING, *CHAT, *PROCESS, *MEMORY, *RANKS)
+DEFECTS = (
+    *META,
+    *CONFIG,
+    *SAFETENSORS,
+    *GGUF,
+    *TOKENIZERS,
+    *WRITES,
+    *MADE_WITH,
+    *SAMPLING,
+    *CHAT,
+    *PROCESS,
+    *MEMORY,
+    *RANKS,
+)

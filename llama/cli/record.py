@@ -1,0 +1,133 @@
+"""The record beside the output of --prompts: what its answers were made with, so that a resumed run mixes nothing.
+
+The record of answers.jsonl is answers.jsonl.run.json. It holds the settings of a session (which include a hash of the
+weights), hashes of the vocabulary and of the chat template, the sampling options, and the options of single lines. It
+does not hold what changes only the rounding of sums: threads, batch size, --compile, the form of RoPE (except "half",
+which reorders the weights).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import LlamaError, UsageError
+from . import arguments, streams
+
+if TYPE_CHECKING:
+    from ..text import Llama
+    from ..tokenizer import Tokenizer
+
+MARK, FORMAT = "clearllama_run", "1"
+LARGEST = 2**28  # bytes of a record; one with the options of 100,000 lines has some 20 MB
+HELP = "run with the same model and options, choose another --output, or start anew with --fresh"
+
+
+def settings_of(llm: Llama, options: dict[str, Any], chat: dict[str, Any]) -> dict[str, Any]:
+    """What all answers of a run depend on, as JSON values.
+
+    options  of the command, for Llama.generate
+    chat     what else becomes part of each prompt: raw, system
+    """
+    from ..generation import session
+    from ..sampling import SamplingParams
+
+    own = {key: value for key, value in options.items() if key not in ("stop", "logprobs")}
+    sampling = vars(SamplingParams(**{**llm.sampling, **own}))
+    settings = {
+        **session.settings_of(llm.model),
+        "context": llm.model.max_seq_len,
+        "tokenizer": tokenizer_hash(llm.tokenizer),
+        "chat_template": None if llm.chat_template is None else _hash(llm.chat_template.encode()),
+        "chat_format": llm.chat_format,
+        **chat,
+        **sampling,
+        "stop": options.get("stop", []),
+        "logprobs": options.get("logprobs", False),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    return plain
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF."""
+    content = {name: getattr(tokenizer, name, None) for name in ("data", "settings", "metadata")}
+    if content["metadata"] is not None:
+        content["metadata"] = {key: x for key, x in content["metadata"].items() if key.startswith("tokenizer.")}
+    return _hash(json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode())
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+class Record:
+    """The record of an output. settings: of the present run; lines: {line number as text: the line's own options}."""
+
+    def __init__(self, output: str, settings: dict[str, Any], lines: dict[str, Any]):
+        self.output, self.path = output, Path(f"{output}.run.json")
+        self.content: dict[str, Any] = {MARK: FORMAT, "settings": settings, "lines": lines}
+        self.kept: dict[str, Any] | None = None  # the content of the file, if `check` read it
+
+    def check(self, done: int, fresh: bool) -> None:
+        """Raise UsageError unless the first `done` answers were made with what this run is made with."""
+        if fresh:
+            return
+        try:
+            self.kept = self._read()
+        except UsageError as error:
+            raise UsageError(f"{error}; move it away, or start anew with --fresh") from None
+        if not done:
+            return
+        if self.kept is None:
+            raise UsageError(
+                f"{self.output} has answers, but {self.path.name}, which says what they were made with, is missing (an"
+                " older version wrote none): choose another --output, or start anew with --fresh"
+            )
+        theirs, ours = self.kept["settings"], self.content["settings"]
+        if other := [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]:
+            made = ", ".join(f"{key} {_shown(theirs.get(key))}" for key in other[:3])
+            found = ", ".join(_shown(ours.get(key)) for key in other[:3])
+            more = f", and {len(other) - 3} more settings differ" if len(other) > 3 else ""
+            raise UsageError(f"{self.output} was made with {made}; this run has {found}{more}: {HELP}")
+        for number in map(str, range(1, done + 1)):
+            made, found = self.kept["lines"].get(number), self.content["lines"].get(number)
+            if made != found:
+                raise UsageError(
+                    f"{self.output} line {number} was made with the options {_shown(made)}; the line of this run has"
+                    f" {_shown(found)}: {HELP}"
+                )
+
+    def _read(self) -> dict[str, Any] | None:
+        """The content of the file; None without one. Raises UsageError if it is not a record."""
+        if not self.path.exists():
+            return None
+        if not self.path.is_file() or self.path.stat().st_size > LARGEST:
+            raise UsageError(f"{self.path} is not the record of a run")
+        content = arguments.parse_json(streams.read_file(self.path, "the record of a run"), str(self.path))
+        if MARK in content and content[MARK] != FORMAT:
+            raise UsageError(f"{self.path} has the format {_shown(content[MARK])}, but this version reads {FORMAT!r}")
+        if MARK not in content or not all(isinstance(content.get(key), dict) for key in ("settings", "lines")):
+            raise UsageError(f"{self.path} is not the record of a run")
+        return content
+
+    def write(self) -> None:
+        """Write the file atomically, unless it has this content."""
+        from ..system.temporary import write_atomically
+
+        if self.content == self.kept:
+            return
+        try:
+            write_atomically(self.path, (json.dumps(self.content, ensure_ascii=False) + "\n").encode())
+        except OSError as error:
+            raise LlamaError(f"{self.path}: {error.strerror or error}; no answer was written") from None
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, shortened; a hash to 12 characters."""
+    if value is None:
+        return "none"
+    text = json.dumps(value)
+    return text.strip('"')[:12] if len(text) == 66 else text if len(text) <= 80 else f"{text[:76]} ..."

@@ -1,0 +1,368 @@
+"""What an artifact was made with: a change of anything it depends on is noticed, and no change is not.
+
+An artifact is an output of --prompts, a session file, a library in the cache folder, a downloaded model, or a converted
+folder. DEPENDS and the tables below say what each depends on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama import cli, loader
+from llama.engine import compiled, kernels
+from llama.errors import CheckpointError, UsageError
+from llama.generation.session import Session
+from llama.hub import named
+from llama.model import Transformer
+from llama.tools.convert import convert
+
+from . import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+WIDE = tiny.WIDE  # int4 and int8 need wide matrices
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model, and models that differ from it in one thing."""
+    folder, state = tmp_path_factory.mktemp("models"), tiny.weights(WIDE)
+    norm = {**state, "layers.1.ffn_norm.weight": state["layers.1.ffn_norm.weight"].clone()}
+    norm["layers.1.ffn_norm.weight"][5] += 1e-3
+    merges = tiny.byte_vocabulary()["tokenizer.ggml.merges"]
+    other: dict[str, tuple[Any, dict[str, Any]]] = {
+        "plain": (state, {}),
+        "other seed": (tiny.weights(WIDE, seed=1), {}),
+        "one entry of a norm": (norm, {}),
+        "theta": (state, {"llama.rope.freq_base": 20000.0}),
+        "template": (state, {"tokenizer.chat_template": TEMPLATE}),
+        "one merge": (state, {"tokenizer.ggml.merges": merges[:-1]}),
+    }
+    for name, (weights, metadata) in other.items():
+        tiny.write_gguf(folder / f"{name}.gguf", WIDE, weights, metadata=metadata)
+    return {name: folder / f"{name}.gguf" for name in other}
+
+
+# --------------------------------------------------------------------------------------------- an output of --prompts
+Batch = Callable[..., int]
+
+
+@pytest.fixture
+def batch(models: dict[str, Path], tmp_path: Path) -> Batch:
+    """Run generate --prompts on two prompts. Returns the exit code."""
+    (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "b", "top_k": 5}\n')
+
+    def run(*args: str, model: str = "plain") -> int:
+        fixed = ["--prompts", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "-m", str(models[model]), "-q"]
+        return cli.main(["generate", *fixed, "-n", "1", "--dtype", "float32", *args])
+
+    return run
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+REFUSED: dict[str, tuple[dict[str, str], list[str], str]] = {
+    "other weights": ({"model": "other seed"}, [], "made with weights "),
+    "one entry of a norm": ({"model": "one entry of a norm"}, [], "made with weights "),
+    "the model's theta": ({"model": "theta"}, [], "made with rope_theta 10000.0; this run has 20000.0: "),
+    "the chat template": ({"model": "template"}, [], "made with chat_template "),
+    "the vocabulary": ({"model": "one merge"}, [], "made with tokenizer "),
+    "--dtype": ({}, ["--dtype", "bfloat16"], 'made with dtype "float32", weights '),
+    "--quantize": ({}, ["--quantize", "int8"], 'made with quantization "none", weights '),
+    "--kv-cache": ({}, ["--kv-cache", "int8"], 'made with kv_cache "model"; this run has "int8": '),
+    "--max-seq-len": ({}, ["--max-seq-len", "99"], "made with context 256; this run has 99: "),
+    "--rope-theta": ({}, ["--rope-theta", "20000"], "made with rope_theta 10000.0; this run has 20000.0: "),
+    "--rope-scaling": ({}, ["--rope-scaling", "linear", "--rope-factor", "2"], "made with context 256, rope_scaling none"),
+    "--chat-format": ({}, ["--chat-format", "jinja"], 'made with chat_format none; this run has "jinja": '),
+    "--raw": ({}, ["--raw"], "made with raw false; this run has true: "),
+    "--system": ({}, ["--system", "x"], 'made with system none; this run has "x": '),
+    "-n": ({}, ["-n", "2"], "made with max_new_tokens 1; this run has 2: "),
+    "--temp": ({}, ["--temp", "0.5"], "made with temperature 0.0; this run has 0.5: "),
+    "--top-k": ({}, ["--top-k", "9"], "made with top_k 0; this run has 9: "),
+    "--top-p": ({}, ["--top-p", "0.5"], "made with top_p 1.0; this run has 0.5: "),
+    "--min-p": ({}, ["--min-p", "0.5"], "made with min_p 0.0; this run has 0.5: "),
+    "--repetition-penalty": ({}, ["--repetition-penalty", "2"], "made with repetition_penalty 1.0; this run has 2.0: "),
+    "--seed": ({}, ["--seed", "3"], "made with seed none; this run has 3: "),
+    "--stop": ({}, ["--stop", "e"], 'made with stop []; this run has ["e"]: '),
+    "--logprobs": ({}, ["--logprobs"], "made with logprobs false; this run has true: "),
+}  # fmt: skip
+RESUMED = {
+    "nothing": [],
+    "--threads": ["--threads", "1"],
+    "--batch-size": ["--batch-size", "1"],
+    "--rope": ["--rope", "real"],
+    "--no-memory-check": ["--no-memory-check"],
+    "a default that is written out": ["--temp", "0", "--top-p", "1", "--kv-cache", "model", "--device", "cpu"],
+}
+
+
+@pytest.mark.row("F09")
+def test_an_output_is_resumed_only_with_what_it_was_made_with(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch() == 0
+    one = (tmp_path / "out").read_bytes().partition(b"\n")[0] + b"\n"
+    (tmp_path / "out").write_bytes(one + b'{"id": 2, ')  # killed in the second answer
+    before = state(tmp_path)
+    capsys.readouterr()
+    for name, (model, args, message) in REFUSED.items():
+        assert batch(*args, **model) == 2, name
+        error = capsys.readouterr().err
+        assert message in error, name
+        assert error.count("\n") == 1
+        assert "--fresh" in error
+        assert state(tmp_path) == before, name
+    for name, args in RESUMED.items():
+        (tmp_path / "out").write_bytes(one)
+        assert batch(*args) == 0, name
+        assert (tmp_path / "out").read_bytes().startswith(one), name
+        assert (tmp_path / "out").read_bytes().count(b"\n") == 2, name
+        assert (tmp_path / "out.run.json").read_bytes() == before["out.run.json"], name
+
+
+def test_defaults_of_the_checkpoint_belong_to_what_an_output_was_made_with(
+    batch: Batch, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = dict(models)
+    folder = tmp_path / "hf"
+    convert(models["plain"], folder, "hf")
+    run = [
+        "generate",
+        "--prompts",
+        str(tmp_path / "in"),
+        "--output",
+        str(tmp_path / "out"),
+        "-m",
+        str(folder),
+        "-q",
+        "-n",
+        "1",
+    ]
+    assert cli.main(run) == 0
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5}')
+    assert cli.main(run) == 2
+    assert "made with temperature 0.0; this run has 0.5: " in capsys.readouterr().err
+    assert cli.main([*run, "--temp", "0"]) == 0
+
+
+@pytest.mark.row("F09")
+def test_own_options_of_an_answered_line_may_not_change_and_those_of_later_lines_may(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch() == 0
+    one = (tmp_path / "out").read_bytes().partition(b"\n")[0] + b"\n"
+    for first in ('"top_k": 5', '"system": "x"', '"max_new_tokens": 0'):
+        (tmp_path / "in").write_text(f'{{"prompt": "a", {first}}}\n{{"prompt": "b", "top_k": 5}}\n')
+        assert batch() == 2
+        assert "out line 1 was made with the options none; the line of this run has {" in capsys.readouterr().err
+    (tmp_path / "out").write_bytes(one)
+    (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "c", "top_k": 6}\n{"prompt": "d"}\n')
+    assert batch() == 0
+    assert json.loads((tmp_path / "out.run.json").read_text())["lines"] == {"2": {"top_k": 6}}
+    (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "c"}\n{"prompt": "d"}\n')
+    assert batch() == 2
+    assert 'line 2 was made with the options {"top_k": 6}; the line of this run has none' in capsys.readouterr().err
+
+
+def test_fresh_starts_anew_and_deletes_only_answers(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch() == 0
+    first = state(tmp_path)
+    assert batch("--fresh", model="other seed") == 0
+    second = state(tmp_path)
+    assert second["out"] != first["out"]
+    assert second["out"].count(b"\n") == 2
+    assert second["out.run.json"] != first["out.run.json"]
+    assert batch(model="other seed") == 0
+    for content in (b"a poem", b"[1]\n", b'{"id": 1}\n', b"[" * 100_000):
+        (tmp_path / "out").write_bytes(content)
+        assert batch("--fresh") == 2
+        assert "does not contain answers, so --fresh does not delete it" in capsys.readouterr().err
+        assert (tmp_path / "out").read_bytes() == content
+    (tmp_path / "out").write_bytes(first["out"])
+    before = state(tmp_path)
+    assert batch("--fresh", "--max-seq-len", "0") == 2  # the model can't be loaded, so nothing is deleted
+    assert state(tmp_path) == before
+
+
+@pytest.mark.row("F09")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "out.run.json, which says what they were made with, is missing"),
+        (b"", "out.run.json is empty"),
+        (b"{", "out.run.json:1:2: "),
+        (b"[" * 100_000, "out.run.json: it is nested too deeply"),
+        (b"[]", "out.run.json holds a list"),
+        (b"{}", "out.run.json is not the record of a run"),
+        (b'{"clearllama_run": "1"}', "out.run.json is not the record of a run"),
+        (b'{"clearllama_run": "1", "settings": [], "lines": {}}', "out.run.json is not the record of a run"),
+        (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'"""),
+        (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "was made with attention_bias none"),
+        (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, "lines": {}}', "was made with \\x1b[2J 1, "),
+    ],
+)
+def test_answers_without_a_valid_record_are_not_continued(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
+) -> None:
+    (tmp_path / "out").write_text('{"id": 1, "prompt": "a", "text": "x"}\n')
+    if content is not None:
+        (tmp_path / "out.run.json").write_bytes(content)
+    before = state(tmp_path)
+    assert batch() == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "--fresh" in error
+    assert error.count("\n") == 1
+    assert error.strip().isprintable()
+    assert state(tmp_path) == before
+    assert batch("--fresh") == 0
+    assert batch() == 0
+
+
+def test_a_record_that_cannot_be_written_stops_the_run_before_the_first_answer(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.run.json").mkdir()
+    assert batch() == 2
+    assert "out.run.json is not the record of a run" in capsys.readouterr().err
+    assert batch("--fresh") == 1
+    assert "out.run.json: Is a directory" in capsys.readouterr().err
+    assert (tmp_path / "out").read_bytes() == b""
+
+
+def test_fresh_needs_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").write_text('{"prompt": "a"}\n')
+    assert cli.main(["generate", "--prompts", str(tmp_path / "in"), "--fresh"]) == 2
+    assert "--fresh needs --output FILE" in capsys.readouterr().err
+    assert cli.main(["generate", "a", "--fresh"]) == 2
+    assert "--fresh needs --prompts FILE" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ sessions
+SESSION: dict[str, tuple[str, dict[str, Any]]] = {
+    "other weights": ("other seed", {}),
+    "one entry of a norm": ("one entry of a norm", {}),
+    "the model's theta": ("theta", {}),
+    "dtype": ("plain", {"dtype": "bfloat16"}),
+    "quantize": ("plain", {"quantize": "int8"}),
+    "kv_cache": ("plain", {"kv_cache": "int8"}),
+    "rope_theta": ("plain", {"rope_theta": 20000.0}),
+    "rope_scaling": ("plain", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "rope half, which orders keys differently": ("plain", {"rope": "half"}),
+}
+# The cache is used for the ids that a prompt shares with it, so template and vocabulary may differ.
+SESSION_SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "nothing": ("plain", {}),
+    "rope": ("plain", {"rope": "real"}),
+    "max_seq_len": ("plain", {"max_seq_len": 64}),
+    "chat template": ("template", {}),
+    "vocabulary": ("one merge", {}),
+}
+
+
+@pytest.mark.row("F09")
+def test_a_session_is_continued_only_with_the_model_that_it_was_made_with(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    def load(model: str, options: dict[str, Any]) -> Transformer:
+        return loader.load(models[model], **{"dtype": "float32", "device": "cpu", **options}).model
+
+    llm = loader.load(models["plain"], dtype="float32", device="cpu")
+    session = Session()
+    list(llm.stream("hello", session=session, max_new_tokens=2))
+    session.save(tmp_path / "s", llm.model)
+    for name, (model, options) in SESSION.items():
+        other = load(model, options)
+        with pytest.raises(CheckpointError, match="was saved with"):
+            pytest.fail(f"{name}: {Session.load(tmp_path / 's', other)}")
+    for model, options in SESSION_SAME.values():
+        assert Session.load(tmp_path / "s", load(model, options)).tokens == session.tokens
+
+
+# ----------------------------------------------------------------------------------------------------------- the cache
+def test_the_name_of_a_kernel_library_contains_all_that_it_is_built_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path / "cache"))
+    copy = tmp_path / "cpp"
+    shutil.copytree(kernels.SOURCE.parent, copy)
+    plain = kernels._location("avx2")
+    monkeypatch.setattr(kernels, "SOURCE", copy / kernels.SOURCE.name)
+    assert kernels._location("avx2") == plain  # the content counts, not the place
+    changed = {"form": kernels._location("avx512")}
+    for path in sorted(copy.iterdir()):
+        text = path.read_text()
+        path.write_text(text + "\n")
+        changed[path.name] = kernels._location("avx2")
+        path.write_text(text)
+    for name, value in (("COMMON", kernels.COMMON + " -g"), ("FORMS", {"avx2": "-mavx2"})):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, name, value)
+            changed[name] = kernels._location("avx2")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "0")
+        changed["torch"] = kernels._location("avx2")
+    assert len({plain, *changed.values()}) == 1 + len(changed)
+    assert kernels._location("avx2") == plain
+
+
+def test_the_name_of_a_compiled_step_contains_all_that_it_is_traced_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def name(config: Any = tiny.CONFIG, rope: str = "real", cache: str = "model", dtype: Any = torch.float32) -> str:
+        model = tiny.model(config, rope=rope).to(dtype)
+        return compiled.fingerprint(model, model.layers[0], cache)
+
+    plain, threads = name(), torch.get_num_threads()
+    changed = [name(rope="half"), name(cache="int8"), name(dtype=torch.bfloat16)]
+    for field, value in {"norm_eps": 1e-6, "rope_theta": 2e4, "hidden_dim": 80, "n_kv_heads": 4, "n_layers": 3}.items():
+        changed.append(name(dataclasses.replace(tiny.CONFIG, **{field: value})))
+    for where, attribute, new in (
+        (torch, "__version__", "0"),
+        (torch, "get_num_threads", lambda: threads + 1),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "other"),
+        (kernels, "sources", lambda: "other"),
+        (Path, "read_bytes", lambda path: b"other"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, attribute, new)
+            changed.append(name())
+    assert len({plain, *changed}) == 1 + len(changed)
+    assert name() == plain
+
+
+def test_a_downloaded_model_of_another_size_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Content of the right size is found by `pull --check` and `verify`, not by each run."""
+    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
+    entry = dataclasses.replace(named.MODELS[named.DEFAULT], file="one.gguf", size=3)
+    monkeypatch.setitem(named.MODELS, "one", entry)
+    assert named.find("one") is None
+    (tmp_path / "one.gguf").write_bytes(b"abc")
+    assert named.find("one") == tmp_path / "one.gguf"
+    for other in (b"ab", b"abcd"):
+        (tmp_path / "one.gguf").write_bytes(other)
+        assert named.find("one") is None
+
+
+def test_a_converted_folder_is_never_completed_from_another_model(models: dict[str, Path], tmp_path: Path) -> None:
+    convert(models["plain"], tmp_path / "hf", "hf")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    for model in ("plain", "other seed"):
+        with pytest.raises(UsageError, match="exists already"):
+            convert(models[model], tmp_path / "hf", "hf")
+        assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
+    convert(models["other seed"], tmp_path / "hf", "hf", force=True)
+    convert(models["other seed"], tmp_path / "other", "hf")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()
+    }
