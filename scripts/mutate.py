@@ -168,6 +168,19 @@ def name_of(function: ast.expr) -> str:
     )
 
 
+def is_skipped(node: ast.AST) -> bool:
+    """Whether a node is a docstring, an import, __all__, a block under TYPE_CHECKING, or an f-string.
+
+    The nodes of an f-string have no positions in Python 3.11.
+    """
+    match node:
+        case ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Expr(ast.Constant()):
+            return True
+        case ast.Assign([ast.Name("__all__")]) | ast.If(ast.Name("TYPE_CHECKING")):
+            return True
+    return False
+
+
 class Places(ast.NodeVisitor):
     """Collect the mutants of a file."""
 
@@ -182,12 +195,14 @@ class Places(ast.NodeVisitor):
         self.visit(ast.parse(source))
 
     def visit(self, node: ast.AST) -> None:
+        if is_skipped(node):
+            return
         if isinstance(node, ast.stmt):
             before, self.statement = self.statement, node
             self._mutate(node)
             super().visit(node)
             self.statement = before
-        elif not isinstance(node, ast.JoinedStr):  # its nodes have no positions in Python 3.11
+        else:
             if isinstance(node, ast.expr):
                 self._mutate(node)
             super().visit(node)
@@ -228,22 +243,6 @@ class Places(ast.NodeVisitor):
             self.visit(child)
         self.functions -= 1
 
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Constant):  # a docstring
-            self.found = [
-                mutant for mutant in self.found if mutant.start != self.starts[node.lineno - 1] + node.col_offset
-            ]
-        else:
-            self.generic_visit(node)
-
-    def visit_If(self, node: ast.If) -> None:
-        if name_of(node.test) != "TYPE_CHECKING":
-            self.generic_visit(node)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        if name_of(node.targets[0]) != "__all__":
-            self.generic_visit(node)
-
     def visit_Call(self, node: ast.Call) -> None:
         self._read(node, name_of(node.func) in SPEAKS)
 
@@ -252,12 +251,6 @@ class Places(ast.NodeVisitor):
 
     def visit_keyword(self, node: ast.keyword) -> None:
         self._read(node, node.arg in TEXT)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        pass
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        pass
 
     def _read(self, node: ast.AST, texts: bool) -> None:
         before, self.texts = self.texts, self.texts or texts

@@ -8,6 +8,7 @@ which reorders the weights).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -35,7 +36,7 @@ def settings_of(llm: Llama, options: dict[str, Any], chat: dict[str, Any]) -> di
     from ..sampling import SamplingParams
 
     own = {key: value for key, value in options.items() if key not in ("stop", "logprobs")}
-    sampling = vars(SamplingParams(**{**llm.sampling, **own}))
+    sampling = dataclasses.asdict(SamplingParams(**{**llm.sampling, **own}))
     settings = {
         **session.settings_of(llm.model),
         "context": llm.model.max_seq_len,
