@@ -1,27 +1,34 @@
-"""Reader of torch's files (.pth, .pt, pytorch_model.bin): a pickle with tensors, always read with weights_only=True.
+"""Reader of torch's files (.pth, .pt, pytorch_model.bin): a pickle that describes tensors, and their values.
 
-The weights stay in the mapped file until they are used. torch's error messages are replaced, because they recommend
-weights_only=False, which would run any code in the file.
+Neither Python's unpickler nor torch's sees the file: torch_pickle.py follows the few operations that describe tensors.
+What it finds is checked against the archive's table of contents (torch_archive.py) before a value is used. The values
+of an archive stay in the mapped file.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-import warnings
-import zipfile
-from collections.abc import Iterator
+import io
+import math
+import mmap
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
 from .documents import size_of
+from .torch_archive import ZIP as ZIP
+from .torch_archive import Record, read_records
+from .torch_pickle import LARGEST_PICKLE, REMEDY, Described, Storage, read_pickle
 
-LARGEST_PICKLE = 2**26  # bytes; the names and shapes of a model of 405B parameters take 0.2 million
-ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"
+PICKLE = b"\x80\x02"
+MAGIC, LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001  # the first two pickles of a legacy file
+# Records that torch.save writes besides data.pkl and data/...; later versions write more of them.
+ADDITIONS = {"version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"}
+BIG_ENDIAN = "was written on a big-endian machine, which is not supported; save it again on one like this"
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
@@ -30,40 +37,25 @@ def read_torch(path: Path) -> dict[str, Tensor]:
     try:
         with open(path, "rb") as file:
             start = file.read(512)
+            refuse_mistakes(path, start)
+            if start.startswith(ZIP):
+                return _read_archive(file, path, size)
+            if start.startswith(PICKLE):
+                return _read_legacy(file, path, size)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    refuse_mistakes(path, start)
-    mapped = start.startswith(ZIP)
-    if mapped:
-        _records(path)
-    if not mapped and not start.startswith(PICKLE):
-        raise CheckpointError(f"{path} is not a torch file: {_what_it_is(start)}")
-    try:
-        with warnings.catch_warnings(), _as_utf8(path) as name:
-            warnings.simplefilter("ignore")  # torch warns about its own storage classes
-            value = torch.load(name, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:
-        raise CheckpointError(f"{path}: {_reason(error, path, size)}") from None
-    return _checked(value, path)
-
-
-@contextlib.contextmanager
-def _as_utf8(path: Path) -> Iterator[Path]:
-    """A path to the file that is valid UTF-8, as torch requires."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        with open(path, "rb") as file:
-            yield Path(f"/proc/self/fd/{file.fileno()}")
-    else:
-        yield path
+    raise CheckpointError(f"{path} is not a torch file: {_what_it_is(start)}")
 
 
 def checksums(path: Path) -> tuple[int, ...]:
     """The CRC-32 of each tensor by the archive's table of contents; empty for the legacy format."""
-    if not is_archive(path):
-        return ()
-    return tuple(item.CRC for item in _records(path) if "/data/" in item.filename and item.file_size)
+    return tuple(item.crc for name, item in records(path).items() if name.startswith("data/") and item.size)
+
+
+def records(path: Path) -> dict[str, Record]:
+    """The checked table of contents of an archive; empty for the legacy format."""
+    with open(path, "rb") as file:
+        return read_records(file, path, size_of(path)) if is_archive(path) else {}
 
 
 def is_archive(path: Path) -> bool:
@@ -72,20 +64,121 @@ def is_archive(path: Path) -> bool:
         return file.read(4) == ZIP
 
 
-def _records(path: Path) -> list[zipfile.ZipInfo]:
-    """The table of contents at the end of an archive."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-            for record in records:  # torch checks no CRC-32; that of the pickle, with shapes and offsets, is quick
-                if record.filename.endswith("/data.pkl") and record.CRC and record.file_size < LARGEST_PICKLE:
-                    archive.read(record)
-            return records
-    except Exception:  # BadZipFile, and whatever zipfile raises for a damaged table of contents
+# ------------------------------------------------------------------------------------------------------- the formats
+def _read_archive(file: BinaryIO, path: Path, size: int) -> dict[str, Tensor]:
+    """The tensors of an archive, mapped. Raises CheckpointError unless each storage has its own record."""
+    found = read_records(file, path, size)
+    pickle = found.get("data.pkl")
+    if pickle is None:
         raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is cut off or damaged: the table of contents at the end of the"
-            f" archive is missing, or the description of the tensors fails its checksum; fetch it again"
-        ) from None
+            f"{path} is an archive without tensors (data.pkl); get the weights as torch.save wrote them"
+        )
+    if pickle.size > LARGEST_PICKLE:
+        raise CheckpointError(
+            f"{path}: its pickle has {pickle.size:,} bytes, and at most {LARGEST_PICKLE:,} are expected; {REMEDY}"
+        )
+    content = pickle.read(file)
+    if pickle.crc and zlib.crc32(content) != pickle.crc:  # 0: torch was told to compute none
+        raise CheckpointError(f"{path} is damaged: the description of the tensors fails its checksum; fetch it again")
+    order = found.get("byteorder")
+    if order is not None and (order.size > 99 or order.read(file) != b"little"):
+        raise CheckpointError(f"{path} {BIG_ENDIAN}")
+    tensors = _described(read_pickle(io.BytesIO(content), path), path)
+    storages = {f"data/{key}": storage for key, storage in _storages(tensors, path).items()}
+    if odd := sorted(found.keys() - storages.keys() - ADDITIONS - {"data.pkl"}):
+        raise CheckpointError(
+            f"{path} holds the record {odd[0]!r:.80}, which belongs to no tensor; {REMEDY}, or get the weights alone"
+        )
+    for name, storage in storages.items():
+        record = found.get(name)
+        if record is None or record.size != storage.nbytes:
+            has = "is missing" if record is None else f"has {record.size:,} bytes"
+            raise CheckpointError(
+                f"{path}: the record {name!r:.80} {has}, and its tensors take {storage.nbytes:,}; {REMEDY}"
+            )
+        if record.start % storage.dtype.itemsize:
+            raise CheckpointError(
+                f"{path}: the values of {name!r:.80} are not aligned; get the file as torch.save wrote it"
+            )
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def values(key: str, dtype: torch.dtype) -> Tensor:
+        record = found[f"data/{key}"]
+        return torch.frombuffer(mapped, dtype=dtype, count=record.size // dtype.itemsize, offset=record.start)
+
+    return {name: _tensor(described, values) for name, described in tensors.items()}
+
+
+def _read_legacy(file: BinaryIO, path: Path, size: int) -> dict[str, Tensor]:
+    """The tensors of a file in torch's format before 1.6: five pickles, then the storages, each after its length."""
+    file.seek(0)
+    pickles = io.BytesIO(file.read(LARGEST_PICKLE))
+    if read_pickle(pickles, path) != MAGIC or read_pickle(pickles, path) != LEGACY_VERSION:
+        raise CheckpointError(f"{path} is not a torch file: it is {OTHERS[2][2]}")
+    system = read_pickle(pickles, path)
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
+        raise CheckpointError(f"{path} {BIG_ENDIAN}")
+    tensors = _described(read_pickle(pickles, path), path)
+    keys, storages = read_pickle(pickles, path), _storages(tensors, path)
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(storages):
+        raise CheckpointError(f"{path}: its list of storages does not match its tensors; {REMEDY}")
+    end = pickles.tell() + sum(8 + storage.nbytes for storage in storages.values())
+    if end != size:
+        what = "cut off" if end > size else "followed by other bytes"
+        raise CheckpointError(
+            f"{path} is damaged or {what}: it has {size:,} bytes, and its tensors imply {end:,}; fetch it again"
+        )
+    loaded: dict[str, Tensor] = {}
+    file.seek(pickles.tell())
+    for key in keys:
+        if int.from_bytes(file.read(8), "little") != storages[key].numel:
+            raise CheckpointError(f"{path}: the length of the storage {key!r:.80} is not that of its tensors; {REMEDY}")
+        loaded[key] = torch.empty(storages[key].nbytes, dtype=torch.uint8)
+        file.readinto(loaded[key].numpy())  # type: ignore[attr-defined]
+    return {name: _tensor(one, lambda key, dtype: loaded[key].view(dtype)) for name, one in tensors.items()}
+
+
+def _described(value: object, path: Path) -> dict[str, Described]:
+    """The content of a file, if it is a mapping of names to tensors whose entries lie in their storages."""
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {_kind(value)}; expected a mapping of names to tensors")
+    for name, tensor in value.items():
+        if not isinstance(tensor, Described):
+            raise CheckpointError(f"{path}: {name} is a {_kind(tensor)}, not a tensor; expected the weights alone")
+        available, numel = tensor.storage.nbytes // tensor.dtype.itemsize, math.prod(tensor.shape)
+        last = tensor.offset + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
+        # strides of 0: kilobytes that claim terabytes
+        if numel > available or (numel and last >= available) or tensor.storage.nbytes % tensor.dtype.itemsize:
+            raise CheckpointError(
+                f"{path}: {name} claims shape {tensor.shape} on {tensor.storage.nbytes} bytes; the file is forged or"
+                f" damaged"
+            )
+    return value
+
+
+def _kind(value: object) -> str:
+    return "tensor" if isinstance(value, Described) else type(value).__name__
+
+
+def _storages(tensors: Mapping[str, Described], path: Path) -> dict[str, Storage]:
+    """The storages of tensors by their keys. Raises CheckpointError if two tensors disagree about one."""
+    found: dict[str, Storage] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.storage
+        if found.setdefault(storage.key, storage).nbytes != storage.nbytes:
+            raise CheckpointError(
+                f"{path}: {name} and another tensor disagree about the size of their storage; {REMEDY}"
+            )
+    return found
+
+
+def _tensor(described: Described, values: Callable[[str, torch.dtype], Tensor]) -> Tensor:
+    """The tensor that a description means. values: all values of a storage in a dtype, by its key."""
+    if 0 in described.shape:
+        return torch.empty(described.shape, dtype=described.dtype)
+    return values(described.storage.key, described.dtype).as_strided(
+        described.shape, described.strides, described.offset
+    )
 
 
 def refuse_mistakes(path: Path, start: bytes) -> None:
@@ -127,49 +220,3 @@ OTHERS = [
     (b"ustar", 257, "a tar archive; unpack it first"),
     (b"{", 0, "a JSON text, perhaps a server's error response instead of the download; fetch it again"),
 ]
-
-
-def _reason(error: Exception, path: Path, size: int) -> str:
-    text = " ".join(str(error).split())
-    if "Unsupported global" in text or "weights_only" in text or "WeightsUnpickler" in text:
-        try:
-            names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))[:3])
-        except Exception:  # a legacy or damaged file: torch's message has the first name
-            names = ", ".join(re.findall(r"GLOBAL ([\w.]+)", text)[:1])
-        imports = f" (it imports {names})" if names else ""
-        return (
-            f"it holds objects other than tensors{imports}, which could run code, and is refused; get the weights alone"
-        )
-    if "not in a subdirectory" in text:
-        return "it is a zip archive that was not written by torch; unpack it, or fetch the weights again"
-    if isinstance(error, EOFError) or "central directory" in text or "PytorchStreamReader" in text:
-        return f"it is damaged or cut off ({size} bytes); fetch it again"
-    return f"torch can't read it ({type(error).__name__}); it is damaged or not a file of weights"
-
-
-def _storage_of(tensor: Tensor) -> str:
-    """A description of a tensor that is not dense, or not on the CPU."""
-    if tensor.device.type == "meta":
-        return "a tensor without values (on the device 'meta')"
-    kind = "nested" if tensor.is_nested else "quantized by torch" if tensor.is_quantized else ""
-    return f"a tensor {kind or f'of the kind {tensor.layout}'.replace('torch.', '')} on {tensor.device}"
-
-
-def _checked(value: Any, path: Path) -> dict[str, Tensor]:
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; expected a mapping of names to tensors")
-    for name, tensor in value.items():
-        if not isinstance(name, str) or not name.isprintable():
-            raise CheckpointError(f"{path} holds an entry named {name!r:.60}; expected names of tensors")
-        if not isinstance(tensor, Tensor):
-            kind = type(tensor).__name__
-            raise CheckpointError(f"{path}: {name} is a {kind}, not a tensor; expected the weights alone")
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_quantized:
-            kind = _storage_of(tensor)
-            raise CheckpointError(f"{path}: {name} is {kind}; expected a dense tensor with its values in the file")
-        if tensor.untyped_storage().nbytes() < tensor.nbytes:  # strides of 0: kilobytes that claim terabytes
-            raise CheckpointError(
-                f"{path}: {name} claims shape {tuple(tensor.shape)} on {tensor.untyped_storage().nbytes()} bytes;"
-                f" the file is forged or damaged"
-            )
-    return value

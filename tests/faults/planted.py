@@ -81,9 +81,9 @@ GGUF: tuple[Defect, ...] = (
 )
 META: tuple[Defect, ...] = (
     Defect("A03", "verify ignores an archive's checksums", "llama/tools/verify.py",
-           "                    damaged.append(record.filename)\n", "                    pass\n"),
+           "                    damaged.append(name)\n", "                    pass\n"),
     Defect("A03", "the archive's pickle is read without its checksum", "llama/checkpoint/torchfile.py",
-           "                    archive.read(record)\n", "                    pass\n"),
+           "if pickle.crc and zlib.crc32(content) != pickle.crc:", "if False:"),
     Defect("A12", "one shard under two names is read twice", "llama/checkpoint/meta.py",
            "        self._refuse_copies()\n", ""),
     Defect("A13", "a tensor that only the second shard has is dropped", "llama/checkpoint/meta.py",
@@ -114,6 +114,10 @@ META: tuple[Defect, ...] = (
            "nan && most == -INFINITY ? 0 : most", "most"),
     Defect("A19", "torch's attention returns 0 if all scores are NaN", "llama/engine/cpu_attention.py",
            "k.shape[2] < FEW_KEYS", "False"),
+    Defect("A26", "a record may be shorter than its tensors", "llama/checkpoint/torchfile.py",
+           "record is None or record.size != storage.nbytes:", "record is None:"),
+    Defect("A26", "of two records with one name, the last wins", "llama/checkpoint/torch_archive.py",
+           'or ("there twice" if name in found else "")', ""),
 )  # fmt: skip
 CONFIG: tuple[Defect, ...] = (
     Defect("B02", "of a duplicate key, the last value wins", "llama/checkpoint/documents.py",

@@ -14,7 +14,9 @@ import shutil
 import socket
 import struct
 import sys
+import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama
 from llama.attention import reference
-from llama.checkpoint import open_checkpoint
+from llama.checkpoint import open_checkpoint, torchfile
 from llama.engine.cpu_attention import pick_attention
 from llama.errors import LlamaError, NumericalError
 from llama.tools import convert
@@ -104,7 +106,7 @@ def test_a_flipped_bit_in_a_weight_is_found_by_verify(meta: Path, attempt: Try) 
     assert found.code == 1
     lines = [line for line in found.stdout.decode().splitlines() if line.startswith("FAIL")]
     assert [line.split()[1:3] for line in lines] == [["md5", f"{FILE}:"], ["crc", f"{FILE}:"]]
-    assert record.filename in lines[1]
+    assert f" {record.filename.partition('/')[2]};" in lines[1]
 
 
 class Payload:
@@ -186,8 +188,8 @@ NOT_PLAIN: dict[str, tuple[Callable[[State], object], tuple[str, ...]]] = {
     "none": (lambda s: {}, ("tok_embeddings.weight is missing",)),
     "no text": (lambda s: {**s, "\x1b[2Jx": s[WQ]}, ("expected names",)),
     "meta": (lambda s: {**s, WQ: s[WQ].to("meta")}, (WQ, "without values", "expected a dense tensor")),
-    "sparse": (lambda s: {**s, WQ: s[WQ].float().to_sparse()}, (WQ, "sparse_coo", "expected a dense tensor")),
-    "rows": (lambda s: {**s, WQ: s[WQ].float().to_sparse_csr()}, (WQ, "sparse_csr", "expected a dense tensor")),
+    "sparse": (lambda s: {**s, WQ: s[WQ].float().to_sparse()}, (WQ, "sparse", "expected a dense tensor")),
+    "rows": (lambda s: {**s, WQ: s[WQ].float().to_sparse_csr()}, (WQ, "sparse", "expected a dense tensor")),
     "nested": (lambda s: {**s, WQ: torch.nested.nested_tensor([s[WQ][0]])}, (WQ, "nested", "expected a dense")),
     "quantized": (
         lambda s: {**s, WQ: torch.quantize_per_tensor(s[WQ].float(), 0.1, 0, torch.qint8)},
@@ -203,6 +205,216 @@ def test_anything_but_named_dense_tensors_is_refused(meta: Path, attempt: Try, n
     make, words = NOT_PLAIN[name]
     torch.save(make(torch.load(meta / FILE, weights_only=True)), meta / FILE)
     attempt("generate", *RUN, "-m", meta).refused(FILE, *words)
+
+
+# ------------------------------------------------------------------------------------------- the pickle as a program
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def tensor_of(
+    metadata: bytes = b"", place: str = "cpu", strides: bytes = b"K\x01\x85", offset: bytes = b"K\x00"
+) -> bytes:
+    """A pickle of one tensor of 2 values by torch's rules, with further arguments."""
+    reference = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text(place) + b"K\x02tQ"
+    arguments = offset + b"K\x02\x85" + strides + b"\x89ccollections\nOrderedDict\n)R" + metadata
+    return text("a") + b"ctorch._utils\n_rebuild_tensor_v2\n(" + reference + arguments + b"tRs."
+
+
+# Pickles that torch's reader without code accepts or crashes on -> what the error says
+PROGRAMS: dict[str, tuple[bytes, str]] = {
+    "a tuple nested a million deep as a key": (b")" + b"\x85" * 1_000_000 + b"K\x01s.", "operations"),
+    "a tuple nested deep as a key": (b")" + b"\x85" * 60_000 + b"K\x01s.", "named by a tuple"),
+    "a tuple nested deep as a shape": (tensor_of(strides=b")" + b"\x85" * 60_000), "damaged"),
+    "a tuple that doubles": (b")q\x00" + b"h\x00\x86q\x00" * 20_000 + b"K\x01s.", "named by a tuple"),
+    "4 GB of bytes": (text("a") + b"c__builtin__\nbytearray\n\x8a\x05" + (4 * 10**9).to_bytes(5, "little") + b"\x85Rs.",
+                      "(it imports __builtin__.bytearray), which could run code"),
+    "a slow codec": (text("a") + b"c_codecs\nencode\n" + text("".join(map(chr, range(0x4E00, 0x9000))) * 3)
+                     + text("punycode") + b"\x86Rs.", "(it imports _codecs.encode), which could run code"),
+    "a position of the memo": (b"r\xff\xff\xff\xff" + text("a") + b"K\x01s.", "damaged"),
+    "numbers that collide as keys": (b"(" + b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N"
+                                                     for i in range(20_000)) + b"u.", "names of tensors"),
+    "a number of 8 megabytes": (b"\x8b" + struct.pack("<i", 8_000_000) + bytes(8_000_000) + b".", "LONG4"),
+    "digits": (b"L" + b"9" * 8_000_000 + b"L\n.", "damaged"),
+    "a fraction of many digits": (b"F" + b"9" * 8_000_000 + b"\n.", "FLOAT"),
+    "a text beyond the end": (b"\x8d" + b"\xff" * 8 + b".", "damaged"),
+    "a pickle of 9 megabytes": (text("a" * 9_000_000) + b"K\x01s.", "its pickle has 9,0"),
+    "a list in itself": (b"0]q\x00h\x00a.", "operation POP"),
+    "an endless shape": (tensor_of(strides=b"(" + b"K\x01" * 1000 + b"t"), "damaged"),
+    "a negative offset": (tensor_of(offset=b"J\xff\xff\xff\xff"), "damaged"),
+    "a stride beyond the storage": (tensor_of(strides=b"K\x02\x85"), "claims shape (2,) on 8 bytes"),
+    "hooks": (tensor_of().replace(b"OrderedDict\n)R", b"OrderedDict\n)R" + text("h") + b"Ns"), "damaged"),
+    "two tensors of one name": (tensor_of()[:-1] + tensor_of(), "two entries named 'a'"),
+    "other operations of pickles": (b"ctorch\nFloatStorage\n)\x81.", "the operation NEWOBJ"),
+    "a class that is called": (text("a") + b"ctorch\nFloatStorage\n)Rs.", "damaged"),
+    "no end": (text("a"), "ends early"),
+    "an empty stack": (b"0" * 9, "damaged"),
+}  # fmt: skip
+
+
+Records = list[tuple[zipfile.ZipInfo, bytes]]
+
+
+def write(path: Path, records: Records) -> None:
+    """Write an archive by Python's zipfile, with each record aligned as torch does."""
+    with open(path, "wb") as file, zipfile.ZipFile(file, "w") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of duplicate names
+        for item, data in records:
+            pad = -(file.tell() + 34 + len(item.filename)) % 64
+            item.extra = struct.pack("<2H", 0x4246, pad) + bytes(pad)
+            archive.writestr(item, data)
+
+
+def archive_of(path: Path, content: bytes) -> None:
+    names = {"data/0": bytes(8), "data.pkl": b"\x80\x02}" + content, "version": b"3\n"}
+    write(path, [(zipfile.ZipInfo(f"x/{name}"), data) for name, data in names.items()])
+
+
+@pytest.mark.row("A25")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_pickle_is_not_run_as_a_program(meta: Path, attempt: Try, name: str) -> None:
+    """Ten seconds and 500 MB. tests/fuzz/torchfile.py limits the processor time of such cases to two seconds."""
+    archive_of(meta / FILE, PROGRAMS[name][0])
+    attempt("inspect", meta, memory=500 << 20).refused(FILE, PROGRAMS[name][1])
+
+
+def test_the_pickle_of_these_cases_is_valid_without_the_fault(tmp_path: Path) -> None:
+    archive_of(tmp_path / "a.pth", tensor_of(metadata=b"}", place="cuda:7"))
+    assert {name: value.tolist() for name, value in torchfile.read_torch(tmp_path / "a.pth").items()} == {"a": [0, 0]}
+
+
+@pytest.mark.row("A27")
+@pytest.mark.parametrize("bit", ["neg", "conj"])
+def test_a_tensor_with_the_negative_bit_is_refused(meta: Path, attempt: Try, bit: str) -> None:
+    views = {"neg": lambda t: torch._neg_view(t), "conj": lambda t: torch.complex(t.float(), t.float()).conj()}
+    save(meta, lambda state: put("norm.weight", views[bit](state["norm.weight"]))(state))
+    attempt("inspect", meta).refused(FILE, "the negative or the conjugate", "resolve_neg")
+    assert b"FAIL  open" in attempt("verify", "--tensors", meta).stdout
+
+
+# --------------------------------------------------------------------------------------------------- the archive
+def rewrite(path: Path, change: Callable[[Records], object]) -> None:
+    """Change the records of an archive and write them again by Python's zipfile."""
+    with zipfile.ZipFile(path) as archive:
+        records = [(zipfile.ZipInfo(item.filename), archive.read(item)) for item in archive.infolist()]
+    change(records)
+    write(path, records)
+
+
+def first_weight(records: Records) -> int:
+    return next(i for i, (item, _) in enumerate(records) if item.filename.endswith("/data/0"))
+
+
+def resized(change: int) -> Callable[[Records], object]:
+    def resize(records: Records) -> None:
+        item, data = records[i := first_weight(records)]
+        records[i] = item, data[:change] if change < 0 else data + bytes(change)
+
+    return resize
+
+
+def set_fields(item: zipfile.ZipInfo, fields: dict[str, int]) -> None:
+    for name, value in fields.items():
+        setattr(item, name, value)
+
+
+def marked(**fields: int) -> Callable[[Records], object]:
+    return lambda records: set_fields(records[first_weight(records)][0], fields)
+
+
+def renamed(old: str, new: str) -> Callable[[Records], object]:
+    def rename(records: Records) -> None:
+        for item, _ in records:
+            item.filename = item.filename.replace(old, new)
+
+    return rename
+
+
+def added(name: str, data: bytes = b"") -> Callable[[Records], object]:
+    return lambda records: records.append((zipfile.ZipInfo(f"x/{name}"), data))
+
+
+CHANGES: dict[str, tuple[Callable[[Records], object], str]] = {
+    "short": (resized(-64), "'data/0' has 98,240 bytes, and its tensors take 98,304"),
+    "long": (resized(2), "'data/0' has 98,306 bytes"),
+    "empty": (resized(-98_304), "'data/0' has 0 bytes"),
+    "missing": (lambda records: records.pop(first_weight(records)), "'data/0' is missing"),
+    "twice": (lambda records: records.append(records[first_weight(records)]), "is there twice"),
+    "link": (marked(create_system=3, external_attr=0o120777 << 16), "a link"),
+    "device": (marked(create_system=3, external_attr=0o060777 << 16), "a link, a folder or a device"),
+    "compressed": (marked(compress_type=zipfile.ZIP_DEFLATED), "compressed"),
+    "stranger": (added("data/x", b"1"), "'data/x', which belongs to no tensor"),
+    "program": (added("code/__torch__.py"), "'code/__torch__.py', which belongs to no tensor"),
+    "folder": (added("data/"), "a link, a folder or a device"),
+    "two folders": (renamed("/data/0", "/../x/data/0"), "belongs to no tensor"),
+    "no folder": (renamed("x/", ""), "not written by torch"),
+    "big-endian": (added("byteorder", b"big"), "big-endian"),
+    "no pickle": (renamed("data.pkl", "data.p"), "without tensors"),
+}
+
+
+@pytest.mark.row("A26")
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_archive_that_torch_would_not_write_is_refused(meta: Path, name: str) -> None:
+    change, words = CHANGES[name]
+
+    def both(records: Records) -> None:
+        renamed("consolidated.00/", "x/")(records)
+        records[:] = [one for one in records if one[0].filename != "x/byteorder"]
+        change(records)
+
+    rewrite(meta / FILE, lambda records: None)
+    opened(meta)  # an archive of another writer is accepted if it has the same records
+    rewrite(meta / FILE, both)
+    with pytest.raises(LlamaError, match=re.escape(words)) as caught:
+        opened(meta)
+    assert FILE in str(caught.value)
+
+
+HEADERS: dict[str, tuple[int, bytes]] = {
+    "another name": (30, b"y"), "encrypted": (6, b"\x01"), "compressed": (8, b"\x08"), "another size": (18, b"\x01"),
+    "another checksum": (14, b"\x01"), "no signature": (0, b"Q"),
+}  # fmt: skip
+
+
+@pytest.mark.row("A26")
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_record_must_be_described_alike_in_both_places(meta: Path, name: str) -> None:
+    with zipfile.ZipFile(meta / FILE) as archive:
+        at = archive.infolist()[-1].header_offset + HEADERS[name][0]
+    data = bytearray((meta / FILE).read_bytes())
+    data[at : at + 1] = HEADERS[name][1]
+    (meta / FILE).write_bytes(data)
+    with pytest.raises(LlamaError, match="does not match the records"):
+        opened(meta)
+
+
+@pytest.mark.row("A26")
+def test_records_that_share_bytes_are_refused(meta: Path) -> None:
+    """A record inside another one: its header is the other's content. Python's zipfile reads both."""
+    file = meta / "inner.pth"
+    inner = struct.pack("<4s5H3I2H", b"PK\x03\x04", 20, 0, 0, 0, 33, zlib.crc32(b"12345678"), 8, 8, 8, 0) + b"x/data/1"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("x/data/0"), inner + b"12345678")
+        archive.writestr(zipfile.ZipInfo("x/data/1"), b"12345678")
+        outer = archive.infolist()[0]
+    data = bytearray(file.read_bytes())
+    struct.pack_into("<I", data, data.rindex(b"x/data/1") - 4, outer.header_offset + 30 + len("x/data/0"))
+    file.write_bytes(data)
+    with zipfile.ZipFile(file) as archive:
+        assert archive.read("x/data/1") == b"12345678"
+    with pytest.raises(LlamaError, match="records overlap"):
+        torchfile.records(file)
+
+
+@pytest.mark.row("A25")
+def test_a_table_of_contents_beyond_that_of_any_model_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.pth", [(zipfile.ZipInfo("x/data/0"), b"")])
+    data = bytearray((tmp_path / "a.pth").read_bytes())
+    struct.pack_into("<2H", data, len(data) - 14, 40_000, 40_000)
+    (tmp_path / "a.pth").write_bytes(data)
+    with pytest.raises(LlamaError, match="lists 40,000 records"):
+        torchfile.records(tmp_path / "a.pth")
 
 
 # ------------------------------------------------------------------------------------------------------- the tensors
