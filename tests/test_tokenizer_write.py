@@ -425,7 +425,6 @@ def interleaved(document: dict[str, Any]) -> None:
         (edit("model", "ignore_merges", value=False), "without ignore_merges in a way that has no name"),
         (edit("pre_tokenizer", "pretokenizers", 1, "add_prefix_space", value=True), "no name in GGUF"),
         (edit("normalizer", value={"type": "NFC"}), "normalizes text"),
-        (edit("model", "end_of_word_suffix", value="</w>"), "end_of_word_suffix; expected BPE"),
     ],
 )
 def test_a_byte_level_tokenizer_json_that_no_format_can_express_is_an_error(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +39,22 @@ END_NAMES = (
 
 # The largest tokenizer file of the family, Llama 3's tokenizer.json, has 17 MB.
 MAX_FILE_BYTES = 256 * 2**20
+
+
+# Characters of a token. The longest one of Llama 3 has 128, of SentencePiece models 16.
+LONGEST_TOKEN = 1024
+
+# Ways to split the tokens of a vocabulary into two others, per token on average. Llama 3's has 2.2.
+MOST_SPLITS = 32
+
+
+def check_length(token: str | bytes, id: int, where: str) -> None:
+    """Raise TokenizerError if a token is so long that splitting it at every character would take too much time."""
+    if len(token) > LONGEST_TOKEN:
+        raise TokenizerError(
+            f"{where}: token {id} begins with {token[:20]!r} and has {len(token):,} characters, expected at most"
+            f" {LONGEST_TOKEN:,}; the file is damaged or forged, fetch it from the model's authors"
+        )
 
 
 def looks_control(token: str) -> bool:
@@ -104,10 +120,26 @@ def byte_piece(piece: str) -> int | None:
 
 
 def splits(token: str, known: Container[str]) -> Iterator[tuple[str, str]]:
-    """All ways to split a token into two known ones, the shortest left part first."""
+    """All ways to split a token into two known ones, the shortest left part first.
+
+    The time is quadratic in the token's length, which `check_length` limits.
+    """
     for cut in range(1, len(token)):
         if token[:cut] in known and token[cut:] in known:
             yield token[:cut], token[cut:]
+
+
+def all_splits(tokens: Iterable[str], known: Collection[str], where: str) -> list[tuple[str, str]]:
+    """`splits` of all tokens. Raises TokenizerError if they are so many that a small file would fill the memory."""
+    found: list[tuple[str, str]] = []
+    for token in tokens:
+        found.extend(splits(token, known))
+        if len(found) > MOST_SPLITS * len(known) + LONGEST_TOKEN:
+            raise TokenizerError(
+                f"{where}: its {len(known):,} tokens can be split into other tokens in more than {MOST_SPLITS} ways"
+                f" each, expected about 2; the file is damaged or forged, fetch it from the model's authors"
+            )
+    return found
 
 
 @contextmanager

@@ -22,14 +22,15 @@ from .common import (
     BYTE_OF,
     CODE_LLAMA_CONTROL,
     LLAMA3_WORDS,
+    all_splits,
     byte_level_bytes,
     byte_piece,
+    check_length,
     check_no_byte_lost,
     library_errors,
     looks_control,
     missing_bytes,
     piece_bytes,
-    splits,
     stop_ids,
 )
 
@@ -96,6 +97,7 @@ class GGUFTokenizer(Tokenizer):
                 f"{where}: tokenizer.ggml.token_type has the type {min(invalid)}, expected 0 to {BYTE}"
             )
         for id, token in enumerate(self.tokens):
+            check_length(token, id, where)
             # Some converters mark control strings such as <|this|> as user-defined.
             if token in self.always_control or (self.types[id] == USER_DEFINED and looks_control(token)):
                 self.types[id] = CONTROL
@@ -182,7 +184,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
         pieces = self._plain()
         # SentencePiece merges the neighbours whose union scores best; a merge list sorted by score does the same.
         merges = sorted(
-            (pair for piece in pieces for pair in splits(piece, pieces)),
+            all_splits(pieces, pieces, where),
             key=lambda pair: (-float(scores[pieces["".join(pair)]]), len(pair[0])),
         )
         self._backend = Backend(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ..checks import boolean, is_integer
@@ -21,6 +20,7 @@ from .common import (
     PRE,
     byte_level_bytes,
     byte_piece,
+    check_length,
     check_no_byte_lost,
     library_errors,
     looks_control,
@@ -28,6 +28,7 @@ from .common import (
     piece_bytes,
     stop_ids,
 )
+from .steps import check_steps, has, parts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -58,22 +59,6 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
     return source
 
 
-def parts(step: Any) -> Iterator[dict[str, Any]]:
-    """The single steps of a normalizer, pre-tokenizer, decoder or post-processor; sequences are flattened."""
-    if isinstance(step, dict):
-        lists = [step[name] for name in ("normalizers", "pretokenizers", "decoders", "processors") if name in step]
-        if lists:
-            for inner in lists[0]:
-                yield from parts(inner)
-        else:
-            yield step
-
-
-def has(step: Any, *types: str) -> bool:
-    """Whether a step of one of these types is among the parts."""
-    return any(part.get("type") in types for part in parts(step))
-
-
 def around_text(post_processor: Any) -> tuple[list[str], list[str]]:
     """The control strings that the file adds before and after a text."""
     for part in parts(post_processor):
@@ -84,52 +69,6 @@ def around_text(post_processor: Any) -> tuple[list[str], list[str]]:
             text = names.index(None)
             return [name for name in names[:text] if name], [name for name in names[text:] if name]
     return [], []
-
-
-def check_pattern(pattern: str, where: str) -> None:
-    """Raise TokenizerError on a regular expression that could need exponential or cubic time in the text's length.
-
-    Exponential time needs an unbounded repetition of a group that contains a repetition or an alternation, such as
-    (a+)+ or (a|a)*. Cubic time needs three repetitions in one alternative, such as \\s*\\s*\\s*x. The word patterns of
-    the LLaMA family have neither. A pattern that passes needs at most quadratic time.
-    """
-    open_groups, repeats, at = [False], [0], 0  # per group: whether it has a repetition or alternation; repetitions
-    ended = False  # whether the previous item was such a group
-    while at < len(pattern):
-        character, ended_before, ended = pattern[at], ended, False
-        endless = re.match(r"[*+]|\{\d*,\}|\{\d*,?\d{2,}\}", pattern[at:])
-        if character == "\\":
-            at += 1
-        elif character == "[":
-            depth = 0
-            while at < len(pattern):  # classes nest in Onigmo's syntax
-                depth += {"[": 1, "]": -1}.get(pattern[at], 0)
-                if depth == 0:
-                    break
-                at += 1 + (pattern[at] == "\\")
-        elif character == "(":
-            open_groups.append(False)
-            repeats.append(0)
-            at += pattern[at + 1 : at + 2] == "?"
-        elif character == ")" and len(open_groups) > 1:
-            ended = open_groups.pop()
-            repeats[-2:] = [sum(repeats[-2:])]
-            open_groups[-1] |= ended
-        elif character == "?":
-            open_groups[-1] = True
-        elif character == "|":
-            open_groups[-1], repeats[-1] = True, 0
-        elif endless:
-            at += endless.end() - 1
-            if pattern[at + 1 : at + 2] in ("?", "+"):  # lazy, possessive
-                at += 1
-            open_groups[-1], repeats[-1] = True, repeats[-1] + 1
-            if ended_before or repeats[-1] > 2:
-                raise TokenizerError(
-                    f"{where}: its regular expression {pattern[:60]!r} nests or chains repetitions, so matching some"
-                    f" texts could take forever; no LLaMA model needs that, fetch the file from the model's authors"
-                )
-        at += 1
 
 
 def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
@@ -149,6 +88,7 @@ def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
             raise TokenizerError(
                 f"{where}: token {token!r} has the id {id!r}, expected a string and an integer of at least 0"
             )
+        check_length(token, id, where)
         if ids.setdefault(token, id) != id:
             raise TokenizerError(f"{where}: token {token!r} has two ids, {ids[token]} and {id}; the file is damaged")
         if tokens.setdefault(id, token) != token:
@@ -156,6 +96,16 @@ def vocabulary(source: Mapping[str, Any], where: str) -> dict[str, int]:
     if not ids:
         raise TokenizerError(f"{where}: the vocabulary is empty")
     return ids
+
+
+def check_model(model: Mapping[str, Any], where: str) -> None:
+    """Raise TokenizerError for a model that the LLaMA family does not use."""
+    affixes = [key for key in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
+    if model.get("type", "BPE") not in ("BPE", "Unigram") or affixes:
+        raise TokenizerError(
+            f"{where}: its model is {model.get('type')!r:.40}{' with ' * bool(affixes)}{' and '.join(affixes)};"
+            f" expected BPE or Unigram without affixes, the models of the LLaMA family"
+        )
 
 
 def named(settings: Mapping[str, Any], key: str, ids: Mapping[str, int], where: str) -> str | None:
@@ -172,14 +122,13 @@ def named(settings: Mapping[str, Any], key: str, ids: Mapping[str, int], where: 
 
 def merges_without(removed: Set[str], model: Mapping[str, Any], ids: Mapping[str, int], where: str) -> Any:
     """The merges that neither use nor produce a removed token. Raises TokenizerError on a merge of unknown tokens."""
-    prefix = model.get("continuing_subword_prefix") or ""
     remaining = []
     for i, merge in enumerate(model["merges"]):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(token, str) for token in pair):
             raise TokenizerError(f"{where}: merge {i} is {merge!r}, expected two tokens")
         left, right = pair
-        union = left + right.removeprefix(prefix)
+        union = left + right
         if left not in ids or right not in ids or union not in ids:
             raise TokenizerError(
                 f"{where}: merge {i}, {left!r} + {right!r}, is not made of the vocabulary's tokens; the file is damaged"
@@ -202,7 +151,7 @@ def without_control(
     The token for unknown characters remains, under a name that no text can contain. So do the control tokens of a
     Unigram model, where the index in the list is the id.
     """
-    model = {**source["model"]}
+    model = {**source["model"], "type": source["model"].get("type", "BPE")}
     if "dropout" in model:
         model["dropout"] = None  # skips random merges, for training only
     removed = {token for token in (*control, unknown) if token is not None}
@@ -222,8 +171,8 @@ def without_control(
         name = {token: _hidden(token) for token in removed}
         model["vocab"] = [[name.get(piece, piece), score] for piece, score in model["vocab"]]
         added = [{**token, "content": name.get(token["content"], token["content"])} for token in added]
-    changes = {"model": model, "added_tokens": added, "post_processor": None, "padding": None, "truncation": None}
-    return {**source, **changes}
+    unused = dict.fromkeys(("post_processor", "decoder", "padding", "truncation"))
+    return {**source, "model": model, "added_tokens": added, **unused}
 
 
 def without_prefix(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,6 +209,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _build(self, source: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         where, model, decoder = self._where, source["model"], source.get("decoder")
+        check_steps(source, where)
         ids = vocabulary(source, where)
         self.n_vocab = max(ids.values()) + 1
         self.byte_level = has(decoder, "ByteLevel") or has(source.get("pre_tokenizer"), "ByteLevel")
@@ -269,14 +219,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{where}: its decoder is {types}; supported are those of the LLaMA family: ByteLevel, or Metaspace,"
                 f" ByteFallback and Replace of SentencePiece"
             )
-        for step in ("normalizer", "pre_tokenizer", "decoder"):
-            for part in parts(source.get(step)):
-                pattern = part.get("pattern")
-                if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
-                    check_pattern(pattern["Regex"], where)
-                if part.get("type") == "FixedLength" and not part.get("length"):
-                    raise TokenizerError(f"{where}: its {step} cuts words of length 0; the file is damaged")
-
+        check_model(model, where)
         self._added = {added["content"]: bool(added.get("special")) for added in source.get("added_tokens") or []}
         control = {token for token, special in self._added.items() if special or looks_control(token)}
         control |= CODE_LLAMA_CONTROL & (self._added.keys() if self.byte_level else ids.keys())

@@ -16,19 +16,21 @@ from .common import (
     CODE_LLAMA_CONTROL,
     PRE,
     byte_piece,
+    check_length,
     library_errors,
     looks_control,
     piece_bytes,
     stop_ids,
 )
+from .steps import LARGEST_GROWTH, charsmap_growth
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 # Fields of ModelProto, of SentencePiece and of NormalizerSpec; values of SentencePiece.type
-PIECE, TRAINER_SPEC, NORMALIZER_SPEC = 1, 2, 3
+PIECE, TRAINER_SPEC, NORMALIZER_SPEC, DENORMALIZER_SPEC = 1, 2, 3, 5
 TYPE = 3
-ADD_DUMMY_PREFIX = 3
+CHARSMAP, ADD_DUMMY_PREFIX = 2, 3
 CONTROL, USER_DEFINED = 3, 4
 
 # Wire types: an integer with 7 bits per byte, 8 bytes, a length and its bytes, 4 bytes
@@ -46,6 +48,8 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
     """The integer written at `at`, low bits first, and the offset after it."""
     value = shift = 0
     while data[at] & 0x80:
+        if shift == 63:
+            raise ValueError("an integer has more than 64 bits")
         value |= (data[at] & 0x7F) << shift
         at, shift = at + 1, shift + 7
     return value | data[at] << shift, at + 1
@@ -78,8 +82,10 @@ def read_fields(data: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
             value, at = read_varint(data, at)
         else:
             length = {FIXED64: 8, FIXED32: 4}.get(key & 7)
-            if length is None:
+            if key & 7 == BYTES:
                 length, at = read_varint(data, at)
+            if length is None or length > len(data) - at:  # the library skips groups by other rules than lengths
+                raise ValueError(f"field {key >> 3} has the wire type {key & 7} or reaches past the end")
             value, at = data[at : at + length], at + length
         yield key >> 3, value, data[start:at]
 
@@ -87,6 +93,19 @@ def read_fields(data: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
 def last_number(message: bytes, number: int, default: int) -> int:
     """The value of a numeric field; the last one counts if a message repeats it."""
     return next((v for n, v, _ in reversed(list(read_fields(message))) if n == number and isinstance(v, int)), default)
+
+
+def check_normalizer(spec: bytes, where: str) -> None:
+    """Raise TokenizerError if the replacements of a NormalizerSpec are damaged or lengthen a text too much.
+
+    The library matches them with bytes, up to four in a character.
+    """
+    for number, value, _ in read_fields(spec):
+        if number == CHARSMAP and isinstance(value, bytes) and value and 4 * charsmap_growth(value) > LARGEST_GROWTH:
+            raise TokenizerError(
+                f"{where}: its normalizer may write more than {LARGEST_GROWTH} characters for one character of a text;"
+                f" no LLaMA model needs that, fetch the file from the model's authors"
+            )
 
 
 def with_control(model: bytes, ids: set[int]) -> bytes:
@@ -116,7 +135,6 @@ class SentencePieceModelTokenizer(Tokenizer):
             self._build(data, where)
 
     def _build(self, data: bytes, where: str) -> None:
-        library = self._load(data)
         top = [(number, value) for number, value, _ in read_fields(data) if isinstance(value, bytes)]
         pieces = [value for number, value in top if number == PIECE]
         spec = b"".join(value for number, value in top if number == NORMALIZER_SPEC)
@@ -125,7 +143,13 @@ class SentencePieceModelTokenizer(Tokenizer):
                 f"{where}: the model ends after {len(pieces)} pieces, expected its trainer and normalizer settings"
                 f" after them; the file is cut off, fetch it again"
             )
+        for number, value in top:
+            if number in (NORMALIZER_SPEC, DENORMALIZER_SPEC):
+                check_normalizer(value, where)
+        library = self._load(data)
         self.n_vocab = len(pieces)
+        for id, piece in enumerate(pieces):
+            check_length(piece, id, where)
         self._pieces = [library.id_to_piece(id) for id in range(self.n_vocab)]
         disguised = {
             id
@@ -157,7 +181,9 @@ class SentencePieceModelTokenizer(Tokenizer):
         if self._library.is_control(id):
             return b""
         if self._library.is_unknown(id):
-            return self._library.decode([id]).encode()  # the model defines how an unknown character is shown
+            shown = self._library.decode([id])  # the model defines how an unknown character is shown
+            check_length(shown, id, self._where)
+            return shown.encode()
         byte = byte_piece(piece) if self._library.is_byte(id) else None
         return piece_bytes(piece) if byte is None else bytes([byte])
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import LLAMA3_WORDS, library_errors, stop_ids
+from .common import LLAMA3_WORDS, check_length, library_errors, stop_ids
 
 N_CONTROL = 256
 NAMED_CONTROL = (
@@ -80,6 +80,7 @@ def parse(data: bytes, where: str) -> list[bytes]:
                 f"{where}: line {rank + 1} repeats the token of line {rank_of[token] + 1}, {token[:40]!r};"
                 f" the file is damaged, fetch it again"
             )
+        check_length(token, rank, where)
         rank_of[token] = rank
     missing = [byte for byte in range(256) if bytes([byte]) not in rank_of]
     if missing:

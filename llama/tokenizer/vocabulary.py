@@ -16,10 +16,12 @@ from typing import Any
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import BYTE_OF, byte_piece, splits
+from .common import BYTE_OF, all_splits, byte_piece, splits
 from .gguf import BYTE, CONTROL, NORMAL, PRE, UNKNOWN, UNUSED, USER_DEFINED, ByteLevelTokenizer, GGUFTokenizer
-from .huggingface import HuggingFaceTokenizer, parse, parts
+from .huggingface import HuggingFaceTokenizer, parse
 from .sentencepiece import (
+    CHARSMAP,
+    DENORMALIZER_SPEC,
     NORMALIZER_SPEC,
     PIECE,
     TRAINER_SPEC,
@@ -28,6 +30,7 @@ from .sentencepiece import (
     last_number,
     read_fields,
 )
+from .steps import parts
 from .tiktoken import N_CONTROL, TiktokenTokenizer
 
 SPACE = "\u2581"
@@ -36,9 +39,8 @@ LLAMA3 = "llama-bpe"
 
 # Fields of SentencePiece, ModelProto, TrainerSpec and NormalizerSpec (google/sentencepiece, sentencepiece_model.proto)
 TEXT, SCORE = 1, 2
-DENORMALIZER_SPEC = 5
 MODEL_TYPE, WHITESPACE_AS_SUFFIX, BYTE_FALLBACK = 3, 24, 35
-CHARSMAP, REMOVE_EXTRA_WHITESPACES, ESCAPE_WHITESPACES = 2, 4, 5
+REMOVE_EXTRA_WHITESPACES, ESCAPE_WHITESPACES = 4, 5
 BPE = 2  # a value of MODEL_TYPE
 
 Pair = tuple[str, str]
@@ -135,11 +137,8 @@ def merges_of_ranks(tokens: Sequence[str]) -> list[Pair]:
     Pairs with the same union are sorted by their own ranks, as in the published file.
     """
     rank = {token: i for i, token in enumerate(tokens)}
-    return [
-        pair
-        for token in tokens
-        for pair in sorted(splits(token, rank), key=lambda pair: (rank[pair[0]], rank[pair[1]]))
-    ]
+    pairs = all_splits(tokens, rank, "the vocabulary")
+    return sorted(pairs, key=lambda pair: (rank["".join(pair)], rank[pair[0]], rank[pair[1]]))
 
 
 def from_tiktoken(tokenizer: TiktokenTokenizer) -> Vocabulary:
@@ -216,11 +215,9 @@ def from_huggingface(tokenizer: HuggingFaceTokenizer) -> Vocabulary:
     """The vocabulary of a tokenizer.json. Raises TokenizerError if the file needs what no other format has."""
     source = parse(tokenizer.data, "tokenizer.json")
     model = source["model"]
-    refused = [key for key in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
-    if model.get("type", "BPE") != "BPE" or refused:
+    if model.get("type", "BPE") != "BPE":
         raise TokenizerError(
-            f"the model of tokenizer.json is {model.get('type')} {' '.join(refused)}; expected BPE without affixes, the"
-            f" only model of the other formats"
+            f"the model of tokenizer.json is {model.get('type')}; expected BPE, the only model of the other formats"
         )
     added = {token["content"]: token for token in source.get("added_tokens") or []}
     for content, token in added.items():

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import BYTE_OF, EOT, byte_level_bytes, byte_piece, missing_bytes, splits, stop_ids
+from .common import BYTE_OF, EOT, all_splits, byte_level_bytes, byte_piece, missing_bytes, splits, stop_ids
 from .gguf import BYTE, CONTROL, NORMAL, PRE, UNKNOWN, UNUSED, USER_DEFINED, GGUFTokenizer
 from .huggingface import HuggingFaceTokenizer
 from .sentencepiece import (
@@ -147,7 +147,7 @@ def merges_of_scores(found: Vocabulary) -> list[Pair]:
     """The list of merges equivalent to SentencePiece's scores: the best union first."""
     pieces = {token: id for id, token in enumerate(found.tokens) if found.types[id] == NORMAL}
     by_score = sorted(pieces.items(), key=lambda item: (-found.scores[item[1]], item[1]))
-    return [pair for piece, _ in by_score for pair in splits(piece, pieces)]
+    return all_splits([piece for piece, _ in by_score], pieces, "the vocabulary")
 
 
 def _source(found: Vocabulary, merges: Sequence[Pair], model: dict[str, Any], **steps: Any) -> dict[str, Any]:

@@ -92,6 +92,8 @@ ROWS = {
     "E10": "NUL, a million blanks, ten megabytes, combining marks",
     "E11": "begin-of-text added by both template and tokenizer",
     "E12": "a model that generates an id the tokenizer lacks",
+    "E13": "a tokenizer that lengthens every text without bound",
+    "E14": "a file whose reading takes more than linear time",
     "F01": "the disk becomes full",
     "F02": "the disk is full from the start",
     "F03": "signals, including SIGKILL, at any time",

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
+import struct
 import time
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from llama import loader
 from llama.errors import TokenizerError
 from llama.text import Llama
 from llama.tokenizer import Tokenizer, open_tokenizer
 from llama.tokenizer.common import LLAMA3_WORDS
-from llama.tokenizer.huggingface import check_pattern
+from llama.tokenizer.gguf import from_metadata
+from llama.tokenizer.huggingface import HuggingFaceTokenizer
+from llama.tokenizer.patterns import check_pattern
+from llama.tokenizer.sentencepiece import SentencePieceModelTokenizer, write_field
+from llama.tokenizer.steps import NORMALIZERS, PRE_TOKENIZERS, charsmap_growth
 
 from .. import tiny
+from ..fuzz import tokenizer as fuzzed
 from ..scripts import make_tiny
 from .conftest import Try
 from .harness import cuts, flips
@@ -170,6 +179,13 @@ HARMLESS = [
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{M}]+(?i:'s|'t)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|\s*[\r\n]+",
+    # GPT-4o's, GPT-4's with possessive repetitions, digits in groups from the right
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\s+",
+    r"[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
+    r"\A▁(?=(?:\[REF\]|the▁cat)\z)",
+    " {2,}",
+    "(?i)abc",
     r"[一-龥぀-ゟ゠-ヿ]+",
     r"\p{N}{1,3}",
     "[0-9][0-9][0-9]",
@@ -198,11 +214,156 @@ def test_a_regex_that_could_run_forever_is_rejected(
     source[where] = {"type": "Sequence", steps: [*before, step]}
     replace(folder, "tokenizer.json", json.dumps(source).encode())
     prompt = "a" * 40 + "b"
-    if where == "normalizer" and pattern != HOSTILE[0]:
-        with pytest.raises(TokenizerError, match=r"tokenizer\.json: .* forever"):
+    if where == "normalizer" or pattern not in HOSTILE[:3]:
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*( forever|70,000 characters, expected at most)"):
             loader.load_tokenizer(folder)
         return
     attempt("generate", "--raw", prompt, *RUN, "-m", folder).refused("tokenizer.json", "forever", "fetch the file")
+
+
+@pytest.mark.row("E05")
+@pytest.mark.parametrize("pattern", [pattern for pattern in HARMLESS if "abc" not in pattern])
+def test_an_accepted_pattern_takes_bounded_time(pattern: str) -> None:
+    """The oracle is the library itself, on texts that almost match."""
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    for text in ("a", "1", " ", "\n ", "aA", "'", "é", "1 ", ".\n", "\u0301"):
+        started = time.thread_time()
+        split.pre_tokenize_str(text * 1000 + "\u3042")
+        assert time.thread_time() - started < 1
+
+
+# ---------------------------------------------------------------------------------------------- the length of a text
+def replace_step(old: str, new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+LONGER: dict[str, Any] = {
+    "twelve replacements": {"type": "Sequence", "normalizers": [replace_step("a", "a" * 10)] * 12},
+    "replacements of nothing": {"type": "Sequence", "normalizers": [replace_step("", "yy")] * 20},
+    "one long replacement": replace_step("a", "a" * 1000),
+    "a replacement of a pattern": {"type": "Replace", "pattern": {"Regex": "a"}, "content": "b" * 1000},
+    "a long prefix": {"type": "Prepend", "prepend": "▁" * 1000},
+    "compatibility forms": {"type": "Sequence", "normalizers": [{"type": "NFKC"}] * 3},
+    "sequences in sequences": {"type": "Sequence", "normalizers": [
+        {"type": "Sequence", "normalizers": [replace_step("a", "aa")] * 3}] * 3},
+}  # fmt: skip
+
+
+@pytest.mark.row("E13")
+@pytest.mark.parametrize("name", LONGER)
+def test_a_tokenizer_that_lengthens_texts_is_rejected(name: str) -> None:
+    source = {**json.loads(fuzzed.tokenizer_json()), "normalizer": LONGER[name]}
+    started = time.thread_time()
+    with pytest.raises(TokenizerError, match="may write more than 256 characters for one character of a text"):
+        HuggingFaceTokenizer(json.dumps(source).encode(), "tokenizer.json")
+    assert time.thread_time() - started < 1
+
+
+@pytest.mark.row("E13")
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"pattern": {"String": "a"}, "content": "a" * 1000},  # without a type, the library guesses it
+        {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True},
+        {"type": "ByteLevel"},
+        {**replace_step("a", "a" * 1000), "normalizers": []},  # not a sequence: the library reads the type
+        {"type": "Sequence", "normalizers": [replace_step("a", "a" * 1000)], "decoders": []},
+    ],
+)
+def test_steps_of_unknown_types_and_disguised_ones_are_rejected(step: dict[str, Any]) -> None:
+    source = {**json.loads(fuzzed.tokenizer_json()), "normalizer": step}
+    with pytest.raises(TokenizerError, match=r"has a step of the type|may write more than 256|must have one list"):
+        HuggingFaceTokenizer(json.dumps(source).encode(), "tokenizer.json")
+
+
+CHANGED = [
+    chr(code) for code in range(0x110000) if unicodedata.decomposition(chr(code)) or chr(code).lower() != chr(code)
+]
+
+
+@pytest.mark.row("E13")
+@pytest.mark.parametrize("name", ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "ByteLevel", "Metaspace"])
+def test_the_bound_of_a_step_holds_for_every_character(name: str) -> None:
+    """The oracle is the library, run on every character that has a decomposition or a lower case."""
+    if name in NORMALIZERS:
+        step, bound = getattr(normalizers, name)(), NORMALIZERS[name]({})
+        largest = max(len(step.normalize_str(character)) for character in CHANGED)
+    else:
+        step, bound = getattr(pre_tokenizers, name)(), PRE_TOKENIZERS[name]({})
+        largest = max(sum(len(word) for word, _ in step.pre_tokenize_str(one)) for one in (*CHANGED[::50], "😀", "é"))
+    assert largest <= bound
+    assert name in ("NFC", "Lowercase", "ByteLevel") or largest == bound
+
+
+def charsmap(units: dict[int, int], texts: bytes, size: int = 256) -> bytes:
+    """Return a table of replacements: units of its trie by position, the others 0."""
+    trie = [units.get(i, 0) for i in range(size)]
+    return struct.pack(f"<I{size}I", 4 * size, *trie) + texts
+
+
+# "a" -> "xyz": the root's offset is 1, so "a" is at 1 ^ 97 = 96; its offset is 3, so its value is at 96 ^ 3 = 99.
+TRIE = {0: 1 << 10, 96: 97 | 0x100 | 3 << 10, 99: 2**31 | 0}
+
+
+@pytest.mark.row("E13")
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\0\0\0", struct.pack("<I", 2**32 - 1) + bytes(64), struct.pack("<I", 1024) + bytes(100),
+        charsmap(TRIE, b"xyz"), charsmap(TRIE, b"xy\xff\0"), charsmap({**TRIE, 0: 2**31 - 1}, b"xyz\0"),
+        charsmap({**TRIE, 0: 2**31 | 1 << 20}, b"xyz\0"), charsmap({**TRIE, 99: 2**31 | 4}, b"xyz\0"),
+        charsmap({**TRIE, 99: 2**31 | 1}, "éyz\0".encode()), charsmap({**TRIE, 96: 97 | 0x100 | 1 << 18}, b"xyz\0"),
+    ],
+)  # fmt: skip
+def test_a_damaged_table_of_replacements_is_rejected(data: bytes) -> None:
+    """Its offsets lead outside the table, where the libraries read without a check."""
+    step = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+    source = {**json.loads(fuzzed.unigram_json()), "normalizer": step}
+    with pytest.raises(TokenizerError, match=r"tokenizer.json: .*its table of replacements \(charsmap\) is damaged"):
+        HuggingFaceTokenizer(json.dumps(source).encode(), "tokenizer.json")
+    model = make_tiny.sentencepiece_model(340)
+    if data:
+        with pytest.raises(TokenizerError, match=r"x: .*its table of replacements \(charsmap\) is damaged"):
+            open_model(model + write_field(3, write_field(2, data)))
+
+
+def open_model(data: bytes) -> Tokenizer:
+    return SentencePieceModelTokenizer(data, "x")
+
+
+@pytest.mark.row("E13")
+def test_a_table_of_replacements_is_measured() -> None:
+    """The oracle is the library: the bound of a table is the length of its longest replacement in characters."""
+    model = make_tiny.sentencepiece_model(340)
+    for text in ("xyz", "漢", "é" * 60):
+        data = charsmap(TRIE, text.encode() + b"\0")
+        assert charsmap_growth(data) == len(text)
+        tokenizer = open_model(model + write_field(3, write_field(2, data)))
+        assert tokenizer.decode(tokenizer.encode("abab")) == f"{text}b" * 2
+    with pytest.raises(TokenizerError, match="its normalizer may write more than 256 characters for one"):
+        open_model(model + write_field(3, write_field(2, charsmap(TRIE, b"x" * 70 + b"\0"))))
+
+
+@pytest.mark.row("E13")
+def test_what_the_library_reads_differently_is_rejected() -> None:
+    """A group of protobuf hides fields from a reader that takes it for bytes."""
+    model = make_tiny.sentencepiece_model(340)
+    hidden = write_field(3, write_field(2, charsmap(TRIE, b"x" * 70 + b"\0")))
+    group = bytes([9 << 3 | 3, 9 << 3 | 4]) + hidden
+    for data in (model + group, model + b"\x08" + b"\x80" * 11 + b"\0", model + b"\x0a\x7fa"):
+        with pytest.raises(TokenizerError, match="x: not a SentencePiece model"):
+            open_model(data)
+
+
+@pytest.mark.row("E13")
+def test_a_vocabulary_that_splits_in_many_ways_is_rejected() -> None:
+    """Each of n pieces of one letter is split in up to n ways, so memory would grow with the square of the file."""
+    metadata = fuzzed.pieces()
+    metadata["tokenizer.ggml.tokens"] += ["a" * length for length in range(1, 500)]
+    for name, value in (("scores", -1.0), ("token_type", 1)):
+        metadata[f"tokenizer.ggml.{name}"] += [value] * 499
+    with pytest.raises(TokenizerError, match=r"x: its .* tokens can be split into other tokens in more than 32 ways"):
+        from_metadata(metadata, "x")
 
 
 # --------------------------------------------------------------------------------------------------- vocabulary and ids

@@ -1,0 +1,177 @@
+"""The regular expressions of a tokenizer.json: which ones are accepted, decided without running them.
+
+The `tokenizers` library runs them with Onigmo, whose language can describe matching that takes exponential time. This
+file reads the part of the language that word patterns need, and refuses everything else: subexpression calls,
+backreferences, conditionals, absence operators, callouts, named and atomic groups, nested classes.
+Syntax: k-takata/Onigmo, doc/RE.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from ..errors import TokenizerError
+
+LONGEST = 2**16  # characters of a pattern; Llama 4's has 300
+DEEPEST = 50  # nested groups
+MOST_REPEATS = 1000  # of a bounded repetition
+MOST_PATHS = 1000  # ways through a pattern, in addition to one for each of its characters
+
+CLASS = re.compile(r"\[\^?(?:\\.|[^\[\]\\&]|&(?!&))+\]", re.DOTALL)
+ESCAPE = re.compile(r"\\(?:[dDwWsSbBAzZrntfv]|[pP]\{[^{}\\]*\}|x\{[0-9A-Fa-f]+\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|\W)")
+GROUP = re.compile(r"\((?:\?(?:(?P<look><?[=!])|[im]*(?:-[im]+)?:))?")
+FLAGS = re.compile(r"\(\?[im]+\)")
+REPEAT = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<mode>[?+]?)")
+SIGNS = {"*": (0, math.inf), "+": (1, math.inf), "?": (0, 1)}
+
+
+@dataclass
+class Item:
+    """A character, a class, an assertion, or a group with its alternatives; repeated from low to high times."""
+
+    group: list[list[Item]] | None = None
+    look: bool = False
+    low: float = 1
+    high: float = 1
+
+    @property
+    def fails(self) -> bool:
+        """Whether the item does not match every text."""
+        always = self.group is not None and not self.look and any(not any(i.fails for i in way) for way in self.group)
+        return self.low > 0 and not always
+
+    @property
+    def length(self) -> float:
+        """The number of characters and assertions, at most, of an item that matches in one way; else infinity."""
+        if self.low != self.high or (self.group is not None and len(self.group) > 1):
+            return math.inf
+        return self.low * (1 if self.group is None else sum(item.length for item in self.group[0]))
+
+
+def check_pattern(pattern: str, where: str) -> None:
+    """Raise TokenizerError unless matching takes at most quadratic time in the text's length.
+
+    At a position, matching tries every way through the pattern until one succeeds. The number of ways is at most
+    `paths` times the text's length to the power of `degree`. A repetition counts in the degree only if something after
+    it may fail, because a match that can't fail any more is not tried again. The degree may be 1, and there are as many
+    positions as characters.
+    """
+    items = Parser(pattern, where).read()
+    paths, degree = ways(items, False)
+    if degree > 1 or paths > MOST_PATHS + len(pattern):
+        raise unbounded(pattern, where)
+
+
+def ways(alternatives: list[list[Item]], fails_after: bool) -> tuple[float, int]:
+    """Paths and degree of a group. fails_after: whether something after the group may fail."""
+    total, largest = 0.0, 0
+    for way in alternatives:
+        paths, degree, fails = 1.0, 0, fails_after
+        for item in reversed(way):
+            if item.group is not None and item.high <= 1:
+                inner, more = ways(item.group, fails or item.look)
+                paths, degree = paths * (inner + (item.low == 0)), degree + more
+            elif fails and item.high == math.inf:
+                degree += 1
+            elif fails:
+                paths *= item.high - item.low + 1
+            fails |= item.fails
+        total, largest = total + paths, max(largest, degree)
+    return total, largest
+
+
+def unbounded(pattern: str, where: str) -> TokenizerError:
+    return TokenizerError(
+        f"{where}: its regular expression {pattern[:60]!r} nests or chains repetitions, so matching some texts could"
+        f" take forever; no LLaMA model needs that, fetch the file from the model's authors"
+    )
+
+
+class Parser:
+    """Reads a pattern into alternatives of items."""
+
+    def __init__(self, pattern: str, where: str):
+        self.pattern, self.where = pattern, where
+        if len(pattern) > LONGEST:
+            raise TokenizerError(
+                f"{where}: a regular expression has {len(pattern):,} characters, expected at most {LONGEST:,}; the file"
+                f" is damaged or forged, fetch it from the model's authors"
+            )
+
+    def refuse(self, at: int) -> TokenizerError:
+        return TokenizerError(
+            f"{self.where}: its regular expression {self.pattern[:60]!r} has {self.pattern[at : at + 12]!r} at"
+            f" character {at}, which no LLaMA model needs and whose matching may take forever; fetch the file from the"
+            f" model's authors"
+        )
+
+    def read(self) -> list[list[Item]]:
+        """The alternatives. What Onigmo refuses anyway, such as a missing parenthesis, is left to it."""
+        pattern = self.pattern
+        flags = FLAGS.match(pattern)
+        at = flags.end() if flags else 0
+        stack: list[tuple[list[list[Item]], bool]] = []  # the groups that contain the current one, and which look
+        current: list[list[Item]] = [[]]
+        while at < len(pattern):
+            character = pattern[at]
+            if character == "|":
+                current.append([])
+                at += 1
+                continue
+            if character == "(":
+                opened = GROUP.match(pattern, at)
+                if opened is None or pattern[opened.end() :][:1] in "?*" or len(stack) == DEEPEST:
+                    raise self.refuse(at)
+                stack.append((current, opened["look"] is not None))
+                current, at = [[]], opened.end()
+                continue
+            if character == ")" and stack:
+                group = current
+                current, look = stack.pop()
+                item, at = Item(group, look), at + 1
+            else:
+                item, at = Item(), self.single(at)
+            at = self.repeat(item, at)
+            current[-1].append(item)
+        while stack:
+            current = stack.pop()[0]
+        return current
+
+    def single(self, at: int) -> int:
+        """The position after a character, an escape or a class."""
+        character = self.pattern[at]
+        if character not in "[\\":
+            if character in "*+?{":
+                raise self.refuse(at)
+            return at + 1
+        found = (CLASS if character == "[" else ESCAPE).match(self.pattern, at)
+        inner = ESCAPE.sub("", found[0]) if found and character == "[" else ""
+        if found is None or "\\" in inner:
+            raise self.refuse(at)
+        return found.end()
+
+    def repeat(self, item: Item, at: int) -> int:
+        """Read how often an item is repeated; return the position after it."""
+        pattern = self.pattern
+        found = REPEAT.match(pattern, at)
+        if found is None:
+            return at
+        if found["sign"]:
+            item.low, item.high = SIGNS[found["sign"]]
+        else:
+            low, high = found["low"], found["high"]
+            item.low = float(low or 0)
+            item.high = float(high) if high else math.inf if found["comma"] else item.low
+            # Onigmo reads {1,3}+ as a repetition of a repetition, and {3}? as an optional one.
+            wrong = found["mode"] == "+" or (found["mode"] and not found["comma"]) or not (low or high)
+            if wrong or item.low > item.high or max(item.low, item.high if high else 0) > MOST_REPEATS:
+                raise self.refuse(at)
+        if item.look or pattern[found.end() : found.end() + 1] in tuple("*+?{"):
+            raise self.refuse(at)
+        if item.high > 1 and item.group is not None:
+            times = item.low if item.high == math.inf else item.high
+            if Item(item.group).length * max(times, 1) > MOST_REPEATS:
+                raise unbounded(pattern, self.where)
+        return found.end()
