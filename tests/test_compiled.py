@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from llama.generate import generate, prefill
 from llama.loader import load
 from llama.model import Transformer
 from llama.sampling import SamplingParams
+from llama.system.folders import keep, make_folder
 
 from . import tiny
 
@@ -156,3 +158,47 @@ def test_prompts_batches_and_given_positions_run_uncompiled(folder: Path) -> Non
         expected, got = (net(part, cache=cache) for net, cache in zip((eager, fast), caches, strict=True))
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)  # the same code
     torch.testing.assert_close(fast(tokens), eager(tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.row("I13")
+@pytest.mark.parametrize(("mode", "kept"), [(0o755, True), (0o777, False)])
+def test_code_is_compiled_in_a_folder_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, kept: bool
+) -> None:
+    folder, work = tmp_path / "inductor", tmp_path / "work"
+    folder.mkdir()
+    folder.chmod(mode)
+    work.mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    with compiled._inductor_cache(work):
+        used = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert (used == folder, used.parent == work) == (kept, not kept)
+
+
+@pytest.mark.row("I13")
+def test_a_kept_step_is_loaded_from_the_file_that_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is opened by its descriptor, so its path may stand for another file by then."""
+    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
+    net = model(rope="half")
+    name = compiled.fingerprint(net, compiled.shell(net.layers[0]), "model")
+    make_folder(tmp_path / "compiled")
+    (tmp_path / "x.pt2").write_bytes(b"content")
+    path = keep(tmp_path / "x.pt2", tmp_path / "compiled", name)
+    opened: list[bytes] = []
+
+    def loader(given: str, *args: object) -> object:
+        path.unlink()
+        opened.append(Path(given).read_bytes())
+        return None
+
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", loader)
+    compiled.load_step(net, compiled.shell(net.layers[0]), "model")
+    assert opened == [b"content"]
+
+
+def test_a_package_that_does_not_load_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiled, "build", lambda model, block, path, *rest: path.write_bytes(b"junk"))
+    with pytest.raises(UsageError, match=r"the compiled step can't be loaded here: .*leave --compile out"):
+        tiny.compiled(model())
+    assert list((tmp_path / "compiled").iterdir()) == []

@@ -20,6 +20,7 @@ from llama.engine.linears import TileLinear
 from llama.errors import UsageError
 from llama.quant.blocks import Blocks
 from llama.quant.tiles import pack
+from llama.system.folders import keep, make_folder
 
 from . import tiny
 from .forked import Forked
@@ -387,6 +388,7 @@ def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"CLEARLLAMA_KERNELS": "off"}, []),  # requested, so nothing is logged
         ({"CXX": "/bin/false"}, ["/bin/false could not build kernels.cpp: exit code 1"]),
+        ({"CXX": "/bin/true"}, ["/bin/true could not build kernels.cpp: exit code 0, but no file was written"]),
     ],
 )
 def test_without_kernels_the_results_are_right_and_one_line_is_logged(
@@ -421,7 +423,7 @@ def compiler(tmp_path: Path) -> tuple[str, Path]:
         pytest.skip("the C++ kernels can't be built here")
     calls, script = tmp_path / "calls", tmp_path / "compiler"
     script.write_text(
-        f'#!/bin/sh\necho call >> {calls}\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.3\ncp {kernels.build(form)} "$2"\n'
+        f'#!/bin/sh\necho call >> {calls}\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.3\ncp {kernels.built(form)} "$2"\n'
     )
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return str(script), calls
@@ -443,6 +445,54 @@ def test_threads_build_the_library_once(run: Python, tmp_path: Path, compiler: t
     assert calls.read_text().splitlines() == ["call"]
     [library] = (cache / "kernels").iterdir()
     assert library.suffix == ".so"
+
+
+JUNK = """
+from llama.engine import kernels
+assert not kernels.ready()
+"""
+
+
+@pytest.mark.row("I13")
+@needs_kernels
+@pytest.mark.parametrize(
+    ("writes", "message"),
+    [
+        (b': > "$2"', "file too short"),
+        (b'echo junk > "$2"', "file too short"),
+        (b'head -c 5000 /dev/zero > "$2"', "invalid ELF header"),
+        (b'cp LIBRARY "$2"', "lacks linear_blocks, quantize_to_tiles, linear_bf16, attend; is"),
+        (b"printf '\\377error \\300\\n' >&2; exit 1", "could not build kernels.cpp: \ufffderror \ufffd"),
+    ],
+    ids=["empty", "text", "zeros", "another library", "not UTF-8"],
+)
+def test_what_does_not_load_is_not_kept(run: Python, tmp_path: Path, writes: bytes, message: str) -> None:
+    script = tmp_path / "compiler"
+    other = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
+    writes = writes.replace(b"LIBRARY", os.fsencode(other))
+    script.write_bytes(b'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n' + writes)
+    script.chmod(0o755)
+    env = {"CLEARLLAMA_CACHE": str(tmp_path / "cache"), "CLEARLLAMA_KERNELS": "auto", "CXX": str(script)}
+    done = run(JUNK, **env)
+    [line] = done.stderr.decode().splitlines()
+    assert (done.returncode, message in line) == (0, True), line
+    assert list((tmp_path / "cache" / "kernels").iterdir()) == []
+
+
+@pytest.mark.row("I13")
+def test_a_kept_library_that_does_not_load_is_built_again(
+    run: Python, tmp_path: Path, compiler: tuple[str, Path]
+) -> None:
+    folder = tmp_path / "cache" / "kernels"
+    env = {"CLEARLLAMA_CACHE": str(tmp_path / "cache"), "CXX": compiler[0]}
+    code = "from llama.engine import kernels; print(kernels._location(kernels.pick_form())[1])"
+    make_folder(folder)
+    (tmp_path / "x.so").write_bytes(b"junk")
+    keep(tmp_path / "x.so", folder, run(code, **env).stdout.decode().strip())
+    done = run(READY, **env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    [library] = folder.iterdir()
+    assert library.stat().st_size > 10_000
 
 
 @pytest.mark.slow  # builds twice

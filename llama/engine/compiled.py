@@ -10,6 +10,7 @@ Prompts run uncompiled: their time goes into matrix products, which compiling do
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -19,6 +20,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +31,7 @@ from ..errors import UsageError
 from ..model import RMSNorm, Runner, Transformer, TransformerBlock
 from ..quant.tiles import TILE
 from ..rope import RotaryEmb
-from ..system.folders import cache_folder, keep, kept
-from ..system.temporary import own_temporary
+from ..system.folders import cache_folder, is_private, load_code
 from . import kernels
 from .linears import FEW_ROWS, BlockLinear, FewRowsLinear, TileLinear
 
@@ -193,27 +194,30 @@ def load_step(model: Transformer, block: nn.Module, cache_kind: str, rows: bool 
     rows  for a batch whose rows have their own positions, instead of one text
     """
     folder, name = cache_folder() / "compiled", fingerprint(model, block, cache_kind) + "-rows" * rows
-    target = kept(folder, name, ".pt2")
-    if target is None:
+
+    def make(path: Path) -> None:
         command = kernels.compiler()
         if model.norm.weight.device.type == "cpu" and (command is None or shutil.which(command.split()[0]) is None):
             cause = "none was found (c++, g++, clang++)" if command is None else f"{command} (CXX) does not run"
             raise UsageError(f"--compile requires a C++ compiler, but {cause}; install one, or leave --compile out")
         name_of_step = "the decoding step of batches" if rows else "the decoding step"
         LOG.info("clearllama: compiling %s; later runs reuse it", name_of_step)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with own_temporary(folder, ".build") as work:
-                made = work / "step.pt2"
-                build(model, block, made, cache_kind, rows)
-                target = keep(made, folder, name)
-        except OSError as error:
-            raise UsageError(
-                f"the compiled step can't be stored in {folder}: {error.strerror or error}; set CLEARLLAMA_CACHE to a"
-                " writable folder, or leave --compile out"
-            ) from error
-    # torch._inductor.aoti_load_package adds a layer that analyses the structure of the arguments at each call.
-    package = torch._C._aoti.AOTIModelPackageLoader(str(target), "model", False, 1, -1)
+        build(model, block, path, cache_kind, rows)
+
+    def load(path: str) -> Any:
+        # torch._inductor.aoti_load_package adds a layer that analyses the structure of the arguments at each call.
+        return torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+
+    try:
+        package = load_code(folder, name, ".pt2", make, load)
+    except OSError as error:
+        raise UsageError(
+            f"the compiled step can't be stored in {folder}: {error.strerror or error}; set CLEARLLAMA_CACHE to a"
+            " writable folder, or leave --compile out"
+        ) from error
+    except RuntimeError as error:
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise UsageError(f"the compiled step can't be loaded here: {first[0]}; leave --compile out") from error
 
     def step(arguments: list[Tensor]) -> Tensor:
         (y,) = package.boxed_run(arguments)
@@ -249,7 +253,7 @@ def build(model: Transformer, block: nn.Module, path: Path, cache_kind: str, row
     level = logging.getLogger("torch").level
     try:
         logging.getLogger("torch").setLevel(logging.ERROR)
-        with torch.no_grad(), warnings.catch_warnings():
+        with _inductor_cache(path.parent), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             arguments = (h, freqs_cis, mask, positions, buffers, weights)
             trace = torch.export.export(Trace(block, kind), arguments, dynamic_shapes=shapes, strict=False)
@@ -259,6 +263,17 @@ def build(model: Transformer, block: nn.Module, path: Path, cache_kind: str, row
         raise UsageError(f"the model can't be compiled here: {first[0]}; leave --compile out") from error
     finally:
         logging.getLogger("torch").setLevel(level)
+
+
+def _inductor_cache(work: Path) -> contextlib.AbstractContextManager[None]:
+    """The folder of Inductor's code while it compiles: its own, or a temporary one if another user could write to it.
+
+    Its own folder is in /tmp and has a known name, so another user may have made it first.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # importing Inductor takes a second
+    from torch._inductor.utils import fresh_cache
+
+    return contextlib.nullcontext() if is_private(Path(cache_dir())) else fresh_cache(dir=str(work))
 
 
 def fingerprint(model: Transformer, block: nn.Module, cache_kind: str) -> str:

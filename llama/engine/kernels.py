@@ -12,6 +12,7 @@ overrides the form: off, avx512, avx2 or plain.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import logging
@@ -28,8 +29,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..system.folders import cache_folder, keep, kept
-from ..system.temporary import own_temporary
+from ..system.folders import cache_folder, kept, load_code
 
 LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # it includes the headers in its folder
@@ -41,6 +41,7 @@ FORMS = {
     "avx2": "-mavx2 -mfma -mf16c",
     "plain": "-O1",
 }
+OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend")
 COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -shared -w"
 
 
@@ -76,7 +77,7 @@ def _load() -> bool:
             _warn(f"no kernels for this processor ({platform.machine()}, {platform.system()})")
         return False
     try:
-        torch.ops.load_library(str(build(form)))
+        load(form)
     except (OSError, RuntimeError, UsageError, subprocess.SubprocessError) as error:
         _warn(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         return False
@@ -110,27 +111,46 @@ def _flags(form: str) -> list[str]:
     return [*COMMON.split(), *FORMS[form].split()]
 
 
-def build(form: str) -> Path:
-    """The library for a form, compiled unless the cache folder has it. Raises OSError or RuntimeError on failure."""
-    if found := built(form):
-        return found
-    root, command = Path(torch.__file__).parent, compiler()
+@functools.cache
+def load(form: str) -> None:
+    """Load the library for a form, compiled unless the cache folder has it.
+
+    Raises OSError, RuntimeError, UsageError or SubprocessError on failure.
+    """
     folder, name = _location(form)
+    load_code(folder, name, ".so", functools.partial(_build, form), _load_library)
+
+
+def _build(form: str, library: Path) -> None:
+    """Compile the library for a form. Raises OSError, RuntimeError or SubprocessError on failure."""
+    root, command = Path(torch.__file__).parent, compiler()
     if command is None:
         raise RuntimeError("no C++ compiler found (c++, g++, clang++); install one, or set CXX to its command")
-    folder.mkdir(parents=True, exist_ok=True)
     if sys.stderr is not None and sys.stderr.isatty():
         LOG.info("clearllama: building the C++ kernels, which takes some seconds; later runs reuse them")
-    with own_temporary(folder, ".build") as work:
-        library = work / f"{name}.so"
-        arguments = [*command.split(), *_flags(form), f"-I{root / 'include'}", str(SOURCE), "-o", str(library)]
-        arguments += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode:
-            errors = (line for line in done.stderr.splitlines() if "error" in line)
-            reason = next(errors, f"exit code {done.returncode}")
-            raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")
-        return keep(library, folder, name)
+    arguments = [*command.split(), *_flags(form), f"-I{root / 'include'}", str(SOURCE), "-o", str(library)]
+    arguments += [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
+    done = subprocess.run(arguments, capture_output=True, timeout=300, check=False, text=True, errors="replace")
+    reason = ""
+    if done.returncode:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+    elif not library.is_file():
+        reason = "exit code 0, but no file was written"
+    if reason:
+        raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")
+
+
+def _load_library(path: str) -> None:
+    """Load a library, which registers the operators. Raises OSError if it does not.
+
+    torch.ops.load_library would resolve the path, and so load by a name that may now stand for another file.
+    """
+    try:
+        ctypes.CDLL(path)
+    except OSError as error:
+        raise OSError(f"the compiled library can't be loaded: {error}") from error
+    if missing := [name for name in OPERATORS if not hasattr(torch.ops.clearllama, name)]:
+        raise OSError(f"the compiled library lacks {', '.join(missing)}; is {compiler()} a C++ compiler?")
 
 
 def _warn(reason: str) -> None:

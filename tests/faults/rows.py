@@ -145,6 +145,8 @@ ROWS = {
     "I10": "no HOME, no network, a cache that is not writable",
     "I11": "python -O and -W error",
     "I12": "an extra that is not installed",
+    "I13": "code in the cache that another user could have written, or that does not load",
+    "I14": "a fork after the model has run",
     "J01": "more memory than there is",
     "J02": "an allocation that fails midway",
     "J03": "devices that do not exist",
@@ -196,6 +198,7 @@ SILENT = {
     "G23",
     "H05",
     "I02",
+    "I13",
     "J07",
     "K04",
 }
