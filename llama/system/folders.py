@@ -153,7 +153,7 @@ def _check_folders(folder: Path) -> None:
     for path in (*reversed(folder.parents), folder):  # from the root on: a later one is safe if the earlier ones are
         try:
             found = os.lstat(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         sticky = stat.S_ISDIR(found.st_mode) and bool(found.st_mode & stat.S_ISVTX) and path != folder
         if problem := _distrust(path, found, sticky):
