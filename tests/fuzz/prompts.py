@@ -80,10 +80,11 @@ class Harness(law.Harness):
 def resume(output: batch.Output, lines: list[bytes], path: Path, before: bytes) -> None:
     """Resume. Raises Finding if more than an incomplete last line was removed, or a refused file was changed."""
     try:
-        output.resume(lines, "prompts.jsonl")
+        kept = output.answers(lines, "prompts.jsonl")
     except LlamaError:
         if path.read_bytes() != before:
             raise law.Finding("a refused output file was changed") from None
         raise
+    output.truncate(kept.size)
     if path.read_bytes() != before[: before.rfind(b"\n") + 1]:
         raise law.Finding("more than the incomplete last line was removed")
