@@ -89,6 +89,12 @@ class Checkpoint(ABC):
         """A weight packed by tiles.pack and mapped, or None if it is not stored so. `blocks` has its format."""
         return None
 
+    def check_bytes(self, name: str) -> None:  # noqa: B027  (a format without one needs no method)
+        """Compare the bytes that `tensor` reads with a second description of them in the file, if there is one.
+
+        Raises CheckpointError if they differ: the file is damaged, or its two descriptions contradict each other.
+        """
+
     @abstractmethod
     def release(self, name: str) -> None:
         """Let the system free the mapped pages of a weight that was copied."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,18 @@ def size_of(path: Path) -> int:
         kind = next((kind for matches, kind in KINDS if matches(found.st_mode)), "not a regular file")
         raise CheckpointError(f"{path} is {kind}; expected a file, fetch it again")
     return found.st_size
+
+
+@contextlib.contextmanager
+def utf8_name(path: Path) -> Iterator[str]:
+    """A name of a file that is valid UTF-8, as libraries written in Rust require."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with open(path, "rb") as file:
+            yield f"/proc/self/fd/{file.fileno()}"
+    else:
+        yield str(path)
 
 
 KINDS = (

@@ -27,9 +27,10 @@ from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name, to_model_name
-from .documents import LARGEST, Fields, describe, read_json
+from .documents import LARGEST, Fields, describe, read_json, utf8_name
 from .meta import check_vocabulary
 from .safetensors_header import read_header
+from .write import raw_bytes
 
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -87,6 +88,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
+CHUNK = 2**20  # bytes that `check_bytes` compares at once
+
 
 def recognizes(folder: Path) -> bool:
     return folder.is_dir() and (folder / CONFIG).is_file()
@@ -134,6 +137,10 @@ class HuggingFaceCheckpoint(Checkpoint):
     def stored(self, name: str) -> str:
         file, source = self._sources[name]
         return file.dtypes[source]
+
+    def check_bytes(self, name: str) -> None:
+        file, source = self._sources[name]
+        file.check_bytes(source)
 
     def release(self, name: str) -> None:
         file, source = self._sources[name]
@@ -387,6 +394,10 @@ class WeightFile(ABC):
     def tensor(self, name: str) -> Tensor:
         """A tensor by the file's name for it, mapped."""
 
+    @abstractmethod
+    def check_bytes(self, name: str) -> None:
+        """As `Checkpoint.check_bytes`."""
+
     def nbytes(self, name: str) -> int:
         return math.prod(self.shapes[name]) * {"F32": 4, "U8": 1}.get(self.dtypes[name], 2)
 
@@ -404,7 +415,8 @@ class _Safetensors(WeightFile):
                 if start.startswith((torchfile.ZIP, torchfile.PICKLE)) and start[8:9] != b"{":
                     raise CheckpointError(f"{path} is a torch file, not a safetensors file; its extension is wrong")
             header = read_header(path)
-            self._file = safe_open(path, framework="pt")
+            with utf8_name(path) as name:
+                self._file = safe_open(name, framework="pt")
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
         except SafetensorError as error:
@@ -412,6 +424,7 @@ class _Safetensors(WeightFile):
                 f"{path}: the safetensors library reports it as damaged ({' '.join(str(error).split())[:160]}); fetch"
                 f" it again"
             ) from None
+        self._header = header
         self.metadata = header.metadata
         self.shapes = {name: entry.shape for name, entry in header.tensors.items()}
         self.dtypes = {name: entry.dtype for name, entry in header.tensors.items()}
@@ -419,6 +432,17 @@ class _Safetensors(WeightFile):
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
+
+    def check_bytes(self, name: str) -> None:
+        """Compare what the library reads with the bytes at the offsets of the header, as this package reads it."""
+        entry, read = self._header.tensors[name], raw_bytes(self.tensor(name))
+        with open(self.path, "rb") as file:
+            file.seek(self._header.start + entry.begin)
+            for at in range(0, entry.end - entry.begin, CHUNK):
+                if read[at : at + CHUNK].tobytes() != file.read(min(CHUNK, entry.end - entry.begin - at)):
+                    raise CheckpointError(
+                        f"{self.path}: {name} is not the bytes at its offsets; the file was changed in the meantime"
+                    )
 
 
 class _TorchFile(WeightFile):
@@ -433,6 +457,9 @@ class _TorchFile(WeightFile):
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def check_bytes(self, name: str) -> None:
+        torchfile.check_bytes(self._tensors, name, self.path)
 
 
 def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:

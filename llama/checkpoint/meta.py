@@ -139,6 +139,13 @@ class MetaCheckpoint(Checkpoint):
         dtype = self._stored(name).dtype
         return FLOATS.get(dtype) or QUANTIZED.get(dtype) or str(dtype).removeprefix("torch.")
 
+    def check_bytes(self, name: str) -> None:
+        source, _ = self._names[name]
+        for file, shard in zip(self.files, self.shards, strict=True):
+            for suffix in SUFFIXES:
+                if source + suffix in shard:
+                    torchfile.check_bytes(shard, source + suffix, file)
+
     def release(self, name: str) -> None:
         source, _ = self._names[name]
         for shard, mapped in zip(self.shards, self._mapped, strict=True):

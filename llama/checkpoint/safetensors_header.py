@@ -36,10 +36,11 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The tensors by name, and the entries of __metadata__."""
+    """The tensors by name, the entries of __metadata__, and the offset in the file at which the header ends."""
 
     tensors: dict[str, Entry]
     metadata: Mapping[str, str]
+    start: int
 
 
 def read_header(path: Path) -> Header:
@@ -73,7 +74,7 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{where}: a name contains half a character (a surrogate); {REMEDY}") from None
     tensors = {name: _entry(name, values, where) for name, values in document.items()}
     _check_cover(tensors, path, size - 8 - length)
-    return Header(tensors, metadata)
+    return Header(tensors, metadata, 8 + length)
 
 
 def _entry(name: str, values: Any, where: str) -> Entry:

@@ -13,6 +13,7 @@ import mmap
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import torch
@@ -31,7 +32,13 @@ ADDITIONS = {"version", "byteorder", ".format_version", ".storage_alignment", ".
 BIG_ENDIAN = "was written on a big-endian machine, which is not supported; save it again on one like this"
 
 
-def read_torch(path: Path) -> dict[str, Tensor]:
+class Tensors(dict[str, Tensor]):
+    """The tensors of a file by name. sums: the CRC-32 of the storage of each, 0 or missing if the file has none."""
+
+    sums: Mapping[str, int] = MappingProxyType({})
+
+
+def read_torch(path: Path) -> Tensors:
     """The tensors of a file by name. Raises CheckpointError if it holds anything but {str: dense CPU tensor}."""
     size = size_of(path)
     try:
@@ -52,6 +59,14 @@ def checksums(path: Path) -> tuple[int, ...]:
     return tuple(item.crc for name, item in records(path).items() if name.startswith("data/") and item.size)
 
 
+def check_bytes(tensors: Tensors, name: str, path: Path) -> None:
+    """Compare the storage of a tensor with its CRC-32. Raises CheckpointError if they differ."""
+    expected = tensors.sums.get(name)
+    values = torch.empty(0, dtype=torch.uint8).set_(tensors[name].untyped_storage())
+    if expected and zlib.crc32(values.numpy().data) != expected:
+        raise CheckpointError(f"{path}: the CRC-32 of {name} does not match; the file is damaged, fetch it again")
+
+
 def records(path: Path) -> dict[str, Record]:
     """The checked table of contents of an archive; empty for the legacy format."""
     with open(path, "rb") as file:
@@ -65,7 +80,7 @@ def is_archive(path: Path) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------- the formats
-def _read_archive(file: BinaryIO, path: Path, size: int) -> dict[str, Tensor]:
+def _read_archive(file: BinaryIO, path: Path, size: int) -> Tensors:
     """The tensors of an archive, mapped. Raises CheckpointError unless each storage has its own record."""
     found = read_records(file, path, size)
     pickle = found.get("data.pkl")
@@ -106,10 +121,12 @@ def _read_archive(file: BinaryIO, path: Path, size: int) -> dict[str, Tensor]:
         record = found[f"data/{key}"]
         return torch.frombuffer(mapped, dtype=dtype, count=record.size // dtype.itemsize, offset=record.start)
 
-    return {name: _tensor(described, values) for name, described in tensors.items()}
+    made = Tensors((name, _tensor(described, values)) for name, described in tensors.items())
+    made.sums = {name: found[f"data/{described.storage.key}"].crc for name, described in tensors.items()}
+    return made
 
 
-def _read_legacy(file: BinaryIO, path: Path, size: int) -> dict[str, Tensor]:
+def _read_legacy(file: BinaryIO, path: Path, size: int) -> Tensors:
     """The tensors of a file in torch's format before 1.6: five pickles, then the storages, each after its length."""
     file.seek(0)
     pickles = io.BytesIO(file.read(LARGEST_PICKLE))
@@ -135,7 +152,7 @@ def _read_legacy(file: BinaryIO, path: Path, size: int) -> dict[str, Tensor]:
             raise CheckpointError(f"{path}: the length of the storage {key!r:.80} is not that of its tensors; {REMEDY}")
         loaded[key] = torch.empty(storages[key].nbytes, dtype=torch.uint8)
         file.readinto(loaded[key].numpy())  # type: ignore[attr-defined]
-    return {name: _tensor(one, lambda key, dtype: loaded[key].view(dtype)) for name, one in tensors.items()}
+    return Tensors((name, _tensor(one, lambda key, dtype: loaded[key].view(dtype))) for name, one in tensors.items())
 
 
 def _described(value: object, path: Path) -> dict[str, Described]:

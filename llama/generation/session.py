@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..cache import KVCache, LayerCache
 from ..chat import check_messages
-from ..checkpoint.documents import parse_json
+from ..checkpoint.documents import parse_json, utf8_name
 from ..checkpoint.huggingface_write import Entry, write_safetensors
 from ..checkpoint.write import raw_bytes
 from ..engine.linears import describe_quantization
@@ -277,7 +277,8 @@ def open_session(path: Path) -> tuple[Any, dict[str, Any]]:
     try:
         with open(path, "rb") as bare:
             bare.read(1)  # raises the system's own error
-        file = safe_open(path, framework="pt")
+        with utf8_name(path) as name:
+            file = safe_open(name, framework="pt")
         metadata: Mapping[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None

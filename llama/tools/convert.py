@@ -1,7 +1,9 @@
 """Convert a checkpoint to another format, with one weight in memory at a time.
 
 The target appears in one step when it is complete. Before that, every weight is read back from the new files and
-compared with the source's, which proves the conversion.
+compared with the source's, which proves the conversion. A reader that misreads both would prove nothing, so the bytes
+behind each weight, source and target, are also compared with a second description: the CRC-32 of an archive's record,
+or the offsets in the header of a safetensors file, which another library reads. GGUF has no second description.
 """
 
 from __future__ import annotations
@@ -198,6 +200,7 @@ def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype]) -> Model
         while last:  # the writer no longer needs it
             checkpoint.release(last.pop())
         last.append(name)
+        checkpoint.check_bytes(name)
         tensor = stored(name)
         cast = tensor.to(dtypes[name])
         narrows = cast.dtype == torch.float16 != tensor.dtype  # the only cast that overflows in practice
@@ -260,6 +263,7 @@ def prove(
     total = hashlib.sha256()
     for done, name in enumerate(sorted(hashes)):
         progress("checking", done, len(hashes))
+        written.check_bytes(name)
         tensor, form = read(written, name)
         if tensor_hash(tensor) != hashes[name]:
             raise CheckpointError(f"{name} does not read back as it was written; the disk or this program is at fault")

@@ -8,4 +8,4 @@ Inputs of past findings are kept in found/NAME; the default tests try them again
 """
 
 # To add a harness, add a file with a class Harness to this folder, and its name here.
-NAMES = ("gguf", "config", "safetensors", "checklist", "tokenizer", "template", "prompts", "session")
+NAMES = ("gguf", "config", "safetensors", "torchfile", "checklist", "tokenizer", "template", "prompts", "session")

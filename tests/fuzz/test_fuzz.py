@@ -103,6 +103,7 @@ DEFECTS: dict[str, tuple[str, Any]] = {
         lambda self, key, default=None: self.values.get(key, default),
     ),
     "safetensors": ("llama.checkpoint.huggingface.read_json", unchecked("index")),
+    "torchfile": ("llama.checkpoint.torchfile._described", lambda value, path: value),
     "checklist": ("llama.tools.verify._is_plain", lambda name: True),
     "tokenizer": ("llama.tokenizer.sentencepiece.library_errors", lambda where, what: contextlib.nullcontext()),
     "template": ("llama.chat.template._rendered", _spelled),
