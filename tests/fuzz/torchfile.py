@@ -55,7 +55,7 @@ class Harness(law.Harness):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        params = {"dim": CONFIG.dim, "n_layers": 1, "n_heads": CONFIG.n_heads, "vocab_size": CONFIG.vocab_size}
+        params = {"dim": CONFIG.dim, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 8}
         (folder / "params.json").write_text(json.dumps(params))
         self.file = saved(STATE)
         with zipfile.ZipFile(io.BytesIO(self.file)) as archive:
