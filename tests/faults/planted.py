@@ -116,6 +116,8 @@ META: tuple[Defect, ...] = (
            "k.shape[2] < FEW_KEYS", "False"),
     Defect("A26", "a record may be shorter than its tensors", "llama/checkpoint/torchfile.py",
            "record is None or record.size != storage.nbytes:", "record is None:"),
+    Defect("A26", "a tensor begins 64 bytes before its record", "llama/checkpoint/torchfile.py",
+           "offset=record.start)", "offset=record.start - 64)"),
     Defect("A26", "of two records with one name, the last wins", "llama/checkpoint/torch_archive.py",
            'or ("there twice" if name in found else "")', ""),
 )  # fmt: skip

@@ -31,6 +31,7 @@ from llama.attention import reference
 from llama.checkpoint import open_checkpoint, torchfile
 from llama.engine.cpu_attention import pick_attention
 from llama.errors import LlamaError, NumericalError
+from llama.generation import session
 from llama.tools import convert
 from llama.weights import check_tensors
 
@@ -695,6 +696,24 @@ def test_paths_of_any_bytes_work_and_are_printable(meta: Path, tmp_path: Path, a
     assert attempt("generate", *RUN, "-m", folder).stdout == expected.stdout != b""
     (folder / FILE).write_bytes(b"")
     attempt("generate", *RUN, "-m", folder).refused(shown, FILE, "empty")
+
+
+@pytest.mark.row("A23")
+@pytest.mark.parametrize("to", ["hf", "gguf", "meta"])
+def test_every_format_is_written_and_read_in_a_folder_that_is_not_utf8(original: Path, tmp_path: Path, to: str) -> None:
+    """The libraries of safetensors and tokenizers accept only names in UTF-8."""
+    expected = convert.convert(original, tmp_path / "usual", to)
+    folder = tmp_path / os.fsdecode(b"\xff\xfe folder")
+    folder.mkdir()
+    proof = convert.convert(original, folder / "odd", to)
+    assert (proof.sha256, proof.warnings) == (expected.sha256, expected.warnings)
+    assert llama.load_tokenizer(folder / "odd").n_vocab == llama.load_tokenizer(original).n_vocab
+    model = llama.load_model(folder / "odd", dtype="float32", device="cpu")
+    kept = session.Session()
+    model(torch.tensor([[1, 2, 3]]), cache=kept.reuse(model, [1, 2, 3]))
+    kept.tokens, kept.busy = [1, 2, 3], False
+    kept.save(folder / "chat.session", model)
+    assert session.Session.load(folder / "chat.session", model).tokens == [1, 2, 3]
 
 
 @pytest.mark.row("A23")
