@@ -83,6 +83,7 @@ def ways(alternatives: list[list[Item]], fails_after: bool) -> tuple[float, int]
 
 
 def unbounded(pattern: str, where: str) -> TokenizerError:
+    """The error for a pattern whose matching takes too long."""
     return TokenizerError(
         f"{where}: its regular expression {pattern[:60]!r} nests or chains repetitions, so matching some texts could"
         f" take forever; no LLaMA model needs that, fetch the file from the model's authors"
@@ -101,6 +102,7 @@ class Parser:
             )
 
     def refuse(self, at: int) -> TokenizerError:
+        """The error for a construct that is not known."""
         return TokenizerError(
             f"{self.where}: its regular expression {self.pattern[:60]!r} has {self.pattern[at : at + 12]!r} at"
             f" character {at}, which no LLaMA model needs and whose matching may take forever; fetch the file from the"

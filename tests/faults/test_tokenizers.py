@@ -172,6 +172,15 @@ def test_a_piece_that_is_not_utf8(made: dict[str, Path], tmp_path: Path, attempt
 HOSTILE = [
     "(a+)+$", "(a|a)*$", "(a|ab)+?c", r"(?:\p{L}+\s?)*x", "((a*))*", "(?:a+){2,}b", "([a]|b+)+", "a*a*a*b",
     r"(\w+)++", "(a?){50}", "(a{1,50}){1,50}", r"(?i:(?:x+x+)+y)", "[[a]b]*[a]*[a]*x", r"(?:[^\]]+\])*(",
+    # calls, backreferences, conditions, absence, callouts, atomic groups, options that change the structure
+    r"(?<p>a\g<p>?\g<p>?)b", r"(a)\1", r"(?<n>a)\k<n>", r"(?(1)a|b)", "(?~ab)", "(*FAIL)", "(?>a+)", "a(?i)b|c",
+    r"\X*",
+    # many ways without an unbounded repetition
+    "(a|a)" * 30 + "b", "a?" * 30 + "b", "(?:(?:a|a){9}){9}b", "((a{99}){99}){99}",
+    # what Onigmo reads differently: a repetition of a repetition, the end of a class
+    "a{1,3}+b", "a{3}?", "a**", "[a[:" + "x" * 30 + ":](b+)+]", "[](a+)+]", "[a&&[b]](c+)+",
+    # cubic time, and a pattern that is too long
+    "a*a*b", "a*(?=b*c)", "a*(?!b*)", r"\s*\s*\s", "a" * 70_000,
 ]  # fmt: skip
 # Word patterns of the tokenizer.json files of the LLaMA family and related models.
 HARMLESS = [
