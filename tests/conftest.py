@@ -7,6 +7,7 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use all cores
     os.environ["OMP_NUM_THREADS"] = "1"
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,12 @@ from llama.text import Llama
 
 from . import tiny
 from .forked import Forked
+
+# nohup and shells without job control start programs with ignored signals. An ignored signal stays ignored in child
+# processes, whose reactions are tested; a signal with a handler gets its default there.
+for _number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda number, frame: None)
 
 torch.set_grad_enabled(False)
 hypothesis.settings.register_profile("clearllama", deadline=None)  # times vary on shared machines

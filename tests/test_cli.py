@@ -484,3 +484,28 @@ def test_an_answer_with_escape_codes_is_escaped_on_a_terminal_only(clearllama: R
     child.close()
     assert "\x1b" not in shown
     assert shown.strip() == "\\x1b" * 4
+
+
+def test_no_command_accepts_an_abbreviated_option(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [command.__name__.rpartition(".")[2] for command in cli.COMMANDS]
+    for command in ([name] for name in commands):
+        with pytest.raises(SystemExit) as ended:
+            cli.build_parser().parse_args([*command, "--hel"])
+        assert (ended.value.code, capsys.readouterr().out) == (2, ""), command
+    with pytest.raises(SystemExit) as ended:
+        cli.build_parser().parse_args(["--versio"])
+    assert ended.value.code == 2
+
+
+@pytest.mark.slow  # imports torch twice
+def test_the_tests_do_not_depend_on_inherited_ignored_signals() -> None:
+    """Under nohup, an ignored signal would be ignored in the commands under test, too."""
+    code = (
+        "import signal, subprocess, sys; numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP);"
+        " [signal.signal(number, signal.SIG_IGN) for number in numbers]; import tests.conftest;"
+        " child = 'import signal; print([int(signal.getsignal(n) is signal.SIG_IGN) for n in (1, 2, 15)])';"
+        " subprocess.run([sys.executable, '-c', child], check=True);"
+        " [signal.raise_signal(number) for number in numbers]; print('alive')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["[0, 0, 0]", "alive"]

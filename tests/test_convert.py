@@ -18,6 +18,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import llama
 from llama.checkpoint import open_checkpoint
@@ -429,3 +430,27 @@ def test_progress_is_reported(source: Path, tmp_path: Path) -> None:
     assert steps[-1] == ("checking", proof.tensors, proof.tensors)
     assert ("writing", proof.tensors, proof.tensors) in steps
     assert convert_module.WRITERS.keys() == {"meta", "hf", "gguf"}
+
+
+def test_each_matrix_keeps_its_dtype_and_vectors_get_the_widest_that_changes_no_value(tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    convert(tiny.write_gguf(tmp_path / "t.gguf"), source, "hf")
+    tensors = load_file(source / "model.safetensors")
+    narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    up = "model.layers.0.mlp.up_proj.weight"
+
+    def dtypes(mixed: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
+        save_file(mixed, source / "model.safetensors", {"format": "pt"})
+        return convert_module.plan_dtypes(open_checkpoint(source), dtype)
+
+    plan = dtypes({**narrow, up: tensors[up]})
+    matrices = {name for name in plan if "norm" not in name}
+    assert {name for name in matrices if plan[name] == torch.float32} == {"layers.0.feed_forward.w_up.weight"}
+    assert {plan[name] for name in matrices} == {torch.float32, torch.bfloat16}
+    assert {plan[name] for name in plan.keys() - matrices} == {torch.float32}  # the widest of the matrices
+    vectors = {name: tensor.float() for name, tensor in narrow.items() if tensor.dim() == 1}
+    assert set(dtypes({**narrow, **vectors}).values()) == {torch.bfloat16}  # changes no value
+    vectors["model.norm.weight"][3] += 2**-20
+    plan = dtypes({**narrow, **vectors})
+    assert {name for name in plan if plan[name] == torch.float32} == {"norm.weight"}
+    assert set(dtypes({**narrow, up: tensors[up]}, torch.float16).values()) == {torch.float16}

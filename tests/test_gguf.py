@@ -409,3 +409,10 @@ def test_reading_never_changes_the_file(tiny_gguf: Path, tmp_path: Path) -> None
     model = loader.load_model(path, dtype="float32", device="cpu")
     model.norm.weight.fill_(9)  # float32 weights are in the mapped file; a write goes to a private copy
     assert path.read_bytes() == tiny_gguf.read_bytes()
+
+
+def test_a_folder_may_hold_other_files_beside_a_gguf(tmp_path: Path) -> None:
+    tiny.write_gguf(tmp_path / "model.gguf")
+    for name in ("README.md", "a.txt", "zzz"):
+        (tmp_path / name).write_text("words")
+    assert set(open_checkpoint(tmp_path).shapes) == set(open_checkpoint(tmp_path / "model.gguf").shapes)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import llama
 from llama import loader
 from llama.checkpoint import open_checkpoint
-from llama.errors import LlamaError
+from llama.errors import CheckpointError, LlamaError
 from llama.generate import generate
 from llama.sampling import SamplingParams
 from llama.text import Session
@@ -549,3 +549,19 @@ def test_a_folder_that_contains_metas_is_read_as_hugging_faces(tmp_path: Path) -
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(LlamaError, match="name that folder"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("model-00001-of-00002.safetensors", (60).to_bytes(8, "little") + b'{"__metadata__": {}}'),
+        ("model-00001-of-00002.safetensors", (60).to_bytes(8, "little") + b'{ "x": {}}'),
+        ("pytorch_model-00001-of-00002.bin", b"PK\x03\x04" + bytes(60)),
+        ("model.safetensors.index.json", b'{"weight_map": {}}'),
+        ("config.json", b'\n  {"model_type": "llama"}'),
+    ],
+)
+def test_one_file_of_a_folder_is_refused_with_the_name_of_the_folder(tmp_path: Path, name: str, start: bytes) -> None:
+    (tmp_path / name).write_bytes(start)
+    with pytest.raises(CheckpointError, match=f"name the folder: {tmp_path}$"):
+        open_checkpoint(tmp_path / name)

@@ -17,12 +17,14 @@ import pytest
 import torch
 
 from llama import cli, loader
+from llama.checkpoint import open_checkpoint
 from llama.engine import compiled, kernels
 from llama.errors import CheckpointError, UsageError
 from llama.generation.session import Session
 from llama.hub import named
 from llama.model import Transformer
 from llama.tools.convert import convert
+from llama.weights import sample_hash
 
 from . import tiny
 
@@ -366,3 +368,21 @@ def test_a_converted_folder_is_never_completed_from_another_model(models: dict[s
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == {
         path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()
     }
+
+
+@pytest.mark.row("K04")
+def test_the_sample_hash_of_a_checkpoint_covers_every_norm_and_the_first_row_of_matrices(tmp_path: Path) -> None:
+    state = tiny.weights(tiny.CONFIG)
+
+    def hash_with(name: str, entry: tuple[int, ...]) -> str:
+        changed = {**state, name: state[name].clone()}
+        changed[name][entry] += 1
+        return sample_hash(open_checkpoint(tiny.write_gguf(tmp_path / "t.gguf", tiny.CONFIG, changed)))
+
+    plain = sample_hash(open_checkpoint(tiny.write_gguf(tmp_path / "t.gguf", tiny.CONFIG, state)))
+    assert plain == sample_hash(open_checkpoint(tiny.write_gguf(tmp_path / "u.gguf", tiny.CONFIG, state)))
+    noticed = [hash_with(name, (0,) * tensor.dim()) for name, tensor in state.items()]
+    noticed += [hash_with(name, (-1,)) for name, tensor in state.items() if tensor.dim() == 1]
+    noticed += [hash_with(name, (0, -1)) for name, tensor in state.items() if tensor.dim() == 2]
+    assert len({plain, *noticed}) == 1 + len(noticed)
+    assert hash_with("output.weight", (1, 0)) == plain  # the other rows are not read, as the docstring states

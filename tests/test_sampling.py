@@ -248,3 +248,25 @@ def test_nan_in_a_weight_is_reported_at_the_first_step() -> None:
     model.layers[0].feed_forward.w_up.weight[0, 0] = math.nan
     with pytest.raises(NumericalError, match="new token 1"):
         list(generate(model, [1, 2], SamplingParams()))
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (3, 3), (2, 3, 4)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.5}, {"temperature": 1.0, "top_k": 2},
+        {"temperature": 1.0, "top_p": 0.6}, {"temperature": 1.0, "min_p": 0.3},
+        {"temperature": 1.0, "repetition_penalty": 1.5},
+        {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_filters_treat_each_row_as_if_it_were_alone(shape: tuple[int, ...], options: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(shape, generator=generator) * torch.arange(1, shape[0] + 1).view(-1, *[1] * (len(shape) - 1))
+    seen = torch.randint(shape[-1], (*shape[:-1], 2), generator=generator)
+    params = SamplingParams(**options)
+    together = probs(logits, params, seen)
+    for row, alone, ids in zip(together.flatten(0, -2), logits.flatten(0, -2), seen.flatten(0, -2), strict=True):
+        torch.testing.assert_close(row, probs(alone, params, ids), rtol=0, atol=1e-7)
+    assert len(torch.unique(together.flatten(0, -2), dim=0)) > 1
