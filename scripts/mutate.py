@@ -7,7 +7,7 @@ The first run executes the default tests once under coverage, in child processes
 executes which line and how long it takes. Each mutant is then tested in a copy of the repository with the tests that
 execute the changed statement, until one fails twice. If none fails, or if no test executes the statement, the tests
 that execute any line of the file follow, those of test files that import the module first. A mutant that exceeds its
-time is caught. Tests that failed or were skipped while the map was made are not used.
+time is caught. Tests that fail or are skipped without a mutation are not used.
 
 Kinds of mutation: comparisons, constants, and/or, not, arithmetic, min/max and any/all, swapped arguments, dropped
 statements, returned values, negated conditions. A node's weight is 1 / sqrt(nodes of its kind), so each kind occurs.
@@ -333,14 +333,10 @@ class Lines:
 
 
 class Recorder:
-    """The pytest plugin that makes the map."""
-
-    def __init__(self) -> None:
-        self.folder = os.environ["CLEARLLAMA_MUTATE_LINES"]
-        self.lines: Lines = globals()["tracer"] or Lines(self.folder)
+    """The pytest plugin that writes each test's result, and its lines if this process records them."""
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.lines.flush()  # the lines of imports and collection belong to the test ""
+        self.flush()  # the lines of imports and collection belong to the test ""
         os.environ["CLEARLLAMA_MUTATE_TEST"] = nodeid
         self.reports: list[Any] = []
 
@@ -348,12 +344,17 @@ class Recorder:
         self.reports.append(report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.lines.flush()
+        self.flush()
         os.environ["CLEARLLAMA_MUTATE_TEST"] = ""
-        passed = all(report.passed for report in self.reports)
-        entry = {"test": nodeid, "seconds": sum(report.duration for report in self.reports), "passed": passed}
-        with open(f"{self.folder}/{os.getpid()}.jsonl", "a") as file:
+        outcomes = {report.outcome for report in self.reports}
+        outcome = next(kind for kind in ("failed", "skipped", "passed") if kind in outcomes)
+        entry = {"test": nodeid, "seconds": sum(report.duration for report in self.reports), "outcome": outcome}
+        with open(f"{os.environ['CLEARLLAMA_MUTATE_LINES']}/{os.getpid()}.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
+
+    def flush(self) -> None:
+        if tracer is not None:
+            tracer.flush()
 
 
 tracer: Lines | None = None
@@ -381,34 +382,43 @@ def hashes(root: Path) -> dict[str, str]:
 
 
 def make_map(target: Path, jobs: int, arguments: list[str]) -> None:
-    """Run the default tests once and write which test executes which line."""
+    """Run the default tests once and write which test executes which line.
+
+    Tests that fail run again without coverage, which makes some of them too slow.
+    """
+    tests: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[int, set[str]]] = collections.defaultdict(lambda: collections.defaultdict(set))
     with tempfile.TemporaryDirectory() as work:
-        copy, lines, site = (Path(work) / name for name in ("copy", "lines", "site"))
+        copy, site = Path(work) / "copy", Path(work) / "site"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*IGNORED))
-        lines.mkdir()
         site.mkdir()
         (site / "sitecustomize.py").write_text("import mutate\nmutate.trace()\n")
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (copy, site, copy / "scripts"))),
-            "CLEARLLAMA_MUTATE_ROOT": str(copy),
-            "CLEARLLAMA_MUTATE_LINES": str(lines),
-        }
-        command = ["-m", "pytest", "-q", "-p", "mutate", "-p", "no:cacheprovider", "-n", str(jobs), "-o", "timeout=900"]
-        subprocess.run([sys.executable, *command, *arguments], cwd=copy, env=env, check=False)
-        tests: dict[str, dict[str, Any]] = {}
-        found: dict[str, dict[int, set[str]]] = collections.defaultdict(lambda: collections.defaultdict(set))
-        for file in lines.iterdir():
-            for line in file.read_text().splitlines():
+
+        def run(name: str, paths: list[Path], options: list[str]) -> None:
+            lines = Path(work) / name
+            lines.mkdir()
+            env = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(map(str, paths)),
+                "CLEARLLAMA_MUTATE_ROOT": str(copy),
+                "CLEARLLAMA_MUTATE_LINES": str(lines),
+            }
+            command = ["-m", "pytest", "-q", "-p", "mutate", "-p", "no:cacheprovider", "-o", "timeout=900", *options]
+            subprocess.run([sys.executable, *command], cwd=copy, env=env, check=False)
+            for text in (line for file in lines.iterdir() for line in file.read_text().splitlines()):
                 try:
-                    entry = json.loads(line)
+                    entry = json.loads(text)
                 except ValueError:  # a test limits the size of its child's files
                     continue
                 if "seconds" in entry:
-                    tests[entry["test"]] = {"seconds": entry["seconds"], "passed": entry["passed"]}
-                for name, numbers in entry.get("lines", {}).items():
+                    tests[entry["test"]] = entry
+                for file, numbers in entry.get("lines", {}).items():
                     for number in numbers:
-                        found[name][number].add(entry["test"])
+                        found[file][number].add(entry["test"])
+
+        run("lines", [copy, site, copy / "scripts"], ["-n", str(jobs), *arguments])
+        if failed := [test for test, entry in tests.items() if entry["outcome"] == "failed"]:
+            run("again", [copy, copy / "scripts"], ["-n", "1", *failed])
         if not tests:
             raise SystemExit("no test ran: see the output of pytest above")
         index = {test: number for number, test in enumerate(tests)}
@@ -440,7 +450,11 @@ class Map:
         texts = {test.partition("::")[0]: "" for test in tests}
         texts = {name: (ROOT / name).read_text() for name in texts}
         return cls(
-            list(tests), [x["seconds"] for x in tests.values()], [x["passed"] for x in tests.values()], lines, texts
+            list(tests),
+            [x["seconds"] for x in tests.values()],
+            [x["outcome"] == "passed" for x in tests.values()],
+            lines,
+            texts,
         )
 
     def batches(self, mutant: Mutant, limit: float) -> Iterator[tuple[list[str], float]]:
