@@ -20,6 +20,7 @@ LOCAL, CENTRAL = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I")
 END, LOCATOR, END64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI"), struct.Struct("<4sQ2H2I4Q")
 ENCRYPTED, SIZES_FOLLOW = 0x2041, 0x8  # bits of a record's flags
 MOST_16, MOST_32 = 2**16 - 1, 2**32 - 1  # mean that the value is in a field of 64 bits elsewhere
+NEWEST = 45  # the version of the format (4.5) with numbers of 64 bits
 MOST_RECORDS, LARGEST_TABLE = 2**15, 2**23  # a model of 405B parameters has 1,200 records in 0.1 million bytes
 
 
@@ -119,11 +120,11 @@ def _find_table(file: BinaryIO, size: int) -> tuple[int, int, int]:
 def _entries(table: bytes, count: int) -> Iterator[_Entry]:
     at = 0
     for _ in range(count):
-        sign, _, _, flags, method, _, _, crc, packed, size, n_name, n_extra, n_comment, disk, _, mode, offset = (
+        sign, _, need, flags, method, _, _, crc, packed, size, n_name, n_extra, n_comment, disk, _, mode, offset = (
             CENTRAL.unpack_from(table, at)
         )
         name, end = at + CENTRAL.size, at + CENTRAL.size + n_name + n_extra + n_comment
-        if sign != b"PK\x01\x02" or disk or end > len(table):
+        if sign != b"PK\x01\x02" or need > NEWEST or disk or end > len(table):
             raise ValueError("a wrong entry")
         wide = [value == MOST_32 for value in (size, packed, offset)]
         if any(wide):

@@ -192,7 +192,7 @@ def _storages(tensors: Mapping[str, Described], path: Path) -> dict[str, Storage
 def _tensor(described: Described, values: Callable[[str, torch.dtype], Tensor]) -> Tensor:
     """The tensor that a description means. values: all values of a storage in a dtype, by its key."""
     if 0 in described.shape:
-        return torch.empty(described.shape, dtype=described.dtype)
+        return torch.empty(0, dtype=described.dtype).as_strided(described.shape, described.strides)
     return values(described.storage.key, described.dtype).as_strided(
         described.shape, described.strides, described.offset
     )
