@@ -344,6 +344,7 @@ CHANGES: dict[str, tuple[Callable[[Records], object], str]] = {
     "link": (marked(create_system=3, external_attr=0o120777 << 16), "a link"),
     "device": (marked(create_system=3, external_attr=0o060777 << 16), "a link, a folder or a device"),
     "compressed": (marked(compress_type=zipfile.ZIP_DEFLATED), "compressed"),
+    "later format": (marked(extract_version=150), "a wrong entry"),
     "stranger": (added("data/x", b"1"), "'data/x', which belongs to no tensor"),
     "program": (added("code/__torch__.py"), "'code/__torch__.py', which belongs to no tensor"),
     "folder": (added("data/"), "a link, a folder or a device"),
