@@ -25,6 +25,8 @@ __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
 BATCH_SIZE = 16  # answers in progress at once
 
+MOST_STOPS, LONGEST_STOP = 256, 1000  # characters
+
 
 class Llama:
     """A model and its tokenizer, created by `llama.load`.
@@ -271,6 +273,11 @@ def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
     if not isinstance(stop, str | Sequence | None):
         raise UsageError(f"stop must be a string or a list of strings, got {stop!r:.80}")
     stops = [stop] if isinstance(stop, str) else list(stop or ())
+    if len(stops) > MOST_STOPS or any(isinstance(text, str) and len(text) > LONGEST_STOP for text in stops):
+        raise UsageError(
+            f"expected at most {MOST_STOPS} stop strings of at most {LONGEST_STOP} characters, since each new token is"
+            f" compared with all of them; got {len(stops)}, the longest with {max(map(len, stops))}"
+        )
     for text in stops:
         if not isinstance(text, str) or not text:
             raise UsageError(f"a stop string must be a non-empty string, got {text!r}")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import shutil
+import struct
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -416,3 +419,27 @@ def test_a_folder_may_hold_other_files_beside_a_gguf(tmp_path: Path) -> None:
     for name in ("README.md", "a.txt", "zzz"):
         (tmp_path / name).write_text("words")
     assert set(open_checkpoint(tmp_path).shapes) == set(open_checkpoint(tmp_path / "model.gguf").shapes)
+
+
+def test_a_header_is_limited_before_it_is_read(tmp_path: Path) -> None:
+    """Files with holes: a few kilobytes on disk that claim millions of strings, entries or bytes."""
+
+    def sparse(name: str, start: bytes, size: int) -> Path:
+        path = tmp_path / name
+        path.write_bytes(start)
+        os.truncate(path, size)
+        return path
+
+    head = b"GGUF" + struct.pack("<I", 3)
+    key = struct.pack("<Q", 1) + b"x"
+    strings = head + struct.pack("<QQ", 0, 1) + key + struct.pack("<IIQ", 9, 8, 10**8)
+    numbers = head + struct.pack("<QQ", 0, 1) + key + struct.pack("<IIQ", 9, 4, 10**9)
+    entries = head + struct.pack("<QQ", 10**6, 1)
+    cases = {"strings": (strings, "2,097,152 strings"), "numbers": (numbers, "at most 134,217,728"),
+             "entries": (entries, "more than any LLaMA")}  # fmt: skip
+    for name, (start, words) in cases.items():
+        path = sparse(f"{name}.gguf", start, 2**33)
+        used = time.process_time()
+        with pytest.raises(CheckpointError, match=words):
+            open_checkpoint(path)
+        assert time.process_time() - used < 0.5

@@ -145,7 +145,7 @@ def test_the_kernel_quantizes_like_the_definition(name: str) -> None:
     for weights in (make() for make in WEIGHTS.values()):
         for w in (weights, weights.bfloat16(), weights.half(), weights[:33, :131], weights.T[:50]):
             shape = tuple(w.shape)
-            found = QuantizedWeight.from_float(lambda rows, w=w: w[rows], shape, scheme).tiles()
+            found = kernels.quantize_to_tiles(w, rounding.clips_of(scheme), *scheme)
             ours, theirs = (unpack(tiles, *shape, *scheme) for tiles in (found, pack(quantize(w, scheme))))
             if not all(a is None or torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True)):
                 # two ranges have the same error, up to the order of summation
@@ -167,6 +167,28 @@ def test_a_weight_that_cannot_be_quantized_is_an_error(name: str, wrong: float) 
         quantize(w, SCHEMES[name].format)
     with pytest.raises(CheckpointError, match="not finite, or too large for 16-bit scales"):
         QuantizedWeight.from_float(lambda rows: w[rows], (20, 70), SCHEMES[name].format).tiles()
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-sym", "int8-row", "int4", "int4-sym"])
+@pytest.mark.parametrize("exponent", [-10, -20, -30])
+def test_a_weight_is_quantized_well_or_refused(name: str, exponent: int) -> None:
+    """A float16 scale of a tiny weight has few bits or none. One row of usual size makes the others negligible."""
+    small, usual, format = normal(64, 96) * 2.0**exponent, normal(64, 96), SCHEMES[name].format
+
+    def quantized(weight: Tensor, form: str) -> QuantizedWeight:
+        made = QuantizedWeight.from_float(lambda rows: weight[rows], (len(weight), 96), format)
+        getattr(made, form)()
+        return made
+
+    good = distance(quantized(usual, "tiles").blocks().weight, usual)
+    for form in ("tiles", "blocks"):
+        quantized(torch.zeros(64, 96), form)
+        quantized(torch.cat([small, usual]), form)
+        if format.group and exponent < -10:
+            with pytest.raises(CheckpointError, match="too small for 16-bit scales"):
+                quantized(small, form)
+        else:
+            assert distance(quantized(small, form).blocks().weight, small) < 1.1 * good
 
 
 def test_an_unknown_scheme_is_an_error_that_lists_the_known_ones() -> None:

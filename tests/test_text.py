@@ -235,3 +235,9 @@ def test_options_of_another_type_are_usage_errors(tiny_llm: Llama) -> None:
             tiny_llm.generate("a", **options)
     with pytest.raises(UsageError, match="a model must be a path or a name, got 3"):
         loader.load(3)  # type: ignore[arg-type]
+
+
+def test_stop_strings_are_limited_since_each_token_is_compared_with_them(tiny_llm: Llama) -> None:
+    for stop in (["x" * 1001], ["x"] * 257):
+        with pytest.raises(UsageError, match="at most 256 stop strings of at most 1000 characters"):
+            tiny_llm.generate("a", max_new_tokens=1, stop=stop)

@@ -128,11 +128,16 @@ class Header:
     tensors: dict[str, TensorInfo]
 
 
+# Limits of a header. Those of Llama 3 have 10 MB and 410,000 strings, and 405B has 1,138 tensors.
+LARGEST_HEADER, MOST_STRINGS, MOST_ENTRIES = 2**27, 2**21, 2**15
+
+
 class _Reader:
-    """A cursor over bytes. Reading past their end raises CheckpointError."""
+    """A cursor over bytes. Reading past their end, or past the limits of a header, raises CheckpointError."""
 
     def __init__(self, data: mmap.mmap | bytes, where: str):
         self.data, self.where, self.at, self.size = data, where, 0, len(data)
+        self.strings_left = MOST_STRINGS
 
     def fail(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -143,6 +148,8 @@ class _Reader:
         """Skip `count` bytes, which must exist, and return the position of the first."""
         if count > self.size - self.at:
             raise self.fail(f"{what} needs {count} bytes, {self.size - self.at} are left")
+        if self.at + count > LARGEST_HEADER:
+            raise self.fail(f"{what} ends after {self.at + count:,} bytes, and a header has at most {LARGEST_HEADER:,}")
         start = self.at
         self.at += count
         return start
@@ -161,7 +168,10 @@ class _Reader:
 
     def strings(self, count: int, what: str) -> list[str]:
         """`string` repeated `count` times, in a fast loop: a vocabulary has 100,000 strings."""
-        data, at, size = self.data, self.at, self.size
+        self.strings_left -= count
+        if self.strings_left < 0:
+            raise self.fail(f"with {what}, the header claims more than {MOST_STRINGS:,} strings")
+        data, at, size = self.data, self.at, min(self.size, LARGEST_HEADER)
         out: list[str] = []
         from_bytes = int.from_bytes
         try:
@@ -213,6 +223,10 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
     # A tensor's entry takes at least 32 bytes and a metadata entry 13.
     if 32 * n_tensors + 13 * n_metadata > reader.size - reader.at:
         raise reader.fail(f"the header claims {n_tensors} tensors and {n_metadata} metadata entries, more than fit")
+    if max(n_tensors, n_metadata) > MOST_ENTRIES:
+        raise reader.fail(
+            f"the header claims {n_tensors} tensors and {n_metadata} metadata entries, more than any LLaMA"
+        )
 
     metadata: dict[str, Any] = {}
     for i in range(n_metadata):

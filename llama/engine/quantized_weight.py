@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..quant.blocks import BlockFormat, Blocks
-from ..quant.rounding import check_scales, clips_of, quantize
+from ..quant.rounding import check_range, check_scales, clips_of, quantize
 from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
 
@@ -28,6 +28,7 @@ class QuantizedWeight:
     format: BlockFormat
     rows: Callable[[slice], Blocks]
     tiles: Callable[[], Tensor]
+    is_zero: Callable[[], bool] = lambda: True  # whether a weight that is being quantized has only zeros
 
     @classmethod
     def from_float(
@@ -38,17 +39,26 @@ class QuantizedWeight:
         def rows(part: slice) -> Blocks:
             return quantize(read(part), format)
 
+        def is_zero() -> bool:
+            return not any(bool(read(part).any()) for part in _pieces(shape))
+
         def tiles() -> Tensor:
             if not kernels.ready():
                 return pack_rows(rows, shape)
+            scale = offset = 0.0
             out = torch.empty(-(-shape[0] // TILE), tile_bytes(shape[1], *format), dtype=torch.uint8)
             for part in _pieces(shape):
                 packed = kernels.quantize_to_tiles(read(part), clips_of(format), *format)
-                check_scales(scales_of(packed, shape[1], *format))
+                scales = scales_of(packed, shape[1], *format)  # (tiles, groups, 1 or 2, 16)
+                check_scales(scales)
+                scale = max(scale, float(scales[:, :, 0].max()))
+                offset = max(offset, float(scales[:, :, 1:].abs().amax()) if format.offset else 0.0)
                 out[part.start // TILE : -(-part.stop // TILE)] = packed
+            if format.group:
+                check_range(scale, offset, is_zero)
             return out
 
-        return cls(shape, format, rows, tiles)
+        return cls(shape, format, rows, tiles, is_zero)
 
     @classmethod
     def from_file(
@@ -62,6 +72,9 @@ class QuantizedWeight:
         """All rows, unpacked."""
         parts = [self.rows(part) for part in _pieces(self.shape)]
         offsets = [part.offset for part in parts if part.offset is not None]
+        if self.format.group:
+            scale = max(float(part.scale.max()) for part in parts)
+            check_range(scale, max((float(offset.abs().max()) for offset in offsets), default=0.0), self.is_zero)
         return Blocks(
             torch.cat([part.quants for part in parts]),
             torch.cat([part.scale for part in parts]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -91,4 +93,21 @@ def check_scales(*scales: Tensor) -> None:
         raise CheckpointError(
             "a weight is not finite, or too large for 16-bit scales, and can't be quantized; download the file again"
             " (clearllama verify --tensors checks every weight), or load it without --quantize"
+        )
+
+
+# Below these, the next float16 differs by more than 3 %, so the range of a group is missed by as much.
+SMALLEST_SCALE, SMALLEST_OFFSET = 2.0**-20, 2.0**-14
+
+
+def check_range(scale: float, offset: float, is_zero: Callable[[], bool]) -> None:
+    """Raise CheckpointError if 16-bit scales are too coarse for a weight that is not zero.
+
+    scale, offset  the largest absolute values of the weight's groups. Single groups may be small: next to the others,
+    their error does not matter.
+    """
+    if scale < SMALLEST_SCALE and offset < SMALLEST_OFFSET and not is_zero():
+        raise CheckpointError(
+            "all entries of a weight are too small for 16-bit scales, so quantizing it would destroy it; use"
+            " --quantize int8-row, whose scales have 32 bits, or load it without --quantize"
         )

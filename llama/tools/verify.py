@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from ..checkpoint import Checkpoint, gguf, huggingface, meta, open_checkpoint, torchfile
-from ..checkpoint.documents import read_json, size_of
+from ..checkpoint.documents import LARGEST, LARGEST_TOKENIZER, read_json, size_of
 from ..checkpoint.safetensors_header import read_header
 from ..errors import CheckpointError, LlamaError, TokenizerError, UsageError, one_line
 from ..hub import named as hub
@@ -295,7 +295,8 @@ UNCHECKED = "not verified: the file was written without checksums"
 
 def check_document(file: Path, root: Path) -> Finding:
     """Check that a JSON file can be read."""
-    return _outcome("json", file, root, lambda: f"{len(read_json(file)):,} entries")
+    largest = LARGEST_TOKENIZER if file.name in ("tokenizer.json", "vocab.json") else LARGEST
+    return _outcome("json", file, root, lambda: f"{len(read_json(file, largest)):,} entries")
 
 
 # -------------------------------------------------------------------------------------------- published checksums
