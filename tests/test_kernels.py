@@ -287,6 +287,24 @@ def test_a_nonfinite_value_reaches_every_query_that_sees_it() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_a_nonfinite_query_or_key_does_not_reach_the_queries_that_do_not_see_it(d: int) -> None:
+    """Several queries are computed at once if D is 64 or 128."""
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        q, k, v = heads(1, 3, 1, 5, 40, d)
+        expected = kernels.attend(q, k, v, causal(5, 40))
+        k[0, 0, 38, d - 1] = wrong  # the last two tokens see it
+        y = kernels.attend(q, k, v, causal(5, 40))
+        assert torch.equal(y[:, :, :3], expected[:, :, :3])
+        q, k, v = heads(1, 3, 1, 5, 40, d)
+        q[0, 1, 2, 0] = wrong
+        y = kernels.attend(q, k, v, causal(5, 40))
+        assert bool(y[0, 1, 2].isnan().all())
+        y[0, 1, 2] = expected[0, 1, 2]
+        assert torch.equal(y, expected)
+
+
+@needs_kernels
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 30.0])
 def test_scores_of_any_magnitude(factor: float) -> None:
     q, k, v = heads(1, 2, 2, 4, 300, 64)

@@ -229,7 +229,7 @@ void attend_queries(const Piece<C>& p, int64_t first) {
     float weights[QUERIES][CHUNK];
     f32x16 top[QUERIES];
     for (int r = 0; r < QUERIES; r++) top[r] = f32x16{} - INFINITY;
-    i32x16 lane, odd{};  // odd: lanes with a NaN, or with -inf, which finite numbers can't produce
+    i32x16 lane, odd[QUERIES] = {};  // odd: lanes with a NaN, or with -inf, which finite numbers can't produce
     for (int i = 0; i < 16; i++) lane[i] = i;
     for (int64_t s = 0; s < p.n; s += 16) {
         const int64_t count = std::min<int64_t>(16, p.n - s);
@@ -250,16 +250,15 @@ void attend_queries(const Piece<C>& p, int64_t first) {
                 visible &= __builtin_convertvector(mask, i32x16) != 0;
             }
             const f32x16 w = visible ? scores[r] * scale : f32x16{} - INFINITY;
-            odd |= visible & ~(w > -INFINITY);
+            odd[r] |= visible & ~(w > -INFINITY);
             top[r] = w > top[r] ? w : top[r];
             std::memcpy(weights[r] + s, &w, 64);
         }
     }
-    bool nan = false;
-    for (int i = 0; i < 16; i++) nan |= odd[i] != 0;
     for (int r = 0; r < QUERIES; r++) {
         float most = -INFINITY;
-        for (int i = 0; i < 16; i++) most = std::max(most, top[r][i]);
+        bool nan = false;
+        for (int i = 0; i < 16; i++) most = std::max(most, top[r][i]), nan |= odd[r][i] != 0;
         f32x16 total{};
         for (int64_t s = 0; s < p.n; s += 16) {
             f32x16 e = most == -INFINITY ? f32x16{} : exp_of(load<f32x16>(weights[r] + s) - most), scale = f32x16{} + 1.0f;
@@ -321,7 +320,7 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
             }
             int64_t n = std::min(CHUNK, S - first);
             while (n > 0 && nobody_sees(seen, n - 1)) n--;  // slots after the last visible key are empty
-            float* part = &parts[unit * R * width];
+            float* part = parts.data() + unit * R * width;
             const int64_t scale_at = (b * KV + head) * (k_scale ? k_scale->stride(1) : 0) + first;
             const auto* k_at = k_data + b * k.stride(0) + head * k.stride(1) + first * k.stride(2);
             const auto* v_at = v_data + b * v.stride(0) + head * v.stride(1) + first * v.stride(2);
@@ -332,7 +331,7 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
     auto* out = (T*)y.mutable_data_ptr();
     for (int64_t row = 0; row < B * KV * R; row++) {
         const int64_t r = row % R;
-        const float* part = &parts[row / R * pieces * R * width];
+        const float* part = parts.data() + row / R * pieces * R * width;
         float top = -INFINITY, total = 0, sums[WIDEST] = {};
         for (int64_t p = 0; p < pieces; p++) top = std::max(top, part[p * R * width + R * D + r]);
         for (int64_t p = 0; p < pieces && top > -INFINITY; p++) {

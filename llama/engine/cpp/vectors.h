@@ -99,7 +99,8 @@ struct Largest {
     }
 };
 
-inline i32x16 to_integers(f32x16 x) {  // round to nearest even, for |x| < 2^22
+inline i32x16 to_integers(f32x16 x) {  // round to nearest even, for |x| < 2^22; NaN becomes 0, since sums of the result must not overflow
+    x = x == x ? x : f32x16{};
     return __builtin_convertvector((x + 12582912.0f) - 12582912.0f, i32x16);  // adding 1.5 * 2^23 rounds to an integer
 }
 

@@ -1,0 +1,145 @@
+"""The C++ kernels under sanitizers: no access outside a tensor, no undefined behaviour, no race between threads.
+
+The compiler instruments the kernels only; torch and OpenMP stay as they are. These tests take a minute each and are
+slow; a default test requires them to be repeated whenever a C++ file changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama.engine import kernels
+
+# Run `pytest -m slow tests/test_sanitized.py`; if it passes, put the new hash here.
+CHECKED = "592bde2fc8c01a8b863fe878bf65e9f5fc98efe2f799d73e334d2484d673608e"
+ROOT = Path(__file__).parents[1]
+SUPPORTED = {"avx512": "_is_avx512_bf16_supported", "avx2": "_is_avx2_supported", "plain": ""}
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from llama.engine import kernels
+kernels.SOURCE = Path(sys.argv[1])
+torch.set_grad_enabled(False)
+"""
+EDGES = "from tests import kernel_edges; kernel_edges.main()"
+# Each thread uses one OpenMP thread: GNU's OpenMP is not instrumented, so its barriers would not be seen.
+THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+from tests import kernel_edges
+assert kernels.ready()
+with ThreadPoolExecutor(2) as pool:
+    for check in kernel_edges.CHECKS:
+        list(pool.map(lambda i: check(), range(2)))
+"""
+# file, a part of it, and the defect in its place
+DEFECTS = {
+    "a key beyond the last": ("attention.h", "(s + std::min(j, count - 1)) * p.k_stride;\n            prefetch", "(s + j) * p.k_stride;\n            prefetch"),
+    "x beyond its end": ("blocks.h", "n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x", "x"),
+    "weights beyond the end": ("bfloat16.h", "k + 32 * SUMS <= K", "k < K"),
+    "a tile beyond its end": ("rounding.h", "(N + ROWS - 1) / ROWS, tile_bytes}", "(N + ROWS - 1) / ROWS, tile_bytes - 1}"),
+    "a sum that overflows": ("blocks.h", "start[g] = -zero * sum_of(total);", "start[g] = (1 << 28) * -zero * sum_of(total);"),
+}  # fmt: skip
+
+
+def library(name: str) -> str:
+    """The path of one of the compiler's runtime libraries; the test is skipped if it has none."""
+    found = subprocess.run(
+        ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not os.path.isabs(found):
+        pytest.skip(f"g++ has no {name}")
+    return found
+
+
+def run(form: str, flags: str, libraries: list[str], code: str, work: Path, source: Path, **env: str):
+    """Build the kernels with sanitizers, and run code in a process with them."""
+    if form != "plain" and not getattr(torch.cpu, SUPPORTED[form])():
+        pytest.skip(f"this processor has no {form}")
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    preload = " ".join(map(library, [*libraries, "libstdc++.so"]))
+    compiler = work / "compiler"
+    compiler.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec g++ "$@" -O1 -g1 -fno-omit-frame-pointer {flags}\n')
+    compiler.chmod(0o755)
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CLEARLLAMA_CACHE": str(work / "cache"),
+        "CLEARLLAMA_KERNELS": form,
+        "CXX": str(compiler),
+        "OMP_NUM_THREADS": "1",
+        "LD_PRELOAD": preload,
+        **env,
+    }
+    command = [sys.executable, "-c", SCRIPT + code, str(source)]
+    if "thread" in flags and shutil.which("setarch"):  # its memory map does not allow every random address
+        command = ["setarch", "-R", *command]
+    return subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False, timeout=590)
+
+
+def edges(form: str, work: Path, source: Path = kernels.SOURCE) -> subprocess.CompletedProcess[str]:
+    return run(
+        form,
+        "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
+        ["libasan.so", "libubsan.so"],
+        EDGES,
+        work,
+        source,
+        ASAN_OPTIONS="detect_leaks=0",
+    )
+
+
+def test_the_sanitizers_have_seen_these_sources() -> None:
+    found = hashlib.sha256(kernels.sources().encode()).hexdigest()
+    assert found == CHECKED, (
+        "the C++ files have changed; run pytest -m slow tests/test_sanitized.py, then update CHECKED"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", SUPPORTED)
+def test_no_operator_leaves_its_tensors_or_the_rules_of_the_language(form: str, tmp_path: Path) -> None:
+    done = edges(form, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_is_found(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "cpp"
+    shutil.copytree(kernels.SOURCE.parent, folder)
+    file, old, new = DEFECTS[name]
+    text = (folder / file).read_text()
+    assert text.count(old) == 1
+    (folder / file).write_text(text.replace(old, new))
+    done = edges("plain", tmp_path, folder / kernels.SOURCE.name)
+    assert done.returncode != 0
+    assert "AddressSanitizer" in done.stderr or "runtime error" in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("shared", [False, True], ids=["as it is", "with a shared buffer"])
+def test_threads_that_share_weights_do_not_race(shared: bool, tmp_path: Path) -> None:
+    """A buffer that all threads share is reported as a race, so the test would notice one."""
+    folder = tmp_path / "cpp"
+    shutil.copytree(kernels.SOURCE.parent, folder)
+    if shared:
+        file, old = folder / "blocks.h", "    std::vector<int8_t> q(M * padded);\n"
+        assert file.read_text().count(old) == 1
+        file.write_text(file.read_text().replace(old, "    static int8_t q[1 << 20];\n"))
+    done = run("plain", "-fsanitize=thread", ["libtsan.so"], THREADS, tmp_path, folder / "kernels.cpp",
+               TSAN_OPTIONS="ignore_noninstrumented_modules=1 report_signal_unsafe=0")  # fmt: skip
+    assert ("data race" in done.stderr) == shared, done.stderr[-3000:]
+    assert shared or done.returncode == 0, done.stderr[-3000:]
