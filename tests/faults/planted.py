@@ -507,6 +507,10 @@ FOLDERS: tuple[Defect, ...] = (
     Defect("I13", "a library without the operators is accepted", "llama/engine/kernels.py",
            "if missing := [name for name in OPERATORS if not hasattr(torch.ops.clearllama, name)]:",
            "if missing := []:"),
+    Defect("I13", "a lock follows a link", "llama/system/temporary.py",
+           ' | getattr(os, "O_NOFOLLOW", 0), 0o666)', ", 0o666)"),
+    Defect("I13", "pip is looked for in the current folder", "llama/hub/named.py",
+           'sys.executable, "-P", ', "sys.executable, "),
     Defect("I13", "Inductor's cache may belong to anybody", "llama/engine/compiled.py",
            "contextlib.nullcontext() if is_private(Path(cache_dir())) else", "contextlib.nullcontext() if True else"),
 )  # fmt: skip
