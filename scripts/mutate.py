@@ -73,6 +73,7 @@ SPEAKS = (
     "TypeAdapter",
     "namedtuple",
 )
+SLOW = "tests/test_triton_kernels.py"  # Triton's interpreter: a quarter of the time, for a file that is not mutated
 BATCHES = (4.0, 30.0, 120.0, math.inf)  # seconds of tests per process, cheapest first
 IGNORED = (".git", ".*_cache", "__pycache__", "*.egg-info", ".venv", ".hypothesis", "build", "dist")
 PR_SET_CHILD_SUBREAPER = 36
@@ -416,7 +417,7 @@ def make_map(target: Path, jobs: int, arguments: list[str]) -> None:
                     for number in numbers:
                         found[file][number].add(entry["test"])
 
-        run("lines", [copy, site, copy / "scripts"], ["-n", str(jobs), *arguments])
+        run("lines", [copy, site, copy / "scripts"], ["-n", str(jobs), f"--ignore={SLOW}", *arguments])
         if failed := [test for test, entry in tests.items() if entry["outcome"] == "failed"]:
             run("again", [copy, copy / "scripts"], ["-n", "1", *failed])
         if not tests:
