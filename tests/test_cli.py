@@ -341,7 +341,7 @@ def test_bench_json_has_the_documented_keys(clearllama: Run, tiny_gguf: Path) ->
 # ------------------------------------------------------------------------------------------------------------ chat
 def test_chat_reads_turns_from_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
-    lines = f"hello\nthe\n/save {saved}\n/save {saved}\n/clear\n/what\n/exit\nnever read\n"
+    lines = f"hello\nthe\n/save {saved}\n/save {saved}\n/clear\n/what\n/help\n/exit\nnever read\n"
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", "--seed", "1", stdin=lines.encode(), cwd=tmp_path)
     assert result.returncode == 0
     messages = json.loads(saved.read_text())
@@ -351,6 +351,7 @@ def test_chat_reads_turns_from_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path
     assert f"wrote 4 messages to {saved}" in stderr
     assert "already exists" in stderr
     assert "unknown command /what" in stderr
+    assert "unknown command /help" not in stderr
     assert [p.name for p in tmp_path.iterdir()] == ["talk.json"]
 
 

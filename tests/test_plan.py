@@ -329,6 +329,15 @@ def test_tensor_parallelism_fills_a_host_and_a_pipeline_connects_hosts() -> None
     assert plan.pick_split(B405, 16, H100, None, 4).tensor == 4
 
 
+def test_the_nearest_numbers_that_can_be_split_are_named() -> None:
+    for heads, layers, count in ((7, 1, 4), (7, 1, 2), (6, 1, 5), (4, 2, 7), (8, 4, 5)):
+        config = replace(B405, n_heads=heads, n_kv_heads=heads, hidden_dim=heads * 64, n_layers=layers)
+        valid = [n for n in range(1, 2 * count + 1) if plan.splits(config, n)]
+        nearest = sorted(sorted(valid, key=lambda n: abs(n - count))[:4])
+        with pytest.raises(UsageError, match=f"numbers that can be split: {', '.join(map(str, nearest))}$"):
+            plan.pick_split(config, count, H100, None, None)
+
+
 @pytest.mark.parametrize("name", official())
 def test_every_split_divides_heads_and_layers_evenly(name: str) -> None:
     config = official()[name]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 
 from llama.cli import main
@@ -108,6 +109,22 @@ def test_figure_data_are_means_over_tokens() -> None:
     profile = [np.mean([weights[n + d, n] for n in range(1, 40 - d)]) for d in range(39)]
     np.testing.assert_allclose(found, profile, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(table["y"][mine & (table["panel"] == "share")], norms / norms.sum(), rtol=1e-5)
+
+
+def test_the_curves_are_the_rows_of_their_panel() -> None:
+    table = heads.data(length=24)
+    canvas = Figure()
+    heads.draw(table, canvas)
+    for axes, panel, shift in zip(canvas.axes, ("attention", "share"), (1, 0), strict=True):
+        drawn = [np.stack(line.get_data()) for line in axes.lines]
+        mine = table["panel"] == panel
+        for layer in range(int(table["layer"].max()) + 1):
+            of_layer = mine & (table["layer"] == layer)
+            curves = [of_layer & (table["head"] == head) for head in range(int(table["head"].max()) + 1)]
+            expected = [np.stack((table["x"][one] + shift, table["y"][one])) for one in curves]
+            expected.append(np.mean(expected, axis=0))  # the mean over heads
+            for curve in expected:
+                assert any(len(one.T) == len(curve.T) and np.allclose(one, curve) for one in drawn)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "csv", "json"])
