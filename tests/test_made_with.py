@@ -293,6 +293,45 @@ def test_a_session_is_continued_only_with_the_model_that_it_was_made_with(
         assert Session.load(tmp_path / "s", load(model, options)).tokens == session.tokens
 
 
+@pytest.mark.row("F09")
+def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Also before it is saved: a session saved with another model would carry the keys of the first."""
+    llm = loader.load(models["plain"], dtype="float32", device="cpu")
+    session = Session()
+    first = [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)]
+    session.save(tmp_path / "s", llm.model)
+    fresh, loaded = Session(), Session.load(tmp_path / "s", llm.model)
+    list(llm.stream("hello", session=fresh, max_new_tokens=2))
+    fresh.forget()  # the cache stays in memory
+    before = (tmp_path / "s").read_bytes()
+    for name, (model, options) in {**SESSION, "an equal model": ("plain", {})}.items():
+        other = loader.load(models[model], **{"dtype": "float32", "device": "cpu", **options})
+        for used in (session, loaded, fresh):
+            with pytest.raises(UsageError, match="this session holds keys of another model.*; create a session for"):
+                pytest.fail(f"{name}: {list(other.stream('hello', session=used, max_new_tokens=2))}")
+        with pytest.raises(UsageError, match="this session holds keys of another model"):
+            pytest.fail(f"{name}: {session.save(tmp_path / 's', other.model)}")
+        assert not session.busy
+    assert (tmp_path / "s").read_bytes() == before
+    assert [piece.text for piece in llm.stream("hello", session=session, max_new_tokens=2)] == first
+
+
+@pytest.mark.row("F09")
+def test_a_session_notices_that_the_settings_of_its_model_were_changed(models: dict[str, Path]) -> None:
+    llm = loader.load(models["plain"], dtype="float32", device="cpu")
+    session = Session()
+    list(llm.stream("hello", session=session, max_new_tokens=2))
+    llm.model.runner.cache_kind = "int8"
+    with pytest.raises(UsageError, match="another model, with kv_cache model and not int8; create a session"):
+        list(llm.stream("hello", session=session, max_new_tokens=2))
+    llm.model.runner.cache_kind = "model"
+    llm.model.bfloat16()
+    with pytest.raises(UsageError, match="another model, with dtype float32 and not bfloat16; create a session"):
+        list(llm.stream("hello", session=session, max_new_tokens=2))
+
+
 # ----------------------------------------------------------------------------------------------------------- the cache
 def test_the_name_of_a_kernel_library_contains_all_that_it_is_built_from(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

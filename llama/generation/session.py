@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ ACQUIRING = Lock()  # makes the check and the reservation of a session one step,
 class Session:
     """One conversation's KV cache and its ids: of a prompt with the same prefix, only the new part is computed.
 
+    A session belongs to the first model that uses it; another model, or the model under other settings, is refused.
+
     messages  the messages of a chat; they are for the caller, and are saved with the session
     """
 
@@ -52,11 +55,12 @@ class Session:
     tokens: list[int] = field(default_factory=list)
     busy: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
+    _owner: tuple[ref[Transformer], dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def reuse(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
         """The cache, trimmed to the prefix it shares with `prompt`, without the prompt's last token.
 
-        Raises UsageError while another stream uses the session.
+        Raises UsageError while another stream uses the session, and if the session belongs to another model.
         """
         with ACQUIRING:
             self._check_idle()
@@ -69,7 +73,8 @@ class Session:
 
     def _share(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
         if self.cache is None:
-            self.cache = model.new_cache()
+            self.cache, self._owner = model.new_cache(), None
+        self._bind(model)
         # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
         shared = 0 if model.rope.by_length else shared_prefix(self.tokens, prompt)
         self.cache.trim(shared)
@@ -98,8 +103,8 @@ class Session:
     def save(self, path: str | os.PathLike[str], model: Transformer) -> int:
         """Write the session to a file atomically, replacing an older session; return the size in bytes.
 
-        Raises UsageError if there is nothing to save or `path` is another file (check_target, check_model),
-        CheckpointError if the file can't be written; an existing file is then unchanged.
+        Raises UsageError if there is nothing to save, `path` is another file (check_target, check_model), or the
+        session belongs to another model, CheckpointError if the file can't be written; an existing file is then unchanged.
         """
         target = Path(path)
         self._check_idle()
@@ -107,6 +112,7 @@ class Session:
         check_target(target)
         if self.cache is None or not self.tokens:
             raise UsageError(f"{target}: the session holds no tokens yet, so there is nothing to save")
+        self._bind(model)
         count = len(self.tokens)
         entries = {"tokens": _entry(torch.tensor(self.tokens), count)}
         for name, layer, i in _buffers(self.cache):
@@ -163,7 +169,27 @@ class Session:
         if digest.hexdigest() != about["sha256"]:
             raise CheckpointError(f"{source} is damaged: its checksum does not match; save the session again")
         cache.commit()
-        return cls(cache, ids.tolist(), messages=_messages(source, about["messages"]))
+        session = cls(cache, ids.tolist(), messages=_messages(source, about["messages"]))
+        session._bind(model)
+        return session
+
+    def _bind(self, model: Transformer) -> None:
+        """Make this model the owner of the cached keys. Raises UsageError if they are another model's.
+
+        The settings are compared too, since those of a loaded model can be changed.
+        """
+        settings = _traits(model)
+        if self._owner is None:
+            self._owner = ref(model), settings
+            return
+        owner, theirs = self._owner
+        if owner() is model and theirs == settings:
+            return
+        other = [key for key in sorted(settings.keys() | theirs.keys()) if theirs.get(key) != settings.get(key)]
+        named = ", ".join(f"{key} {_shown(theirs.get(key))} and not {_shown(settings.get(key))}" for key in other[:3])
+        raise UsageError(
+            f"this session holds keys of another model{named and f', with {named}'}; create a session for each model"
+        )
 
     def _check_idle(self) -> None:
         if self.busy:
@@ -212,7 +238,12 @@ def is_session(path: Path) -> bool:
 
 
 def settings_of(model: Transformer) -> dict[str, Any]:
-    """The settings that determine the cached keys and values, as JSON values.
+    """The settings that determine the cached keys and values, as JSON values, with a hash of the weights."""
+    return {**_traits(model), "weights": sample(model)}
+
+
+def _traits(model: Transformer) -> dict[str, Any]:
+    """`settings_of` without the weights, which takes less than a millisecond.
 
     The form of the rotation is not included, since the keys are the same in each form; nor is the model's context.
     """
@@ -223,7 +254,6 @@ def settings_of(model: Transformer) -> dict[str, Any]:
         "quantization": f"weights of {bits.replace('/', ' and ')} bits" if bits else "none",
         "kv_cache": model.runner.cache_kind,
         "device": model.norm.weight.device.type,
-        "weights": sample(model),
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=dict))
     return plain
