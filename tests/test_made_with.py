@@ -7,6 +7,7 @@ folder. DEPENDS and the tables below say what each depends on.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from llama.errors import CheckpointError, UsageError
 from llama.generation.session import Session
 from llama.hub import named
 from llama.model import Transformer
+from llama.system import temporary
 from llama.tools.convert import convert
 from llama.weights import sample_hash
 
@@ -157,6 +159,34 @@ def test_defaults_of_the_checkpoint_belong_to_what_an_output_was_made_with(
     assert cli.main([*run, "--temp", "0"]) == 0
 
 
+STOPS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "stop ids of config.json": ("config.json", {"eos_token_id": [2, 7]}, "made with stop_ids [0, 2]; this run has [0, 2, 7]: "),
+    "stop ids of generation_config.json": ("generation_config.json", {"eos_token_id": [2, 9]}, "made with stop_ids [0, 2]; "),
+}  # fmt: skip
+
+
+@pytest.mark.row("F09")
+def test_ids_that_begin_and_end_a_text_belong_to_what_an_output_was_made_with(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint may state them outside of its tokenizer's files."""
+    folder, prompts, output = tmp_path / "hf", tmp_path / "in", tmp_path / "out"
+    convert(models["plain"], folder, "hf")
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    run = ["generate", "--prompts", str(prompts), "--output", str(output), "-m", str(folder), "-q", "-n", "1"]
+    assert cli.main(run) == 0
+    output.write_bytes(output.read_bytes().partition(b"\n")[0] + b"\n")
+    before = output.read_bytes()
+    for name, (file, change, message) in STOPS.items():
+        old = (folder / file).read_bytes() if (folder / file).exists() else b"{}"
+        (folder / file).write_text(json.dumps({**json.loads(old), **change}))
+        assert cli.main(run) == 2, name
+        assert message in capsys.readouterr().err
+        assert output.read_bytes() == before
+        (folder / file).write_bytes(old)
+    assert cli.main(run) == 0
+
+
 @pytest.mark.row("F09")
 def test_own_options_of_an_answered_line_may_not_change_and_those_of_later_lines_may(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -187,7 +217,8 @@ def test_fresh_starts_anew_and_deletes_only_answers(
     assert second["out"].count(b"\n") == 2
     assert second["out.run.json"] != first["out.run.json"]
     assert batch(model="other seed") == 0
-    for content in (b"a poem", b"[1]\n", b'{"id": 1}\n', b"[" * 100_000):
+    dataset = b'{"id": 1, "text": "a"}\n'
+    for content in (b"a poem", b"[1]\n", b'{"id": 1}\n', dataset, b"[" * 100_000):
         (tmp_path / "out").write_bytes(content)
         assert batch("--fresh") == 2
         assert "does not contain answers, so --fresh does not delete it" in capsys.readouterr().err
@@ -198,49 +229,93 @@ def test_fresh_starts_anew_and_deletes_only_answers(
     assert state(tmp_path) == before
 
 
+RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether --fresh may replace it)
+    (None, "out.run.json, which says what they were made with, is missing", True),
+    (b"notes", "out.run.json:1:1: ", False),
+    (b"", "out.run.json is empty", False),
+    (b"{", "out.run.json:1:2: ", False),
+    (b"[" * 100_000, "out.run.json: it is nested too deeply", False),
+    (b"[]", "out.run.json holds a list", False),
+    (b"{}", "out.run.json is not the record of a run", False),
+    (b'{"clearllama_run": "1"}', "out.run.json is damaged: it lacks the settings or the lines", True),
+    (b'{"clearllama_run": "1", "settings": [], "lines": {}}', "out.run.json is damaged: it lacks the settings", True),
+    (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'""", True),
+    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "was made with add_bos none", True),
+    (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, "lines": {}}', "was made with \\x1b[2J 1, ", True),
+]
+
+
 @pytest.mark.row("F09")
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "out.run.json, which says what they were made with, is missing"),
-        (b"", "out.run.json is empty"),
-        (b"{", "out.run.json:1:2: "),
-        (b"[" * 100_000, "out.run.json: it is nested too deeply"),
-        (b"[]", "out.run.json holds a list"),
-        (b"{}", "out.run.json is not the record of a run"),
-        (b'{"clearllama_run": "1"}', "out.run.json is not the record of a run"),
-        (b'{"clearllama_run": "1", "settings": [], "lines": {}}', "out.run.json is not the record of a run"),
-        (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'"""),
-        (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "was made with attention_bias none"),
-        (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, "lines": {}}', "was made with \\x1b[2J 1, "),
-    ],
-)
+@pytest.mark.parametrize(("content", "message", "replaced"), RECORDS)
 def test_answers_without_a_valid_record_are_not_continued(
-    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
+    batch: Batch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+    message: str,
+    replaced: bool,
 ) -> None:
+    """A file beside the output that is not a record is not replaced either, not even by --fresh."""
     (tmp_path / "out").write_text('{"id": 1, "prompt": "a", "text": "x"}\n')
     if content is not None:
         (tmp_path / "out.run.json").write_bytes(content)
     before = state(tmp_path)
-    assert batch() == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "--fresh" in error
-    assert error.count("\n") == 1
-    assert error.strip().isprintable()
-    assert state(tmp_path) == before
-    assert batch("--fresh") == 0
+    for args in ([], ["--fresh"])[: 1 if replaced else 2]:
+        assert batch(*args) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert ("--fresh" in error) == replaced
+        assert replaced or "is not replaced: move it away" in error
+        assert error.count("\n") == 1
+        assert error.strip().isprintable()
+        assert state(tmp_path) == before
+    if replaced:
+        assert batch("--fresh") == 0
+        assert batch() == 0
+
+
+@pytest.mark.row("F05")
+@pytest.mark.parametrize("target", ["notes", "missing", "folder", "record"])
+def test_a_record_that_is_a_link_or_a_folder_is_neither_followed_nor_replaced(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
     assert batch() == 0
+    (tmp_path / "out.run.json").rename(tmp_path / "record")
+    (tmp_path / "notes").write_bytes(b"notes")
+    if target == "folder":
+        (tmp_path / "out.run.json").mkdir()
+    else:
+        (tmp_path / "out.run.json").symlink_to(target)
+    before = {path.name: path.lstat().st_mode for path in tmp_path.iterdir()}, state(tmp_path)
+    for args in ((), ("--fresh",)):
+        capsys.readouterr()
+        assert batch(*args) == 2
+        kind = "is not the record of a run" if target == "folder" else "is a symbolic link, which is not followed"
+        assert f"out.run.json {kind}" in capsys.readouterr().err
+        assert ({path.name: path.lstat().st_mode for path in tmp_path.iterdir()}, state(tmp_path)) == before
+
+
+def test_an_output_that_is_a_link_is_followed_and_its_record_lies_beside_the_link(batch: Batch, tmp_path: Path) -> None:
+    (tmp_path / "away").mkdir()
+    (tmp_path / "out").symlink_to("away/answers")
+    assert batch() == 0
+    assert batch() == 0  # resumes
+    assert batch("--fresh") == 0
+    assert (tmp_path / "out").is_symlink()
+    assert [path.name for path in (tmp_path / "away").iterdir()] == ["answers"]
+    assert (tmp_path / "away" / "answers").read_bytes().count(b"\n") == 2
+    assert (tmp_path / "out.run.json").is_file()
 
 
 def test_a_record_that_cannot_be_written_stops_the_run_before_the_first_answer(
-    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "out.run.json").mkdir()
-    assert batch() == 2
-    assert "out.run.json is not the record of a run" in capsys.readouterr().err
-    assert batch("--fresh") == 1
-    assert "out.run.json: Is a directory" in capsys.readouterr().err
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(temporary, "write_atomically", fail)
+    assert batch() == 1
+    assert "out.run.json: No space left on device; no answer was written" in capsys.readouterr().err
     assert (tmp_path / "out").read_bytes() == b""
 
 
@@ -330,6 +405,21 @@ def test_a_session_notices_that_the_settings_of_its_model_were_changed(models: d
     llm.model.bfloat16()
     with pytest.raises(UsageError, match="another model, with dtype float32 and not bfloat16; create a session"):
         list(llm.stream("hello", session=session, max_new_tokens=2))
+
+
+@pytest.mark.row("F05")
+def test_a_new_session_is_private_and_a_replaced_one_keeps_its_permissions(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    llm = loader.load(models["plain"], dtype="float32", device="cpu")
+    session = Session()
+    list(llm.stream("hello", session=session, max_new_tokens=2))
+    session.save(tmp_path / "s", llm.model)
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+    for mode in (0o640, 0o400):
+        (tmp_path / "s").chmod(mode)
+        session.save(tmp_path / "s", llm.model)
+        assert (tmp_path / "s").stat().st_mode & 0o777 == mode
 
 
 # ----------------------------------------------------------------------------------------------------------- the cache

@@ -305,10 +305,11 @@ class Output:
             with open(self.file, "rb", closefd=False) as file:
                 line = file.readline()
             try:
-                answer = json.loads(line or b'{"text": ""}')
+                answer = json.loads(line or b'{"id": 1, "prompt": "", "text": ""}')
             except (ValueError, RecursionError):
                 answer = None
-            if not isinstance(answer, dict) or not {"text", "error"} & answer.keys():
+            keys = answer.keys() if isinstance(answer, dict) else set()
+            if not all(keys & one_of for one_of in ({"id"}, {"prompt", "messages"}, {"text", "error"})):
                 raise UsageError(f"{self.name} does not contain answers, so --fresh does not delete it; move it away")
 
     def truncate(self, size: int) -> None:

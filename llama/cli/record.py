@@ -1,9 +1,12 @@
 """The record beside the output of --prompts: what its answers were made with, so that a resumed run mixes nothing.
 
 The record of answers.jsonl is answers.jsonl.run.json. It holds the settings of a session (which include a hash of the
-weights), hashes of the vocabulary and of the chat template, the sampling options, and the options of single lines. It
-does not hold what changes only the rounding of sums: threads, batch size, --compile, the form of RoPE (except "half",
+weights), hashes of the vocabulary and of the chat template, the ids that begin and end a text, the sampling options,
+and the options of single lines. It does not hold what changes only the rounding of sums: threads, batch size, --compile, the form of RoPE (except "half",
 which reorders the weights).
+
+Nobody names the record's file on the command line. So a symbolic link there is refused, and a file that is not a record
+is never replaced. An output that is a symbolic link is followed, since the user named it.
 """
 
 from __future__ import annotations
@@ -41,6 +44,10 @@ def settings_of(llm: Llama, options: dict[str, Any], chat: dict[str, Any]) -> di
         **session.settings_of(llm.model),
         "context": llm.model.max_seq_len,
         "tokenizer": tokenizer_hash(llm.tokenizer),
+        "stop_ids": sorted(llm.tokenizer.stop_ids),
+        "bos_id": llm.tokenizer.bos_id,
+        "eos_id": llm.tokenizer.eos_id,
+        "add_bos": llm.tokenizer.add_bos,
         "chat_template": None if llm.chat_template is None else _hash(llm.chat_template.encode()),
         "chat_format": llm.chat_format,
         **chat,
@@ -53,8 +60,9 @@ def settings_of(llm: Llama, options: dict[str, Any], chat: dict[str, Any]) -> di
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF."""
+    """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
     content = {name: getattr(tokenizer, name, None) for name in ("data", "settings", "metadata")}
+    content["control"] = sorted(tokenizer.control.items())
     if content["metadata"] is not None:
         content["metadata"] = {key: x for key, x in content["metadata"].items() if key.startswith("tokenizer.")}
     return _hash(json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode())
@@ -73,14 +81,12 @@ class Record:
         self.kept: dict[str, Any] | None = None  # the content of the file, if `check` read it
 
     def check(self, done: int, fresh: bool) -> None:
-        """Raise UsageError unless the first `done` answers were made with what this run is made with."""
-        if fresh:
-            return
-        try:
-            self.kept = self._read()
-        except UsageError as error:
-            raise UsageError(f"{error}; move it away, or start anew with --fresh") from None
-        if not done:
+        """Raise UsageError unless the first `done` answers were made with what this run is made with.
+
+        fresh  the answers will be deleted, so any record may be replaced, but no other file
+        """
+        self.kept = self._read(fresh)
+        if fresh or not done:
             return
         if self.kept is None:
             raise UsageError(
@@ -101,17 +107,29 @@ class Record:
                     f" {_shown(found)}: {HELP}"
                 )
 
-    def _read(self) -> dict[str, Any] | None:
-        """The content of the file; None without one. Raises UsageError if it is not a record."""
+    def _read(self, fresh: bool) -> dict[str, Any] | None:
+        """The content of the file; None without one, or if --fresh replaces it. Raises UsageError for another file."""
+        if self.path.is_symlink():
+            raise UsageError(f"{self.path} is a symbolic link, which is not followed: remove it or move it away")
         if not self.path.exists():
             return None
+        foreign = f"{self.path} is not the record of a run, so it is not replaced: move it away"
         if not self.path.is_file() or self.path.stat().st_size > LARGEST:
-            raise UsageError(f"{self.path} is not the record of a run")
-        content = arguments.parse_json(streams.read_file(self.path, "the record of a run"), str(self.path))
-        if MARK in content and content[MARK] != FORMAT:
-            raise UsageError(f"{self.path} has the format {_shown(content[MARK])}, but this version reads {FORMAT!r}")
-        if MARK not in content or not all(isinstance(content.get(key), dict) for key in ("settings", "lines")):
-            raise UsageError(f"{self.path} is not the record of a run")
+            raise UsageError(foreign)
+        try:
+            content = arguments.parse_json(streams.read_file(self.path, "the record of a run"), str(self.path))
+        except UsageError as error:
+            raise UsageError(f"{error}; it is not the record of a run, so it is not replaced: move it away") from None
+        if MARK not in content:
+            raise UsageError(foreign)
+        if fresh:
+            return None
+        help = "move it away, or start anew with --fresh"
+        if content[MARK] != FORMAT:
+            made = _shown(content[MARK])
+            raise UsageError(f"{self.path} has the format {made}, but this version reads {FORMAT!r}; {help}")
+        if not all(isinstance(content.get(key), dict) for key in ("settings", "lines")):
+            raise UsageError(f"{self.path} is damaged: it lacks the settings or the lines; {help}")
         return content
 
     def write(self) -> None:
@@ -121,7 +139,8 @@ class Record:
         if self.content == self.kept:
             return
         try:
-            write_atomically(self.path, (json.dumps(self.content, ensure_ascii=False) + "\n").encode())
+            content = (json.dumps(self.content, ensure_ascii=False) + "\n").encode()
+            write_atomically(self.path, content, follow=False)
         except OSError as error:
             raise LlamaError(f"{self.path}: {error.strerror or error}; no answer was written") from None
 

@@ -29,7 +29,7 @@ from ..checkpoint.write import raw_bytes
 from ..engine.linears import describe_quantization
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..model import Transformer
-from ..system.temporary import check_writable, own_temporary
+from ..system.temporary import check_writable, keep_mode, own_temporary
 from .prefix import shared_prefix
 
 FORMAT = "1"  # version of the file format
@@ -130,6 +130,7 @@ class Session:
                 with open(written, "rb+") as file:
                     os.fsync(file.fileno())
                 size = written.stat().st_size
+                keep_mode(written, resolved, 0o600)  # a conversation is private
                 os.replace(written, resolved)
         except OSError as error:
             raise CheckpointError(f"{target}: {error.strerror or error}; the session was not saved") from error

@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -60,17 +61,22 @@ def abandoned(folder: Path, prefix: str) -> Iterator[Path]:
                 yield path
 
 
-def write_atomically(target: Path, content: bytes, prefix: str = ".writing", new: bool = False) -> None:
-    """Write a file in one step: a reader sees the old content or all of the new. A link stays a link.
+def write_atomically(
+    target: Path, content: bytes, prefix: str = ".writing", *, new: bool = False, follow: bool = True
+) -> None:
+    """Write a file in one step: a reader sees the old content or all of the new.
 
-    new  raise FileExistsError rather than replace a file
+    An existing file keeps its permissions.
+
+    new     raise FileExistsError rather than replace a file
+    follow  write to the target of a symbolic link; False: replace the link
 
     A target that is not a regular file (a pipe, a terminal, /dev/stdout) is written to directly. Raises OSError.
     """
     if not new and (_is_device(target) or (target.exists() and not target.is_file())):
         target.write_bytes(content)
         return
-    path = target if new else target.resolve()
+    path = target if new or not follow else target.resolve()
     with own_temporary(path.parent, prefix) as work:
         made = work / path.name
         with open(made, "wb") as file:
@@ -78,6 +84,7 @@ def write_atomically(target: Path, content: bytes, prefix: str = ".writing", new
             file.flush()
             os.fsync(file.fileno())
         if not new:
+            keep_mode(made, path)
             os.replace(made, path)
             return
         try:
@@ -88,6 +95,24 @@ def write_atomically(target: Path, content: bytes, prefix: str = ".writing", new
             if os.path.lexists(path):
                 raise FileExistsError(f"{path} exists") from None
             os.replace(made, path)
+
+
+def keep_mode(made: Path, target: Path, new: int | None = None) -> None:
+    """Give a new file or folder the permissions of the one that it will replace; `new` if there is none.
+
+    What the owner closed to others must not be open to them with new content.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        old, mine = target.lstat(), made.stat()
+        if stat.S_IFMT(old.st_mode) == stat.S_IFMT(mine.st_mode):
+            new = old.st_mode & 0o777
+            if old.st_gid != mine.st_gid:
+                try:
+                    os.chown(made, -1, old.st_gid)
+                except OSError:
+                    new &= 0o707  # the bits of the group would now apply to another group
+    if new is not None:
+        made.chmod(new)
 
 
 def check_writable(folder: Path, prefix: str = ".writing") -> None:

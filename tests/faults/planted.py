@@ -189,7 +189,21 @@ MADE_WITH = (
         "F09",
         "the weights are not part of what an output was made with",
         "llama/generation/session.py",
-        '        "weights": sample(model),\n',
+        ', "weights": sample(model)}',
+        "}",
+    ),
+    Defect(
+        "F09",
+        "a session in memory serves every model",
+        "llama/generation/session.py",
+        "        if owner() is model and theirs == settings:\n",
+        "        if True:\n",
+    ),
+    Defect(
+        "F09",
+        "stop ids from outside of the tokenizer's file are not part of what an output was made with",
+        "llama/cli/record.py",
+        '        "stop_ids": sorted(llm.tokenizer.stop_ids),\n',
         "",
     ),
     Defect(

@@ -500,6 +500,18 @@ def test_the_modes_of_new_files_follow_the_umask(attempt: Try, source: Path, tmp
 
 
 @pytest.mark.row("F05")
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "file").chmod(mode)
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        temporary.write_atomically(tmp_path / name, name.encode())
+        assert (tmp_path / "file").read_bytes() == name.encode()
+        assert (tmp_path / "file").stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.row("F05")
 def test_links_stay_links_and_pipes_are_written_to(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "link").symlink_to("file")
