@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.faults.planted import DEFECTS  # noqa: E402
-from tests.faults.rows import GROUPS, ROWS, SILENT  # noqa: E402
+from tests.faults.rows import GROUPS, METHODS, ROWS, SILENT  # noqa: E402
 
 INTRODUCTION = """\
 # Reliability
@@ -47,6 +47,15 @@ SILENCE = """\
 For {count} rows, similar programs often continue without an error, so the absence of an error proves nothing. Each of
 these rows has a case that compares two independent computations. Each case was verified: a defect was planted in the
 source, and the case failed.
+
+"""
+
+
+CLASSES = """\
+## Classes of faults
+
+A case proves one fault. These methods search a class of them; *found* lists what they found in released code or in the
+work on them, and all of it is fixed. *Planted* is a defect that the method detects.
 
 """
 
@@ -143,6 +152,8 @@ def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
         lines += ["", "Defects planted in other rows:", "", "| row | fault | planted defect | detected |"]
         lines += ["|---|---|---|---|"]
         lines += [f"| {d.row} | {ROWS[d.row]} | {d.what} | {caught.get(label(d), 'not run')} |" for d in others]
+    lines += ["", *CLASSES.splitlines(), "| class | method | found | cost | planted defect |", "|---|---|---|---|---|"]
+    lines += ["| " + " | ".join(method) + " |" for method in METHODS]
     lines += ["", "## Every row", "", "| row | fault | cases | inputs | tests |", "|---|---|---|---|---|"]
     for row, what in ROWS.items():
         mine = found.get(row, Tally())

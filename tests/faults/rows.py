@@ -202,3 +202,78 @@ SILENT = {
     "J07",
     "K04",
 }
+
+
+# For a class of faults that single cases cannot cover: the method that searches it, what it found when it was
+# introduced, its cost, and a defect that was planted to prove it. scripts/reliability.py prints them.
+METHODS = (
+    (
+        "pickles and archives as programs",
+        "`tests/fuzz/torchfile.py` composes pickles and zip directories; torch.load must agree about every accepted file",
+        "strides of an empty tensor differed from torch's",
+        "72,000 files in ten minutes",
+        "tensors are not compared with their storages",
+    ),
+    (
+        "bounds by enumeration",
+        "`tests/test_sandbox.py` calls every filter, test, method and global of chat templates with large values at each"
+        " position; the operating system limits their process",
+        "no call passed the limits; the former lists of allowed calls and their costs missed seven",
+        "13,000 calls in 8 minutes (slow), 60 by default",
+        "each limit is removed from a copy of the process",
+    ),
+    (
+        "amplification by a valid configuration",
+        "`tests/test_growth.py` composes steps and patterns of tokenizers: the output is at most 256 times the input",
+        "a foreign key that hid a pattern, steps without a type, exponential patterns without an unbounded repetition,"
+        " Onigmo's reading of `{1,3}+`, an ignored decoder step",
+        "5,000 compositions in 2 minutes (slow), 60 by default",
+        "a bound of growth that is 1,000 times too large",
+    ),
+    (
+        "complexity",
+        "`tests/test_complexity.py` measures 70 fields of all readers at n, 2n and 4n; a slope above 1.3 fails",
+        "the length of a GGUF token, nested tokens, the pattern's slices, integers of any length in a protobuf",
+        "40 s of processor time (slow), 7 fields by default",
+        "a quadratic reader",
+    ),
+    (
+        "descriptions that agree by construction",
+        "`tests/test_differential.py` reads every format by zipfile, json and struct, and compares; `convert` compares"
+        " CRC-32 or offsets of each weight",
+        "an archive that requires a later version of zip was accepted",
+        "10,000 changed files per format in 10 minutes (slow), 60 by default",
+        "a record that is too short, a name twice, a tensor 64 bytes early",
+    ),
+    (
+        "other users of the machine",
+        "`tests/test_folders.py` compares owner x mode x ancestor with what a real process of another user can do, and"
+        " exchanges files between check and use",
+        "compiled steps in a folder of /tmp with a known name, `pip.py` in the current folder, a lock that followed a link",
+        "4 s",
+        "20 removed checks (row I13)",
+    ),
+    (
+        "compiled code at its edges",
+        "`tests/test_sanitized.py` runs the kernels under AddressSanitizer, UBSan and ThreadSanitizer on odd shapes against"
+        " float64; a default test fails if the sources change without it",
+        "NaN of one query reached three others, an overflow from NaN, attention without keys",
+        "33 to 142 s per form (slow)",
+        "reads beyond a key, a row and the weights, an overflow, a shared buffer",
+    ),
+    (
+        "what a result was made with",
+        "`tests/test_made_with.py` changes each thing that an output, a session or a cache depends on; each change must be"
+        " noticed",
+        "resumed outputs mixed models, sessions served another model, changed stop ids went unnoticed",
+        "seconds",
+        "single settings left out of the record",
+    ),
+    (
+        "tests that cannot fail",
+        "`scripts/mutate.py` changes the package at random places and runs the tests that execute them",
+        "see the changelog",
+        "15 to 40 s per change",
+        "the script's own test",
+    ),
+)
