@@ -209,15 +209,16 @@ SILENT = {
 METHODS = (
     (
         "pickles and archives as programs",
-        "`tests/fuzz/torchfile.py` composes pickles and zip directories; torch.load must agree about every accepted file",
+        "`tests/fuzz/torchfile.py` composes pickles and zip directories; torch.load must agree about every"
+        " accepted file",
         "strides of an empty tensor differed from torch's",
         "72,000 files in ten minutes",
         "tensors are not compared with their storages",
     ),
     (
         "bounds by enumeration",
-        "`tests/test_sandbox.py` calls every filter, test, method and global of chat templates with large values at each"
-        " position; the operating system limits their process",
+        "`tests/test_sandbox.py` calls every filter, test, method and global of chat templates with large values at"
+        " each position; the operating system limits their process",
         "no call passed the limits; the former lists of allowed calls and their costs missed seven",
         "13,000 calls in 8 minutes (slow), 60 by default",
         "each limit is removed from a copy of the process",
@@ -249,22 +250,23 @@ METHODS = (
         "other users of the machine",
         "`tests/test_folders.py` compares owner x mode x ancestor with what a real process of another user can do, and"
         " exchanges files between check and use",
-        "compiled steps in a folder of /tmp with a known name, `pip.py` in the current folder, a lock that followed a link",
+        "compiled steps in a folder of /tmp with a known name, `pip.py` in the current folder, a lock that followed a"
+        " link",
         "4 s",
         "20 removed checks (row I13)",
     ),
     (
         "compiled code at its edges",
-        "`tests/test_sanitized.py` runs the kernels under AddressSanitizer, UBSan and ThreadSanitizer on odd shapes against"
-        " float64; a default test fails if the sources change without it",
+        "`tests/test_sanitized.py` runs the kernels under AddressSanitizer, UBSan and ThreadSanitizer on odd shapes"
+        " against float64; a default test fails if the sources change without it",
         "NaN of one query reached three others, an overflow from NaN, attention without keys",
         "33 to 142 s per form (slow)",
         "reads beyond a key, a row and the weights, an overflow, a shared buffer",
     ),
     (
         "what a result was made with",
-        "`tests/test_made_with.py` changes each thing that an output, a session or a cache depends on; each change must be"
-        " noticed",
+        "`tests/test_made_with.py` changes each thing that an output, a session or a cache depends on; each change"
+        " must be noticed",
         "resumed outputs mixed models, sessions served another model, changed stop ids went unnoticed",
         "seconds",
         "single settings left out of the record",
