@@ -19,7 +19,7 @@ from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, token_ids
 
 __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
@@ -148,7 +148,7 @@ class Llama:
             raise UsageError(f"session must be a Session, got {type(session).__name__}")
         params = self._params(sampling)
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
-        prompt = list(prompt)
+        prompt = token_ids(prompt)
         begin = partial(Answer, self.tokenizer, prompt, _check_stops(stop), continues=continues)
         return self._stream(prompt, params, begin, logprobs, session, guesses)
 
@@ -204,7 +204,7 @@ class Llama:
         settings: dict[int, tuple[Callable[[], Answer], SamplingParams, bool]] = {}  # of prompts in progress, by number
 
         def request(number: int, prompt: Sequence[int], options: Mapping[str, Any]) -> Request:
-            sampling = dict(options)
+            sampling, prompt = dict(options), token_ids(prompt)
             stops, logprobs = _check_stops(sampling.pop("stop", None)), sampling.pop("logprobs", False)
             begin = partial(Answer, self.tokenizer, prompt, stops, continues=sampling.pop("continues", True))
             params = self._params(sampling)

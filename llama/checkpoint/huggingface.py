@@ -148,21 +148,28 @@ class HuggingFaceCheckpoint(Checkpoint):
             drop_pages(file.tensor(source))
 
     def tokenizer(self) -> Tokenizer:
-        from ..tokenizer import open_tokenizer
+        from ..tokenizer import Named, open_tokenizer
 
         path = next((p for n in ("tokenizer.json", "tokenizer.model") if (p := self.path / n).exists()), None)
         if path is None:
             raise TokenizerError(
                 f"{self.path}: there is no tokenizer.json or tokenizer.model in it; fetch it from where the weights are"
             )
-        tokenizer = open_tokenizer(path, self.tokenizer_settings)
+        ids = {
+            key: [id for _, id in self._named(key) if is_integer(id) and id >= 0]
+            for key in ("bos_token_id", "eos_token_id")
+        }
+        named = Named(ids["bos_token_id"], ids["eos_token_id"], self.chat_template or "")
+        tokenizer = open_tokenizer(path, self.tokenizer_settings, named)
         check_vocabulary(tokenizer, self.config, str(path))
-        if tokenizer.bos_id is None:
-            tokenizer.bos_id = next(iter(self._ids("bos_token_id", tokenizer.n_vocab)), None)
-        stops = frozenset(self._ids("eos_token_id", tokenizer.n_vocab))
-        if tokenizer.eos_id is None and stops:
-            tokenizer.eos_id = min(stops)
-        tokenizer.stop_ids = tokenizer.stop_ids | stops
+        # config.json's bos does not matter if the tokenizer's own files name one
+        for key in ["eos_token_id", *["bos_token_id"] * (tokenizer.bos_id is None)]:
+            for name, id in self._named(key):
+                if id not in ids[key] or id >= tokenizer.n_vocab:
+                    self.warnings.append(
+                        f"{name}: {key} {describe(id)} is not an id of the vocabulary of {tokenizer.n_vocab} and is"
+                        f" ignored"
+                    )
         return tokenizer
 
     # ------------------------------------------------------------------------------------------------- weights
@@ -312,18 +319,12 @@ class HuggingFaceCheckpoint(Checkpoint):
             self.warnings.append(f"{error}; continuing without it")
             return {}
 
-    def _ids(self, key: str, n_vocab: int) -> list[int]:
-        """The valid ids under a key of generation_config.json, then of config.json. Others are a warning."""
-        found: list[int] = []
+    def _named(self, key: str) -> list[tuple[str, Any]]:
+        """The values under a key of generation_config.json, then of config.json, each with the name of its file."""
+        found = []
         for name, source in (("generation_config.json", self.generation), (CONFIG, self.settings)):
             value = source.get(key)
-            for id in value if isinstance(value, list) else [] if value is None else [value]:
-                if not is_integer(id) or not 0 <= id < n_vocab:
-                    self.warnings.append(
-                        f"{name}: {key} {describe(id)} is not an id of the vocabulary of {n_vocab} and is ignored"
-                    )
-                else:
-                    found.append(id)
+            found += [(name, id) for id in (value if isinstance(value, list) else [] if value is None else [value])]
         return found
 
     def _sampling(self) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..errors import TokenizerError
+from ..checks import shown
+from ..errors import TokenizerError, UsageError
 from .common import MID, PRE, SUF
 
 LONGEST_PARTIAL = 3  # bytes of an incomplete character in UTF-8, at most
@@ -26,11 +28,31 @@ def _valid(text: str) -> str:
     return text
 
 
+def token_id(id: object) -> int:
+    """An id as an int. Tensors and arrays of one integer are accepted; they hash and compare unlike ints."""
+    try:
+        if isinstance(id, bool | str):
+            raise TypeError
+        return operator.index(id)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"a token id must be an integer, got {shown(id)}") from None
+
+
+def token_ids(ids: Iterable[object]) -> list[int]:
+    """Ids as a list of ints. Raises UsageError."""
+    try:
+        found = list(ids)
+    except TypeError:
+        raise UsageError(f"token ids must be a sequence of integers, got {shown(ids)}") from None
+    return [token_id(id) for id in found]
+
+
 class Tokenizer(ABC):
     """Text to ids and ids to text.
 
     Text never becomes a control id: every vocabulary encodes "<|im_end|>" as plain characters. Only code appends
-    control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/.
+    control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/. Every bos_id, eos_id and stop id that
+    has a token is a control id.
 
     kind                  a description of the vocabulary
     n_vocab               number of ids; every id is smaller
@@ -56,7 +78,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, id: int) -> bytes:
-        """The bytes of an id; empty for a control id. A character may be split over several ids."""
+        """The bytes of an id. A character may be split over several ids.
+
+        They are empty for a control id, unless it is one only because the chat template writes it, such as <think>.
+        """
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate."""
@@ -89,11 +114,14 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without control ids. Invalid UTF-8 becomes U+FFFD."""
         decoder = Decoder(self)
-        return "".join([decoder.feed(id) for id in ids]) + decoder.end()
+        return "".join([decoder.feed(id) for id in token_ids(ids)]) + decoder.end()
 
-    def _check_id(self, id: int) -> None:
+    def _check_id(self, id: int) -> int:
+        """The id as an int. Raises UsageError for another type, TokenizerError if it is not in the vocabulary."""
+        id = token_id(id)
         if not 0 <= id < self.n_vocab:
             raise TokenizerError(f"token ids must be between 0 and {self.n_vocab - 1}, got {id}")
+        return id
 
     def _marker(self, enabled: bool, id: int | None, name: str) -> list[int]:
         if enabled and id is None:
@@ -112,7 +140,7 @@ class Decoder:
         self.tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
-        for id in reversed(before):
+        for id in reversed(token_ids(before)):
             if 0 <= id < tokenizer.n_vocab:  # an embedding may have more rows than the vocabulary has tokens
                 tail = tokenizer.token_bytes(id) + tail
             if len(tail) >= LONGEST_PARTIAL:
@@ -122,7 +150,7 @@ class Decoder:
 
     def feed(self, id: int) -> str:
         """The text that this id completes; empty while a character is incomplete."""
-        piece = self._utf8.decode(self.tokenizer.token_bytes(id))
+        piece = self._utf8.decode(self.tokenizer.token_bytes(token_id(id)))
         if self._at_start and piece:
             self._at_start = False
             piece = piece.removeprefix(" ")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import TokenizerError
@@ -55,6 +56,44 @@ def check_length(token: str | bytes, id: int, where: str) -> None:
             f"{where}: token {id} begins with {token[:20]!r} and has {len(token):,} characters, expected at most"
             f" {LONGEST_TOKEN:,}; the file is damaged or forged, fetch it from the model's authors"
         )
+
+
+@dataclass(frozen=True)
+class Named:
+    """What the other files of a checkpoint say about its tokens.
+
+    bos_ids   ids of config.json and generation_config.json; the first one counts if the vocabulary names none
+    stop_ids  ids of these files that end an answer
+    template  the chat template
+
+    No text becomes one of the ids, nor a token that is part of the template (see `written_by`).
+    """
+
+    bos_ids: Sequence[int] = ()
+    stop_ids: Sequence[int] = ()
+    template: str = ""
+
+
+NOTHING = Named()
+
+# How a template looks for a string in a message
+SEARCH = r"(?:split|strip|startswith|endswith|replace|find|index|count)\(\s*"
+
+
+def written_by(template: str, tokens: Iterable[str]) -> set[str]:
+    """The tokens with punctuation, such as <start_of_turn>, that a chat template writes.
+
+    A token that the template looks for in messages, such as </think>, is excluded: messages may contain it.
+    """
+    found = set()
+    for token in tokens:
+        if token in template and re.search(r"[^\w\s]", token):
+            literal = rf"(?P<quote>['\"]){re.escape(token)}"
+            if not re.search(
+                rf"{SEARCH}{literal}|{literal.replace('quote', 'other')}(?P=other)\s+(?:not\s+)?in\b", template
+            ):
+                found.add(token)
+    return found
 
 
 def looks_control(token: str) -> bool:

@@ -32,6 +32,7 @@ from .common import (
     missing_bytes,
     piece_bytes,
     stop_ids,
+    written_by,
 )
 
 __all__ = ["BYTE_OF", "PRE", "ByteLevelTokenizer", "GGUFTokenizer", "SentencePieceTokenizer", "from_metadata"]
@@ -57,6 +58,12 @@ def _llama3_words() -> pre_tokenizers.PreTokenizer:
         ]
     )
 
+
+# Further tokens that a file names by a key; they are control tokens even if their type is user-defined
+SPECIAL_NAMES = (
+    "padding", "seperator", "separator", "cls", "mask", "prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid",
+    "fim_pad", "fim_rep", "fim_sep",
+)  # fmt: skip
 
 # tokenizer.ggml.pre -> (word splitter, ignore_merges: a word that is a token is not merged, default of add_bos)
 PRE = {
@@ -101,10 +108,20 @@ class GGUFTokenizer(Tokenizer):
             # Some converters mark control strings such as <|this|> as user-defined.
             if token in self.always_control or (self.types[id] == USER_DEFINED and looks_control(token)):
                 self.types[id] = CONTROL
-        self.control = {token: id for id, token in enumerate(self.tokens) if self.types[id] == CONTROL}
         self.bos_id = self._id(metadata, "bos")
         self.eos_id = self._id(metadata, "eos")
-        self.stop_ids = stop_ids(self.control, [self.eos_id, self._id(metadata, "eot"), self._id(metadata, "eom")])
+        ends = [self.eos_id, self._id(metadata, "eot"), self._id(metadata, "eom")]
+        for named in (self.bos_id, *ends):
+            if named is not None:
+                self.types[named] = CONTROL
+        for name in SPECIAL_NAMES:
+            named = self._id(metadata, name)
+            if named is not None and self.types[named] == USER_DEFINED:  # a plain one, such as "!", is in texts
+                self.types[named] = CONTROL
+        user_defined = [token for id, token in enumerate(self.tokens) if self.types[id] == USER_DEFINED]
+        written = written_by(str(metadata.get("tokenizer.chat_template") or ""), user_defined)
+        self.control = {t: id for id, t in enumerate(self.tokens) if self.types[id] == CONTROL or t in written}
+        self.stop_ids = stop_ids(self.control, ends)
 
     def _id(self, metadata: Mapping[str, Any], name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -117,7 +134,7 @@ class GGUFTokenizer(Tokenizer):
 
     def _match_user_defined(self) -> None:
         """Make the backend match user-defined tokens before it splits or merges text."""
-        texts = [token for id, token in enumerate(self.tokens) if self.types[id] == USER_DEFINED]
+        texts = [token for token, id in self._plain().items() if self.types[id] == USER_DEFINED]
         if texts:
             self._backend.add_tokens([AddedToken(text, normalized=False) for text in texts])
 
@@ -128,7 +145,7 @@ class GGUFTokenizer(Tokenizer):
     def _plain(self, *also: int) -> dict[str, int]:
         """Normal and user-defined tokens, and those of the types `also`: no control tokens, so no text becomes one."""
         allowed = {NORMAL, USER_DEFINED, *also}
-        return {token: id for id, token in enumerate(self.tokens) if self.types[id] in allowed}
+        return {t: id for id, t in enumerate(self.tokens) if self.types[id] in allowed and t not in self.control}
 
 
 class ByteLevelTokenizer(GGUFTokenizer):
@@ -159,7 +176,7 @@ class ByteLevelTokenizer(GGUFTokenizer):
         return ids
 
     def token_bytes(self, id: int) -> bytes:
-        self._check_id(id)
+        id = self._check_id(id)
         if self.types[id] == CONTROL:
             return b""
         if self.types[id] == USER_DEFINED:
@@ -207,7 +224,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
         return super()._encode(text.replace(" ", "\u2581"))
 
     def token_bytes(self, id: int) -> bytes:
-        self._check_id(id)
+        id = self._check_id(id)
         if self.types[id] in (CONTROL, UNKNOWN):
             return b""
         byte = byte_piece(self.tokens[id]) if self.types[id] == BYTE else None

@@ -17,7 +17,9 @@ from ..errors import TokenizerError
 from .base import Tokenizer
 from .common import (
     CODE_LLAMA_CONTROL,
+    NOTHING,
     PRE,
+    Named,
     byte_level_bytes,
     byte_piece,
     check_length,
@@ -27,6 +29,7 @@ from .common import (
     missing_bytes,
     piece_bytes,
     stop_ids,
+    written_by,
 )
 from .steps import check_steps, has, parts
 
@@ -200,18 +203,19 @@ class HuggingFaceTokenizer(Tokenizer):
     settings  the parsed tokenizer_config.json, if there is one
     """
 
-    def __init__(self, data: bytes, where: str, settings: Mapping[str, Any] | None = None):
+    def __init__(self, data: bytes, where: str, settings: Mapping[str, Any] | None = None, named_by: Named = NOTHING):
         self._where = where
         self.data, self.settings = data, settings or {}
         source = parse(data, where)
         with library_errors(where, "not a usable tokenizer.json"):
-            self._build(source, self.settings)
+            self._build(source, self.settings, named_by)
 
-    def _build(self, source: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def _build(self, source: Mapping[str, Any], settings: Mapping[str, Any], named_by: Named) -> None:
         where, model, decoder = self._where, source["model"], source.get("decoder")
         check_steps(source, where)
         ids = vocabulary(source, where)
         self.n_vocab = max(ids.values()) + 1
+        self.token_of = {id: token for token, id in ids.items()}
         self.byte_level = has(decoder, "ByteLevel") or has(source.get("pre_tokenizer"), "ByteLevel")
         if not self.byte_level and not has(decoder, "Metaspace", "ByteFallback", "Replace"):
             types = ", ".join(str(part.get("type")) for part in parts(decoder)) or "none"
@@ -230,7 +234,11 @@ class HuggingFaceTokenizer(Tokenizer):
             bos = next(iter([*before, *known]), None)
         if eos is None and "eos_token" not in settings:
             eos = next((name for name in EOS_NAMES if name in control), None)
-        control |= {name for name in (*before, *after, bos, eos) if name is not None}
+        self.add_bos = self._adds_bos(settings.get("add_bos_token"), before, bos)
+        bos = bos or next((self.token_of[id] for id in named_by.bos_ids if id in self.token_of), None)
+        stops = [id for id in named_by.stop_ids if id < self.n_vocab]  # a stop id without a token has no text
+        marks = [*before, *after, bos, eos, *(self.token_of.get(id) for id in stops)]
+        control |= {name for name in marks if name is not None}
         if not control <= ids.keys():
             absent = min(control - ids.keys())
             raise TokenizerError(
@@ -240,18 +248,18 @@ class HuggingFaceTokenizer(Tokenizer):
         self.unknown: str | None = model.get("unk_token")
         if isinstance(model["vocab"], list) and model.get("unk_id") is not None:
             self.unknown = model["vocab"][model["unk_id"]][0]
-        if self.unknown in (bos, eos, *before, *after) or looks_control(self.unknown or ""):
+        if self.unknown in marks or looks_control(self.unknown or ""):
             self.unknown = None  # GPT-2's files use the end of text for unknown characters
-        control -= {self.unknown}
+        template = named_by.template or settings.get("chat_template")
+        self.visible = written_by(template if isinstance(template, str) else "", self._added.keys() - control)
+        control = (control | self.visible) - {self.unknown}
         self.kind = f"{'byte-level' if self.byte_level else 'SentencePiece-style'} {model.get('type', 'BPE')}"
         self.control = {token: ids[token] for token in sorted(control, key=ids.__getitem__)}
         self.bos_id = None if bos is None else ids[bos]
-        self.eos_id = None if eos is None else ids[eos]
-        self.add_bos = self._adds_bos(settings.get("add_bos_token"), before, bos)
-        self.stop_ids = stop_ids(self.control, [self.eos_id])
+        self.eos_id = min(stops, default=None) if eos is None else ids[eos]
+        self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
         self.strips_leading_space = not self.byte_level and strips_space(decoder)
         self._byte_fallback = has(decoder, "ByteFallback")
-        self.token_of = {id: token for token, id in ids.items()}
         lossy = self.byte_level and self.unknown is None
         self._missing = missing_bytes(ids.keys() - control) if lossy else b""
 
@@ -298,9 +306,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._ids(self._joining, text)
 
     def token_bytes(self, id: int) -> bytes:
-        self._check_id(id)
+        id = self._check_id(id)
         token = self.token_of.get(id)
-        if token is None or token in self.control or token == self.unknown:
+        hidden = token in self.control and token not in self.visible
+        if token is None or hidden or token == self.unknown:
             return b""
         if self.byte_level:
             return token.encode() if token in self._added else byte_level_bytes(token)

@@ -9,15 +9,18 @@ from typing import Any
 from ..errors import TokenizerError
 from . import huggingface, sentencepiece, tiktoken
 from .base import Tokenizer
-from .common import read_file
+from .common import NOTHING, Named, read_file
 
 Settings = Mapping[str, Any] | None
 
 # (whether a file begins like this kind, the reader of the kind); a new kind adds one line
-KINDS: list[tuple[Callable[[bytes], bool], Callable[[bytes, str, Settings], Tokenizer]]] = [
+KINDS: list[tuple[Callable[[bytes], bool], Callable[[bytes, str, Settings, Named], Tokenizer]]] = [
     (huggingface.recognizes, huggingface.HuggingFaceTokenizer),
-    (tiktoken.recognizes, lambda data, where, _: tiktoken.TiktokenTokenizer(data, where)),
-    (sentencepiece.recognizes, lambda data, where, _: sentencepiece.SentencePieceModelTokenizer(data, where)),
+    (tiktoken.recognizes, lambda data, where, _, named: tiktoken.TiktokenTokenizer(data, where, named)),
+    (
+        sentencepiece.recognizes,
+        lambda data, where, _, named: sentencepiece.SentencePieceModelTokenizer(data, where, named),
+    ),
 ]
 
 # Files opened by mistake: their first bytes, what they are and the remedy
@@ -38,16 +41,17 @@ def is_tokenizer(path: Path) -> bool:
     return any(recognizes(start) for recognizes, _ in KINDS)
 
 
-def open_tokenizer(path: Path, settings: Settings = None) -> Tokenizer:
+def open_tokenizer(path: Path, settings: Settings = None, named: Named = NOTHING) -> Tokenizer:
     """The tokenizer of a file: a tokenizer.json, or a tokenizer.model of any LLaMA. Raises TokenizerError.
 
     settings  the parsed tokenizer_config.json that belongs to a tokenizer.json; ignored for a tokenizer.model
+    named     what the checkpoint's other files say about the tokens
     """
     data = read_file(path)
     start = data[:256]
     for recognizes, reader in KINDS:
         if recognizes(start):
-            return reader(data, str(path), settings)
+            return reader(data, str(path), settings, named)
     for prefix, meaning in MISTAKES:
         if start.lstrip().lower().startswith(prefix):
             raise TokenizerError(f"{path} is {meaning}")

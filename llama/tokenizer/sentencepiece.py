@@ -14,13 +14,16 @@ from ..errors import TokenizerError
 from .base import Tokenizer
 from .common import (
     CODE_LLAMA_CONTROL,
+    NOTHING,
     PRE,
+    Named,
     byte_piece,
     check_length,
     library_errors,
     looks_control,
     piece_bytes,
     stop_ids,
+    written_by,
 )
 from .steps import LARGEST_GROWTH, charsmap_growth
 
@@ -127,14 +130,14 @@ def without_prefix(model: bytes) -> bytes:
 class SentencePieceModelTokenizer(Tokenizer):
     """The tokenizer of a SentencePiece model."""
 
-    def __init__(self, data: bytes, where: str):
+    def __init__(self, data: bytes, where: str, named: Named = NOTHING):
         self.kind = "SentencePiece model"
         self._where = where
         self.data = data
         with library_errors(where, DAMAGED):  # the library accepts a piece that is not UTF-8 and fails to return it
-            self._build(data, where)
+            self._build(data, where, named)
 
-    def _build(self, data: bytes, where: str) -> None:
+    def _build(self, data: bytes, where: str, named: Named) -> None:
         top = [(number, value) for number, value, _ in read_fields(data) if isinstance(value, bytes)]
         pieces = [value for number, value in top if number == PIECE]
         spec = b"".join(value for number, value in top if number == NORMALIZER_SPEC)
@@ -151,22 +154,33 @@ class SentencePieceModelTokenizer(Tokenizer):
         for id, piece in enumerate(pieces):
             check_length(piece, id, where)
         self._pieces = [library.id_to_piece(id) for id in range(self.n_vocab)]
+        user_defined = {id for id, piece in enumerate(pieces) if last_number(piece, TYPE, 0) == USER_DEFINED}
+        bos = library.bos_id() if library.bos_id() >= 0 else next((i for i in named.bos_ids if i < self.n_vocab), None)
+        stops = [id for id in named.stop_ids if id < self.n_vocab]
         disguised = {
             id
             for id, piece in enumerate(self._pieces)
             if not library.is_control(id)
             and (
-                piece in CODE_LLAMA_CONTROL
-                or (looks_control(piece) and last_number(pieces[id], TYPE, 0) == USER_DEFINED)
+                piece in CODE_LLAMA_CONTROL or (looks_control(piece) and id in user_defined) or id == bos or id in stops
             )
         }
+        for id in disguised:
+            if library.is_unknown(id) or library.is_byte(id):
+                raise TokenizerError(
+                    f"{where}: config.json or generation_config.json names id {id}, {self._pieces[id]!r}, as the begin"
+                    f" or end of a text, expected a control token; the files are of different models"
+                )
+        written = written_by(named.template, [self._pieces[id] for id in user_defined - disguised])
+        self.visible = {id for id in user_defined if self._pieces[id] in written}
+        disguised |= self.visible
         model = with_control(data, disguised) if disguised else data
         self._library = self._load(model) if disguised else library
         self.control = {piece: id for id, piece in enumerate(self._pieces) if self._library.is_control(id)}
-        self.bos_id = self._library.bos_id() if self._library.bos_id() >= 0 else None
-        self.eos_id = self._library.eos_id() if self._library.eos_id() >= 0 else None
-        self.add_bos = self.bos_id is not None
-        self.stop_ids = stop_ids(self.control, [self.eos_id])
+        self.bos_id = bos
+        self.eos_id = library.eos_id() if library.eos_id() >= 0 else min(stops, default=None)
+        self.add_bos = library.bos_id() >= 0
+        self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
         self.strips_leading_space = bool(last_number(spec, ADD_DUMMY_PREFIX, 1))
         self._bytes = [self._bytes_of(id, piece) for id, piece in enumerate(self._pieces)]
         self._joining = self._load(without_prefix(model)) if PRE in self.control else self._library
@@ -178,7 +192,7 @@ class SentencePieceModelTokenizer(Tokenizer):
             return SentencePieceProcessor(model_proto=model)
 
     def _bytes_of(self, id: int, piece: str) -> bytes:
-        if self._library.is_control(id):
+        if self._library.is_control(id) and id not in self.visible:
             return b""
         if self._library.is_unknown(id):
             shown = self._library.decode([id])  # the model defines how an unknown character is shown
@@ -198,5 +212,5 @@ class SentencePieceModelTokenizer(Tokenizer):
         return self._ids(self._joining, text)
 
     def token_bytes(self, id: int) -> bytes:
-        self._check_id(id)
+        id = self._check_id(id)
         return self._bytes[id]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from ..errors import TokenizerError
 from .base import Tokenizer
-from .common import LLAMA3_WORDS, check_length, library_errors, stop_ids
+from .common import LLAMA3_WORDS, NOTHING, Named, check_length, library_errors, stop_ids
 
 N_CONTROL = 256
 NAMED_CONTROL = (
@@ -112,7 +112,7 @@ class TiktokenTokenizer(Tokenizer):
     A file cut off at the end of a line looks like a smaller vocabulary; only the model's vocabulary size shows it.
     """
 
-    def __init__(self, data: bytes, where: str):
+    def __init__(self, data: bytes, where: str, named: Named = NOTHING):
         import tiktoken
 
         self.kind = "tiktoken BPE (Llama 3)"
@@ -124,7 +124,13 @@ class TiktokenTokenizer(Tokenizer):
         self.bos_id = self.control["<|begin_of_text|>"]
         self.eos_id = self.control["<|end_of_text|>"]
         self.add_bos = True
-        self.stop_ids = stop_ids(self.control, [self.eos_id])
+        stops = [id for id in named.stop_ids if id < self.n_vocab]
+        if plain := [id for id in stops if id < len(self._tokens)]:
+            raise TokenizerError(
+                f"{where}: eos_token_id of config.json or generation_config.json is {plain[0]}, the plain text"
+                f" {self._tokens[plain[0]]!r}, expected a control token; the files are of different models"
+            )
+        self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
         with library_errors(where, "the vocabulary can't be built"):
             self._encoding = tiktoken.Encoding(
                 name=where,
@@ -138,5 +144,5 @@ class TiktokenTokenizer(Tokenizer):
             return [id for piece in pieces(text) for id in self._encoding.encode_ordinary(piece)]
 
     def token_bytes(self, id: int) -> bytes:
-        self._check_id(id)
+        id = self._check_id(id)
         return self._tokens[id] if id < len(self._tokens) else b""

@@ -188,7 +188,7 @@ def from_model(tokenizer: SentencePieceModelTokenizer) -> Vocabulary:
     types = [last_number(message, TYPE, NORMAL) for message in messages]
     if UNUSED in types:
         raise TokenizerError(f"the SentencePiece model has an unused piece, id {types.index(UNUSED)}; expected none")
-    for id in tokenizer.control.values():
+    for id in set(tokenizer.control.values()) - tokenizer.visible:
         types[id] = CONTROL
     return Vocabulary(
         pieces=True,
@@ -220,16 +220,17 @@ def from_huggingface(tokenizer: HuggingFaceTokenizer) -> Vocabulary:
             f"the model of tokenizer.json is {model.get('type')}; expected BPE, the only model of the other formats"
         )
     added = {token["content"]: token for token in source.get("added_tokens") or []}
+    hidden = tokenizer.control.keys() - tokenizer.visible
     for content, token in added.items():
         flags = [flag for flag in ("single_word", "lstrip", "rstrip") if token.get(flag)]
-        if flags and content not in tokenizer.control:
+        if flags and content not in hidden:
             raise TokenizerError(
                 f"tokenizer.json matches {content!r} with {flags[0]}, which no other format can express"
             )
     tokens = [tokenizer.token_of.get(id, padding(id)) for id in range(tokenizer.n_vocab)]
     types = [
         UNUSED if id not in tokenizer.token_of
-        else CONTROL if token in tokenizer.control
+        else CONTROL if token in hidden
         else UNKNOWN if token == tokenizer.unknown
         else USER_DEFINED if token in added
         else BYTE if not tokenizer.byte_level and byte_piece(token) is not None

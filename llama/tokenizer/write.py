@@ -70,12 +70,6 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.data.decode(json.detect_encoding(tokenizer.data))
     found = vocabulary(tokenizer)
-    for id in (found.bos, found.eos):
-        if id is not None and found.types[id] != CONTROL:
-            raise TokenizerError(
-                f"id {id}, {found.tokens[id]!r}, begins or ends a text and is plain text too; in a tokenizer.json it"
-                f" would only be a control token"
-            )
     source = _pieces_json(found) if found.pieces else _bytes_json(found)
     return json.dumps(source, ensure_ascii=False) + "\n"
 
@@ -273,8 +267,6 @@ def _sentencepiece_model(found: Vocabulary) -> bytes:
         ("has a token without text", all(found.tokens)),
         (f"has the unused token {reachable[:1]}, which text could become", not reachable),
         ("does not begin every text with its begin-of-text id", found.add_bos == (found.bos is not None)),
-        ("begins a text with a plain token", found.bos is None or found.types[found.bos] == CONTROL),
-        ("ends a text with a plain token", found.eos is None or found.types[found.eos] == CONTROL),
     ]
     _check_rules(rules, "a SentencePiece model")
     _check_stops(found.stops, found.control, found.eos)
