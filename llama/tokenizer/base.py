@@ -6,6 +6,7 @@ import codecs
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from ..checks import shown
 from ..errors import TokenizerError, UsageError
@@ -61,6 +62,7 @@ class Tokenizer(ABC):
     control               control string -> id, for code that appends control ids
     stop_ids              ids that end an answer
     strips_leading_space  True if decoding removes the first space, because encoding added one
+    strips                control string -> whether a chat loses the white space before it, and after it
     """
 
     kind: str
@@ -71,6 +73,7 @@ class Tokenizer(ABC):
     control: Mapping[str, int]
     stop_ids: frozenset[int]
     strips_leading_space = False
+    strips: Mapping[str, tuple[bool, bool]] = MappingProxyType({})
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
@@ -106,6 +109,14 @@ class Tokenizer(ABC):
         pre, suf, mid = (self.control[mark] for mark in (PRE, SUF, MID))
         before, after = self._encode(_valid(prefix)), self._encode_joined(_valid(suffix))
         return [*self._marker(True, self.bos_id, "begin"), pre, *before, suf, *after, mid]
+
+    def encode_chat_text(self, text: str, first: bool) -> list[int]:
+        """Ids of a text between two control tokens of a chat; first is True if no control token precedes it."""
+        return self.encode(text) if first else self._encode_after_control(_valid(text))
+
+    def _encode_after_control(self, text: str) -> list[int]:
+        """Ids of valid plain text after a control token."""
+        return self._encode(text)
 
     def _encode_joined(self, text: str) -> list[int]:
         """Ids of valid plain text that continues another text: no space is added before it."""

@@ -113,8 +113,7 @@ def check_model(model: Mapping[str, Any], where: str) -> None:
 
 def named(settings: Mapping[str, Any], key: str, ids: Mapping[str, int], where: str) -> str | None:
     """The token that tokenizer_config.json names under a key, as a string or as an object with a content."""
-    value = settings.get(key)
-    token = value.get("content") if isinstance(value, Mapping) else value
+    token = named_token(settings.get(key))
     if token is None or (isinstance(token, str) and token in ids):
         return token
     raise TokenizerError(
@@ -178,10 +177,62 @@ def without_control(
     return {**source, "model": model, "added_tokens": added, **unused}
 
 
-def without_prefix(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The file without the space that it adds before every text."""
+def special_by_settings(settings: Mapping[str, Any], ids: Mapping[str, int], where: str) -> set[str]:
+    """The tokens that tokenizer_config.json marks as special. Raises TokenizerError if its ids are others."""
+    found = set()
+    listed = settings.get("added_tokens_decoder")
+    for id, entry in listed.items() if isinstance(listed, Mapping) else ():
+        token = entry.get("content") if isinstance(entry, Mapping) else None
+        if not isinstance(token, str) or str(ids.get(token)) != id:
+            raise TokenizerError(
+                f"{where}: tokenizer_config.json lists {token!r:.60} as id {id!r:.20}, which this vocabulary does not"
+                f" have; the two files don't belong together"
+            )
+        if entry.get("special"):
+            found.add(token)
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        named = settings.get(key) or []
+        for value in named.values() if isinstance(named, Mapping) else named if isinstance(named, list) else []:
+            token = named_token(value)
+            if token not in ids:
+                raise TokenizerError(
+                    f"{where}: tokenizer_config.json names {token!r:.60} in {key}, which is not in this vocabulary;"
+                    f" the two files don't belong together"
+                )
+            found.add(token)
+    return found
+
+
+def named_token(value: Any) -> Any:
+    """A token that tokenizer_config.json writes as a string or as an object with a content."""
+    return value.get("content") if isinstance(value, Mapping) else value
+
+
+def check_prefix(settings: Mapping[str, Any], source: Mapping[str, Any], where: str) -> None:
+    """Raise TokenizerError if add_prefix_space contradicts the file: transformers' classes then change the steps."""
+    setting, kind = settings.get("add_prefix_space"), settings.get("tokenizer_class")
+    if setting is None or kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # these follow the file
+        return
+    boolean(f"{where}: add_prefix_space of tokenizer_config.json", setting, TokenizerError)
+    adds = source != without_prefix(source)
+    if adds != setting:
+        raise TokenizerError(
+            f"{where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, and the steps of this file"
+            f" {'add' if adds else 'do not add'} a space before a text; remove the setting if the file is right"
+        )
+
+
+def adds_only_first(part: Mapping[str, Any]) -> bool:
+    """Whether a step adds a space at the beginning of a text, and none after a control token in it."""
+    return part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first"
+
+
+def without_prefix(source: Mapping[str, Any], only_first: bool = False) -> dict[str, Any]:
+    """The file without the space that it adds before every text; only_first: the one that only starts a text."""
     steps = {name: copy.deepcopy(source.get(name)) for name in ("normalizer", "pre_tokenizer")}
     for part in [*parts(steps["normalizer"]), *parts(steps["pre_tokenizer"])]:
+        if only_first and not adds_only_first(part):
+            continue
         never = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
         part.update({key: value for key, value in never.items() if key in part})
     return {**source, **steps}
@@ -213,6 +264,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _build(self, source: Mapping[str, Any], settings: Mapping[str, Any], named_by: Named) -> None:
         where, model, decoder = self._where, source["model"], source.get("decoder")
         check_steps(source, where)
+        check_prefix(settings, source, where)
         ids = vocabulary(source, where)
         self.n_vocab = max(ids.values()) + 1
         self.token_of = {id: token for token, id in ids.items()}
@@ -227,6 +279,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._added = {added["content"]: bool(added.get("special")) for added in source.get("added_tokens") or []}
         control = {token for token, special in self._added.items() if special or looks_control(token)}
         control |= CODE_LLAMA_CONTROL & (self._added.keys() if self.byte_level else ids.keys())
+        control |= special_by_settings(settings, ids, where)
         before, after = around_text(source.get("post_processor"))
         bos, eos = named(settings, "bos_token", ids, where), named(settings, "eos_token", ids, where)
         if bos is None:
@@ -266,6 +319,13 @@ class HuggingFaceTokenizer(Tokenizer):
         readable = without_control(source, ids, control, self.unknown, where)
         self._backend = self._load(readable)
         self._joining = self._load(without_prefix(readable)) if PRE in self.control else self._backend
+        first = any(map(adds_only_first, parts(source.get("pre_tokenizer"))))
+        self._continuing = self._load(without_prefix(readable, only_first=True)) if first else self._backend
+        self.strips = {
+            added["content"]: (bool(added.get("lstrip")), bool(added.get("rstrip")))
+            for added in source.get("added_tokens") or []
+            if added["content"] in control
+        }
         # The control tokens of a Unigram model remain under hidden names; encoding checks that no text becomes one.
         self._unreachable = frozenset(self.control.values()) if isinstance(model["vocab"], list) else frozenset()
 
@@ -301,6 +361,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         return self._ids(self._backend, text)
+
+    def _encode_after_control(self, text: str) -> list[int]:
+        return self._ids(self._continuing, text)
 
     def _encode_joined(self, text: str) -> list[int]:
         return self._ids(self._joining, text)
