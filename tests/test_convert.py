@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from llama.config import ModelConfig
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.tools import convert as convert_module
 from llama.tools.convert import convert
+from llama.tools.quantize import quantize
 
 from . import meta_code, test_huggingface, tiny
 from .forked import Forked
@@ -271,16 +273,11 @@ def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Pa
     with pytest.raises(UsageError, match="exists already"):
         convert(source, tmp_path / "hf", "hf")
     assert files(tmp_path / "hf") == before
-    (tmp_path / "hf" / "mine.txt").write_text("x")
+    (tmp_path / "hf" / "config.json").write_text("x")
+    (tmp_path / "hf").chmod(0o700)
     convert(source, tmp_path / "hf", "hf", force=True)
     assert files(tmp_path / "hf") == before
-    for name, holds in (("photos", "contains a.jpg and no checkpoint"), ("hf", "contains the folder photos")):
-        inside = tmp_path / name / ("photos" if name == "hf" else "")
-        inside.mkdir()
-        (inside / "a.jpg").write_text("x")
-        with pytest.raises(UsageError, match=holds):
-            convert(source, tmp_path / name, "hf", force=True)
-        assert (inside / "a.jpg").read_text() == "x"
+    assert (tmp_path / "hf").stat().st_mode & 0o777 == 0o700
     for target in (source, source.parent):
         with pytest.raises(UsageError, match="is the source, or the source lies in it"):
             convert(source, target, "hf", force=True)
@@ -292,7 +289,49 @@ def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Pa
         convert(source, tmp_path / "x", "onnx")
     with pytest.raises(LlamaError, match=r"can't be shared by 3 shards evenly; 1, 2, 4 would do"):
         convert(source, tmp_path / "x", "meta", shards=3)
-    assert sorted(os.listdir(tmp_path)) == ["hf", "photos", "source"]
+    assert sorted(os.listdir(tmp_path)) == ["hf", "source"]
+
+
+FOREIGN: dict[str, tuple[str, ...]] = {
+    "a.jpg, which no conversion writes": ("a.jpg",),
+    "thesis.txt, which no conversion writes": ("config.json", "thesis.txt"),
+    "model.safetensors.bak, which": ("config.json", "model.safetensors", "model.safetensors.bak"),
+    "notes.json, which": ("consolidated.00.pth", "params.json", "notes.json"),
+    "the folder photos, which": ("config.json", "model.safetensors", "photos/a.jpg"),
+    "the folder tokenizer.json, which": ("config.json", "model.safetensors", "tokenizer.json/a.jpg"),
+    "config.json and no weights": ("config.json", "tokenizer.json"),
+}
+
+
+@pytest.mark.row("F05")
+@pytest.mark.parametrize("message", FOREIGN)
+def test_a_folder_with_a_file_that_no_conversion_writes_is_never_replaced(
+    source: Path, tmp_path: Path, message: str
+) -> None:
+    target = tmp_path / "proj"
+    for name in FOREIGN[message]:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_text(name)
+    for write in (lambda: convert(source, target, "hf", force=True), lambda: quantize(source, target, force=True)):
+        with pytest.raises(UsageError, match=f"proj contains {message}.*, so it is not replaced; remove it first"):
+            pytest.fail(str(write()))
+    assert sorted(str(path.relative_to(target)) for path in target.rglob("*.*") if path.is_file()) == sorted(
+        FOREIGN[message]
+    )
+
+
+@pytest.mark.row("F05")
+def test_all_that_the_writers_write_may_be_replaced(source: Path, tmp_path: Path) -> None:
+    """Whatever the writer of the old folder, its shards and its tokenizer."""
+    makers: list[Callable[[Path], object]] = [
+        lambda path: convert(source, path, "hf", force=True),
+        lambda path: convert(source, path, "hf", shards=3, force=True),
+        lambda path: convert(source, path, "meta", shards=2, force=True),
+        lambda path: quantize(source, path, force=True),
+    ]
+    for make in [*makers, makers[0]]:
+        make(tmp_path / "x")
+    assert files(tmp_path / "x").keys() >= {"config.json", "model.safetensors"}
 
 
 @pytest.mark.row("F01")

@@ -384,7 +384,7 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     for name, (model, options) in {**SESSION, "an equal model": ("plain", {})}.items():
         other = loader.load(models[model], **{"dtype": "float32", "device": "cpu", **options})
         for used in (session, loaded, fresh):
-            with pytest.raises(UsageError, match="this session holds keys of another model.*; create a session for"):
+            with pytest.raises(UsageError, match=r"this session holds keys of another model.*; create a session for"):
                 pytest.fail(f"{name}: {list(other.stream('hello', session=used, max_new_tokens=2))}")
         with pytest.raises(UsageError, match="this session holds keys of another model"):
             pytest.fail(f"{name}: {session.save(tmp_path / 's', other.model)}")

@@ -78,16 +78,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> int:
-    """Answer turns until the input ends or the user leaves."""
+    """Answer turns until the input ends or the user leaves. Returns 1 if a turn from a pipe failed: nobody saw it."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
+    failed = False
     while True:
         try:
             line = read_turn()
         except EOFError:
             if sys.stdin.isatty():
                 streams.write("\n")
-            return 0
+            return int(failed)
         except KeyboardInterrupt:  # while typing: discard the line
             streams.write("\n")
             continue
@@ -96,7 +97,7 @@ def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> i
         try:
             if line.startswith("/"):
                 if not chat.command(line):
-                    return 0
+                    return int(failed)
             else:
                 chat.answer(args, line, options)
         except ParallelError:  # a process is gone, so no turn can follow
@@ -104,6 +105,7 @@ def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> i
         except (LlamaError, MemoryError, RuntimeError) as error:  # the turn failed; the conversation continues
             if args.debug:
                 raise
+            failed = not sys.stdin.isatty()
             hint = "; /clear starts a new conversation" if isinstance(error, ContextLengthError) else ""
             streams.error(streams.describe(error) + hint)
 

@@ -2,8 +2,8 @@
 
 The record of answers.jsonl is answers.jsonl.run.json. It holds the settings of a session (which include a hash of the
 weights), hashes of the vocabulary and of the chat template, the ids that begin and end a text, the sampling options,
-and the options of single lines. It does not hold what changes only the rounding of sums: threads, batch size, --compile, the form of RoPE (except "half",
-which reorders the weights).
+and the options of single lines. It does not hold what changes only the rounding of sums: threads, batch size,
+--compile, the form of RoPE (except "half", which reorders the weights).
 
 Nobody names the record's file on the command line. So a symbolic link there is refused, and a file that is not a record
 is never replaced. An output that is a symbolic link is followed, since the user named it.

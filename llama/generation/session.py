@@ -104,7 +104,8 @@ class Session:
         """Write the session to a file atomically, replacing an older session; return the size in bytes.
 
         Raises UsageError if there is nothing to save, `path` is another file (check_target, check_model), or the
-        session belongs to another model, CheckpointError if the file can't be written; an existing file is then unchanged.
+        session belongs to another model, CheckpointError if the file can't be written. An existing file is then
+        unchanged.
         """
         target = Path(path)
         self._check_idle()

@@ -34,11 +34,38 @@ HERE = -100  # AT_FDCWD
 def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
     """Make a temporary folder in `folder`, named after this machine and process, and remove it on exit.
 
+    The folder is locked, so that other processes know that its owner lives: process numbers differ between containers.
     Folders with the same prefix that killed processes left are removed first.
     """
     sweep(folder, prefix)
-    with tempfile.TemporaryDirectory(prefix=f"{prefix}-{_host()}-{os.getpid()}-", dir=folder) as work:
-        yield Path(work)
+    handle = None
+    while handle is None:
+        work = tempfile.TemporaryDirectory(prefix=f"{prefix}-{_host()}-{os.getpid()}-", dir=folder)
+        if (handle := _hold(Path(work.name))) is None:
+            work.cleanup()
+    try:
+        with work:
+            yield Path(work.name)
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def _hold(path: Path) -> int | None:
+    """Lock a new folder and return its handle; None if another process removes it as abandoned; -1 without locks."""
+    if flock is None:
+        return -1
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        flock(handle, LOCK_EX | LOCK_NB)
+        if os.fstat(handle).st_nlink:
+            return handle
+    except BlockingIOError:
+        pass
+    except OSError:  # not every file system has locks; then nobody removes the folder either
+        return handle
+    os.close(handle)
+    return None
 
 
 def sweep(folder: Path, prefix: str) -> None:
@@ -51,14 +78,33 @@ def sweep(folder: Path, prefix: str) -> None:
 
 
 def abandoned(folder: Path, prefix: str) -> Iterator[Path]:
-    """Temporary folders that own_temporary made for processes of this machine that no longer exist."""
+    """Temporary folders that own_temporary made for processes of this machine that no longer exist.
+
+    A folder that can't be locked is not among them, so where there are no locks (Windows), folders that killed
+    processes left stay. The process must be gone too, since older versions did not lock their folders.
+    """
     for path in folder.glob(f"{glob.escape(prefix)}-{_host()}-*"):
         pid = path.name.removeprefix(f"{prefix}-").split("-")[1]
         with contextlib.suppress(OSError, ValueError, OverflowError):
+            if flock is None or not _is_gone(int(pid)):
+                continue
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                os.kill(int(pid), 0)
-            except ProcessLookupError:
+                flock(handle, LOCK_EX | LOCK_NB)
                 yield path
+            finally:
+                os.close(handle)
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether no other process has a number. This process may have the number of a killed one, as in a container."""
+    if pid == os.getpid():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def write_atomically(

@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,12 +26,17 @@ from .. import checks
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.write import Model, Writer, raw_bytes
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
-from ..system.temporary import abandoned, locked, own_temporary, swap, sweep
+from ..system.temporary import abandoned, keep_mode, locked, own_temporary, swap, sweep
 from ..tokenizer import Tokenizer
 from ..weights import check_tensors, to_layout
 
 T = TypeVar("T")
 PREFIX = ".convert"  # of the temporary folder next to a target
+# Names of the files that the writers of folders make
+OWN = re.compile(
+    r"(params|config|generation_config|tokenizer|tokenizer_config|model\.safetensors\.index)\.json"
+    r"|checklist\.chk|tokenizer\.model|(?P<weights>consolidated\.\d+\.pth|model(-\d{5}-of-\d{5})?\.safetensors)"
+)
 # (the step, number of weights done, number of weights)
 Progress = Callable[[str, int, int], None]
 
@@ -303,13 +309,15 @@ def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> No
 
 
 def _foreign_content(folder: Path) -> str | None:
-    """What shows that a conversion did not write a folder: a folder in it, or files without a checkpoint's config."""
-    inside = sorted(folder.iterdir())
+    """What shows that a conversion did not write a folder: an entry that it would not make, or no weights."""
+    inside, weights = sorted(folder.iterdir()), False
     for path in inside:
-        if path.is_dir():
-            return f"the folder {path.name}"
-    known = {"config.json", "params.json"}
-    return f"{inside[0].name} and no checkpoint" if inside and not known & {path.name for path in inside} else None
+        kind = "the link " if path.is_symlink() else "the folder " if path.is_dir() else ""
+        own = OWN.fullmatch(path.name)
+        if kind or own is None:
+            return f"{kind}{path.name}, which no conversion writes"
+        weights |= own["weights"] is not None
+    return f"{inside[0].name} and no weights" if inside and not weights else None
 
 
 def _check_space(target: Path, needed: int) -> None:
@@ -336,6 +344,9 @@ def _install(path: Path, target: Path, force: bool, work: Path) -> None:
     """Rename the finished file or folder to its target. An old target is removed after the new one is in its place."""
     if target.exists() and not force:
         raise CheckpointError(f"{target} was created in the meantime; nothing was changed")
+    if target.is_dir() and (foreign := _foreign_content(target)):
+        raise CheckpointError(f"{target} contains {foreign}; nothing was changed")
+    keep_mode(path, target)
     if not target.is_dir():
         os.replace(path, target)
         return

@@ -472,12 +472,13 @@ def test_a_message_of_a_megabyte_is_rejected(tmp_path: Path, attempt: Try) -> No
 
 @pytest.mark.row("H07")
 def test_a_history_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt: Try) -> None:
-    """Nothing is silently removed, especially not the system message; the chat continues."""
-    lines = b"hello\n" + b"x" * 400 + b"\n/clear\nhello\n"
-    outcome = attempt("chat", "--system", "Be brief.", *RUN, "-m", tiny_gguf, stdin=lines)
-    assert outcome.code == 0
-    assert outcome.error.count("context holds 256") == 1
-    assert outcome.error.count("1 new") == 2
+    """Nothing is silently removed, especially not the system message; the chat continues, and the exit code is 1."""
+    for end in (b"", b"/exit\n"):
+        lines = b"hello\n" + b"x" * 400 + b"\n/clear\nhello\n" + end
+        outcome = attempt("chat", "--system", "Be brief.", *RUN, "-m", tiny_gguf, stdin=lines)
+        assert outcome.code == 1
+        assert outcome.error.count("context holds 256") == 1
+        assert outcome.error.count("1 new") == 2
 
 
 @pytest.mark.row("H07")

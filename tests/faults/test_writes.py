@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -110,11 +111,11 @@ def trace_job(source: Path, out: Path) -> Job:
 
 
 JOBS: dict[str, Callable[[Path, Path], Job]] = {
-    "convert --to meta": convert_job("meta", "m", params_json=b"{}", other=b"old"),
-    "convert --to hf": convert_job("hf", "h", config_json=b"{}", other=b"old"),
+    "convert --to meta": convert_job("meta", "m", params_json=b"{}", consolidated_00_pth=b"old"),
+    "convert --to hf": convert_job("hf", "h", config_json=b"{}", model_safetensors=b"old"),
     "convert --to gguf": convert_job("gguf", "m.gguf"),
     "quantize": lambda source, out: Job(
-        ("quantize", source, out / "q", "--force"), ("q",), {"q/config.json": b"{}", "q/other": b"old"}
+        ("quantize", source, out / "q", "--force"), ("q",), {"q/config.json": b"{}", "q/model.safetensors": b"old"}
     ),
     "pull": pull_job,
     "--save-session": session_job,
@@ -419,6 +420,81 @@ def test_a_second_pull_waits_for_the_first_and_uses_its_file(
     assert found == [out / "tiny.gguf"] * 2
     assert len(fetched) == 1
     assert [path.name for path in out.iterdir()] == ["tiny.gguf"]
+
+
+def left(folder: Path, pid: int, host: str | None = None) -> Path:
+    """Make a folder as a killed process of an older version left it, which did not lock its folders."""
+    path = folder / f".t-{temporary._host() if host is None else host}-{pid}-abc"
+    path.mkdir()
+    (path / "file").touch()
+    return path
+
+
+def gone() -> int:
+    """Return the number of a process that has ended."""
+    return int(subprocess.run(["sh", "-c", "echo $$"], capture_output=True, check=True).stdout)
+
+
+@pytest.mark.row("F04")
+def test_a_live_process_keeps_its_temporary_folder_even_if_its_number_looks_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers may have one host name and one volume, and neither sees the processes of the other."""
+
+    def absent(pid: int, number: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(temporary.os, "kill", absent)
+    with temporary.own_temporary(tmp_path, ".t") as one:
+        with temporary.own_temporary(tmp_path, ".t") as two:
+            assert one.is_dir()
+        assert one.is_dir()
+        assert not two.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.row("F04")
+def test_only_folders_of_ended_processes_of_this_machine_are_removed(tmp_path: Path) -> None:
+    kept = [left(tmp_path, os.getppid()), left(tmp_path, gone(), "another")]
+    removed = [left(tmp_path, gone()), left(tmp_path, os.getpid())]  # a container has few process numbers
+    (tmp_path / "away").mkdir()
+    (link := tmp_path / f".t-{temporary._host()}-{gone()}-xyz").symlink_to("away")
+    temporary.sweep(tmp_path, ".t")
+    assert all(path.exists() for path in [*kept, link, tmp_path / "away"])
+    assert not any(path.exists() for path in removed)
+
+
+@pytest.mark.row("F04")
+@pytest.mark.parametrize("lacking", ["the function", "the file system"])
+def test_without_locks_files_are_written_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    def fail(handle: int, how: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(temporary, "flock", None if lacking == "the function" else fail)
+    old = left(tmp_path, gone())
+    temporary.write_atomically(tmp_path / "x", b"new", ".t")
+    assert (tmp_path / "x").read_bytes() == b"new"
+    assert sorted(tmp_path.iterdir()) == [old, tmp_path / "x"]
+
+
+@pytest.mark.row("F04")
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, swept = temporary.flock, []
+
+    def late(handle: int, how: int) -> None:
+        if not swept:
+            swept.extend(tmp_path.iterdir())
+            swept[0].rmdir()
+        real(handle, how)
+
+    monkeypatch.setattr(temporary, "flock", late)
+    with temporary.own_temporary(tmp_path, ".t") as work:
+        assert list(tmp_path.iterdir()) == [work] != swept
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.row("F04")
