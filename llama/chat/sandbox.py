@@ -20,7 +20,8 @@ mappings, stay text even if they spell "<|im_end|>". The conversation is rendere
    text can defeat marks but not stand-ins, so this rendering shows which control tokens are the template's own.
 
 If the control tokens of the two renderings differ, the second one is used. It is safe, but the template could not
-inspect the original text.
+inspect the original text. If their texts differ, a third rendering of the unchanged strings decides: if it equals the
+second one, the template measured or cut a marked text, and the second one is used.
 """
 
 from __future__ import annotations
@@ -186,7 +187,11 @@ def pieces(template: jinja2.Template, values: dict[str, Any], controls: tuple[st
     marked = rendered(marking(mark, controls))
     substituted = rendered(lambda text: text.translate(stand_in))
     agree = [piece for piece in marked if piece in own] == [piece for piece in substituted if piece in own]
-    back = {ord(mark): None} if agree else {ord(other): chr(character) for character, other in stand_in.items()}
+    original = {ord(other): chr(character) for character, other in stand_in.items()}
+    if agree and "".join(marked).replace(mark, "") != "".join(substituted).translate(original):
+        # The template measured or cut a marked text. Without changes it may write what stand-ins of one character do.
+        agree = split(template.render(values), controls) != [piece.translate(original) for piece in substituted]
+    back = {ord(mark): None} if agree else original
     for piece in marked if agree else substituted:
         yield (piece, True) if piece in own else (piece.translate(back), False)
 
