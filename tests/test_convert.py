@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -25,7 +27,7 @@ import llama
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.meta_write import feed_forward_keys
 from llama.config import ModelConfig
-from llama.errors import CheckpointError, LlamaError, UsageError
+from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
 from llama.tools import convert as convert_module
 from llama.tools.convert import convert
 from llama.tools.quantize import quantize
@@ -493,3 +495,68 @@ def test_each_matrix_keeps_its_dtype_and_vectors_get_the_widest_that_changes_no_
     plan = dtypes({**narrow, **vectors})
     assert {name for name in plan if plan[name] == torch.float32} == {"norm.weight"}
     assert set(dtypes({**narrow, up: tensors[up]}, torch.float16).values()) == {torch.float16}
+
+
+# ---------------------------------------------------------------------------------------------- the configuration
+TABLES = {"short_factor": [1.0] * 8, "long_factor": [2.3] * 8}
+SCALED: dict[str, tuple[dict[str, Any], str | None]] = {  # (config.json's entries, the error for GGUF)
+    "yarn 1": ({"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}}, None),
+    "yarn 0.5": ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, None),
+    "yarn without a factor": ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 32}}, None),
+    "yarn 4": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0}}, None),
+    "ntk": ({"rope_scaling": {"rope_type": "ntk", "factor": 3.0}}, None),
+    "linear": ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, None),
+    "longrope": ({"rope_scaling": {"rope_type": "longrope", "factor": 7, **TABLES}}, None),
+    "half a token": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50.7}},
+        "as an integer; got 50.7",
+    ),
+    "theta": ({"rope_theta": 1e39}, "llama.rope.freq_base as float32, which can't hold 1e[+]39"),
+    "eps": ({"rms_norm_eps": 1e-47}, "as float32, which can't hold 1e-47"),
+}
+
+
+@pytest.mark.row("F08")
+@pytest.mark.parametrize(
+    ("name", "to"), [(name, to) for name in SCALED for to in ("gguf", "hf") if (name, to) != ("ntk", "hf")]
+)
+def test_a_conversion_keeps_the_rotation_and_the_context_or_refuses(tmp_path: Path, name: str, to: str) -> None:
+    entries, error = SCALED[name]
+    source = convert(tiny.write_gguf(tmp_path / "t.gguf"), tmp_path / "source", "hf").path
+    config = json.loads((source / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (source / "config.json").write_text(json.dumps({**config, **entries}))
+    if error is not None and to == "gguf":
+        with pytest.raises(ConfigError, match=error):
+            convert(source, tmp_path / "new", to)
+        assert not (tmp_path / "new").exists()
+        return
+    old, new = (
+        llama.load_model(path, dtype="float32", device="cpu")
+        for path in (source, convert(source, tmp_path / "new", to).path)
+    )
+    assert old.max_seq_len == new.max_seq_len
+    tokens = tiny.random_tokens(100)
+    torch.testing.assert_close(old(tokens), new(tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.row("F08")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm_eps": 1.1e-5}, "its norm_eps 1e-05 would become 1.1e-05"),
+        ({"rope_theta": 10001.0}, "its rope_theta 10000.0 would become 10001.0"),
+        ({"max_seq_len": 255}, "its max_seq_len 256 would become 255"),
+        ({"n_kv_heads": 4}, "its n_kv_heads 2 would become 4"),
+        ({"tie_embeddings": True}, "its tie_embeddings False would become True"),
+        ({"rope_scaling": {"rope_type": "divisors", "divisors": [1.001] * 8}}, "frequencies for 1 tokens would change"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}},
+            "its RoPE attention factor 1 for 1 tokens would become 1.5",
+        ),
+    ],
+)
+def test_a_configuration_that_computes_something_else_is_no_proof(change: dict[str, Any], message: str) -> None:
+    convert_module.check_config(tiny.CONFIG, tiny.CONFIG)
+    with pytest.raises(ConfigError, match=message):
+        convert_module.check_config(tiny.CONFIG, dataclasses.replace(tiny.CONFIG, **change))

@@ -400,7 +400,7 @@ def test_an_existing_folder_is_replaced_only_by_force(sources: dict[str, Path], 
     before = files(source)
     quantize(source, tmp_path / "q", "int4")
     complete = files(tmp_path / "q")
-    (tmp_path / "q" / "mine.txt").write_text("x")
+    (tmp_path / "q" / "config.json").write_text("x")
     with pytest.raises(UsageError, match="exists already; name another target, or replace it with --force"):
         quantize(source, tmp_path / "q", "int4")
     assert files(tmp_path / "q").keys() == complete.keys() | {"mine.txt"}

@@ -595,7 +595,7 @@ def _yarn_keys(numbers: Mapping[str, float], factor: Any) -> dict[str, float]:
     if numbers.get("yarn_ext_factor", -1) not in (-1, 1):
         raise ConfigError(f"llama.rope.scaling.yarn_ext_factor is {numbers['yarn_ext_factor']}; only 1 is supported")
     multiplier = numbers.get("attn_factor", 1.0) * numbers.get("yarn_attn_factor", 1.0)
-    if multiplier != 1 and isinstance(factor, int | float) and factor > 1:
+    if isinstance(factor, int | float) and factor > 0 and (multiplier != 1 or factor < 1):
         out["attention_factor"] = multiplier * (0.1 * math.log(factor) + 1)
     return out
 

@@ -13,7 +13,7 @@ import torch
 
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
-from ..rope_scaling import inverse_frequencies, kind_of
+from ..rope_scaling import inverse_frequencies, kind_of, reach, trained_length
 from .base import to_file_name
 from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from .write import Model, dtype_name, raw_bytes
@@ -29,7 +29,10 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
         raise ConfigError("a GGUF model is written as one file; omit --shards")
     writer = gguf.GGUFWriter(path, "llama")
     tables = rope_tables(model.config)
-    for key, value in {**metadata(model), **rope_metadata(model.config)}.items():
+    rope = rope_metadata(model.config)
+    if tables and not rope:  # the kind of scaling is lost in a table, and with it the longer context
+        rope["llama.context_length"] = reach(model.config.max_seq_len, model.config.rope_scaling)
+    for key, value in {**metadata(model), **rope}.items():
         add(writer, key, value)
     warnings = _add_tokenizer(writer, model)
     if any((model.config.rope_scaling or {}).get(key) is not None for key in ("beta_fast", "beta_slow")):
@@ -92,7 +95,10 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
     if scaling.get("factor") is not None:
         out[f"{prefix}factor"] = float(scaling["factor"])
     if scaling.get("original_max_position_embeddings") is not None:
-        out[f"{prefix}original_context_length"] = int(scaling["original_max_position_embeddings"])
+        original = scaling["original_max_position_embeddings"]
+        if original != int(original):
+            raise ConfigError(f"GGUF stores original_max_position_embeddings as an integer; got {original}")
+        out[f"{prefix}original_context_length"] = int(original)
     _, attention_factor = inverse_frequencies(
         config.head_dim, config.rope_theta, scaling, max_seq_len=config.max_seq_len
     )
@@ -104,7 +110,10 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if scaling.get(ours) is not None:
                 out[f"{prefix}{theirs}"] = float(scaling[ours])
-        usual = 0.1 * math.log(out.get(f"{prefix}factor", 1.0)) + 1
+        factor = out.setdefault(f"{prefix}factor", config.max_seq_len / trained_length(config))
+        usual = 0.1 * math.log(factor) + 1  # of llama.cpp
+        if usual <= 0:
+            raise ConfigError(f"GGUF can't express the factor {factor:g} of the rope scaling yarn")
         if attention_factor != usual:
             out[f"{prefix}attn_factor"] = attention_factor / usual
     return out
@@ -140,6 +149,8 @@ def add(writer: Any, key: str, value: Any) -> None:
     elif isinstance(value, int):
         writer.add_uint32(key, value)
     elif isinstance(value, float):
+        if not 2**-126 <= abs(value) < 2**128 and value != 0:
+            raise ConfigError(f"GGUF stores {key} as float32, which can't hold {value:g}")
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)

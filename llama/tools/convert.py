@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,9 @@ from torch import Tensor
 from .. import checks
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.write import Model, Writer, raw_bytes
+from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
+from ..rope_scaling import inverse_frequencies, reach, trained_length
 from ..system.temporary import abandoned, keep_mode, locked, own_temporary, swap, sweep
 from ..tokenizer import Tokenizer
 from ..weights import check_tensors, to_layout
@@ -123,7 +126,7 @@ def convert(
         read = recorded(model.read, hashes, len(model.shapes), progress)
         warnings = list(load_writer()(path, dataclasses.replace(model, read=read), shards))
         warnings += tokenizer_warnings(checkpoint, model, to)
-        return Proof(target, len(hashes), prove(path, hashes, read_back, progress), warnings)
+        return Proof(target, len(hashes), prove(path, checkpoint.config, hashes, read_back, progress), warnings)
 
     check_target(source, target, is_folder, force)
     try:
@@ -254,9 +257,15 @@ def recorded(
 
 
 def prove(
-    path: Path, hashes: Mapping[str, str], read: Callable[[Checkpoint, str], tuple[Tensor, str]], progress: Progress
+    path: Path,
+    config: ModelConfig,
+    hashes: Mapping[str, str],
+    read: Callable[[Checkpoint, str], tuple[Tensor, str]],
+    progress: Progress,
 ) -> str:
     """Read the new files and compare each weight with the hash of what was written; return one hash of them all.
+
+    The configuration, which may be stored in another form, is compared by its effects (check_config).
 
     read  a weight of the new checkpoint as it was written, and its shape and dtype
 
@@ -266,6 +275,7 @@ def prove(
     check_tensors(written)
     if written.shapes.keys() != hashes.keys():
         raise CheckpointError(f"the new files have other tensors: {sorted(written.shapes.keys() ^ hashes.keys())[:3]}")
+    check_config(config, written.config)
     total = hashlib.sha256()
     for done, name in enumerate(sorted(hashes)):
         progress("checking", done, len(hashes))
@@ -278,6 +288,33 @@ def prove(
         written.release(name)
     progress("checking", len(hashes), len(hashes))
     return total.hexdigest()
+
+
+def check_config(source: ModelConfig, written: ModelConfig) -> None:
+    """Raise ConfigError if a model with the configuration that was written computes something else than the source's.
+
+    Numbers may differ by the rounding to float32. The rotation is compared at lengths before and after all changes of
+    frequencies that depend on the length.
+    """
+    for field in dataclasses.fields(ModelConfig):
+        ours, theirs = getattr(source, field.name), getattr(written, field.name)
+        if field.name == "max_seq_len":
+            ours, theirs = (reach(each.max_seq_len, each.rope_scaling) for each in (source, written))
+        same = ours == theirs or (isinstance(ours, float) and math.isclose(ours, theirs, rel_tol=1e-6))
+        if not same and field.name != "rope_scaling":
+            raise ConfigError(f"its {field.name} {ours} would become {theirs}")
+    trained = min(int(trained_length(source)), source.max_seq_len)
+    for length in sorted({1, trained, trained + 1, reach(source.max_seq_len, source.rope_scaling)}):
+        (ours, factor), (theirs, other) = (
+            inverse_frequencies(
+                each.head_dim, each.rope_theta, each.rope_scaling, seq_len=length, max_seq_len=each.max_seq_len
+            )
+            for each in (source, written)
+        )
+        if not torch.allclose(ours, theirs, rtol=4e-6, atol=0):
+            raise ConfigError(f"its RoPE frequencies for {length} tokens would change")
+        if not math.isclose(factor, other, rel_tol=1e-6):
+            raise ConfigError(f"its RoPE attention factor {factor:g} for {length} tokens would become {other:g}")
 
 
 def tensor_hash(tensor: Tensor) -> str:

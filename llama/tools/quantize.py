@@ -78,7 +78,7 @@ def quantize(
 
     def write_folder(path: Path) -> Proof:
         warnings.extend([*write(path, model, packed, scheme, shards), *tokenizer_warnings(checkpoint, model, "hf")])
-        return Proof(target, len(hashes), prove(path, hashes, read_back, progress), warnings)
+        return Proof(target, len(hashes), prove(path, checkpoint.config, hashes, read_back, progress), warnings)
 
     check_target(source, target, True, force)
     needed = sum(entry.nbytes for entry in entries_of(model, packed)[0].values())
