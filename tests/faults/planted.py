@@ -151,9 +151,9 @@ WRITES = (
         "F03",
         "a file is written in place",
         "llama/system/temporary.py",
-        """    path = target if new else target.resolve()
+        """    path = target if new or not follow else target.resolve()
 """,
-        """    path = target if new else target.resolve()
+        """    path = target if new or not follow else target.resolve()
     path.write_bytes(content)
     return
 """,
@@ -182,8 +182,8 @@ MADE_WITH = (
         "F09",
         "the settings of a resumed output are not compared",
         "llama/cli/record.py",
-        "        if not done:\n",
-        "        if done:\n",
+        "        if fresh or not done:\n",
+        "        if fresh or done:\n",
     ),
     Defect(
         "F09",
