@@ -375,8 +375,8 @@ def test_a_run_resumes_wherever_the_output_was_cut(
     expected = comparable(read(target))
     ends = [at + 1 for at, byte in enumerate(complete) if byte == ord("\n")]
     encoded: list[int] = []
-    encode = tiny_llm.tokenizer.encode
-    monkeypatch.setattr(tiny_llm.tokenizer, "encode", lambda *a, **k: encoded.append(1) or encode(*a, **k))
+    encode = batch.encode_item
+    monkeypatch.setattr(batch, "encode_item", lambda *a, **k: encoded.append(1) or encode(*a, **k))
     assert len(complete) > 600
     near_ends = {at for end in (0, *ends) for at in (end - 1, end, end + 1) if 0 <= at <= len(complete)}
     for cut in sorted(near_ends | set(range(0, len(complete), step))):

@@ -160,8 +160,8 @@ def test_defaults_of_the_checkpoint_belong_to_what_an_output_was_made_with(
 
 
 STOPS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "stop ids of config.json": ("config.json", {"eos_token_id": [2, 7]}, "made with stop_ids [0, 2]; this run has [0, 2, 7]: "),
-    "stop ids of generation_config.json": ("generation_config.json", {"eos_token_id": [2, 9]}, "made with stop_ids [0, 2]; "),
+    "stop ids of config.json": ("config.json", {"eos_token_id": [2, 7]}, "made with stop_ids [0, 2]"),
+    "stop ids of generation_config.json": ("generation_config.json", {"eos_token_id": [2, 9]}, "made with stop_ids [0, 2]"),
 }  # fmt: skip
 
 
