@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llama.chat import encode_chat, render, sandbox, template
-from llama.errors import TemplateError
+from llama.errors import TemplateError, UsageError
 from llama.tokenizer.gguf import from_metadata
 
 from . import tiny
@@ -304,6 +306,46 @@ def test_without_a_process_there_is_an_error_with_the_remedy(monkeypatch: pytest
     monkeypatch.setattr("sys.executable", "/nonexistent")
     with pytest.raises(TemplateError, match=r"could not be started .* --raw"):
         rendered("x")
+
+
+@given(
+    st.lists(st.text("<s|>/[ab]^-\\", min_size=1, max_size=4), min_size=1, max_size=9, unique=True),
+    st.text("<s|>/[ab]^-\\x", max_size=30),
+)
+def test_control_strings_are_found_as_by_a_regular_expression(controls: list[str], text: str) -> None:
+    alternatives = "|".join(map(re.escape, sorted(controls, key=len, reverse=True)))
+    found = sandbox.Controls(controls)
+    assert found.split(text) == [piece for piece in re.split(f"({alternatives})", text) if piece]
+    marked = found.mark(text, "\ufdd0")
+    assert marked.replace("\ufdd0", "") == text
+    assert not any(control in marked for control in controls if len(control) > 1)
+
+
+@pytest.mark.row("H02")
+def test_many_control_strings_and_a_long_text_take_linear_time() -> None:
+    controls = ["<s>", "</s>", "[INST]", "[/INST]", *(f"<SPECIAL_{i}>" for i in range(1000))]
+    text = "<td><b>x1</b></td>\n" * 20_000
+    start = time.process_time()
+    marked = sandbox.Controls(controls).mark(text, "\ufdd0")
+    assert time.process_time() - start < 0.5
+    assert marked == text
+
+
+def test_an_ignored_signal_of_the_parent_does_not_disable_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "SECONDS", 0.1)
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
+    try:
+        with pytest.raises(TemplateError, match=r"more than 0\.1 seconds"):
+            rendered(ENDLESS)
+    finally:
+        signal.signal(signal.SIGPROF, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+
+
+def test_what_is_not_json_is_an_error_of_the_caller() -> None:
+    with pytest.raises(UsageError, match="JSON-serializable"):
+        render("x", MESSAGES, TOKENIZER, tools=[{"a": {1, 2}}])
 
 
 def test_the_sandbox_imports_nothing_of_the_package() -> None:

@@ -35,7 +35,7 @@ import re
 import signal
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ STAND_INS = range(0xF0000, 0xFFFFE)  # a private use plane
 def main() -> None:
     """Answer requests from standard input until it ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    if hasattr(signal, "SIGPROF"):  # the parent may have ignored or blocked the timer's signal
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     answer({"template": IMPORTS, "now": "2026-01-01"})
     base = forbid_files()
     while header := requests.read(HEADER.size):
@@ -123,7 +126,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         values, controls = request.get("values") or {}, request.get("controls")
         if controls is None:
             return {"pieces": [(template.render(values), False)]}
-        return {"pieces": list(pieces(template, values, tuple(controls)))}
+        return {"pieces": list(pieces(template, values, arranged(tuple(controls))))}
     except MemoryError:
         raise
     except Unmarkable as error:
@@ -166,13 +169,12 @@ def compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def pieces(template: jinja2.Template, values: dict[str, Any], controls: tuple[str, ...]) -> Iterator[Piece]:
+def pieces(template: jinja2.Template, values: dict[str, Any], controls: Controls) -> Iterator[Piece]:
     """The text of a conversation, split at the control strings that are the template's own."""
     used = {character for text in strings([values["messages"], values["tools"]]) for character in text}
     mark = next((c for c in NONCHARACTERS if c not in used), None)
     if mark is None:
         raise Unmarkable("the messages use all noncharacters U+FDD0 to U+FDEF, but one must be free to mark their text")
-    own = set(controls)
     stand_in = stand_ins(controls, used)
 
     def rendered(change: Change) -> list[str]:
@@ -180,17 +182,17 @@ def pieces(template: jinja2.Template, values: dict[str, Any], controls: tuple[st
             {key: value if key == "role" else changed(value, change) for key, value in message.items()}
             for message in values["messages"]
         ]
-        return split(
-            template.render({**values, "messages": messages, "tools": changed(values["tools"], change)}), controls
-        )
+        tools = changed(values["tools"], change)
+        return controls.split(template.render({**values, "messages": messages, "tools": tools}))
 
-    marked = rendered(marking(mark, controls))
+    marked = rendered(lambda text: controls.mark(text, mark))
     substituted = rendered(lambda text: text.translate(stand_in))
+    own = controls.texts
     agree = [piece for piece in marked if piece in own] == [piece for piece in substituted if piece in own]
     original = {ord(other): chr(character) for character, other in stand_in.items()}
     if agree and "".join(marked).replace(mark, "") != "".join(substituted).translate(original):
         # The template measured or cut a marked text. Without changes it may write what stand-ins of one character do.
-        agree = split(template.render(values), controls) != [piece.translate(original) for piece in substituted]
+        agree = controls.split(template.render(values)) != [piece.translate(original) for piece in substituted]
     back = {ord(mark): None} if agree else original
     for piece in marked if agree else substituted:
         yield (piece, True) if piece in own else (piece.translate(back), False)
@@ -264,48 +266,61 @@ def to_json(
     return text
 
 
-@functools.lru_cache(maxsize=1)
-def pattern(controls: tuple[str, ...]) -> str:
-    """A regular expression that matches the control strings, preferring the longest."""
-    return "|".join(map(re.escape, sorted(controls, key=len, reverse=True)))
+class Controls:
+    """The control strings, arranged to find them in a text in linear time. There may be thousands."""
 
+    def __init__(self, texts: Sequence[str]):
+        self.texts = frozenset(texts)
+        lengths: dict[str, set[int]] = {}  # by the first two characters
+        for text in texts:
+            lengths.setdefault(text[:2], set()).add(len(text))
+        self.lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
+        first = "".join(sorted({re.escape(text[0]) for text in texts}))
+        self.first = re.compile(f"[{first}]" if texts else "(?!)")
+        self.starts = frozenset(text[:n] for text in texts for n in range(1, len(text)))  # what they begin with
+        self.ends = frozenset(text[n:] for text in texts for n in range(1, len(text)))
+        self.parts = sorted({len(part) for part in self.starts})
 
-def split(rendered: str, controls: tuple[str, ...]) -> list[str]:
-    """A text split at its control strings, which become pieces of their own; the longest match wins."""
-    return [piece for piece in (re.split(f"({pattern(controls)})", rendered) if controls else [rendered]) if piece]
+    def find(self, text: str) -> Iterator[tuple[int, int]]:
+        """Start and end of the longest control string at each position of a text. They may overlap."""
+        for candidate in self.first.finditer(text):
+            at = candidate.start()
+            for length in (*self.lengths.get(text[at : at + 2], ()), *self.lengths.get(text[at], ())):
+                if text[at : at + length] in self.texts:
+                    yield at, at + length
+                    break
 
+    def split(self, text: str) -> list[str]:
+        """A text split at its control strings, which become pieces of their own; the first and longest match wins."""
+        cuts = [0]
+        for start, end in self.find(text):
+            if start >= cuts[-1]:
+                cuts += [start, end]
+        return [text[start:end] for start, end in itertools.pairwise([*cuts, len(text)]) if start < end]
 
-@functools.lru_cache(maxsize=1)
-def parts(controls: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str], list[int]]:
-    """What control strings begin with, what they end with, and the lengths of these parts."""
-    starts = frozenset(control[:n] for control in controls for n in range(1, len(control)))
-    ends = frozenset(control[n:] for control in controls for n in range(1, len(control)))
-    return starts, ends, sorted({len(part) for part in starts})
-
-
-def marking(mark: str, controls: tuple[str, ...]) -> Change:
-    """A function that marks the control strings in a text, and its ends if they could be part of one."""
-    begins = re.compile(f"(?={pattern(controls)})")
-    starts, ends, lengths = parts(controls)
-
-    def change(text: str) -> str:
-        at = [0, *(found.start() + 1 for found in begins.finditer(text)), len(text)] if controls else [0, len(text)]
-        text = mark.join(text[first:last] for first, last in itertools.pairwise(at))
+    def mark(self, text: str, mark: str) -> str:
+        """A text with a mark in each control string, and at its ends if they could be part of one."""
+        cuts = [0, *(start + 1 for start, _ in self.find(text)), len(text)]
+        text = mark.join(text[start:end] for start, end in itertools.pairwise(cuts))
         body = text.strip()  # a template may strip the text
         end, start = len(text.rstrip()), len(text) - len(text.lstrip())
-        if any(body[-n:] in starts for n in lengths):
+        if any(body[-n:] in self.starts for n in self.parts):
             text = text[:end] + mark + text[end:]
-        if any(body[:n] in ends for n in lengths):
+        if any(body[:n] in self.ends for n in self.parts):
             text = text[:start] + mark + text[start:]
         return text
 
-    return change
+
+@functools.lru_cache(maxsize=1)
+def arranged(texts: tuple[str, ...]) -> Controls:
+    """The control strings of the last request, which are mostly those of the next one."""
+    return Controls(texts)
 
 
-def stand_ins(controls: tuple[str, ...], used: set[str]) -> dict[int, str]:
+def stand_ins(controls: Controls, used: set[str]) -> dict[int, str]:
     """Character of a control string -> a private use character that no message uses."""
     free = (character for character in map(chr, STAND_INS) if character not in used)
-    return {ord(character): next(free) for character in sorted(set("".join(controls)))}
+    return {ord(character): next(free) for character in sorted(set("".join(controls.texts)))}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from . import sandbox
 from .messages import Message
 
 SECONDS = 2.0  # CPU time; a conversation of 1000 turns takes about 0.05
+PER_MEGABYTE = 1.0  # seconds more for each megabyte of the request
 SPACE = 256 * 2**20  # bytes of memory in addition to COPIES of the request
 COPIES = 16  # a request is read, parsed and changed; a character may take four bytes
 OUTPUT = 2**20  # bytes that a template may write in addition to four times the request
@@ -117,7 +118,11 @@ def _rendered(
         "now": (now or datetime.datetime.now()).isoformat(),
     }
     try:
-        reply = json.loads(_CHILD.ask(sandbox.encoded(request)))
+        encoded = sandbox.encoded(request)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"messages and tools must be JSON-serializable: {error}") from None
+    try:
+        reply = json.loads(_CHILD.ask(encoded))
         if "usage" in reply:
             raise UsageError(str(reply["usage"]))
         if "pieces" in reply:
@@ -180,7 +185,7 @@ class _Child:
                     self.stop()
                     answer = self._try(request)
             except OSError:
-                raise _Stopped(_meaning(self.stop())) from None
+                raise _Stopped(_meaning(self.stop(), request)) from None
             except BaseException:
                 self.stop()  # a late answer would be taken for that of the next request
                 raise
@@ -197,7 +202,7 @@ class _Child:
         timer = threading.Timer(WAIT, process.kill)
         timer.start()
         try:
-            into.write(sandbox.HEADER.pack(len(request), SECONDS, SPACE + COPIES * len(request)) + request)
+            into.write(sandbox.HEADER.pack(len(request), seconds(request), SPACE + COPIES * len(request)) + request)
             into.flush()
             header = out.read(sandbox.LENGTH.size)
             (length,) = sandbox.LENGTH.unpack(header) if len(header) == sandbox.LENGTH.size else (0,)
@@ -214,6 +219,10 @@ class _Child:
 MEMORY = sandbox.encoded({"memory": True})
 
 
+# Variables without which some systems can't start Python
+TO_START = ("SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LD_PRELOAD")
+
+
 def _start() -> subprocess.Popen[bytes]:
     """Start sandbox.py with the folders of Jinja and its dependency, and without the user's environment."""
     folders = []
@@ -223,7 +232,7 @@ def _start() -> subprocess.Popen[bytes]:
             raise TemplateError(f"chat templates need {name}, which is not installed; run: pip install {name}")
         folders.append(str(Path(spec.origin).parents[1]))
     command = [sys.executable, "-I", "-S", sandbox.__file__, *folders]
-    system = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
+    system = {name: os.environ[name] for name in TO_START if name in os.environ}
     try:
         return subprocess.Popen(
             command,
@@ -240,12 +249,19 @@ def _start() -> subprocess.Popen[bytes]:
         ) from None
 
 
-def _meaning(code: int | None) -> str:
+def seconds(request: bytes) -> float:
+    """The CPU time for a request."""
+    return SECONDS + PER_MEGABYTE * len(request) / 1e6
+
+
+def _meaning(code: int | None, request: bytes) -> str:
     """Why the child ended, by its exit code."""
     if code is not None and -code == getattr(signal, "SIGPROF", None):
-        return f"it ran for more than {SECONDS:g} seconds and was stopped"
+        return f"it ran for more than {seconds(request):.3g} seconds and was stopped"
     if code is not None and -code == getattr(signal, "SIGKILL", None):
         return f"it was killed, by the system or because it did not end in {WAIT:g} seconds"
+    if code is not None and code > 0:
+        return f"its process, {sys.executable} {sandbox.__file__}, ended with exit code {code}; can it be started?"
     return f"its process crashed (exit code {code})"
 
 

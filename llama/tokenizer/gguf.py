@@ -145,7 +145,7 @@ class GGUFTokenizer(Tokenizer):
     def _plain(self, *also: int) -> dict[str, int]:
         """Normal and user-defined tokens, and those of the types `also`: no control tokens, so no text becomes one."""
         allowed = {NORMAL, USER_DEFINED, *also}
-        return {t: id for id, t in enumerate(self.tokens) if self.types[id] in allowed and t not in self.control}
+        return {t: id for id, t in enumerate(self.tokens) if self.types[id] in allowed and self.control.get(t) != id}
 
 
 class ByteLevelTokenizer(GGUFTokenizer):

@@ -94,7 +94,7 @@ def unchecked(name: str) -> Callable[..., Any]:
 def _spelled(template: str, values: Any, controls: Any, now: Any) -> list[tuple[str, bool]]:
     """Take every control string of the text for one of the template."""
     pieces = sandbox.answer({"template": template, "values": values, "now": "2026-01-01"}).get("pieces", [("", False)])
-    return [(piece, piece in controls) for piece in sandbox.split(pieces[0][0], list(controls))]
+    return [(piece, piece in controls) for piece in sandbox.Controls(list(controls)).split(pieces[0][0])]
 
 
 DEFECTS: dict[str, tuple[str, Any]] = {
