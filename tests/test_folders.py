@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -103,9 +104,16 @@ def test_a_damaged_file_is_removed(tmp_path: Path, damage: bytes) -> None:
     assert kept(tmp_path, NAME, ".so") is None
 
 
+@pytest.mark.row("F03")
+def test_a_file_of_a_longer_name_is_not_a_damaged_file_of_this_name(tmp_path: Path) -> None:
+    long = keep(put(tmp_path, b"rows").rename(tmp_path / "made.so"), tmp_path, f"{NAME}-rows")
+    assert kept(tmp_path, NAME, ".so") is None
+    assert kept(tmp_path, f"{NAME}-rows", ".so") == long
+
+
 @pytest.mark.row("I13")
 def test_a_folder_with_a_files_name_is_ignored(tmp_path: Path) -> None:
-    (tmp_path / f"{NAME}-0.so").mkdir()  # its name is before the file's
+    (tmp_path / f"{NAME}-{0:016}.so").mkdir()  # its name is before the file's
     path = put(tmp_path, b"library")
     before = os.listdir("/dev/fd")
     assert kept(tmp_path, NAME, ".so") == path
@@ -161,6 +169,49 @@ def test_a_user_trusts_its_own_and_roots_folders(deep: Path, depth: int, owner: 
     assert as_user(NOBODY, lambda: refused(deep)) == expected
 
 
+@pytest.fixture
+def namespace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A user namespace that holds the users 0 to 999, as the program sees it."""
+    (tmp_path / "overflowuid").write_text("65534\n")
+    (tmp_path / "uid_map").write_text("         0       1000        500\n       500     100000        500\n")
+    monkeypatch.setattr(folders, "OVERFLOW", tmp_path / "overflowuid")
+    monkeypatch.setattr(folders, "UID_MAP", tmp_path / "uid_map")
+
+
+@only_root
+@pytest.mark.row("I13")
+@pytest.mark.usefixtures("namespace")
+@pytest.mark.parametrize("depth", range(4))
+@pytest.mark.parametrize(("mode", "safe"), [(0o755, True), (0o775, False), (0o757, False), (0o1777, True)])
+def test_only_parents_may_belong_to_users_outside_of_the_namespace(
+    deep: Path, depth: int, mode: int, safe: bool
+) -> None:
+    """A user can't make them its own; most belong to root."""
+    path = put(deep, b"code")
+    folder = (deep, *deep.parents)[depth]
+    os.chown(folder, NOBODY, NOBODY)
+    folder.chmod(mode)
+    assert refused(deep) == (depth == 0 or not safe)
+    assert path.exists()
+
+
+@only_root
+@pytest.mark.row("I13")
+@pytest.mark.usefixtures("namespace")
+def test_a_user_that_the_namespace_lacks_owns_nothing(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mapping, this user has the id that stands for all others, too."""
+    path = put(deep, b"code")
+    os.chown(path, NOBODY, NOBODY)
+    monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+    assert kept(deep, NAME, ".so") is None
+    assert not path.exists()
+    os.chown(deep, NOBODY, NOBODY)
+    assert refused(deep)
+
+
+NO_LISTS = [errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS]
+
+
 @pytest.mark.row("I13")
 @pytest.mark.parametrize(
     ("user", "group", "members", "acl", "expected"),
@@ -169,7 +220,11 @@ def test_a_user_trusts_its_own_and_roots_folders(deep: Path, depth: int, owner: 
         ("ann", "ann", ["ann"], False, False),
         ("ann", "ann", ["ann", "bob"], False, True),
         ("ann", "staff", [], False, True),
+        ("carl", "carl", [], False, True),  # dora's primary group is carl
         ("ann", "ann", [], True, True),
+        *(("ann", "ann", [], code, False) for code in NO_LISTS),
+        ("ann", "ann", [], errno.EIO, True),
+        ("ann", "ann", [], None, False),
         ("root", "root", [], False, True),
         ("ann", None, [], False, True),
     ],
@@ -180,9 +235,10 @@ def test_a_folder_may_be_writable_by_a_group_of_this_user_alone(
     user: str,
     group: str | None,
     members: list[str],
-    acl: bool,
+    acl: int | None,
     expected: bool,
 ) -> None:
+    """acl: whether there is an access list, the error of the file system, or None for a system without the call."""
     grp, pwd = pytest.importorskip("grp"), pytest.importorskip("pwd")
     path = put(deep, b"code")
     deep.chmod(0o775)
@@ -192,12 +248,42 @@ def test_a_folder_may_be_writable_by_a_group_of_this_user_alone(
             raise KeyError(gid)
         return types.SimpleNamespace(gr_name=group, gr_mem=members)
 
-    entry = types.SimpleNamespace(pw_name=user, pw_uid=0 if user == "root" else 1000)
+    def listxattr(path: Path) -> list[str]:
+        if acl not in (True, False):
+            raise OSError(acl, "failed")
+        return ["system.posix_acl_access"] if acl else []
+
+    ids = {"root": (0, 0), "ann": (1000, gid := deep.stat().st_gid), "bob": (1001, 7777), "carl": (1002, gid)}
+    ids = {name: ids[name] for name in ("root", "bob", user)} | ({"dora": (1003, gid)} if user == "carl" else {})
+    entries = {name: types.SimpleNamespace(pw_name=name, pw_uid=x, pw_gid=y) for name, (x, y) in ids.items()}
+    entries["root"].pw_gid = 7776  # the folder of this test has root's group
     monkeypatch.setattr(grp, "getgrgid", getgrgid)
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: entry)
-    monkeypatch.setattr(os, "listxattr", lambda path: ["system.posix_acl_access"] if acl else [], raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: entries[user])
+    monkeypatch.setattr(pwd, "getpwall", lambda: list(entries.values()))
+    if acl is None:
+        monkeypatch.delattr(os, "listxattr", raising=False)
+    else:
+        monkeypatch.setattr(os, "listxattr", listxattr, raising=False)
     assert refused(deep) == expected
     assert path.exists()
+
+
+@pytest.mark.row("I13")
+def test_a_folder_that_cannot_be_examined_is_not_trusted(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(deep, b"code")
+    real = os.lstat
+
+    def lstat(path: Path, **options: int | None) -> os.stat_result:
+        if path == deep.parent:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    with pytest.raises(
+        UsageError, match=f"^{deep.parent}, which .* can't be checked: Permission denied; set CLEARLLAMA"
+    ):
+        kept(deep, NAME, ".so")
+    assert not folders.is_private(deep)
 
 
 @pytest.mark.row("I13")
@@ -298,6 +384,36 @@ def test_no_exchange_while_loading_has_an_effect(tmp_path: Path) -> None:
         thread.join()
     assert loaded <= {b"good", b"made"}
     assert next(turns) > 20
+
+
+@pytest.mark.row("I13")
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_two_files_are_loaded_by_one_name(tmp_path: Path, fails: bool) -> None:
+    """The system's loader takes a second library of the same name for the first, also if the first was not usable."""
+    names: dict[int, str] = {}
+
+    def load(path: str) -> bytes:
+        content = read(path)
+        names[int(content)] = path
+        if fails and names.keys() == {1} and path.startswith("/proc"):
+            raise OSError("it lacks the operators")
+        return content
+
+    for number in (1, 2):
+        made = tmp_path / "made.so"
+        made.write_bytes(b"%d" % number)
+        keep(made, tmp_path, f"avx{number}-0123")
+    for number in (1, 2):
+        content = b"%d" % number
+        assert load_code(tmp_path, f"avx{number}-0123", ".so", lambda path: path.write_bytes(b"3"), load) in (
+            content,
+            b"3",
+        )
+    assert len(set(names.values())) == len(names) == 2 + fails
+    before = len(os.listdir("/dev/fd")), dict(names)
+    for _ in range(3):
+        assert load_code(tmp_path, "avx2-0123", ".so", never, load) == b"2"
+    assert (len(os.listdir("/dev/fd")), names) == before
 
 
 @only_root

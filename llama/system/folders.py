@@ -3,11 +3,15 @@
 Some of them are code: the C++ kernels and the compiled steps. `load_code` runs a kept file only if no other user can
 have written it: this user or root owns the file and every folder above it, and nobody else can write to them. The file
 is opened, checked and hashed, and the open file is loaded, so exchanging it in between has no effect.
+
+In a user namespace, such as a container, all users outside of it have one id. A folder above the cache folder may have
+that owner, which is usually root, because a user can't change it; the cache folder and its files may not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -24,6 +28,11 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 # Neither follow a link nor wait for the other end of a pipe. Windows has no such flags, and no users to check.
 OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+NO_ACCESS_LISTS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system that has none
+OVERFLOW, UID_MAP = Path("/proc/sys/kernel/overflowuid"), Path("/proc/self/uid_map")
+# The open files that were loaded: {(name, device, inode): descriptor}. They stay open: the loader of the system takes
+# a second file of the same name for the first, and the name of an open file contains its descriptor.
+HELD: dict[tuple[str, int, int], int] = {}
 
 
 def cache_folder() -> Path:
@@ -83,8 +92,6 @@ def load_code(folder: Path, name: str, suffix: str, make: Callable[[Path], None]
             return load(_opened(path, handle))
         except (OSError, RuntimeError):
             path.unlink(missing_ok=True)
-        finally:
-            os.close(handle)
     with own_temporary(folder, ".build") as work:
         made = work / (name + suffix)
         make(made)
@@ -110,7 +117,7 @@ def open_kept(folder: Path, name: str, suffix: str) -> tuple[Path, int] | None:
     """
     folder = Path(os.path.realpath(folder))  # checked instead of the links that led to it
     _check_folders(folder)
-    for path in sorted(folder.glob(f"{name}-*{suffix}")):
+    for path in sorted(folder.glob(f"{name}-{'[0-9a-f]' * 16}{suffix}")):
         with contextlib.suppress(OSError):
             if (handle := _open_checked(path, name)) is not None:
                 return path, handle
@@ -155,17 +162,23 @@ def _check_folders(folder: Path) -> None:
             found = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return
-        sticky = stat.S_ISDIR(found.st_mode) and bool(found.st_mode & stat.S_ISVTX) and path != folder
-        if problem := _distrust(path, found, sticky):
+        except OSError as error:
+            raise UsageError(
+                f"{path}, which code is loaded from, can't be checked: {error.strerror or error}; set CLEARLLAMA_CACHE"
+                " to a folder of your own"
+            ) from None
+        if problem := _distrust(path, found, parent=path != folder):
             raise UsageError(problem)
 
 
-def _distrust(path: Path, found: os.stat_result, sticky: bool = False) -> str | None:
+def _distrust(path: Path, found: os.stat_result, parent: bool = False) -> str | None:
     """Why other users could control a file or folder, with the remedy; None if they can't."""
     if not hasattr(os, "geteuid"):
         return None
     other = "or set CLEARLLAMA_CACHE to a folder of your own"
-    if found.st_uid not in (os.geteuid(), 0):
+    sticky = parent and stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    trusted = parent if _is_outside(found.st_uid) else found.st_uid in (os.geteuid(), 0)
+    if not trusted:
         return f"user {found.st_uid} owns {path}, which code is loaded from; make it yours, {other}"
     by_group = found.st_mode & stat.S_IWGRP and not _is_own_group(path, found.st_gid)
     if (found.st_mode & stat.S_IWOTH or by_group) and not sticky:
@@ -173,10 +186,22 @@ def _distrust(path: Path, found: os.stat_result, sticky: bool = False) -> str | 
     return None
 
 
+def _is_outside(uid: int) -> bool:
+    """Whether a user id stands for all users outside of the user namespace that this process runs in."""
+    try:
+        if uid != int(OVERFLOW.read_text()):
+            return False
+        ranges = [[int(number) for number in line.split()] for line in UID_MAP.read_text().splitlines()]
+    except (OSError, ValueError):  # not Linux, or without /proc
+        return False
+    return not any(first <= uid < first + count for first, _, count in ranges)
+
+
 def _is_own_group(path: Path, gid: int) -> bool:
     """Whether a group has only this user as a member, and no access list gives its rights to others.
 
     Some systems create such a group for every user, and new files are writable by it. root's group may have members.
+    Users of a directory service that does not list its users are not seen.
     """
     import grp
     import pwd
@@ -186,13 +211,34 @@ def _is_own_group(path: Path, gid: int) -> bool:
     except KeyError:
         return False
     alone = user.pw_uid != 0 and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-    return alone and "system.posix_acl_access" not in os.listxattr(path)
+    # gr_mem lacks the users whose primary group this is.
+    alone = alone and all(other.pw_uid == user.pw_uid for other in pwd.getpwall() if other.pw_gid == gid)
+    return alone and not _has_access_list(path)
+
+
+def _has_access_list(path: Path) -> bool:
+    """Whether an access list of Linux adds to a path's permissions, or may do so."""
+    if not hasattr(os, "listxattr"):
+        return False
+    try:
+        return "system.posix_acl_access" in os.listxattr(path)
+    except OSError as error:
+        return error.errno not in NO_ACCESS_LISTS
 
 
 def _opened(path: Path, handle: int) -> str:
-    """A name for an open file, whatever its path now refers to. The path itself where the system has no such names."""
-    name = f"/proc/self/fd/{handle}"
-    return name if os.path.exists(name) else str(path)
+    """A name for an open file, whatever its path now refers to. The path itself where the system has no such names.
+
+    The name stays the file's own: the descriptor is kept open, or an equal one is open already and this one is closed.
+    """
+    if not os.path.exists(f"/proc/self/fd/{handle}"):
+        os.close(handle)
+        return str(path)
+    found = os.fstat(handle)
+    held = HELD.setdefault((path.name, found.st_dev, found.st_ino), handle)
+    if held != handle:
+        os.close(handle)
+    return f"/proc/self/fd/{held}"
 
 
 def _name_of(handle: int, name: str, suffix: str) -> str:
