@@ -447,6 +447,23 @@ def test_code_in_a_file_is_not_run(two_shards: Path, tmp_path: Path, zipped: boo
     assert "weights_only" not in str(caught.value)
 
 
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_a_file_of_another_pickle_protocol_is_refused_with_the_remedy(
+    two_shards: Path, tmp_path: Path, protocol: int
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(two_shards, folder)
+    file = folder / "consolidated.00.pth"
+    state = torch.load(file)
+    torch.save(state, file, pickle_protocol=protocol)
+    expected = f"protocol {protocol}, expected 2, torch.save's default; save it again with pickle_protocol=2$"
+    with pytest.raises(LlamaError, match=expected) as caught:
+        open_checkpoint(folder)
+    assert str(file) in str(caught.value)
+    torch.save(state, file, pickle_protocol=2)
+    open_checkpoint(folder)
+
+
 def test_a_truncated_file_is_an_error(two_shards: Path, tmp_path: Path) -> None:
     shutil.copytree(two_shards, tmp_path / "model")
     file = tmp_path / "model" / "consolidated.00.pth"

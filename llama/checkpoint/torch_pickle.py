@@ -23,6 +23,7 @@ MOST_OPERATIONS = 200_000
 LONGEST_NAME = 1000  # characters
 MOST_AXES = 16  # of a tensor
 LARGEST = 2**63  # sizes and strides are smaller
+PROTOCOL = 2  # of pickles; torch.save's default
 REMEDY = "the file is forged or damaged, fetch it again"
 
 DTYPES = {
@@ -145,9 +146,15 @@ class _Machine:
         elif name == "BUILD":  # attributes, such as the versions of a state dict's modules, which change no weight
             self.pop(1)
             self.top(dict)
-        elif not (name == "STOP" or (name == "PROTO" and argument == 2)):
+        elif name == "PROTO" and argument != PROTOCOL:
             raise CheckpointError(
-                f"{self.path}: its pickle has the operation {name}, which torch.save never writes; {REMEDY}"
+                f"{self.path}: its pickle has protocol {argument}, expected {PROTOCOL}, torch.save's default; save it"
+                f" again with pickle_protocol={PROTOCOL}"
+            )
+        elif name not in ("STOP", "PROTO"):
+            raise CheckpointError(
+                f"{self.path}: its pickle has the operation {name}, which torch.save does not write with"
+                f" pickle_protocol={PROTOCOL}, its default; {REMEDY}"
             )
 
     def pop(self, count: int) -> list[Any]:
