@@ -1,9 +1,9 @@
 """The regular expressions of a tokenizer.json: which ones are accepted, decided without running them.
 
-The `tokenizers` library runs them with Onigmo, whose language can describe matching that takes exponential time. This
-file reads the part of the language that word patterns need, and refuses everything else: subexpression calls,
-backreferences, conditionals, absence operators, callouts, named and atomic groups, nested classes.
-Syntax: k-takata/Onigmo, doc/RE.
+The `tokenizers` library runs them with Oniguruma, whose language can describe matching that takes exponential time.
+This file reads the part of the language that word patterns need, and refuses everything else: subexpression calls,
+backreferences, conditionals, absence operators, callouts, named groups.
+Syntax: kkos/oniguruma, doc/RE.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ from dataclasses import dataclass
 
 from ..errors import TokenizerError
 
-LONGEST = 2**16  # characters of a pattern; Llama 4's has 300
+# Oniguruma's compiler takes quadratic time and much memory for some patterns. Within these limits, which hold for all
+# patterns of a file together, the costliest of some hundred kinds take 0.13 s and 40 MB.
+LONGEST = 2**13  # characters; Llama 4's pattern has 300, DeepSeek's four patterns together 500
+MOST_CLASSES = 256  # opening brackets; Llama 4's pattern has 13
+
 DEEPEST = 50  # nested groups
 MOST_REPEATS = 1000  # of a bounded repetition
 MOST_PATHS = 1000  # ways through a pattern, in addition to one for each of its characters
 
-CLASS = re.compile(r"\[\^?(?:\\.|[^\[\]\\&]|&(?!&))+\]", re.DOTALL)
-ESCAPE = re.compile(r"\\(?:[dDwWsSbBAzZrntfv]|[pP]\{[^{}\\]*\}|x\{[0-9A-Fa-f]+\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|\W)")
-GROUP = re.compile(r"\((?:\?(?:(?P<look><?[=!])|[im]*(?:-[im]+)?:))?")
+DEEPEST_CLASS = 4  # nested classes
+
+POSIX = "alnum|alpha|ascii|blank|cntrl|digit|graph|lower|print|punct|space|upper|word|xdigit"
+IN_CLASS = re.compile(rf"\[:\^?(?:{POSIX}):\]|(?P<open>\[(?!:)\^?)|(?P<close>\])|(?P<both>&&)|[^\[\\]")
+ESCAPE = re.compile(r"\\(?:[dDwWsShHbBAzZrntfv]|[pP]\{[^{}\\]*\}|x\{[0-9A-Fa-f]+\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|\W)")
+GROUP = re.compile(r"\((?:\?(?:(?P<look><?[=!])|>|[im]*(?:-[im]+)?:))?")
 FLAGS = re.compile(r"\(\?[im]+\)")
 REPEAT = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<mode>[?+]?)")
 SIGNS = {"*": (0, math.inf), "+": (1, math.inf), "?": (0, 1)}
@@ -29,12 +36,16 @@ SIGNS = {"*": (0, math.inf), "+": (1, math.inf), "?": (0, 1)}
 
 @dataclass
 class Item:
-    """A character, a class, an assertion, or a group with its alternatives; repeated from low to high times."""
+    """A character, a class, an assertion, or a group with its alternatives; repeated from low to high times.
+
+    twice: the repetition is repeated itself without a bound, so it may divide a text in exponentially many ways.
+    """
 
     group: list[list[Item]] | None = None
     look: bool = False
     low: float = 1
     high: float = 1
+    twice: bool = False
 
     @property
     def fails(self) -> bool:
@@ -48,6 +59,19 @@ class Item:
         if self.low != self.high or (self.group is not None and len(self.group) > 1):
             return math.inf
         return self.low * (1 if self.group is None else sum(item.length for item in self.group[0]))
+
+
+def check_sizes(patterns: list[str], where: str) -> None:
+    """Raise TokenizerError unless compiling the patterns of a file takes little time and memory."""
+    for found, most, what in (
+        (sum(map(len, patterns)), LONGEST, "characters"),
+        (sum(pattern.count("[") for pattern in patterns), MOST_CLASSES, "character classes"),
+    ):
+        if found > most:
+            raise TokenizerError(
+                f"{where}: its regular expressions have {found:,} {what} together, expected at most {most:,}; the file"
+                f" is damaged or forged, fetch it from the model's authors"
+            )
 
 
 def check_pattern(pattern: str, where: str) -> None:
@@ -74,7 +98,7 @@ def ways(alternatives: list[list[Item]], fails_after: bool) -> tuple[float, int]
                 inner, more = ways(item.group, fails or item.look)
                 paths, degree = paths * (inner + (item.low == 0)), degree + more
             elif fails and item.high == math.inf:
-                degree += 1
+                degree += 2 if item.twice else 1
             elif fails:
                 paths *= item.high - item.low + 1
             fails |= item.fails
@@ -86,7 +110,7 @@ def unbounded(pattern: str, where: str) -> TokenizerError:
     """The error for a pattern whose matching takes too long."""
     return TokenizerError(
         f"{where}: its regular expression {pattern[:60]!r} nests or chains repetitions, so matching some texts could"
-        f" take forever; no LLaMA model needs that, fetch the file from the model's authors"
+        f" take forever; such patterns are not supported, fetch the file from the model's authors"
     )
 
 
@@ -95,22 +119,17 @@ class Parser:
 
     def __init__(self, pattern: str, where: str):
         self.pattern, self.where = pattern, where
-        if len(pattern) > LONGEST:
-            raise TokenizerError(
-                f"{where}: a regular expression has {len(pattern):,} characters, expected at most {LONGEST:,}; the file"
-                f" is damaged or forged, fetch it from the model's authors"
-            )
 
     def refuse(self, at: int) -> TokenizerError:
-        """The error for a construct that is not known."""
+        """The error for a construct that is not supported."""
         return TokenizerError(
             f"{self.where}: its regular expression {self.pattern[:60]!r} has {self.pattern[at : at + 12]!r} at"
-            f" character {at}, which no LLaMA model needs and whose matching may take forever; fetch the file from the"
+            f" character {at}, which is not supported because such matching may take forever; fetch the file from the"
             f" model's authors"
         )
 
     def read(self) -> list[list[Item]]:
-        """The alternatives. What Onigmo refuses anyway, such as a missing parenthesis, is left to it."""
+        """The alternatives. What Oniguruma refuses anyway, such as a missing parenthesis, is left to it."""
         pattern = self.pattern
         flags = FLAGS.match(pattern)
         at = flags.end() if flags else 0
@@ -124,7 +143,7 @@ class Parser:
                 continue
             if character == "(":
                 opened = GROUP.match(pattern, at)
-                if opened is None or pattern[opened.end() :][:1] in "?*" or len(stack) == DEEPEST:
+                if opened is None or pattern[opened.end() : opened.end() + 1] in tuple("?*") or len(stack) == DEEPEST:
                     raise self.refuse(at)
                 stack.append((current, opened["look"] is not None))
                 current, at = [[]], opened.end()
@@ -148,11 +167,29 @@ class Parser:
             if character in "*+?{":
                 raise self.refuse(at)
             return at + 1
-        found = (CLASS if character == "[" else ESCAPE).match(self.pattern, at)
-        inner = ESCAPE.sub("", found[0]) if found and character == "[" else ""
-        if found is None or "\\" in inner:
+        if character == "[":
+            return self.character_class(at)
+        found = ESCAPE.match(self.pattern, at)
+        if found is None:
             raise self.refuse(at)
         return found.end()
+
+    def character_class(self, start: int) -> int:
+        """The position after a class. It matches one character, so only its end is of interest.
+
+        A class or operand without content is refused, because Oniguruma reads the "]" of "[]a]" as a character.
+        """
+        at = start + (2 if self.pattern.startswith("^", start + 1) else 1)
+        depth, empty = 1, True
+        while depth:
+            found = IN_CLASS.match(self.pattern, at) or ESCAPE.match(self.pattern, at)
+            if found is None or (empty and found.lastgroup in ("close", "both")):
+                raise self.refuse(start)
+            depth += {"open": 1, "close": -1}.get(found.lastgroup or "", 0)
+            if depth > DEEPEST_CLASS:
+                raise self.refuse(start)
+            at, empty = found.end(), found.lastgroup in ("open", "both")
+        return at
 
     def repeat(self, item: Item, at: int) -> int:
         """Read how often an item is repeated; return the position after it."""
@@ -166,12 +203,16 @@ class Parser:
             low, high = found["low"], found["high"]
             item.low = float(low or 0)
             item.high = float(high) if high else math.inf if found["comma"] else item.low
-            # Onigmo reads {1,3}+ as a repetition of a repetition, and {3}? as an optional one.
-            wrong = found["mode"] == "+" or (found["mode"] and not found["comma"]) or not (low or high)
+            # Oniguruma reads {1,3}+ as a repetition of a repetition, and {3}? as an optional one.
+            item.twice = found["mode"] == "+"
+            wrong = (item.twice and item.group is not None) or (found["mode"] == "?" and not found["comma"])
+            wrong = wrong or not (low or high)
             if wrong or item.low > item.high or max(item.low, item.high if high else 0) > MOST_REPEATS:
                 raise self.refuse(at)
         if item.look or pattern[found.end() : found.end() + 1] in tuple("*+?{"):
             raise self.refuse(at)
+        if item.twice:
+            item.high = math.inf
         if item.high > 1 and item.group is not None:
             times = item.low if item.high == math.inf else item.high
             if Item(item.group).length * max(times, 1) > MOST_REPEATS:

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import TokenizerError
-from .patterns import check_pattern
+from .patterns import check_pattern, check_sizes
 
 # Llama 2's steps may double the characters of a text, those of SmolLM2 may write four for one, and NFKC eighteen.
 LARGEST_GROWTH = 256
+MOST_STEPS = 64  # each may run over the complete text
 
 LISTS = ("normalizers", "pretokenizers", "decoders", "processors")
 Step = Mapping[str, Any]
@@ -59,16 +60,26 @@ def growth(source: Mapping[str, Any], where: str) -> float:
     What is added once to a text counts for every character: added tokens divide a text, and each part is a text.
     """
     factor = 1.0
+    steps = 0
+    patterns: list[str] = []
     for place, known in (("normalizer", NORMALIZERS), ("pre_tokenizer", PRE_TOKENIZERS)):
         for part in parts(source.get(place)):
+            steps += 1
+            if steps > MOST_STEPS:
+                raise TokenizerError(
+                    f"{where}: its normalizer and pre_tokenizer have more than {MOST_STEPS} steps, expected at most"
+                    f" {MOST_STEPS}; the file is damaged or forged, fetch it from the model's authors"
+                )
             pattern = part.get("pattern")
             if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
-                check_pattern(pattern["Regex"], where)
+                patterns.append(pattern["Regex"])
+                check_sizes(patterns, where)
+                check_pattern(patterns[-1], where)
             factor *= known[kind(part, place, known, where)](part)
             if factor > LARGEST_GROWTH:
                 raise TokenizerError(
                     f"{where}: its normalizer and pre_tokenizer may write more than {LARGEST_GROWTH} characters for one"
-                    f" character of a text; no LLaMA model needs that, fetch the file from the model's authors"
+                    f" character of a text, which is not supported; fetch the file from the model's authors"
                 )
     return factor
 

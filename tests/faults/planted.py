@@ -428,6 +428,20 @@ TOKENIZERS: tuple[Defect, ...] = (
         "(?:[a-zA-Z0-9]|",
     ),
     Defect(
+        "E05",
+        "a repetition of a repetition counts as one",
+        "llama/tokenizer/patterns.py",
+        "degree += 2 if item.twice else 1",
+        "degree += 1",
+    ),
+    Defect(
+        "E14",
+        "the patterns of a file are limited one by one, not together",
+        "llama/tokenizer/steps.py",
+        "check_sizes(patterns, where)",
+        "check_sizes(patterns[-1:], where)",
+    ),
+    Defect(
         "E13",
         "a step's growth is not limited",
         "llama/tokenizer/steps.py",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import json
 import struct
+import subprocess
+import sys
 import time
 import unicodedata
 from pathlib import Path
@@ -13,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from llama import loader
 from llama.errors import TokenizerError
 from llama.text import Llama
-from llama.tokenizer import Tokenizer, open_tokenizer
+from llama.tokenizer import Tokenizer, open_tokenizer, patterns
 from llama.tokenizer.common import LLAMA3_WORDS
 from llama.tokenizer.gguf import from_metadata
 from llama.tokenizer.huggingface import HuggingFaceTokenizer
@@ -172,15 +177,16 @@ def test_a_piece_that_is_not_utf8(made: dict[str, Path], tmp_path: Path, attempt
 HOSTILE = [
     "(a+)+$", "(a|a)*$", "(a|ab)+?c", r"(?:\p{L}+\s?)*x", "((a*))*", "(?:a+){2,}b", "([a]|b+)+", "a*a*a*b",
     r"(\w+)++", "(a?){50}", "(a{1,50}){1,50}", r"(?i:(?:x+x+)+y)", "[[a]b]*[a]*[a]*x", r"(?:[^\]]+\])*(",
-    # calls, backreferences, conditions, absence, callouts, atomic groups, options that change the structure
-    r"(?<p>a\g<p>?\g<p>?)b", r"(a)\1", r"(?<n>a)\k<n>", r"(?(1)a|b)", "(?~ab)", "(*FAIL)", "(?>a+)", "a(?i)b|c",
-    r"\X*",
+    # calls, backreferences, conditions, absence, callouts, options that change the structure
+    r"(?<p>a\g<p>?\g<p>?)b", r"(a)\1", r"(?<n>a)\k<n>", r"(?(1)a|b)", "(?~ab)", "(*FAIL)", "a(?i)b|c",
+    r"\X*", "(?>a+)+", "(?>a*)a*b", "(?>(?:a|a)+)b", "(?=a{1,3}+)", "a{2,}+b", "(?:ab){1,3}+", "(?<!a{0,3}+)c",
     # many ways without an unbounded repetition
     "(a|a)" * 30 + "b", "a?" * 30 + "b", "(?:(?:a|a){9}){9}b", "((a{99}){99}){99}",
     # what Onigmo reads differently: a repetition of a repetition, the end of a class
     "a{1,3}+b", "a{3}?", "a**", "[a[:" + "x" * 30 + ":](b+)+]", "[](a+)+]", "[a&&[b]](c+)+",
-    # cubic time, and a pattern that is too long
-    "a*a*b", "a*(?=b*c)", "a*(?!b*)", r"\s*\s*\s", "a" * 70_000,
+    "[[:foo:]]", "[a&&]](b+)+]", "[a[]b](c+)+]", "[[[[[a]]]]]", "[[a]", r"[\k<n>]",
+    # cubic time, and patterns whose compilation takes seconds
+    "a*a*b", "a*(?=b*c)", "a*(?!b*)", r"\s*\s*\s", "a" * 70_000, "(?i)" + "\ufb03" * 60_000, "(?i)" + r"[\p{L}]" * 1100,
 ]  # fmt: skip
 # Word patterns of the tokenizer.json files of the LLaMA family and related models.
 HARMLESS = [
@@ -195,6 +201,11 @@ HARMLESS = [
     r"\A▁(?=(?:\[REF\]|the▁cat)\z)",
     " {2,}",
     "(?i)abc",
+    # BLOOM's, GPT-4's newer one, Kimi's, and rarer syntax
+    " ?[^(\\s|[.,!?…。，、।۔،])]+",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s",
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+",
+    r"(?>\s+)|\h+|[[:alpha:]_[:^space:]]+",
     r"[一-龥぀-ゟ゠-ヿ]+",
     r"\p{N}{1,3}",
     "[0-9][0-9][0-9]",
@@ -224,7 +235,7 @@ def test_a_regex_that_could_run_forever_is_rejected(
     replace(folder, "tokenizer.json", json.dumps(source).encode())
     prompt = "a" * 40 + "b"
     if where == "normalizer" or pattern not in HOSTILE[:3]:
-        with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*( forever|70,000 characters, expected at most)"):
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*( forever|characters together|classes together)"):
             loader.load_tokenizer(folder)
         return
     attempt("generate", "--raw", prompt, *RUN, "-m", folder).refused("tokenizer.json", "forever", "fetch the file")
@@ -239,6 +250,81 @@ def test_an_accepted_pattern_takes_bounded_time(pattern: str) -> None:
         started = time.thread_time()
         split.pre_tokenize_str(text * 1000 + "\u3042")
         assert time.thread_time() - started < 1
+
+
+# Another process compiles the patterns, because the peak of this one's memory is already higher.
+COMPILE = """
+import json, resource, sys, time
+from tokenizers import Regex
+for pattern in json.load(sys.stdin):
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    Regex(pattern)
+    print(time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.row("E14")
+def test_accepted_patterns_compile_in_little_time_and_memory() -> None:
+    """The units are the costliest of some hundred: large classes, and characters that fold to two or three."""
+    units = [
+        "[a-\U0010ffff]", r"[\p{L}]", r"[\w&&\p{L}]", r"\p{L}", "ss", "\ufb03", "\u1e9e", "\u1f80",
+    ]  # fmt: skip
+    longest = []
+    for unit in units:
+        times = (patterns.LONGEST - 4) // len(unit)
+        longest.append("(?i)" + unit * (min(times, patterns.MOST_CLASSES) if "[" in unit else times))
+        patterns.check_sizes(longest[-1:], "f")
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, input=json.dumps(longest), capture_output=True, text=True, check=True)
+    results = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
+    assert len(results) == len(units)
+    assert max(seconds for seconds, _ in results) < 0.5, results
+    assert sum(grown for _, grown in results) < 100 * 1024, results  # KiB
+
+
+@pytest.mark.row("E14")
+def test_many_steps_with_patterns_are_rejected() -> None:
+    def source(*patterns: str) -> bytes:
+        splits = [{"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in patterns]
+        step = {
+            "type": "Sequence",
+            "pretokenizers": [*splits, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}],
+        }
+        return json.dumps({**json.loads(fuzzed.tokenizer_json()), "pre_tokenizer": step}).encode()
+
+    HuggingFaceTokenizer(source(*HARMLESS), "tokenizer.json")
+    with pytest.raises(TokenizerError, match="classes together"):
+        HuggingFaceTokenizer(source(*[r"[\p{L}\p{N}]" * 20] * 20), "tokenizer.json")
+    with pytest.raises(TokenizerError, match="characters together"):
+        HuggingFaceTokenizer(source(*["a" * 1000] * 9), "tokenizer.json")
+    with pytest.raises(TokenizerError, match="more than 64 steps"):
+        HuggingFaceTokenizer(source(*["a"] * 64), "tokenizer.json")
+
+
+class_parts = st.recursive(
+    st.lists(st.sampled_from(["a", "b", "&", "&&", "^", ":", "]", "[", r"\]", r"\h", "[:alpha:]"]), max_size=4).map(
+        "".join
+    ),
+    lambda inner: st.tuples(st.sampled_from(["[{}", "[^{}]", "[{}]", "a{}", "{}&&b"]), inner).map(
+        lambda pair: pair[0].format(pair[1])
+    ),
+    max_leaves=4,
+)
+TRIPLES = "".join(map("".join, itertools.product("ab]&[:^", repeat=3)))
+
+
+@pytest.mark.row("E05")
+@given(inside=class_parts)
+@settings(max_examples=100)
+def test_a_class_ends_where_the_library_ends_it(inside: str) -> None:
+    """A class matches single characters. If it ended later than the parser finds, the library would refuse it."""
+    pattern = f"[{inside}]"
+    try:
+        end = patterns.Parser(pattern, "f").character_class(0)
+    except TokenizerError:
+        return
+    replaced = normalizers.Replace(Regex(pattern[:end]), "")
+    assert replaced.normalize_str(TRIPLES) == "".join(replaced.normalize_str(character) for character in TRIPLES)
 
 
 # ---------------------------------------------------------------------------------------------- the length of a text
