@@ -154,7 +154,7 @@ def test_an_unwritable_cache_folder_is_an_error(
 def test_a_pull_removes_the_files_of_a_killed_one(wheel_index: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    stale, alive = (hub.cache_folder() / f".pull-{temporary._host()}-{pid}-x" for pid in (dead.pid, os.getpid()))
+    stale, alive = (hub.cache_folder() / f".pull-{temporary._host()}-{pid}-x" for pid in (dead.pid, os.getppid()))
     elsewhere = hub.cache_folder() / f".pull-otherhost-{dead.pid}-x"
     for folder in (stale, alive, elsewhere):
         folder.mkdir(parents=True)

@@ -231,7 +231,8 @@ OTHERS = [
     (
         b"\x80",
         0,
-        "a Python pickle, which can run code when read and is refused; get weights saved by torch.save with pickle_protocol=2",
+        "a Python pickle, which can run code when read and is refused; get weights saved by torch.save with"
+        " pickle_protocol=2",
     ),
     (b"\x1f\x8b", 0, "a gzip archive; unpack it first"),
     (b"ustar", 257, "a tar archive; unpack it first"),

@@ -216,7 +216,7 @@ def test_every_hostile_template_ends_within_the_limits(names: Sequence[str]) -> 
         assert time.thread_time() - used < 0.2, name
         assert law.peak() - peak < 2**26, name  # the answer and the request, not what the template computed
         template_module._CHILD.stop()  # the times of a process count when it has ended
-        assert times() - before < SECONDS / 20 + 0.5, name
+        assert times() - before < SECONDS / 20 + 1.5, name  # with the start of the process
 
 
 @pytest.mark.row("H02")
