@@ -23,14 +23,16 @@ from .fuzz import tokenizer as fuzzed
 SECONDS = 1.0  # processor time for a text of at most 400 characters
 
 words = st.text("ab ▁éﬀ", max_size=4)
-characters = st.sampled_from(["a", "b", ".", r"\s", r"\p{L}", "[ab]", "[^a]", " ", r"\b", "$", "", "é"])
+characters = st.sampled_from(
+    ["a", "b", ".", r"\s", r"\p{L}", "[ab]", "[^a]", " ", r"\b", "$", "", "é", "a{1,3}+", "[a[b]]"]
+)
 patterns = st.recursive(
     characters,
     lambda inner: st.one_of(
         st.tuples(inner, inner).map("".join),
         st.tuples(inner, inner).map("(?:{0[0]}|{0[1]})".format),
         st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "+?", "*+"])).map("(?:{0[0]}){0[1]}".format),
-        st.tuples(st.sampled_from(["(?=", "(?!", "(?i:", "("]), inner).map("{0[0]}{0[1]})".format),
+        st.tuples(st.sampled_from(["(?=", "(?!", "(?i:", "(?>", "("]), inner).map("{0[0]}{0[1]})".format),
     ),
     max_leaves=8,
 )
