@@ -424,7 +424,7 @@ TOKENIZERS: tuple[Defect, ...] = (
         "E05",
         "a backreference is taken for a character",
         "llama/tokenizer/patterns.py",
-        "(?:[dDwWsSbBAzZrntfv]|",
+        "(?:[dDwWsShHbBAzZrntfv]|",
         "(?:[a-zA-Z0-9]|",
     ),
     Defect(
