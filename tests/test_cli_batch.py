@@ -371,7 +371,8 @@ def test_a_run_resumes_wherever_the_output_was_cut(
     args = ("--prompts", str(source), "--output", str(target), "-n", "1", "--batch-size", "2", "--seed", "1")
     assert main(*args) == 1
     parsed = cli.build_parser().parse_args(["generate", "--quiet", *args])
-    complete = target.read_bytes()
+    record = tmp_path / "out.jsonl.run.json"
+    complete, made_with = target.read_bytes(), record.read_bytes()
     expected = comparable(read(target))
     ends = [at + 1 for at, byte in enumerate(complete) if byte == ord("\n")]
     encoded: list[int] = []
@@ -381,6 +382,7 @@ def test_a_run_resumes_wherever_the_output_was_cut(
     near_ends = {at for end in (0, *ends) for at in (end - 1, end, end + 1) if 0 <= at <= len(complete)}
     for cut in sorted(near_ends | set(range(0, len(complete), step))):
         target.write_bytes(complete[:cut])
+        record.write_bytes(made_with)
         encoded.clear()
         assert parsed.run(parsed) == 1
         assert comparable(read(target)) == expected, cut

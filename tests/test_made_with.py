@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -229,6 +230,8 @@ def test_fresh_starts_anew_and_deletes_only_answers(
     assert state(tmp_path) == before
 
 
+ANSWER = b'{"id": 1, "prompt": "a", "text": "x"}\n'
+FIRST = b'"first": "%s", "lines": {}}' % hashlib.sha256(ANSWER).hexdigest().encode()
 RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether --fresh may replace it)
     (None, "out.run.json, which says what they were made with, is missing", True),
     (b"notes", "out.run.json:1:1: ", False),
@@ -240,8 +243,9 @@ RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether 
     (b'{"clearllama_run": "1"}', "out.run.json is damaged: it lacks the settings or the lines", True),
     (b'{"clearllama_run": "1", "settings": [], "lines": {}}', "out.run.json is damaged: it lacks the settings", True),
     (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'""", True),
-    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "was made with add_bos none", True),
-    (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, "lines": {}}', "was made with \\x1b[2J 1, ", True),
+    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "was written for other answers than those of", True),
+    (b'{"clearllama_run": "1", "settings": {}, ' + FIRST, "was made with add_bos none", True),
+    (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, ' + FIRST, "was made with \\x1b[2J 1, ", True),
 ]
 
 
@@ -256,7 +260,7 @@ def test_answers_without_a_valid_record_are_not_continued(
     replaced: bool,
 ) -> None:
     """A file beside the output that is not a record is not replaced either, not even by --fresh."""
-    (tmp_path / "out").write_text('{"id": 1, "prompt": "a", "text": "x"}\n')
+    (tmp_path / "out").write_bytes(ANSWER)
     if content is not None:
         (tmp_path / "out.run.json").write_bytes(content)
     before = state(tmp_path)
@@ -295,16 +299,73 @@ def test_a_record_that_is_a_link_or_a_folder_is_neither_followed_nor_replaced(
         assert ({path.name: path.lstat().st_mode for path in tmp_path.iterdir()}, state(tmp_path)) == before
 
 
-def test_an_output_that_is_a_link_is_followed_and_its_record_lies_beside_the_link(batch: Batch, tmp_path: Path) -> None:
+def test_an_output_that_is_a_link_is_followed_and_its_record_lies_beside_the_target(
+    batch: Batch, tmp_path: Path
+) -> None:
     (tmp_path / "away").mkdir()
     (tmp_path / "out").symlink_to("away/answers")
     assert batch() == 0
     assert batch() == 0  # resumes
     assert batch("--fresh") == 0
     assert (tmp_path / "out").is_symlink()
-    assert [path.name for path in (tmp_path / "away").iterdir()] == ["answers"]
+    assert {path.name for path in (tmp_path / "away").iterdir()} == {"answers", "answers.run.json"}
     assert (tmp_path / "away" / "answers").read_bytes().count(b"\n") == 2
-    assert (tmp_path / "out.run.json").is_file()
+    assert not (tmp_path / "out.run.json").exists()
+
+
+@pytest.mark.row("F09")
+def test_a_link_that_was_changed_to_other_answers_does_not_mix_them(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for name, seed in (("one", "1"), ("two", "2")):
+        out.unlink(missing_ok=True)
+        out.symlink_to(name)
+        assert batch("--temp", "1", "--seed", seed) == 0
+    two = (tmp_path / "two").read_bytes().partition(b"\n")[0] + b"\n"
+    (tmp_path / "two").write_bytes(two)
+    out.unlink()
+    out.symlink_to("one")
+    assert batch("--temp", "1", "--seed", "1") == 0
+    out.unlink()
+    out.symlink_to("two")
+    assert batch("--temp", "1", "--seed", "1") == 2
+    assert "made with seed 2; this run has 1: " in capsys.readouterr().err
+    assert (tmp_path / "two").read_bytes() == two
+    assert batch("--temp", "1", "--seed", "2") == 0
+
+
+@pytest.mark.row("F09")
+def test_a_record_holds_only_for_the_answers_that_it_was_written_for(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another output may be moved to the name of the first, whose record stays there."""
+    out, record = tmp_path / "out", tmp_path / "out.run.json"
+    assert batch("-n", "2") == 0
+    other = out.read_bytes().partition(b"\n")[0] + b"\n"
+    assert batch("--fresh") == 0
+    out.write_bytes(other)
+    before = state(tmp_path)
+    for args in ([], ["-n", "2"]):
+        assert batch(*args) == 2
+        error = capsys.readouterr().err
+        assert "out.run.json was written for other answers than those of " in error
+        assert error.count("\n") == 1
+        assert "--fresh" in error
+        assert state(tmp_path) == before
+    out.write_bytes(b"")  # no answers, so any record of a run may be replaced
+    assert batch() == 0
+    assert batch() == 0
+    assert json.loads(record.read_text())["first"] == hashlib.sha256(out.read_bytes().splitlines(True)[0]).hexdigest()
+
+
+def test_a_run_that_is_killed_before_its_first_answer_is_resumed(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert batch("-n", "2") == 0
+    (tmp_path / "out").write_bytes((tmp_path / "out").read_bytes()[:9])  # the record is complete, the answer is not
+    assert batch() == 0
+    assert batch() == 0
 
 
 def test_a_record_that_cannot_be_written_stops_the_run_before_the_first_answer(

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,12 +246,13 @@ def check_chats(args: argparse.Namespace, lines: list[bytes], source: str) -> No
 # -------------------------------------------------------------------------------------------------------------- output
 @dataclass(frozen=True)
 class Kept:
-    """The answers that an output has: their number, how many are errors, their bytes, the bytes after them."""
+    """The answers of an output: their number, how many are errors, their bytes, the bytes after them, the first."""
 
     done: int = 0
     errors: int = 0
     size: int = 0
     partial: int = 0
+    first: bytes = b""
 
 
 class Output:
@@ -259,6 +260,7 @@ class Output:
 
     def __init__(self, name: str | None):
         self.name, self.file = name, -1
+        self.before_first: Callable[[bytes], None] | None = None  # is called with the line of the first answer
         if name is None:
             return
         if os.path.exists(name) and not os.path.isfile(name):
@@ -284,7 +286,7 @@ class Output:
         if self.name is None:
             return Kept()
         done = errors = complete = 0
-        partial = b""
+        partial = first = b""
         with open(self.file, "rb", closefd=False) as file:
             for line in file:
                 if done == len(lines):
@@ -296,8 +298,9 @@ class Output:
                         raise self._mismatch(f"line {done + 1} is not an answer to line {done + 1} of {source}")
                     break
                 errors += self._is_error(line, item, done + 1, source)
+                first = first or line
                 done, complete = done + 1, complete + len(line)
-        return Kept(done, errors, complete, len(partial))
+        return Kept(done, errors, complete, len(partial), first)
 
     def check_answers(self) -> None:
         """Raise UsageError if the file has a content that is not answers, which --fresh must not delete."""
@@ -342,8 +345,11 @@ class Output:
         if self.name is None:
             streams.write_json(answer)
             return
-        rest = memoryview(encode(answer))
+        line = encode(answer)
         end = os.lseek(self.file, 0, os.SEEK_END)
+        if end == 0 and self.before_first is not None:
+            self.before_first(line)
+        rest = memoryview(line)
         try:
             while rest:
                 rest = rest[os.write(self.file, rest) :]
@@ -399,9 +405,10 @@ def run(args: argparse.Namespace) -> int:
             chat = {"raw": raw, "system": args.system}
             settings = record.settings_of(llm, {**options, "logprobs": args.logprobs}, chat)
             made_with = record.Record(args.output, settings, own_options(lines, source))
-            made_with.check(kept.done, bool(args.fresh))
+            made_with.check(kept.done, kept.first, bool(args.fresh))
             output.truncate(kept.size)
             made_with.write()
+            output.before_first = made_with.write
         if kept.partial:
             streams.info(args, f"{args.output}: removed the incomplete last line of {kept.partial} bytes")
         if kept.done:

@@ -1,12 +1,16 @@
 """The record beside the output of --prompts: what its answers were made with, so that a resumed run mixes nothing.
 
 The record of answers.jsonl is answers.jsonl.run.json. It holds the settings of a session (which include a hash of the
-weights), hashes of the vocabulary and of the chat template, the ids that begin and end a text, the sampling options,
-and the options of single lines. It does not hold what changes only the rounding of sums: threads, batch size,
---compile, the form of RoPE (except "half", which reorders the weights).
+weights), hashes of the first answer, of the vocabulary and of the chat template, the ids that begin and end a text, the
+sampling options, and the options of single lines. It does not hold what changes only the rounding of sums: threads,
+batch size, --compile, the form of RoPE (except "half", which reorders the weights).
+
+The hash of the first answer shows whether the output was moved or replaced. It is written before that answer, so a run
+that is killed in between can be resumed.
 
 Nobody names the record's file on the command line. So a symbolic link there is refused, and a file that is not a record
-is never replaced. An output that is a symbolic link is followed, since the user named it.
+is never replaced. An output that is a symbolic link is followed, since the user named it; its record lies beside the
+target.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,13 +81,15 @@ class Record:
     """The record of an output. settings: of the present run; lines: {line number as text: the line's own options}."""
 
     def __init__(self, output: str, settings: dict[str, Any], lines: dict[str, Any]):
-        self.output, self.path = output, Path(f"{output}.run.json")
+        target = os.path.realpath(output) if os.path.islink(output) else output
+        self.output, self.path = output, Path(f"{target}.run.json")
         self.content: dict[str, Any] = {MARK: FORMAT, "settings": settings, "lines": lines}
         self.kept: dict[str, Any] | None = None  # the content of the file, if `check` read it
 
-    def check(self, done: int, fresh: bool) -> None:
+    def check(self, done: int, first: bytes, fresh: bool) -> None:
         """Raise UsageError unless the first `done` answers were made with what this run is made with.
 
+        first  line of the first answer
         fresh  the answers will be deleted, so any record may be replaced, but no other file
         """
         self.kept = self._read(fresh)
@@ -92,6 +99,12 @@ class Record:
             raise UsageError(
                 f"{self.output} has answers, but {self.path.name}, which says what they were made with, is missing (an"
                 " older version wrote none): choose another --output, or start anew with --fresh"
+            )
+        self.content["first"] = _hash(first)
+        if self.kept.get("first") != self.content["first"]:
+            raise UsageError(
+                f"{self.path.name} was written for other answers than those of {self.output}, which was moved or"
+                " replaced: move the file and its record together, choose another --output, or start anew with --fresh"
             )
         theirs, ours = self.kept["settings"], self.content["settings"]
         if other := [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]:
@@ -132,15 +145,21 @@ class Record:
             raise UsageError(f"{self.path} is damaged: it lacks the settings or the lines; {help}")
         return content
 
-    def write(self) -> None:
-        """Write the file atomically, unless it has this content."""
+    def write(self, first: bytes | None = None) -> None:
+        """Write the file atomically, unless it has this content.
+
+        first  line of the first answer, which will be written next
+        """
         from ..system.temporary import write_atomically
 
+        if first is not None:
+            self.content["first"] = _hash(first)
         if self.content == self.kept:
             return
         try:
             content = (json.dumps(self.content, ensure_ascii=False) + "\n").encode()
             write_atomically(self.path, content, follow=False)
+            self.kept = dict(self.content)
         except OSError as error:
             raise LlamaError(f"{self.path}: {error.strerror or error}; no answer was written") from None
 
