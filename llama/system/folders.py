@@ -32,7 +32,7 @@ NO_ACCESS_LISTS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file s
 OVERFLOW, UID_MAP = Path("/proc/sys/kernel/overflowuid"), Path("/proc/self/uid_map")
 # The open files that were loaded: {(name, device, inode): descriptor}. They stay open: the loader of the system takes
 # a second file of the same name for the first, and the name of an open file contains its descriptor.
-HELD: dict[tuple[str, int, int], int] = {}
+LOADED: dict[tuple[str, int, int], int] = {}
 
 
 def cache_folder() -> Path:
@@ -235,10 +235,10 @@ def _opened(path: Path, handle: int) -> str:
         os.close(handle)
         return str(path)
     found = os.fstat(handle)
-    held = HELD.setdefault((path.name, found.st_dev, found.st_ino), handle)
-    if held != handle:
+    loaded = LOADED.setdefault((path.name, found.st_dev, found.st_ino), handle)
+    if loaded != handle:
         os.close(handle)
-    return f"/proc/self/fd/{held}"
+    return f"/proc/self/fd/{loaded}"
 
 
 def _name_of(handle: int, name: str, suffix: str) -> str:
