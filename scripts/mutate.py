@@ -14,6 +14,7 @@ statements, returned values, negated conditions. A node's weight is 1 / sqrt(nod
 
 Not mutated, because no test on a CPU can or should notice:
 - llama/engine/triton_kernels.py, fused.py and cuda_graphs.py, which need CUDA; llama/study/errata, which is text
+- how a figure looks: limits and ticks of axes, guide lines, colours, the places of texts
 - docstrings, annotations, decorators, imports, __all__, blocks under TYPE_CHECKING, texts (strings with a space,
   f-strings, the strings of help, metavar, a raised error or a warning)
 
@@ -74,6 +75,12 @@ SPEAKS = (
     "namedtuple",
 )
 SLOW = "tests/test_triton_kernels.py"  # Triton's interpreter: a quarter of the time, for a file that is not mutated
+STYLE = frozenset(
+    "set_xlim set_ylim set_zlim set_xticks set_yticks set_zticks set_xticklabels set_yticklabels set_aspect set_title"
+    " set_xlabel set_ylabel set_zlabel axhline axvline axhspan axvspan text annotate legend grid tick_params margins"
+    " view_init color linewidth lw zorder alpha fontsize labelpad pad ha va edgecolor facecolor hatch loc ncol cmap"
+    " figsize".split()  # noqa: SIM905
+)
 BATCHES = (4.0, 30.0, 120.0, math.inf)  # seconds of tests per process, cheapest first
 IGNORED = (".git", ".*_cache", "__pycache__", "*.egg-info", ".venv", ".hypothesis", "build", "dist")
 PR_SET_CHILD_SUBREAPER = 36
@@ -170,12 +177,15 @@ def name_of(function: ast.expr) -> str:
 
 
 def is_skipped(node: ast.AST) -> bool:
-    """Whether a node is a docstring, an import, __all__, a block under TYPE_CHECKING, or an f-string.
+    """Whether a node is a docstring, an import, __all__, a block under TYPE_CHECKING, the style of a figure, or an
+    f-string.
 
     The nodes of an f-string have no positions in Python 3.11.
     """
     match node:
         case ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Expr(ast.Constant()):
+            return True
+        case ast.Expr(ast.Call(ast.Attribute(attr=name))) | ast.keyword(arg=str(name)) if name in STYLE:
             return True
         case ast.Assign([ast.Name("__all__")]) | ast.If(ast.Name("TYPE_CHECKING")):
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,3 +334,22 @@ def test_commands_for_one_process_are_refused_in_several(tiny_gguf: Path) -> Non
     code, _, err = Launched("bench", "-m", str(tiny_gguf), **env).end(30)
     assert code == 2
     assert "clearllama bench runs in one process, but 2 were started" in err[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "message"),
+    [
+        (1, "clearllama: warning: x\nclearllama: error: no such file\n", "no such file"),
+        (1, "clearllama: loaded\nTraceback\n", "rank 1 ended with exit code 1"),
+        (1, "", "rank 1 ended with exit code 1"),
+        (-9, "clearllama: error: x\n", "rank 1 was killed by SIGKILL (out of memory?)"),
+        (-15, "", "rank 1 was killed by SIGTERM"),
+    ],
+)
+def test_the_last_line_of_the_rank_that_failed_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, written: str, message: str
+) -> None:
+    (tmp_path / "1").write_text(written)
+    result = SimpleNamespace(failures={1: SimpleNamespace(exitcode=code)}, stderrs={1: str(tmp_path / "1")})
+    assert ranks._exit_code(argparse.Namespace(debug=False), result) == 1
+    assert capsys.readouterr().err == f"clearllama: error: {message}; the other ranks were stopped\n"

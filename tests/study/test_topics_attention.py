@@ -24,7 +24,7 @@ from llama.study.report import show, text
 from llama.study.topics import binary, example, heatmap, order, relative, shift, softmax, sqrtd
 from llama.study.topics.base import options_of
 
-from . import by_hand
+from . import by_hand, drawing
 from .by_hand import LAW, Array, bases, even_dims, gaussians, seeds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -279,6 +279,7 @@ def test_a_figure_has_labels_and_readable_text(
         if axes.axison and axes.get_label() != "<colorbar>":
             assert axes.get_xlabel()
             assert axes.get_ylabel() or axes.get_shared_y_axes().get_siblings(axes)
+    drawing.check_drawn(name, data, canvases[0])
     for words in canvases[0].findobj(Text):
         if words.get_text():
             assert words.get_fontsize() >= 8, words
@@ -397,6 +398,14 @@ def test_figure_euler_by_hand() -> None:
     t = np.linspace(0, 4 * np.pi, 241)
     near(data["t"], t, 1e-5)
     near(data["real"] + 1j * data["imaginary"], np.exp(1j * t), 2e-6)
+    plane, space = drawing.draw(find("heatmap", "euler")).axes
+    circle, height, base = (np.stack(line.get_data()) for line in plane.lines)
+    near(circle[0] + 1j * circle[1], np.exp(1j * t[:121]), 2e-6)  # one turn
+    near(np.stack((height, base)), [[[0.5, 0.5], [0, math.sqrt(0.75)]], [[0, 0.5], [0, 0]]], 1e-2)
+    for line, (real, imaginary) in zip(
+        space.lines, ((np.cos(t), np.sin(t)), (np.cos(t), -1.5), (1.5, np.sin(t))), strict=True
+    ):
+        near(np.stack(line.get_data_3d()), np.broadcast_arrays(t, real, imaginary), 1e-5)
 
 
 def test_figure_binary_by_hand() -> None:

@@ -30,6 +30,8 @@ from llama.study.report import Report, text
 from llama.study.stretch import Stretch
 from llama.study.topics import clock, decay, find, pairing, precision, scale, wavelengths
 
+from . import drawing
+
 NAMES = ("wavelengths", "decay", "clock", "pairing", "scale", "precision")
 FIGURES = [(name, figure) for name in NAMES for figure in find(name).figures]
 
@@ -590,17 +592,17 @@ def test_a_figure_draws_at_readable_size(
     from matplotlib.text import Text
 
     canvases: list[Canvas] = []
-    drawing = figure.draw
 
     def draw(data: figures.Data, canvas: Canvas) -> None:
         canvases.append(canvas)
-        drawing(data, canvas)
+        figure.draw(data, canvas)
 
     watched = figures.Figure(figure.name, figure.caption, figure.data, draw, figure.size)
     figures.save(watched, tmp_path / "a.png")
     figures.save(watched, tmp_path / "a.svg")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text()
+    drawing.check_drawn(figure.name, figure.data(), canvases[0])
     small = [t for t in canvases[0].findobj(Text) if t.get_text() and t.get_visible() and t.get_fontsize() < 8]
     assert not small
     for axes in canvases[0].axes:
