@@ -5,9 +5,10 @@ usage: python scripts/mutate.py --count 150 --seed 1 [--jobs 2] [--path llama] [
 
 The first run executes the default tests once under coverage, in child processes too, and writes to --map which test
 executes which line and how long it takes. Each mutant is then tested in a copy of the repository with the tests that
-execute the changed statement, until one fails twice. If none fails, or if no test executes the statement, the tests
-that execute any line of the file follow, those of test files that import the module first. A mutant that exceeds its
-time is caught. Tests that fail or are skipped without a mutation are not used.
+execute the changed statement. It is caught by a test that fails, fails again alone, and passes without the mutation;
+tests that exceed their time twice count too. If no test catches it, or no test executes the statement, the tests that
+execute any line of the file follow, those of test files that import the module first. Tests that fail or are skipped
+without a mutation are not used.
 
 Kinds of mutation: comparisons, constants, and/or, not, arithmetic, min/max and any/all, swapped arguments, dropped
 statements, returned values, negated conditions. A node's weight is 1 / sqrt(nodes of its kind), so each kind occurs.
@@ -81,6 +82,7 @@ STYLE = {
     "text", "annotate", "legend", "grid", "tick_params", "margins", "view_init", "color", "linewidth", "lw", "zorder",
     "alpha", "fontsize", "labelpad", "pad", "ha", "va", "edgecolor", "facecolor", "hatch", "loc", "ncol", "cmap",
 }  # fmt: skip
+LEAST = 120.0  # seconds that any group of tests may take, for fixtures and on a busy machine
 BATCHES = (4.0, 30.0, 120.0, math.inf)  # seconds of tests per process, cheapest first
 IGNORED = (".git", ".*_cache", "__pycache__", "*.egg-info", ".venv", ".hypothesis", "build", "dist")
 PR_SET_CHILD_SUBREAPER = 36
@@ -515,7 +517,7 @@ class Selection:
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.report.write_text(f"{report.nodeid} (import)")
+            self.report.write_text(f"import of {report.nodeid}")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -580,6 +582,9 @@ class Worker:
     copy: Path
     known: Map
     limit: float
+    sound: dict[tuple[str, ...], bool] = dataclasses.field(
+        default_factory=dict
+    )  # whether tests pass without a mutation
     stamp: int = 2_000_000_000  # a new time of modification per mutant, or Python would use the old bytecode
 
 
@@ -611,14 +616,31 @@ def test_mutant(mutant: Mutant) -> dict[str, Any]:
         worker.stamp += 2
         os.utime(file, (worker.stamp, worker.stamp))
 
+    def confirmed(by: str, tests: list[str], seconds: float) -> bool:
+        """Whether what ended some tests ends them again, and not without the mutation."""
+        alone = [by] if by in worker.known.tests else tests
+        limit = 2 * LEAST + 16 * (worker.known.cost(by) if by in worker.known.tests else seconds)
+        if run_tests(worker.copy, alone, limit) is None:
+            return False
+        key = tuple(alone)
+        if key not in worker.sound:
+            put(source)
+            worker.sound[key] = run_tests(worker.copy, alone, limit) is None
+            put(mutant.apply(source))
+        return worker.sound[key]
+
     put(mutant.apply(source))
     try:
         for tests, seconds in worker.known.batches(mutant, worker.limit):
-            by = run_tests(worker.copy, tests, 30 + 4 * seconds)
+            left = tests
+            while left and by is None:
+                found = run_tests(worker.copy, left, LEAST + 8 * seconds)
+                if found is None:
+                    break
+                if confirmed(found, left, seconds):
+                    by = found
+                left = [test for test in left if test != found] if found in left else []
             ran += len(tests)
-            if by in worker.known.tests:  # a test that fails now and then must fail twice
-                again = run_tests(worker.copy, [by], 60 + 4 * worker.known.cost(by))
-                by = by if again else None
             if by:
                 break
     finally:
