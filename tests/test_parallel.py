@@ -31,6 +31,7 @@ from . import ranks, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+SLOW = pytest.mark.slow
 CONFIG = ModelConfig(
     dim=64, n_layers=3, n_heads=8, n_kv_heads=4, head_dim=16, hidden_dim=96, vocab_size=323, max_seq_len=2048
 )
@@ -176,7 +177,7 @@ def test_ranks_with_different_models_are_rejected(world: ranks.Ranks, tmp_path: 
 
 # ----------------------------------------------------------------------------------------------- reading checkpoints
 @pytest.mark.row("K02")
-@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW), 8])
 @pytest.mark.row("A11")
 def test_any_number_of_meta_shards_loads_on_any_number_of_ranks(
     shards: int, world: ranks.Ranks, tmp_path: Path

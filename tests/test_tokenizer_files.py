@@ -149,7 +149,7 @@ def test_long_texts_have_metas_ids(llama3: Tokenizer, meta: Any, text: str) -> N
         "a" * 10**6,
         pytest.param(" " * 10**6, marks=pytest.mark.slow),
         pytest.param("\u0000" * 10**6, marks=pytest.mark.slow),
-        "👨‍👩‍👧‍👦é\u0301 שלום " * 20_000,
+        pytest.param("👨‍👩‍👧‍👦é\u0301 שלום " * 20_000, marks=pytest.mark.slow),
     ],
 )
 def test_a_million_characters_take_bounded_time(llama3: Tokenizer, code_llama: Any, text: str) -> None:

@@ -26,6 +26,7 @@ from . import tiny
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("one_thread")
+SLOW = pytest.mark.slow
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter has no bfloat16 tl.dot
 TINY = dataclasses.replace(tiny.CONFIG, dim=24, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=40, vocab_size=30)
@@ -40,6 +41,9 @@ if DEVICE.type == "cpu":  # Triton 3.6 reads a loop's bounds in a way that numpy
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_bounds
+
+
+TIED_WITH_BIASES = {"attention_bias": True, "mlp_bias": True, "tie_embeddings": True, "n_kv_heads": 1}
 
 
 def error(value: Tensor, expected: Tensor) -> float:
@@ -104,7 +108,7 @@ def test_block_sizes_change_only_the_rounding(blocks: BlockSizes) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("position", [0, 5, 63, 64, 99])
+@pytest.mark.parametrize("position", [0, pytest.param(5, marks=SLOW), pytest.param(63, marks=SLOW), 64, 99])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(4, 2, 8), (3, 1, 12), (2, 2, 32)])
 def test_attention_sees_the_keys_up_to_its_position(
     heads: int, kv: int, dim: int, position: int, dtype: torch.dtype
@@ -181,11 +185,15 @@ def a_model(config: Any, scheme: str | None) -> Transformer:
     return model.to(DEVICE)
 
 
-@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"attention_bias": True, "mlp_bias": True, "tie_embeddings": True, "n_kv_heads": 1}],
-    ids=["plain", "tied with biases"],
+    ("changes", "scheme"),
+    [
+        ({}, None),
+        (TIED_WITH_BIASES, "int4"),
+        *(pytest.param({}, scheme, marks=SLOW) for scheme in ("int8", "int4")),
+        *(pytest.param(TIED_WITH_BIASES, scheme, marks=SLOW) for scheme in (None, "int8")),
+    ],
+    ids=["plain", "tied-int4", "plain-int8", "plain-int4", "tied", "tied-int8"],
 )
 def test_the_fused_decoder_computes_the_logits_of_the_plain_model(changes: dict[str, Any], scheme: str | None) -> None:
     config = dataclasses.replace(TINY, **changes)

@@ -20,6 +20,7 @@ from llama.study import measures, page
 PICTURES = ("clock", "waves", "divisors", "arcs", "scores")
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 Open = Callable[..., Page]
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +132,8 @@ def test_the_page_opens_and_agrees_with_the_library(show: Open) -> None:
     ("old", "new"),
     [
         ('"theta":31415.9', '"theta":31415.8'),
-        ('"reference":[', '"reference":[],"was":['),
-        ('"linear","fac', '"x","fac'),
+        pytest.param('"reference":[', '"reference":[],"was":[', marks=SLOW),
+        pytest.param('"linear","fac', '"x","fac', marks=SLOW),
     ],
 )
 def test_a_failed_self_check_is_shown_in_red(show: Open, file: Path, tmp_path: Path, old: str, new: str) -> None:
@@ -160,7 +161,10 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("name", MOVES)
+QUICK = {"pair", "length"}  # the others are tested as slow tests
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in MOVES])
 def test_every_slider_moves_by_keyboard_and_changes_its_pictures(show: Open, name: str) -> None:
     tab = show("#method=dynamic&length=5000" if name == "length" else "#method=yarn")
     before, state = drawn(tab), state_of(tab)
@@ -431,7 +435,7 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize("viewport", [WIDE, pytest.param(PHONE, marks=SLOW)], ids=["wide", "phone"])
 def test_every_text_has_contrast(show: Open, scheme: str, viewport: Any) -> None:
     tab = show("#method=ntk&dim=12345", viewport, color_scheme=scheme)
     tab.evaluate("document.querySelector('.path button').click()")
