@@ -137,6 +137,7 @@ def test_a_suffix_fills_in_the_middle(clearllama: Run, tmp_path: Path) -> None:
     assert result.returncode == 2
 
 
+@pytest.mark.slow
 def test_bench_needs_no_tokenizer(clearllama: Run, meta: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bare"
     shutil.copytree(meta, folder)

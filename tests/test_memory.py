@@ -209,6 +209,7 @@ cache.reserve({length})
 
 
 @linux
+@pytest.mark.slow
 def test_a_process_grows_by_the_predicted_bytes_of_its_cache() -> None:
     config = dataclasses.replace(tiny.CONFIG, n_layers=8, n_kv_heads=8, n_heads=8, head_dim=64)
     runs = [(kind, length) for kind in ("model", "int8") for length in (4000, 20_000)]
@@ -386,6 +387,7 @@ def test_the_lowest_of_all_limits_is_the_free_memory(tmp_path: Path, files: dict
 
 @pytest.mark.row("J01")
 @linux
+@pytest.mark.slow
 def test_a_limit_of_the_address_space_leaves_what_is_not_mapped_yet() -> None:
     code = """
 import resource, sys

@@ -306,6 +306,7 @@ def test_an_address_without_a_rank_is_one_process(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.row("K03")
+@pytest.mark.slow
 def test_a_rank_waits_for_the_others_for_a_limited_time(tiny_gguf: Path) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -318,6 +319,7 @@ def test_a_rank_waits_for_the_others_for_a_limited_time(tiny_gguf: Path) -> None
 
 
 @pytest.mark.row("K03")
+@pytest.mark.slow
 def test_a_port_in_use_is_reported(tiny_gguf: Path) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))

@@ -275,6 +275,7 @@ def test_a_model_decodes_with_the_files_blocks(tmp_path: Path, name: str, form: 
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_decoding_with_blocks_is_near_float32_for_the_default_model(default_gguf: Path, default_llm: Llama) -> None:
     ids = default_llm.tokenizer.encode("The capital of France is Paris, and the capital of Italy is Rome.")
     tokens = torch.tensor([ids])

@@ -762,6 +762,7 @@ growth(lambda: load(out / "q"))
 
 @needs_kernels
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
+@pytest.mark.slow
 def test_memory_has_the_quantized_weights_and_two_others(sources: dict[str, Path], tmp_path: Path) -> None:
     config = ModelConfig(1024, 4, 16, 16, 64, 2816, 8192, max_seq_len=64, tie_embeddings=True)
     noise = torch.randn(config.vocab_size * config.dim, generator=torch.Generator().manual_seed(0)).bfloat16() / 32

@@ -201,6 +201,7 @@ def test_a_real_vocabulary_of_32000_pieces_survives_all_formats(tmp_path: Path) 
         assert theirs(text, split_special_tokens=True).input_ids == source.encode(text, bos=True)
 
 
+@pytest.mark.slow
 def test_the_default_models_vocabulary_survives_conversion_to_hugging_face(smollm: Tokenizer, tmp_path: Path) -> None:
     strings = [text for text in texts(1000) if not set(text.encode()) & set(smollm._missing)]
     assert len(strings) > 500

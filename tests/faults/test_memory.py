@@ -73,6 +73,7 @@ def test_every_limit_gives_an_answer_or_one_line(kilobytes: int, gguf: Path) -> 
 
 @linux
 @pytest.mark.row("J02")
+@pytest.mark.slow
 def test_the_estimate_of_the_import_is_accurate() -> None:
     code = "from llama import cli; from llama.system import limits; estimate = limits.import_bytes();"
     code += "from llama import loader, text;"

@@ -25,6 +25,7 @@ def free_port() -> str:
 
 
 @pytest.mark.row("K03")
+@pytest.mark.slow
 def test_a_rank_without_its_master_reports_one_line(tiny_gguf: Path) -> None:
     """Once it also printed torch's stack and ended with the exit code of usage errors."""
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}

@@ -609,6 +609,7 @@ def test_a_figure_draws_at_readable_size(
         assert not axes.axison or (axes.get_xlabel() and axes.get_ylabel())
 
 
+@pytest.mark.slow
 def test_figures_draw_at_other_settings(tmp_path: Path) -> None:
     for figure in (*wavelengths.TOPIC.figures, *scale.TOPIC.figures):  # here every pair finishes a turn
         figures.save(figure, tmp_path / "a.svg", head_dim=4, theta=100.0, context=1000, factor=1.01)
