@@ -365,6 +365,30 @@ def test_chat_templates_are_read_from_three_files(with_tokenizer: Path) -> None:
     assert open_checkpoint(with_tokenizer).chat_template == "C"
 
 
+def test_templates_without_a_default_are_a_warning(with_tokenizer: Path) -> None:
+    edit(with_tokenizer, file="tokenizer_config.json", chat_template=[{"name": "tool_use", "template": "B"}])
+    checkpoint = open_checkpoint(with_tokenizer)
+    assert checkpoint.chat_template is None
+    assert any("named 'default'" in warning for warning in checkpoint.warnings)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        3,
+        {"default": "A"},
+        ["A"],
+        [{"name": "default"}],
+        [{"name": [], "template": "A"}],
+        [{"name": "default", "template": 1}],
+    ],
+)
+def test_a_chat_template_of_another_type_is_refused(with_tokenizer: Path, template: object) -> None:
+    edit(with_tokenizer, file="tokenizer_config.json", chat_template=template)
+    with pytest.raises(CheckpointError, match="chat_template must be a string or a list"):
+        open_checkpoint(with_tokenizer)
+
+
 # ------------------------------------------------------------------------------------------------------------ faults
 INDEX = "model.safetensors.index.json"
 

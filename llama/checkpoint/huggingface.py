@@ -357,9 +357,22 @@ class HuggingFaceCheckpoint(Checkpoint):
                 ) from None
         template = self.tokenizer_settings.get("chat_template")
         if isinstance(template, list):  # several templates with names
-            named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+            try:
+                named = {item["name"]: item["template"] for item in template}
+            except (TypeError, KeyError):
+                raise self._wrong_template("a list with an entry that has no name or no template") from None
+            if "default" not in named:
+                self.warnings.append(f"none of the {len(named)} chat templates is named 'default', so none is used")
             template = named.get("default")
-        return template if isinstance(template, str) else None
+        if template is not None and not isinstance(template, str):
+            raise self._wrong_template(f"the type {type(template).__name__}")
+        return template
+
+    def _wrong_template(self, found: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / 'tokenizer_config.json'}: chat_template must be a string or a list of objects with name and"
+            f" template, found {found}; fetch the file again, or remove the entry to run without a template"
+        )
 
 
 def _spelled_out(scaling: Mapping[str, Any]) -> dict[str, Any]:
