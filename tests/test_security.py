@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from llama.checkpoint import documents, open_checkpoint
+from llama.chat import template
+from llama.checkpoint import documents, gguf, open_checkpoint, safetensors_header, torch_pickle
 from llama.engine import compiled, kernels
 from llama.errors import CheckpointError
 from llama.system import folders
-from llama.tokenizer import common
+from llama.tokenizer import common, patterns, steps
 
 from . import fuzz
 from .fuzz import law
@@ -28,7 +29,20 @@ def test_files_it_names_exist(name: str) -> None:
 
 
 def test_numbers_it_names_are_correct() -> None:
-    assert f"may have {documents.LARGEST >> 20} MiB, tokenizer files {common.MAX_FILE_BYTES >> 20}." in TEXT
+    for row in (
+        f"JSON document | {documents.LARGEST >> 20} MiB",
+        f"tokenizer file | {common.MAX_FILE_BYTES >> 20} MiB",
+        f"safetensors header | {safetensors_header.LARGEST >> 20} MiB",
+        f"GGUF header | {gguf.LARGEST_HEADER >> 20} MiB, {gguf.MOST_STRINGS:,} strings",
+        f"pickle in a torch file | {torch_pickle.LARGEST_PICKLE >> 20} MiB, {torch_pickle.MOST_OPERATIONS:,} operations",
+        f"token | {common.LONGEST_TOKEN:,} characters",
+        f"normalizer and pre-tokenizer of a `tokenizer.json` | {steps.MOST_STEPS} steps of known types; {steps.LARGEST_GROWTH} characters written",
+        f"all regular expressions of a `tokenizer.json` together | {patterns.LONGEST:,} characters, {patterns.MOST_CLASSES} character classes",
+        f"chat template | {template.SECONDS:g} s of processor time and {template.PER_MEGABYTE:g} s per megabyte of the"
+        f" conversation; {template.SPACE >> 20} MiB and {template.COPIES} times the size",
+    ):
+        assert f"| {row}" in TEXT, row
+    assert f"stopped after {template.WAIT:g} seconds of real time" in TEXT
     assert f"{law.SECONDS:g} s of processor time, {law.MEMORY >> 20} MB" in TEXT
     assert f"tries {['', '', '', '', '', '', '', '', 'eight', 'nine'][len(fuzz.NAMES)]} kinds" in TEXT
     assert "--seconds 20" in (ROOT / ".ci/run").read_text()
