@@ -25,7 +25,7 @@ __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
 BATCH_SIZE = 16  # answers in progress at once
 
-MOST_STOPS, LONGEST_STOP = 256, 1000  # characters
+MOST_STOPS, LONGEST_STOP = 256, 1000  # stop strings, and characters of one
 
 
 class Llama:
@@ -140,9 +140,11 @@ class Llama:
     ) -> Generator[Piece]:
         """Prompt ids in, pieces of text out; the methods above use it.
 
-        session keeps the KV cache for the next call, and a speculative.Draft its own. continues=True: the text is what
-        the new ids append to the prompt's text. False: it is a text of its own, as an answer in a chat is, without the
-        space that SentencePiece adds before every text. Invalid options raise UsageError here, not at the first piece.
+        session    keeps the KV cache for the next call; a speculative.Draft as `draft` also keeps its own
+        continues  True: the text is what the new ids append to the prompt's text. False: it is a separate text, as in a
+                   chat, without the space that SentencePiece adds before every text
+
+        Invalid options raise UsageError here, not at the first piece.
         """
         if not isinstance(session, Session | None):
             raise UsageError(f"session must be a Session, got {type(session).__name__}")
@@ -201,7 +203,7 @@ class Llama:
         There is a piece for each token, so its text may be empty. A prompt that can't be run, or whose logits are not
         finite, yields its error instead of its last piece; invalid options raise UsageError.
         """
-        settings: dict[int, tuple[Callable[[], Answer], SamplingParams, bool]] = {}  # of prompts in progress, by number
+        settings: dict[int, tuple[Callable[[], Answer], SamplingParams, bool]] = {}  # by the number of the prompt
 
         def request(number: int, prompt: Sequence[int], options: Mapping[str, Any]) -> Request:
             sampling, prompt = dict(options), token_ids(prompt)
@@ -276,7 +278,7 @@ def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
     if len(stops) > MOST_STOPS or any(isinstance(text, str) and len(text) > LONGEST_STOP for text in stops):
         raise UsageError(
             f"expected at most {MOST_STOPS} stop strings of at most {LONGEST_STOP} characters, since each new token is"
-            f" compared with all of them; got {len(stops)}, the longest with {max(map(len, stops))}"
+            f" compared with all of them; got {len(stops)}, the longest with {max(map(len, stops))} characters"
         )
     for text in stops:
         if not isinstance(text, str) or not text:

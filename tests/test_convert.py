@@ -509,7 +509,7 @@ SCALED: dict[str, tuple[dict[str, Any], str | None]] = {  # (config.json's entri
     "longrope": ({"rope_scaling": {"rope_type": "longrope", "factor": 7, **TABLES}}, None),
     "half a token": (
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50.7}},
-        "as an integer; got 50.7",
+        "as an integer, got 50.7",
     ),
     "theta": ({"rope_theta": 1e39}, "llama.rope.freq_base as float32, which can't hold 1e[+]39"),
     "eps": ({"rms_norm_eps": 1e-47}, "as float32, which can't hold 1e-47"),

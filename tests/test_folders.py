@@ -280,7 +280,7 @@ def test_a_folder_that_cannot_be_examined_is_not_trusted(deep: Path, monkeypatch
 
     monkeypatch.setattr(os, "lstat", lstat)
     with pytest.raises(
-        UsageError, match=f"^{deep.parent}, which .* can't be checked: Permission denied; set CLEARLLAMA"
+        UsageError, match=f"^the owner of {deep.parent}, .* can't be checked: Permission denied; set CLEARLLAMA"
     ):
         kept(deep, NAME, ".so")
     assert not folders.is_private(deep)
@@ -436,7 +436,7 @@ def test_code_in_another_users_folder_is_made_anew_for_this_process(
     assert (path.suffix, mode, path.parent.exists()) == (suffix, 0o700, False)
     assert sorted(deep.iterdir()) == before
     [message] = caplog.messages
-    assert message.startswith(f"clearllama: user 65534 owns {deep.parent}, which code is loaded from; make it yours")
+    assert message.startswith(f"clearllama: user 65534 owns {deep.parent}, from which code is loaded; change its owner")
     assert message.endswith("until then, every process compiles the code again")
 
 

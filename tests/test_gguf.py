@@ -436,7 +436,7 @@ def test_a_header_is_limited_before_it_is_read(tmp_path: Path) -> None:
     numbers = head + struct.pack("<QQ", 0, 1) + key + struct.pack("<IIQ", 9, 4, 10**9)
     entries = head + struct.pack("<QQ", 10**6, 1)
     cases = {"strings": (strings, "2,097,152 strings"), "numbers": (numbers, "at most 134,217,728"),
-             "entries": (entries, "more than any LLaMA")}  # fmt: skip
+             "entries": (entries, "expected at most 32,768")}  # fmt: skip
     for name, (start, words) in cases.items():
         path = sparse(f"{name}.gguf", start, 2**33)
         used = time.process_time()

@@ -197,14 +197,14 @@ def test_own_options_of_an_answered_line_may_not_change_and_those_of_later_lines
     for first in ('"top_k": 5', '"system": "x"', '"max_new_tokens": 0'):
         (tmp_path / "in").write_text(f'{{"prompt": "a", {first}}}\n{{"prompt": "b", "top_k": 5}}\n')
         assert batch() == 2
-        assert "out line 1 was made with the options none; the line of this run has {" in capsys.readouterr().err
+        assert "out line 1 was made with the options none; in this run, the line has {" in capsys.readouterr().err
     (tmp_path / "out").write_bytes(one)
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "c", "top_k": 6}\n{"prompt": "d"}\n')
     assert batch() == 0
     assert json.loads((tmp_path / "out.run.json").read_text())["lines"] == {"2": {"top_k": 6}}
     (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "c"}\n{"prompt": "d"}\n')
     assert batch() == 2
-    assert 'line 2 was made with the options {"top_k": 6}; the line of this run has none' in capsys.readouterr().err
+    assert 'line 2 was made with the options {"top_k": 6}; in this run, the line has none' in capsys.readouterr().err
 
 
 def test_fresh_starts_anew_and_deletes_only_answers(
@@ -233,7 +233,7 @@ def test_fresh_starts_anew_and_deletes_only_answers(
 ANSWER = b'{"id": 1, "prompt": "a", "text": "x"}\n'
 FIRST = b'"first": "%s", "lines": {}}' % hashlib.sha256(ANSWER).hexdigest().encode()
 RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether --fresh may replace it)
-    (None, "out.run.json, which says what they were made with, is missing", True),
+    (None, "out.run.json, which records their model and options, is missing", True),
     (b"notes", "out.run.json:1:1: ", False),
     (b"", "out.run.json is empty", False),
     (b"{", "out.run.json:1:2: ", False),
@@ -243,7 +243,7 @@ RECORDS: list[tuple[bytes | None, str, bool]] = [  # (content, message, whether 
     (b'{"clearllama_run": "1"}', "out.run.json is damaged: it lacks the settings or the lines", True),
     (b'{"clearllama_run": "1", "settings": [], "lines": {}}', "out.run.json is damaged: it lacks the settings", True),
     (b'{"clearllama_run": "2"}', """out.run.json has the format "2", but this version reads '1'""", True),
-    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "was written for other answers than those of", True),
+    (b'{"clearllama_run": "1", "settings": {}, "lines": {}}', "was written for other answers than those in", True),
     (b'{"clearllama_run": "1", "settings": {}, ' + FIRST, "was made with add_bos none", True),
     (b'{"clearllama_run": "1", "settings": {"\\u001b[2J": 1}, ' + FIRST, "was made with \\x1b[2J 1, ", True),
 ]
@@ -349,7 +349,7 @@ def test_a_record_holds_only_for_the_answers_that_it_was_written_for(
     for args in ([], ["-n", "2"]):
         assert batch(*args) == 2
         error = capsys.readouterr().err
-        assert "out.run.json was written for other answers than those of " in error
+        assert "out.run.json was written for other answers than those in " in error
         assert error.count("\n") == 1
         assert "--fresh" in error
         assert state(tmp_path) == before
@@ -445,9 +445,11 @@ def test_a_session_in_memory_serves_only_the_model_that_it_was_made_with(
     for name, (model, options) in {**SESSION, "an equal model": ("plain", {})}.items():
         other = loader.load(models[model], **{"dtype": "float32", "device": "cpu", **options})
         for used in (session, loaded, fresh):
-            with pytest.raises(UsageError, match=r"this session holds keys of another model.*; create a session for"):
+            with pytest.raises(
+                UsageError, match=r"this session holds the keys of another model.*; create a session for"
+            ):
                 pytest.fail(f"{name}: {list(other.stream('hello', session=used, max_new_tokens=2))}")
-        with pytest.raises(UsageError, match="this session holds keys of another model"):
+        with pytest.raises(UsageError, match="this session holds the keys of another model"):
             pytest.fail(f"{name}: {session.save(tmp_path / 's', other.model)}")
         assert not session.busy
     assert (tmp_path / "s").read_bytes() == before
@@ -460,11 +462,11 @@ def test_a_session_notices_that_the_settings_of_its_model_were_changed(models: d
     session = Session()
     list(llm.stream("hello", session=session, max_new_tokens=2))
     llm.model.runner.cache_kind = "int8"
-    with pytest.raises(UsageError, match="another model, with kv_cache model and not int8; create a session"):
+    with pytest.raises(UsageError, match=r"another model \(kv_cache model instead of int8\); create a session"):
         list(llm.stream("hello", session=session, max_new_tokens=2))
     llm.model.runner.cache_kind = "model"
     llm.model.bfloat16()
-    with pytest.raises(UsageError, match="another model, with dtype float32 and not bfloat16; create a session"):
+    with pytest.raises(UsageError, match=r"another model \(dtype float32 instead of bfloat16\); create a session"):
         list(llm.stream("hello", session=session, max_new_tokens=2))
 
 

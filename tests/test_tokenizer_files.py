@@ -852,7 +852,7 @@ def damage(source: dict[str, Any], change: str) -> dict[str, Any]:
         ("merge of numbers", "merge 0 is"),
         ("suffix", "its model is 'BPE' with end_of_word_suffix; expected BPE or Unigram without affixes"),
         ("model of words", "its model is 'WordLevel'; expected BPE or Unigram"),
-        ("decoder that replaces", "its decoder replaces .'a', 'b'., expected U.2581 by a space"),
+        ("decoder that replaces", "its decoder replaces 'a' with 'b', expected U.2581 with a space"),
         ("two lists", "a Sequence must have one list of steps, found 2"),
         (
             "words of length 0",

@@ -1,11 +1,11 @@
 """The child process that renders chat templates: `python sandbox.py`, started and killed by template.py.
 
 A template is a program from an unknown author. Jinja's immutable sandbox keeps it from Python's objects; the operating
-system limits this process. So no list of expensive filters, methods or operators has to be complete:
+system limits what this process can use. Therefore no list of expensive filters, methods or operators is needed:
 
     time    a timer of CPU time, whose signal ends the process even inside C code
     memory  a limit on the address space, which Python reports as MemoryError (Linux only)
-    files   no file can be opened or grow, so a template that left Jinja's sandbox could not read or change one
+    files   a limit on open files and their size, so a template that escapes from Jinja's sandbox can't access any
 
 Requests and answers are JSON, each preceded by its length. This file imports nothing of the package, so that the
 process starts in less than 0.1 s.
@@ -15,13 +15,14 @@ mappings, stay text even if they spell "<|im_end|>". The conversation is rendere
 
 1. Marked: a mark (a code point that no message contains) is inserted into each string that spells a control string, or
    that begins or ends with a part of one. The rendered text is split at its control strings, then the marks are
-   removed. Marks are sparse because templates inspect the text ("if '</think>' in content").
+   removed. There are as few marks as possible, because templates inspect the text ("if '</think>' in content").
 2. Substituted: every character that occurs in any control string is replaced by a stand-in. A template that rearranges
    text can defeat marks but not stand-ins, so this rendering shows which control tokens are the template's own.
 
-If the control tokens of the two renderings differ, the second one is used. It is safe, but the template could not
-inspect the original text. If their texts differ, a third rendering of the unchanged strings decides: if it equals the
-second one, the template measured or cut a marked text, and the second one is used.
+If the control tokens of the two renderings differ, the second rendering is used. It is safe, but the template could not
+inspect the original text. If the control tokens are equal and the texts differ, the unchanged strings are rendered: if
+the result equals the second rendering, the template measured or cut a marked text, and the second rendering is used.
+In all other cases the first rendering is used.
 """
 
 from __future__ import annotations
@@ -74,17 +75,20 @@ def main() -> None:
         answers.flush()
 
 
-# Uses what Jinja imports on demand, before this process may no longer open files.
+# A template that makes Jinja import its modules, which it can't do after files are forbidden.
 IMPORTS = "{{ '<b>' | striptags | wordwrap | pprint }}{{ lipsum() }}{{ raise_exception('x') }}"
 
 
 def encoded(value: Any) -> bytes:
-    """A value as JSON. The text of a template may contain half of a surrogate pair."""
+    """A value as JSON in UTF-8. The text of a template may contain a lone surrogate."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def forbid_files() -> int:
-    """Forbid this process to open or write files. Returns the size of its address space in bytes, 0 if unknown."""
+    """Forbid this process to open or write files. Returns the size of its address space in bytes, 0 if unknown.
+
+    Does nothing on Windows, which has no such limits.
+    """
     try:
         import resource
     except ImportError:  # Windows
@@ -111,14 +115,18 @@ def limit(seconds: float, memory: int) -> None:
 
 # --------------------------------------------------------------------------------------------------------- the request
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"pieces": [(text, whether it is a control string), ..]}, or {"error": the message of the template's exception}.
+    """Render a template. Returns a dict with one of these keys:
 
-    {"usage": ..} is a message about the values.
+    pieces  [(text, whether it is a control string), ..]
+    error   the message of the template's exception
+    usage   a message about values that can't be rendered safely
+
+    The keys of the request:
 
     template  Jinja source
     now       the time for strftime_now, in ISO format
     values    the variables of the template: messages, tools and others
-    controls  the control strings; None: the result is one piece, and strings of the values may become control strings
+    controls  the control strings; None: the result is one piece, and the values may contain control strings
     """
     try:
         template = compiled(request["template"])
@@ -132,7 +140,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except Unmarkable as error:
         return {"usage": str(error)}
     except OSError:
-        return {"error": "it needed a file, such as that of a rare text encoding, which templates may not open"}
+        return {"error": "it tried to open a file, perhaps that of a rare text encoding; templates may not open files"}
     except Exception as error:  # a template can raise anything
         return {"error": " ".join(str(error).split()) or type(error).__name__}
 
@@ -147,12 +155,12 @@ def compiled(source: str) -> jinja2.Template:
 
     class Environment(ImmutableSandboxedEnvironment):
         def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-            if attribute.startswith("_"):  # Jinja would write it as an empty string; a real template never needs it
+            if attribute.startswith("_"):  # Jinja would write an empty string; no ordinary template uses such a name
                 raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe")
             return super().unsafe_undefined(obj, attribute)
 
     class Generation(Extension):
-        """{% generation %}, which marks the assistant's text for training. It renders its content."""
+        """The tag {% generation %}, which marks the assistant's text for training. It renders its content unchanged."""
 
         tags = {"generation"}  # noqa: RUF012  (Jinja's own way to declare it)
 
@@ -170,7 +178,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def pieces(template: jinja2.Template, values: dict[str, Any], controls: Controls) -> Iterator[Piece]:
-    """The text of a conversation, split at the control strings that are the template's own."""
+    """The text of a conversation, split at the control strings that the template itself writes."""
     used = {character for text in strings([values["messages"], values["tools"]]) for character in text}
     mark = next((c for c in NONCHARACTERS if c not in used), None)
     if mark is None:
@@ -191,7 +199,8 @@ def pieces(template: jinja2.Template, values: dict[str, Any], controls: Controls
     agree = [piece for piece in marked if piece in own] == [piece for piece in substituted if piece in own]
     original = {ord(other): chr(character) for character, other in stand_in.items()}
     if agree and "".join(marked).replace(mark, "") != "".join(substituted).translate(original):
-        # The template measured or cut a marked text. Without changes it may write what stand-ins of one character do.
+        # The template may have measured or cut a marked text. Stand-ins keep the length of a text, so such a template
+        # writes the same text with stand-ins as with the unchanged values.
         agree = controls.split(template.render(values)) != [piece.translate(original) for piece in substituted]
     back = {ord(mark): None} if agree else original
     for piece in marked if agree else substituted:
@@ -205,8 +214,8 @@ class Unmarkable(Exception):
 class Text(str):
     """A user's string in a template: written in its changed form, but compared and hashed in its original form.
 
-    So a template finds tool.function.name and recognizes the type "string" although their characters are replaced.
-    Comparing writes nothing, so it is safe.
+    A template can therefore look up tool.function.name and compare a type with "string", although characters are
+    replaced. A comparison writes nothing, so it can't produce a control string.
     """
 
     _original: str
@@ -257,7 +266,7 @@ def strings(value: Any) -> Iterator[str]:
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
+    """A value as JSON, without the HTML escapes of Jinja's own filter."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     if ensure_ascii:
         # Marks and stand-ins are not escaped: an escaped one could not be removed later.
@@ -267,7 +276,7 @@ def to_json(
 
 
 class Controls:
-    """The control strings, arranged to find them in a text in linear time. There may be thousands."""
+    """The control strings, indexed so that they are found in a text in linear time. There may be thousands."""
 
     def __init__(self, texts: Sequence[str]):
         self.texts = frozenset(texts)
@@ -277,8 +286,8 @@ class Controls:
         self.lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
         first = "".join(sorted({re.escape(text[0]) for text in texts}))
         self.first = re.compile(f"[{first}]" if texts else "(?!)")
-        self.starts = frozenset(text[:n] for text in texts for n in range(1, len(text)))  # what they begin with
-        self.ends = frozenset(text[n:] for text in texts for n in range(1, len(text)))
+        self.starts = frozenset(text[:n] for text in texts for n in range(1, len(text)))  # proper prefixes
+        self.ends = frozenset(text[n:] for text in texts for n in range(1, len(text)))  # proper suffixes
         self.parts = sorted({len(part) for part in self.starts})
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
@@ -313,7 +322,7 @@ class Controls:
 
 @functools.lru_cache(maxsize=1)
 def arranged(texts: tuple[str, ...]) -> Controls:
-    """The control strings of the last request, which are mostly those of the next one."""
+    """The index of control strings. It is cached, since most requests have the same control strings as the last."""
     return Controls(texts)
 
 

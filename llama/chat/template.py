@@ -1,8 +1,7 @@
-"""A conversation to token ids by the checkpoint's own Jinja template, which sandbox.py renders in a child process.
+"""Encode a conversation by the checkpoint's own Jinja template, which sandbox.py renders in a child process.
 
-The child is started by the first template and serves all later ones, so that a rendering takes a millisecond. A
-template that exceeds SECONDS or SPACE, or that crashes, ends the child and nothing else; the next rendering starts a
-new child.
+The first template starts the child, which also renders all later ones, so that a rendering takes a millisecond. If a
+template exceeds SECONDS or SPACE, or crashes, only the child ends; the next rendering starts a new child.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from . import sandbox
 from .messages import Message
 
 SECONDS = 2.0  # CPU time; a conversation of 1000 turns takes about 0.05
-PER_MEGABYTE = 1.0  # seconds more for each megabyte of the request
-SPACE = 256 * 2**20  # bytes of memory in addition to COPIES of the request
-COPIES = 16  # a request is read, parsed and changed; a character may take four bytes
+PER_MEGABYTE = 1.0  # additional seconds for each megabyte of the request
+SPACE = 256 * 2**20  # bytes of memory, in addition to COPIES times the size of the request
+COPIES = 16  # a request is read, parsed and changed, and a character may take four bytes
 OUTPUT = 2**20  # bytes that a template may write in addition to four times the request
 WAIT = 60.0  # seconds of real time, in case CPU time can't be limited (Windows) or the machine is very busy
 
@@ -51,7 +50,7 @@ def encode_template(
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
 ) -> list[int]:
-    """Ids of validated messages and tools. No text of theirs becomes a control token. Raises TemplateError."""
+    """Ids of validated messages and tools. None of their text becomes a control token. Raises TemplateError."""
     for i, message in enumerate(messages):
         if "continues" in message:
             raise UsageError(
@@ -133,7 +132,7 @@ def _rendered(
     except LlamaError:
         raise
     except (ValueError, RecursionError, LookupError, TypeError):
-        reason = "it left the sandbox"  # the child itself always sends valid answers
+        reason = "it left the sandbox"  # sandbox.py always sends valid answers
     raise TemplateError(f"the model's chat template failed: {reason}; --raw works without it")
 
 
@@ -150,14 +149,17 @@ class _Stopped(Exception):
 
 
 class _Child:
-    """A process that runs sandbox.py. Threads take turns."""
+    """A process that runs sandbox.py. It serves one thread at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def forget(self) -> None:
-        """Drop the process after a fork, since it belongs to the parent. Sends no rest of another thread's request."""
+        """Drop the process after a fork, since it belongs to the parent.
+
+        The pipes are closed without flushing, because a buffer may hold a part of another thread's request.
+        """
         for pipe in (self._process.stdin, self._process.stdout) if self._process else ():
             cast(Any, pipe).raw.close()
         self.__init__()  # type: ignore[misc]
@@ -174,24 +176,24 @@ class _Child:
         return process.wait()
 
     def ask(self, request: bytes) -> bytes:
-        """The answer to a request. Raises _Stopped at a limit or after a crash, and TemplateError without a process."""
+        """The answer to a request. Raises _Stopped at a limit or after a crash, TemplateError if no process starts."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self.stop()  # something else has ended it
             fresh = self._process is None
             try:
                 answer = self._try(request)
-                if answer == MEMORY and not fresh:  # what earlier templates left may have filled the memory
+                if answer == MEMORY and not fresh:  # earlier templates may have filled the memory
                     self.stop()
                     answer = self._try(request)
             except OSError:
                 raise _Stopped(_meaning(self.stop(), request)) from None
             except BaseException:
-                self.stop()  # a late answer would be taken for that of the next request
+                self.stop()  # else the next request would read the answer to this one
                 raise
             if answer == MEMORY:
                 self.stop()
-                raise _Stopped(f"its values took more than {SPACE >> 20} MiB, so it was stopped")
+                raise _Stopped(f"its values needed more than {SPACE >> 20} MiB, so it was stopped")
             return answer
 
     def _try(self, request: bytes) -> bytes:
@@ -240,12 +242,12 @@ def _start() -> subprocess.Popen[bytes]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=system,
-            start_new_session=True,  # the terminal's Ctrl-C is for this process
+            start_new_session=True,  # the terminal's Ctrl-C must not reach it
         )
     except OSError as error:
         raise TemplateError(
-            f"chat templates run in a process of their own, which could not be started ({error.strerror or error});"
-            " --raw works without it"
+            f"chat templates run in a child process, which could not be started ({error.strerror or error}); --raw"
+            " does not need it"
         ) from None
 
 
@@ -259,9 +261,9 @@ def _meaning(code: int | None, request: bytes) -> str:
     if code is not None and -code == getattr(signal, "SIGPROF", None):
         return f"it ran for more than {seconds(request):.3g} seconds and was stopped"
     if code is not None and -code == getattr(signal, "SIGKILL", None):
-        return f"it was killed, by the system or because it did not end in {WAIT:g} seconds"
+        return f"it was killed, by the system or because it took more than {WAIT:g} seconds"
     if code is not None and code > 0:
-        return f"its process, {sys.executable} {sandbox.__file__}, ended with exit code {code}; can it be started?"
+        return f"its process ended with exit code {code}; check that this starts: {sys.executable} {sandbox.__file__}"
     return f"its process crashed (exit code {code})"
 
 

@@ -89,10 +89,10 @@ class Checkpoint(ABC):
         """A weight packed by tiles.pack and mapped, or None if it is not stored so. `blocks` has its format."""
         return None
 
-    def check_bytes(self, name: str) -> None:  # noqa: B027  (a format without one needs no method)
-        """Compare the bytes that `tensor` reads with a second description of them in the file, if there is one.
+    def check_bytes(self, name: str) -> None:  # noqa: B027  (formats without a second description do nothing)
+        """Check the bytes that `tensor` reads against a second source in the file, such as a CRC-32, if there is one.
 
-        Raises CheckpointError if they differ: the file is damaged, or its two descriptions contradict each other.
+        Raises CheckpointError if they differ: the file is damaged or contradicts itself.
         """
 
     @abstractmethod

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 from ..checks import is_integer, is_number
 from ..errors import CheckpointError, ConfigError
 
-# Bytes. Parsed, a file of 4 MiB takes up to a second and 150 MB. The index of a 405B model has 0.1 million.
+# Largest file in bytes. Parsing 4 MiB takes up to a second and 150 MB. The index of a 405B model has 0.1 million bytes.
 LARGEST = 2**22
-LARGEST_TOKENIZER = 2**28  # a tokenizer.json has 10 to 20 million
+LARGEST_TOKENIZER = 2**28  # a tokenizer.json has 10 to 20 million bytes
 
 
 def size_of(path: Path) -> int:
@@ -32,7 +32,7 @@ def size_of(path: Path) -> int:
 
 @contextlib.contextmanager
 def utf8_name(path: Path) -> Iterator[str]:
-    """A name of a file that is valid UTF-8, as libraries written in Rust require."""
+    """A name of the file that is valid UTF-8, which libraries written in Rust require."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -61,7 +61,8 @@ def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
     try:
         if size > largest:
             raise CheckpointError(
-                f"{path} has {size:,} bytes, expected at most {largest:,}; it is not what its name says, fetch it again"
+                f"{path} has {size:,} bytes, expected at most {largest:,}; its content does not match its name,"
+                f" fetch it again"
             )
         raw = path.read_bytes()
     except OSError as error:

@@ -128,7 +128,7 @@ class Header:
     tensors: dict[str, TensorInfo]
 
 
-# Limits of a header. Those of Llama 3 have 10 MB and 410,000 strings, and 405B has 1,138 tensors.
+# Limits of a header. A header of Llama 3 has 10 MB and 410,000 strings; the 405B model has 1,138 tensors.
 LARGEST_HEADER, MOST_STRINGS, MOST_ENTRIES = 2**27, 2**21, 2**15
 
 
@@ -149,7 +149,9 @@ class _Reader:
         if count > self.size - self.at:
             raise self.fail(f"{what} needs {count} bytes, {self.size - self.at} are left")
         if self.at + count > LARGEST_HEADER:
-            raise self.fail(f"{what} ends after {self.at + count:,} bytes, and a header has at most {LARGEST_HEADER:,}")
+            raise self.fail(
+                f"{what} ends after {self.at + count:,} bytes, expected a header of at most {LARGEST_HEADER:,}"
+            )
         start = self.at
         self.at += count
         return start
@@ -170,7 +172,9 @@ class _Reader:
         """`string` repeated `count` times, in a fast loop: a vocabulary has 100,000 strings."""
         self.strings_left -= count
         if self.strings_left < 0:
-            raise self.fail(f"with {what}, the header claims more than {MOST_STRINGS:,} strings")
+            raise self.fail(
+                f"with {what}, the header has more than {MOST_STRINGS:,} strings, the most that is accepted"
+            )
         data, at, size = self.data, self.at, min(self.size, LARGEST_HEADER)
         out: list[str] = []
         from_bytes = int.from_bytes
@@ -225,7 +229,8 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
         raise reader.fail(f"the header claims {n_tensors} tensors and {n_metadata} metadata entries, more than fit")
     if max(n_tensors, n_metadata) > MOST_ENTRIES:
         raise reader.fail(
-            f"the header claims {n_tensors} tensors and {n_metadata} metadata entries, more than any LLaMA"
+            f"the header claims {n_tensors} tensors and {n_metadata} metadata entries, expected at most"
+            f" {MOST_ENTRIES:,}"
         )
 
     metadata: dict[str, Any] = {}

@@ -30,7 +30,7 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
     writer = gguf.GGUFWriter(path, "llama")
     tables = rope_tables(model.config)
     rope = rope_metadata(model.config)
-    if tables and not rope:  # the kind of scaling is lost in a table, and with it the longer context
+    if tables and not rope:  # a table does not contain the kind of scaling, from which the longer context follows
         rope["llama.context_length"] = reach(model.config.max_seq_len, model.config.rope_scaling)
     for key, value in {**metadata(model), **rope}.items():
         add(writer, key, value)
@@ -97,7 +97,7 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
     if scaling.get("original_max_position_embeddings") is not None:
         original = scaling["original_max_position_embeddings"]
         if original != int(original):
-            raise ConfigError(f"GGUF stores original_max_position_embeddings as an integer; got {original}")
+            raise ConfigError(f"GGUF stores original_max_position_embeddings as an integer, got {original}")
         out[f"{prefix}original_context_length"] = int(original)
     _, attention_factor = inverse_frequencies(
         config.head_dim, config.rope_theta, scaling, max_seq_len=config.max_seq_len
@@ -111,9 +111,9 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
             if scaling.get(ours) is not None:
                 out[f"{prefix}{theirs}"] = float(scaling[ours])
         factor = out.setdefault(f"{prefix}factor", config.max_seq_len / trained_length(config))
-        usual = 0.1 * math.log(factor) + 1  # of llama.cpp
+        usual = 0.1 * math.log(factor) + 1  # llama.cpp's own attention factor
         if usual <= 0:
-            raise ConfigError(f"GGUF can't express the factor {factor:g} of the rope scaling yarn")
+            raise ConfigError(f"GGUF can't express the rope scaling yarn with the factor {factor:g}")
         if attention_factor != usual:
             out[f"{prefix}attn_factor"] = attention_factor / usual
     return out

@@ -162,7 +162,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         named = Named(ids["bos_token_id"], ids["eos_token_id"], self.chat_template or "")
         tokenizer = open_tokenizer(path, self.tokenizer_settings, named)
         check_vocabulary(tokenizer, self.config, str(path))
-        # config.json's bos does not matter if the tokenizer's own files name one
+        # bos_token_id of config.json is ignored if the tokenizer's own files name a bos
         for key in ["eos_token_id", *["bos_token_id"] * (tokenizer.bos_id is None)]:
             for name, id in self._named(key):
                 if id not in ids[key] or id >= tokenizer.n_vocab:
@@ -320,7 +320,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             return {}
 
     def _named(self, key: str) -> list[tuple[str, Any]]:
-        """The values under a key of generation_config.json, then of config.json, each with the name of its file."""
+        """The values of a key in generation_config.json, then in config.json, each with the name of its file."""
         found = []
         for name, source in (("generation_config.json", self.generation), (CONFIG, self.settings)):
             value = source.get(key)
@@ -448,14 +448,15 @@ class _Safetensors(WeightFile):
         return tensor
 
     def check_bytes(self, name: str) -> None:
-        """Compare what the library reads with the bytes at the offsets of the header, as this package reads it."""
+        """Compare the tensor that the library reads with the bytes at the offsets that this package read."""
         entry, read = self._header.tensors[name], raw_bytes(self.tensor(name))
         with open(self.path, "rb") as file:
             file.seek(self._header.start + entry.begin)
             for at in range(0, entry.end - entry.begin, CHUNK):
                 if read[at : at + CHUNK].tobytes() != file.read(min(CHUNK, entry.end - entry.begin - at)):
                     raise CheckpointError(
-                        f"{self.path}: {name} is not the bytes at its offsets; the file was changed in the meantime"
+                        f"{self.path}: {name} differs from the bytes at its offsets; the file was changed in the"
+                        f" meantime, run the command again"
                     )
 
 

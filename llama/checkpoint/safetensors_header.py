@@ -16,7 +16,7 @@ from ..checks import is_integer
 from ..errors import CheckpointError
 from .documents import parse_json
 
-LARGEST = 2**22  # bytes of a header; the format allows 100 million, a 405B model has 0.2 million
+LARGEST = 2**22  # bytes of a header; the format allows 100 million, the header of a 405B model has 0.2 million
 REMEDY = "the file is damaged, fetch it again"
 
 # dtype -> bytes of an entry

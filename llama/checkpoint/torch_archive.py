@@ -1,8 +1,9 @@
-"""Table of contents of a torch file: a zip archive of uncompressed records in one folder.
+"""Read the table of contents of a torch file: a zip archive of uncompressed records in one folder.
 
-A zip archive describes each record twice, at the record and in the table at the end of the file; readers disagree about
-archives in which the two differ. Here they must agree, no two records may share bytes, and no record may be anything
-that torch's writer does not write. Only headers are read. The format: PKWARE's APPNOTE, sections 4.3 and 4.5.3.
+A zip archive describes each record twice: in a header before the record, and in the table at the end of the file. If
+the two differ, some readers use one and some the other. Here the two must agree, no two records may share bytes, and
+records of a kind that torch never writes are refused. Only headers are read.
+Format: PKWARE's APPNOTE, sections 4.3 and 4.5.3.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ ZIP = b"PK\x03\x04"
 LOCAL, CENTRAL = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I")
 END, LOCATOR, END64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI"), struct.Struct("<4sQ2H2I4Q")
 ENCRYPTED, SIZES_FOLLOW = 0x2041, 0x8  # bits of a record's flags
-MOST_16, MOST_32 = 2**16 - 1, 2**32 - 1  # mean that the value is in a field of 64 bits elsewhere
-NEWEST = 45  # the version of the format (4.5) with numbers of 64 bits
+MOST_16, MOST_32 = 2**16 - 1, 2**32 - 1  # these values mean that a 64-bit field has the real one
+NEWEST = 45  # version 4.5 of the format, the first with 64-bit numbers
 MOST_RECORDS, LARGEST_TABLE = 2**15, 2**23  # a model of 405B parameters has 1,200 records in 0.1 million bytes
 
 
@@ -37,7 +38,7 @@ class Record(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A record by the table. offset: of the header before its bytes."""
+    """An entry of the table. offset: position of the header before the record's bytes."""
 
     name: bytes
     offset: int
@@ -50,7 +51,7 @@ class _Entry(NamedTuple):
 
 
 def read_records(file: BinaryIO, path: Path, size: int) -> dict[str, Record]:
-    """The records of an archive of `size` bytes by their names without the folder. Raises CheckpointError."""
+    """The records of an archive of `size` bytes, by name without the folder. Raises CheckpointError."""
     try:
         start, length, count = _find_table(file, size)
         if length > LARGEST_TABLE or count > MOST_RECORDS:
@@ -63,10 +64,10 @@ def read_records(file: BinaryIO, path: Path, size: int) -> dict[str, Record]:
         end = 0
         for entry in sorted(_entries(file.read(length), count), key=lambda entry: entry.offset):
             name = entry.name.decode()
-            if why := _unusual(entry) or ("there twice" if name in found else ""):
+            if why := _unusual(entry) or ("present twice" if name in found else ""):
                 raise CheckpointError(
-                    f"{path}: the record {name!r:.80} is {why}, which torch never writes; the file is forged or"
-                    " was packed by another program, get it as torch.save wrote it"
+                    f"{path}: the record {name!r:.80} is {why}, which torch never writes; the file is forged or another"
+                    " program packed it, get it as torch.save wrote it"
                 )
             if entry.offset < end:
                 raise ValueError("records overlap")
@@ -88,7 +89,7 @@ def read_records(file: BinaryIO, path: Path, size: int) -> dict[str, Record]:
 
 
 def _find_table(file: BinaryIO, size: int) -> tuple[int, int, int]:
-    """Offset, bytes and number of records of the table, which ends where its end record begins."""
+    """Offset of the table, its length in bytes and its number of records. The end record follows the table."""
 
     def unpack(form: struct.Struct, at: int, sign: bytes) -> tuple[int, ...]:
         file.seek(max(at, 0))
@@ -104,7 +105,7 @@ def _find_table(file: BinaryIO, size: int) -> tuple[int, int, int]:
         locator = unpack(LOCATOR, at - LOCATOR.size, b"PK\x06\x07")
     except (ValueError, struct.error):
         locator = None
-    if locator is not None:  # of a larger end record, which torch always writes
+    if locator is not None:  # it points to an end record with 64-bit numbers, which torch always writes
         at = locator[1]
         rest, _, _, disk, table_disk, here, count, length, start = unpack(END64, at, b"PK\x06\x06")
         large = (0, 0, min(count, MOST_16), min(count, MOST_16), min(length, MOST_32), min(start, MOST_32), 0)
@@ -135,17 +136,17 @@ def _entries(table: bytes, count: int) -> Iterator[_Entry]:
         yield _Entry(table[name : name + n_name], offset, size, packed, crc, flags, method, mode)
         at = end
     if at != len(table):
-        raise ValueError("more than its entries")
+        raise ValueError("the table has more than its entries")
 
 
 def _wide(extra: bytes, count: int) -> tuple[int, ...]:
-    """The numbers of 64 bits in an entry's extra fields."""
+    """The 64-bit numbers in an entry's extra fields."""
     while extra:
         kind, length = struct.unpack_from("<2H", extra)
         if kind == 1:
             return struct.unpack_from(f"<{count}Q", extra[4 : 4 + length])
         extra = extra[4 + length :]
-    raise ValueError("no field of 64 bits")
+    raise ValueError("no 64-bit field")
 
 
 def _unusual(entry: _Entry) -> str:

@@ -1,8 +1,8 @@
 """Interpreter of the pickles that torch.save writes for a state dict. It calls nothing that a pickle names.
 
-A pickle is a program for a machine with a stack. Here the machine knows strings, numbers, lists, dicts, names of
-functions, and the few functions that describe a tensor. Time and memory are linear in the number of operations, which
-is limited: nothing is compared, displayed or copied that a pickle could have nested, and keys of dicts are strings.
+A pickle is a program for a stack machine. This machine knows strings, numbers, lists, dicts, names of functions, and
+the few functions that describe a tensor. Time and memory are linear in the number of operations, which is limited: no
+nested value is compared, displayed or copied, and keys of dicts are strings.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..errors import CheckpointError
 LARGEST_PICKLE = 2**23  # bytes
 MOST_OPERATIONS = 200_000
 LONGEST_NAME = 1000  # characters
-MOST_AXES = 16  # of a tensor
-LARGEST = 2**63  # sizes and strides are smaller
-PROTOCOL = 2  # of pickles; torch.save's default
+MOST_AXES = 16  # axes of a tensor
+LARGEST = 2**63  # sizes and strides must be smaller
+PROTOCOL = 2  # the default of torch.save
 REMEDY = "the file is forged or damaged, fetch it again"
 
 DTYPES = {
@@ -43,14 +43,17 @@ STORAGES = {
     "torch.storage.UntypedStorage": torch.uint8,
 }  # fmt: skip
 ORDERED_DICT = "collections.OrderedDict"
-TENSOR, TENSOR_3 = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"  # 3: of newer dtypes
-PARAMETERS = {"torch._utils._rebuild_parameter": 3, "torch._utils._rebuild_parameter_with_state": 4}  # -> arguments
+TENSOR, TENSOR_3 = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"  # 3: for newer dtypes
+PARAMETERS = {
+    "torch._utils._rebuild_parameter": 3,
+    "torch._utils._rebuild_parameter_with_state": 4,
+}  # number of arguments
 KNOWN = {ORDERED_DICT, TENSOR, TENSOR_3, *PARAMETERS, *STORAGES, *DTYPES}
 OTHER_TENSORS = {
-    "torch._utils._rebuild_sparse_tensor": "sparse",
-    "torch._utils._rebuild_nested_tensor": "nested",
-    "torch._utils._rebuild_qtensor": "quantized by torch",
-    "torch._utils._rebuild_meta_tensor_no_storage": "without values (on the device 'meta')",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch._utils._rebuild_qtensor": "a tensor quantized by torch",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor without values (on the device 'meta')",
 }
 
 LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"}
@@ -59,13 +62,13 @@ TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class Global(NamedTuple):
-    """A function or class by its name, which is never imported."""
+    """The name of a function or class, which is never imported."""
 
     name: str
 
 
 class Storage(NamedTuple):
-    """Values outside the pickle, which one or more tensors use."""
+    """A block of values outside the pickle, which one or more tensors use."""
 
     key: str
     dtype: torch.dtype
@@ -87,7 +90,7 @@ class Described(NamedTuple):
 
 
 def read_pickle(file: io.BytesIO, path: Path) -> object:
-    """The value of the next pickle in `file`. Raises CheckpointError, whose text begins with `path`."""
+    """The value of the next pickle in `file`. Raises CheckpointError with a message that begins with `path`."""
     machine = _Machine(path)
     try:
         for done, (operation, argument, _) in enumerate(pickletools.genops(file)):
@@ -95,10 +98,10 @@ def read_pickle(file: io.BytesIO, path: Path) -> object:
                 raise CheckpointError(f"{path}: its pickle has more than {MOST_OPERATIONS:,} operations; {REMEDY}")
             machine.run(operation.name, argument)
         if len(machine.stack) != 1 or machine.marks:
-            raise ValueError("values without use")
-    except (ValueError, IndexError, KeyError) as error:  # those of genops, of an empty stack, of the memo
-        why = "it ends early" if "exhausted" in str(error) or "not enough" in str(error) else "it is malformed"
-        raise CheckpointError(f"{path} is cut off or damaged: of its pickle, {why}; fetch it again") from None
+            raise ValueError("it leaves values on the stack")
+    except (ValueError, IndexError, KeyError) as error:  # from genops, an empty stack or the memo
+        why = "ends early" if "exhausted" in str(error) or "not enough" in str(error) else "is malformed"
+        raise CheckpointError(f"{path} is cut off or damaged: its pickle {why}; fetch it again") from None
     return machine.stack[0]
 
 
@@ -108,7 +111,7 @@ class _Machine:
     def __init__(self, path: Path):
         self.path = path
         self.stack: list[Any] = []
-        self.marks: list[int] = []  # heights of the stack
+        self.marks: list[int] = []  # the height of the stack at each mark
         self.memo: dict[int, Any] = {}
 
     def run(self, name: str, argument: Any) -> None:
@@ -117,7 +120,7 @@ class _Machine:
             self.stack.append(argument)
         elif name in ("BINPUT", "LONG_BINPUT"):
             if argument > MOST_OPERATIONS:
-                raise ValueError("a position of the memo that the writer never uses")
+                raise ValueError("an index of the memo beyond the number of operations")
             self.memo[argument] = self.top()
         elif name in ("BINGET", "LONG_BINGET"):
             self.stack.append(self.memo[argument])
@@ -143,7 +146,7 @@ class _Machine:
         elif name in ("APPEND", "APPENDS"):
             items = self.pop(1) if name == "APPEND" else self.to_mark()
             self.top(list).extend(items)
-        elif name == "BUILD":  # attributes, such as the versions of a state dict's modules, which change no weight
+        elif name == "BUILD":  # sets attributes, such as the versions of a state dict's modules, which change no weight
             self.pop(1)
             self.top(dict)
         elif name == "PROTO" and argument != PROTOCOL:
@@ -158,7 +161,7 @@ class _Machine:
             )
 
     def pop(self, count: int) -> list[Any]:
-        """The topmost values, removed. Those below the last mark are out of reach."""
+        """Remove and return the topmost values. Raises ValueError if they are not all above the last mark."""
         height = len(self.stack) - count
         if height < (self.marks[-1] if self.marks else 0):
             raise ValueError("the stack is empty")
@@ -167,14 +170,14 @@ class _Machine:
         return values
 
     def to_mark(self) -> list[Any]:
-        """The values above the last mark, removed together with it."""
+        """Remove the last mark and the values above it; return the values."""
         start = self.marks.pop()
         values = self.stack[start:]
         del self.stack[start:]
         return values
 
     def top(self, kind: type[Any] = object) -> Any:
-        """The topmost value, which must be of a kind. It stays on the stack."""
+        """The topmost value, which stays on the stack. Raises ValueError if it is not an instance of `kind`."""
         (value,) = self.pop(1)
         if not isinstance(value, kind):
             raise ValueError(f"a {type(value).__name__} instead of a {kind.__name__}")
@@ -186,33 +189,36 @@ class _Machine:
         if name in OTHER_TENSORS:
             owner = next((value for value in reversed(self.stack) if isinstance(value, str)), "an entry")
             raise CheckpointError(
-                f"{self.path}: {owner:.80} is a tensor {OTHER_TENSORS[name]}; expected a dense tensor with its values"
+                f"{self.path}: {owner:.80} is {OTHER_TENSORS[name]}; expected a dense tensor with its values"
                 " in the file"
             )
         if name not in KNOWN:
             raise CheckpointError(
-                f"{self.path}: it holds objects other than tensors (it imports {name:.80}), which could run code, and"
-                " is refused; get the weights alone"
+                f"{self.path}: it holds objects other than tensors (it imports {name:.80}), which could run code;"
+                " expected only tensors, get a file with only the weights"
             )
         return Global(name)
 
     def set_items(self, items: list[Any]) -> None:
-        """Add keys and values to the dict on top of the stack. Raises CheckpointError for a key that is no new name."""
+        """Add keys and values to the dict on top of the stack.
+
+        Raises CheckpointError if a key is not a name, or is there already.
+        """
         target = self.top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, str) or len(key) > LONGEST_NAME or not key.isprintable():
-                shown = repr(key) if isinstance(key, str | int) else f"by a {type(key).__name__}"
-                raise CheckpointError(f"{self.path} holds an entry named {shown:.60}; expected names of tensors")
+                shown = repr(key) if isinstance(key, str | int) else f"a {type(key).__name__}"
+                raise CheckpointError(f"{self.path} holds an entry whose key is {shown:.60}; expected names of tensors")
             if key in target:
                 raise CheckpointError(f"{self.path} holds two entries named {key!r:.80}; {REMEDY}")
             target[key] = value
 
     def storage(self, reference: Any) -> Storage:
-        """The storage that a reference out of the pickle means: where it was does not matter."""
+        """The storage that a persistent id refers to. The device that it was saved from is ignored."""
         kind, form, key, place, numel, *view = reference if type(reference) is tuple else ()
         dtype = STORAGES[form.name] if isinstance(form, Global) else None
         if kind != "storage" or dtype is None or not isinstance(key, str) or not isinstance(place, str):
-            raise ValueError("a reference to something else than a storage")
+            raise ValueError("a reference to something other than a storage")
         if not is_integer(numel) or not 0 <= numel < LARGEST or view not in ([], [None]):
             raise ValueError("a storage without a size")
         return Storage(key, dtype, numel)
@@ -220,18 +226,18 @@ class _Machine:
     def call(self, function: Any, arguments: Any) -> Any:
         """What a known function returns: an empty dict, or the description of a tensor."""
         if not isinstance(function, Global) or type(arguments) is not tuple:
-            raise ValueError("a call of something else than a function")
+            raise ValueError("a call of something other than a function")
         if function.name == ORDERED_DICT and not arguments:
             return {}
         if PARAMETERS.get(function.name) == len(arguments) and isinstance(arguments[0], Described):
-            return arguments[0]  # the others are flags and attributes, which change no weight
+            return arguments[0]  # the other arguments are flags and attributes, which change no weight
         storage, offset, shape, strides, flag, hooks, *rest = arguments
         dtype = storage.dtype if isinstance(storage, Storage) else None
         if function.name == TENSOR_3:
             form, *rest = rest
             dtype = DTYPES[form.name] if isinstance(form, Global) and dtype == torch.uint8 else None
         elif function.name != TENSOR:
-            raise ValueError("a call of a class")
+            raise ValueError("a call of a name that is not a function")
         if dtype is None or not are_sizes((offset,)) or not are_sizes(shape) or not are_sizes(strides):
             raise ValueError("a tensor without a storage or a size")
         if len(shape) != len(strides) or not isinstance(flag, bool) or hooks not in (None, {}) or len(rest) > 1:

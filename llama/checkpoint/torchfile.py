@@ -1,8 +1,8 @@
 """Reader of torch's files (.pth, .pt, pytorch_model.bin): a pickle that describes tensors, and their values.
 
-Neither Python's unpickler nor torch's sees the file: torch_pickle.py follows the few operations that describe tensors.
-What it finds is checked against the archive's table of contents (torch_archive.py) before a value is used. The values
-of an archive stay in the mapped file.
+Neither Python's unpickler nor torch's is used: torch_pickle.py interprets the few operations that describe tensors. The
+result is checked against the archive's table of contents (torch_archive.py) before a value is used. The values of an
+archive stay in the mapped file.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .torch_pickle import LARGEST_PICKLE, REMEDY, Described, Storage, read_pickl
 
 PICKLE = b"\x80\x02"
 MAGIC, LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001  # the first two pickles of a legacy file
-# Records that torch.save writes besides data.pkl and data/...; later versions write more of them.
+# Records that torch.save writes besides data.pkl and data/...; older versions write only some of them.
 ADDITIONS = {"version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"}
-BIG_ENDIAN = "was written on a big-endian machine, which is not supported; save it again on one like this"
+BIG_ENDIAN = "was written on a big-endian machine, which is not supported; save it again on a little-endian machine"
 
 
 class Tensors(dict[str, Tensor]):
-    """The tensors of a file by name. sums: the CRC-32 of the storage of each, 0 or missing if the file has none."""
+    """The tensors of a file by name. sums: the CRC-32 of each tensor's storage; 0 or missing if the file has none."""
 
     sums: Mapping[str, int] = MappingProxyType({})
 
@@ -86,11 +86,11 @@ def _read_archive(file: BinaryIO, path: Path, size: int) -> Tensors:
     pickle = found.get("data.pkl")
     if pickle is None:
         raise CheckpointError(
-            f"{path} is an archive without tensors (data.pkl); get the weights as torch.save wrote them"
+            f"{path} is an archive without tensors (it has no data.pkl); get the file as torch.save wrote it"
         )
     if pickle.size > LARGEST_PICKLE:
         raise CheckpointError(
-            f"{path}: its pickle has {pickle.size:,} bytes, and at most {LARGEST_PICKLE:,} are expected; {REMEDY}"
+            f"{path}: its pickle has {pickle.size:,} bytes, expected at most {LARGEST_PICKLE:,}; {REMEDY}"
         )
     content = pickle.read(file)
     if pickle.crc and zlib.crc32(content) != pickle.crc:  # 0: torch was told to compute none
@@ -102,14 +102,15 @@ def _read_archive(file: BinaryIO, path: Path, size: int) -> Tensors:
     storages = {f"data/{key}": storage for key, storage in _storages(tensors, path).items()}
     if odd := sorted(found.keys() - storages.keys() - ADDITIONS - {"data.pkl"}):
         raise CheckpointError(
-            f"{path} holds the record {odd[0]!r:.80}, which belongs to no tensor; {REMEDY}, or get the weights alone"
+            f"{path} holds the record {odd[0]!r:.80}, which belongs to no tensor; {REMEDY}, or get a file with only"
+            " the weights"
         )
     for name, storage in storages.items():
         record = found.get(name)
         if record is None or record.size != storage.nbytes:
             has = "is missing" if record is None else f"has {record.size:,} bytes"
             raise CheckpointError(
-                f"{path}: the record {name!r:.80} {has}, and its tensors take {storage.nbytes:,}; {REMEDY}"
+                f"{path}: the record {name!r:.80} {has}, expected {storage.nbytes:,} bytes for its tensors; {REMEDY}"
             )
         if record.start % storage.dtype.itemsize:
             raise CheckpointError(
@@ -143,32 +144,32 @@ def _read_legacy(file: BinaryIO, path: Path, size: int) -> Tensors:
     if end != size:
         what = "cut off" if end > size else "followed by other bytes"
         raise CheckpointError(
-            f"{path} is damaged or {what}: it has {size:,} bytes, and its tensors imply {end:,}; fetch it again"
+            f"{path} is damaged or {what}: it has {size:,} bytes, expected {end:,} for its tensors; fetch it again"
         )
     loaded: dict[str, Tensor] = {}
     file.seek(pickles.tell())
     for key in keys:
         if int.from_bytes(file.read(8), "little") != storages[key].numel:
-            raise CheckpointError(f"{path}: the length of the storage {key!r:.80} is not that of its tensors; {REMEDY}")
+            raise CheckpointError(f"{path}: the length of the storage {key!r:.80} differs from its tensors'; {REMEDY}")
         loaded[key] = torch.empty(storages[key].nbytes, dtype=torch.uint8)
         file.readinto(loaded[key].numpy())  # type: ignore[attr-defined]
     return Tensors((name, _tensor(one, lambda key, dtype: loaded[key].view(dtype))) for name, one in tensors.items())
 
 
 def _described(value: object, path: Path) -> dict[str, Described]:
-    """The content of a file, if it is a mapping of names to tensors whose entries lie in their storages."""
+    """Return a value if it maps names to tensors that lie within their storages. Raises CheckpointError if not."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {_kind(value)}; expected a mapping of names to tensors")
     for name, tensor in value.items():
         if not isinstance(tensor, Described):
-            raise CheckpointError(f"{path}: {name} is a {_kind(tensor)}, not a tensor; expected the weights alone")
+            raise CheckpointError(f"{path}: {name} is a {_kind(tensor)}, not a tensor; expected only the weights")
         available, numel = tensor.storage.nbytes // tensor.dtype.itemsize, math.prod(tensor.shape)
         last = tensor.offset + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
-        # strides of 0: kilobytes that claim terabytes
+        # with strides of 0, a tensor of terabytes could have a storage of kilobytes
         if numel > available or (numel and last >= available) or tensor.storage.nbytes % tensor.dtype.itemsize:
             raise CheckpointError(
-                f"{path}: {name} claims shape {tensor.shape} on {tensor.storage.nbytes} bytes; the file is forged or"
-                f" damaged"
+                f"{path}: {name} claims the shape {tensor.shape}, but its storage has {tensor.storage.nbytes} bytes;"
+                f" {REMEDY}"
             )
     return value
 
@@ -190,7 +191,7 @@ def _storages(tensors: Mapping[str, Described], path: Path) -> dict[str, Storage
 
 
 def _tensor(described: Described, values: Callable[[str, torch.dtype], Tensor]) -> Tensor:
-    """The tensor that a description means. values: all values of a storage in a dtype, by its key."""
+    """The tensor that is described. values: returns all values of a storage, by its key and in a dtype."""
     if 0 in described.shape:
         return torch.empty(0, dtype=described.dtype).as_strided(described.shape, described.strides)
     return values(described.storage.key, described.dtype).as_strided(

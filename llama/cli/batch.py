@@ -1,7 +1,8 @@
 """clearllama generate --prompts: a file of prompts in, a file of answers out, one JSON object per line.
 
 Answers are written in the order of the prompts. An interrupted run therefore leaves complete lines and at most one
-incomplete line, and the same command resumes after the last complete line. record.py refuses other models and options.
+incomplete line, and the same command resumes after the last complete line. record.py refuses to resume with another
+model or other options.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "many prompts",
         'one JSON object per line, {"prompt": "..."} or {"messages": [...]}; optional keys are "id" (default: the line'
         f' number), "system" and {", ".join(SAMPLING)}. The answers are JSON lines in the same order. With --output,'
-        " the same command resumes an interrupted run; FILE.run.json keeps what the answers were made with, and another"
-        " model or option is refused. With --seed N, line n uses the seed N + n - 1",
+        " the same command resumes an interrupted run; FILE.run.json records the model and the options of the answers,"
+        " and a run with others is refused. With --seed N, line n uses the seed N + n - 1",
     )
     group.add_argument("--prompts", metavar="FILE", help="the file of prompts; - reads standard input")
     group.add_argument("--output", metavar="FILE", help="the file for the answers (default: -, standard output)")
@@ -246,13 +247,13 @@ def check_chats(args: argparse.Namespace, lines: list[bytes], source: str) -> No
 # -------------------------------------------------------------------------------------------------------------- output
 @dataclass(frozen=True)
 class Kept:
-    """The answers of an output: their number, how many are errors, their bytes, the bytes after them, the first."""
+    """The answers that an output already has."""
 
     done: int = 0
-    errors: int = 0
-    size: int = 0
-    partial: int = 0
-    first: bytes = b""
+    errors: int = 0  # how many of them are errors
+    size: int = 0  # their bytes
+    partial: int = 0  # bytes of the incomplete line after them
+    first: bytes = b""  # the line of the first one
 
 
 class Output:
@@ -260,7 +261,7 @@ class Output:
 
     def __init__(self, name: str | None):
         self.name, self.file = name, -1
-        self.before_first: Callable[[bytes], None] | None = None  # is called with the line of the first answer
+        self.before_first: Callable[[bytes], None] | None = None  # called with the first answer's line before its write
         if name is None:
             return
         if os.path.exists(name) and not os.path.isfile(name):
@@ -303,7 +304,7 @@ class Output:
         return Kept(done, errors, complete, len(partial), first)
 
     def check_answers(self) -> None:
-        """Raise UsageError if the file has a content that is not answers, which --fresh must not delete."""
+        """Raise UsageError if the file does not begin with an answer. --fresh must not delete such a file."""
         if self.name is not None:
             with open(self.file, "rb", closefd=False) as file:
                 line = file.readline()
@@ -424,7 +425,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
-    """Set the chat format of the command. Returns whether prompts are continued as plain text."""
+    """Set the chat format that the command names. Returns whether prompts are continued as plain text."""
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
     raw: bool = args.raw or (args.chat_format == "auto" and llm.chat_template is None)

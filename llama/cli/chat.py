@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> int:
-    """Answer turns until the input ends or the user leaves. Returns 1 if a turn from a pipe failed: nobody saw it."""
+    """Answer turns until the input ends or the user leaves. Returns 1 if a turn failed and the input is no terminal."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     failed = False

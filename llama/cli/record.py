@@ -1,16 +1,16 @@
-"""The record beside the output of --prompts: what its answers were made with, so that a resumed run mixes nothing.
+"""The record beside the output of --prompts: what its answers were made with, so that a resumed run can't mix models.
 
-The record of answers.jsonl is answers.jsonl.run.json. It holds the settings of a session (which include a hash of the
-weights), hashes of the first answer, of the vocabulary and of the chat template, the ids that begin and end a text, the
-sampling options, and the options of single lines. It does not hold what changes only the rounding of sums: threads,
+The record of answers.jsonl is answers.jsonl.run.json. It holds the settings that a session file also holds (with a hash
+of the weights), hashes of the first answer, the vocabulary and the chat template, the ids that begin and end a text,
+the sampling options, and the options of single lines. It does not hold what changes only the rounding of sums: threads,
 batch size, --compile, the form of RoPE (except "half", which reorders the weights).
 
 The hash of the first answer shows whether the output was moved or replaced. It is written before that answer, so a run
 that is killed in between can be resumed.
 
-Nobody names the record's file on the command line. So a symbolic link there is refused, and a file that is not a record
-is never replaced. An output that is a symbolic link is followed, since the user named it; its record lies beside the
-target.
+The user does not name the record's file. A symbolic link in its place is therefore refused, and a file that is not a
+record is never replaced. An output that is a symbolic link is followed, since the user named it; its record lies beside
+the link's target.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
 MARK, FORMAT = "clearllama_run", "1"
-LARGEST = 2**28  # bytes of a record; one with the options of 100,000 lines has some 20 MB
+LARGEST = 2**28  # bytes of a record; a record with the options of 100,000 lines has about 20 MB
 HELP = "run with the same model and options, choose another --output, or start anew with --fresh"
 
 
 def settings_of(llm: Llama, options: dict[str, Any], chat: dict[str, Any]) -> dict[str, Any]:
-    """What all answers of a run depend on, as JSON values.
+    """The settings that all answers of a run depend on, as JSON values.
 
-    options  of the command, for Llama.generate
-    chat     what else becomes part of each prompt: raw, system
+    options  the options of the command, for Llama.generate
+    chat     other settings that change each prompt: raw, system
     """
     from ..generation import session
     from ..sampling import SamplingParams
@@ -78,7 +78,11 @@ def _hash(data: bytes) -> str:
 
 
 class Record:
-    """The record of an output. settings: of the present run; lines: {line number as text: the line's own options}."""
+    """The record of an output.
+
+    settings  those of the present run
+    lines     {line number as text: the line's own options}
+    """
 
     def __init__(self, output: str, settings: dict[str, Any], lines: dict[str, Any]):
         target = os.path.realpath(output) if os.path.islink(output) else output
@@ -87,24 +91,25 @@ class Record:
         self.kept: dict[str, Any] | None = None  # the content of the file, if `check` read it
 
     def check(self, done: int, first: bytes, fresh: bool) -> None:
-        """Raise UsageError unless the first `done` answers were made with what this run is made with.
+        """Raise UsageError unless the first `done` answers were made with the settings of this run.
 
-        first  line of the first answer
-        fresh  the answers will be deleted, so any record may be replaced, but no other file
+        first  the line of the first answer
+        fresh  the answers will be deleted, so a record may be replaced whatever it holds, but no other file
         """
         self.kept = self._read(fresh)
         if fresh or not done:
             return
         if self.kept is None:
             raise UsageError(
-                f"{self.output} has answers, but {self.path.name}, which says what they were made with, is missing (an"
-                " older version wrote none): choose another --output, or start anew with --fresh"
+                f"{self.output} has answers, but {self.path.name}, which records their model and options, is missing"
+                " (older versions wrote none): choose another --output, or start anew with --fresh"
             )
         self.content["first"] = _hash(first)
         if self.kept.get("first") != self.content["first"]:
             raise UsageError(
-                f"{self.path.name} was written for other answers than those of {self.output}, which was moved or"
-                " replaced: move the file and its record together, choose another --output, or start anew with --fresh"
+                f"{self.path.name} was written for other answers than those in {self.output}; one of the two was moved"
+                " or replaced: move an output together with its record, choose another --output, or start anew with"
+                " --fresh"
             )
         theirs, ours = self.kept["settings"], self.content["settings"]
         if other := [key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)]:
@@ -116,12 +121,15 @@ class Record:
             made, found = self.kept["lines"].get(number), self.content["lines"].get(number)
             if made != found:
                 raise UsageError(
-                    f"{self.output} line {number} was made with the options {_shown(made)}; the line of this run has"
+                    f"{self.output} line {number} was made with the options {_shown(made)}; in this run, the line has"
                     f" {_shown(found)}: {HELP}"
                 )
 
     def _read(self, fresh: bool) -> dict[str, Any] | None:
-        """The content of the file; None without one, or if --fresh replaces it. Raises UsageError for another file."""
+        """The content of the record; None if there is no file, or if --fresh replaces it.
+
+        Raises UsageError if the file is not a record.
+        """
         if self.path.is_symlink():
             raise UsageError(f"{self.path} is a symbolic link, which is not followed: remove it or move it away")
         if not self.path.exists():
@@ -146,9 +154,9 @@ class Record:
         return content
 
     def write(self, first: bytes | None = None) -> None:
-        """Write the file atomically, unless it has this content.
+        """Write the record atomically, unless the file already has this content.
 
-        first  line of the first answer, which will be written next
+        first  the line of the first answer, which will be written next
         """
         from ..system.temporary import write_atomically
 
@@ -165,7 +173,7 @@ class Record:
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON, shortened; a hash to 12 characters."""
+    """A value as JSON, shortened. A hash is shortened to 12 characters."""
     if value is None:
         return "none"
     text = json.dumps(value)

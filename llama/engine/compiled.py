@@ -266,9 +266,9 @@ def build(model: Transformer, block: nn.Module, path: Path, cache_kind: str, row
 
 
 def _inductor_cache(work: Path) -> contextlib.AbstractContextManager[None]:
-    """The folder of Inductor's code while it compiles: its own, or a temporary one if another user could write to it.
+    """A context in which Inductor compiles in its own folder, or in a temporary one if other users could write there.
 
-    Its own folder is in /tmp and has a known name, so another user may have made it first.
+    Inductor's own folder is in /tmp and has a known name, so another user may have made it first.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # importing Inductor takes a second
     from torch._inductor.utils import fresh_cache

@@ -113,7 +113,7 @@ def _flags(form: str) -> list[str]:
 
 @functools.cache
 def load(form: str) -> None:
-    """Load the library for a form, compiled unless the cache folder has it.
+    """Load the library for a form. It is compiled if the cache folder does not have it.
 
     Raises OSError, RuntimeError, UsageError or SubprocessError on failure.
     """
@@ -141,9 +141,9 @@ def _build(form: str, library: Path) -> None:
 
 
 def _load_library(path: str) -> None:
-    """Load a library, which registers the operators. Raises OSError if it does not.
+    """Load a library, which registers the operators. Raises OSError if it does not register them.
 
-    torch.ops.load_library would resolve the path, and so load by a name that may now stand for another file.
+    torch.ops.load_library is not used: it would resolve the path to a name that may now refer to another file.
     """
     try:
         ctypes.CDLL(path)

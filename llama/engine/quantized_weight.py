@@ -28,7 +28,7 @@ class QuantizedWeight:
     format: BlockFormat
     rows: Callable[[slice], Blocks]
     tiles: Callable[[], Tensor]
-    is_zero: Callable[[], bool] = lambda: True  # whether a weight that is being quantized has only zeros
+    is_zero: Callable[[], bool] = lambda: True  # whether all entries are 0; only a weight that is being quantized knows
 
     @classmethod
     def from_float(

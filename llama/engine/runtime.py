@@ -77,7 +77,7 @@ def set_threads(count: int | None) -> None:
 def _end_openmp_threads() -> None:
     """End the threads of GNU's OpenMP before a fork; the next operation starts them again.
 
-    A child has only the thread that forked, but its OpenMP would wait for the others, in PyTorch's operators too.
+    A child has only the thread that forked. Its OpenMP would wait for the other threads, also in PyTorch's operators.
     """
     for library in _openmp():
         library.omp_pause_resource_all(2)  # omp_pause_hard
@@ -85,7 +85,7 @@ def _end_openmp_threads() -> None:
 
 @functools.cache
 def _openmp() -> list[ctypes.CDLL]:
-    """The loaded libraries of GNU's OpenMP, usually PyTorch's. Other implementations survive a fork."""
+    """The loaded libraries of GNU's OpenMP, usually PyTorch's copy. Other implementations work after a fork."""
     try:
         maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     except OSError:  # not Linux

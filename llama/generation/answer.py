@@ -118,9 +118,10 @@ class StopText:
 class Answer:
     """An answer in progress: call `feed` with each token until it is `done`, then `end`.
 
-    It measures time from its construction, when the prefill starts, and at each token. If it continues the prompt, its
-    text is what the new ids append to the prompt's. Otherwise it is a text of its own, as in a chat, and a vocabulary
-    that adds a space before every text drops the first space.
+    It measures time from its construction, when the prefill starts, and at each token.
+
+    continues  True: the answer's text is what the new ids append to the prompt's text. False: it is a separate text, as
+               in a chat; if the vocabulary adds a space before every text, the first space is dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], *, continues: bool):

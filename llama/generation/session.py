@@ -44,7 +44,7 @@ ACQUIRING = Lock()  # makes the check and the reservation of a session one step,
 
 @dataclass
 class Session:
-    """One conversation's KV cache and its ids: of a prompt with the same prefix, only the new part is computed.
+    """The KV cache of one conversation and its ids. For a prompt with the same prefix, only the new part is computed.
 
     A session belongs to the first model that uses it; another model, or the model under other settings, is refused.
 
@@ -176,9 +176,9 @@ class Session:
         return session
 
     def _bind(self, model: Transformer) -> None:
-        """Make this model the owner of the cached keys. Raises UsageError if they are another model's.
+        """Make this model the owner of the cached keys. Raises UsageError if another model computed them.
 
-        The settings are compared too, since those of a loaded model can be changed.
+        The settings are compared too, since the settings of a loaded model can be changed.
         """
         settings = _traits(model)
         if self._owner is None:
@@ -188,9 +188,11 @@ class Session:
         if owner() is model and theirs == settings:
             return
         other = [key for key in sorted(settings.keys() | theirs.keys()) if theirs.get(key) != settings.get(key)]
-        named = ", ".join(f"{key} {_shown(theirs.get(key))} and not {_shown(settings.get(key))}" for key in other[:3])
+        named = ", ".join(
+            f"{key} {_shown(theirs.get(key))} instead of {_shown(settings.get(key))}" for key in other[:3]
+        )
         raise UsageError(
-            f"this session holds keys of another model{named and f', with {named}'}; create a session for each model"
+            f"this session holds the keys of another model{named and f' ({named})'}; create a session for each model"
         )
 
     def _check_idle(self) -> None:
@@ -245,7 +247,7 @@ def settings_of(model: Transformer) -> dict[str, Any]:
 
 
 def _traits(model: Transformer) -> dict[str, Any]:
-    """`settings_of` without the weights, which takes less than a millisecond.
+    """`settings_of` without the hash of the weights. It takes less than a millisecond.
 
     The form of the rotation is not included, since the keys are the same in each form; nor is the model's context.
     """

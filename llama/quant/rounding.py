@@ -96,15 +96,15 @@ def check_scales(*scales: Tensor) -> None:
         )
 
 
-# Below these, the next float16 differs by more than 3 %, so the range of a group is missed by as much.
+# Below these values, adjacent float16 numbers differ by more than 3 %, and the scale of a group has that error.
 SMALLEST_SCALE, SMALLEST_OFFSET = 2.0**-20, 2.0**-14
 
 
 def check_range(scale: float, offset: float, is_zero: Callable[[], bool]) -> None:
     """Raise CheckpointError if 16-bit scales are too coarse for a weight that is not zero.
 
-    scale, offset  the largest absolute values of the weight's groups. Single groups may be small: next to the others,
-    their error does not matter.
+    scale, offset  the largest absolute values of the weight's groups. A single group with a small scale is accepted:
+                   its error is small compared with the other groups.
     """
     if scale < SMALLEST_SCALE and offset < SMALLEST_OFFSET and not is_zero():
         raise CheckpointError(

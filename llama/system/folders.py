@@ -1,11 +1,12 @@
 """The cache folder: files that the program built or downloaded and can build or download again.
 
-Some of them are code: the C++ kernels and the compiled steps. `load_code` runs a kept file only if no other user can
+Some of them are code: the C++ kernels and the compiled steps. `load_code` runs such a file only if no other user can
 have written it: this user or root owns the file and every folder above it, and nobody else can write to them. The file
-is opened, checked and hashed, and the open file is loaded, so exchanging it in between has no effect.
+is opened, checked and hashed, and the open file is loaded, so replacing the file in between has no effect.
 
-In a user namespace, such as a container, all users outside of it have one id. A folder above the cache folder may have
-that owner, which is usually root, because a user can't change it; the cache folder and its files may not.
+In a user namespace, such as a container, all users outside of it have the same id. This id, which usually stands for
+root, is accepted as the owner of a folder above the cache folder, because the user can't change that owner. It is not
+accepted for the cache folder and its files.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from .temporary import own_temporary
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-# Neither follow a link nor wait for the other end of a pipe. Windows has no such flags, and no users to check.
+# Don't follow a link, and don't wait for the other end of a pipe. Windows has no such flags, and no users to check.
 OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-NO_ACCESS_LISTS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system that has none
+NO_ACCESS_LISTS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of a file system without access lists
 OVERFLOW, UID_MAP = Path("/proc/sys/kernel/overflowuid"), Path("/proc/self/uid_map")
-# The open files that were loaded: {(name, device, inode): descriptor}. They stay open: the loader of the system takes
-# a second file of the same name for the first, and the name of an open file contains its descriptor.
+# The open files that were loaded: {(name, device, inode): descriptor}. They stay open, because the system's loader
+# identifies a library by its name, which contains the descriptor: a reused descriptor would name an older library.
 LOADED: dict[tuple[str, int, int], int] = {}
 
 
@@ -52,14 +53,14 @@ def cache_folder() -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, which only this user may enter. Raises OSError."""
+    """Make a folder and its missing parents with mode 700. Raises OSError."""
     for path in (*reversed(folder.parents), folder):
         if not path.is_dir():
             path.mkdir(0o700, exist_ok=True)
 
 
 def is_private(folder: Path) -> bool:
-    """Whether no other user can exchange a folder or its files."""
+    """Whether no other user can replace a folder or its files."""
     try:
         _check_folders(Path(os.path.realpath(folder)))
     except UsageError:
@@ -70,12 +71,12 @@ def is_private(folder: Path) -> bool:
 def load_code(folder: Path, name: str, suffix: str, make: Callable[[Path], None], load: Callable[[str], T]) -> T:
     """Load the code that a folder keeps under a name. If there is none, make it, load it and keep it.
 
-    make  write the file
-    load  load the file; raises OSError or RuntimeError if that fails
+    make  writes the file
+    load  loads the file; raises OSError or RuntimeError if that fails
 
-    A file is loaded before it is kept. A kept file that does not load is removed and made again. If another user could
-    write to the folder, the file is made in a temporary folder, for this process only, and the reason is logged.
-    Raises what `make` and `load` raise, and OSError if the folder is not writable.
+    A new file is kept only after it has been loaded. A kept file that does not load is removed and made again. If
+    another user could write to the folder, the file is made in a temporary folder, for this process only, and the
+    reason is logged. Raises what `make` and `load` raise, and OSError if the folder is not writable.
     """
     make_folder(folder)
     try:
@@ -113,9 +114,9 @@ def open_kept(folder: Path, name: str, suffix: str) -> tuple[Path, int] | None:
     """The file that `keep` moved into a folder under a name, with its open descriptor, or None.
 
     A file that is damaged, or that another user could have written, is removed. Raises UsageError if another user could
-    exchange the files of this folder.
+    replace the files of this folder.
     """
-    folder = Path(os.path.realpath(folder))  # checked instead of the links that led to it
+    folder = Path(os.path.realpath(folder))  # checked and used instead of the path with links
     _check_folders(folder)
     for path in sorted(folder.glob(f"{name}-{'[0-9a-f]' * 16}{suffix}")):
         with contextlib.suppress(OSError):
@@ -128,7 +129,7 @@ def open_kept(folder: Path, name: str, suffix: str) -> tuple[Path, int] | None:
 def keep(made: Path, folder: Path, name: str) -> Path:
     """Move a finished file into a folder of the same disk in one step, which two processes may do at the same time.
 
-    The name gets the hash of the content, by which `open_kept` detects damage.
+    The hash of the content is added to the name; `open_kept` detects damage by it.
     """
     with open(made, "rb") as file:
         target = folder / _name_of(file.fileno(), name, made.suffix)
@@ -153,19 +154,19 @@ def _open_checked(path: Path, name: str) -> int | None:
 
 
 def _check_folders(folder: Path) -> None:
-    """Raise UsageError if another user could exchange a folder or its files. The path must be absolute, without links.
+    """Raise UsageError if another user could replace a folder or its files. The path must be absolute, without links.
 
     In a sticky folder such as /tmp, others can't rename or remove what this user made.
     """
-    for path in (*reversed(folder.parents), folder):  # from the root on: a later one is safe if the earlier ones are
+    for path in (*reversed(folder.parents), folder):  # from the root on, so that a checked path can't change
         try:
             found = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             raise UsageError(
-                f"{path}, which code is loaded from, can't be checked: {error.strerror or error}; set CLEARLLAMA_CACHE"
-                " to a folder of your own"
+                f"the owner of {path}, from which code is loaded, can't be checked: {error.strerror or error}; set"
+                " CLEARLLAMA_CACHE to a folder of your own"
             ) from None
         if problem := _distrust(path, found, parent=path != folder):
             raise UsageError(problem)
@@ -179,10 +180,10 @@ def _distrust(path: Path, found: os.stat_result, parent: bool = False) -> str | 
     sticky = parent and stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     trusted = parent if _is_outside(found.st_uid) else found.st_uid in (os.geteuid(), 0)
     if not trusted:
-        return f"user {found.st_uid} owns {path}, which code is loaded from; make it yours, {other}"
+        return f"user {found.st_uid} owns {path}, from which code is loaded; change its owner, {other}"
     by_group = found.st_mode & stat.S_IWGRP and not _is_own_group(path, found.st_gid)
     if (found.st_mode & stat.S_IWOTH or by_group) and not sticky:
-        return f"other users can write to {path}, which code is loaded from; run chmod go-w {path}, {other}"
+        return f"other users can write to {path}, from which code is loaded; run chmod go-w {path}, {other}"
     return None
 
 
@@ -198,10 +199,10 @@ def _is_outside(uid: int) -> bool:
 
 
 def _is_own_group(path: Path, gid: int) -> bool:
-    """Whether a group has only this user as a member, and no access list gives its rights to others.
+    """Whether this user is the only member of a group, and no access list extends the group's rights to others.
 
-    Some systems create such a group for every user, and new files are writable by it. root's group may have members.
-    Users of a directory service that does not list its users are not seen.
+    Some systems create such a group for every user and make new files writable by it. The group of root may have other
+    members, so it does not count. Users of a directory service that does not list its users are not seen.
     """
     import grp
     import pwd
@@ -211,13 +212,13 @@ def _is_own_group(path: Path, gid: int) -> bool:
     except KeyError:
         return False
     alone = user.pw_uid != 0 and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-    # gr_mem lacks the users whose primary group this is.
+    # gr_mem does not contain the users whose primary group this is.
     alone = alone and all(other.pw_uid == user.pw_uid for other in pwd.getpwall() if other.pw_gid == gid)
     return alone and not _has_access_list(path)
 
 
 def _has_access_list(path: Path) -> bool:
-    """Whether an access list of Linux adds to a path's permissions, or may do so."""
+    """Whether a path has an access list of Linux, which may add to its permissions. True if that is unknown."""
     if not hasattr(os, "listxattr"):
         return False
     try:
@@ -227,9 +228,10 @@ def _has_access_list(path: Path) -> bool:
 
 
 def _opened(path: Path, handle: int) -> str:
-    """A name for an open file, whatever its path now refers to. The path itself where the system has no such names.
+    """A name that refers to an open file, even if its path is replaced. Without /proc, the path itself.
 
-    The name stays the file's own: the descriptor is kept open, or an equal one is open already and this one is closed.
+    No other file can get the name, because the descriptor in it stays open. If the same file is open already, its
+    descriptor is used and this one is closed.
     """
     if not os.path.exists(f"/proc/self/fd/{handle}"):
         os.close(handle)

@@ -34,8 +34,8 @@ HERE = -100  # AT_FDCWD
 def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
     """Make a temporary folder in `folder`, named after this machine and process, and remove it on exit.
 
-    The folder is locked, so that other processes know that its owner lives: process numbers differ between containers.
-    Folders with the same prefix that killed processes left are removed first.
+    The folder is locked while its process runs. Other processes check the lock, because a process in another container
+    may have the same number. Folders with the same prefix that killed processes left are removed first.
     """
     sweep(folder, prefix)
     handle = None
@@ -52,7 +52,7 @@ def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
 
 
 def _hold(path: Path) -> int | None:
-    """Lock a new folder and return its handle; None if another process removes it as abandoned; -1 without locks."""
+    """Lock a new folder and return its handle; None if another process is removing it; -1 if there are no locks."""
     if flock is None:
         return -1
     handle = os.open(path, os.O_RDONLY)
@@ -62,7 +62,7 @@ def _hold(path: Path) -> int | None:
             return handle
     except BlockingIOError:
         pass
-    except OSError:  # not every file system has locks; then nobody removes the folder either
+    except OSError:  # a file system without locks; then no other process removes the folder
         return handle
     os.close(handle)
     return None
@@ -80,8 +80,8 @@ def sweep(folder: Path, prefix: str) -> None:
 def abandoned(folder: Path, prefix: str) -> Iterator[Path]:
     """Temporary folders that own_temporary made for processes of this machine that no longer exist.
 
-    A folder that can't be locked is not among them, so where there are no locks (Windows), folders that killed
-    processes left stay. The process must be gone too, since older versions did not lock their folders.
+    Only folders that can be locked are included. Where there are no locks (Windows), the folders of killed processes
+    therefore remain. The process is checked too, since older versions did not lock their folders.
     """
     for path in folder.glob(f"{glob.escape(prefix)}-{_host()}-*"):
         pid = path.name.removeprefix(f"{prefix}-").split("-")[1]
@@ -97,7 +97,7 @@ def abandoned(folder: Path, prefix: str) -> Iterator[Path]:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether no other process has a number. This process may have the number of a killed one, as in a container."""
+    """Whether no other process has a number. In containers, this process may have the number of a killed one."""
     if pid == os.getpid():
         return True
     try:
@@ -110,7 +110,7 @@ def _is_gone(pid: int) -> bool:
 def write_atomically(
     target: Path, content: bytes, prefix: str = ".writing", *, new: bool = False, follow: bool = True
 ) -> None:
-    """Write a file in one step: a reader sees the old content or all of the new.
+    """Write a file in one step: a reader sees the old content or the complete new content.
 
     An existing file keeps its permissions.
 
@@ -144,9 +144,9 @@ def write_atomically(
 
 
 def keep_mode(made: Path, target: Path, new: int | None = None) -> None:
-    """Give a new file or folder the permissions of the one that it will replace; `new` if there is none.
+    """Give a new file or folder the permissions of the one that it will replace, or `new` if there is none.
 
-    What the owner closed to others must not be open to them with new content.
+    So new content is not readable by users who could not read the old content.
     """
     with contextlib.suppress(FileNotFoundError):
         old, mine = target.lstat(), made.stat()
@@ -156,13 +156,13 @@ def keep_mode(made: Path, target: Path, new: int | None = None) -> None:
                 try:
                     os.chown(made, -1, old.st_gid)
                 except OSError:
-                    new &= 0o707  # the bits of the group would now apply to another group
+                    new &= 0o707  # the new file has another group, which gets no permissions
     if new is not None:
         made.chmod(new)
 
 
 def check_writable(folder: Path, prefix: str = ".writing") -> None:
-    """Raise OSError unless a file can be made in a folder. Permissions alone don't show it for root or odd disks."""
+    """Raise OSError unless a file can be made in a folder. Permissions do not show this for root or special disks."""
     with own_temporary(folder, prefix):
         pass
 
@@ -205,7 +205,7 @@ def locked(target: Path, prefix: str, waiting: Callable[[], None] | None = None)
 def _lock(path: Path, flags: int, waiting: Callable[[], None] | None = None) -> int:
     """Open and lock a file. Raises BlockingIOError if another process holds it and `waiting` is None."""
     while True:
-        handle = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # a link could name any file
+        handle = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # a link could point to any file
         try:
             if flock is not None:
                 try:

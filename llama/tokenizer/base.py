@@ -12,7 +12,7 @@ from ..checks import shown
 from ..errors import TokenizerError, UsageError
 from .common import MID, PRE, SUF
 
-LONGEST_PARTIAL = 3  # bytes of an incomplete character in UTF-8, at most
+LONGEST_PARTIAL = 3  # an incomplete character in UTF-8 has at most three bytes
 
 
 def _valid(text: str) -> str:
@@ -30,7 +30,7 @@ def _valid(text: str) -> str:
 
 
 def token_id(id: object) -> int:
-    """An id as an int. Tensors and arrays of one integer are accepted; they hash and compare unlike ints."""
+    """An id as an int. Tensors and arrays of one integer are converted, because they hash and compare unlike ints."""
     try:
         if isinstance(id, bool | str):
             raise TypeError
@@ -52,8 +52,8 @@ class Tokenizer(ABC):
     """Text to ids and ids to text.
 
     Text never becomes a control id: every vocabulary encodes "<|im_end|>" as plain characters. Only code appends
-    control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/. Every bos_id, eos_id and stop id that
-    has a token is a control id.
+    control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/. bos_id, eos_id and the stop ids that
+    have a token are control ids.
 
     kind                  a description of the vocabulary
     n_vocab               number of ids; every id is smaller
@@ -62,7 +62,7 @@ class Tokenizer(ABC):
     control               control string -> id, for code that appends control ids
     stop_ids              ids that end an answer
     strips_leading_space  True if decoding removes the first space, because encoding added one
-    strips                control string -> whether a chat loses the white space before it, and after it
+    strips                control string -> (whether a chat drops the white space before it, and after it)
     """
 
     kind: str
@@ -83,7 +83,8 @@ class Tokenizer(ABC):
     def token_bytes(self, id: int) -> bytes:
         """The bytes of an id. A character may be split over several ids.
 
-        They are empty for a control id, unless it is one only because the chat template writes it, such as <think>.
+        Empty for a control id. An id that is a control id only because the chat template writes its token, such as
+        <think>, has bytes.
         """
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
@@ -143,8 +144,9 @@ class Tokenizer(ABC):
 class Decoder:
     """Streaming decoder: ids to text, one id at a time, never a partial character.
 
-    The concatenated results, including `end()`, equal `Tokenizer.decode` of all ids. With ids `before`, they are what
-    the fed ids append to the text of `before`: a leading space remains, and so does a character that `before` begins.
+    The concatenated results, including `end()`, equal `Tokenizer.decode` of all ids. If there are ids `before`, the
+    results are what the fed ids append to the text of `before`: a leading space is kept, and a character that `before`
+    begins is completed.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):

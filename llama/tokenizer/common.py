@@ -42,15 +42,15 @@ END_NAMES = (
 MAX_FILE_BYTES = 256 * 2**20
 
 
-# Characters of a token. The longest one of Llama 3 has 128, of SentencePiece models 16.
+# Most characters of a token. The longest token of Llama 3 has 128, that of SentencePiece models 16.
 LONGEST_TOKEN = 1024
 
-# Ways to split the tokens of a vocabulary into two others, per token on average. Llama 3's has 2.2.
+# Most ways to split a token into two others, on average over a vocabulary. Llama 3's vocabulary has 2.2 per token.
 MOST_SPLITS = 32
 
 
 def check_length(token: str | bytes, id: int, where: str) -> None:
-    """Raise TokenizerError if a token is so long that splitting it at every character would take too much time."""
+    """Raise TokenizerError if a token is so long that splitting it at every character would take too long."""
     if len(token) > LONGEST_TOKEN:
         raise TokenizerError(
             f"{where}: token {id} begins with {token[:20]!r} and has {len(token):,} characters, expected at most"
@@ -62,11 +62,11 @@ def check_length(token: str | bytes, id: int, where: str) -> None:
 class Named:
     """What the other files of a checkpoint say about its tokens.
 
-    bos_ids   ids of config.json and generation_config.json; the first one counts if the vocabulary names none
+    bos_ids   bos ids of config.json and generation_config.json; the first is used if the vocabulary names none
     stop_ids  ids of these files that end an answer
     template  the chat template
 
-    No text becomes one of the ids, nor a token that is part of the template (see `written_by`).
+    These ids, and the tokens that the template writes (see `written_by`), are control ids: no text becomes one.
     """
 
     bos_ids: Sequence[int] = ()
@@ -76,14 +76,14 @@ class Named:
 
 NOTHING = Named()
 
-# How a template looks for a string in a message
+# The methods by which a template searches for a string in a message
 SEARCH = r"(?:split|strip|startswith|endswith|replace|find|index|count)\(\s*"
 
 
 def written_by(template: str, tokens: Iterable[str]) -> set[str]:
     """The tokens with punctuation, such as <start_of_turn>, that a chat template writes.
 
-    A token that the template looks for in messages, such as </think>, is excluded: messages may contain it.
+    A token that the template searches for in messages, such as </think>, is excluded, because messages may contain it.
     """
     found = set()
     for token in tokens:
@@ -159,7 +159,7 @@ def byte_piece(piece: str) -> int | None:
 
 
 def splits(token: str, known: Container[str]) -> Iterator[tuple[str, str]]:
-    """All ways to split a token into two known ones, the shortest left part first.
+    """All ways to split a token into two known tokens, the shortest left part first.
 
     The time is quadratic in the token's length, which `check_length` limits.
     """
@@ -169,14 +169,14 @@ def splits(token: str, known: Container[str]) -> Iterator[tuple[str, str]]:
 
 
 def all_splits(tokens: Iterable[str], known: Collection[str], where: str) -> list[tuple[str, str]]:
-    """`splits` of all tokens. Raises TokenizerError if they are so many that a small file would fill the memory."""
+    """`splits` of all tokens. Raises TokenizerError if there are so many that a small file would fill the memory."""
     found: list[tuple[str, str]] = []
     for token in tokens:
         found.extend(splits(token, known))
         if len(found) > MOST_SPLITS * len(known) + LONGEST_TOKEN:
             raise TokenizerError(
-                f"{where}: its {len(known):,} tokens can be split into other tokens in more than {MOST_SPLITS} ways"
-                f" each, expected about 2; the file is damaged or forged, fetch it from the model's authors"
+                f"{where}: its {len(known):,} tokens can be split into two other tokens in more than {MOST_SPLITS} ways"
+                f" on average, expected about 2; the file is damaged or forged, fetch it from the model's authors"
             )
     return found
 

@@ -59,7 +59,7 @@ def _llama3_words() -> pre_tokenizers.PreTokenizer:
     )
 
 
-# Further tokens that a file names by a key; they are control tokens even if their type is user-defined
+# Other tokens that metadata keys name: they are control tokens even if their type is user-defined
 SPECIAL_NAMES = (
     "padding", "seperator", "separator", "cls", "mask", "prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid",
     "fim_pad", "fim_rep", "fim_sep",
@@ -116,7 +116,7 @@ class GGUFTokenizer(Tokenizer):
                 self.types[named] = CONTROL
         for name in SPECIAL_NAMES:
             named = self._id(metadata, name)
-            if named is not None and self.types[named] == USER_DEFINED:  # a plain one, such as "!", is in texts
+            if named is not None and self.types[named] == USER_DEFINED:  # not a normal one, such as "!"
                 self.types[named] = CONTROL
         user_defined = [token for id, token in enumerate(self.tokens) if self.types[id] == USER_DEFINED]
         written = written_by(str(metadata.get("tokenizer.chat_template") or ""), user_defined)

@@ -107,7 +107,7 @@ def check_model(model: Mapping[str, Any], where: str) -> None:
     if model.get("type", "BPE") not in ("BPE", "Unigram") or affixes:
         raise TokenizerError(
             f"{where}: its model is {model.get('type')!r:.40}{' with ' * bool(affixes)}{' and '.join(affixes)};"
-            f" expected BPE or Unigram without affixes, the models of the LLaMA family"
+            f" expected BPE or Unigram without affixes, as in the LLaMA family; other models are not supported"
         )
 
 
@@ -178,15 +178,15 @@ def without_control(
 
 
 def special_by_settings(settings: Mapping[str, Any], ids: Mapping[str, int], where: str) -> set[str]:
-    """The tokens that tokenizer_config.json marks as special. Raises TokenizerError if its ids are others."""
+    """The tokens that tokenizer_config.json marks as special. Raises TokenizerError if it contradicts `ids`."""
     found = set()
     listed = settings.get("added_tokens_decoder")
     for id, entry in listed.items() if isinstance(listed, Mapping) else ():
         token = entry.get("content") if isinstance(entry, Mapping) else None
         if not isinstance(token, str) or str(ids.get(token)) != id:
             raise TokenizerError(
-                f"{where}: tokenizer_config.json lists {token!r:.60} as id {id!r:.20}, which this vocabulary does not"
-                f" have; the two files don't belong together"
+                f"{where}: tokenizer_config.json lists {token!r:.60} with the id {id!r:.20}, unlike this vocabulary;"
+                f" the two files don't belong together, fetch both again"
             )
         if entry.get("special"):
             found.add(token)
@@ -197,38 +197,38 @@ def special_by_settings(settings: Mapping[str, Any], ids: Mapping[str, int], whe
             if token not in ids:
                 raise TokenizerError(
                     f"{where}: tokenizer_config.json names {token!r:.60} in {key}, which is not in this vocabulary;"
-                    f" the two files don't belong together"
+                    f" the two files don't belong together, fetch both again"
                 )
             found.add(token)
     return found
 
 
 def named_token(value: Any) -> Any:
-    """A token that tokenizer_config.json writes as a string or as an object with a content."""
+    """The token in a value of tokenizer_config.json, which is a string or an object with the key content."""
     return value.get("content") if isinstance(value, Mapping) else value
 
 
 def check_prefix(settings: Mapping[str, Any], source: Mapping[str, Any], where: str) -> None:
-    """Raise TokenizerError if add_prefix_space contradicts the file: transformers' classes then change the steps."""
+    """Raise TokenizerError if add_prefix_space contradicts the file, because transformers then changes its steps."""
     setting, kind = settings.get("add_prefix_space"), settings.get("tokenizer_class")
-    if setting is None or kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # these follow the file
+    if setting is None or kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # these classes ignore the setting
         return
     boolean(f"{where}: add_prefix_space of tokenizer_config.json", setting, TokenizerError)
     adds = source != without_prefix(source)
     if adds != setting:
         raise TokenizerError(
-            f"{where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, and the steps of this file"
+            f"{where}: tokenizer_config.json sets add_prefix_space to {json.dumps(setting)}, but the steps of this file"
             f" {'add' if adds else 'do not add'} a space before a text; remove the setting if the file is right"
         )
 
 
 def adds_only_first(part: Mapping[str, Any]) -> bool:
-    """Whether a step adds a space at the beginning of a text, and none after a control token in it."""
+    """Whether a step adds a space at the beginning of a text, but not after a control token."""
     return part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first"
 
 
 def without_prefix(source: Mapping[str, Any], only_first: bool = False) -> dict[str, Any]:
-    """The file without the space that it adds before every text; only_first: the one that only starts a text."""
+    """The file without the steps that add a space before a text; only_first: without those of `adds_only_first`."""
     steps = {name: copy.deepcopy(source.get(name)) for name in ("normalizer", "pre_tokenizer")}
     for part in [*parts(steps["normalizer"]), *parts(steps["pre_tokenizer"])]:
         if only_first and not adds_only_first(part):
@@ -289,7 +289,7 @@ class HuggingFaceTokenizer(Tokenizer):
             eos = next((name for name in EOS_NAMES if name in control), None)
         self.add_bos = self._adds_bos(settings.get("add_bos_token"), before, bos)
         bos = bos or next((self.token_of[id] for id in named_by.bos_ids if id in self.token_of), None)
-        stops = [id for id in named_by.stop_ids if id < self.n_vocab]  # a stop id without a token has no text
+        stops = [id for id in named_by.stop_ids if id < self.n_vocab]  # an id beyond the vocabulary has no token
         marks = [*before, *after, bos, eos, *(self.token_of.get(id) for id in stops)]
         control |= {name for name in marks if name is not None}
         if not control <= ids.keys():

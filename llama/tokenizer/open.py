@@ -45,7 +45,7 @@ def open_tokenizer(path: Path, settings: Settings = None, named: Named = NOTHING
     """The tokenizer of a file: a tokenizer.json, or a tokenizer.model of any LLaMA. Raises TokenizerError.
 
     settings  the parsed tokenizer_config.json that belongs to a tokenizer.json; ignored for a tokenizer.model
-    named     what the checkpoint's other files say about the tokens
+    named     what the other files of the checkpoint say about its tokens
     """
     data = read_file(path)
     start = data[:256]

@@ -1,8 +1,8 @@
-"""The regular expressions of a tokenizer.json: which ones are accepted, decided without running them.
+"""Check the regular expressions of a tokenizer.json without running them.
 
-The `tokenizers` library runs them with Oniguruma, whose language can describe matching that takes exponential time.
-This file reads the part of the language that word patterns need, and refuses everything else: subexpression calls,
-backreferences, conditionals, absence operators, callouts, named groups.
+The `tokenizers` library runs them with Oniguruma, where some patterns take exponential time. This file parses the part
+of the syntax that word patterns need, and refuses everything else: subexpression calls, backreferences, conditionals,
+absence operators, callouts, named groups.
 Syntax: kkos/oniguruma, doc/RE.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from ..errors import TokenizerError
 
-# Oniguruma's compiler takes quadratic time and much memory for some patterns. Within these limits, which hold for all
-# patterns of a file together, the costliest of some hundred kinds take 0.13 s and 40 MB.
+# Oniguruma's compiler takes quadratic time and much memory for some patterns. These limits apply to all patterns of a
+# file together. Within them, the slowest of several hundred kinds of patterns takes 0.13 s and 40 MB.
 LONGEST = 2**13  # characters; Llama 4's pattern has 300, DeepSeek's four patterns together 500
-MOST_CLASSES = 256  # opening brackets; Llama 4's pattern has 13
+MOST_CLASSES = 256  # counted as opening brackets; Llama 4's pattern has 13
 
 DEEPEST = 50  # nested groups
-MOST_REPEATS = 1000  # of a bounded repetition
+MOST_REPEATS = 1000  # largest number in a bounded repetition
 MOST_PATHS = 1000  # ways through a pattern, in addition to one for each of its characters
 
 DEEPEST_CLASS = 4  # nested classes
@@ -38,7 +38,8 @@ SIGNS = {"*": (0, math.inf), "+": (1, math.inf), "?": (0, 1)}
 class Item:
     """A character, a class, an assertion, or a group with its alternatives; repeated from low to high times.
 
-    twice: the repetition is repeated itself without a bound, so it may divide a text in exponentially many ways.
+    look   the item is an assertion, which matches no characters
+    twice  the repetition is itself repeated without a bound, as in a{1,3}+, so it may divide a text in many ways
     """
 
     group: list[list[Item]] | None = None
@@ -55,14 +56,14 @@ class Item:
 
     @property
     def length(self) -> float:
-        """The number of characters and assertions, at most, of an item that matches in one way; else infinity."""
+        """The number of characters and assertions of an item that matches in only one way; else infinity."""
         if self.low != self.high or (self.group is not None and len(self.group) > 1):
             return math.inf
         return self.low * (1 if self.group is None else sum(item.length for item in self.group[0]))
 
 
 def check_sizes(patterns: list[str], where: str) -> None:
-    """Raise TokenizerError unless compiling the patterns of a file takes little time and memory."""
+    """Raise TokenizerError if the patterns of a file are so large that compiling them may take much time or memory."""
     for found, most, what in (
         (sum(map(len, patterns)), LONGEST, "characters"),
         (sum(pattern.count("[") for pattern in patterns), MOST_CLASSES, "character classes"),
@@ -77,10 +78,10 @@ def check_sizes(patterns: list[str], where: str) -> None:
 def check_pattern(pattern: str, where: str) -> None:
     """Raise TokenizerError unless matching takes at most quadratic time in the text's length.
 
-    At a position, matching tries every way through the pattern until one succeeds. The number of ways is at most
+    At each position, matching tries the ways through the pattern until one succeeds. The number of ways is at most
     `paths` times the text's length to the power of `degree`. A repetition counts in the degree only if something after
-    it may fail, because a match that can't fail any more is not tried again. The degree may be 1, and there are as many
-    positions as characters.
+    it may fail, because otherwise matching does not return to it. The degree may be at most 1, and a text has as many
+    positions as characters, so the time is at most quadratic.
     """
     items = Parser(pattern, where).read()
     paths, degree = ways(items, False)
@@ -110,7 +111,7 @@ def unbounded(pattern: str, where: str) -> TokenizerError:
     """The error for a pattern whose matching takes too long."""
     return TokenizerError(
         f"{where}: its regular expression {pattern[:60]!r} nests or chains repetitions, so matching some texts could"
-        f" take forever; such patterns are not supported, fetch the file from the model's authors"
+        f" take too long; such patterns are not supported, fetch the file from the model's authors"
     )
 
 
@@ -124,16 +125,16 @@ class Parser:
         """The error for a construct that is not supported."""
         return TokenizerError(
             f"{self.where}: its regular expression {self.pattern[:60]!r} has {self.pattern[at : at + 12]!r} at"
-            f" character {at}, which is not supported because such matching may take forever; fetch the file from the"
+            f" character {at}, which is not supported because matching it may take too long; fetch the file from the"
             f" model's authors"
         )
 
     def read(self) -> list[list[Item]]:
-        """The alternatives. What Oniguruma refuses anyway, such as a missing parenthesis, is left to it."""
+        """The alternatives of the pattern. Errors that Oniguruma reports itself are ignored."""
         pattern = self.pattern
         flags = FLAGS.match(pattern)
         at = flags.end() if flags else 0
-        stack: list[tuple[list[list[Item]], bool]] = []  # the groups that contain the current one, and which look
+        stack: list[tuple[list[list[Item]], bool]] = []  # the open groups, and whether each is a lookaround
         current: list[list[Item]] = [[]]
         while at < len(pattern):
             character = pattern[at]
@@ -175,9 +176,9 @@ class Parser:
         return found.end()
 
     def character_class(self, start: int) -> int:
-        """The position after a class. It matches one character, so only its end is of interest.
+        """The position after a class. A class matches one character, so its content does not matter.
 
-        A class or operand without content is refused, because Oniguruma reads the "]" of "[]a]" as a character.
+        An empty class or operand is refused, because Oniguruma reads the first "]" of "[]a]" as a character.
         """
         at = start + (2 if self.pattern.startswith("^", start + 1) else 1)
         depth, empty = 1, True
@@ -192,7 +193,7 @@ class Parser:
         return at
 
     def repeat(self, item: Item, at: int) -> int:
-        """Read how often an item is repeated; return the position after it."""
+        """Read how often an item is repeated; return the position after the repetition."""
         pattern = self.pattern
         found = REPEAT.match(pattern, at)
         if found is None:

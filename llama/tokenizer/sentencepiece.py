@@ -87,7 +87,7 @@ def read_fields(data: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
             length = {FIXED64: 8, FIXED32: 4}.get(key & 7)
             if key & 7 == BYTES:
                 length, at = read_varint(data, at)
-            if length is None or length > len(data) - at:  # the library skips groups by other rules than lengths
+            if length is None or length > len(data) - at:  # a group has no length, and the library skips it by its end
                 raise ValueError(f"field {key >> 3} has the wire type {key & 7} or reaches past the end")
             value, at = data[at : at + length], at + length
         yield key >> 3, value, data[start:at]
@@ -101,13 +101,13 @@ def last_number(message: bytes, number: int, default: int) -> int:
 def check_normalizer(spec: bytes, where: str) -> None:
     """Raise TokenizerError if the replacements of a NormalizerSpec are damaged or lengthen a text too much.
 
-    The library matches them with bytes, up to four in a character.
+    The library replaces sequences of bytes, and a character has up to four bytes.
     """
     for number, value, _ in read_fields(spec):
         if number == CHARSMAP and isinstance(value, bytes) and value and 4 * charsmap_growth(value) > LARGEST_GROWTH:
             raise TokenizerError(
-                f"{where}: its normalizer may write more than {LARGEST_GROWTH} characters for one character of a text;"
-                f" no LLaMA model needs that, fetch the file from the model's authors"
+                f"{where}: its normalizer may write more than {LARGEST_GROWTH} characters for one character of a text,"
+                f" which is not supported; fetch the file from the model's authors"
             )
 
 
@@ -169,7 +169,7 @@ class SentencePieceModelTokenizer(Tokenizer):
             if library.is_unknown(id) or library.is_byte(id):
                 raise TokenizerError(
                     f"{where}: config.json or generation_config.json names id {id}, {self._pieces[id]!r}, as the begin"
-                    f" or end of a text, expected a control token; the files are of different models"
+                    f" or end of a text, expected a control token; the files are of different models, fetch them again"
                 )
         written = written_by(named.template, [self._pieces[id] for id in user_defined - disguised])
         self.visible = {id for id in user_defined if self._pieces[id] in written}

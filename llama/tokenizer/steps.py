@@ -1,8 +1,8 @@
-"""The steps of a tokenizer.json before and after its model: which ones are accepted, and how much text they may add.
+"""Check the steps of a tokenizer.json before and after its model: their types, and how much text they may add.
 
-The `tokenizers` library runs normalizers and pre-tokenizers on every text. Each may lengthen the text, so a short file
-with a few of them could ask for any amount of memory. Each accepted type has a bound here, and the product of the
-bounds is limited. A type without a bound is refused.
+The `tokenizers` library runs normalizers and pre-tokenizers on every text. Each may lengthen the text, so a few of them
+in a short file could use any amount of memory. Each accepted type has a bound here, and the product of the bounds is
+limited. A type without a bound is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from ..errors import TokenizerError
 from .patterns import check_pattern, check_sizes
 
-# Llama 2's steps may double the characters of a text, those of SmolLM2 may write four for one, and NFKC eighteen.
+# Characters written for one. Llama 2's steps may write 2, those of SmolLM2 4, and NFKC 18.
 LARGEST_GROWTH = 256
-MOST_STEPS = 64  # each may run over the complete text
+MOST_STEPS = 64  # each step may process the complete text
 
 LISTS = ("normalizers", "pretokenizers", "decoders", "processors")
 Step = Mapping[str, Any]
@@ -49,15 +49,17 @@ def check_steps(source: Mapping[str, Any], where: str) -> None:
         for part in parts(source.get(place)):
             if kind(part, place, known, where) == "Replace" and replaced(part) != ("\u2581", " "):
                 raise TokenizerError(
-                    f"{where}: its decoder replaces {replaced(part)!r:.60}, expected U+2581 by a space"
+                    f"{where}: its decoder replaces {replaced(part)[0]!r:.60} with {replaced(part)[1]!r:.60}, expected"
+                    f" U+2581 with a space; the LLaMA family uses no other replacement"
                 )
     growth(source, where)
 
 
 def growth(source: Mapping[str, Any], where: str) -> float:
-    """A bound of how many characters the model sees for each character of a text. Raises TokenizerError above 256.
+    """A bound on the number of characters that the model gets for each character of a text.
 
-    What is added once to a text counts for every character: added tokens divide a text, and each part is a text.
+    Raises TokenizerError if it is above LARGEST_GROWTH. What a step adds once to a text counts for every character,
+    because added tokens divide a text, and each part is then a text.
     """
     factor = 1.0
     steps = 0
@@ -67,8 +69,8 @@ def growth(source: Mapping[str, Any], where: str) -> float:
             steps += 1
             if steps > MOST_STEPS:
                 raise TokenizerError(
-                    f"{where}: its normalizer and pre_tokenizer have more than {MOST_STEPS} steps, expected at most"
-                    f" {MOST_STEPS}; the file is damaged or forged, fetch it from the model's authors"
+                    f"{where}: its normalizer and pre_tokenizer have more than {MOST_STEPS} steps, the most that is"
+                    f" accepted; the file is damaged or forged, fetch it from the model's authors"
                 )
             pattern = part.get("pattern")
             if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
@@ -97,12 +99,12 @@ def kind(part: Any, place: str, known: Any, where: str) -> str:
 
 
 def replaced(part: Step) -> tuple[str | None, str]:
-    """The string that a Replace searches for, None for a regular expression, and what it writes instead."""
+    """The string that a Replace step searches for (None: a regular expression), and the string that it writes."""
     return part["pattern"].get("String"), part["content"]
 
 
 def _replace(part: Step) -> float:
-    """A bound of the growth by a Replace. An empty pattern matches before and after every character."""
+    """A bound on the growth by a Replace step. An empty pattern matches before and after every character."""
     old, new = replaced(part)
     return max(1.0, len(new) / len(old)) if old else 1.0 + 2 * len(new)
 
@@ -116,10 +118,10 @@ def _precompiled(part: Step) -> float:
 
 
 def charsmap_growth(data: bytes) -> float:
-    """A bound of the growth by SentencePiece's table of replacements. Raises ValueError if the table is damaged.
+    """A bound on the growth by SentencePiece's table of replacements. Raises ValueError if the table is damaged.
 
-    The table is the size of a trie in bytes, the trie in 32-bit units, and replacements that end with NUL. The
-    libraries follow the trie's offsets without checking them.
+    The table consists of the size of a trie in bytes, the trie in 32-bit units, and replacements that end with NUL. The
+    libraries follow the offsets of the trie without checking them.
     Format: google/sentencepiece src/normalizer.cc; s-yata/darts-clone.
     """
     size = struct.unpack_from("<I", data)[0] if len(data) >= 4 else 0
@@ -133,8 +135,8 @@ def charsmap_growth(data: bytes) -> float:
         raise damaged from None
     units = np.frombuffer(data, "<u4", size // 4, 4).astype(np.int64)
     offset = (units >> 10) << ((units & 0x200) >> 6)
-    first = np.arange(len(units)) ^ offset  # the unit of the label 0; the others differ in the low 8 bits
-    inner = units < 2**31  # others have a value and are not followed, except the first, the root
+    first = np.arange(len(units)) ^ offset  # the unit of the label 0; those of other labels differ in the low 8 bits
+    inner = units < 2**31  # other units have a value and are not followed, except the first one, the root
     inner[0] = True
     if (first[inner] >= len(units)).any():
         raise damaged
@@ -142,7 +144,7 @@ def charsmap_growth(data: bytes) -> float:
     if (values >= len(texts)).any():
         raise damaged
     raw = np.frombuffer(texts, np.uint8)
-    if (raw[values] & 0xC0 == 0x80).any():  # inside a character
+    if (raw[values] & 0xC0 == 0x80).any():  # the value points inside a character
         raise damaged
     ends = np.flatnonzero(raw == 0)
     before = np.concatenate(([0], np.cumsum(raw & 0xC0 != 0x80)))  # characters before each byte
@@ -153,7 +155,7 @@ def _prefix(part: Step) -> float:
     return 2.0 if part.get("add_prefix_space", True) else 1.0
 
 
-# Type of a step -> a bound of its growth. Unicode's largest decompositions have 4 characters, and 18 for NFKC and NFKD.
+# Type of a step -> a bound on its growth. Unicode's longest decompositions have 4 characters, 18 for NFKC and NFKD.
 NORMALIZERS: dict[str, Callable[[Step], float]] = {
     "NFC": lambda _: 4,
     "NFD": lambda _: 4,

@@ -128,7 +128,8 @@ class TiktokenTokenizer(Tokenizer):
         if plain := [id for id in stops if id < len(self._tokens)]:
             raise TokenizerError(
                 f"{where}: eos_token_id of config.json or generation_config.json is {plain[0]}, the plain text"
-                f" {self._tokens[plain[0]]!r}, expected a control token; the files are of different models"
+                f" {self._tokens[plain[0]]!r}, expected a control token; the files are of different"
+                f" models, fetch them again"
             )
         self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
         with library_errors(where, "the vocabulary can't be built"):

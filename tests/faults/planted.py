@@ -119,7 +119,7 @@ META: tuple[Defect, ...] = (
     Defect("A26", "a tensor begins 64 bytes before its record", "llama/checkpoint/torchfile.py",
            "offset=record.start)", "offset=record.start - 64)"),
     Defect("A26", "of two records with one name, the last wins", "llama/checkpoint/torch_archive.py",
-           'or ("there twice" if name in found else "")', ""),
+           'or ("present twice" if name in found else "")', ""),
 )  # fmt: skip
 CONFIG: tuple[Defect, ...] = (
     Defect("B02", "of a duplicate key, the last value wins", "llama/checkpoint/documents.py",

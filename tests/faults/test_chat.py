@@ -180,7 +180,7 @@ HOSTILE = {
     "namereplace": "{{ ('\U0001f469' * 20000000).encode('ascii', 'namereplace')|length }}",
     "JSON's separators": "{{ range(9999)|list|tojson(separators=('a' * 999999, ':')) }}",
 }  # fmt: skip
-ENDS = r"more than|recursion|nested|digits|Range too big|it wrote|crashed|needed a file"
+ENDS = r"more than|recursion|nested|digits|Range too big|it wrote|crashed|tried to open a file"
 FAST = ("tuples in tuples compared", "divisible", "round to the left", "punycode", "JSON's separators",
         "namereplace", "text times number", "doubled by ~", "power", "nested loops", "kept in a list")  # fmt: skip
 IN_CHILD = ("two loops", "doubled", "macro that calls itself", "lists in lists written", "tuples in tuples compared")
