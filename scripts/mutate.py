@@ -3,25 +3,28 @@
 usage: python scripts/mutate.py --count 150 --seed 1 [--jobs 2] [--path llama] [--map FILE] [--results FILE]
        [--equivalent FILE] [--limit SECONDS]
 
-The first run executes the default tests once under coverage, in child processes too, and writes to --map which test
-executes which line and how long it takes. Each mutant is then tested in a copy of the repository with the tests that
-execute the changed statement. It is caught by a test that fails, fails again alone, and passes without the mutation;
-tests that exceed their time twice count too. If no test catches it, or no test executes the statement, the tests that
-execute any line of the file follow, those of test files that import the module first. Tests that fail or are skipped
-without a mutation are not used.
+The first run executes the default tests once under coverage, including their child processes. It writes to --map which
+test executes which line and how long it takes. Each mutant is then tested in a copy of the repository with the tests
+that execute the changed statement. A mutant is caught by a test that fails, fails again when it runs alone, and passes
+without the mutation. It is also caught by a group of tests that crashes or exceeds its time twice, and passes without
+the mutation. If no test catches the mutant, or no test executes the statement, the tests that execute any other line of
+the file run, most of them from test files that contain the module's name. Tests that fail or are skipped without a
+mutation are not used.
 
 Kinds of mutation: comparisons, constants, and/or, not, arithmetic, min/max and any/all, swapped arguments, dropped
-statements, returned values, negated conditions. A node's weight is 1 / sqrt(nodes of its kind), so each kind occurs.
+statements, returned values, negated conditions. The weight of a mutant is 1 / sqrt(mutants of its kind), so that rare
+kinds occur too.
 
-Not mutated, because no test on a CPU can or should notice:
+Not mutated, because no test on a CPU can or should detect the change:
 - llama/engine/triton_kernels.py, fused.py and cuda_graphs.py, which need CUDA; llama/study/errata, which is text
-- how a figure looks: limits and ticks of axes, guide lines, colours, the places of texts
+- the style of figures: limits and ticks of axes, guide lines, colours, positions of texts
 - docstrings, annotations, decorators, imports, __all__, blocks under TYPE_CHECKING, texts (strings with a space,
   f-strings, the strings of help, metavar, a raised error or a warning)
 
---results is appended to as mutants end, and a mutant in it is not tested again. A survivor is printed as a diff for a
-person to judge. --equivalent lists survivors that change no behaviour, one key per line, as printed. The exit code is
-1 if another one survives. A mutant may do anything that wrong code can do: use a machine that has nothing to lose.
+Each result is appended to --results, and mutants in this file are not tested again. A mutant that survives is printed
+as a diff, for a person to judge. The file --equivalent lists survivors that change no behaviour, one key per line, as
+printed. The exit code is 1 if any other mutant survives. A mutant may do anything that wrong code can do, such as
+delete files: use a machine without valuable data.
 Needs Linux and pip install -e '.[test,mutation]'.
 """
 
@@ -55,7 +58,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 EXCLUDED = ("engine/triton_kernels.py", "engine/fused.py", "engine/cuda_graphs.py", "study/errata/")
-TEXT = ("help", "metavar", "description", "epilog", "title", "what")  # keyword arguments that are read by people
+TEXT = ("help", "metavar", "description", "epilog", "title", "what")  # keyword arguments whose strings are for people
 SPEAKS = (
     "warn",
     "warning",
@@ -75,15 +78,15 @@ SPEAKS = (
     "TypeAdapter",
     "namedtuple",
 )
-SLOW = "tests/test_triton_kernels.py"  # Triton's interpreter: a quarter of the time, for a file that is not mutated
+SLOW = "tests/test_triton_kernels.py"  # takes a quarter of the time and tests a file that is not mutated
 STYLE = {
     "set_xlim", "set_ylim", "set_zlim", "set_xticks", "set_yticks", "set_zticks", "set_xticklabels", "set_yticklabels",
     "set_aspect", "set_title", "set_xlabel", "set_ylabel", "set_zlabel", "axhline", "axvline", "axhspan", "axvspan",
     "text", "annotate", "legend", "grid", "tick_params", "margins", "view_init", "color", "linewidth", "lw", "zorder",
     "alpha", "fontsize", "labelpad", "pad", "ha", "va", "edgecolor", "facecolor", "hatch", "loc", "ncol", "cmap",
 }  # fmt: skip
-LEAST = 120.0  # seconds that any group of tests may take, for fixtures and on a busy machine
-BATCHES = (4.0, 30.0, 120.0, math.inf)  # seconds of tests per process, cheapest first
+LEAST = 120.0  # seconds that a group of tests may take beyond a multiple of its usual time, on a busy machine
+BATCHES = (4.0, 30.0, 120.0, math.inf)  # seconds of tests in one process: the first process, the second, ..
 IGNORED = (".git", ".*_cache", "__pycache__", "*.egg-info", ".venv", ".hypothesis", "build", "dist")
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -179,8 +182,7 @@ def name_of(function: ast.expr) -> str:
 
 
 def is_skipped(node: ast.AST) -> bool:
-    """Whether a node is a docstring, an import, __all__, a block under TYPE_CHECKING, the style of a figure, or an
-    f-string.
+    """Whether a node is not mutated: docstrings, imports, __all__, TYPE_CHECKING, the style of figures, f-strings.
 
     The nodes of an f-string have no positions in Python 3.11.
     """
@@ -204,7 +206,7 @@ class Places(ast.NodeVisitor):
             self.starts.append(self.starts[-1] + len(line))
         self.statement: ast.stmt | None = None
         self.functions = 0
-        self.texts = False  # inside of something that people read
+        self.texts = False  # whether the current node is inside a text for people
         self.visit(ast.parse(source))
 
     def visit(self, node: ast.AST) -> None:
@@ -272,7 +274,7 @@ class Places(ast.NodeVisitor):
 
 
 def places(root: Path, path: str) -> list[Mutant]:
-    """Return every possible mutant under a path of the repository whose file still compiles."""
+    """Return every possible mutant under a path of the repository."""
     top = root / path
     files = [top] if top.is_file() else sorted(top.rglob("*.py"))
     names = [file.relative_to(root).as_posix() for file in files]
@@ -341,7 +343,7 @@ class Lines:
                 with open(self.folder / f"{os.getpid()}.jsonl", "a") as file:
                     file.write(json.dumps(entry) + "\n")
             self.coverage.start()
-        except Exception:  # a child at a limit of memory or file size: its lines are not known
+        except Exception:  # a child at its limit of memory or file size; its lines remain unknown
             pass
 
 
@@ -397,7 +399,7 @@ def hashes(root: Path) -> dict[str, str]:
 def make_map(target: Path, jobs: int, arguments: list[str]) -> None:
     """Run the default tests once and write which test executes which line.
 
-    Tests that fail run again without coverage, which makes some of them too slow.
+    Tests that fail run again without coverage, because coverage makes some of them too slow.
     """
     tests: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[int, set[str]]] = collections.defaultdict(lambda: collections.defaultdict(set))
@@ -421,7 +423,7 @@ def make_map(target: Path, jobs: int, arguments: list[str]) -> None:
             for text in (line for file in lines.iterdir() for line in file.read_text().splitlines()):
                 try:
                     entry = json.loads(text)
-                except ValueError:  # a test limits the size of its child's files
+                except ValueError:  # the line is incomplete, since a test limits the size of its child's files
                     continue
                 if "seconds" in entry:
                     tests[entry["test"]] = entry
@@ -457,7 +459,10 @@ class Map:
         found = json.loads(path.read_text())
         now = hashes(ROOT)
         if changed := [name for name in {**found["hashes"], **now} if found["hashes"].get(name) != now.get(name)]:
-            raise SystemExit(f"{path} was made from another {changed[0]} ({len(changed)} files differ); remove it")
+            raise SystemExit(
+                f"{path} was made from another version of {changed[0]} ({len(changed)} files differ); remove it and run"
+                " again"
+            )
         tests = found["tests"]
         lines = {name: {int(line): by for line, by in of.items()} for name, of in found["lines"].items()}
         texts = {test.partition("::")[0]: "" for test in tests}
@@ -471,7 +476,7 @@ class Map:
         )
 
     def batches(self, mutant: Mutant, limit: float) -> Iterator[tuple[list[str], float]]:
-        """Yield groups of tests, and their seconds: first those that execute the statement, then those of the file."""
+        """Yield groups of tests, and their seconds: first the tests of the statement, then those of the file."""
         of = self.lines.get(mutant.file, {})
         near = {test for line in range(mutant.first, mutant.last + 1) for test in of.get(line, ())}
         far = {test for by in of.values() for test in by}
@@ -482,7 +487,8 @@ class Map:
             order: list[tuple[float, float, str]] = []
             for test in sorted((x for x in group if self.passed[x]), key=lambda x: self.seconds[x]):
                 file = self.tests[test].partition("::")[0]
-                spent[file] += self.seconds[test]  # all files get the same time, those that name the module more
+                # Each test file gets the same time, one that contains the module's name eight times as much.
+                spent[file] += self.seconds[test]
                 order.append(
                     (spent[file] * (1 if module in self.texts[file] else 8), self.seconds[test], self.tests[test])
                 )
@@ -507,7 +513,7 @@ class Map:
 
 # -------------------------------------------------------------------------------------------------------- one mutant
 class Selection:
-    """The pytest plugin that runs the given tests, file by file, and notes the first that fails."""
+    """The pytest plugin that runs only the given tests and writes down the first that fails."""
 
     def __init__(self, tests: list[str], report: Path):
         self.tests, self.report = {test: number for number, test in enumerate(tests)}, report
@@ -565,7 +571,7 @@ def run_tests(copy: Path, tests: list[str], limit: float) -> str | None:
 
 
 def reap() -> None:
-    """Kill every process that the tests left behind; this process adopts orphans."""
+    """Kill every process that the tests left behind. They are children of this process, which adopts orphans."""
     for _ in range(100):
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         for child in children:
@@ -585,7 +591,7 @@ class Worker:
     sound: dict[tuple[str, ...], bool] = dataclasses.field(
         default_factory=dict
     )  # whether tests pass without a mutation
-    stamp: int = 2_000_000_000  # a new time of modification per mutant, or Python would use the old bytecode
+    stamp: int = 2_000_000_000  # modification time of the last mutant; a new one makes Python ignore old bytecode
 
 
 worker: Worker
@@ -617,7 +623,7 @@ def test_mutant(mutant: Mutant) -> dict[str, Any]:
         os.utime(file, (worker.stamp, worker.stamp))
 
     def confirmed(by: str, tests: list[str], seconds: float) -> bool:
-        """Whether what ended some tests ends them again, and not without the mutation."""
+        """Whether tests that failed fail again with the mutation, and pass without it."""
         alone = [by] if by in worker.known.tests else tests
         limit = 2 * LEAST + 16 * (worker.known.cost(by) if by in worker.known.tests else seconds)
         if run_tests(worker.copy, alone, limit) is None:

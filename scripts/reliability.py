@@ -54,8 +54,8 @@ source, and the case failed.
 CLASSES = """\
 ## Classes of faults
 
-A case proves one fault. These methods search a class of them; *found* lists what they found in released code or in the
-work on them, and all of it is fixed. *Planted* is a defect that the method detects.
+A case tests one fault. The following methods search classes of faults. The column *found* lists what a method found;
+all of it is fixed. The column *planted defect* names a defect that the method detects.
 
 """
 

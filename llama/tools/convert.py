@@ -1,9 +1,9 @@
 """Convert a checkpoint to another format, with one weight in memory at a time.
 
 The target appears in one step when it is complete. Before that, every weight is read back from the new files and
-compared with the source's, which proves the conversion. A reader that misreads both would prove nothing, so the bytes
-behind each weight, source and target, are also compared with a second description: the CRC-32 of an archive's record,
-or the offsets in the header of a safetensors file, which another library reads. GGUF has no second description.
+compared with the weight of the source. A reader that misreads both files in the same way would not be noticed.
+Therefore the bytes of each weight, in source and target, are also compared with a second description: the CRC-32 of an
+archive's record, or the offsets in a safetensors header, which another library reads too. GGUF has none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..weights import check_tensors, to_layout
 
 T = TypeVar("T")
 PREFIX = ".convert"  # of the temporary folder next to a target
-# Names of the files that the writers of folders make
+# Names of the files that conversions write into a folder
 OWN = re.compile(
     r"(params|config|generation_config|tokenizer|tokenizer_config|model\.safetensors\.index)\.json"
     r"|checklist\.chk|tokenizer\.model|(?P<weights>consolidated\.\d+\.pth|model(-\d{5}-of-\d{5})?\.safetensors)"
@@ -265,9 +265,9 @@ def prove(
 ) -> str:
     """Read the new files and compare each weight with the hash of what was written; return one hash of them all.
 
-    The configuration, which may be stored in another form, is compared by its effects (check_config).
+    The configuration may be stored in another form, so its effects are compared (check_config).
 
-    read  a weight of the new checkpoint as it was written, and its shape and dtype
+    read  returns a weight of the new checkpoint as it was written, and its shape and dtype
 
     Raises CheckpointError if a weight differs.
     """
@@ -291,10 +291,10 @@ def prove(
 
 
 def check_config(source: ModelConfig, written: ModelConfig) -> None:
-    """Raise ConfigError if a model with the configuration that was written computes something else than the source's.
+    """Raise ConfigError unless models with the two configurations compute the same.
 
-    Numbers may differ by the rounding to float32. The rotation is compared at lengths before and after all changes of
-    frequencies that depend on the length.
+    Numbers may differ by the rounding to float32. RoPE is compared at the lengths 1, the trained one, the next one and
+    the longest, since its frequencies may depend on the length.
     """
     for field in dataclasses.fields(ModelConfig):
         ours, theirs = getattr(source, field.name), getattr(written, field.name)
@@ -302,7 +302,7 @@ def check_config(source: ModelConfig, written: ModelConfig) -> None:
             ours, theirs = (reach(each.max_seq_len, each.rope_scaling) for each in (source, written))
         same = ours == theirs or (isinstance(ours, float) and math.isclose(ours, theirs, rel_tol=1e-6))
         if not same and field.name != "rope_scaling":
-            raise ConfigError(f"its {field.name} {ours} would become {theirs}")
+            raise ConfigError(f"its {field.name} {ours} would become {theirs}, which changes the model")
     trained = min(int(trained_length(source)), source.max_seq_len)
     for length in sorted({1, trained, trained + 1, reach(source.max_seq_len, source.rope_scaling)}):
         (ours, factor), (theirs, other) = (
@@ -346,7 +346,7 @@ def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> No
 
 
 def _foreign_content(folder: Path) -> str | None:
-    """What shows that a conversion did not write a folder: an entry that it would not make, or no weights."""
+    """What shows that no conversion wrote a folder: a file of another name, or no weights. None if nothing does."""
     inside, weights = sorted(folder.iterdir()), False
     for path in inside:
         kind = "the link " if path.is_symlink() else "the folder " if path.is_dir() else ""

@@ -41,8 +41,8 @@ ROWS = {
     "A22": "a folder, FIFO, socket or device instead of a file",
     "A23": "links; names with blanks, other scripts, bytes that are not UTF-8, long names",
     "A24": "no permission",
-    "A25": "a pickle or a table of contents that takes endless time or memory, or crashes its reader",
-    "A26": "an archive that does not match its pickle, or differs by reader: records short, twice, linked, overlapping",
+    "A25": "a pickle or a table of contents that takes unlimited time or memory, or crashes its reader",
+    "A26": "an archive that contradicts its pickle or itself: records that are short, duplicated, links or overlapping",
     "A27": "tensors stored as the negative or the conjugate of their values",
     "B01": "missing, empty, truncated, with a BOM, with text after the end",
     "B02": "NaN, infinity, duplicate keys, deep nesting, very long numbers",
@@ -92,8 +92,8 @@ ROWS = {
     "E10": "NUL, a million blanks, ten megabytes, combining marks",
     "E11": "begin-of-text added by both template and tokenizer",
     "E12": "a model that generates an id the tokenizer lacks",
-    "E13": "a tokenizer that lengthens every text without bound",
-    "E14": "a file whose reading takes more than linear time",
+    "E13": "a tokenizer that lengthens every text without a limit",
+    "E14": "a file that takes more than linear time to read",
     "F01": "the disk becomes full",
     "F02": "the disk is full from the start",
     "F03": "signals, including SIGKILL, at any time",
@@ -102,7 +102,7 @@ ROWS = {
     "F06": "one shard of several fails",
     "F07": "tensors that share memory or are not contiguous",
     "F08": "conversion to a format and back",
-    "F09": "a resumed output, or a session, of another model or other options",
+    "F09": "an output or a session that is resumed with another model or other options",
     "G01": "an empty prompt, blanks, not a text",
     "G02": "a prompt as long as the context, one token less, one more",
     "G03": "prompt and answer longer than the context",
@@ -204,77 +204,80 @@ SILENT = {
 }
 
 
-# For a class of faults that single cases cannot cover: the method that searches it, what it found when it was
-# introduced, its cost, and a defect that was planted to prove it. scripts/reliability.py prints them.
+# Classes of faults that single cases cannot cover: (the class, the method that searches it, what the method found when
+# it was introduced, its cost, a planted defect that it detects). scripts/reliability.py prints them.
 METHODS = (
     (
-        "pickles and archives as programs",
-        "`tests/fuzz/torchfile.py` composes pickles and zip directories; torch.load must agree about every"
-        " accepted file",
-        "strides of an empty tensor differed from torch's",
+        "hostile pickles and archives",
+        "`tests/fuzz/torchfile.py` generates pickles and zip archives; torch.load must read every accepted file in the"
+        " same way",
+        "strides of an empty tensor that differed from torch's",
         "72,000 files in ten minutes",
         "tensors are not compared with their storages",
     ),
     (
-        "bounds by enumeration",
-        "`tests/test_sandbox.py` calls every filter, test, method and global of chat templates with large values at"
-        " each position; the operating system limits their process",
-        "no call passed the limits; the former lists of allowed calls and their costs missed seven",
+        "chat templates that use much time or memory",
+        "`tests/test_sandbox.py` calls every filter, test, method and global of chat templates with large values in"
+        " each argument; the operating system limits their process",
+        "no call exceeded the limits; the lists of allowed calls that they replaced had missed seven",
         "13,000 calls in 8 minutes (slow), 60 by default",
-        "each limit is removed from a copy of the process",
+        "each limit is removed",
     ),
     (
-        "amplification by a valid configuration",
-        "`tests/test_growth.py` composes steps and patterns of tokenizers: the output is at most 256 times the input",
-        "a foreign key that hid a pattern, steps without a type, exponential patterns without an unbounded repetition,"
-        " Onigmo's reading of `{1,3}+`, an ignored decoder step",
+        "tokenizers that lengthen a text",
+        "`tests/test_growth.py` composes steps and patterns of tokenizers; the output must be at most 256 times as long"
+        " as the input",
+        "an unknown key that hid a pattern, steps without a type, exponential patterns without an unbounded repetition,"
+        " Oniguruma's meaning of `{1,3}+`, a decoder step that was ignored",
         "5,000 compositions in 2 minutes (slow), 60 by default",
-        "a bound of growth that is 1,000 times too large",
+        "a bound on the growth that is 1,000 times too large",
     ),
     (
-        "complexity",
-        "`tests/test_complexity.py` measures 70 fields of all readers at n, 2n and 4n; a slope above 1.3 fails",
-        "the length of a GGUF token, nested tokens, the pattern's slices, integers of any length in a protobuf",
+        "more than linear time",
+        "`tests/test_complexity.py` measures how the time of all readers grows with 70 fields, at the sizes n, 2n and"
+        " 4n; a growth above n^1.3 fails",
+        "long GGUF tokens, tokens that contain each other, slices of a pattern, integers of unlimited length in a"
+        " protobuf",
         "40 s of processor time (slow), 7 fields by default",
         "a quadratic reader",
     ),
     (
-        "descriptions that agree by construction",
-        "`tests/test_differential.py` reads every format by zipfile, json and struct, and compares; `convert` compares"
-        " CRC-32 or offsets of each weight",
-        "an archive that requires a later version of zip was accepted",
+        "wrong readers that agree with themselves",
+        "`tests/test_differential.py` reads every format a second time, by zipfile, json and struct, and compares the"
+        " results; `convert` compares the CRC-32 or the offsets of each weight",
+        "an archive was accepted that requires a later version of zip",
         "10,000 changed files per format in 10 minutes (slow), 60 by default",
-        "a record that is too short, a name twice, a tensor 64 bytes early",
+        "a record that is too short, a duplicate name, a tensor that begins 64 bytes early",
     ),
     (
         "other users of the machine",
-        "`tests/test_folders.py` compares owner x mode x ancestor with what a real process of another user can do, and"
-        " exchanges files between check and use",
-        "compiled steps in a folder of /tmp with a known name, `pip.py` in the current folder, a lock that followed a"
-        " link",
+        "`tests/test_folders.py` compares the decision for every owner, mode and depth of a folder with what a real"
+        " process of another user can do, and replaces files between their check and their use",
+        "compiled steps in a folder of /tmp with a known name, an imported `pip.py` of the current folder, a lock file"
+        " that could be a link",
         "4 s",
         "20 removed checks (row I13)",
     ),
     (
-        "compiled code at its edges",
-        "`tests/test_sanitized.py` runs the kernels under AddressSanitizer, UBSan and ThreadSanitizer on odd shapes"
-        " against float64; a default test fails if the sources change without it",
-        "NaN of one query reached three others, an overflow from NaN, attention without keys",
+        "memory errors in compiled code",
+        "`tests/test_sanitized.py` runs the kernels under AddressSanitizer, UBSan and ThreadSanitizer on unusual shapes"
+        " and compares them with float64; a default test fails if the sources change and it is not run again",
+        "a NaN in one query that reached three others, an overflow from NaN, attention without keys",
         "33 to 142 s per form (slow)",
         "reads beyond a key, a row and the weights, an overflow, a shared buffer",
     ),
     (
-        "what a result was made with",
-        "`tests/test_made_with.py` changes each thing that an output, a session or a cache depends on; each change"
-        " must be noticed",
-        "resumed outputs mixed models, sessions served another model, changed stop ids went unnoticed",
+        "results of mixed models or options",
+        "`tests/test_made_with.py` changes each setting that an output, a session or a cache depends on; each change"
+        " must be detected",
+        "resumed outputs of two models, sessions of another model, changed stop ids that were not noticed",
         "seconds",
         "single settings left out of the record",
     ),
     (
         "tests that cannot fail",
-        "`scripts/mutate.py` changes the package at random places and runs the tests that execute them",
-        "see the changelog",
+        "`scripts/mutate.py` changes the package at random places and runs the tests that execute the changed lines",
+        "changes that no test detected, for which tests were added",
         "15 to 40 s per change",
         "the script's own test",
     ),

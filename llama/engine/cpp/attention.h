@@ -229,7 +229,7 @@ void attend_queries(const Piece<C>& p, int64_t first) {
     float weights[QUERIES][CHUNK];
     f32x16 top[QUERIES];
     for (int r = 0; r < QUERIES; r++) top[r] = f32x16{} - INFINITY;
-    i32x16 lane, odd[QUERIES] = {};  // odd: lanes with a score that is NaN or -inf, which finite inputs can't produce
+    i32x16 lane, odd[QUERIES] = {};  // odd: lanes with a NaN, or with -inf, which finite numbers can't produce
     for (int i = 0; i < 16; i++) lane[i] = i;
     for (int64_t s = 0; s < p.n; s += 16) {
         const int64_t count = std::min<int64_t>(16, p.n - s);
