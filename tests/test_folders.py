@@ -430,7 +430,7 @@ def test_code_in_another_users_folder_is_made_anew_for_this_process(
         made.append((path, stat.S_IMODE(path.parent.stat().st_mode)))
         path.write_bytes(b"mine")
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "llama"):
         assert load_code(deep, NAME, suffix, make, read) == b"mine"
     [(path, mode)] = made
     assert (path.suffix, mode, path.parent.exists()) == (suffix, 0o700, False)
