@@ -28,7 +28,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("one_thread")
 SLOW = pytest.mark.slow
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter has no bfloat16 tl.dot
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter truncates to bfloat16
 TINY = dataclasses.replace(tiny.CONFIG, dim=24, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=40, vocab_size=30)
 
 if DEVICE.type == "cpu":  # Triton 3.6 reads a loop's bounds in a way that numpy 2.4 rejects; later versions do not
@@ -91,12 +91,20 @@ def test_linear_multiplies_the_weight_by_x(rows: int, columns: int, scheme: str 
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
-def test_swiglu_gates_odd_rows_by_even_rows(scheme: str | None) -> None:
+def test_swiglu_gates_the_second_half_of_the_rows_by_the_first(scheme: str | None) -> None:
     weight, values, _ = a_weight(10, 64, scheme)
     x = noise(64)
     y = values @ x.double()
     gated = kernels.linear(weight, x, torch.full((5,), torch.nan, device=DEVICE), gated=True)
-    assert error(gated, F.silu(y[::2]) * y[1::2]) < 1e-4
+    assert error(gated, F.silu(y[:5]) * y[5:]) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "int4-all"])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 96), (2, 2100), (5, 33)])
+def test_an_unpacked_weight_is_the_dequantized_weight(rows: int, columns: int, scheme: str, dtype: torch.dtype) -> None:
+    layer = BlockLinear(quantize(noise(rows, columns).cpu(), SCHEMES[scheme].format)).to(DEVICE)
+    assert torch.equal(kernels.unpack(layer.packed, dtype), layer.weight.to(dtype))
 
 
 @pytest.mark.parametrize("blocks", [BlockSizes(2, 32, 1), BlockSizes(4, 64, 2), BlockSizes(8, 256, 4)])
@@ -170,7 +178,7 @@ def test_the_norm_and_swiglu_of_a_prompt() -> None:
     x, norm = noise(3, 50), noise(50, seed=1)
     assert error(kernels.rms_norm(x, norm, 0.01), normed(x, norm, 0.01)) < 1e-6
     wide = noise(2, 2 * 1100)
-    assert error(kernels.swiglu(wide), F.silu(wide[:, ::2].double()) * wide[:, 1::2].double()) < 1e-6
+    assert error(kernels.swiglu(wide), F.silu(wide[:, :1100].double()) * wide[:, 1100:].double()) < 1e-6
 
 
 # ------------------------------------------------------------------------------------------------ the complete decoder

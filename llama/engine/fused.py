@@ -31,7 +31,7 @@ class FusedBlock(NamedTuple):
 
     qkv: nn.Module  # wq, wk and wv, one below the other
     wo: nn.Module
-    gate_up: nn.Module  # the rows of w_gate and w_up, alternating
+    gate_up: nn.Module  # w_gate and w_up, likewise
     down: nn.Module
     attention_norm: Tensor  # (C,)
     ffn_norm: Tensor
@@ -167,17 +167,17 @@ def fused_block(block: TransformerBlock) -> FusedBlock:
     return FusedBlock(
         join([attention.wq, attention.wk, attention.wv]),
         attention.wo,
-        join([ffn.w_gate, ffn.w_up], alternating=True),
+        join([ffn.w_gate, ffn.w_up]),
         ffn.w_down,
         block.attention_norm.weight,
         block.ffn_norm.weight,
     )
 
 
-def join(layers: Sequence[nn.Module], alternating: bool = False) -> nn.Module:
-    """One layer with the outputs of several layers of the same kind, one after the other or alternating.
+def join(layers: Sequence[nn.Module]) -> nn.Module:
+    """One layer with the outputs of several layers of the same kind, one after the other.
 
-    The layers become views of it. Raises UsageError if they are of different kinds.
+    The layers become views of it, which are contiguous. Raises UsageError if they are of different kinds.
     """
     kinds = [
         (type(layer), getattr(layer, "bits", None), getattr(layer, "group", None), {k for k, _ in tensors(layer)})
@@ -192,12 +192,8 @@ def join(layers: Sequence[nn.Module], alternating: bool = False) -> nn.Module:
     one.out_features = sum(layer.out_features for layer in layers)
     for name, first in tensors(layers[0]):
         parts: list[Tensor] = [getattr(layer, name) for layer in layers]
-        if alternating:
-            whole = torch.stack(parts, 1).flatten(0, 1)  # (parts * N, ..)
-            views: Sequence[Tensor] = whole.unflatten(0, (-1, len(parts))).unbind(1)
-        else:
-            whole = torch.cat(parts)
-            views = whole.split([len(part) for part in parts])
+        whole = torch.cat(parts)  # (sum of N, ..)
+        views = whole.split([len(part) for part in parts])
         for layer, tensor in zip([one, *layers], [whole, *views], strict=True):
             setattr(layer, name, nn.Parameter(tensor, False) if isinstance(first, nn.Parameter) else tensor)
     return one

@@ -110,7 +110,8 @@ class TileEmbedding(nn.Module):
 class BlockLinear(nn.Module):
     """A quantized linear layer in the layout of triton_kernels: for a GPU, and the reference for the other layers.
 
-    One row on a CUDA device is multiplied by the Triton kernel. Otherwise the weight is dequantized to x's dtype.
+    On a CUDA device, a Triton kernel multiplies by one row, and another dequantizes the weight to x's dtype for more.
+    Otherwise PyTorch dequantizes it.
     """
 
     quants: Tensor
@@ -167,11 +168,11 @@ class BlockLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        if x.is_cuda and x.numel() == self.in_features and triton_kernels.supports(self.packed):
+        on_gpu = x.is_cuda and triton_kernels.supports(self.packed)
+        if on_gpu and x.numel() == self.in_features:
             y = x.new_empty(*x.shape[:-1], self.out_features)
-            triton_kernels.linear(self.packed, x.contiguous(), y)
-            return y
-        y = F.linear(x, self.weight.to(x.dtype))
+            return triton_kernels.linear(self.packed, x.contiguous(), y)
+        y = F.linear(x, triton_kernels.unpack(self.packed, x.dtype) if on_gpu else self.weight.to(x.dtype))
         return y if self.bias is None else y + self.bias
 
 

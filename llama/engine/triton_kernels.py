@@ -64,6 +64,18 @@ class Weight(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------ rows of W times x
 @jit
+def _row(first, r, N, GATED: tl.constexpr):
+    """The row of the weight that row r of a program multiplies: beyond the last row, the last one, whose result is
+    not stored. GATED: even r are rows of w_gate, the first half of the weight; odd r are the same rows of w_up.
+    """
+    if GATED:
+        row = tl.minimum(first // 2 + r // 2, N // 2 - 1) + (r % 2) * (N // 2)
+    else:
+        row = tl.minimum(first + r, N - 1)
+    return row.to(tl.int64)
+
+
+@jit
 def _floats(x, norm, data, rows, K: tl.constexpr, NORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """For rows (BLOCK_N,) of a weight in floats: W (x * norm) and the sum of x^2."""
     y = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -83,7 +95,7 @@ def _floats(x, norm, data, rows, K: tl.constexpr, NORM: tl.constexpr, BLOCK_N: t
 @jit
 def _int8(
     x, norm, data, scale, offset, first, N, K: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
-    OFFSET: tl.constexpr, NORM: tl.constexpr, BLOCK_K: tl.constexpr,
+    OFFSET: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`_floats` for four rows in 8 bits: in each group, scale * (quants times inputs) + offset * (sum of the inputs).
 
@@ -104,7 +116,7 @@ def _int8(
             part *= tl.load(norm + k, k < K, other=0.0).to(tl.float32)
         sums = tl.sum(part, 1)
         for r in tl.static_range(4):
-            row = tl.minimum(first + r, N - 1).to(tl.int64)  # beyond the last row: computed but not stored
+            row = _row(first, r, N, GATED)
             q = tl.load(data + row * PITCH + k, k < PITCH, other=0)  # (PARTS, GROUP)
             at = row + 0 * g if ROW else row * GROUPS + g
             s = tl.load(scale + at, g < GROUPS, other=0.0).to(tl.float32)
@@ -125,7 +137,7 @@ def _int8(
 @jit
 def _int4(
     x, norm, data, scale, offset, first, N, one, K: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
-    NORM: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Like `_int8`, but 4 bits, eight inputs per word; tiles have the shape (groups, words of a group).
 
@@ -154,7 +166,7 @@ def _int4(
         sum_even, sum_odd = tl.sum(x0 + x2 + x4 + x6, 1), tl.sum(x1 + x3 + x5 + x7, 1)  # (PARTS,)
         at = g[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
         for r in tl.static_range(4):
-            row = tl.minimum(first + r, N - 1).to(tl.int64)  # beyond the last row: computed but not stored
+            row = _row(first, r, N, GATED)
             w = tl.load(data + row * (GROUPS * WORDS) + at, (g < GROUPS)[:, None], other=0)  # (PARTS, WORDS)
             s = tl.load(scale + row * GROUPS + g, g < GROUPS, other=0.0).to(tl.float32)
             o = tl.load(offset + row * GROUPS + g, g < GROUPS, other=0.0).to(tl.float32) if OFFSET else -8.0 * s
@@ -199,17 +211,17 @@ def _bits_to_float(w, mask: tl.constexpr, one):
 @jit
 def _product(
     x, norm, eps, data, scale, offset, bias, one, first, N, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ROW: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ROW: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows of W from `first` on, times x or x / rms(x) * norm, plus the bias: (BLOCK_N,) float32."""
-    rows = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)  # beyond the last row: computed but not stored
+    rows = _row(first, tl.arange(0, BLOCK_N), N, GATED)
     if BITS == 16:
         y, squares = _floats(x, norm, data, rows, K, NORM, BLOCK_N, BLOCK_K)
     elif BITS == 8:
-        y, squares = _int8(x, norm, data, scale, offset, first, N, K, GROUP, ROW, OFFSET, NORM, BLOCK_K)
+        y, squares = _int8(x, norm, data, scale, offset, first, N, K, GROUP, ROW, OFFSET, NORM, GATED, BLOCK_K)
     else:
-        y, squares = _int4(x, norm, data, scale, offset, first, N, one, K, GROUP, OFFSET, NORM, BLOCK_K)
+        y, squares = _int4(x, norm, data, scale, offset, first, N, one, K, GROUP, OFFSET, NORM, GATED, BLOCK_K)
     if NORM:  # 1 / rms(x) is a scalar, so it can be applied to the sum
         y *= tl.rsqrt(squares / K + eps)
     if BIAS:
@@ -226,10 +238,10 @@ def _linear(
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     y = _product(
-        x, norm, eps, data, scale, offset, bias, one, first, N, K, BITS, GROUP, ROW, OFFSET, BIAS, NORM, BLOCK_N,
-        BLOCK_K,
+        x, norm, eps, data, scale, offset, bias, one, first, N, K, BITS, GROUP, ROW, OFFSET, BIAS, NORM, GATED,
+        BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    if GATED:  # row 2i is of w_gate, row 2i + 1 of w_up
+    if GATED:  # rows of w_gate and of w_up alternate in y, see `_row`
         gate, up = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))
         i = first // 2 + tl.arange(0, BLOCK_N // 2)
         tl.store(out + i, gate * tl.sigmoid(gate) * up, i < N // 2)
@@ -250,8 +262,8 @@ def _qkv(
     first = tl.program_id(0) * BLOCK_N
     N: tl.constexpr = (H + 2 * KV) * D
     y = _product(
-        x, norm, eps, data, scale, offset, bias, one, first, N, K, BITS, GROUP, ROW, OFFSET, BIAS, True, BLOCK_N,
-        BLOCK_K,
+        x, norm, eps, data, scale, offset, bias, one, first, N, K, BITS, GROUP, ROW, OFFSET, BIAS, True, False,
+        BLOCK_N, BLOCK_K,
     )  # fmt: skip
     at = tl.load(position)
     a, b = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))  # pairs of a head
@@ -273,6 +285,33 @@ def _qkv(
         to = v_cache + ((head - H - KV) * slots + at) * D + d
         tl.store(to, a * c - b * s)
         tl.store(to + 1, a * s + b * c)
+
+
+# ----------------------------------------------------------------------------------------- a weight, dequantized
+# many parameters: a kernel receives pointers, sizes and constants one by one
+@jit
+def _unpack(
+    data, scale, offset, out, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
+    OFFSET: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """scale * quant + offset for BLOCK_K inputs of one row."""
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
+    i = tl.arange(0, GROUP)
+    k = g[:, None] * GROUP + i[None, :]  # (groups, inputs per group)
+    if BITS == 4:
+        WORDS: tl.constexpr = GROUP // 8
+        at = g[:, None] * WORDS + (i % WORDS)[None, :]
+        q = tl.load(data + row * (GROUPS * WORDS) + at, (g < GROUPS)[:, None], other=0)
+        q = (q >> (i // WORDS * 4)[None, :]) & 15
+    else:
+        PITCH: tl.constexpr = K if ROW else GROUPS * GROUP
+        q = tl.load(data + row * PITCH + k, k < K, other=0)
+    at = row + 0 * g if ROW else row * GROUPS + g
+    s = tl.load(scale + at, g < GROUPS, other=0.0).to(tl.float32)
+    o = tl.load(offset + at, g < GROUPS, other=0.0).to(tl.float32) if OFFSET else -(2.0 ** (BITS - 1)) * s
+    tl.store(out + row * K + k, q.to(tl.float32) * s[:, None] + o[:, None], k < K)
 
 
 # ---------------------------------------------------------------------------------------- attention of one token
@@ -362,9 +401,8 @@ def _rotate(
 def _swiglu(x, out, F: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    pairs = tl.load(x + token * (2 * F) + both, both < 2 * F, other=0.0)
-    gate, up = tl.split(tl.reshape(pairs.to(tl.float32), (BLOCK, 2)))
+    gate = tl.load(x + token * (2 * F) + i, i < F, other=0.0).to(tl.float32)
+    up = tl.load(x + token * (2 * F) + F + i, i < F, other=0.0).to(tl.float32)
     tl.store(out + token * F + i, gate * tl.sigmoid(gate) * up, i < F)
 
 
@@ -387,7 +425,7 @@ def pick_block_sizes(weight: Weight) -> BlockSizes:
     """
     size = {16: float(weight.data.element_size()), 8: 1.0, 4: 0.5}[weight.bits]
     columns = min(power_of_2(weight.columns), int(2048 / size))
-    few = weight.bits == 16 and weight.rows < 4096  # quantized weights are processed four rows at a time
+    few = weight.bits == 16 and weight.rows <= 4096  # quantized weights are processed four rows at a time
     return BlockSizes(2 if few else 4, max(columns, _tile(weight)), 4 if columns * size >= 2048 else 2)
 
 
@@ -432,6 +470,12 @@ def _common(weight: Weight, blocks: BlockSizes) -> dict[str, Any]:
     }
 
 
+def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: Any, **constants: Any) -> None:
+    """Launch a kernel on the device of its first argument. Triton would launch it on the current device."""
+    with torch.cuda.device_of(first):  # does nothing for a tensor on a CPU
+        kernel[grid](first, *args, **constants)
+
+
 def linear(
     weight: Weight,
     x: Tensor,
@@ -447,10 +491,12 @@ def linear(
 
     norm      (K,) weights of an RMSNorm that is applied to x first
     residual  (N,) is added; may be `out` itself
-    gated     apply SwiGLU to pairs of rows: out (N / 2,) = silu(W[2i] x) * W[2i + 1] x
+    gated     apply SwiGLU to the halves of the rows: out (N / 2,) = silu(W[i] x) * W[N / 2 + i] x
     """
     blocks = blocks or pick_block_sizes(weight)
-    _linear[(triton.cdiv(weight.rows, blocks.rows),)](
+    launch(
+        _linear,
+        (triton.cdiv(weight.rows, blocks.rows),),
         x,
         norm,
         eps,
@@ -490,7 +536,9 @@ def qkv(
     """
     blocks = blocks or pick_block_sizes(weight)
     (heads, dim), (kv, slots, _) = q.shape, k_cache.shape
-    _qkv[(weight.rows // blocks.rows,)](
+    launch(
+        _qkv,
+        (weight.rows // blocks.rows,),
         x,
         norm,
         eps,
@@ -510,6 +558,29 @@ def qkv(
         D=dim,
         **_common(weight, blocks),
     )
+
+
+def unpack(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """A quantized weight as a matrix (N, K), computed in float32 and rounded to `dtype`."""
+    out = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.data.device)
+    block = max(_tile(weight), min(2048, power_of_2(weight.columns)))
+    launch(
+        _unpack,
+        (weight.rows, triton.cdiv(weight.columns, block)),
+        weight.data,
+        weight.scale,
+        weight.offset,
+        out,
+        K=weight.columns,
+        BITS=weight.bits,
+        GROUP=_tile(weight),
+        ROW=_one_scale(weight),
+        OFFSET=weight.offset is not None,
+        BLOCK_K=block,
+        num_warps=8,
+        enable_fp_fusion=False,  # a product and a sum, each rounded: the same values as on a CPU
+    )
+    return out
 
 
 class Splits(NamedTuple):
@@ -540,7 +611,9 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, splits
     (heads, dim), (kv, slots, _) = q.shape, k_cache.shape
     group, count = heads // kv, splits.y.shape[1]
     width = max(16, power_of_2(dim))
-    _attend[(kv, count)](
+    launch(
+        _attend,
+        (kv, count),
         q,
         k_cache,
         v_cache,
@@ -556,7 +629,7 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor, splits
         BLOCK_S=32 if q.dtype == torch.float32 else 64,  # keys per step
         num_warps=4,
     )
-    _combine[(heads,)](*splits, out, D=dim, WIDTH=width, SPLITS=count, num_warps=4)
+    launch(_combine, (heads,), *splits, out, D=dim, WIDTH=width, SPLITS=count, num_warps=4)
     return out
 
 
@@ -564,7 +637,8 @@ def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     """RMSNorm of each row: (T, C) -> (T, C)."""
     out = torch.empty_like(x)
     block = power_of_2(x.shape[1])
-    _rms_norm[(len(x),)](x, norm, eps, out, C=x.shape[1], BLOCK=block, num_warps=8 if block >= 2048 else 4)
+    warps = 8 if block >= 2048 else 4
+    launch(_rms_norm, (len(x),), x, norm, eps, out, C=x.shape[1], BLOCK=block, num_warps=warps)
     return out
 
 
@@ -577,7 +651,9 @@ def rotate(
     """
     kv, slots, dim = k_cache.shape
     q = qkv.new_empty(len(qkv), heads, dim)
-    _rotate[(len(qkv), heads + 2 * kv)](
+    launch(
+        _rotate,
+        (len(qkv), heads + 2 * kv),
         qkv,
         *freqs_cis,
         first,
@@ -595,8 +671,8 @@ def rotate(
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(x[2i]) * x[2i + 1] in each row: (T, 2 F) -> (T, F)."""
+    """silu(x[i]) * x[F + i] in each row: (T, 2 F) -> (T, F)."""
     tokens, width = x.shape[0], x.shape[1] // 2
     out = x.new_empty(tokens, width)
-    _swiglu[(tokens, triton.cdiv(width, 1024))](x, out, F=width, BLOCK=1024, num_warps=4)
+    launch(_swiglu, (tokens, triton.cdiv(width, 1024)), x, out, F=width, BLOCK=1024, num_warps=4)
     return out

@@ -1,0 +1,217 @@
+"""Compile the Triton kernels for GPUs that this machine lacks, as the real callers launch them.
+
+A fused model on fake CUDA tensors decodes and reads a prompt; each launch is recorded instead of executed. `compile`
+then runs Triton's own specialization and compiler on a launch, for a target that a replaced driver names. No GPU, no
+driver and no memory for weights is needed. TRITON_INTERPRET must not be set when triton is imported.
+
+usage: python -m tests.offline FILE [--all]     (writes the rows as JSON)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+
+from llama.cache import KVCache
+from llama.config import ModelConfig
+from llama.engine import triton_kernels as kernels
+from llama.engine.fused import FusedRunner
+from llama.engine.linears import BlockLinear, SkipInit
+from llama.model import Transformer
+from llama.quant.rounding import quantize
+from llama.quant.schemes import SCHEMES, scheme_for
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+MODELS = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b")
+KINDS = ("bfloat16", "float32", "int8", "int4")
+ARCHITECTURES = (80, 90, 100)
+
+
+class Launch(NamedTuple):
+    """A kernel, its arguments, the device of its tensors, and the current device at its launch."""
+
+    kernel: str
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    devices: frozenset[int]
+    current: int
+
+
+class Indexing(TorchFunctionMode):
+    """Makes x[..] and copy_ work on fake CUDA tensors, whose methods require a device guard that CPU builds lack."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            return torch.ops.aten.copy_(*args)
+        if func is not Tensor.__getitem__:
+            return func(*args, **kwargs or {})
+        x, index = args
+        index = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in [part for part in index if not isinstance(part, Tensor)]:
+            at = index.index(Ellipsis)
+            missing = x.dim() - sum(part is not None for part in index) + 1
+            index = (*index[:at], *[slice(None)] * missing, *index[at + 1 :])
+        axis = 0
+        for part in index:
+            if isinstance(part, int):
+                x = x.select(axis, part)
+                continue
+            if part is None:
+                x = x.unsqueeze(axis)
+            elif isinstance(part, slice):
+                first, last, step = part.indices(x.shape[axis])
+                x = torch.ops.aten.slice(x, axis, first, last, step)
+            else:
+                x = torch.ops.aten.index(x, [None] * axis + [part])
+                axis += part.dim() - 1
+            axis += 1
+        return x
+
+
+class Recorder:
+    """Stands for the module's kernels, and for torch.cuda.device_of: fake tensors have a device without CUDA."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.current = 0  # the current CUDA device
+
+    @contextlib.contextmanager
+    def device_of(self, tensor: Tensor) -> Iterator[None]:
+        before, self.current = self.current, tensor.get_device()
+        yield
+        self.current = before
+
+    def kernel(self, name: str) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            devices = frozenset(arg.get_device() for arg in args if isinstance(arg, Tensor))
+            self.launches.append(Launch(name, args, constants, devices, self.current))
+
+        return mock.MagicMock(__getitem__=lambda _, grid: launch)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Launch]]:
+        """Record every launch of the module's kernels."""
+        launched = ("_linear", "_qkv", "_attend", "_combine", "_rms_norm", "_rotate", "_swiglu", "_unpack")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch("torch.cuda.device_of", self.device_of))
+            # a subclass of Tensor that can't be fake; the mask is not an argument of our kernels
+            stack.enter_context(mock.patch("torch.nn.attention.bias.causal_lower_right", lambda queries, keys: None))
+            for name in launched:
+                stack.enter_context(mock.patch.object(kernels, name, self.kernel(name)))
+            yield self.launches
+
+
+def fake_model(config: ModelConfig, kind: str, device: torch.device) -> Transformer:
+    """Return a model of one layer on a CUDA device, within the current FakeTensorMode."""
+    scheme = SCHEMES.get(kind)
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    with unset_fake_temporarily(), torch.device("meta"), SkipInit():
+        model = Transformer(replace(config, n_layers=1), "real").requires_grad_(False).eval()
+    for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)] if scheme else []:
+        model.set_submodule(name, fake_blocks(linear, name, scheme, device))
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), False))
+    model.rope.table = tuple(torch.empty(part.shape, dtype=part.dtype, device=device) for part in model.rope.table)
+    return model
+
+
+def fake_blocks(linear: nn.Linear, name: str, scheme: Any, device: torch.device) -> BlockLinear:
+    """Return a quantized layer with the shapes and dtypes that BlockLinear gives a weight with one row."""
+    with unset_fake_temporarily():
+        layer = BlockLinear(quantize(torch.ones(1, linear.in_features), scheme_for(name, scheme).format))
+    layer.out_features = linear.out_features
+    for key, one in layer.named_buffers():
+        layer.register_buffer(key, torch.empty(linear.out_features, *one.shape[1:], dtype=one.dtype, device=device))
+    return layer
+
+
+def record(name: str, kind: str, device: str = "cuda:0") -> list[Launch]:
+    """Return the launches of a prompt and of one decoding step by the fused runner, and of single layers."""
+    config = ModelConfig(**json.loads((CONFIGS / f"{name}.json").read_text()))
+    on = torch.device(device)
+    with FakeTensorMode(), Indexing(), Recorder().recording() as launches, torch.inference_mode():
+        model = fake_model(config, kind, on)
+        runner = model.runner = FusedRunner(model)
+        cache: KVCache = model.new_cache(8192)
+        model.hidden(torch.zeros(1, 300, dtype=torch.long, device=on), cache=cache)
+        token, position = torch.zeros(1, 1, dtype=torch.long, device=on), torch.zeros(1, dtype=torch.long, device=on)
+        runner.next_logits(model, token, position, cache)
+        if kind in SCHEMES:  # an 8-bit cache and a batch run layer by layer
+            h = torch.empty(1, 1, config.dim, dtype=torch.bfloat16, device=on)
+            model.layers[0].feed_forward(h)
+    return launches
+
+
+# ----------------------------------------------------------------------------------------------------------- compiling
+class Resources(NamedTuple):
+    """What a compiled kernel takes: registers and bytes of local memory per thread, shared memory per program."""
+
+    registers: int
+    local: int
+    shared: int
+
+
+class Driver:
+    """A driver for `triton.runtime.driver` without a device: the number of the current device is its architecture."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+def compile(launch: Launch, architecture: int, kernel: Any = None) -> Any:
+    """Return the launch's kernel, compiled as a launch on a GPU of an architecture would compile it."""
+    from triton.runtime import driver
+    from triton.runtime.jit import MockTensor
+
+    class Aligned(MockTensor):
+        def __init__(self, tensor: Tensor) -> None:
+            super().__init__(tensor.dtype)
+            # CUDA allocations are aligned to 512 bytes
+            self.offset = tensor.storage_offset() * tensor.element_size()
+
+        def data_ptr(self) -> int:
+            return self.offset
+
+    args = [Aligned(arg) if isinstance(arg, Tensor) else arg for arg in launch.args]
+    driver.set_active(Driver(architecture))
+    kernel = kernel or getattr(kernels, launch.kernel)
+    return kernel.warmup(*args, grid=(1,), **launch.constants)
+
+
+def resources(compiled: Any) -> Resources:
+    """Return what ptxas assigned, read from the binary."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return Resources(found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared)
