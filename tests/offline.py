@@ -13,7 +13,6 @@ import contextlib
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -109,7 +108,7 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch("torch.cuda.device_of", self.device_of))
             # a subclass of Tensor that can't be fake; the mask is not an argument of our kernels
-            stack.enter_context(mock.patch("torch.nn.attention.bias.causal_lower_right", lambda queries, keys: None))
+            stack.enter_context(mock.patch("torch.nn.attention.bias.causal_lower_right", return_value=None))
             for name in launched:
                 stack.enter_context(mock.patch.object(kernels, name, self.kernel(name)))
             yield self.launches

@@ -13,7 +13,7 @@ Kernels read the position from device memory, so that a CUDA graph can be replay
 Letters: N rows of a weight (outputs), K columns (inputs), T tokens, H heads, KV key/value heads, D head_dim, C dim.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
 # (the kernels are written in Triton's language, which has no annotations; their callers are typed)
 from __future__ import annotations
 
@@ -68,19 +68,26 @@ def _row(first, r, N, GATED: tl.constexpr):
     """The row of the weight that row r of a program multiplies: beyond the last row, the last one, whose result is
     not stored. GATED: even r are rows of w_gate, the first half of the weight; odd r are the same rows of w_up.
     """
-    if GATED:
-        row = tl.minimum(first // 2 + r // 2, N // 2 - 1) + (r % 2) * (N // 2)
-    else:
-        row = tl.minimum(first + r, N - 1)
+    row = tl.minimum(first // 2 + r // 2, N // 2 - 1) + r % 2 * (N // 2) if GATED else tl.minimum(first + r, N - 1)
     return row.to(tl.int64)
 
 
 @jit
-def _floats(x, norm, data, rows, K: tl.constexpr, NORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _floats(
+    x,
+    norm,
+    data,
+    rows,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """For rows (BLOCK_N,) of a weight in floats: W (x * norm) and the sum of x^2."""
     y = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         part = tl.load(x + k, k < K, other=0.0).to(tl.float32)
         if NORM:
@@ -95,49 +102,56 @@ def _floats(x, norm, data, rows, K: tl.constexpr, NORM: tl.constexpr, BLOCK_N: t
 @jit
 def _int8(
     x, norm, data, scale, offset, first, N, K: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
-    OFFSET: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
+    OFFSET: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`_floats` for four rows in 8 bits: in each group, scale * (quants times inputs) + offset * (sum of the inputs).
 
     Every tile has the shape (groups, inputs per group), so all have one layout over the threads, and threads exchange
     only sums. ROW: the complete row has one scale, and its bytes are not padded to groups.
+
+    All rows are loaded before any is used. Without the barrier, ptxas saves registers by moving each load down to its
+    first use, and then each thread waits for one row after the other. With more stages, Triton copies the rows of the
+    next steps to shared memory while this one is computed; a barrier would prevent that.
     """
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     PITCH: tl.constexpr = K if ROW else GROUPS * GROUP
     PARTS: tl.constexpr = BLOCK_K // GROUP  # groups per step
     y = tl.zeros((PARTS, 2, 2), tl.float32)  # row 2i + j at [:, i, j]
     squares = tl.zeros((PARTS,), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         g = start // GROUP + tl.arange(0, PARTS)
-        k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        part = tl.load(x + k, k < K, other=0.0).to(tl.float32)  # (PARTS, GROUP)
-        if NORM:
-            squares += tl.sum(part * part, 1)
-            part *= tl.load(norm + k, k < K, other=0.0).to(tl.float32)
-        sums = tl.sum(part, 1)
+        k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # (PARTS, GROUP)
+        quants, scales, sums = (), (), ()
         for r in tl.static_range(4):
             row = _row(first, r, N, GATED)
-            q = tl.load(data + row * PITCH + k, k < PITCH, other=0)  # (PARTS, GROUP)
-            at = row + 0 * g if ROW else row * GROUPS + g
-            s = tl.load(scale + at, g < GROUPS, other=0.0).to(tl.float32)
-            o = tl.load(offset + at, g < GROUPS, other=0.0).to(tl.float32) if OFFSET else -128.0 * s
-            total = s * tl.sum(q.to(tl.float32) * part, 1) + o * sums
-            if r == 0:
-                y0 = total
-            elif r == 1:
-                y1 = total
-            elif r == 2:
-                y2 = total
-            else:
-                y += tl.join(tl.join(y0, y2), tl.join(y1, total))
+            quants += (tl.load(data + row * PITCH + k, k < PITCH, other=0),)
+            scales += (_scale(scale, offset, row, g, GROUPS, ROW, OFFSET, 128.0),)
+        if STAGES == 1:
+            tl.debug_barrier()
+        part, squared = _inputs(x, norm, k, K, NORM)
+        squares += squared
+        total = tl.sum(part, 1)
+        for r in tl.static_range(4):
+            s, o = scales[r]
+            sums += (s * tl.sum(quants[r].to(tl.float32) * part, 1) + o * total,)
+        y += tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
     return tl.reshape(tl.sum(y, 0), (4,)), tl.sum(squares, 0)
+
+
+@jit
+def _scale(scale, offset, row, g, GROUPS: tl.constexpr, ROW: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr):
+    """The scales and offsets (groups,) of groups g of a row."""
+    at = row + 0 * g if ROW else row * GROUPS + g
+    s = tl.load(scale + at, g < GROUPS, other=0.0).to(tl.float32)
+    o = tl.load(offset + at, g < GROUPS, other=0.0).to(tl.float32) if OFFSET else -MIDDLE * s
+    return s, o
 
 
 # many parameters: a kernel receives pointers, sizes and constants one by one
 @jit
 def _int4(
     x, norm, data, scale, offset, first, N, one, K: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Like `_int8`, but 4 bits, eight inputs per word; tiles have the shape (groups, words of a group).
 
@@ -150,53 +164,47 @@ def _int4(
     PARTS: tl.constexpr = BLOCK_K // GROUP
     y = tl.zeros((PARTS, 2, 2), tl.float32)  # row 2i + j at [:, i, j]
     squares = tl.zeros((PARTS,), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         g = start // GROUP + tl.arange(0, PARTS)
-        k = g[:, None] * GROUP + tl.arange(0, WORDS)[None, :]
-        x0, s0 = _inputs(x, norm, k, K, NORM)  # (PARTS, WORDS)
-        x1, s1 = _inputs(x, norm, k + WORDS, K, NORM)
-        x2, s2 = _inputs(x, norm, k + 2 * WORDS, K, NORM)
-        x3, s3 = _inputs(x, norm, k + 3 * WORDS, K, NORM)
-        x4, s4 = _inputs(x, norm, k + 4 * WORDS, K, NORM)
-        x5, s5 = _inputs(x, norm, k + 5 * WORDS, K, NORM)
-        x6, s6 = _inputs(x, norm, k + 6 * WORDS, K, NORM)
-        x7, s7 = _inputs(x, norm, k + 7 * WORDS, K, NORM)
-        if NORM:
-            squares += tl.sum(s0 + s1 + s2 + s3 + s4 + s5 + s6 + s7, 1)
-        sum_even, sum_odd = tl.sum(x0 + x2 + x4 + x6, 1), tl.sum(x1 + x3 + x5 + x7, 1)  # (PARTS,)
-        at = g[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        word = tl.arange(0, WORDS)[None, :]
+        words, scales, inputs, sums = (), (), (), ()
         for r in tl.static_range(4):
             row = _row(first, r, N, GATED)
-            w = tl.load(data + row * (GROUPS * WORDS) + at, (g < GROUPS)[:, None], other=0)  # (PARTS, WORDS)
-            s = tl.load(scale + row * GROUPS + g, g < GROUPS, other=0.0).to(tl.float32)
-            o = tl.load(offset + row * GROUPS + g, g < GROUPS, other=0.0).to(tl.float32) if OFFSET else -8.0 * s
-            even = _bits_to_float(w << 15, 0x78000, one) * x0
-            even += _bits_to_float(w << 7, 0x78000, one) * x2
-            even += _bits_to_float(w >> 1, 0x78000, one) * x4
-            even += _bits_to_float(w >> 9, 0x78000, one) * x6
-            odd = _bits_to_float(w << 15, 0x780000, one) * x1
-            odd += _bits_to_float(w << 7, 0x780000, one) * x3
-            odd += _bits_to_float(w >> 1, 0x780000, one) * x5
-            odd += _bits_to_float(w >> 9, 0x780000, one) * x7
+            at = row * (GROUPS * WORDS) + g[:, None] * WORDS + word
+            words += (tl.load(data + at, (g < GROUPS)[:, None], other=0),)  # (PARTS, WORDS)
+            scales += (_scale(scale, offset, row, g, GROUPS, False, OFFSET, 8.0),)
+        if STAGES == 1:
+            tl.debug_barrier()
+        for i in tl.static_range(8):
+            part, squared = _inputs(x, norm, g[:, None] * GROUP + i * WORDS + word, K, NORM)  # (PARTS, WORDS)
+            inputs += (part,)
+            squares += squared
+        sum_even = tl.sum(inputs[0] + inputs[2] + inputs[4] + inputs[6], 1)  # (PARTS,)
+        sum_odd = tl.sum(inputs[1] + inputs[3] + inputs[5] + inputs[7], 1)
+        for r in tl.static_range(4):
+            w = words[r]
+            s, o = scales[r]
+            even = _bits_to_float(w << 15, 0x78000, one) * inputs[0]
+            even += _bits_to_float(w << 7, 0x78000, one) * inputs[2]
+            even += _bits_to_float(w >> 1, 0x78000, one) * inputs[4]
+            even += _bits_to_float(w >> 9, 0x78000, one) * inputs[6]
+            odd = _bits_to_float(w << 15, 0x780000, one) * inputs[1]
+            odd += _bits_to_float(w << 7, 0x780000, one) * inputs[3]
+            odd += _bits_to_float(w >> 1, 0x780000, one) * inputs[5]
+            odd += _bits_to_float(w >> 9, 0x780000, one) * inputs[7]
             dot = 256.0 * (tl.sum(even, 1) - sum_even) + 16.0 * (tl.sum(odd, 1) - sum_odd)
-            part = s * dot + o * (sum_even + sum_odd)
-            if r == 0:
-                y0 = part
-            elif r == 1:
-                y1 = part
-            elif r == 2:
-                y2 = part
-            else:
-                y += tl.join(tl.join(y0, y2), tl.join(y1, part))
+            sums += (s * dot + o * (sum_even + sum_odd),)
+        y += tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
     return tl.reshape(tl.sum(y, 0), (4,)), tl.sum(squares, 0)
 
 
 @jit
 def _inputs(x, norm, k, K: tl.constexpr, NORM: tl.constexpr):
-    """The inputs k of x, multiplied by the weights of the norm, and the squares of x."""
+    """The inputs k (groups, n) of x, multiplied by the weights of the norm, and the sums of x^2 (groups,), or zeros."""
     part = tl.load(x + k, k < K, other=0.0).to(tl.float32)
-    squares = part * part
+    squares = tl.zeros((part.shape[0],), tl.float32)
     if NORM:
+        squares = tl.sum(part * part, 1)
         part *= tl.load(norm + k, k < K, other=0.0).to(tl.float32)
     return part, squares
 
@@ -212,16 +220,16 @@ def _bits_to_float(w, mask: tl.constexpr, one):
 def _product(
     x, norm, eps, data, scale, offset, bias, one, first, N, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     ROW: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of W from `first` on, times x or x / rms(x) * norm, plus the bias: (BLOCK_N,) float32."""
     rows = _row(first, tl.arange(0, BLOCK_N), N, GATED)
     if BITS == 16:
-        y, squares = _floats(x, norm, data, rows, K, NORM, BLOCK_N, BLOCK_K)
+        y, squares = _floats(x, norm, data, rows, K, NORM, BLOCK_N, BLOCK_K, STAGES)
     elif BITS == 8:
-        y, squares = _int8(x, norm, data, scale, offset, first, N, K, GROUP, ROW, OFFSET, NORM, GATED, BLOCK_K)
+        y, squares = _int8(x, norm, data, scale, offset, first, N, K, GROUP, ROW, OFFSET, NORM, GATED, BLOCK_K, STAGES)
     else:
-        y, squares = _int4(x, norm, data, scale, offset, first, N, one, K, GROUP, OFFSET, NORM, GATED, BLOCK_K)
+        y, squares = _int4(x, norm, data, scale, offset, first, N, one, K, GROUP, OFFSET, NORM, GATED, BLOCK_K, STAGES)
     if NORM:  # 1 / rms(x) is a scalar, so it can be applied to the sum
         y *= tl.rsqrt(squares / K + eps)
     if BIAS:
@@ -234,12 +242,12 @@ def _product(
 def _linear(
     x, norm, eps, data, scale, offset, bias, one, residual, out, N, K: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, ROW: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RESIDUAL: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     y = _product(
         x, norm, eps, data, scale, offset, bias, one, first, N, K, BITS, GROUP, ROW, OFFSET, BIAS, NORM, GATED,
-        BLOCK_N, BLOCK_K,
+        BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
     if GATED:  # rows of w_gate and of w_up alternate in y, see `_row`
         gate, up = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))
@@ -257,13 +265,13 @@ def _linear(
 def _qkv(
     x, norm, eps, data, scale, offset, bias, one, cos, sin, position, q, k_cache, v_cache, slots, K: tl.constexpr,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
-    OFFSET: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     N: tl.constexpr = (H + 2 * KV) * D
     y = _product(
         x, norm, eps, data, scale, offset, bias, one, first, N, K, BITS, GROUP, ROW, OFFSET, BIAS, True, False,
-        BLOCK_N, BLOCK_K,
+        BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
     at = tl.load(position)
     a, b = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))  # pairs of a head
@@ -411,17 +419,23 @@ ONE = 0x3F800000  # the bits of 1.0
 
 
 class BlockSizes(NamedTuple):
-    """The part of a weight that a program processes at a time, in rows and columns, and its number of warps."""
+    """The part of a weight that a program processes at a time, in rows and columns, and its number of warps.
+
+    stages  parts that are loaded at once: beyond 1, the next parts are copied to shared memory in advance
+    """
 
     rows: int
     columns: int
     warps: int
+    stages: int = 1
 
 
 def pick_block_sizes(weight: Weight) -> BlockSizes:
     """The sizes for `linear` and `qkv`.
 
-    Each thread reads 16 bytes of several rows at once, and each multiprocessor runs several programs.
+    Each thread reads 16 bytes of several rows at once, and each multiprocessor runs several programs. By their
+    registers these have some 48 KB of a weight in flight on a multiprocessor, about twice what its share of the
+    bandwidth requires at a latency of 800 ns; so there is one stage.
     """
     size = {16: float(weight.data.element_size()), 8: 1.0, 4: 0.5}[weight.bits]
     columns = min(power_of_2(weight.columns), int(2048 / size))
@@ -466,6 +480,7 @@ def _common(weight: Weight, blocks: BlockSizes) -> dict[str, Any]:
         "BIAS": weight.bias is not None,
         "BLOCK_N": blocks.rows,
         "BLOCK_K": blocks.columns,
+        "STAGES": blocks.stages,
         "num_warps": blocks.warps,
     }
 
