@@ -4,17 +4,19 @@ A fused model on fake CUDA tensors decodes and reads a prompt; each launch is re
 then runs Triton's own specialization and compiler on a launch, for a target that a replaced driver names. No GPU, no
 driver and no memory for weights is needed. TRITON_INTERPRET must not be set when triton is imported.
 
-usage: python -m tests.offline FILE [--all]     (writes the rows as JSON)
+usage: python -m tests.offline FILE JOBS      (JOBS is a JSON list of the arguments of Job; writes JSON)
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +40,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b")
 KINDS = ("bfloat16", "float32", "int8", "int4")
 ARCHITECTURES = (80, 90, 100)
+LAUNCHED = sorted(set(re.findall(r"launch\(\s*(_\w+)", Path(kernels.__file__).read_text())))  # the kernels
 
 
 class Launch(NamedTuple):
@@ -104,12 +107,11 @@ class Recorder:
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Launch]]:
         """Record every launch of the module's kernels."""
-        launched = ("_linear", "_qkv", "_attend", "_combine", "_rms_norm", "_rotate", "_swiglu", "_unpack")
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch("torch.cuda.device_of", self.device_of))
             # a subclass of Tensor that can't be fake; the mask is not an argument of our kernels
             stack.enter_context(mock.patch("torch.nn.attention.bias.causal_lower_right", return_value=None))
-            for name in launched:
+            for name in LAUNCHED:
                 stack.enter_context(mock.patch.object(kernels, name, self.kernel(name)))
             yield self.launches
 
@@ -139,20 +141,18 @@ def fake_blocks(linear: nn.Linear, name: str, scheme: Any, device: torch.device)
     return layer
 
 
-def record(name: str, kind: str, device: str = "cuda:0") -> list[Launch]:
-    """Return the launches of a prompt and of one decoding step by the fused runner, and of single layers."""
+def record(name: str, kind: str, device: str = "cuda:0", length: int = 8192) -> list[Launch]:
+    """Return the launches of a prompt, of one decoding step by the fused runner, and of layers called one by one."""
     config = ModelConfig(**json.loads((CONFIGS / f"{name}.json").read_text()))
     on = torch.device(device)
     with FakeTensorMode(), Indexing(), Recorder().recording() as launches, torch.inference_mode():
         model = fake_model(config, kind, on)
         runner = model.runner = FusedRunner(model)
-        cache: KVCache = model.new_cache(8192)
+        cache: KVCache = model.new_cache(length)
         model.hidden(torch.zeros(1, 300, dtype=torch.long, device=on), cache=cache)
         token, position = torch.zeros(1, 1, dtype=torch.long, device=on), torch.zeros(1, dtype=torch.long, device=on)
         runner.next_logits(model, token, position, cache)
-        if kind in SCHEMES:  # an 8-bit cache and a batch run layer by layer
-            h = torch.empty(1, 1, config.dim, dtype=torch.bfloat16, device=on)
-            model.layers[0].feed_forward(h)
+        model.layers[0].feed_forward(torch.empty(1, 1, config.dim, dtype=model.norm.weight.dtype, device=on))
     return launches
 
 
@@ -214,3 +214,69 @@ def resources(compiled: Any) -> Resources:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return Resources(found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared)
+
+
+class Job(NamedTuple):
+    """What to compile: the launches of a model, all or those of some kernels, with a cache of `length` tokens."""
+
+    architecture: int
+    model: str
+    kind: str
+    length: int = 8192
+    kernels: Sequence[str] = ()
+
+
+class Variant(NamedTuple):
+    """A compiled kernel and what it takes."""
+
+    kernel: str
+    constants: dict[str, Any]
+    job: Job
+    resources: Resources
+
+
+def variants(jobs: Iterable[Job]) -> Iterator[Variant]:
+    """Compile what the models launch, every variant once."""
+    found = set()
+    for job in jobs:
+        for launch in record(job.model, job.kind, length=job.length):
+            if not job.kernels or launch.kernel in job.kernels:
+                compiled = compile(launch, job.architecture)
+                if compiled.hash not in found:
+                    found.add(compiled.hash)
+                    yield Variant(launch.kernel, launch.constants, job, resources(compiled))
+
+
+def planted(architecture: int = 90) -> dict[str, Resources]:
+    """Compile a kernel that spills registers, and one that uses too much shared memory."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def spills(x, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
+        i = tl.arange(0, N)
+        values = tl.load(x + i)
+        tl.store(out + i, values / tl.sum(values))  # every value is needed after all are read
+
+    @triton.jit
+    def transposes(x, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
+        i, j = tl.arange(0, N // 2)[:, None], tl.arange(0, N)[None, :]
+        tl.store(out + j * N + i, tl.load(x + i * N + j))  # each thread's values change
+
+    memory = torch.empty(1, dtype=torch.float32, device="meta")
+    launches = {
+        spills: Launch("spills", (memory, memory), {"N": 8192, "num_warps": 1}, frozenset(), 0),
+        transposes: Launch("transposes", (memory, memory), {"N": 512, "num_warps": 32}, frozenset(), 0),
+    }
+    return {launch.kernel: resources(compile(launch, architecture, kernel)) for kernel, launch in launches.items()}
+
+
+def main() -> None:
+    file, jobs = sys.argv[1:]
+    rows = [*variants(Job(*job) for job in json.loads(jobs))]
+    report = {"planted": planted(), "variants": rows, "seconds": sum(os.times()[:4])}
+    Path(file).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ from llama.engine.linears import BlockLinear, make_embedding
 from llama.engine.triton_kernels import BlockSizes, Splits, Weight
 from llama.errors import UsageError
 from llama.model import Transformer
+from llama.quant.blocks import BlockFormat
 from llama.quant.rounding import quantize
 from llama.quant.schemes import SCHEMES, scheme_for
 from llama.rope import precompute_freqs_cis
@@ -100,10 +101,13 @@ def test_swiglu_gates_the_second_half_of_the_rows_by_the_first(scheme: str | Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "int4-all"])
+@pytest.mark.parametrize("format", [*{s.format: s for s in SCHEMES.values()}, BlockFormat(4, 16, True)], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(3, 96), (2, 2100), (5, 33)])
-def test_an_unpacked_weight_is_the_dequantized_weight(rows: int, columns: int, scheme: str, dtype: torch.dtype) -> None:
-    layer = BlockLinear(quantize(noise(rows, columns).cpu(), SCHEMES[scheme].format)).to(DEVICE)
+def test_an_unpacked_weight_is_the_dequantized_weight(
+    rows: int, columns: int, format: BlockFormat, dtype: torch.dtype
+) -> None:
+    layer = BlockLinear(quantize(noise(rows, columns).cpu(), format)).to(DEVICE)
+    assert kernels.unpacks(layer.packed)
     assert torch.equal(kernels.unpack(layer.packed, dtype), layer.weight.to(dtype))
 
 
@@ -222,6 +226,15 @@ def test_the_fused_decoder_computes_the_logits_of_the_plain_model(changes: dict[
     assert error(cache.v[..., :9, :], plain_cache.v[..., :9, :]) < 1e-5
 
 
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_the_layers_of_a_fused_model_can_be_multiplied_one_by_one(scheme: str | None) -> None:
+    """Batches and 8-bit caches run layer by layer; a strided view of a joined weight would be dequantized each time."""
+    model = tiny.fused(a_model(dataclasses.replace(TINY, **TIED_WITH_BIASES), scheme))
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear | BlockLinear)]
+    assert len(layers) == 7 * TINY.n_layers + 1
+    assert all(kernels.supports(packed(layer)) for layer in layers)
+
+
 def test_batches_repeated_positions_and_8_bit_caches_run_without_the_kernels() -> None:
     plain, fused = a_model(TINY, None), tiny.fused(a_model(TINY, None))
     rows = tiny.random_tokens(4, TINY, batch=3).to(DEVICE)
@@ -239,6 +252,8 @@ def test_weights_and_models_that_the_kernels_do_not_support_are_rejected() -> No
     assert kernels.supports(packed(linear))
     linear.weight = torch.nn.Parameter(linear.weight[::2])
     assert not kernels.supports(packed(linear))
+    small_groups = BlockLinear(quantize(torch.ones(4, 64), BlockFormat(4, 16, True))).packed
+    assert (kernels.supports(small_groups), kernels.unpacks(small_groups)) == (False, True)
     with pytest.raises(UsageError, match="real"):
         tiny.fused(tiny.model(TINY))
     with pytest.raises(UsageError, match="head_dim"):

@@ -168,11 +168,11 @@ class BlockLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        on_gpu = x.is_cuda and triton_kernels.supports(self.packed)
-        if on_gpu and x.numel() == self.in_features:
+        if x.is_cuda and x.numel() == self.in_features and triton_kernels.supports(self.packed):
             y = x.new_empty(*x.shape[:-1], self.out_features)
             return triton_kernels.linear(self.packed, x.contiguous(), y)
-        y = F.linear(x, triton_kernels.unpack(self.packed, x.dtype) if on_gpu else self.weight.to(x.dtype))
+        by_kernel = x.is_cuda and triton_kernels.unpacks(self.packed)
+        y = F.linear(x, triton_kernels.unpack(self.packed, x.dtype) if by_kernel else self.weight.to(x.dtype))
         return y if self.bias is None else y + self.bias
 
 

@@ -449,15 +449,20 @@ def power_of_2(n: int) -> int:
 
 
 def supports(weight: Weight) -> bool:
-    """Whether `linear` can multiply by a weight here.
+    """Whether `linear` can multiply by a weight here: floats, or what `unpacks` accepts in groups of at least 32."""
+    parts = [weight.data, *([] if weight.bias is None else [weight.bias])]
+    floats = weight.bits == 16 and ready() and all(part.is_contiguous() for part in parts)
+    return floats or (unpacks(weight) and (weight.group >= 32 or _one_scale(weight)))
 
-    The weight must be contiguous. If it is quantized, its groups must be powers of two of at least 32, or its rows must
-    have 8 bits and one scale each.
+
+def unpacks(weight: Weight) -> bool:
+    """Whether `unpack` can dequantize a weight here.
+
+    It must be contiguous. Its groups must be powers of two, or its rows must have 8 bits and one scale each.
     """
-    row = _one_scale(weight)
-    group = weight.group >= 32 and weight.group == power_of_2(weight.group)
+    group = weight.group >= 8 and weight.group == power_of_2(weight.group)
     parts = [part for part in (weight.data, weight.scale, weight.offset, weight.bias) if part is not None]
-    return ready() and (weight.bits == 16 or row or group) and all(part.is_contiguous() for part in parts)
+    return ready() and weight.bits != 16 and (group or _one_scale(weight)) and all(p.is_contiguous() for p in parts)
 
 
 def _tile(weight: Weight) -> int:

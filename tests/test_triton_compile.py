@@ -1,0 +1,107 @@
+"""The Triton kernels, compiled for GPUs that this machine lacks: they fit, and they are launched on the right device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama.engine.triton_kernels import BlockSizes, Weight, pick_block_sizes
+
+from . import offline
+from .offline import KINDS, MODELS, Job, Resources, Variant
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[1]
+
+REGISTERS = 168  # per thread; with more, fewer than three programs of four warps run on a multiprocessor
+SHARED = 99 * 1024  # bytes that a program can use on every architecture since 8.6; 8.0 has 163 KB, 9.0 227 KB
+
+
+def faults(what: Resources) -> list[str]:
+    """What is wrong with the resources of a compiled kernel."""
+    found = [f"{what.registers} registers"] if what.registers > REGISTERS else []
+    found += [f"{what.local} bytes of local memory"] if what.local else []  # spilled registers
+    return found + ([f"{what.shared} bytes of shared memory"] if what.shared > SHARED else [])
+
+
+def compiled(folder: Path, jobs: list[Job]) -> dict[str, Any]:
+    """Compile in another process, since this one may have Triton's interpreter."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    out = folder / "variants.json"
+    subprocess.run([sys.executable, "-m", "tests.offline", str(out), json.dumps(jobs)], check=True, env=env, cwd=ROOT)
+    report: dict[str, Any] = json.loads(out.read_text())
+    report["variants"] = [Variant(*row[:3], Resources(*row[3])) for row in report["variants"]]
+    return report
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    jobs = [Job(90, "llama-3.1-8b", kind) for kind in ("bfloat16", "int4")]
+    jobs += [Job(90, "llama-3.1-8b", "int8", kernels=("_qkv", "_unpack"))]
+    jobs += [Job(80, "llama-3.2-1b", "bfloat16", kernels=("_attend", "_qkv"))]
+    jobs += [Job(100, "llama-3.1-70b", "int4", kernels=("_attend", "_qkv"))]
+    return compiled(tmp_path_factory.mktemp("triton"), jobs)
+
+
+def check(variants: list[Variant]) -> None:
+    assert not [(row, found) for row in variants if (found := faults(row.resources))]
+    assert {row.kernel for row in variants} == set(offline.LAUNCHED)
+
+
+def test_the_kernels_of_an_8b_model_compile_without_spills(report: dict[str, Any]) -> None:
+    check(report["variants"])
+
+
+def test_a_kernel_that_spills_or_needs_too_much_shared_memory_is_found(report: dict[str, Any]) -> None:
+    spills, transposes = (Resources(*report["planted"][name]) for name in ("spills", "transposes"))
+    assert any("local" in fault for fault in faults(spills))
+    assert transposes.shared >= 300 * 1024
+    assert any("shared" in fault for fault in faults(transposes))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("architecture", offline.ARCHITECTURES)
+def test_the_kernels_compile_for_every_architecture(architecture: int, tmp_path: Path) -> None:
+    jobs = [Job(architecture, model, kind, n) for n in (8192, 1001) for model in MODELS for kind in KINDS]
+    found = compiled(tmp_path, jobs)
+    most = Resources(*map(max, zip(*(row.resources for row in found["variants"]), strict=True)))
+    print(f"sm_{architecture}: {len(found['variants'])} variants in {found['seconds']:.0f} s, at most {most}")
+    check(found["variants"])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int4"])
+def test_kernels_are_launched_on_the_device_of_their_tensors(kind: str) -> None:
+    launches = offline.record("llama-3.2-1b", kind, "cuda:1")  # the current device is cuda:0
+    assert {launch.kernel for launch in launches} == set(offline.LAUNCHED) - (
+        {"_unpack"} if kind == "bfloat16" else set()
+    )
+    assert {(launch.devices, launch.current) for launch in launches} == {(frozenset([1]), 1)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "bits", "expected"),
+    [
+        (6144, 4096, 16, BlockSizes(4, 1024, 4)),  # 8B: qkv
+        (4096, 4096, 16, BlockSizes(2, 1024, 4)),  # 8B: wo. With 4 rows it would have 1,024 programs
+        (4096, 14336, 16, BlockSizes(2, 1024, 4)),  # 8B: w_down
+        (28672, 4096, 16, BlockSizes(4, 1024, 4)),  # 8B: w_gate and w_up
+        (2048, 8192, 16, BlockSizes(2, 1024, 4)),  # 1B: w_down
+        (8192, 28672, 16, BlockSizes(4, 1024, 4)),  # 70B: w_down
+        (4096, 14336, 8, BlockSizes(4, 2048, 4)),
+        (4096, 14336, 4, BlockSizes(4, 4096, 4)),
+        (2048, 2048, 4, BlockSizes(4, 2048, 2)),  # 1B: wo; a row has only 1,024 bytes
+    ],
+)
+def test_few_rows_are_divided_among_more_programs(rows: int, columns: int, bits: int, expected: BlockSizes) -> None:
+    data = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    group = columns if bits == 16 else 32
+    assert pick_block_sizes(Weight(data, None, None, None, rows, columns, bits, group)) == expected
