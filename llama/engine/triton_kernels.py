@@ -492,6 +492,7 @@ def _common(weight: Weight, blocks: BlockSizes) -> dict[str, Any]:
 
 def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: Any, **constants: Any) -> None:
     """Launch a kernel on the device of its first argument. Triton would launch it on the current device."""
+    constants = {"enable_fp_fusion": True, **constants}  # fused multiply-add, which Triton 3.10 turns off by default
     with torch.cuda.device_of(first):  # does nothing for a tensor on a CPU
         kernel[grid](first, *args, **constants)
 
