@@ -20,14 +20,17 @@ from .offline import KINDS, MODELS, Job, Resources, Variant
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[1]
 
-REGISTERS = 168  # per thread; with more, fewer than three programs of four warps run on a multiprocessor
-SHARED = 99 * 1024  # bytes that a program can use on every architecture since 8.6; 8.0 has 163 KB, 9.0 227 KB
+REGISTERS = 128  # per thread; with more, fewer than four programs of four warps run on a multiprocessor
+SHARED = 99 * 1024  # bytes that a program can use on every architecture since 8.0
+# Bytes of local memory per thread, which hold spilled registers. For 10.0, ptxas moves four registers of one int4
+# weight there, to stay at 80; it needs 96 without, and then fewer programs run at once.
+LOCAL = {80: 0, 90: 0, 100: 16}
 
 
-def faults(what: Resources) -> list[str]:
+def faults(what: Resources, architecture: int) -> list[str]:
     """What is wrong with the resources of a compiled kernel."""
     found = [f"{what.registers} registers"] if what.registers > REGISTERS else []
-    found += [f"{what.local} bytes of local memory"] if what.local else []  # spilled registers
+    found += [f"{what.local} bytes of local memory"] if what.local > LOCAL[architecture] else []
     return found + ([f"{what.shared} bytes of shared memory"] if what.shared > SHARED else [])
 
 
@@ -38,7 +41,7 @@ def compiled(folder: Path, jobs: list[Job]) -> dict[str, Any]:
     out = folder / "variants.json"
     subprocess.run([sys.executable, "-m", "tests.offline", str(out), json.dumps(jobs)], check=True, env=env, cwd=ROOT)
     report: dict[str, Any] = json.loads(out.read_text())
-    report["variants"] = [Variant(*row[:3], Resources(*row[3])) for row in report["variants"]]
+    report["variants"] = [Variant(*row[:2], Job(*row[2]), Resources(*row[3])) for row in report["variants"]]
     return report
 
 
@@ -52,7 +55,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def check(variants: list[Variant]) -> None:
-    assert not [(row, found) for row in variants if (found := faults(row.resources))]
+    assert not [(row, found) for row in variants if (found := faults(row.resources, row.job.architecture))]
     assert {row.kernel for row in variants} == set(offline.LAUNCHED)
 
 
@@ -62,9 +65,9 @@ def test_the_kernels_of_an_8b_model_compile_without_spills(report: dict[str, Any
 
 def test_a_kernel_that_spills_or_needs_too_much_shared_memory_is_found(report: dict[str, Any]) -> None:
     spills, transposes = (Resources(*report["planted"][name]) for name in ("spills", "transposes"))
-    assert any("local" in fault for fault in faults(spills))
+    assert any("local" in fault for fault in faults(spills, 90))
     assert transposes.shared >= 300 * 1024
-    assert any("shared" in fault for fault in faults(transposes))
+    assert any("shared" in fault for fault in faults(transposes, 90))
 
 
 @pytest.mark.slow
