@@ -158,11 +158,17 @@ def record(name: str, kind: str, device: str = "cuda:0", length: int = 8192) -> 
 
 # ----------------------------------------------------------------------------------------------------------- compiling
 class Resources(NamedTuple):
-    """What a compiled kernel takes: registers and bytes of local memory per thread, shared memory per program."""
+    """What a compiled kernel takes: registers and bytes of local memory per thread, shared memory per program.
+
+    loads   16-byte loads that a thread has in flight at most: issued, and the value not used yet
+    copies  instructions that copy to shared memory in advance
+    """
 
     registers: int
     local: int
     shared: int
+    loads: int
+    copies: int
 
 
 class Driver:
@@ -210,20 +216,40 @@ def resources(compiled: Any) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return Resources(found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared)
+    return Resources(
+        found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared, in_flight(text), text.count("LDGSTS")
+    )
+
+
+def in_flight(code: str) -> int:
+    """Return the most 16-byte loads that are in flight at once, from the machine code in its order."""
+    waiting: set[int] = set()  # the first of the four registers of each load
+    most = 0
+    for line in code.splitlines():
+        used = [int(number) for number in re.findall(r"\bR(\d+)\b", line)]
+        if re.search(r"\bLDG\.E(\.\w+)*\.128", line):
+            waiting.add(used[0])
+            most = max(most, len(waiting))
+        elif "LDG" not in line:
+            waiting = {first for first in waiting if not any(first <= number < first + 4 for number in used)}
+    return most
 
 
 class Job(NamedTuple):
-    """What to compile: the launches of a model, all or those of some kernels, with a cache of `length` tokens."""
+    """What to compile: the launches of a model, all or those of some kernels, with a cache of `length` tokens.
+
+    stages  None: as launched; otherwise in place of BlockSizes.stages
+    """
 
     architecture: int
     model: str
     kind: str
     length: int = 8192
     kernels: Sequence[str] = ()
+    stages: int | None = None
 
 
 class Variant(NamedTuple):
@@ -241,6 +267,8 @@ def variants(jobs: Iterable[Job]) -> Iterator[Variant]:
     for job in jobs:
         for launch in record(job.model, job.kind, length=job.length):
             if not job.kernels or launch.kernel in job.kernels:
+                if job.stages:
+                    launch.constants["STAGES"] = job.stages
                 compiled = compile(launch, job.architecture)
                 if compiled.hash not in found:
                     found.add(compiled.hash)

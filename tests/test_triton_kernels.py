@@ -110,12 +110,18 @@ def test_an_unpacked_weight_is_the_dequantized_weight(
     assert torch.equal(kernels.unpack(layer.packed, dtype), layer.weight.to(dtype))
 
 
-@pytest.mark.parametrize("blocks", [BlockSizes(2, 32, 1), BlockSizes(4, 64, 2), BlockSizes(8, 256, 4)])
-def test_block_sizes_change_only_the_rounding(blocks: BlockSizes) -> None:
-    weight, values, _ = a_weight(11, 100, None)
+@pytest.mark.parametrize(
+    ("scheme", "blocks"),
+    [
+        *((None, blocks) for blocks in (BlockSizes(2, 32, 1), BlockSizes(4, 64, 2, 2), BlockSizes(8, 256, 4))),
+        *((scheme, BlockSizes(4, 32, 1, stages)) for scheme in ("int8", "int4") for stages in (1, 2)),
+    ],
+)
+def test_block_sizes_change_only_the_rounding(scheme: str | None, blocks: BlockSizes) -> None:
+    weight, values, _ = a_weight(11, 100, scheme)
     x = noise(100)
     y = kernels.linear(weight, x, torch.empty(11, device=DEVICE), blocks=blocks)
-    assert error(y, values @ x.double()) < 1e-6
+    assert error(y, values @ x.double()) < (1e-4 if weight.bits == 4 else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
