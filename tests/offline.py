@@ -162,6 +162,7 @@ class Resources(NamedTuple):
 
     loads   16-byte loads that a thread has in flight at most: issued, and the value not used yet
     copies  instructions that copy to shared memory in advance
+    Both are 0 unless the machine code is read, which takes 0.1 s.
     """
 
     registers: int
@@ -209,14 +210,14 @@ def compile(launch: Launch, architecture: int, kernel: Any = None) -> Any:
     return kernel.warmup(*args, grid=(1,), **launch.constants)
 
 
-def resources(compiled: Any) -> Resources:
+def resources(compiled: Any, with_code: bool = False) -> Resources:
     """Return what ptxas assigned, read from the binary."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", *["--dump-sass"] * with_code, file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return Resources(
@@ -272,7 +273,12 @@ def variants(jobs: Iterable[Job]) -> Iterator[Variant]:
                 compiled = compile(launch, job.architecture)
                 if compiled.hash not in found:
                     found.add(compiled.hash)
-                    yield Variant(launch.kernel, launch.constants, job, resources(compiled))
+                    yield Variant(
+                        launch.kernel,
+                        launch.constants,
+                        job,
+                        resources(compiled, launch.constants.get("BITS") in (4, 8)),
+                    )
 
 
 def planted(architecture: int = 90) -> dict[str, Resources]:
