@@ -78,7 +78,8 @@ SPEAKS = (
     "TypeAdapter",
     "namedtuple",
 )
-SLOW = "tests/test_triton_kernels.py"  # takes a quarter of the time and tests a file that is not mutated
+# These take a quarter of the time and test a file that is not mutated.
+SLOW = ("tests/test_triton_kernels.py", "tests/test_triton_compile.py")
 STYLE = {
     "set_xlim", "set_ylim", "set_zlim", "set_xticks", "set_yticks", "set_zticks", "set_xticklabels", "set_yticklabels",
     "set_aspect", "set_title", "set_xlabel", "set_ylabel", "set_zlabel", "axhline", "axvline", "axhspan", "axvspan",
@@ -431,7 +432,11 @@ def make_map(target: Path, jobs: int, arguments: list[str]) -> None:
                     for number in numbers:
                         found[file][number].add(entry["test"])
 
-        run("lines", [copy, site, copy / "scripts"], ["-n", str(jobs), f"--ignore={SLOW}", *arguments])
+        run(
+            "lines",
+            [copy, site, copy / "scripts"],
+            ["-n", str(jobs), *(f"--ignore={name}" for name in SLOW), *arguments],
+        )
         if failed := [test for test, entry in tests.items() if entry["outcome"] == "failed"]:
             run("again", [copy, copy / "scripts"], ["-n", "1", *failed])
         if not tests:

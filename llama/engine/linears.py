@@ -5,7 +5,7 @@ A decoding step spends most of its time on reading weights, so a quarter of the 
     nn.Linear      any device and dtype; PyTorch
     FewRowsLinear  bfloat16 on a CPU; a C++ kernel for a few rows
     TileLinear     4 or 8 bits on a CPU; a C++ kernel for any number of rows
-    BlockLinear    4 or 8 bits on a GPU; a Triton kernel for one row
+    BlockLinear    4 or 8 bits on a GPU; Triton kernels for one row, and to dequantize the weight for more
 """
 
 from __future__ import annotations
