@@ -30,7 +30,7 @@ from .engine.linears import SkipInit, check_quantized, make_embedding, make_line
 from .engine.parallel import World, share
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
 from .engine.quantized_weight import QuantizedWeight
-from .engine.runtime import pick_dtype
+from .engine.runtime import no_cudnn_attention, pick_dtype
 from .engine.sharding import ShardedCheckpoint
 from .errors import CheckpointError, UsageError
 from .hub import DEFAULT, resolve
@@ -334,6 +334,8 @@ def fill_layer(model: Transformer, name: str, layer: nn.Module, plan: Plan) -> N
 def attach_runner(model: Transformer, plan: Plan) -> Transformer:
     """Set the runner that executes the model as the options ask; returns the model."""
     options, device = plan.options, plan.placement.output
+    if "cuda" in {part.type for part in (*plan.placement.layers, device)}:
+        no_cudnn_attention()
     settings: dict[str, Any] = {
         "cache_kind": options.kv_cache,
         "check_memory": memory.check_growth if options.check_memory else None,

@@ -222,10 +222,10 @@ def test_the_fused_decoder_computes_the_logits_of_the_plain_model(changes: dict[
     cache = fused.new_cache(20)
     parts = [fused(tokens[:, first:last], cache=cache) for first, last in ((0, 4), (4, 7), (7, 8))]
     assert error(torch.cat(parts, 1), expected[:, :8]) < 1e-5
-    step = fused.runner.step_for(fused, cache)
-    step.token.copy_(tokens[:, 8:])
-    step.position.fill_(8)
-    assert error(step.next_logits(fused, cache), expected[0, 8]) < 2e-5
+    step = fused.runner.step_for(cache, torch.tensor([8], device=DEVICE))
+    step.tokens.copy_(tokens[:, 8:])
+    cache.place_next()
+    assert error(step.next_logits(fused, cache)[0], expected[0, 8]) < 2e-5
     plain_cache: KVCache = plain.new_cache(20)
     plain(tokens, cache=plain_cache)
     assert error(cache.k[..., :9, :], plain_cache.k[..., :9, :]) < 1e-5

@@ -3,13 +3,15 @@
 A CUDA device works asynchronously. Reading each new token before the next step is launched would leave the device idle
 in between. So the token stays on the device, where it is the next step's input, and the host reads it some steps
 later. Steps that were launched beyond a stop are discarded. A CUDA graph launches the few hundred kernels of a step by
-one call.
+one call; it is captured for one cache, and again when the cache or the table of RoPE has grown.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,11 +26,16 @@ AHEAD = 2  # such groups that may be in flight while one is read
 
 
 class GraphRunner(Runner):
-    """Decodes one text by replaying a CUDA graph. Frequencies that depend on the length, and batches, run eagerly."""
+    """Decodes a text or a batch by replaying CUDA graphs. Frequencies that depend on the length are computed eagerly.
+
+    Threads may share it: `turn` lets one pass at a time use the buffers of a graph.
+    """
 
     def __init__(self, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(cache_kind, check_memory)
         self._steps: WeakKeyDictionary[KVCache, GraphStep] = WeakKeyDictionary()
+        self._lock = RLock()
+        self._last: torch.cuda.Event | None = None  # the end of the last pass
 
     def decode(
         self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
@@ -37,31 +44,60 @@ class GraphRunner(Runner):
             yield from super().decode(model, logits, cache, steps, choose)
             return
         start, yielded = cache.length, 0
-        step = self.step_for(model, cache)
-        step.position.fill_(start)
+        step = self.step_for(cache, torch.full((1,), start, device=cache.device))
         choices: list[tuple[Tensor, ...]] = []
         pending: deque[PendingTokens] = deque()
         try:
             for count in range(steps):
                 if count:
-                    logits = step.next_logits(model, cache)
+                    cache.place_next()
+                    logits = step.next_logits(model, cache)[0]  # (V,)
+                    cache.commit()
                 choices.append(choose(logits))
-                step.token.copy_(choices[-1][0][None])
-                if count in (0, steps - 1) or len(choices) == STRIDE:
+                step.tokens.copy_(choices[-1][0][None])
+                at_once = count in (0, steps - 1)  # the first token is read before the second step is launched
+                if at_once or len(choices) == STRIDE:
                     pending.append(PendingTokens(choices))
                     choices = []
-                while pending and (len(pending) > AHEAD or count == steps - 1):
+                while pending and (at_once or len(pending) > AHEAD):
                     for values in pending.popleft().read():
                         yielded += 1
                         yield values
         finally:  # while the loop runs, the cache is ahead of what was yielded
             cache.trim(min(cache.length, start + max(0, yielded - 1)))
 
-    def step_for(self, model: Transformer, cache: KVCache) -> GraphStep:
-        """The step recorded for a cache, or a new one. It is kept, so that the next answer reuses the graph."""
-        if cache not in self._steps:
-            self._steps[cache] = GraphStep(self, model, cache.device)
-        return self._steps[cache]
+    def batch_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        step = self.step_for(cache, positions)
+        step.tokens.copy_(tokens)
+        return step.next_logits(model, cache)
+
+    def step_for(self, cache: KVCache, positions: Tensor) -> GraphStep:
+        """The step of a cache, set to these positions. It is kept, so that the next answer reuses its graph."""
+        with self._lock:
+            if cache not in self._steps:
+                self._steps[cache] = GraphStep(self, cache, positions)
+            step = self._steps[cache]
+        with torch.inference_mode():
+            step.positions.copy_(positions)
+        return step
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        """Wait until no other thread, and no other stream of the device, uses the buffers; make the device current."""
+        with self._lock:
+            if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+                yield
+                return
+            with torch.cuda.device(device):
+                stream = torch.cuda.current_stream(device)
+                if self._last is None:
+                    self._last = torch.cuda.Event()
+                else:
+                    stream.wait_event(self._last)
+                try:
+                    yield
+                finally:
+                    self._last.record(stream)
 
 
 class PendingTokens:
@@ -75,7 +111,7 @@ class PendingTokens:
             for here, there in zip(self.columns, columns, strict=True):
                 here.copy_(there, non_blocking=True)
             self.arrived = torch.cuda.Event()
-            self.arrived.record()
+            self.arrived.record(torch.cuda.current_stream(columns[0].device))  # not that of the current device
 
     def read(self) -> list[list[Any]]:
         """The values of each step. Waits for these steps, not for later ones."""
@@ -85,52 +121,54 @@ class PendingTokens:
 
 
 class GraphStep:
-    """One decoding step: `token` (1, 1) at `position` (1,) -> logits (V,).
+    """One decoding step: `tokens` (B, 1) at `positions`, (1,) or (B, 1) -> logits (B, V). Positions advance by one.
 
-    On a CUDA device it is captured in a graph and replayed, until the cache or the table of RoPE has grown.
+    On a CUDA device it is captured in a graph and replayed, until the cache, the table of RoPE or the weights are other
+    tensors.
     """
 
-    def __init__(self, runner: Runner, model: Transformer, device: torch.device):
-        self._next_logits = runner.next_logits
-        self.token = torch.zeros(1, 1, dtype=torch.long, device=device)
-        self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self._captures = device.type == "cuda"
+    def __init__(self, runner: GraphRunner, cache: KVCache, positions: Tensor):
+        self.runner, self.device = runner, cache.device
+        self.tokens = torch.zeros(cache.batch, 1, dtype=torch.long, device=self.device)
+        self.positions = torch.zeros_like(positions)
+        self._captures = self.device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._slots, self._table = 0, model.rope.table  # those of the captured graph
+        self._memory = (0, 0)  # what the graph reads: the number of slots, the address of the weights,
+        self._table: tuple[Tensor, ...] = ()  # and the table of RoPE
         self._logits = torch.empty(0)
 
     def next_logits(self, model: Transformer, cache: KVCache) -> Tensor:
-        """The logits after `token`, whose key and value enter the cache. The next call overwrites them."""
-        cache.place_next()
+        """The logits after `tokens`, whose keys and values enter the cache. The next call overwrites them."""
         if not self._captures:
             self._step(model, cache)
-        else:
-            if self._graph is None or self._slots != cache.slots or self._table is not model.rope.table:
+            return self._logits
+        with self.runner.turn(self.device):
+            memory = cache.slots, model.norm.weight.data_ptr()
+            if self._graph is None or self._memory != memory or self._table is not model.rope.table:
                 self._capture(model, cache)
+                self._memory, self._table = memory, model.rope.table
             self._graph.replay()  # type: ignore[union-attr]
-        cache.commit()
         return self._logits
 
     def _step(self, model: Transformer, cache: KVCache) -> None:
-        self._logits = self._next_logits(model, self.token, self.position, cache)[0]
-        self.position += 1
+        self._logits = self.runner.next_logits(model, self.tokens, self.positions, cache)
+        self.positions += 1
 
     def _capture(self, model: Transformer, cache: KVCache) -> None:
-        position = self.position.clone()
-        self._graph = capture(lambda: self._step(model, cache), lambda: self.position.copy_(position))
-        self._slots, self._table = cache.slots, model.rope.table
+        positions = self.positions.clone()
+        self._graph = capture(lambda: self._step(model, cache), lambda: self.positions.copy_(positions))
 
 
 def capture(step: Callable[[], object], restore: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Capture a CUDA graph of `step`. It runs twice before, and `restore` undoes the changes of a run."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-            restore()
-    torch.cuda.current_stream().wait_stream(stream)
+    """Capture a CUDA graph of `step` for the current device. It runs twice before; `restore` undoes a run's changes.
+
+    Those runs use the current stream, since a stream of their own would run beside other passes.
+    """
+    for _ in range(2):
+        step()
+        restore()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    stream = torch.cuda.Stream()  # the default stream of torch.cuda.graph is one for all threads
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attention import causal_mask, sdpa
 from ..cache import KVCache, LayerCache, MemoryCheck
 from ..errors import UsageError
 from ..model import Runner, Transformer, TransformerBlock
@@ -40,9 +39,9 @@ class FusedBlock(NamedTuple):
 class FusedRunner(GraphRunner):
     """Runs a model on a CUDA device by fused kernels, with buffers of its own. Move or cast the model before.
 
-    The kernels are compiled at their first run, which takes seconds; Triton keeps them on disk. Threads may run it at
-    once: a lock keeps the launches of one pass together, and results are copies, not buffers. Raises UsageError if the
-    model can't be run like this, or Triton is missing.
+    The kernels are compiled at their first run, which takes seconds; Triton keeps them on disk. Threads may share it:
+    a step takes its `turn`, and results are copies, not buffers. Raises UsageError if the model can't be run like this,
+    or Triton is missing.
     """
 
     def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
@@ -60,7 +59,7 @@ class FusedRunner(GraphRunner):
         self.q = like.new_empty(config.n_heads, config.head_dim)
         self.y = like.new_empty(config.n_heads, config.head_dim)
         self.inner = like.new_empty(config.hidden_dim)
-        self.lock = Lock()
+        self.flash = has_flash(like, config.head_dim)
         self.splits = Splits.empty(config.n_heads, config.n_kv_heads, config.head_dim, like.device)
 
     def run(
@@ -77,13 +76,14 @@ class FusedRunner(GraphRunner):
         model.rope.freqs_cis(positions[:0], end)  # reads no rows, but extends the table
         h = model.tok_embeddings(tokens)[0].contiguous()  # (T, C); a padded weight gives rows with gaps
         if len(h) == 1:
-            with self.lock:
+            with self.turn(h.device):
                 self.h.copy_(h[0])
                 self.step(model, positions, cache)
                 h = self.h[None].clone()
         else:
+            mask = None if self.flash else causal_mask(positions, torch.arange(cache.end, device=h.device))  # (T, S)
             for block, layer in zip(self.blocks, cache.layers, strict=True):
-                h = self.prompt(model, block, h, cache.length, layer, cache.end)
+                h = self.prompt(model, block, h, cache.length, layer, cache.end, mask)
         return kernels.rms_norm(h, model.norm.weight, self.eps)[None]
 
     def fits(self, model: Transformer, cache: KVCache) -> bool:
@@ -95,7 +95,7 @@ class FusedRunner(GraphRunner):
         if not self.fits(model, cache):
             return super().next_logits(model, tokens, positions, cache)
         model.rope.freqs_cis(positions[:0], min(cache.slots, model.max_seq_len))  # reads no rows, extends the table
-        with self.lock:
+        with self.turn(cache.device):
             self.h.copy_(model.tok_embeddings(tokens).view(-1))
             self.step(model, positions, cache)
             logits = torch.empty(model.config.vocab_size, dtype=torch.float32, device=self.h.device)  # (V,)
@@ -113,24 +113,45 @@ class FusedRunner(GraphRunner):
             kernels.linear(packed(block.down), self.inner, self.h, residual=self.h)
 
     def prompt(
-        self, model: Transformer, block: FusedBlock, h: Tensor, first: int, layer: LayerCache, end: int
+        self,
+        model: Transformer,
+        block: FusedBlock,
+        h: Tensor,
+        first: int,
+        layer: LayerCache,
+        end: int,
+        mask: Tensor | None,
     ) -> Tensor:
-        """A block for tokens `first` to `end`: h (T, C) -> (T, C)."""
-        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes 1.5 seconds
-
+        """A block for tokens `first` to `end`: h (T, C) -> (T, C). mask (T, S); None: by flash attention."""
         table: tuple[Tensor, Tensor] = model.rope.table  # type: ignore[assignment]
         k, v = layer.k, layer.v
         qkv = block.qkv(kernels.rms_norm(h, block.attention_norm, self.eps))  # (T, (H + 2 KV) D)
         q = kernels.rotate(qkv, table, first, k[0], v[0], self.heads)[None].transpose(1, 2)  # (1, H, T, D)
         k, v = k[:, :, :end], v[:, :, :end]  # (1, KV, S, D)
-        triangle = causal_lower_right(q.shape[2], end)  # flash attention supports it and needs no mask tensor
-        y = F.scaled_dot_product_attention(q, k, v, triangle, enable_gqa=q.shape[1] != k.shape[1])
+        y = flash_attention(q, k, v) if mask is None else sdpa(q, k, v, mask)  # (1, H, T, D)
         h = add_product(h, y.transpose(1, 2).flatten(-2)[0], block.wo)
         inner = kernels.swiglu(block.gate_up(kernels.rms_norm(h, block.ffn_norm, self.eps)))  # (T, F)
         return add_product(h, inner, block.down)
 
     def module_by_module(self) -> Runner:
         return Runner(self.cache_kind, self.check_memory)
+
+
+def has_flash(weight: Tensor, head_dim: int) -> bool:
+    """Whether flash attention runs in a weight's dtype on its device. It needs no mask, and keys are not repeated."""
+    if not weight.is_cuda or weight.dtype == torch.float32 or head_dim % 8 or head_dim > 256:
+        return False
+    return torch.cuda.get_device_capability(weight.device) >= (8, 0)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the last T of S tokens: q (B, H, T, D), k and v (B, KV, S, D) -> (B, H, T, D).
+
+    F.scaled_dot_product_attention would align the triangle with the first key, and may choose cuDNN, which prepares a
+    plan for each new T and S. This operator aligns it with the last key.
+    """
+    y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.0, is_causal=True)[0]
+    return y
 
 
 def check_model(model: Transformer) -> None:

@@ -78,7 +78,7 @@ def _load() -> bool:
         return False
     try:
         load(form)
-    except (OSError, RuntimeError, UsageError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, UsageError, ImportError, subprocess.SubprocessError) as error:
         _warn(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         return False
     for name, fake in (("linear_blocks", _fake_blocks), ("linear_bf16", _fake_bf16), ("attend", _fake_attend)):

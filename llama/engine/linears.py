@@ -224,7 +224,7 @@ def make_linear(
     if isinstance(weight, QuantizedWeight):
         if device.type == "cpu":
             return TileLinear(weight.tiles(), weight.shape, *weight.format, bias)
-        return BlockLinear(weight.blocks(), bias).to(device)
+        return BlockLinear(weight.blocks(device), bias).to(device)
     if not plain and device.type == "cpu" and weight.dtype == torch.bfloat16 and kernels.ready():
         return FewRowsLinear(weight, bias)
     rows, columns = weight.shape
@@ -263,9 +263,9 @@ def quantize_(model: Transformer, scheme: str) -> Transformer:
     for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
         weight = linear.weight.detach()
         check_quantized(scheme, weight.device)
-        source, shape = weight.cpu(), (linear.out_features, linear.in_features)
+        shape = linear.out_features, linear.in_features
         tied = name == "output" and weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
-        quantized = QuantizedWeight.from_float(source.__getitem__, shape, scheme_for(name, chosen).format)
+        quantized = QuantizedWeight.from_float(weight.__getitem__, shape, scheme_for(name, chosen).format)
         layer = make_linear(quantized, weight.device, linear.bias)
         model.set_submodule(name, layer)
         if tied:

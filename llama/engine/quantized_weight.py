@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,20 +14,22 @@ from ..quant.rounding import check_range, check_scales, clips_of, quantize
 from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
 
-PIECE = 2**18  # entries that are quantized or packed at a time
+PIECE = 2**18  # entries that are quantized or packed at a time,
+LARGE_PIECE = 2**24  # and on a GPU, where each operation takes a launch
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A quantized weight (N, K), read on demand.
 
-    rows   returns the rows in a slice
+    rows   returns the rows in a slice, on a device; float weights are quantized there
     tiles  returns all rows, packed for the C++ kernels
     """
 
     shape: tuple[int, int]
     format: BlockFormat
-    rows: Callable[[slice], Blocks]
+    rows: Callable[[slice, torch.device], Blocks]
     tiles: Callable[[], Tensor]
     is_zero: Callable[[], bool] = lambda: True  # whether all entries are 0; only a weight that is being quantized knows
 
@@ -36,15 +39,15 @@ class QuantizedWeight:
     ) -> QuantizedWeight:
         """A float weight, quantized piece by piece when it is read. `read` returns the rows in a slice."""
 
-        def rows(part: slice) -> Blocks:
-            return quantize(read(part), format)
+        def rows(part: slice, device: torch.device) -> Blocks:
+            return quantize(read(part).to(device), format)
 
         def is_zero() -> bool:
             return not any(bool(read(part).any()) for part in _pieces(shape))
 
         def tiles() -> Tensor:
             if not kernels.ready():
-                return pack_rows(rows, shape)
+                return pack_rows(partial(rows, device=CPU), shape)
             scale = offset = 0.0
             out = torch.empty(-(-shape[0] // TILE), tile_bytes(shape[1], *format), dtype=torch.uint8)
             for part in _pieces(shape):
@@ -66,11 +69,12 @@ class QuantizedWeight:
     ) -> QuantizedWeight:
         """A weight that is stored quantized, used unchanged. tiles: the packed weight, if the file has it."""
         packed = (lambda: pack_rows(rows, shape)) if tiles is None else (lambda: tiles)
-        return cls(shape, rows(slice(0, 1)).format, rows, packed)
+        return cls(shape, rows(slice(0, 1)).format, lambda part, device: rows(part).to(device), packed)
 
-    def blocks(self) -> Blocks:
-        """All rows, unpacked."""
-        parts = [self.rows(part) for part in _pieces(self.shape)]
+    def blocks(self, device: torch.device = CPU) -> Blocks:
+        """All rows, unpacked, on a device."""
+        pieces = _pieces(self.shape, PIECE if device.type == "cpu" else LARGE_PIECE)
+        parts = [self.rows(part, device) for part in pieces]
         offsets = [part.offset for part in parts if part.offset is not None]
         if self.format.group:
             scale = max(float(part.scale.max()) for part in parts)
@@ -95,8 +99,8 @@ def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int]) -> Tensor
     return out
 
 
-def _pieces(shape: tuple[int, int]) -> list[slice]:
-    """The rows of a weight in slices of about PIECE entries, in complete tiles."""
+def _pieces(shape: tuple[int, int], entries: int = PIECE) -> list[slice]:
+    """The rows of a weight in slices of about this many entries, in complete tiles."""
     rows, columns = shape
-    step = max(TILE, PIECE // columns // TILE * TILE)
+    step = max(TILE, entries // columns // TILE * TILE)
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]

@@ -66,6 +66,15 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     return torch.bfloat16
 
 
+def no_cudnn_attention() -> None:
+    """Exclude cuDNN from PyTorch's attention on CUDA devices, for this process.
+
+    On recent GPUs PyTorch prefers cuDNN, which prepares a plan for each new shape: tens of milliseconds for each length
+    of a prompt. Flash and memory-efficient attention remain.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def set_threads(count: int | None) -> None:
     """Set the number of threads per operation; None: PyTorch's choice, one for each available core."""
     if count is None:

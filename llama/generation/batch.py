@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..cache import KVCache
+from ..engine.cuda_graphs import PendingTokens
 from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
 from ..generate import Token, check_extreme, generate, prefill, random_generator, room_for, seen_ids
@@ -146,6 +148,7 @@ class Batch:
             yield from self._one_by_one()
             return
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
+        self.rows: KVCache | None = None  # the rows of the cache that a step uses
         waiting = True  # whether there may be requests without a slot
         while True:
             while waiting and (free := [slot for slot in self.slots if slot.sequence is None]):
@@ -206,12 +209,11 @@ class Batch:
     def _step(self) -> Iterator[Event]:
         """One token for each row."""
         logits = self._next_logits()  # (B, V)
-        most_probable = logits.argmax(-1, keepdim=True)  # (B, 1)
-        best = zip(most_probable[:, 0].tolist(), extreme(logits).tolist(), strict=True)
-        for slot, row_logits, choice in list(zip(self.slots, logits, best, strict=False)):
+        best = PendingTokens([(logits.argmax(-1), extreme(logits))]).read()  # (id, extreme) of each row, read together
+        for slot, row_logits, (id, top) in list(zip(self.slots, logits, best, strict=False)):
             if slot.sequence is not None:
                 slot.ids.append(slot.next)
-                yield from self._choose_next(slot, row_logits, choice)
+                yield from self._choose_next(slot, row_logits, (id, top))
 
     @torch.inference_mode()
     def _next_logits(self) -> Tensor:
@@ -223,7 +225,9 @@ class Batch:
         positions = (
             positions[0] if B == 1 else positions
         )  # (T,) if B is 1: code compiled for a single text expects this shape
-        return self.model.runner.next_logits(self.model, tokens, positions, self.cache.rows(0, B))[:, : self.n_vocab]
+        if self.rows is None or (self.rows.batch, self.rows.slots) != (B, self.cache.slots):
+            self.rows = self.cache.rows(0, B)  # one object as long as its shape fits: a CUDA graph belongs to a cache
+        return self.model.runner.batch_logits(self.model, tokens, positions, self.rows)[:, : self.n_vocab]
 
     @property
     def _width(self) -> int:

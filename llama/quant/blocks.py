@@ -60,6 +60,10 @@ class Blocks(NamedTuple):
             weight.add_(self.offset[..., None])
         return weight.flatten(1)[:, :columns]
 
+    def to(self, device: torch.device) -> Blocks:
+        offset = None if self.offset is None else self.offset.to(device)
+        return self._replace(quants=self.quants.to(device), scale=self.scale.to(device), offset=offset)
+
     def rows(self, index: Tensor | slice) -> Blocks:
         """A selection of the rows, in the order of `index`."""
         return self._replace(

@@ -1,0 +1,201 @@
+"""CUDA tensors on a machine without CUDA: tensors with shapes, dtypes and devices, but without data.
+
+PyTorch's FakeTensorMode computes only these three, so the real code runs on device "cuda". An operation on tensors of
+two devices raises an error, and `Watch` raises one when the host waits for the device. PyTorch's CPU build has no guard
+that switches CUDA devices; GUARD registers one that does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llama.engine import kernels
+from llama.engine.placement import Placement
+from llama.model import Transformer
+
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+using c10::DeviceType;
+static const c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> guard;
+extern "C" void set(int on) {
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(on ? &guard : nullptr);
+}
+"""
+CUDA = torch.device("cuda", 0)
+
+
+class WaitError(Exception):
+    """The host waits for the device."""
+
+
+@contextmanager
+def guard(folder: Path) -> Iterator[None]:
+    """Register the guard. Compiling it takes two seconds."""
+    if torch.version.cuda is not None:  # this build has its own
+        yield
+        return
+    source, library, torch_folder = folder / "guard.cpp", folder / "guard.so", Path(torch.__file__).parent
+    source.write_text(GUARD)
+    flags = ["-std=c++20", "-shared", "-fPIC", "-w", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+    subprocess.run([str(kernels.compiler()), *flags, str(source), "-o", str(library), "-lc10"], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.set(1)
+    try:
+        yield
+    finally:
+        loaded.set(0)
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, and raises WaitError where the host would wait for a CUDA device.
+
+    operations  the names of all operations so far
+    answers     values to return where the host reads one number; then reading does not raise, and `reads` counts
+    """
+
+    def __init__(self, answers: Callable[[torch.dtype], float] | None = None):
+        super().__init__()
+        self.operations: list[str] = []
+        self.answers, self.reads = answers, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        self.operations.append(name)
+        if name == "aten::_local_scalar_dense":
+            if args[0].is_cuda and self.answers is None:
+                raise WaitError(f"the value of a tensor {tuple(args[0].shape)} is read")
+            self.reads += args[0].is_cuda
+            answer = 0.0 if self.answers is None else self.answers(args[0].dtype)
+            return answer if args[0].dtype.is_floating_point else int(answer)
+        target = kwargs.get("device") if name == "aten::_to_copy" else None
+        if name == "aten::copy_":
+            args, kwargs = (*args[:2], *args[2:]), kwargs
+            target, source = args[0].device, args[1]
+            blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        elif target is not None:
+            source, blocking = args[0], not kwargs.get("non_blocking", False)
+        if target is not None and source.is_cuda and torch.device(target).type == "cpu" and blocking:
+            raise WaitError(f"a tensor {tuple(source.shape)} is copied to the host")
+        return func(*args, **kwargs)
+
+
+def to_fake(model: Transformer, mode: FakeTensorMode, placement: Placement | None = None) -> Transformer:
+    """Replace the parameters, buffers and the RoPE table of a model by fake tensors, on one GPU or by a placement."""
+    with mode:
+        for name, module in model.named_modules():
+            device = CUDA if placement is None else placement.device_of(name) if name else CUDA
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None:
+                        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                        tensors[key] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
+    model.rope.table = tuple(mode.from_tensor(table) for table in model.rope.table)
+    return model
+
+
+class FakeKernel:
+    """Replaces a Triton kernel: checks that its tensors are contiguous and on one device, and records the call."""
+
+    def __init__(self, name: str, calls: list[tuple[str, torch.device]]):
+        self.name, self.calls = name, calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(isinstance(n, int) and n > 0 for n in grid), grid
+
+        def launch(*args: Any, **options: Any) -> None:
+            tensors = [arg for arg in (*args, *options.values()) if isinstance(arg, Tensor)]
+            devices = {tensor.device for tensor in tensors}
+            assert len(devices) == 1, f"{self.name}: tensors on {devices}"
+            (device,) = devices
+            assert device.type == "cuda", f"{self.name}: a tensor on the CPU"
+            assert torch.cuda.current_device() == device.index, f"{self.name}: launched on another device"
+            self.calls.append((self.name, device))
+
+        return launch
+
+
+class FakeRuntime:
+    """Replaces the parts of torch.cuda that the package uses: streams, events, graphs, the current device."""
+
+    def __init__(self) -> None:
+        self.device, self.capturing, self.waits, self.graphs, self.replays = 0, False, 0, 0, 0
+        runtime = self
+
+        class Stream:
+            def __init__(self, device: torch.device | int | None = None):
+                self.device = torch.device("cuda", runtime.index(device))
+
+            def wait_event(self, event: Event) -> None:
+                assert not runtime.capturing
+
+        class Event:
+            def __init__(self) -> None:
+                self.recorded: torch.device | None = None
+
+            def record(self, stream: Stream) -> None:
+                assert not runtime.capturing
+                self.recorded = stream.device
+
+            def synchronize(self) -> None:
+                assert self.recorded is not None
+                runtime.waits += 1
+
+        class Graph:
+            def __init__(self) -> None:
+                self.device = runtime.device
+                runtime.graphs += 1
+
+            def replay(self) -> None:
+                assert not runtime.capturing
+                assert runtime.device == self.device, "replayed on another device"
+                runtime.replays += 1
+
+        self.Stream, self.Event, self.CUDAGraph = Stream, Event, Graph
+
+    def index(self, device: torch.device | int | None) -> int:
+        if isinstance(device, torch.device):
+            return self.device if device.index is None else device.index
+        return self.device if device is None else device
+
+    @contextmanager
+    def switch(self, device: Any) -> Iterator[None]:
+        before, self.device = self.device, self.index(device)
+        try:
+            yield
+        finally:
+            self.device = before
+
+    @contextmanager
+    def graph(self, graph: Any, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+        assert stream is not None, "torch.cuda.graph would use one stream for all threads"
+        assert not self.capturing
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+    def install(self, patch: Any) -> None:
+        for name, value in {
+            "Stream": self.Stream,
+            "Event": self.Event,
+            "CUDAGraph": self.CUDAGraph,
+            "graph": self.graph,
+            "device": self.switch,
+            "device_of": lambda tensor: self.switch(tensor.device if tensor.is_cuda else None),
+            "current_stream": self.Stream,
+            "current_device": lambda: self.device,
+            "is_current_stream_capturing": lambda: self.capturing,
+            "get_device_capability": lambda device=None: (9, 0),
+        }.items():
+            patch.setattr(torch.cuda, name, value)
