@@ -60,32 +60,33 @@ class Watch(TorchDispatchMode):
     """Counts operations, and raises WaitError where the host would wait for a CUDA device.
 
     operations  the names of all operations so far
-    answers     values to return where the host reads one number; then reading does not raise, and `reads` counts
+    answers     values to return where the host reads one number. Then nothing raises; `reads` and `copies` count
     """
 
     def __init__(self, answers: Callable[[torch.dtype], float] | None = None):
         super().__init__()
         self.operations: list[str] = []
-        self.answers, self.reads = answers, 0
+        self.answers, self.reads, self.copies = answers, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
+        if name == "prim::device":
+            return func(*args, **kwargs)
         self.operations.append(name)
-        if name == "aten::_local_scalar_dense":
+        if name in ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero"):
             if args[0].is_cuda and self.answers is None:
                 raise WaitError(f"the value of a tensor {tuple(args[0].shape)} is read")
             self.reads += args[0].is_cuda
             answer = 0.0 if self.answers is None else self.answers(args[0].dtype)
             return answer if args[0].dtype.is_floating_point else int(answer)
-        target = kwargs.get("device") if name == "aten::_to_copy" else None
-        if name == "aten::copy_":
-            args, kwargs = (*args[:2], *args[2:]), kwargs
-            target, source = args[0].device, args[1]
-            blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        elif target is not None:
-            source, blocking = args[0], not kwargs.get("non_blocking", False)
-        if target is not None and source.is_cuda and torch.device(target).type == "cpu" and blocking:
-            raise WaitError(f"a tensor {tuple(source.shape)} is copied to the host")
+        if name in ("aten::_to_copy", "aten::to", "aten::copy_"):
+            target = args[0].device if name == "aten::copy_" else kwargs.get("device")
+            source, late = args[name == "aten::copy_"], kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            if target is not None and torch.device(target).type == "cpu" and source.is_cuda and late is not True:
+                if self.answers is None:
+                    raise WaitError(f"a tensor {tuple(source.shape)} is copied to the host")
+                self.copies += 1
+            source.constant = None  # a known single value would be copied to a real device
         return func(*args, **kwargs)
 
 
@@ -93,10 +94,10 @@ def to_fake(model: Transformer, mode: FakeTensorMode, placement: Placement | Non
     """Replace the parameters, buffers and the RoPE table of a model by fake tensors, on one GPU or by a placement."""
     with mode:
         for name, module in model.named_modules():
-            device = CUDA if placement is None else placement.device_of(name) if name else CUDA
             for tensors in (module._parameters, module._buffers):
                 for key, tensor in tensors.items():
                     if tensor is not None:
+                        device = CUDA if placement is None else placement.device_of(f"{name}.{key}")
                         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                         tensors[key] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
     model.rope.table = tuple(mode.from_tensor(table) for table in model.rope.table)

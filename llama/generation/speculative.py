@@ -23,7 +23,6 @@ from threading import Lock
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
@@ -69,10 +68,12 @@ def acceptance(p: Tensor, drafted: DraftToken) -> float:
 def residual(p: Tensor, drafted: DraftToken) -> Tensor:
     """The distribution (V,) of the token that replaces a rejected one: max(p - q, 0), normalized."""
     x, q = drafted
-    q = F.one_hot(torch.tensor(x, device=p.device), len(p)) if q is None else q  # (V,)
+    if q is None:
+        q = torch.zeros_like(p)  # (V,)
+        q[x] = 1
     rest = (p - q).clamp(min=0)
     total = rest.sum()
-    return rest / total if total > 0 else p  # if p exceeds q nowhere, they are equal up to rounding
+    return torch.where(total > 0, rest / total, p)  # if p exceeds q nowhere, they are equal up to rounding
 
 
 def speculate(
