@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -327,19 +327,16 @@ def score_flops(config: ModelConfig, length: int) -> int:
     return 4 * length**2 * config.n_heads * config.head_dim * config.n_layers
 
 
-def flash(cudnn: bool) -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def flash(cudnn: bool) -> Iterator[None]:
     """Allow or forbid cuDNN's attention, which PyTorch takes first on some GPUs and which plans for each new shape."""
 
-    @contextlib.contextmanager
-    def setting() -> Iterator[None]:
-        before = torch.backends.cuda.cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        try:
-            yield
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(before)
-
-    return setting()
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 # -------------------------------------------------------------------------------------------------------- the ceilings
@@ -373,6 +370,14 @@ def ceilings(run: Run) -> Iterator[Row]:
     yield info(MATMUL, 2 * n**3 / spent / 1e12, "TFLOP/s", "790")
 
 
+def installed(name: str) -> bool:
+    """Whether a package can be imported."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+        return True
+    return False
+
+
 # --------------------------------------------------------------------------------------------------------- correctness
 def plain(run: Run) -> Iterator[Row]:
     """Compare the model as written on the device with the CPU in float32, at real widths."""
@@ -402,7 +407,7 @@ def plain(run: Run) -> Iterator[Row]:
 
 def quantized(run: Run) -> Iterator[Row]:
     """Compare quantized layers on the device, row by row and in a prompt, with the CPU in float32."""
-    length, cpu = 12 if run.tiny else 48, torch.device("cpu")
+    length, cpu = 5 if run.tiny else 48, torch.device("cpu")
     for size in SHAPES:
         config = dataclasses.replace(run.config(size, 1), vocab_size=64 if run.tiny else 8192)
         tokens = torch.tensor([ids(length, config)], device=run.device)
@@ -561,7 +566,7 @@ def gpu_layers(run: Run) -> Iterator[Row]:
     expected = random_model(run, config, run.dtype)(there)
     half = config.n_layers // 2
     model.runner = place(model, Placement(cpu, (cpu,) * half + (run.device,) * (config.n_layers - half), run.device))
-    if importlib.util.find_spec("platformdirs") is not None:  # names the folder of the C++ kernels
+    if installed("platformdirs"):  # it names the folder of the C++ kernels
         from llama.engine.cpu_attention import pick_attention
 
         for block in model.layers[:half]:
@@ -580,7 +585,7 @@ def gpu_layers(run: Run) -> Iterator[Row]:
 
 def quantizing(run: Run) -> Iterator[Row]:
     """Compare weights quantized on the device with those quantized on the CPU, and time a layer of 8B."""
-    if importlib.util.find_spec("platformdirs") is None or not computes_quantized(torch.device("cpu")):
+    if not installed("platformdirs") or not computes_quantized(torch.device("cpu")):
         yield info("quantizing", "skipped: the C++ kernels of the CPU need a compiler and platformdirs (--wheels)")
         return
     config = dataclasses.replace(run.config("8B", 1), vocab_size=64 if run.tiny else 8192)

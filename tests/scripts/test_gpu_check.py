@@ -1,24 +1,37 @@
-"""scripts/gpu_check.py without a GPU: every part runs, a failing part does not stop the others, limits work."""
+"""scripts/gpu_check.py without a GPU: rows are kept whatever happens to a part, and every limit can fail."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_parts import Part, Row, Run, info
 from torch.utils.flop_counter import FlopCounterMode
 
 from llama.attention import Attend, reference
 from llama.config import ModelConfig
+from llama.engine import kernels
 
 from .. import tiny
-from . import gpu_check
+from . import gpu_check, gpu_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CPU = gpu_check.Run(torch.device("cpu"), True, False)
+CPU = Run(torch.device("cpu"), True)
+GPU = Run(torch.device("cuda"))
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -27,97 +40,334 @@ def _without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-def check(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
-    out = tmp_path / "out.json"
-    code = gpu_check.main(["--device", "cpu", "--tiny", "--inline", "--out", str(out), *args])
-    return code, json.loads(out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+Check = Callable[..., tuple[int, dict[str, Any]]]
 
 
-@pytest.mark.slow  # other tests run some of the parts
-def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = check(tmp_path)
-    assert code == 0
-    assert report["failed"] == []
-    assert [part["part"] for part in report["parts"]] == list(gpu_check.PARTS)
-    assert all(part["rows"] and part["error"] is None for part in report["parts"])
-    judged = [row["what"] for part in report["parts"] for row in part["rows"] if row["passed"]]
-    for form in ("complex", "real", "half", "elementwise", "matrix"):
-        assert sum(f"rope {form}:" in what for what in judged) == 2
-    assert any("transformers" in what for what in judged)
-    assert any("temperature" in what for what in judged)
-    assert not any("share" in what or "times" in what for what in judged)  # speeds have no limit on a CPU
-    assert report["machine"]["torch"] == torch.__version__
-    assert "0 failed" in capsys.readouterr().out
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Run parts, given as generators, and return the exit code and the report."""
+
+    def run(parts: dict[str, Callable[[Run], Iterator[Row]]], *args: str, seconds: float = 5) -> tuple[int, Any]:
+        table = {name: Part(rows, "correctness", seconds) for name, rows in parts.items()}
+        monkeypatch.setattr(gpu_check, "PARTS", table)
+        code = gpu_check.main(["--device", "cpu", "--out", str(tmp_path), *args])
+        (file,) = tmp_path.glob("*.json")
+        return code, json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+    return run
 
 
-def test_a_part_runs_in_a_process_of_its_own_until_its_time_limit(tmp_path: Path) -> None:
-    found = gpu_check.in_a_process("ceilings", CPU, 60)
-    assert found["error"] is None
-    assert found["bandwidth"] > 1e6
-    assert found["matmul"] > 1e6
-    late = gpu_check.in_a_process("ceilings", CPU, 0.01)
-    assert late["error"].startswith("not finished after")
+def good(run: Run) -> Iterator[Row]:
+    yield info("first", 1.0)
+    yield info("second", math.nan)
 
 
-def test_a_failing_part_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(run: gpu_check.Run) -> list[gpu_check.Row]:
-        raise RuntimeError("the device\nfell off")
+def values(report: dict[str, Any], part: str) -> dict[str, Any]:
+    """Return the values of a part's rows, by name, without the seconds it took."""
+    return {row["what"]: row["value"] for row in report["parts"].get(part, []) if row["what"] != "finished"}
 
-    monkeypatch.setitem(gpu_check.PARTS, "8B", (broken, 1))
-    monkeypatch.setitem(gpu_check.PARTS, "fused", (lambda run: [gpu_check.at_most("error", math.nan, 1.0)], 1))
-    code, report = check(tmp_path, "--only", "8B", "fused", "speculative")
+
+# ---------------------------------------------------------------------------------------------------- rows are kept
+def test_every_row_is_on_disk_before_the_next_is_measured(tmp_path: Path, check: Check) -> None:
+    def counting(run: Run) -> Iterator[Row]:
+        for _ in range(3):
+            yield info(str(time.monotonic()), len((tmp_path / "rows.jsonl").read_bytes().splitlines()))
+
+    (tmp_path / "rows.jsonl").touch()
+    _, report = check({"counting": counting})
+    assert list(values(report, "counting").values()) == [0, 1, 2]
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [line["what"] for line in lines][-1] == "finished"
+    assert all({"part", "what", "value", "unit", "limit", "passed"} <= line.keys() for line in lines)
+
+
+def killed(run: Run) -> Iterator[Row]:
+    yield info("before", 1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hanging(run: Run) -> Iterator[Row]:
+    yield info("started", subprocess.Popen(["sleep", "600"]).pid)
+    time.sleep(600)
+
+
+def raising(run: Run) -> Iterator[Row]:
+    yield info("before", 1.0)
+    raise RuntimeError("the device\nfell off")
+
+
+def ending(run: Run) -> Iterator[Row]:
+    yield info("before", 1.0)
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        (killed, "the process ended with SIGKILL"),
+        (hanging, "not finished after 1 s"),
+        (raising, "RuntimeError: the device"),
+        (ending, "the process ended with 3"),
+    ],
+)
+def test_a_part_that_fails_keeps_its_rows_and_does_not_stop_the_others(
+    part: Callable[[Run], Iterator[Row]], why: str, check: Check
+) -> None:
+    began = time.perf_counter()
+    code, report = check({"bad": part, "good": good}, seconds=0.5)
     assert code == 1
-    assert report["failed"] == ["error", "8B: RuntimeError: the device"]
-    assert [part["part"] for part in report["parts"]] == ["ceilings", "8B", "fused", "speculative"]
-    assert report["parts"][-1]["rows"][0]["what"].startswith("1B")
+    assert time.perf_counter() - began < 10  # a part that hangs ends after twice its estimate
+    assert values(report, "bad").pop("error") == why
+    assert len(values(report, "bad")) == 2
+    assert values(report, "good") == {"first": 1.0, "second": "nan"}
+    assert report["failed"] == ["bad: error"]
 
 
-def test_parts_without_time_left_are_reported_as_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = check(tmp_path, "--minutes", "-1")
+def test_processes_that_a_part_has_started_end_with_it(check: Check) -> None:
+    _, report = check({"hanging": hanging}, seconds=0.3)
+    status = Path(f"/proc/{values(report, 'hanging')['started']}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_a_later_call_continues(check: Check, capfd: pytest.CaptureFixture[str]) -> None:
+    assert check({"bad": raising, "good": good, "new": good}, "--only", "bad", "good")[0] == 1
+    capfd.readouterr()
+    code, report = check({"bad": good, "good": raising, "new": good})  # now the first succeeds
     assert code == 0
-    assert all("skipped" in part["rows"][0]["what"] for part in report["parts"])
-    assert capsys.readouterr().out.count("skipped") == len(gpu_check.PARTS)
+    assert list(values(report, "bad")) == ["before", "first", "second"]  # the error of the first try is gone
+    assert "error" not in values(report, "good")  # it did not run again
+    ran = [line.split(":")[0].strip() for line in capfd.readouterr().out.splitlines() if ": finished" in line]
+    assert ran == ["new", "bad"]  # what failed comes last
+    assert check({"good": raising}, "--again")[0] == 1
 
 
-def test_without_a_gpu_it_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path, check: Check) -> None:
+    check({"good": good})
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"part": "good", "what": "thi')
+    code, report = check({"good": good, "other": good})
+    assert code == 0
+    assert values(report, "good") == values(report, "other") == {"first": 1.0, "second": "nan"}
+
+
+def test_a_part_starts_only_if_its_estimate_fits(check: Check, capfd: pytest.CaptureFixture[str]) -> None:
+    code, report = check({"good": good}, "--minutes", "0.5", seconds=31)
+    assert code == 0
+    assert report["parts"] == {}
+    out = capfd.readouterr().out
+    assert "*   31 good" in out
+    assert "good: left for another call; it takes about 31 s" in out
+
+
+def test_nothing_runs_after_the_ceilings_failed(check: Check) -> None:
+    code, report = check({"ceilings": raising, "good": good})
+    assert code == 1
+    assert list(report["parts"]) == ["ceilings"]
+
+
+def test_without_cuda_it_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(SystemExit):
-        gpu_check.main([])
-    assert "no CUDA device" in capsys.readouterr().err
+        gpu_check.main(["--out", str(tmp_path)])
+    assert "not built for CUDA" in capsys.readouterr().err
 
 
+def test_packages_are_imported_from_wheels(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "carried-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "NAME = 'from the wheel'")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def importing(run: Run) -> Iterator[Row]:
+        import carried  # type: ignore[import-not-found]
+
+        yield info("name", carried.NAME)
+
+    _, report = check({"importing": importing}, "--wheels", str(tmp_path))
+    assert values(report, "importing") == {"name": "from the wheel"}
+
+
+# ------------------------------------------------------------------------------------------------ every limit can fail
 def test_limits_decide_whether_a_result_passes() -> None:
-    assert gpu_check.at_least("", 0.85, 0.85).passed
-    assert not gpu_check.at_least("", 0.84, 0.85).passed
-    assert not gpu_check.at_least("", math.nan, 0.85).passed
-    assert gpu_check.at_most("", 0.01, 0.02).passed
-    assert not gpu_check.at_most("", math.nan, 0.02).passed
-    assert not gpu_check.holds("", False).passed
-    on_gpu = gpu_check.Run(torch.device("cuda"), False, False)
-    assert on_gpu.judge(gpu_check.at_least("", 0.1, 0.85)).passed is False
-    assert CPU.judge(gpu_check.at_least("", 0.1, 0.85)).passed is None
+    assert gpu_parts.at_least("", 0.85, 0.85).passed
+    assert not gpu_parts.at_least("", 0.84, 0.85).passed
+    assert not gpu_parts.at_least("", math.nan, 0.85).passed
+    assert gpu_parts.at_most("", 0.01, 0.02).passed
+    assert not gpu_parts.at_most("", math.nan, 0.02).passed
+    assert not gpu_parts.holds("", False).passed
+    assert GPU.judge(gpu_parts.at_least("", 0.1, 0.85)).passed is False
+    assert CPU.judge(gpu_parts.at_least("", 0.1, 0.85)).passed is None  # speeds have no limit on a CPU
+
+
+def spoiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the weights of each model that a function returns differ from those of the others."""
+    seeds = itertools.count(1)
+
+    def other(*args: Any, **options: Any) -> Any:
+        model, generator = function(*args, **options), torch.Generator().manual_seed(next(seeds))
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.mul_(1 + torch.randn(tensor.shape, generator=generator).to(tensor))
+        return model
+
+    return other
+
+
+# Rows of correctness that compare no two models; other tests show that NaN is an error.
+ALONE = ("NaN is an error", "caches are on the devices of their layers")
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "quantized", "tokens", "batch", "threads", "devices", "gpu layers", "quantizing"]
+)
+def test_every_check_of_correctness_passes_and_fails_with_other_weights(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "quantizing" and not kernels.ready():
+        pytest.skip("requires a C++ compiler")
+    rows = [row for row in gpu_parts.PARTS[name].rows(CPU) if row.passed is not None]
+    assert rows
+    assert [row.what for row in rows if not row.passed] == []
+    for helper in ("random_model", "copied"):
+        monkeypatch.setattr(gpu_parts, helper, spoiled(getattr(gpu_parts, helper)))
+    rows = [row for row in gpu_parts.PARTS[name].rows(CPU) if row.passed is not None]
+    assert [row.what for row in rows if row.passed and not row.what.endswith(ALONE)] == []
+
+
+def measured(**changed: float) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows whose values just meet every goal, except for factors on the decoding or the prefill of some parts."""
+    more, less = 1.00001, 0.99999
+    speeds = {
+        **{"8B bf16: fused": 110.0, "8B int8: fused": 176.0 * more, "8B int4: fused": 264.0 * more},
+        **{"8B bf16: Inductor": 100.0 * less, "1B bf16: fused": 120.0, "1B bf16: Inductor": 100.0 * less},
+        **{f"8B bf16: {way}": 110.0 * less for way in THEIRS},
+        **{f"1B bf16: {way}": 120.0 * less for way in THEIRS},
+    }
+    return {
+        part: {row: {"value": speed * changed.get(f"{part}, {row}", 1.0)} for row in ("decoding", "prefill of 4,096")}
+        for part, speed in speeds.items()
+    }
+
+
+THEIRS = ("transformers", "transformers without cuDNN")
+KEEP = "the fused kernels are fast enough to keep; otherwise delete them"
+
+
+@pytest.mark.parametrize(
+    ("slower", "failed"),
+    [
+        ("8B bf16: fused, decoding", {"8B bf16, fused over Inductor", KEEP}),
+        ("1B bf16: fused, decoding", {"1B bf16, fused over Inductor", KEEP}),
+        ("8B int8: fused, decoding", {"8B int8 over bf16"}),
+        ("8B int4: fused, decoding", {"8B int4 over bf16"}),
+        ("8B bf16: fused, prefill of 4,096", set()),
+        ("1B bf16: fused, prefill of 4,096", set()),
+    ],
+)
+def test_every_goal_that_compares_parts_can_fail(slower: str, failed: set[str]) -> None:
+    def failures(found: dict[str, dict[str, dict[str, Any]]]) -> set[str]:
+        return {row.what for row in gpu_check.decisions(found, GPU) if row.passed is False}
+
+    part, row = slower.split(", ", 1)
+    if "bf16" in part:
+        failed = failed | {f"{part[:7]}, {row}, over {theirs}" for theirs in THEIRS}
+    assert failures(measured()) == set()
+    assert failures(measured(**{slower: 0.9999})) == failed
+
+
+def test_speeds_that_were_not_measured_are_not_compared() -> None:
+    assert list(gpu_check.decisions({}, GPU)) == []
+    found = {part: rows for part, rows in measured().items() if part != "1B bf16: Inductor"}
+    assert KEEP not in [row.what for row in gpu_check.decisions(found, GPU)]
+
+
+@pytest.mark.parametrize(("size", "share"), [("8B", 0.85), ("1B", 0.78)])
+def test_the_shares_of_the_ceilings_have_limits(size: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "judge", lambda self, row: row)  # as on a GPU
+    for ceiling, passed in ((1.0, True), (1e30, False)):
+        run = Run(torch.device("cpu"), True, bandwidth=ceiling, matmul=ceiling)
+        monkeypatch.setattr(gpu_parts, "decode_s", lambda *args, **options: 1e-3)
+        rows = gpu_parts.PARTS[f"{size} bf16: fused"].rows(run)
+        judged = {row.what: (row.limit, row.passed) for row in rows if row.passed is not None}
+        assert judged == {
+            "share of the copy bandwidth": (f">= {share}", passed),
+            "prefill of 4,096: share of the matmul rate": (">= 0.7", passed),
+        }
+
+
+# ------------------------------------------------------------------------------------------------- measures and models
+def test_the_kernels_of_a_step_are_told_apart() -> None:
+    """Two layers, three steps: wo and down have the same name and grid and take turns."""
+    step = [("_qkv", 24), ("_attend", 8), ("_linear", 16), ("_linear", 56), ("_linear", 16)] * 2 + [("_linear", 99)]
+    took = [3.0, 1.0, 2.0, 7.0, 5.0] * 2 + [9.0]
+    runs = [(*launch, duration) for launch, duration in zip(step, took, strict=True)] * 3
+    launches = [gpu_parts.Launch(name, (grid, 1, 1), float(at), us) for at, (name, grid, us) in enumerate(runs)]
+    rows = gpu_parts.kernel_rows(reversed(launches), 3, 2, [30, 20, 70, 50, 90], 2e7)
+    times = {row.what: (row.value, row.unit) for row in rows if row.what.endswith("time")}
+    assert times == {
+        "_qkv (24, 1, 1) qkv: time": (3.0, "us, 2 in a step"),
+        "_attend (8, 1, 1): time": (1.0, "us, 2 in a step"),
+        "_linear (16, 1, 1) wo: time": (2.0, "us, 2 in a step"),
+        "_linear (56, 1, 1) gate, up: time": (7.0, "us, 2 in a step"),
+        "_linear (16, 1, 1) down: time": (5.0, "us, 2 in a step"),
+        "_linear (99, 1, 1) output: time": (9.0, "us, 1 in a step"),
+    }
+    rows = list(gpu_parts.kernel_rows(launches, 3, 2, [30, 20, 70, 50, 90], 2e7))
+    assert [row.value for row in rows if "share" in row.what] == pytest.approx([0.5] * 5)  # 10 bytes in 1 us each
+    assert rows[-1] == info("kernels of a step, together", 2 * (3 + 1 + 2 + 7 + 5) + 9, "us")
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_operations_of_a_prompt_equal_those_that_torch_counts(tied: bool) -> None:
     config = ModelConfig(32, 2, 4, 2, 8, 48, 64, tie_embeddings=tied)
-    model = gpu_check.random_model(CPU, config, torch.float32)
+    model = gpu_parts.random_model(CPU, config, torch.float32)
     for layer in range(config.n_layers):  # the counter does not see fused kernels
         model.set_submodule(f"layers.{layer}.attention.attend", Attend(reference))
     with FlopCounterMode(display=False) as counter:
         model.output(model.hidden(tiny.random_tokens(20, config))[:, -1])
-    assert counter.get_total_flops() == gpu_check.linear_flops(config, 20) + gpu_check.score_flops(config, 20)
+    assert counter.get_total_flops() == gpu_parts.linear_flops(config, 20) + gpu_parts.score_flops(config, 20)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
+@pytest.mark.parametrize("scheme", [None, "int8", "int4", "Q6_K"])
 def test_random_models_are_reproducible_and_their_weights_have_the_right_spread(scheme: str | None, tied: bool) -> None:
     config = ModelConfig(64, 2, 4, 2, 16, 96, 128, tie_embeddings=tied)
-    model = gpu_check.random_model(CPU, config, torch.float32, scheme)
+    model = gpu_parts.random_model(CPU, config, torch.float32, scheme)
     logits = model(tiny.random_tokens(9, config))
     assert bool(torch.isfinite(logits).all())
-    again = gpu_check.random_model(CPU, config, torch.float32, scheme)
+    again = gpu_parts.random_model(CPU, config, torch.float32, scheme)
     assert torch.equal(again(tiny.random_tokens(9, config)), logits)
-    spread = float(model.layers[0].feed_forward.w_up.weight.std())
-    assert 0.01 < spread < (0.03 if scheme else 0.3)
+    assert float(model.layers[0].feed_forward.w_up.weight.std()) == pytest.approx(0.2, rel=0.1)
     assert torch.equal(model.tok_embeddings.weight, model.output.weight) == tied
+
+
+# -------------------------------------------------------------------------------------------------------- a bare copy
+def run_copy(folder: Path, *args: str) -> tuple[str, gpu_check.Found]:
+    """Run the script from a copy without installation, without gguf and platformdirs; return its output and rows."""
+    for name in ("llama", "configs", "scripts"):
+        shutil.copytree(ROOT / name, folder / "copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    block = "import sys\nsys.modules['gguf'] = sys.modules['platformdirs'] = None\n"
+    (folder / "sitecustomize.py").write_text(block)
+    command = [sys.executable, "copy/scripts/gpu_check.py", "--device", "cpu", "--tiny", "--out", "out", *args]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, gpu_check.read(folder / "out" / "rows.jsonl")
+
+
+def test_it_runs_from_a_copy_that_is_not_installed(tmp_path: Path) -> None:
+    _, found = run_copy(tmp_path, "--only", "plain", "gpu layers")
+    assert list(found) == ["ceilings", "plain", "gpu layers"]
+    for form in ("complex", "real", "half", "elementwise", "matrix"):
+        assert sum(f", rope {form}:" in what for what in found["plain"]) == 4
+
+
+@pytest.mark.slow  # other tests run some of the parts
+def test_every_part_runs_from_a_copy_that_is_not_installed(tmp_path: Path) -> None:
+    out, found = run_copy(tmp_path, "--only", *{part.group for part in gpu_parts.PARTS.values()} - {"always"})
+    assert [*gpu_parts.PARTS] == [name for name in found if name != "decision"]
+    assert all("finished" in rows and "error" not in rows for part, rows in found.items() if part != "decision")
+    judged = {f"{row['part']}: {row['what']}" for rows in found.values() for row in rows.values() if row["passed"]}
+    assert any("transformers: logits" in what for what in judged)
+    assert not any("share" in what or "over" in what for what in judged)  # speeds have no limit on a CPU
+    assert KEEP in found["decision"]
+    assert "0 failed" in out
