@@ -81,6 +81,13 @@ def test_every_row_is_on_disk_before_the_next_is_measured(tmp_path: Path, check:
     assert all({"part", "what", "value", "unit", "limit", "passed"} <= line.keys() for line in lines)
 
 
+def test_a_row_is_synchronized_with_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    gpu_check.append(tmp_path / "rows.jsonl", "part", info("what", 1.0))
+    assert sizes == [(tmp_path / "rows.jsonl").stat().st_size]
+
+
 def killed(run: Run) -> Iterator[Row]:
     yield info("before", 1.0)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -105,7 +112,6 @@ def ending(run: Run) -> Iterator[Row]:
     ("part", "why"),
     [
         (killed, "the process ended with SIGKILL"),
-        (hanging, "not finished after 1 s"),
         (raising, "RuntimeError: the device"),
         (ending, "the process ended with 3"),
     ],
@@ -113,19 +119,21 @@ def ending(run: Run) -> Iterator[Row]:
 def test_a_part_that_fails_keeps_its_rows_and_does_not_stop_the_others(
     part: Callable[[Run], Iterator[Row]], why: str, check: Check
 ) -> None:
-    began = time.perf_counter()
-    code, report = check({"bad": part, "good": good}, seconds=0.5)
+    code, report = check({"bad": part, "good": good})
     assert code == 1
-    assert time.perf_counter() - began < 10  # a part that hangs ends after twice its estimate
-    assert values(report, "bad").pop("error") == why
-    assert len(values(report, "bad")) == 2
+    assert values(report, "bad") == {"before": 1.0, "error": why}
     assert values(report, "good") == {"first": 1.0, "second": "nan"}
     assert report["failed"] == ["bad: error"]
 
 
-def test_processes_that_a_part_has_started_end_with_it(check: Check) -> None:
-    _, report = check({"hanging": hanging}, seconds=0.3)
-    status = Path(f"/proc/{values(report, 'hanging')['started']}/status")
+def test_a_part_that_hangs_ends_after_twice_its_estimate_and_so_do_its_processes(check: Check) -> None:
+    began = time.perf_counter()
+    code, report = check({"bad": hanging, "good": good}, seconds=1)
+    assert 2 < time.perf_counter() - began < 100
+    assert code == 1
+    assert values(report, "bad")["error"] == "not finished after 2 s"
+    assert values(report, "good") == {"first": 1.0, "second": "nan"}
+    status = Path(f"/proc/{values(report, 'bad')['started']}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()
 
 
@@ -280,18 +288,29 @@ def test_speeds_that_were_not_measured_are_not_compared() -> None:
     assert KEEP not in [row.what for row in gpu_check.decisions(found, GPU)]
 
 
-@pytest.mark.parametrize(("size", "share"), [("8B", 0.85), ("1B", 0.78)])
-def test_the_shares_of_the_ceilings_have_limits(size: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("size", "limits"),
+    [
+        ("8B", {"share of the copy bandwidth": ">= 0.85", "prefill of 4,096: share of the matmul rate": ">= 0.7"}),
+        ("1B", {"share of the copy bandwidth": ">= 0.78"}),
+    ],
+)
+def test_the_shares_of_the_ceilings_have_limits(
+    size: str, limits: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Run, "judge", lambda self, row: row)  # as on a GPU
+    monkeypatch.setattr(gpu_parts, "decode_s", lambda *args, **options: 1e-3)
     for ceiling, passed in ((1.0, True), (1e30, False)):
         run = Run(torch.device("cpu"), True, bandwidth=ceiling, matmul=ceiling)
-        monkeypatch.setattr(gpu_parts, "decode_s", lambda *args, **options: 1e-3)
-        rows = gpu_parts.PARTS[f"{size} bf16: fused"].rows(run)
-        judged = {row.what: (row.limit, row.passed) for row in rows if row.passed is not None}
-        assert judged == {
-            "share of the copy bandwidth": (f">= {share}", passed),
-            "prefill of 4,096: share of the matmul rate": (">= 0.7", passed),
-        }
+        judged = [row for row in gpu_parts.PARTS[f"{size} bf16: fused"].rows(run) if row.passed is not None]
+        assert {row.what: row.limit for row in judged} == limits
+        assert {row.passed for row in judged} == {passed}
+
+
+@pytest.mark.parametrize("change", ["warp=8", "stages"])
+def test_a_setting_to_change_must_exist(change: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        next(gpu_parts.change(Run(torch.device("cpu"), True, (change,))))
 
 
 # ------------------------------------------------------------------------------------------------- measures and models
@@ -341,14 +360,31 @@ def test_random_models_are_reproducible_and_their_weights_have_the_right_spread(
 
 
 # -------------------------------------------------------------------------------------------------------- a bare copy
+# A process that has used the GPU can't fork processes that use it.
+PROGRAM = """
+import os, runpy, sys
+sys.modules["gguf"] = sys.modules["platformdirs"] = None
+import torch
+def touched(*args, first=os.getpid()):
+    if os.getpid() == first:
+        raise AssertionError("the first process touched the GPU")
+    return 0
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = torch.cuda._lazy_init = touched
+torch.cuda.is_available = torch.cuda.device_count = touched
+sys.argv[:] = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def run_copy(folder: Path, *args: str) -> tuple[str, gpu_check.Found]:
     """Run the script from a copy without installation, without gguf and platformdirs; return its output and rows."""
     for name in ("llama", "configs", "scripts"):
         shutil.copytree(ROOT / name, folder / "copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    block = "import sys\nsys.modules['gguf'] = sys.modules['platformdirs'] = None\n"
-    (folder / "sitecustomize.py").write_text(block)
-    command = [sys.executable, "copy/scripts/gpu_check.py", "--device", "cpu", "--tiny", "--out", "out", *args]
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder)}
+    (folder / "program.py").write_text(PROGRAM)
+    script = str(folder / "copy" / "scripts" / "gpu_check.py")
+    command = [sys.executable, "program.py", script, "--device", "cpu", "--tiny", "--out", "out", *args]
+    environment = {"PATH": os.environ["PATH"]}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, gpu_check.read(folder / "out" / "rows.jsonl")
