@@ -311,8 +311,8 @@ def decode_s(run: Run, model: Transformer, context: int, **params: Any) -> float
 
 def step_bytes(run: Run, model: Transformer, context: int) -> int:
     """Return the bytes that a decoding step reads on average in `decode_s`."""
-    cache = model.new_cache(length := context + (4 if run.tiny else 80))
-    return linear_bytes(model) + cache_bytes(cache, min(length, cache.slots))
+    length = context + (4 if run.tiny else 80)
+    return linear_bytes(model) + cache_bytes(model.new_cache(length), length)  # even if it has fewer slots so far
 
 
 def linear_flops(config: ModelConfig, length: int) -> int:

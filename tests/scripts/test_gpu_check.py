@@ -369,8 +369,7 @@ def touched(*args, first=os.getpid()):
     if os.getpid() == first:
         raise AssertionError("the first process touched the GPU")
     return 0
-torch._C._cuda_getDeviceCount = torch._C._cuda_init = torch.cuda._lazy_init = touched
-torch.cuda.is_available = torch.cuda.device_count = touched
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = touched
 sys.argv[:] = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
