@@ -97,6 +97,7 @@ def work(name: str, run: Run, file: Path) -> None:
     os.setpgid(0, 0)
     if run.device.type == "cpu" and run.tiny:
         torch.set_num_threads(1)  # synchronizing threads would take longer than the work
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as the loader does on CUDA; parts that compare switch it on
     began = time.perf_counter()
     try:
         with torch.no_grad():
@@ -229,7 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = dataclasses.replace(run, bandwidth=bandwidth, matmul=matmul)
         needed, left = PARTS[name].seconds, 60 * args.minutes - (time.perf_counter() - began)
         if left < (0 if args.tiny else needed):
-            print(f"     {name}: left for another call; it takes about {needed} s, and {max(0.0, left):.0f} s are left")
+            why = f"it takes about {needed} s, and {max(0.0, left):.0f} s are left"
+            print(f"     {name}: left for another call; {why}", flush=True)  # a fork would print it again
         else:
             run_part(name, run, file, min(left, 60 if args.tiny else 2 * needed))
         if name == "ceilings" and FINISHED not in read(file).get(name, {}):
