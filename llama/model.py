@@ -217,10 +217,6 @@ class Runner:
         h = self.run(model, tokens, positions, slots, min(cache.slots, model.max_seq_len), cache)  # (B, 1, C)
         return model.output(h[:, -1]).float()
 
-    def batch_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """`next_logits` for a step of a batch. The next step may overwrite the result."""
-        return self.next_logits(model, tokens, positions, cache)
-
     def decode(
         self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
     ) -> Generator[list[Any]]:

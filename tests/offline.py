@@ -151,7 +151,7 @@ def record(name: str, kind: str, device: str = "cuda:0", length: int = 8192) -> 
         cache: KVCache = model.new_cache(length)
         model.hidden(torch.zeros(1, 300, dtype=torch.long, device=on), cache=cache)
         token, position = torch.zeros(1, 1, dtype=torch.long, device=on), torch.zeros(1, dtype=torch.long, device=on)
-        runner.next_logits(model, token, position, cache)
+        runner.launch_logits(model, token, position, cache)
         model.layers[0].feed_forward(torch.empty(1, 1, config.dim, dtype=model.norm.weight.dtype, device=on))
     return launches
 

@@ -66,10 +66,15 @@ class GraphRunner(Runner):
         finally:  # while the loop runs, the cache is ahead of what was yielded
             cache.trim(min(cache.length, start + max(0, yielded - 1)))
 
-    def batch_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+    def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        """As in `Runner`, by replaying a graph. The next call with this cache overwrites the result."""
         step = self.step_for(cache, positions)
         step.tokens.copy_(tokens)
         return step.next_logits(model, cache)
+
+    def launch_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        """Compute `next_logits`, kernel by kernel: what a graph captures."""
+        return super().next_logits(model, tokens, positions, cache)
 
     def step_for(self, cache: KVCache, positions: Tensor) -> GraphStep:
         """The step of a cache, set to these positions. It is kept, so that the next answer reuses its graph."""
@@ -128,7 +133,7 @@ class GraphStep:
     """
 
     def __init__(self, runner: GraphRunner, cache: KVCache, positions: Tensor):
-        self.runner, self.device = runner, cache.device
+        self._launch, self._turn, self.device = runner.launch_logits, runner.turn, cache.device
         self.tokens = torch.zeros(cache.batch, 1, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(positions)
         self._captures = self.device.type == "cuda"
@@ -142,7 +147,7 @@ class GraphStep:
         if not self._captures:
             self._step(model, cache)
             return self._logits
-        with self.runner.turn(self.device):
+        with self._turn(self.device):
             memory = cache.slots, model.norm.weight.data_ptr()
             if self._graph is None or self._memory != memory or self._table is not model.rope.table:
                 self._capture(model, cache)
@@ -151,7 +156,7 @@ class GraphStep:
         return self._logits
 
     def _step(self, model: Transformer, cache: KVCache) -> None:
-        self._logits = self.runner.next_logits(model, self.tokens, self.positions, cache)
+        self._logits = self._launch(model, self.tokens, self.positions, cache)
         self.positions += 1
 
     def _capture(self, model: Transformer, cache: KVCache) -> None:

@@ -90,10 +90,10 @@ class FusedRunner(GraphRunner):
         """Whether the kernels read and write this cache: one text, keys and values in the model's dtype."""
         return cache.batch == 1 and cache.kind == "model" and not model.rope.by_length
 
-    def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+    def launch_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Logits (1, V) float32 after one token. Nothing depends on the position's value: CUDA graphs capture this."""
         if not self.fits(model, cache):
-            return super().next_logits(model, tokens, positions, cache)
+            return super().launch_logits(model, tokens, positions, cache)
         model.rope.freqs_cis(positions[:0], min(cache.slots, model.max_seq_len))  # reads no rows, extends the table
         with self.turn(cache.device):
             self.h.copy_(model.tok_embeddings(tokens).view(-1))

@@ -227,7 +227,7 @@ class Batch:
         )  # (T,) if B is 1: code compiled for a single text expects this shape
         if self.rows is None or (self.rows.batch, self.rows.slots) != (B, self.cache.slots):
             self.rows = self.cache.rows(0, B)  # one object as long as its shape fits: a CUDA graph belongs to a cache
-        return self.model.runner.batch_logits(self.model, tokens, positions, self.rows)[:, : self.n_vocab]
+        return self.model.runner.next_logits(self.model, tokens, positions, self.rows)[:, : self.n_vocab]
 
     @property
     def _width(self) -> int:
