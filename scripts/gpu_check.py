@@ -202,7 +202,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     default = [group for group in groups if group != "tune"]
     parser.add_argument("--only", nargs="+", choices=[*groups, *PARTS], default=default, metavar="PART", help=what)
     parser.add_argument("--again", action="store_true", help="run parts that are complete, too")
-    parser.add_argument("--change", nargs="+", default=["warps=8"], metavar="NAME=N", help=gpu_parts.change.__doc__)
+    parser.add_argument("--change", nargs="+", default=["stages=2"], metavar="NAME=N", help=gpu_parts.change.__doc__)
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="of wheels to import from")
     args = parser.parse_args(argv)
     if args.device.startswith("cuda") and torch.version.cuda is None:

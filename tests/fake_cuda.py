@@ -8,11 +8,14 @@ that switches CUDA devices; GUARD registers one that does nothing.
 from __future__ import annotations
 
 import ctypes
+import functools
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -38,22 +41,32 @@ class WaitError(Exception):
     """The host waits for the device."""
 
 
+@functools.cache
+def built() -> ctypes.CDLL:
+    """The library with the guard. Compiling it takes two seconds."""
+    root = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-shared", "-fPIC", "-w", f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10"]
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
+        source.write_text(GUARD)
+        subprocess.run([str(kernels.compiler()), str(source), "-o", str(library), *flags], check=True)
+        return ctypes.CDLL(str(library))
+
+
 @contextmanager
-def guard(folder: Path) -> Iterator[None]:
-    """Register the guard. Compiling it takes two seconds."""
-    if torch.version.cuda is not None:  # this build has its own
-        yield
-        return
-    source, library, torch_folder = folder / "guard.cpp", folder / "guard.so", Path(torch.__file__).parent
-    source.write_text(GUARD)
-    flags = ["-std=c++20", "-shared", "-fPIC", "-w", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
-    subprocess.run([str(kernels.compiler()), *flags, str(source), "-o", str(library), "-lc10"], check=True)
-    loaded = ctypes.CDLL(str(library))
-    loaded.set(1)
-    try:
-        yield
-    finally:
-        loaded.set(0)
+def fake_mode() -> Iterator[FakeTensorMode]:
+    """A FakeTensorMode, not entered yet, with a guard for CUDA devices."""
+    mode = FakeTensorMode()
+    # Another device that was registered in this process would make the mode copy single values to real devices.
+    with mock.patch.object(FakeTensorMode, "avoid_device_init", True):
+        if torch.version.cuda is not None:  # this build has a guard
+            yield mode
+            return
+        built().set(1)
+        try:
+            yield mode
+        finally:
+            built().set(0)
 
 
 class Watch(TorchDispatchMode):
@@ -186,8 +199,9 @@ class FakeRuntime:
         finally:
             self.capturing = False
 
-    def install(self, patch: Any) -> None:
-        for name, value in {
+    def stand_ins(self) -> dict[str, Any]:
+        """The names in torch.cuda that are replaced, and by what."""
+        return {
             "Stream": self.Stream,
             "Event": self.Event,
             "CUDAGraph": self.CUDAGraph,
@@ -198,5 +212,4 @@ class FakeRuntime:
             "current_device": lambda: self.device,
             "is_current_stream_capturing": lambda: self.capturing,
             "get_device_capability": lambda device=None: (9, 0),
-        }.items():
-            patch.setattr(torch.cuda, name, value)
+        }

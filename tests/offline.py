@@ -24,8 +24,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from llama.cache import KVCache
 from llama.config import ModelConfig
@@ -35,6 +34,8 @@ from llama.engine.linears import BlockLinear, SkipInit
 from llama.model import Transformer
 from llama.quant.rounding import quantize
 from llama.quant.schemes import SCHEMES, scheme_for
+
+from .fake_cuda import FakeRuntime, fake_mode
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b")
@@ -53,54 +54,17 @@ class Launch(NamedTuple):
     current: int
 
 
-class Indexing(TorchFunctionMode):
-    """Makes x[..] and copy_ work on fake CUDA tensors, whose methods require a device guard that CPU builds lack."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.copy_:
-            return torch.ops.aten.copy_(*args)
-        if func is not Tensor.__getitem__:
-            return func(*args, **kwargs or {})
-        x, index = args
-        index = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in [part for part in index if not isinstance(part, Tensor)]:
-            at = index.index(Ellipsis)
-            missing = x.dim() - sum(part is not None for part in index) + 1
-            index = (*index[:at], *[slice(None)] * missing, *index[at + 1 :])
-        axis = 0
-        for part in index:
-            if isinstance(part, int):
-                x = x.select(axis, part)
-                continue
-            if part is None:
-                x = x.unsqueeze(axis)
-            elif isinstance(part, slice):
-                first, last, step = part.indices(x.shape[axis])
-                x = torch.ops.aten.slice(x, axis, first, last, step)
-            else:
-                x = torch.ops.aten.index(x, [None] * axis + [part])
-                axis += part.dim() - 1
-            axis += 1
-        return x
-
-
 class Recorder:
-    """Stands for the module's kernels, and for torch.cuda.device_of: fake tensors have a device without CUDA."""
+    """Stands for the module's kernels, and for torch.cuda."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
-        self.current = 0  # the current CUDA device
-
-    @contextlib.contextmanager
-    def device_of(self, tensor: Tensor) -> Iterator[None]:
-        before, self.current = self.current, tensor.get_device()
-        yield
-        self.current = before
+        self.runtime = FakeRuntime()
 
     def kernel(self, name: str) -> Any:
         def launch(*args: Any, **constants: Any) -> None:
             devices = frozenset(arg.get_device() for arg in args if isinstance(arg, Tensor))
-            self.launches.append(Launch(name, args, constants, devices, self.current))
+            self.launches.append(Launch(name, args, constants, devices, self.runtime.device))
 
         return mock.MagicMock(__getitem__=lambda _, grid: launch)
 
@@ -108,9 +72,8 @@ class Recorder:
     def recording(self) -> Iterator[list[Launch]]:
         """Record every launch of the module's kernels."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch("torch.cuda.device_of", self.device_of))
-            # a subclass of Tensor that can't be fake; the mask is not an argument of our kernels
-            stack.enter_context(mock.patch("torch.nn.attention.bias.causal_lower_right", return_value=None))
+            for name, value in self.runtime.stand_ins().items():
+                stack.enter_context(mock.patch(f"torch.cuda.{name}", value))
             for name in LAUNCHED:
                 stack.enter_context(mock.patch.object(kernels, name, self.kernel(name)))
             yield self.launches
@@ -145,7 +108,7 @@ def record(name: str, kind: str, device: str = "cuda:0", length: int = 8192) -> 
     """Return the launches of a prompt, of one decoding step by the fused runner, and of layers called one by one."""
     config = ModelConfig(**json.loads((CONFIGS / f"{name}.json").read_text()))
     on = torch.device(device)
-    with FakeTensorMode(), Indexing(), Recorder().recording() as launches, torch.inference_mode():
+    with fake_mode() as mode, mode, Recorder().recording() as launches, torch.inference_mode():
         model = fake_model(config, kind, on)
         runner = model.runner = FusedRunner(model)
         cache: KVCache = model.new_cache(length)

@@ -35,7 +35,7 @@ from llama.quant.schemes import SCHEMES, scheme_for
 from llama.sampling import SamplingParams, choose
 
 from . import tiny
-from .fake_cuda import CUDA, FakeKernel, FakeRuntime, WaitError, Watch, guard, to_fake
+from .fake_cuda import CUDA, FakeKernel, FakeRuntime, WaitError, Watch, fake_mode, to_fake
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
@@ -48,16 +48,17 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 Kernels = list[tuple[str, torch.device]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with guard(tmp_path_factory.mktemp("guard")):
-        yield
+@pytest.fixture
+def mode() -> Iterator[FakeTensorMode]:
+    with fake_mode() as mode:
+        yield mode
 
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     runtime = FakeRuntime()
-    runtime.install(monkeypatch)
+    for name, value in runtime.stand_ins().items():
+        monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(generate_module, "random_generator", lambda params, device: None)  # CUDA has its own class
     monkeypatch.setattr("llama.generation.batch.random_generator", lambda params, device: None)
     monkeypatch.setattr("llama.generation.speculative.random_generator", lambda params, device: None)
@@ -110,8 +111,9 @@ def tokens(count: int) -> Tensor:
 # ----------------------------------------------------------------------------------------- nothing waits, one device
 @pytest.mark.parametrize("kind", ["model", "int8"])
 @pytest.mark.parametrize("form", ["complex", "real", "half"])
-def test_a_prompt_and_its_steps_wait_for_nothing(form: str, kind: str, runtime: FakeRuntime) -> None:
-    mode = FakeTensorMode()
+def test_a_prompt_and_its_steps_wait_for_nothing(
+    mode: FakeTensorMode, form: str, kind: str, runtime: FakeRuntime
+) -> None:
     model = a_model(mode, form)
     model.runner.cache_kind = kind
     with watched(mode):
@@ -124,8 +126,9 @@ def test_a_prompt_and_its_steps_wait_for_nothing(form: str, kind: str, runtime: 
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_quantized_layers_wait_for_nothing_and_unpack_in_one_kernel(scheme: str, launches: Kernels) -> None:
-    mode = FakeTensorMode()
+def test_quantized_layers_wait_for_nothing_and_unpack_in_one_kernel(
+    mode: FakeTensorMode, scheme: str, launches: Kernels
+) -> None:
     model = a_model(mode, scheme=scheme)
     products = sum(isinstance(module, BlockLinear) for module in model.modules())
     with watched(mode) as watch:
@@ -143,8 +146,9 @@ def test_quantized_layers_wait_for_nothing_and_unpack_in_one_kernel(scheme: str,
     [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "min_p": 0.1}, {"repetition_penalty": 1.2}],
     ids=["greedy", "sampled", "penalty"],
 )
-def test_decoding_waits_only_for_tokens_that_are_read_late(options: dict[str, Any], runtime: FakeRuntime) -> None:
-    mode = FakeTensorMode()
+def test_decoding_waits_only_for_tokens_that_are_read_late(
+    mode: FakeTensorMode, options: dict[str, Any], runtime: FakeRuntime
+) -> None:
     model = a_model(mode)
     params = SamplingParams(max_new_tokens=21, **options)
     with watched(mode, lambda dtype: 1.0) as watch:  # the ids and extremes that were copied to the host
@@ -154,9 +158,8 @@ def test_decoding_waits_only_for_tokens_that_are_read_late(options: dict[str, An
     assert runtime.waits == 6  # the first token, five groups of four, none of the others
 
 
-def test_a_replayed_step_runs_no_operation_of_its_own(runtime: FakeRuntime) -> None:
+def test_a_replayed_step_runs_no_operation_of_its_own(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
     """Between two replays the host launches only the choice of the token: no allocation, no copy from the host."""
-    mode = FakeTensorMode()
     model = a_model(mode)
     with watched(mode) as watch:
         cache = model.new_cache(100)
@@ -172,8 +175,7 @@ def test_a_replayed_step_runs_no_operation_of_its_own(runtime: FakeRuntime) -> N
         assert len(watch.operations) < 20
 
 
-def test_a_step_of_a_batch_is_a_graph_and_waits_once(runtime: FakeRuntime) -> None:
-    mode = FakeTensorMode()
+def test_a_step_of_a_batch_is_a_graph_and_waits_once(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
     model = a_model(mode)
     requests = [Request(PROMPT[: 3 + i], SamplingParams(max_new_tokens=9)) for i in range(4)]
     with watched(mode, lambda dtype: 1.0) as watch:
@@ -183,8 +185,7 @@ def test_a_step_of_a_batch_is_a_graph_and_waits_once(runtime: FakeRuntime) -> No
     assert watch.reads == 8  # the first token of each request and its extreme
 
 
-def test_a_speculative_round_is_one_pass(runtime: FakeRuntime) -> None:
-    mode = FakeTensorMode()
+def test_a_speculative_round_is_one_pass(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
     model = a_model(mode)
     passes: list[int] = []
     model.tok_embeddings.register_forward_pre_hook(lambda module, args: passes.append(args[0].shape[1]))
@@ -199,8 +200,7 @@ def test_a_speculative_round_is_one_pass(runtime: FakeRuntime) -> None:
 
 
 @pytest.mark.parametrize("devices", [["cpu", "cuda:0"], ["cuda:0", "cuda:1"]])
-def test_layers_on_two_devices(devices: list[str], runtime: FakeRuntime) -> None:
-    mode = FakeTensorMode()
+def test_layers_on_two_devices(mode: FakeTensorMode, devices: list[str], runtime: FakeRuntime) -> None:
     model = tiny.model(rope="real", attention="sdpa")
     placement = spread(tiny.CONFIG, [torch.device(name) for name in devices])
     to_fake(model, mode, placement)
@@ -217,11 +217,10 @@ def test_layers_on_two_devices(devices: list[str], runtime: FakeRuntime) -> None
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_weights_are_quantized_on_the_device(
-    scheme: str, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+    mode: FakeTensorMode, scheme: str, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounding, "check_scales", lambda *scales: None)  # reads a value for each piece
     monkeypatch.setattr(linears, "_narrow", lambda scales: scales.half())  # compares values
-    mode = FakeTensorMode()
     with watched(mode, lambda dtype: 1.0) as watch:
         weight = torch.empty(64, 256, dtype=torch.bfloat16)
         quantized = QuantizedWeight.from_float(weight.__getitem__, (64, 256), SCHEMES[scheme].format)
@@ -234,8 +233,9 @@ def test_weights_are_quantized_on_the_device(
 # ------------------------------------------------------------------------------------------------ the fused decoder
 @pytest.mark.parametrize("scheme", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_fused_decoder_launches_its_kernels(scheme: str | None, dtype: torch.dtype, launches: Kernels) -> None:
-    mode = FakeTensorMode()
+def test_the_fused_decoder_launches_its_kernels(
+    mode: FakeTensorMode, scheme: str | None, dtype: torch.dtype, launches: Kernels
+) -> None:
     model = a_model(mode, scheme=scheme)
     with watched(mode) as watch:
         if scheme is None:
@@ -255,9 +255,10 @@ def test_the_fused_decoder_launches_its_kernels(scheme: str | None, dtype: torch
         assert [name for name, _ in launches if name != "_unpack"][: len(layers)] == layers
 
 
-def test_quantized_layers_stay_fast_where_the_fused_decoder_runs_module_by_module(launches: Kernels) -> None:
+def test_quantized_layers_stay_fast_where_the_fused_decoder_runs_module_by_module(
+    mode: FakeTensorMode, launches: Kernels
+) -> None:
     """With a cache in 8 bits, each module multiplies its own part of the joined weights."""
-    mode = FakeTensorMode()
     model = a_model(mode, scheme="int4")
     with watched(mode):
         model.runner = FusedRunner(model, cache_kind="int8")
@@ -278,9 +279,10 @@ def to_dtype(model: Transformer, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("way", ["plain", "fused"])
-def test_everything_happens_on_the_device_of_the_model(way: str, launches: Kernels, runtime: FakeRuntime) -> None:
+def test_everything_happens_on_the_device_of_the_model(
+    mode: FakeTensorMode, way: str, launches: Kernels, runtime: FakeRuntime
+) -> None:
     """Kernels, captures, replays and events use cuda:1 while cuda:0 is the current device."""
-    mode = FakeTensorMode()
     placement = spread(tiny.CONFIG, [SECOND])
     model = a_model(mode, placement=placement)
     with watched(mode, lambda dtype: 1.0):
@@ -386,16 +388,16 @@ def test_every_function_with_a_line_for_cuda_is_listed() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- planted defects
-def test_a_value_that_is_read_in_a_step_is_found(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    mode = FakeTensorMode()
+def test_a_value_that_is_read_in_a_step_is_found(
+    mode: FakeTensorMode, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = a_model(mode)
     model.layers[0].ffn_norm.register_forward_hook(lambda module, args, out: float(out.sum()))
     with watched(mode), pytest.raises(WaitError, match="is read"):
         model(tokens(1))
 
 
-def test_a_copy_to_the_host_is_found(runtime: FakeRuntime) -> None:
-    mode = FakeTensorMode()
+def test_a_copy_to_the_host_is_found(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
     with watched(mode):
         for copy in (lambda x: x.cpu(), lambda x: x.to("cpu"), lambda x: torch.empty(3).copy_(x)):
             with pytest.raises(WaitError, match="copied"):
@@ -403,8 +405,9 @@ def test_a_copy_to_the_host_is_found(runtime: FakeRuntime) -> None:
         torch.empty(3).copy_(torch.zeros(3, device=CUDA), non_blocking=True)
 
 
-def test_a_tensor_on_the_cpu_in_the_rotation_is_found(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    mode = FakeTensorMode()
+def test_a_tensor_on_the_cpu_in_the_rotation_is_found(
+    mode: FakeTensorMode, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = a_model(mode)
     real = RotaryEmb.forward
     monkeypatch.setattr(
@@ -414,8 +417,9 @@ def test_a_tensor_on_the_cpu_in_the_rotation_is_found(runtime: FakeRuntime, monk
         model(tokens(3))
 
 
-def test_a_kernel_on_the_current_device_is_found(launches: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    mode = FakeTensorMode()
+def test_a_kernel_on_the_current_device_is_found(
+    mode: FakeTensorMode, launches: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton_kernels, "launch", lambda kernel, grid, *args, **constants: kernel[grid](*args))
     with watched(mode), pytest.raises(AssertionError, match="another device"):
         triton_kernels.rms_norm(torch.zeros(2, 64, device=SECOND), torch.zeros(64, device=SECOND), 1e-5)
