@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +468,26 @@ def test_runs_that_are_killed_repeatedly_complete_the_same_file(main: Command, t
         assert comparable(answers) == comparable(read(once)[: len(answers)])
     assert start([*args, "--output", str(target)]).wait() == 0
     assert comparable(read(target)) == comparable(read(once))
+
+
+@pytest.mark.parametrize("to_file", [True, False])
+def test_an_interrupt_reports_how_far_an_output_is(
+    main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to_file: bool
+) -> None:
+    real = Llama.stream_batch
+
+    def interrupted(*args: Any, **options: Any) -> Iterator[Any]:
+        for number, piece in real(*args, **options):
+            yield number, piece
+            if piece.completion is not None:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Llama, "stream_batch", interrupted)
+    source, target = write(tmp_path / "in", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out"
+    output = ["--output", str(target)] if to_file else []
+    assert cli.main(["generate", "--prompts", str(source), *output, "-n", "1", "--batch-size", "1"]) == 130
+    message = f"{target} has 1 of 2 answers; run the same command again to resume"
+    assert (message in capsys.readouterr().err) == to_file
 
 
 @pytest.mark.row("F04")

@@ -79,6 +79,14 @@ def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) 
 
 
 @pytest.mark.row("F08")
+def test_a_number_of_shards_that_does_not_divide_the_weights_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    source = tiny.write_gguf(tmp_path / "a.gguf", dataclasses.replace(tiny.CONFIG, hidden_dim=90))
+    with pytest.raises(LlamaError, match=r"by 3 shards evenly; 1, 2, 4 would do$"):
+        convert(source, tmp_path / "b", "meta", shards=3)
+    with pytest.raises(LlamaError, match=r"has 90 rows, which 4 shards .* evenly; 1, 2, 3, 5, 6, 9, 10, 15 would do$"):
+        convert(source, tmp_path / "b", "meta", shards=4)
+
+
 @pytest.mark.parametrize("shards", [1, 2, 4, 8, 16])
 def test_written_shards_merge_to_the_same_weights(tmp_path: Path, shards: int) -> None:
     config = make_tiny.tiny_config("llama-3.1-405b", 16)

@@ -299,6 +299,19 @@ def test_copied_weights_are_released_from_the_mapped_file(tmp_path: Path) -> Non
         assert released == (set(checkpoint.shapes) if dtype == "float32" else rotated)
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_only_pages_of_mapped_files_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: bool) -> None:
+    model = write(tmp_path)
+    if not safe:
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    dropped: list[torch.Tensor] = []
+    monkeypatch.setattr("llama.checkpoint.huggingface.drop_pages", dropped.append)
+    checkpoint = open_checkpoint(tmp_path)
+    checkpoint.release("norm.weight")
+    assert [tensor.shape for tensor in dropped] == [(checkpoint.config.dim,)] * safe
+
+
 # ------------------------------------------------------------------------------------- tokens, sampling, templates
 @pytest.fixture
 def with_tokenizer(tmp_path: Path) -> Path:

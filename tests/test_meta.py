@@ -189,6 +189,16 @@ def test_float8_weights_are_multiplied_by_their_row_scales(tmp_path: Path) -> No
     assert torch.equal(checkpoint.tensor("layers.1.attention.wq.weight"), state["layers.1.attention.wq.weight"])
 
 
+def test_scales_of_float8_apply_to_no_other_dtype(tmp_path: Path) -> None:
+    make_tiny.make(tmp_path, "llama-3.1-405b", shards=8, quantization="fp8")
+    name = "layers.1.feed_forward.w1.weight"
+    for file in tmp_path.glob("consolidated.*.pth"):
+        state = torch.load(file)
+        torch.save({**state, name: state[name].float().to(torch.float8_e5m2)}, file)
+    with pytest.raises(LlamaError, match=f"{name} is stored as float8_e5m2"):
+        open_checkpoint(tmp_path).tensor("layers.1.feed_forward.w_gate.weight")
+
+
 @pytest.mark.parametrize("kind", ["qlora", "spinquant"])
 def test_four_bit_weights_follow_the_formula(tmp_path: Path, kind: str) -> None:
     folder = make_tiny.make(tmp_path, "llama-3.2-1b", quantization=kind)

@@ -69,6 +69,9 @@ CRAFTED: list[tuple[str, str, bytes, str]] = [
     ("D02", "nested 5,000 deep", file([entry(b"k", 9, array(9, 1) * 5000)]), "does not need"),
     ("D02", "nested and 2^63 long", file([entry(b"k", 9, array(9, 2**63))]), "does not need"),
     *[("D03", f"{n} tensors", file([], n_tensors=n), "more than fit") for n in HUGE],
+    # as many entries of 32 and 13 bytes as fit, and one byte less
+    *[("D03", f"{n} bytes for a tensor and an entry", file([], n_tensors=1, n_kv=1)[:24] + bytes(n),
+       "more than fit" if n < 45 else "") for n in (44, 45)],
     *[("D03", f"{n} entries", file([], n_kv=n), "more than fit") for n in HUGE],
     *[("D03", f"string of {n}", file([entry(b"k", 8, string(b"", n))]), "are left") for n in (2**40, *HUGE)],
     *[("D03", f"key of {n}", file([string(b"", n) + bytes(20)]), "are left") for n in (2**40, 2**64 - 1)],
