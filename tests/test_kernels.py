@@ -465,6 +465,21 @@ def test_threads_build_the_library_once(run: Python, tmp_path: Path, compiler: t
     assert library.suffix == ".so"
 
 
+WITHOUT_PLATFORMDIRS = """
+import sys
+sys.modules["platformdirs"] = None
+from llama.engine import kernels
+assert not kernels.ready()
+"""
+
+
+def test_without_platformdirs_and_a_named_folder_there_are_no_kernels(run: Python) -> None:
+    done = run(WITHOUT_PLATFORMDIRS, CLEARLLAMA_CACHE="")
+    assert done.returncode == 0
+    assert b"the C++ kernels are not available" in done.stderr
+    assert b"platformdirs" in done.stderr
+
+
 JUNK = """
 from llama.engine import kernels
 assert not kernels.ready()

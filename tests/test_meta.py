@@ -7,6 +7,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -290,6 +292,23 @@ def test_a_vocabulary_cut_off_at_the_end_of_a_line_is_an_error(tmp_path: Path) -
     (folder / "tokenizer.model").write_bytes(b"".join(lines[:-1]))
     with pytest.raises(LlamaError, match="767 tokens and the embedding 768 rows; the file is cut off"):
         llama.load(folder)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(100, 1124), (4096, 5120), (10_000, 12_500)])
+def test_an_embedding_may_have_a_quarter_more_rows_than_tokens_but_not_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int
+) -> None:
+    checkpoint: Any = open_checkpoint(make_tiny.make(tmp_path, "llama-2-7b"))
+    (tmp_path / "tokenizer.model").touch()
+    tokenizer = SimpleNamespace(kind="SentencePiece BPE", n_vocab=tokens)
+    monkeypatch.setattr("llama.tokenizer.open_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr("llama.checkpoint.meta.check_vocabulary", lambda *args: None)
+    for count in (rows, tokens - 1):
+        checkpoint.config = dataclasses.replace(checkpoint.config, vocab_size=count)
+        assert checkpoint.tokenizer() is tokenizer
+    checkpoint.config = dataclasses.replace(checkpoint.config, vocab_size=rows + 1)
+    with pytest.raises(LlamaError, match=f"{tokens} tokens and the embedding {rows + 1} rows"):
+        checkpoint.tokenizer()
 
 
 def test_a_folder_generates_text(tmp_path: Path) -> None:

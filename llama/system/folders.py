@@ -38,10 +38,13 @@ LOADED: dict[tuple[str, int, int], int] = {}
 
 def cache_folder() -> Path:
     """CLEARLLAMA_CACHE, or the user's cache folder on this operating system. Raises UsageError if there is none."""
-    import platformdirs
-
+    named = os.environ.get("CLEARLLAMA_CACHE")
     try:
-        folder = Path(os.environ.get("CLEARLLAMA_CACHE") or platformdirs.user_cache_dir("clearllama")).expanduser()
+        if not named:
+            import platformdirs
+
+            named = platformdirs.user_cache_dir("clearllama")
+        folder = Path(named).expanduser()
     except RuntimeError:  # HOME is not set and the system does not know this user
         folder = Path("~")
     if folder.parts[:1] == ("~",):  # older versions of platformdirs don't expand it
