@@ -193,9 +193,10 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
             changes["rope_theta"] = theta
         changed = replace(config, **changes)
         length = changed.max_seq_len
-        inverse_frequencies(
-            changed.head_dim, changed.rope_theta, changed.rope_scaling, seq_len=length, max_seq_len=length
-        )
+        for end in (None, length):  # longrope has a list for short texts and one for long texts
+            inverse_frequencies(
+                changed.head_dim, changed.rope_theta, changed.rope_scaling, seq_len=end, max_seq_len=length
+            )
     except ConfigError as error:
         raise UsageError(str(error)) from None
     return changed

@@ -79,6 +79,15 @@ def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) 
 
 
 @pytest.mark.row("F08")
+@pytest.mark.parametrize("key", ["beta_fast", "beta_slow"])
+def test_betas_that_llama_cpp_does_not_read_are_a_warning(tmp_path: Path, key: str) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    for name, extra in (("a", {}), ("b", {key: 2.0})):
+        test_huggingface.write(tmp_path / name, rope_parameters={**yarn, **extra})
+        proof = convert(tmp_path / name, tmp_path / f"{name}.gguf", "gguf")
+        assert any("llama.cpp 0.3.36 does not read them" in warning for warning in proof.warnings) == (name == "b")
+
+
 def test_a_number_of_shards_that_does_not_divide_the_weights_is_refused_with_those_that_do(tmp_path: Path) -> None:
     source = tiny.write_gguf(tmp_path / "a.gguf", dataclasses.replace(tiny.CONFIG, hidden_dim=90))
     with pytest.raises(LlamaError, match=r"by 3 shards evenly; 1, 2, 4 would do$"):

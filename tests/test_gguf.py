@@ -178,6 +178,31 @@ def scaling(tmp_path: Path, metadata: dict[str, Any], extra: dict[str, torch.Ten
     return open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata=entries, extra=extra)).config.rope_scaling
 
 
+LLM, ATTENTION = gguf.Keys.LLM, gguf.Keys.Attention
+
+
+@pytest.mark.parametrize(
+    ("key", "plain", "other"),
+    [
+        (ATTENTION.SLIDING_WINDOW, 0, 128),
+        (ATTENTION.CAUSAL, True, False),
+        (ATTENTION.SCALE, 0.0, 0.5),
+        (ATTENTION.CLAMP_KQV, 0.0, 8.0),
+        (LLM.ATTN_LOGIT_SOFTCAPPING, 0.0, 50.0),
+        (LLM.FINAL_LOGIT_SOFTCAPPING, 0.0, 30.0),
+        (LLM.LOGIT_SCALE, 0.0, 0.1),
+        (LLM.EMBEDDING_SCALE, 0.0, 12.0),
+        (LLM.RESIDUAL_SCALE, 0.0, 0.2),
+        (LLM.USE_PARALLEL_RESIDUAL, False, True),
+    ],
+)
+def test_a_key_that_changes_the_computation_is_refused(tmp_path: Path, key: str, plain: Any, other: Any) -> None:
+    key = key.format(arch="llama")
+    open_checkpoint(tiny.write_gguf(tmp_path / "plain.gguf", metadata={key: plain}))
+    with pytest.raises(CheckpointError, match=re.escape(key.removeprefix("llama."))):
+        open_checkpoint(tiny.write_gguf(tmp_path / "other.gguf", metadata={key: other}))
+
+
 def test_a_factor_alone_is_linear_as_in_llama_cpp(tmp_path: Path) -> None:
     assert scaling(tmp_path, {"factor": 4.0}) == {"rope_type": "linear", "factor": 4.0}
     assert scaling(tmp_path, {"factor": 0.0}) is None

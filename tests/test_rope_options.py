@@ -147,6 +147,17 @@ def test_bad_scalings_are_usage_errors(scaling: dict[str, Any] | None, theta: fl
         with_rope(tiny.CONFIG, scaling, theta)
 
 
+@pytest.mark.parametrize("number", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("key", ["short_factor", "long_factor"])
+def test_each_divisor_is_finite_and_above_0(key: str, number: float) -> None:
+    lists = {name: [1.0] * (tiny.CONFIG.head_dim // 2) for name in ("short_factor", "long_factor")}
+    scaling = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64, **lists}
+    with_rope(tiny.CONFIG, scaling)
+    lists[key][-1] = number
+    with pytest.raises(UsageError, match="every number must be finite and above 0"):
+        with_rope(tiny.CONFIG, scaling)
+
+
 # -------------------------------------------------------------------------------------------- loading, command line
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -147,7 +147,7 @@ def add_metadata(writer: gguf.GGUFWriter, entries: dict[str, Any]) -> None:
             writer.add_bool(key, value)
         elif isinstance(value, list):
             writer.add_array(key, value)
-        elif key in FLOATS:
+        elif key in FLOATS or isinstance(value, float):
             writer.add_float32(key, value)
         else:
             writer.add_uint32(key, value)

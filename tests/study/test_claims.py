@@ -12,6 +12,7 @@ import pytest
 from llama.study import topics
 
 ROOT = Path(__file__).resolve().parents[2]
+QUICK = [name for name in topics.TOPICS if name not in ("ppl", "heads", "errata")]  # these read files or other reports
 CLAIMS = (ROOT / "docs" / "study" / "claims.md").read_text()
 COUNTS = {"000": 55, "001": 35, "002": 43, "003": 24, "004": 17}
 KINDS = ("law", "test", "demo", "figure", "statement")
@@ -130,3 +131,20 @@ def test_the_word_before_an_erratum_states_its_class() -> None:
 def test_the_list_is_in_english_and_does_not_copy_the_notes() -> None:
     """The only Chinese text is the example sentences; nothing longer is copied from the notes."""
     assert set(re.findall(r"[\u4e00-\u9fff]+", CLAIMS)) == {"狗在追猫", "猫在追狗", "猫被狗追"}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_check_is_narrow_enough_to_fail(name: str) -> None:
+    """A tolerance is at most a fifth of the expected value, or 0.2. A bound is at most 500 times what it bounds."""
+    for check in topics.find(name).report().checks:
+        if check.tolerance:
+            assert check.tolerance <= 0.2 * max(1, abs(complex(check.expected)))
+        if check.relation == "<" and check.computed:
+            assert check.expected <= 500 * check.computed
+
+
+def test_figures_have_short_names_and_captions_of_sentences() -> None:
+    for name in topics.TOPICS:
+        for figure in topics.find(name).figures:
+            assert re.fullmatch(r"\w+", figure.name)
+            assert re.fullmatch(r"[A-Z].+ .+\.( .+\.)*|[A-Z].+ .+\)\.?", figure.caption, re.S), figure.caption

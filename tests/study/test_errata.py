@@ -359,6 +359,13 @@ def test_the_list_shows_every_erratum(study: Study) -> None:
     assert study("-q")[2] == ""
 
 
+@pytest.mark.parametrize("id", ["E33", next(id for id in IDS if ERRATA[id].quiz is None)])
+def test_one_erratum_names_its_quiz_if_it_has_one(study: Study, id: str) -> None:
+    code, _, err = study(id)
+    assert code == 0
+    assert (f"clearllama study errata --quiz {id} asks" in err) == (ERRATA[id].quiz is not None)
+
+
 def test_the_list_has_a_json_form(study: Study) -> None:
     code, out, _ = study("--json")
     found = json.loads(out)
