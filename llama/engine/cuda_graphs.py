@@ -3,7 +3,7 @@
 A CUDA device works asynchronously. Reading each new token before the next step is launched would leave the device idle
 in between. So the token stays on the device, where it is the next step's input, and the host reads it some steps
 later. Steps that were launched beyond a stop are discarded. A CUDA graph launches the few hundred kernels of a step by
-one call; it is captured for one cache, and again when the cache or the table of RoPE has grown.
+one call. Each cache has a graph of its own, which is captured again when the cache or the RoPE table has grown.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ AHEAD = 2  # such groups that may be in flight while one is read
 
 
 class GraphRunner(Runner):
-    """Decodes a text or a batch by replaying CUDA graphs. Frequencies that depend on the length are computed eagerly.
+    """Decodes a text or a batch by replaying CUDA graphs; eagerly if the RoPE frequencies depend on the length.
 
-    Threads may share it: `turn` lets one pass at a time use the buffers of a graph.
+    Threads may share a runner: `turn` lets one pass at a time use the buffers of the graphs.
     """
 
     def __init__(self, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(cache_kind, check_memory)
         self._steps: WeakKeyDictionary[KVCache, GraphStep] = WeakKeyDictionary()
         self._lock = RLock()
-        self._last: torch.cuda.Event | None = None  # the end of the last pass
+        self._last: torch.cuda.Event | None = None  # recorded at the end of the last pass
 
     def decode(
         self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
@@ -55,7 +55,7 @@ class GraphRunner(Runner):
                     cache.commit()
                 choices.append(choose(logits))
                 step.tokens.copy_(choices[-1][0][None])
-                at_once = count in (0, steps - 1)  # the first token is read before the second step is launched
+                at_once = count in (0, steps - 1)  # read the first token before the next step is launched
                 if at_once or len(choices) == STRIDE:
                     pending.append(PendingTokens(choices))
                     choices = []
@@ -67,17 +67,17 @@ class GraphRunner(Runner):
             cache.trim(min(cache.length, start + max(0, yielded - 1)))
 
     def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """As in `Runner`, by replaying a graph. The next call with this cache overwrites the result."""
+        """Replay a graph of `Runner.next_logits`. The next call with this cache overwrites the result."""
         step = self.step_for(cache, positions)
         step.tokens.copy_(tokens)
         return step.next_logits(model, cache)
 
     def launch_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """Compute `next_logits`, kernel by kernel: what a graph captures."""
+        """Launch the kernels of `next_logits` one by one. A graph captures these launches."""
         return super().next_logits(model, tokens, positions, cache)
 
     def step_for(self, cache: KVCache, positions: Tensor) -> GraphStep:
-        """The step of a cache, set to these positions. It is kept, so that the next answer reuses its graph."""
+        """Return the step of a cache, set to these positions. It is kept, so that the next answer reuses its graph."""
         with self._lock:
             if cache not in self._steps:
                 self._steps[cache] = GraphStep(self, cache, positions)
@@ -88,7 +88,10 @@ class GraphRunner(Runner):
 
     @contextmanager
     def turn(self, device: torch.device) -> Iterator[None]:
-        """Wait until no other thread, and no other stream of the device, uses the buffers; make the device current."""
+        """Use the buffers alone: lock out other threads, and let the current stream wait for the last pass.
+
+        A CUDA device is made the current device. During a capture and on a CPU, only the lock is held.
+        """
         with self._lock:
             if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
                 yield
@@ -116,7 +119,7 @@ class PendingTokens:
             for here, there in zip(self.columns, columns, strict=True):
                 here.copy_(there, non_blocking=True)
             self.arrived = torch.cuda.Event()
-            self.arrived.record(torch.cuda.current_stream(columns[0].device))  # not that of the current device
+            self.arrived.record(torch.cuda.current_stream(columns[0].device))  # may not be the current device
 
     def read(self) -> list[list[Any]]:
         """The values of each step. Waits for these steps, not for later ones."""
@@ -128,8 +131,8 @@ class PendingTokens:
 class GraphStep:
     """One decoding step: `tokens` (B, 1) at `positions`, (1,) or (B, 1) -> logits (B, V). Positions advance by one.
 
-    On a CUDA device it is captured in a graph and replayed, until the cache, the table of RoPE or the weights are other
-    tensors.
+    On a CUDA device the step is captured as a graph and replayed. It is captured again if the cache or the RoPE table
+    has grown, or if the weights have moved.
     """
 
     def __init__(self, runner: GraphRunner, cache: KVCache, positions: Tensor):
@@ -138,12 +141,12 @@ class GraphStep:
         self.positions = torch.zeros_like(positions)
         self._captures = self.device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._memory = (0, 0)  # what the graph reads: the number of slots, the address of the weights,
-        self._table: tuple[Tensor, ...] = ()  # and the table of RoPE
+        self._memory = (0, 0)  # at the capture: the slots of the cache, and the address of one weight
+        self._table: tuple[Tensor, ...] = ()  # at the capture: the RoPE table
         self._logits = torch.empty(0)
 
     def next_logits(self, model: Transformer, cache: KVCache) -> Tensor:
-        """The logits after `tokens`, whose keys and values enter the cache. The next call overwrites them."""
+        """Return the logits after `tokens`, and cache their keys and values. The next call overwrites the logits."""
         if not self._captures:
             self._step(model, cache)
             return self._logits
@@ -165,15 +168,15 @@ class GraphStep:
 
 
 def capture(step: Callable[[], object], restore: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Capture a CUDA graph of `step` for the current device. It runs twice before; `restore` undoes a run's changes.
+    """Capture `step` as a CUDA graph on the current device, after two warm-up runs that `restore` undoes.
 
-    Those runs use the current stream, since a stream of their own would run beside other passes.
+    The warm-up runs use the current stream. On a stream of their own they could overlap with other passes.
     """
     for _ in range(2):
         step()
         restore()
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()  # the default stream of torch.cuda.graph is one for all threads
+    stream = torch.cuda.Stream()  # all threads share the default stream of torch.cuda.graph
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph

@@ -28,20 +28,20 @@ from .triton_kernels import Splits, Weight
 class FusedBlock(NamedTuple):
     """The layers of a block as they are multiplied."""
 
-    qkv: nn.Module  # wq, wk and wv, one below the other
+    qkv: nn.Module  # the rows of wq, wk and wv, concatenated
     wo: nn.Module
-    gate_up: nn.Module  # w_gate and w_up, likewise
+    gate_up: nn.Module  # the rows of w_gate and w_up, concatenated
     down: nn.Module
     attention_norm: Tensor  # (C,)
     ffn_norm: Tensor
 
 
 class FusedRunner(GraphRunner):
-    """Runs a model on a CUDA device by fused kernels, with buffers of its own. Move or cast the model before.
+    """Runs a model on a CUDA device with fused kernels and preallocated buffers. Move or cast the model first.
 
-    The kernels are compiled at their first run, which takes seconds; Triton keeps them on disk. Threads may share it:
-    a step takes its `turn`, and results are copies, not buffers. Raises UsageError if the model can't be run like this,
-    or Triton is missing.
+    The first run compiles the kernels, which takes seconds; Triton caches them on disk. Threads may share a runner:
+    `turn` lets one step at a time use the buffers, and results are copies. Raises UsageError if the kernels do not
+    support the model or Triton is missing.
     """
 
     def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
@@ -91,7 +91,7 @@ class FusedRunner(GraphRunner):
         return cache.batch == 1 and cache.kind == "model" and not model.rope.by_length
 
     def launch_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """Logits (1, V) float32 after one token. Nothing depends on the position's value: CUDA graphs capture this."""
+        """Logits (1, V) float32 after one token. CUDA graphs capture this: only values depend on the position."""
         if not self.fits(model, cache):
             return super().launch_logits(model, tokens, positions, cache)
         model.rope.freqs_cis(positions[:0], min(cache.slots, model.max_seq_len))  # reads no rows, extends the table
@@ -122,7 +122,7 @@ class FusedRunner(GraphRunner):
         end: int,
         mask: Tensor | None,
     ) -> Tensor:
-        """A block for tokens `first` to `end`: h (T, C) -> (T, C). mask (T, S); None: by flash attention."""
+        """A block for tokens `first` to `end`: h (T, C) -> (T, C). mask (T, S), or None for flash attention."""
         table: tuple[Tensor, Tensor] = model.rope.table  # type: ignore[assignment]
         k, v = layer.k, layer.v
         qkv = block.qkv(kernels.rms_norm(h, block.attention_norm, self.eps))  # (T, (H + 2 KV) D)
@@ -138,7 +138,7 @@ class FusedRunner(GraphRunner):
 
 
 def has_flash(weight: Tensor, head_dim: int) -> bool:
-    """Whether flash attention runs in a weight's dtype on its device. It needs no mask, and keys are not repeated."""
+    """Whether flash attention supports this device, dtype and head size. It needs no mask and no repeated keys."""
     if not weight.is_cuda or weight.dtype == torch.float32 or head_dim % 8 or head_dim > 256:
         return False
     return torch.cuda.get_device_capability(weight.device) >= (8, 0)
@@ -147,15 +147,15 @@ def has_flash(weight: Tensor, head_dim: int) -> bool:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last T of S tokens: q (B, H, T, D), k and v (B, KV, S, D) -> (B, H, T, D).
 
-    F.scaled_dot_product_attention would align the triangle with the first key, and may choose cuDNN, which prepares a
-    plan for each new T and S. This operator aligns it with the last key.
+    F.scaled_dot_product_attention would align the causal mask with the first key. It may also choose cuDNN, which
+    prepares a plan for each new T and S. This operator aligns the mask with the last key.
     """
     y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.0, is_causal=True)[0]
     return y
 
 
 def check_model(model: Transformer) -> None:
-    """Raise UsageError if the fused kernels can't run a model, or there is no Triton."""
+    """Raise UsageError if the fused kernels do not support a model or Triton is missing."""
     if not kernels.ready():
         raise UsageError("compiling for CUDA requires Triton (pip install triton); leave --compile out")
     if model.rope.form != "real":
@@ -196,9 +196,9 @@ def fused_block(block: TransformerBlock) -> FusedBlock:
 
 
 def join(layers: Sequence[nn.Module]) -> nn.Module:
-    """One layer with the outputs of several layers of the same kind, one after the other.
+    """Return one layer whose outputs are those of several layers of the same kind, concatenated.
 
-    The layers become views of it, which are contiguous. Raises UsageError if they are of different kinds.
+    The tensors of the layers become contiguous views of it. Raises UsageError if the layers are of different kinds.
     """
     kinds = [
         (type(layer), getattr(layer, "bits", None), getattr(layer, "group", None), {k for k, _ in tensors(layer)})

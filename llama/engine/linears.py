@@ -5,7 +5,7 @@ A decoding step spends most of its time on reading weights, so a quarter of the 
     nn.Linear      any device and dtype; PyTorch
     FewRowsLinear  bfloat16 on a CPU; a C++ kernel for a few rows
     TileLinear     4 or 8 bits on a CPU; a C++ kernel for any number of rows
-    BlockLinear    4 or 8 bits on a GPU; Triton kernels for one row, and to dequantize the weight for more
+    BlockLinear    4 or 8 bits on a GPU; a Triton kernel for one row; for more, one that dequantizes the weight
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class TileEmbedding(nn.Module):
 class BlockLinear(nn.Module):
     """A quantized linear layer in the layout of triton_kernels: for a GPU, and the reference for the other layers.
 
-    On a CUDA device, a Triton kernel multiplies by one row, and another dequantizes the weight to x's dtype for more.
-    Otherwise PyTorch dequantizes it.
+    On a CUDA device, one Triton kernel multiplies a single row. For several rows or small groups, another dequantizes
+    the weight to x's dtype. In all other cases PyTorch dequantizes the weight.
     """
 
     quants: Tensor

@@ -14,8 +14,8 @@ from ..quant.rounding import check_range, check_scales, clips_of, quantize
 from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
 
-PIECE = 2**18  # entries that are quantized or packed at a time,
-LARGE_PIECE = 2**24  # and on a GPU, where each operation takes a launch
+PIECE = 2**18  # entries that are quantized or packed at a time on a CPU
+LARGE_PIECE = 2**24  # the same on a GPU: larger, since each operation costs a launch
 CPU = torch.device("cpu")
 
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 class QuantizedWeight:
     """A quantized weight (N, K), read on demand.
 
-    rows   returns the rows in a slice, on a device; float weights are quantized there
+    rows   returns the rows in a slice, on the given device; a float weight is quantized on that device
     tiles  returns all rows, packed for the C++ kernels
     """
 

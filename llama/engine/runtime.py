@@ -67,10 +67,10 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
 
 
 def no_cudnn_attention() -> None:
-    """Exclude cuDNN from PyTorch's attention on CUDA devices, for this process.
+    """Disable cuDNN's attention in PyTorch, for this process.
 
-    On recent GPUs PyTorch prefers cuDNN, which prepares a plan for each new shape: tens of milliseconds for each length
-    of a prompt. Flash and memory-efficient attention remain.
+    On recent GPUs PyTorch prefers cuDNN, which prepares a plan for each new shape. This takes tens of milliseconds for
+    each new prompt length. Flash and memory-efficient attention remain enabled.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -7,15 +7,15 @@ operations around its product:
     qkv         the same product for wq, wk and wv at once, then RoPE; keys and values are written into the cache
     attend      attention of one token: the keys of all heads are processed in parallel splits, which are then combined
 
-A prompt uses rms_norm, rotate (RoPE and the cache) and swiglu between its matrix products, and unpack, which
-dequantizes a weight. All sums are float32.
+A prompt uses rms_norm, rotate (RoPE and the cache) and swiglu between its matrix products. unpack dequantizes a weight.
+All sums are float32.
 Kernels read the position from device memory, so that a CUDA graph can be replayed.
 
 Letters: N rows of a weight (outputs), K columns (inputs), T tokens, H heads, KV key/value heads, D head_dim, C dim.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment,misc,var-annotated"
-# (the kernels are written in Triton's language, which has no annotations and whose tuples grow; callers are typed)
+# (Triton's language has no annotations, and its tuples change their length; the callers of the kernels are typed)
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -66,8 +66,9 @@ class Weight(NamedTuple):
 # ------------------------------------------------------------------------------------------------ rows of W times x
 @jit
 def _row(first, r, N, GATED: tl.constexpr):
-    """The row of the weight that row r of a program multiplies: beyond the last row, the last one, whose result is
-    not stored. GATED: even r are rows of w_gate, the first half of the weight; odd r are the same rows of w_up.
+    """The index in the weight of row r of a program. Beyond the last row it is the last row; that result is not stored.
+
+    GATED: even r are rows of w_gate, the first half of the weight; odd r are the same rows of w_up, the second half.
     """
     row = tl.minimum(first // 2 + r // 2, N // 2 - 1) + r % 2 * (N // 2) if GATED else tl.minimum(first + r, N - 1)
     return row.to(tl.int64)
@@ -110,9 +111,9 @@ def _int8(
     Every tile has the shape (groups, inputs per group), so all have one layout over the threads, and threads exchange
     only sums. ROW: the complete row has one scale, and its bytes are not padded to groups.
 
-    All rows are loaded before any is used. Without the barrier, ptxas saves registers by moving each load down to its
-    first use, and then each thread waits for one row after the other. With more stages, Triton copies the rows of the
-    next steps to shared memory while this one is computed; a barrier would prevent that.
+    All rows are loaded before any row is used. Without the barrier, ptxas saves registers by moving each load to its
+    first use, so each thread would wait for every row in turn. With more than one stage, Triton copies the rows of the
+    next steps to shared memory while this step is computed; a barrier would prevent that.
     """
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     PITCH: tl.constexpr = K if ROW else GROUPS * GROUP
@@ -201,7 +202,7 @@ def _int4(
 
 @jit
 def _inputs(x, norm, k, K: tl.constexpr, NORM: tl.constexpr):
-    """The inputs k (groups, n) of x, multiplied by the weights of the norm, and the sums of x^2 (groups,), or zeros."""
+    """x at k (groups, n), times the weights of the norm if NORM; the sums of x^2 (groups,) if NORM, otherwise zeros."""
     part = tl.load(x + k, k < K, other=0.0).to(tl.float32)
     squares = tl.zeros((part.shape[0],), tl.float32)
     if NORM:
@@ -296,14 +297,14 @@ def _qkv(
         tl.store(to + 1, a * s + b * c)
 
 
-# ----------------------------------------------------------------------------------------- a weight, dequantized
+# ----------------------------------------------------------------------------------------- dequantizing a weight
 # many parameters: a kernel receives pointers, sizes and constants one by one
 @jit
 def _unpack(
     data, scale, offset, out, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
     OFFSET: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """scale * quant + offset for BLOCK_K inputs of one row."""
+    """Store scale * quant + offset for BLOCK_K columns of one row."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     row = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * (BLOCK_K // GROUP) + tl.arange(0, BLOCK_K // GROUP)
@@ -422,7 +423,7 @@ ONE = 0x3F800000  # the bits of 1.0
 class BlockSizes(NamedTuple):
     """The part of a weight that a program processes at a time, in rows and columns, and its number of warps.
 
-    stages  parts that are loaded at once: beyond 1, the next parts are copied to shared memory in advance
+    stages  stages of the software pipeline: above 1, the next parts are copied to shared memory in advance
     """
 
     rows: int
@@ -434,9 +435,9 @@ class BlockSizes(NamedTuple):
 def pick_block_sizes(weight: Weight) -> BlockSizes:
     """The sizes for `linear` and `qkv`.
 
-    Each thread reads 16 bytes of several rows at once, and each multiprocessor runs several programs. By their
-    registers these have some 48 KB of a weight in flight on a multiprocessor, about twice what its share of the
-    bandwidth requires at a latency of 800 ns; so there is one stage.
+    Each thread reads 16 bytes of several rows at once, and each multiprocessor runs several programs. By an estimate
+    from their registers, these have about 48 KB of a weight in flight per multiprocessor. That is about twice what its
+    share of the bandwidth requires at a latency of 800 ns, so one stage is enough.
     """
     size = {16: float(weight.data.element_size()), 8: 1.0, 4: 0.5}[weight.bits]
     columns = min(power_of_2(weight.columns), int(2048 / size))
@@ -450,7 +451,11 @@ def power_of_2(n: int) -> int:
 
 
 def supports(weight: Weight) -> bool:
-    """Whether `linear` can multiply by a weight here: floats, or what `unpacks` accepts in groups of at least 32."""
+    """Whether `linear` can multiply by a weight here.
+
+    Float weights must be contiguous. Quantized weights must be accepted by `unpacks`, and their groups must have at
+    least 32 columns unless each row has one scale.
+    """
     parts = [weight.data, *([] if weight.bias is None else [weight.bias])]
     floats = weight.bits == 16 and ready() and all(part.is_contiguous() for part in parts)
     return floats or (unpacks(weight) and (weight.group >= 32 or _one_scale(weight)))
@@ -459,7 +464,8 @@ def supports(weight: Weight) -> bool:
 def unpacks(weight: Weight) -> bool:
     """Whether `unpack` can dequantize a weight here.
 
-    It must be contiguous. Its groups must be powers of two, or its rows must have 8 bits and one scale each.
+    It must be contiguous. The size of its groups must be a power of two, at least 8; or its rows have 8 bits and one
+    scale each.
     """
     group = weight.group >= 8 and weight.group == power_of_2(weight.group)
     parts = [part for part in (weight.data, weight.scale, weight.offset, weight.bias) if part is not None]
@@ -492,7 +498,7 @@ def _common(weight: Weight, blocks: BlockSizes) -> dict[str, Any]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: Any, **constants: Any) -> None:
-    """Launch a kernel on the device of its first argument. Triton would launch it on the current device."""
+    """Launch a kernel on the device of its first argument. Triton itself uses the current device."""
     constants = {"enable_fp_fusion": True, **constants}  # fused multiply-add, which Triton 3.10 turns off by default
     with torch.cuda.device_of(first):  # does nothing for a tensor on a CPU
         kernel[grid](first, *args, **constants)
@@ -583,7 +589,7 @@ def qkv(
 
 
 def unpack(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """A quantized weight as a matrix (N, K), computed in float32 and rounded to `dtype`."""
+    """Dequantize a weight: (N, K), computed in float32 and rounded to `dtype`."""
     out = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.data.device)
     block = max(_tile(weight), min(2048, power_of_2(weight.columns)))
     launch(
@@ -600,7 +606,7 @@ def unpack(weight: Weight, dtype: torch.dtype) -> Tensor:
         OFFSET=weight.offset is not None,
         BLOCK_K=block,
         num_warps=8,
-        enable_fp_fusion=False,  # a product and a sum, each rounded: the same values as on a CPU
+        enable_fp_fusion=False,  # round the product and the sum separately, as a CPU does
     )
     return out
 
@@ -659,7 +665,7 @@ def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     """RMSNorm of each row: (T, C) -> (T, C)."""
     out = torch.empty_like(x)
     block = power_of_2(x.shape[1])
-    warps = min(32, max(4, block // 256))  # 8 entries per thread: with 16 in float32, ptxas spills one of them
+    warps = min(32, max(4, block // 256))  # 8 entries per thread; with 16 in float32, ptxas spills one
     launch(_rms_norm, (len(x),), x, norm, eps, out, C=x.shape[1], BLOCK=block, num_warps=warps)
     return out
 

@@ -148,7 +148,7 @@ class Batch:
             yield from self._one_by_one()
             return
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
-        self.rows: KVCache | None = None  # the rows of the cache that a step uses
+        self.rows: KVCache | None = None  # view of the cache rows that a step uses
         waiting = True  # whether there may be requests without a slot
         while True:
             while waiting and (free := [slot for slot in self.slots if slot.sequence is None]):
@@ -209,7 +209,7 @@ class Batch:
     def _step(self) -> Iterator[Event]:
         """One token for each row."""
         logits = self._next_logits()  # (B, V)
-        best = PendingTokens([(logits.argmax(-1), extreme(logits))]).read()  # (id, extreme) of each row, read together
+        best = PendingTokens([(logits.argmax(-1), extreme(logits))]).read()  # (id, extreme) of each row, by one wait
         for slot, row_logits, (id, top) in list(zip(self.slots, logits, best, strict=False)):
             if slot.sequence is not None:
                 slot.ids.append(slot.next)
@@ -226,7 +226,7 @@ class Batch:
             positions[0] if B == 1 else positions
         )  # (T,) if B is 1: code compiled for a single text expects this shape
         if self.rows is None or (self.rows.batch, self.rows.slots) != (B, self.cache.slots):
-            self.rows = self.cache.rows(0, B)  # one object as long as its shape fits: a CUDA graph belongs to a cache
+            self.rows = self.cache.rows(0, B)  # kept while its shape fits: a CUDA graph belongs to one cache object
         return self.model.runner.next_logits(self.model, tokens, positions, self.rows)[:, : self.n_vocab]
 
     @property
