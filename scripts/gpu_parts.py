@@ -1,7 +1,8 @@
-"""The parts of gpu_check.py: each is a function that yields rows, and runs in a process of its own.
+"""The parts of gpu_check.py. Each part is a function that yields rows and runs in a process of its own.
 
 Models have the official shapes (configs/) and random weights that are drawn on the device, so no checkpoint is needed.
-Parts use what a user can call: generate, Batch, speculate, quantize_, and the runners. Times are what a caller sees.
+Most parts use the public functions: generate, Batch, speculate, quantize_, and the runners. Times are measured by the
+caller of these functions, except those of single kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # this copy of the package, whether or not one is installed
+sys.path.insert(0, str(ROOT))  # import this copy of the package, not an installed one
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -88,23 +89,23 @@ def info(what: str, value: float | str, unit: str = "", expected: str = "") -> R
 
 
 def at_least(what: str, value: float, limit: float, unit: str = "", expected: str = "") -> Row:
-    """Return a result with a lower limit; NaN is below every limit."""
+    """Return a result with a lower limit. NaN fails."""
     return Row(what, value, unit, f">= {limit:g}", value >= limit, expected)
 
 
 def at_most(what: str, value: float, limit: float, unit: str = "") -> Row:
-    """Return a result with an upper limit; NaN exceeds every limit."""
+    """Return a result with an upper limit. NaN fails."""
     return Row(what, value, unit, f"<= {limit:g}", value <= limit)
 
 
 def holds(what: str, passed: bool) -> Row:
-    """Return a result that is true or false."""
+    """Return a result that must be true."""
     return Row(what, "yes" if passed else "no", "", "yes", passed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Settings of a part: the device, tiny shapes, the setting to change, and the ceilings (bytes/s and FLOP/s)."""
+    """What a part is run with: the device, tiny shapes, settings to change, and the ceilings (bytes/s and FLOP/s)."""
 
     device: torch.device
     tiny: bool = False
@@ -123,7 +124,7 @@ class Run:
         return triton_kernels.ready() and (self.device.type == "cuda" or interpreted)
 
     def config(self, size: str, layers: int | None = None) -> ModelConfig:
-        """Return an official shape, with few layers if `layers` is given, or the tiny one."""
+        """Return an official configuration, with `layers` layers if that is given, or the tiny configuration."""
         if self.tiny:
             return dataclasses.replace(TINY, tie_embeddings=size == "1B")
         config = ModelConfig(**json.loads((ROOT / "configs" / f"{SHAPES[size]}.json").read_text()))
@@ -150,9 +151,9 @@ def empty_model(config: ModelConfig, form: str) -> Transformer:
 
 
 def random_model(run: Run, config: ModelConfig, dtype: torch.dtype, scheme: str | None = None) -> Transformer:
-    """Return a model with random weights, the same for the same arguments; quantized weights are drawn as integers.
+    """Return a model with random weights that depend only on the arguments. Quantized weights are random integers.
 
-    Its runner is the loader's for CUDA. On a CPU that runner does the same without graphs.
+    Its runner is GraphRunner, the loader's default on CUDA. On a CPU, GraphRunner works without graphs.
     """
     model = empty_model(config, "real")
     generator = torch.Generator(run.device).manual_seed(0)
@@ -173,7 +174,7 @@ def random_model(run: Run, config: ModelConfig, dtype: torch.dtype, scheme: str 
 
 
 def normal(shape: tuple[int, ...], run: Run, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return normal noise of standard deviation 0.02, or 0.2 if tiny: few inputs would make all logits equal."""
+    """Return normal noise of standard deviation 0.02. If tiny, 0.2: else all logits would be nearly equal."""
     return torch.empty(shape, dtype=dtype, device=run.device).normal_(0, 0.2 if run.tiny else 0.02, generator=generator)
 
 
@@ -190,7 +191,7 @@ def random_blocks(linear: nn.Linear, name: str, scheme: str, run: Run, generator
 
 
 def copied(model: Transformer, form: str, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Return a copy of a model in floats with another form of RoPE, device and dtype."""
+    """Return a copy of an unquantized model with another form of RoPE, device and dtype."""
     other = empty_model(model.config, form)
     state = {name: tensor.to(device, dtype) for name, tensor in model.state_dict().items()}
     if FORMS[form].layout == "half":
@@ -209,7 +210,7 @@ class InductorRunner(GraphRunner):
         super().__init__()
         on_gpu = model.norm.weight.device.type == "cuda"
         options: dict[str, Any] = {"options": {"coordinate_descent_tuning": True}} if on_gpu else {"backend": "eager"}
-        plain = isinstance(model.layers[0].attention.wq, nn.Linear)  # others may break the graph
+        plain = isinstance(model.layers[0].attention.wq, nn.Linear)  # quantized layers may break the graph
         compiled = functools.partial(torch.compile, fullgraph=plain, dynamic=False, **options)
         self.block, self.norm = compiled(type(model.layers[0]).forward), compiled(type(model.norm).forward)
 
@@ -227,7 +228,7 @@ class InductorRunner(GraphRunner):
 
 
 def run_by(run: Run, model: Transformer, way: str) -> Transformer:
-    """Let a model decode in one of the ways, in place; return it. Without Triton "fused" means as written."""
+    """Set a model's runner; return the model. way: unfused, Inductor, or fused, which without Triton is unfused."""
     if way == "fused" and run.fuses:
         model.runner = FusedRunner(model)
     elif way == "Inductor":
@@ -236,8 +237,8 @@ def run_by(run: Run, model: Transformer, way: str) -> Transformer:
 
 
 def ways(run: Run) -> tuple[str, ...]:
-    """The ways of decoding whose results are compared."""
-    return ("as written", "fused") if run.fuses else ("as written",)
+    """Return the ways of decoding whose results are compared."""
+    return ("unfused", "fused") if run.fuses else ("unfused",)
 
 
 # ------------------------------------------------------------------------------------------------ measures and inputs
@@ -260,7 +261,7 @@ def relative(value: Tensor, expected: Tensor) -> float:
 
 
 def seconds(run: Run, work: Callable[[], object]) -> float:
-    """Return the time of one call, until the device has finished."""
+    """Return the time of one call, including the work of the device."""
     settle(run)
     began = time.perf_counter()
     work()
@@ -269,7 +270,7 @@ def seconds(run: Run, work: Callable[[], object]) -> float:
 
 
 def median_s(run: Run, work: Callable[[], object], times: int = 5) -> float:
-    """Return the median time of several calls, after one that is not timed."""
+    """Return the median time of several calls, after one call that is not timed."""
     work()
     return statistics.median(seconds(run, work) for _ in range(times))
 
@@ -288,8 +289,8 @@ def clear(run: Run) -> None:
 
 
 def step_s(run: Run, produce: Callable[[int], object], few: int, many: int) -> float:
-    """Return the seconds of one decoding step: `produce(n)` makes n tokens, and the prompt's time cancels."""
-    produce(many)  # the longer first: compiled code and caches then fit both
+    """Return the seconds of one decoding step: a difference, without the prompt. `produce(n)` generates n tokens."""
+    produce(many)  # warm up with the longer first: compiled code and caches then fit both
     produce(few)
     spent = [
         seconds(run, lambda: produce(many)) - seconds(run, lambda: produce(few)) for _ in range(1 if run.tiny else 3)
@@ -298,12 +299,12 @@ def step_s(run: Run, produce: Callable[[int], object], few: int, many: int) -> f
 
 
 def decode_s(run: Run, model: Transformer, context: int, **params: Any) -> float:
-    """Return the seconds of a decoding step after `context` tokens, as a caller of generate sees them."""
+    """Return the seconds of a decoding step after `context` tokens, measured by the caller of generate."""
     few, many = (2, 6) if run.tiny else (16, 144)
     prompt, cache = ids(context, model.config), model.new_cache(context + many)
 
     def produce(count: int) -> None:
-        cache.trim(min(cache.length, context - 1))  # after the first call only one token of the prompt is fed
+        cache.trim(min(cache.length, context - 1))  # later calls compute only the last token of the prompt
         new_ids(model, prompt, SamplingParams(max_new_tokens=count, **params), cache=cache)
 
     return step_s(run, produce, few, many)
@@ -312,27 +313,26 @@ def decode_s(run: Run, model: Transformer, context: int, **params: Any) -> float
 def step_bytes(run: Run, model: Transformer, context: int) -> int:
     """Return the bytes that a decoding step reads on average in `decode_s`."""
     length = context + (4 if run.tiny else 80)
-    return linear_bytes(model) + cache_bytes(model.new_cache(length), length)  # even if it has fewer slots so far
+    return linear_bytes(model) + cache_bytes(model.new_cache(length), length)  # a new cache may have fewer slots
 
 
 def linear_flops(config: ModelConfig, length: int) -> int:
-    """Return the operations of the linear layers for a prompt, and of the output layer for its last token."""
+    """Return the FLOPs of the linear layers for a prompt, and of the output layer for its last token."""
     norms = (2 * config.n_layers + 1) * config.dim
     embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * config.dim
     return 2 * (config.n_params - embeddings - norms) * length + 2 * config.vocab_size * config.dim
 
 
 def score_flops(config: ModelConfig, length: int) -> int:
-    """Return the operations of q k^T and of its product with v, for all pairs of tokens."""
+    """Return the FLOPs of q k^T and of its product with v, for all pairs of tokens."""
     return 4 * length**2 * config.n_heads * config.head_dim * config.n_layers
 
 
 @contextlib.contextmanager
-def flash(cudnn: bool) -> Iterator[None]:
-    """Allow or forbid cuDNN's attention, which PyTorch takes first on some GPUs and which plans for each new shape."""
-
+def cudnn_attention(enabled: bool) -> Iterator[None]:
+    """Enable or disable cuDNN's attention. PyTorch prefers it on some GPUs; it prepares a plan for each new shape."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
     try:
         yield
     finally:
@@ -341,7 +341,7 @@ def flash(cudnn: bool) -> Iterator[None]:
 
 # -------------------------------------------------------------------------------------------------------- the ceilings
 def ceilings(run: Run) -> Iterator[Row]:
-    """Describe the machine, and measure a copy within its memory and a matrix product in bfloat16."""
+    """Describe the machine. Measure the bandwidth of a copy on the device and the rate of a bfloat16 matrix product."""
     yield info("gpu", platform.processor() or platform.machine())
     if run.device.type == "cuda":
         properties = torch.cuda.get_device_properties(run.device)
@@ -361,7 +361,7 @@ def ceilings(run: Run) -> Iterator[Row]:
     size, times = (2**20, 1) if run.tiny else (2**32, 5)
     source = torch.empty(size, dtype=torch.uint8, device=run.device).random_(0, 256)
     target = torch.empty_like(source)
-    ten = range(10)  # calls at a time, so that waiting for the device takes no share
+    ten = range(10)  # calls per measurement, so that synchronizing takes no share
     spent = median_s(run, lambda: [target.copy_(source) for _ in ten], times) / len(ten)
     yield info(COPY, 2 * size / spent / 1e12, "TB/s", "4.3")
     n = 128 if run.tiny else 8192
@@ -380,7 +380,7 @@ def installed(name: str) -> bool:
 
 # --------------------------------------------------------------------------------------------------------- correctness
 def plain(run: Run) -> Iterator[Row]:
-    """Compare the model as written on the device with the CPU in float32, at real widths."""
+    """Compare the unfused model on the device with the CPU in float32, at real widths."""
     cpu, length = dataclasses.replace(run, device=torch.device("cpu")), 24 if run.tiny else 96
     for size in SHAPES:
         config = dataclasses.replace(run.config(size, 2), vocab_size=64 if run.tiny else 8192)
@@ -406,7 +406,7 @@ def plain(run: Run) -> Iterator[Row]:
 
 
 def quantized(run: Run) -> Iterator[Row]:
-    """Compare quantized layers on the device, row by row and in a prompt, with the CPU in float32."""
+    """Compare quantized layers on the device, for a prompt and token by token, with the CPU in float32."""
     length, cpu = 5 if run.tiny else 48, torch.device("cpu")
     for size in SHAPES:
         config = dataclasses.replace(run.config(size, 1), vocab_size=64 if run.tiny else 8192)
@@ -421,11 +421,11 @@ def quantized(run: Run) -> Iterator[Row]:
 
 
 def fused(run: Run) -> Iterator[Row]:
-    """Compare the fused kernels with the model as written, on the device, at real widths."""
+    """Compare the fused kernels with the unfused model on the device, at real widths."""
     if not run.fuses:
         yield info("fused kernels", "skipped: they need CUDA and Triton")
         return
-    half = torch.bfloat16 if run.device.type == "cuda" else torch.float16  # Triton's interpreter has no bfloat16 dot
+    half = torch.bfloat16 if run.device.type == "cuda" else torch.float16  # the interpreter truncates to bfloat16
     cases = [
         *((scheme, torch.float32, EXACT) for scheme in (None, "int8", "int4")),
         *((scheme, half, ROUNDED) for scheme in (None, "int8", "int4", "int8-row", "int4-sym-g128", *GGUF)),
@@ -440,7 +440,7 @@ def fused(run: Run) -> Iterator[Row]:
 def fused_rows(
     run: Run, config: ModelConfig, scheme: str | None, dtype: torch.dtype, name: str, limit: float
 ) -> Iterator[Row]:
-    """Compare a prompt in two chunks and six steps after it, eager and as a graph, with one uncached pass."""
+    """Compare a prompt in two chunks and six eager steps with one uncached pass; in float32 also steps as a graph."""
     exact = random_model(run, config, torch.float32, scheme)
     exact.load_state_dict(random_model(run, config, dtype, scheme).state_dict())
     tokens = torch.tensor([ids(96, config)], device=run.device)
@@ -461,7 +461,7 @@ def fused_rows(
 
 
 def tokens(run: Run) -> Iterator[Row]:
-    """Compare the tokens of captured decoding with the plain loop: growing caches, stop ids, sampling, drafts."""
+    """Compare the tokens of CUDA graphs with those of the plain loop: growing caches, stop ids, sampling, drafts."""
     config = run.config("1B", 4)
     prompt, new = ids(20 if run.tiny else 1000, config), 8 if run.tiny else 64  # the cache grows at 1,024
     plain = random_model(run, config, torch.float32)
@@ -479,7 +479,7 @@ def tokens(run: Run) -> Iterator[Row]:
         until = expected[: expected.index(stop) + 1]
         found = new_ids(model, prompt, greedy, stop_ids=[stop], cache=cache)
         ended = found == until and cache.length == len(prompt) + len(until) - 1
-        yield holds(f"{way}: ends with the stop id, and the cache ends before it", ended)
+        yield holds(f"{way}: stops at the stop id, and the cache ends before it", ended)
         longer = prompt + until + prompt[:7]
         again = new_ids(model, longer, greedy, cache=cache)
         yield holds(f"{way}: continues with the same cache", again == new_ids(plain, longer, greedy))
@@ -496,7 +496,7 @@ def tokens(run: Run) -> Iterator[Row]:
 
 
 def requests(config: ModelConfig, length: int, new: int) -> list[Request]:
-    """Eleven requests: greedy and sampled, of several lengths, some with a shared prefix."""
+    """Return eleven requests: greedy and sampled, of several lengths, some with a shared prefix."""
     shared = ids(length, config, seed=99)
     prompts = [shared * (i % 2) + ids(length - 2 * i, config, seed=i) for i in range(11)]
     options = [{} if i % 3 else {"temperature": 0.7, "seed": i} for i in range(11)]
@@ -507,7 +507,7 @@ def requests(config: ModelConfig, length: int, new: int) -> list[Request]:
 
 
 def batch(run: Run) -> Iterator[Row]:
-    """Compare the answers of a batch with those of the same requests one by one."""
+    """Compare the answers of batches with those of the same requests, run one by one."""
     config = run.config("1B", 4)
     asked = requests(config, *((24, 8) if run.tiny else (400, 32)))
     plain = random_model(run, config, torch.float32)
@@ -523,7 +523,7 @@ def batch(run: Run) -> Iterator[Row]:
                 elif isinstance(event, Ended) and event.error is not None:
                     raise event.error
             same = sum(map(list.__eq__, answers, expected))
-            yield at_least(f"{way}, {slots} slots: answers as one by one, of {len(asked)}", same, len(asked))
+            yield at_least(f"{way}, {slots} slots: answers equal to one by one, of {len(asked)}", same, len(asked))
 
 
 def threads(run: Run) -> Iterator[Row]:
@@ -533,16 +533,16 @@ def threads(run: Run) -> Iterator[Row]:
     plain = random_model(run, config, torch.float32)
     plain.runner = Runner()
     expected = [new_ids(plain, request.prompt, request.params) for request in asked]
-    for way in ways(run) if run.device.type == "cuda" else ("as written",):  # the interpreter is for one thread
+    for way in ways(run) if run.device.type == "cuda" else ("unfused",):  # the interpreter supports one thread
         model = run_by(run, random_model(run, config, torch.float32), way)
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(lambda request: new_ids(model, request.prompt, request.params), asked))  # noqa: B023
         same = sum(map(list.__eq__, found, expected))
-        yield at_least(f"{way}: answers in two threads as in one, of {len(asked)}", same, len(asked))
+        yield at_least(f"{way}: answers of two threads equal to those of one, of {len(asked)}", same, len(asked))
 
 
 def devices(run: Run) -> Iterator[Row]:
-    """Compare answers on devices by their names, and on all GPUs at once, with those on the default device."""
+    """Compare the answers on each named device, and with layers on all GPUs, with those on the default device."""
     config, params = run.config("1B", 4), SamplingParams(max_new_tokens=8 if run.tiny else 32)
     prompt = ids(24, config)
     expected = new_ids(random_model(run, config, torch.float32), prompt, params)
@@ -559,14 +559,14 @@ def devices(run: Run) -> Iterator[Row]:
 
 
 def gpu_layers(run: Run) -> Iterator[Row]:
-    """Compare a model whose first half is on the CPU, as --gpu-layers does it, with the model on the device."""
+    """Compare a model whose first half is on the CPU, as by --gpu-layers, with the same model on the device."""
     config, cpu = run.config("8B", 4), torch.device("cpu")
     model = random_model(run, config, run.dtype)
     there = torch.tensor([ids(16 if run.tiny else 128, config)], device=run.device)
     expected = random_model(run, config, run.dtype)(there)
     half = config.n_layers // 2
     model.runner = place(model, Placement(cpu, (cpu,) * half + (run.device,) * (config.n_layers - half), run.device))
-    if installed("platformdirs"):  # it names the folder of the C++ kernels
+    if installed("platformdirs"):  # required by the C++ kernels
         from llama.engine.cpu_attention import pick_attention
 
         for block in model.layers[:half]:
@@ -584,7 +584,7 @@ def gpu_layers(run: Run) -> Iterator[Row]:
 
 
 def quantizing(run: Run) -> Iterator[Row]:
-    """Compare weights quantized on the device with those quantized on the CPU, and time a layer of 8B."""
+    """Compare weights quantized on the device with those quantized on the CPU, and time it for a layer of 8B."""
     if not installed("platformdirs") or not computes_quantized(torch.device("cpu")):
         yield info("quantizing", "skipped: the C++ kernels of the CPU need a compiler and platformdirs (--wheels)")
         return
@@ -601,7 +601,7 @@ def quantizing(run: Run) -> Iterator[Row]:
 
 # --------------------------------------------------------------------------------------------------------------- speed
 class Goal(NamedTuple):
-    """The least share of the copy bandwidth, and the estimated tokens per second."""
+    """The minimum share of the copy bandwidth, and the estimated tokens per second."""
 
     share: float | None
     expected: str
@@ -614,14 +614,14 @@ GOALS = {
     ("1B", "bf16", "fused"): Goal(0.78, "1000-1100"),
     ("1B", "int8", "fused"): Goal(None, "1200-1500"),
     ("1B", "int4", "fused"): Goal(None, "1200-1500"),
-    ("8B", "bf16", "as written"): Goal(None, "130"),
+    ("8B", "bf16", "unfused"): Goal(None, "130"),
     ("8B", "bf16", "Inductor"): Goal(None, "185-205"),
     ("1B", "bf16", "Inductor"): Goal(None, "650-800"),
 }
 
 
 def decode(run: Run, size: str, weights: str, way: str) -> Iterator[Row]:
-    """Measure greedy decoding after 512 tokens; of bfloat16 also prefill, top-p and the time to the first token."""
+    """Measure greedy decoding after 512 tokens; without Inductor also prefill, first tokens and, in bfloat16, top-p."""
     model = random_model(run, run.config(size), run.dtype, None if weights == "bf16" else weights)
     run_by(run, model, way)
     yield info("runner", type(model.runner).__name__)
@@ -640,12 +640,12 @@ def decode(run: Run, size: str, weights: str, way: str) -> Iterator[Row]:
     if weights == "bf16":
         sampled = decode_s(run, model, context, temperature=0.8, top_p=0.9, seed=1)
         yield info("decoding with top-p", 1 / sampled, "tok/s", "0.2-0.3 ms a step more")
-        yield info("top-p: more than greedy", 1e3 * (sampled - spent), "ms a step")
+        yield info("top-p: additional time", 1e3 * (sampled - spent), "ms a step")
     yield from first_token(run, model, context)
 
 
 def prefill_rows(run: Run, model: Transformer, share: float | None, expected: str) -> Iterator[Row]:
-    """Measure a prompt of 4,096 tokens as a share of the rate of a matrix product."""
+    """Measure a prompt of 4,096 tokens, also as a share of the rate of a matrix product."""
     config, length = model.config, 64 if run.tiny else 4096
     prompt, cache = ids(length, config), model.new_cache(length)
 
@@ -661,9 +661,9 @@ def prefill_rows(run: Run, model: Transformer, share: float | None, expected: st
 
 
 def first_token(run: Run, model: Transformer, context: int) -> Iterator[Row]:
-    """Measure the time to the first and to the second token, with a new cache and with the graph of a kept one."""
+    """Measure the time to the first token and to the 32nd, with a new cache and again with the same cache."""
     prompt, params, cache = ids(context, model.config), SamplingParams(max_new_tokens=32), model.new_cache(context + 32)
-    for name in ("new cache, so a graph is captured", "kept cache"):
+    for name in ("new cache, graph captured", "same cache, graph reused"):
         cache.trim(0)
         settle(run)
         began, times = time.perf_counter(), []
@@ -674,7 +674,7 @@ def first_token(run: Run, model: Transformer, context: int) -> Iterator[Row]:
 
 
 def against_transformers(run: Run, size: str, cudnn: bool) -> Iterator[Row]:
-    """Measure transformers on the same weights, with a static cache, which it compiles on CUDA."""
+    """Measure transformers with the same weights and a static cache; on CUDA it compiles its decoding step."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -707,7 +707,7 @@ def against_transformers(run: Run, size: str, cudnn: bool) -> Iterator[Row]:
     context, few, many = (16, 2, 6) if run.tiny else (512, 16, 144)
     prompt = torch.tensor([ids(context, config)], device=run.device)
     long = torch.tensor([ids(64 if run.tiny else 4096, config)], device=run.device)
-    with flash(cudnn):
+    with cudnn_attention(cudnn):
         logits = theirs(prompt).logits
         yield at_most("logits against ours: error", relative(model(prompt), logits), EXACT if run.tiny else 0.05)
         del model, logits
@@ -725,7 +725,7 @@ def against_transformers(run: Run, size: str, cudnn: bool) -> Iterator[Row]:
 
 
 def our_name(theirs: str) -> str:
-    """Return this package's name of one of transformers' parameters."""
+    """Return the name in this package of a parameter of transformers."""
     names = {
         "self_attn.q_proj": "attention.wq",
         "self_attn.k_proj": "attention.wk",
@@ -756,7 +756,7 @@ class Launch(NamedTuple):
 
 
 def kernels(run: Run, size: str, weights: str) -> Iterator[Row]:
-    """Measure every kernel of a decoding step in a profile of 32 steps, and the bandwidth of the products."""
+    """Measure every kernel of a decoding step in a profile of 33 steps, and the bandwidth of the products."""
     model = random_model(run, run.config(size), run.dtype, None if weights == "bf16" else weights)
     first: Any = model.layers[0]
     parts = [
@@ -772,7 +772,7 @@ def kernels(run: Run, size: str, weights: str) -> Iterator[Row]:
     prompt, cache = ids(context + 1, model.config), model.new_cache(context + passes + 1)
     params = SamplingParams(max_new_tokens=passes)
     new_ids(model, prompt, params, cache=cache)  # captures the graph
-    cache.trim(context)  # one token of the prompt is left, so every pass is a step
+    cache.trim(context)  # one token of the prompt remains, so every pass is a step
     activity = torch.profiler.ProfilerActivity
     wall = 0.0
     with torch.profiler.profile(activities=[activity.CUDA if run.device.type == "cuda" else activity.CPU]) as profile:
@@ -792,9 +792,10 @@ def kernels(run: Run, size: str, weights: str) -> Iterator[Row]:
 def kernel_rows(
     launches: Iterable[Launch], passes: int, layers: int, sizes: Sequence[int], bandwidth: float
 ) -> Iterator[Row]:
-    """Rows for each kernel of a step, in order. sizes: bytes of the weights of qkv, wo, gate and up, down, output.
+    """Yield rows for each kernel of a step, in order. sizes: weight bytes of qkv, wo, gate and up, down, output.
 
-    Launches with the same name and grid are one kernel, unless there are several in each layer: then they take turns.
+    Launches with the same name and grid belong to one kernel. If each layer has several such launches, their order
+    tells them apart.
     """
     groups: dict[tuple[str, tuple[int, ...]], list[Launch]] = {}
     for launch in sorted(launches, key=lambda launch: launch.start):
@@ -814,7 +815,7 @@ def kernel_rows(
         if read:
             yield info(f"{name}: share of the copy bandwidth", read / spent * 1e6 / bandwidth)
     busy = sum(launch.duration for group in found for launch in group)
-    yield info("kernels of a step, together", busy / passes, "us")
+    yield info("all kernels of a step", busy / passes, "us")
 
 
 # ------------------------------------------------------------------------------------------------ contexts and batches
@@ -827,12 +828,12 @@ def contexts(run: Run, size: str) -> Iterator[Row]:
         yield info(f"context of {context}: decoding", 1 / spent, "tok/s")
         reached = step_bytes(run, model, context) / spent / run.bandwidth
         yield info(f"context of {context}: share of the copy bandwidth", reached)
-        yield info(f"context of {context}: measured in", time.perf_counter() - began, "s")
+        yield info(f"context of {context}: time of the measurement", time.perf_counter() - began, "s")
         clear(run)
 
 
 def batches(run: Run, size: str, weights: str = "bf16") -> Iterator[Row]:
-    """Measure batches: tokens of all answers per second, from the 17th of each answer on."""
+    """Measure the tokens per second of whole batches, after 16 steps that are not timed."""
     config = run.config(size)
     model = random_model(run, config, run.dtype, None if weights == "bf16" else weights)
     run_by(run, model, "fused")
@@ -845,19 +846,19 @@ def batches(run: Run, size: str, weights: str = "bf16") -> Iterator[Row]:
                 times.append(time.perf_counter())
             elif isinstance(event, Started):
                 started = time.perf_counter()
-        # Prompts are fed one after the other, and the first answers run meanwhile: count from the last prompt on.
+        # Prompts run one after the other, while the first answers continue: count from the last prompt on.
         after = [moment for moment in times if moment > started][warm * slots :]
         yield info(f"batch of {slots}: decoding", (len(after) - 1) / (after[-1] - after[0]), "tok/s")
-        yield info(f"batch of {slots}: all prompts and answers", len(times) / (times[-1] - began), "tok/s")
+        yield info(f"batch of {slots}: decoding and prompts", len(times) / (times[-1] - began), "tok/s")
 
 
 def new_lengths(run: Run) -> Iterator[Row]:
-    """Measure prompts of lengths that were never run before, with and without cuDNN's attention."""
+    """Measure prompts of new lengths, with and without cuDNN's attention."""
     config = run.config("1B")
     for way in ways(run):
         model, first = run_by(run, random_model(run, config, run.dtype), way), 20 if run.tiny else 700
         for cudnn in (True, False):
-            with flash(cudnn):
+            with cudnn_attention(cudnn):
                 cache = model.new_cache(2 * first)
 
                 def work(length: int) -> None:
@@ -870,12 +871,12 @@ def new_lengths(run: Run) -> Iterator[Row]:
                 old = statistics.median(seconds(run, lambda: work(length)) for length in lengths)  # noqa: B023
                 first += 100 if not run.tiny else 5
             name = f"{way}, {'with' if cudnn else 'without'} cuDNN"
-            yield info(f"{name}: a new length takes longer by", 1e3 * (new - old), "ms", "55 with, 0 without")
-            yield info(f"{name}: a known length", 1e3 * old, "ms")
+            yield info(f"{name}: additional time of a new length", 1e3 * (new - old), "ms", "55 with, 0 without")
+            yield info(f"{name}: a repeated length", 1e3 * old, "ms")
 
 
 def speculative(run: Run) -> Iterator[Row]:
-    """Measure speculative decoding by n-grams on a repetitive text."""
+    """Measure speculative decoding with n-gram drafts on a repetitive text."""
     config = run.config("1B")
     model = run_by(run, random_model(run, config, run.dtype), "fused")
     prompt, draft = ids(16, config) * (2 if run.tiny else 16), NGramDraft()
@@ -888,7 +889,7 @@ def speculative(run: Run) -> Iterator[Row]:
 
 # ------------------------------------------------------------------------------------------------------------- changes
 def change(run: Run) -> Iterator[Row]:
-    """Compare decoding before and after one change, alternately: fields of BlockSizes, such as stages=4, or cudnn=0."""
+    """Time decoding with and without a change of settings: fields of BlockSizes, such as stages=4, or cudnn=1."""
     wanted = {name: int(value) for name, value in (item.split("=") for item in run.change)}
     cudnn = wanted.pop("cudnn", None)
     if unknown := set(wanted) - set(triton_kernels.BlockSizes._fields):
@@ -900,7 +901,7 @@ def change(run: Run) -> Iterator[Row]:
     @contextlib.contextmanager
     def changed() -> Iterator[None]:
         sizes = mock.patch.object(triton_kernels, "pick_block_sizes", lambda *args: usual(*args)._replace(**wanted))
-        with sizes, contextlib.nullcontext() if cudnn is None else flash(bool(cudnn)):
+        with sizes, contextlib.nullcontext() if cudnn is None else cudnn_attention(bool(cudnn)):
             yield
 
     for size in SHAPES:
@@ -913,15 +914,15 @@ def change(run: Run) -> Iterator[Row]:
                 with changed():
                     after.append(1 / decode_s(run, model, 16 if run.tiny else 512))
             name = f"{size} {weights}"
-            yield info(f"{name}: as it is", max(before), f"tok/s, lowest {min(before):.4g}")
+            yield info(f"{name}: unchanged", max(before), f"tok/s, lowest {min(before):.4g}")
             yield info(f"{name}: with {' '.join(run.change)}", max(after), f"tok/s, lowest {min(after):.4g}")
-            yield info(f"{name}: changed over as it is", max(after) / max(before))
+            yield info(f"{name}: changed over unchanged", max(after) / max(before))
             del model
             clear(run)
 
 
 def tune(run: Run, size: str, weights: str) -> Iterator[Row]:
-    """Find the fastest block sizes: time all of them for each weight of a block."""
+    """Time many block sizes for each weight of a block, and report the fastest."""
     if not run.fuses:
         yield info("block sizes", "skipped: they need CUDA and Triton")
         return
@@ -938,7 +939,7 @@ def tune(run: Run, size: str, weights: str) -> Iterator[Row]:
 
 
 def tune_one(run: Run, label: str, n: int, k: int, scheme: str | None) -> Iterator[Row]:
-    """Time one weight with the usual and the fastest block sizes. Several copies keep it out of the L2 cache."""
+    """Time one weight with the default and the fastest block sizes. Its copies together exceed the L2 cache."""
     generator = torch.Generator(run.device).manual_seed(0)
     with torch.device("meta"), SkipInit():
         linear = nn.Linear(k, n, bias=False)
@@ -966,12 +967,12 @@ def tune_one(run: Run, label: str, n: int, k: int, scheme: str | None) -> Iterat
                     found[sizes] = median_s(run, replayed(run, work)) / len(weights)
     best = min(found, key=lambda sizes: found[sizes])
     size = sum(part.nbytes for part in weights[0][:3] if part is not None)
-    yield info(f"{label}: usual {tuple(usual)}", size / found[usual] / run.bandwidth, "of the copy")
-    yield info(f"{label}: fastest {tuple(best)}", size / found[best] / run.bandwidth, "of the copy")
+    yield info(f"{label}: default {tuple(usual)}", size / found[usual] / run.bandwidth, "of the copy bandwidth")
+    yield info(f"{label}: fastest {tuple(best)}", size / found[best] / run.bandwidth, "of the copy bandwidth")
 
 
 def replayed(run: Run, work: Callable[[], object]) -> Callable[[], object]:
-    """Return a function that replays `work`, so that launches take no time."""
+    """Return a function that replays `work` as a CUDA graph, which excludes the time of launches."""
     work()
     if run.device.type != "cuda":
         return work
@@ -981,9 +982,9 @@ def replayed(run: Run, work: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-# ------------------------------------------------------------------------------------------- the parts, in their order
+# ------------------------------------------------------------------------------------------- the parts, in order
 def speed_parts() -> Iterator[tuple[str, Part]]:
-    """The parts that time decoding, the most important first: those that decide on the fused kernels."""
+    """Yield the parts that time decoding. Those that decide whether to keep the fused kernels come first."""
     for size, spent in (("8B", 40), ("1B", 30)):
         for way in ("fused", "Inductor"):
             yield (
@@ -1000,13 +1001,13 @@ def speed_parts() -> Iterator[tuple[str, Part]]:
     for size, weights in (("8B", "bf16"), ("1B", "bf16"), ("8B", "int4")):
         yield f"kernels of {size} {weights}", Part(functools.partial(kernels, size=size, weights=weights), "speed", 15)
     yield (
-        "8B bf16: as written",
-        Part(functools.partial(decode, size="8B", weights="bf16", way="as written"), "speed", 30),
+        "8B bf16: unfused",
+        Part(functools.partial(decode, size="8B", weights="bf16", way="unfused"), "speed", 30),
     )
 
 
 def more_parts() -> Iterator[tuple[str, Part]]:
-    """The parts that time everything else."""
+    """Yield the parts that time everything else."""
     for size, weights, spent in (("8B", "bf16", 40), ("1B", "bf16", 30), ("8B", "int4", 30)):
         part = functools.partial(batches, size=size, weights=weights)
         yield f"{size} {weights}: batches", Part(part, "more", spent)
