@@ -1,8 +1,8 @@
-"""CUDA tensors on a machine without CUDA: tensors with shapes, dtypes and devices, but without data.
+"""Fake CUDA tensors for a machine without CUDA. They have a shape, a dtype and a device, but no data.
 
-PyTorch's FakeTensorMode computes only these three, so the real code runs on device "cuda". An operation on tensors of
-two devices raises an error, and `Watch` raises one when the host waits for the device. PyTorch's CPU build has no guard
-that switches CUDA devices; GUARD registers one that does nothing.
+PyTorch's FakeTensorMode computes only shapes, dtypes and devices, so the code under test runs unchanged on device
+"cuda". An operation on tensors of two devices raises an error. `Watch` raises an error when the host would wait for the
+device. PyTorch's CPU build lacks the guard that switches CUDA devices; GUARD registers one that does nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ CUDA = torch.device("cuda", 0)
 
 
 class WaitError(Exception):
-    """The host waits for the device."""
+    """The host would wait for the device."""
 
 
 @functools.cache
 def built() -> ctypes.CDLL:
-    """The library with the guard. Compiling it takes two seconds."""
+    """Compile and load the library with the guard, which takes two seconds."""
     root = Path(torch.__file__).parent
     flags = ["-std=c++20", "-shared", "-fPIC", "-w", f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10"]
     with tempfile.TemporaryDirectory() as folder:
@@ -55,11 +55,11 @@ def built() -> ctypes.CDLL:
 
 @contextmanager
 def fake_mode() -> Iterator[FakeTensorMode]:
-    """A FakeTensorMode, not entered yet, with a guard for CUDA devices."""
+    """Yield a FakeTensorMode that is not entered yet, and provide a guard for CUDA devices."""
     mode = FakeTensorMode()
-    # Another device that was registered in this process would make the mode copy single values to real devices.
+    # Without this, a device that another test registered would make the mode copy single values to a real device.
     with mock.patch.object(FakeTensorMode, "avoid_device_init", True):
-        if torch.version.cuda is not None:  # this build has a guard
+        if torch.version.cuda is not None:  # a CUDA build has its own guard
             yield mode
             return
         built().set(1)
@@ -70,10 +70,10 @@ def fake_mode() -> Iterator[FakeTensorMode]:
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations, and raises WaitError where the host would wait for a CUDA device.
+    """Records operations, and raises WaitError where the host would wait for a CUDA device.
 
     operations  the names of all operations so far
-    answers     values to return where the host reads one number. Then nothing raises; `reads` and `copies` count
+    answers     returns the value where the host reads one number; then `reads` and `copies` count instead of raising
     """
 
     def __init__(self, answers: Callable[[torch.dtype], float] | None = None):
@@ -99,12 +99,12 @@ class Watch(TorchDispatchMode):
                 if self.answers is None:
                     raise WaitError(f"a tensor {tuple(source.shape)} is copied to the host")
                 self.copies += 1
-            source.constant = None  # a known single value would be copied to a real device
+            source.constant = None  # otherwise the mode would copy this single value to a real device
         return func(*args, **kwargs)
 
 
 def to_fake(model: Transformer, mode: FakeTensorMode, placement: Placement | None = None) -> Transformer:
-    """Replace the parameters, buffers and the RoPE table of a model by fake tensors, on one GPU or by a placement."""
+    """Replace the parameters, buffers and RoPE table of a model by fake tensors on cuda:0 or as placed."""
     with mode:
         for name, module in model.named_modules():
             for tensors in (module._parameters, module._buffers):
@@ -118,7 +118,7 @@ def to_fake(model: Transformer, mode: FakeTensorMode, placement: Placement | Non
 
 
 class FakeKernel:
-    """Replaces a Triton kernel: checks that its tensors are contiguous and on one device, and records the call."""
+    """Replaces a Triton kernel. Checks that its tensors are on the current CUDA device, and records the call."""
 
     def __init__(self, name: str, calls: list[tuple[str, torch.device]]):
         self.name, self.calls = name, calls
@@ -139,7 +139,7 @@ class FakeKernel:
 
 
 class FakeRuntime:
-    """Replaces the parts of torch.cuda that the package uses: streams, events, graphs, the current device."""
+    """Replaces what the package uses of torch.cuda: streams, events, graphs, the current device."""
 
     def __init__(self) -> None:
         self.device, self.capturing, self.waits, self.graphs, self.replays = 0, False, 0, 0, 0
@@ -191,7 +191,7 @@ class FakeRuntime:
 
     @contextmanager
     def graph(self, graph: Any, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
-        assert stream is not None, "torch.cuda.graph would use one stream for all threads"
+        assert stream is not None, "without a stream, all threads share the default stream of torch.cuda.graph"
         assert not self.capturing
         self.capturing = True
         try:
@@ -200,7 +200,7 @@ class FakeRuntime:
             self.capturing = False
 
     def stand_ins(self) -> dict[str, Any]:
-        """The names in torch.cuda that are replaced, and by what."""
+        """Return the replacements for torch.cuda, by name."""
         return {
             "Stream": self.Stream,
             "Event": self.Event,

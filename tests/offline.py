@@ -1,10 +1,10 @@
-"""Compile the Triton kernels for GPUs that this machine lacks, as the real callers launch them.
+"""Compile the Triton kernels for GPUs that this machine lacks, with the arguments of the real callers.
 
-A fused model on fake CUDA tensors decodes and reads a prompt; each launch is recorded instead of executed. `compile`
-then runs Triton's own specialization and compiler on a launch, for a target that a replaced driver names. No GPU, no
-driver and no memory for weights is needed. TRITON_INTERPRET must not be set when triton is imported.
+A fused model on fake CUDA tensors runs a prompt and a decoding step. Each launch is recorded instead of executed.
+`compile` then applies Triton's own specialization and compiler to a launch. A fake driver tells Triton the target. This
+requires no GPU, no driver and no memory for weights. TRITON_INTERPRET must not be set when triton is imported.
 
-usage: python -m tests.offline FILE JOBS      (JOBS is a JSON list of the arguments of Job; writes JSON)
+usage: python -m tests.offline FILE JOBS      (JOBS: a JSON list of argument lists of Job; FILE: the JSON result)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b")
 KINDS = ("bfloat16", "float32", "int8", "int4")
 ARCHITECTURES = (80, 90, 100)
-LAUNCHED = sorted(set(re.findall(r"launch\(\s*(_\w+)", Path(kernels.__file__).read_text())))  # the kernels
+LAUNCHED = sorted(set(re.findall(r"launch\(\s*(_\w+)", Path(kernels.__file__).read_text())))  # the names of the kernels
 
 
 class Launch(NamedTuple):
@@ -55,7 +55,7 @@ class Launch(NamedTuple):
 
 
 class Recorder:
-    """Stands for the module's kernels, and for torch.cuda."""
+    """Replaces the kernels of triton_kernels and torch.cuda, and records launches."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
@@ -70,7 +70,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Launch]]:
-        """Record every launch of the module's kernels."""
+        """Yield a list that receives every launch of the kernels."""
         with contextlib.ExitStack() as stack:
             for name, value in self.runtime.stand_ins().items():
                 stack.enter_context(mock.patch(f"torch.cuda.{name}", value))
@@ -95,7 +95,7 @@ def fake_model(config: ModelConfig, kind: str, device: torch.device) -> Transfor
 
 
 def fake_blocks(linear: nn.Linear, name: str, scheme: Any, device: torch.device) -> BlockLinear:
-    """Return a quantized layer with the shapes and dtypes that BlockLinear gives a weight with one row."""
+    """Return a quantized layer with fake tensors. Their shapes and dtypes are taken from a real layer with one row."""
     with unset_fake_temporarily():
         layer = BlockLinear(quantize(torch.ones(1, linear.in_features), scheme_for(name, scheme).format))
     layer.out_features = linear.out_features
@@ -105,7 +105,7 @@ def fake_blocks(linear: nn.Linear, name: str, scheme: Any, device: torch.device)
 
 
 def record(name: str, kind: str, device: str = "cuda:0", length: int = 8192) -> list[Launch]:
-    """Return the launches of a prompt, of one decoding step by the fused runner, and of layers called one by one."""
+    """Return the launches of a prompt, of a fused decoding step, and of one feed-forward layer called as a module."""
     config = ModelConfig(**json.loads((CONFIGS / f"{name}.json").read_text()))
     on = torch.device(device)
     with fake_mode() as mode, mode, Recorder().recording() as launches, torch.inference_mode():
@@ -121,10 +121,10 @@ def record(name: str, kind: str, device: str = "cuda:0", length: int = 8192) -> 
 
 # ----------------------------------------------------------------------------------------------------------- compiling
 class Resources(NamedTuple):
-    """What a compiled kernel takes: registers and bytes of local memory per thread, shared memory per program.
+    """Resources of a compiled kernel: registers and bytes of local memory per thread, shared memory per program.
 
-    loads   16-byte loads that a thread has in flight at most: issued, and the value not used yet
-    copies  instructions that copy to shared memory in advance
+    loads   maximum number of 16-byte loads in flight per thread: issued, but not used yet
+    copies  number of instructions that copy to shared memory in advance
     Both are 0 unless the machine code is read, which takes 0.1 s.
     """
 
@@ -136,7 +136,7 @@ class Resources(NamedTuple):
 
 
 class Driver:
-    """A driver for `triton.runtime.driver` without a device: the number of the current device is its architecture."""
+    """A fake driver for `triton.runtime.driver`. The number of the current device is the target architecture."""
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
@@ -154,7 +154,7 @@ class Driver:
 
 
 def compile(launch: Launch, architecture: int, kernel: Any = None) -> Any:
-    """Return the launch's kernel, compiled as a launch on a GPU of an architecture would compile it."""
+    """Compile the kernel of a launch as Triton would on a GPU of an architecture, and return it."""
     from triton.runtime import driver
     from triton.runtime.jit import MockTensor
 
@@ -174,7 +174,7 @@ def compile(launch: Launch, architecture: int, kernel: Any = None) -> Any:
 
 
 def resources(compiled: Any, with_code: bool = False) -> Resources:
-    """Return what ptxas assigned, read from the binary."""
+    """Return the resources that ptxas assigned, read from the binary."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -189,7 +189,7 @@ def resources(compiled: Any, with_code: bool = False) -> Resources:
 
 
 def in_flight(code: str) -> int:
-    """Return the most 16-byte loads that are in flight at once, from the machine code in its order."""
+    """Return the maximum number of 16-byte loads in flight, reading the machine code from top to bottom."""
     waiting: set[int] = set()  # the first of the four registers of each load
     most = 0
     for line in code.splitlines():
@@ -203,9 +203,9 @@ def in_flight(code: str) -> int:
 
 
 class Job(NamedTuple):
-    """What to compile: the launches of a model, all or those of some kernels, with a cache of `length` tokens.
+    """What to compile: the launches of a model with a cache of `length` tokens, of all kernels or only of `kernels`.
 
-    stages  None: as launched; otherwise in place of BlockSizes.stages
+    stages  replaces BlockSizes.stages unless it is None
     """
 
     architecture: int
@@ -217,7 +217,7 @@ class Job(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A compiled kernel and what it takes."""
+    """A compiled kernel and its resources."""
 
     kernel: str
     constants: dict[str, Any]
@@ -226,7 +226,7 @@ class Variant(NamedTuple):
 
 
 def variants(jobs: Iterable[Job]) -> Iterator[Variant]:
-    """Compile what the models launch, every variant once."""
+    """Compile the launches of the models, each variant once."""
     found = set()
     for job in jobs:
         for launch in record(job.model, job.kind, length=job.length):
@@ -253,12 +253,12 @@ def planted(architecture: int = 90) -> dict[str, Resources]:
     def spills(x, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
         i = tl.arange(0, N)
         values = tl.load(x + i)
-        tl.store(out + i, values / tl.sum(values))  # every value is needed after all are read
+        tl.store(out + i, values / tl.sum(values))  # no value can be stored before all are read
 
     @triton.jit
     def transposes(x, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
         i, j = tl.arange(0, N // 2)[:, None], tl.arange(0, N)[None, :]
-        tl.store(out + j * N + i, tl.load(x + i * N + j))  # each thread's values change
+        tl.store(out + j * N + i, tl.load(x + i * N + j))  # goes through shared memory
 
     memory = torch.empty(1, dtype=torch.float32, device="meta")
     launches = {

@@ -1,4 +1,4 @@
-"""The CUDA path without CUDA: fake tensors through the real code show devices, waits and launches, but no values."""
+"""The CUDA path without CUDA: fake tensors in the real code check devices, waits and launches, but no values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     runtime = FakeRuntime()
     for name, value in runtime.stand_ins().items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(generate_module, "random_generator", lambda params, device: None)  # CUDA has its own class
+    monkeypatch.setattr(generate_module, "random_generator", lambda params, device: None)  # needs a real device
     monkeypatch.setattr("llama.generation.batch.random_generator", lambda params, device: None)
     monkeypatch.setattr("llama.generation.speculative.random_generator", lambda params, device: None)
     return runtime
@@ -67,7 +67,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 
 @pytest.fixture
 def launches(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """The Triton kernels that are launched, in order; none of them runs."""
+    """The launches of Triton kernels, in order; no kernel runs."""
     calls: Kernels = []
     monkeypatch.setattr(triton_kernels, "ready", lambda: True)
     monkeypatch.setattr(triton_kernels, "triton", triton_kernels.triton or _Triton)
@@ -92,7 +92,7 @@ def watched(mode: FakeTensorMode, answers: Callable[[torch.dtype], float] | None
 
 
 def a_model(mode: FakeTensorMode, form: str = "real", scheme: str | None = None, **options: Any) -> Transformer:
-    """A random model of fake tensors on cuda:0 with the loader's layers and runner."""
+    """Return a model of fake tensors, by default on cuda:0, with the layers and the runner of the loader."""
     config = tiny.WIDE if scheme else tiny.CONFIG
     model = tiny.model(config, rope=form, attention="sdpa").bfloat16()
     if scheme:
@@ -108,10 +108,10 @@ def tokens(count: int) -> Tensor:
     return torch.zeros(1, count, dtype=torch.long, device=CUDA)
 
 
-# ----------------------------------------------------------------------------------------- nothing waits, one device
+# ----------------------------------------------------------------------------------- waits for the device, devices
 @pytest.mark.parametrize("kind", ["model", "int8"])
 @pytest.mark.parametrize("form", ["complex", "real", "half"])
-def test_a_prompt_and_its_steps_wait_for_nothing(
+def test_prefill_and_decoding_steps_do_not_wait_for_the_device(
     mode: FakeTensorMode, form: str, kind: str, runtime: FakeRuntime
 ) -> None:
     model = a_model(mode, form)
@@ -126,7 +126,7 @@ def test_a_prompt_and_its_steps_wait_for_nothing(
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_quantized_layers_wait_for_nothing_and_unpack_in_one_kernel(
+def test_quantized_layers_do_not_wait_and_dequantize_in_one_kernel(
     mode: FakeTensorMode, scheme: str, launches: Kernels
 ) -> None:
     model = a_model(mode, scheme=scheme)
@@ -146,19 +146,19 @@ def test_quantized_layers_wait_for_nothing_and_unpack_in_one_kernel(
     [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "min_p": 0.1}, {"repetition_penalty": 1.2}],
     ids=["greedy", "sampled", "penalty"],
 )
-def test_decoding_waits_only_for_tokens_that_are_read_late(
+def test_decoding_waits_only_for_tokens_of_earlier_steps(
     mode: FakeTensorMode, options: dict[str, Any], runtime: FakeRuntime
 ) -> None:
     model = a_model(mode)
     params = SamplingParams(max_new_tokens=21, **options)
-    with watched(mode, lambda dtype: 1.0) as watch:  # the ids and extremes that were copied to the host
+    with watched(mode, lambda dtype: 1.0) as watch:  # the values of ids and extremes on the host
         found = list(generate(model, PROMPT, params, logprobs=True))
-    assert (len(found), watch.reads, watch.copies) == (21, 0, 0)  # nothing is read on the device itself
+    assert (len(found), watch.reads, watch.copies) == (21, 0, 0)  # neither a direct read nor a blocking copy
     assert (runtime.graphs, runtime.replays) == (1, 20)
-    assert runtime.waits == 6  # the first token, five groups of four, none of the others
+    assert runtime.waits == 6  # for the first token and for five groups of four
 
 
-def test_a_replayed_step_runs_no_operation_of_its_own(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
+def test_replaying_a_step_launches_no_other_operation(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
     """Between two replays the host launches only the choice of the token: no allocation, no copy from the host."""
     model = a_model(mode)
     with watched(mode) as watch:
@@ -175,14 +175,14 @@ def test_a_replayed_step_runs_no_operation_of_its_own(mode: FakeTensorMode, runt
         assert len(watch.operations) < 20
 
 
-def test_a_step_of_a_batch_is_a_graph_and_waits_once(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
+def test_a_batch_step_replays_a_graph_and_waits_once(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
     model = a_model(mode)
     requests = [Request(PROMPT[: 3 + i], SamplingParams(max_new_tokens=9)) for i in range(4)]
     with watched(mode, lambda dtype: 1.0) as watch:
         events = [event for event in Batch(model, requests, slots=4) if isinstance(event, TokenEvent)]
     assert len(events) == 36
     assert (runtime.graphs, runtime.replays, runtime.waits) == (1, 8, 8)
-    assert watch.reads == 8  # the first token of each request and its extreme
+    assert watch.reads == 8  # the first token and its extreme, for each request
 
 
 def test_a_speculative_round_is_one_pass(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
@@ -190,7 +190,7 @@ def test_a_speculative_round_is_one_pass(mode: FakeTensorMode, runtime: FakeRunt
     passes: list[int] = []
     model.tok_embeddings.register_forward_pre_hook(lambda module, args: passes.append(args[0].shape[1]))
     draft = NGramDraft()
-    values = random.Random(0)  # of draws and probabilities; every drawn id is 0
+    values = random.Random(0)  # for draws and probabilities; ids become 0
     with watched(mode, lambda dtype: values.random()) as watch:
         params = SamplingParams(max_new_tokens=12, temperature=1.0)
         assert len(list(speculate(model, [0] * 8, params, draft))) == 12
@@ -219,8 +219,8 @@ def test_layers_on_two_devices(mode: FakeTensorMode, devices: list[str], runtime
 def test_weights_are_quantized_on_the_device(
     mode: FakeTensorMode, scheme: str, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounding, "check_scales", lambda *scales: None)  # reads a value for each piece
-    monkeypatch.setattr(linears, "_narrow", lambda scales: scales.half())  # compares values
+    monkeypatch.setattr(rounding, "check_scales", lambda *scales: None)  # would read a value for each piece
+    monkeypatch.setattr(linears, "_narrow", lambda scales: scales.half())  # would compare values
     with watched(mode, lambda dtype: 1.0) as watch:
         weight = torch.empty(64, 256, dtype=torch.bfloat16)
         quantized = QuantizedWeight.from_float(weight.__getitem__, (64, 256), SCHEMES[scheme].format)
@@ -255,9 +255,7 @@ def test_the_fused_decoder_launches_its_kernels(
         assert [name for name, _ in launches if name != "_unpack"][: len(layers)] == layers
 
 
-def test_quantized_layers_stay_fast_where_the_fused_decoder_runs_module_by_module(
-    mode: FakeTensorMode, launches: Kernels
-) -> None:
+def test_modules_of_a_fused_quantized_model_use_the_kernel_for_one_row(mode: FakeTensorMode, launches: Kernels) -> None:
     """With a cache in 8 bits, each module multiplies its own part of the joined weights."""
     model = a_model(mode, scheme="int4")
     with watched(mode):
@@ -279,7 +277,7 @@ def to_dtype(model: Transformer, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("way", ["plain", "fused"])
-def test_everything_happens_on_the_device_of_the_model(
+def test_everything_runs_on_the_device_of_the_model(
     mode: FakeTensorMode, way: str, launches: Kernels, runtime: FakeRuntime
 ) -> None:
     """Kernels, captures, replays and events use cuda:1 while cuda:0 is the current device."""
@@ -307,8 +305,10 @@ def test_cudnn_is_excluded_from_attention() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ threads and streams
-def test_passes_take_turns_on_all_streams(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next pass waits for the last one, even on another stream; during a capture it must not."""
+def test_a_pass_waits_for_the_previous_pass_on_any_stream(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass waits for the previous one, which may be on another stream. It must not wait during a capture."""
     events: list[str] = []
     runner = GraphRunner()
     monkeypatch.setattr(runtime.Stream, "wait_event", lambda self, event: events.append(f"wait for {event.recorded}"))
@@ -325,7 +325,7 @@ def test_passes_take_turns_on_all_streams(runtime: FakeRuntime, monkeypatch: pyt
     assert events == ["first", "captured", "wait for cuda:0", "wait for cuda:0", "last"]
 
 
-def test_one_thread_has_the_turn() -> None:
+def test_one_thread_at_a_time_has_the_turn() -> None:
     runner, inside, most = GraphRunner(), [0], [0]
 
     def work(_: int) -> None:
@@ -342,26 +342,26 @@ def test_one_thread_has_the_turn() -> None:
 
 
 # ------------------------------------------------------------------------------- lines that run only on a CUDA device
-# function -> the tests that run it on fake CUDA tensors or compile it, or the reason why none does
+# function -> the tests that run its CUDA code on fake tensors or compile it (here: in this file), or why there is none
 CUDA_LINES = {
     "attention.sdpa": "here",
     "engine/cuda_graphs.GraphRunner.__init__": "here",
     "engine/cuda_graphs.GraphRunner.turn": "here",
     "engine/cuda_graphs.PendingTokens.__init__": "here",
     "engine/cuda_graphs.GraphStep.__init__": "here",
-    "engine/cuda_graphs.capture": "here, with stand-ins for torch.cuda's graph and stream",
+    "engine/cuda_graphs.capture": "here, with replacements for torch.cuda's graph and stream",
     "engine/fused.has_flash": "here",
     "engine/linears.BlockLinear.forward": "here",
     "engine/runtime.no_cudnn_attention": "here",
     "engine/triton_kernels.launch": "here; the kernels in test_triton_kernels.py and test_triton_compile.py",
     "generate.prefill": "here",
-    "loader.attach_runner": "not run: loading needs the device; its choice of a runner is one expression",
+    "loader.attach_runner": "not run: loading needs the device; the runner is chosen by one expression",
     "engine/runtime.pick_device": "not run: asks the driver",
     "engine/runtime.pick_dtype": "not run: asks the driver",
     "engine/parallel.join": "not run: needs several GPUs and nccl; the same code runs with gloo in test_parallel.py",
     "cli/ranks.start": "not run: counts the GPUs",
     "system/memory.rooms": "not run: asks the driver",
-    "tools/benchmark.profile": "not run: the profiler asks CUPTI",
+    "tools/benchmark.profile": "not run: the profiler needs CUPTI",
     "tools/facts.devices": "not run: asks the driver",
     "tools/facts._cuda": "not run: asks the driver",
     "tools/facts.kernels_and_compiler": "not run: asks whether Triton is needed",
@@ -388,7 +388,7 @@ def test_every_function_with_a_line_for_cuda_is_listed() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- planted defects
-def test_a_value_that_is_read_in_a_step_is_found(
+def test_reading_a_value_in_a_step_is_detected(
     mode: FakeTensorMode, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = a_model(mode)
@@ -397,7 +397,7 @@ def test_a_value_that_is_read_in_a_step_is_found(
         model(tokens(1))
 
 
-def test_a_copy_to_the_host_is_found(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
+def test_a_blocking_copy_to_the_host_is_detected(mode: FakeTensorMode, runtime: FakeRuntime) -> None:
     with watched(mode):
         for copy in (lambda x: x.cpu(), lambda x: x.to("cpu"), lambda x: torch.empty(3).copy_(x)):
             with pytest.raises(WaitError, match="copied"):
@@ -405,7 +405,7 @@ def test_a_copy_to_the_host_is_found(mode: FakeTensorMode, runtime: FakeRuntime)
         torch.empty(3).copy_(torch.zeros(3, device=CUDA), non_blocking=True)
 
 
-def test_a_tensor_on_the_cpu_in_the_rotation_is_found(
+def test_a_cpu_tensor_in_the_rotation_is_detected(
     mode: FakeTensorMode, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = a_model(mode)
@@ -417,7 +417,7 @@ def test_a_tensor_on_the_cpu_in_the_rotation_is_found(
         model(tokens(3))
 
 
-def test_a_kernel_on_the_current_device_is_found(
+def test_a_launch_on_another_device_than_the_tensors_is_detected(
     mode: FakeTensorMode, launches: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_kernels, "launch", lambda kernel, grid, *args, **constants: kernel[grid](*args))

@@ -1,4 +1,4 @@
-"""The Triton kernels, compiled for GPUs that this machine lacks: they fit, and they are launched on the right device."""
+"""Compile the Triton kernels for GPUs that this machine lacks: resources are limited, launches use the right device."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .offline import KINDS, MODELS, Job, Resources, Variant
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[1]
 
-# Per thread. Triton 3.6 needs at most 118 for 9.0 and 126 for 10.0, Triton 3.9 at most 129: then at least three programs
-# of four warps run on a multiprocessor.
+# Per thread. Triton 3.6 uses at most 118 for 9.0 and 126 for 10.0, Triton 3.9 at most 129. Up to this limit, at least
+# three programs of four warps run on a multiprocessor.
 REGISTERS = 136
 SHARED = 99 * 1024  # bytes of a program; some GPUs since 8.0 allow no more
-# Bytes of local memory per thread, which hold spilled registers. For 10.0, ptxas moves four registers of one int4
-# weight there, to stay at 80; it needs 96 without, and then fewer programs run at once.
+# Bytes of local memory per thread, which hold spilled registers. For 10.0, ptxas spills four registers of one int4
+# kernel to use only 80. Without the spill it uses 96, and fewer programs run at once.
 LOCAL = {80: 0, 90: 0, 100: 16}
 
 
 def faults(what: Resources, architecture: int) -> list[str]:
-    """What is wrong with the resources of a compiled kernel."""
+    """Return which limits the resources of a compiled kernel exceed."""
     found = [f"{what.registers} registers"] if what.registers > REGISTERS else []
     found += [f"{what.local} bytes of local memory"] if what.local > LOCAL[architecture] else []
     return found + ([f"{what.shared} bytes of shared memory"] if what.shared > SHARED else [])
 
 
 def compiled(folder: Path, jobs: list[Job]) -> dict[str, Any]:
-    """Compile in another process, since this one may have Triton's interpreter."""
+    """Compile in another process, since this process may use Triton's interpreter."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     out = folder / "variants.json"
@@ -67,7 +67,7 @@ def test_the_kernels_of_an_8b_model_compile_without_spills(report: dict[str, Any
 
 
 def test_the_rows_of_a_quantized_weight_are_loaded_at_once(report: dict[str, Any]) -> None:
-    """ptxas likes to move each load down to its first use, and a thread then waits for one row after the other."""
+    """Otherwise ptxas moves each load to its first use, and a thread waits for every row in turn."""
     products = [row for row in report["variants"] if row.constants.get("BITS") in (4, 8) and "STAGES" in row.constants]
     ahead = [row for row in products if row.constants["STAGES"] > 1]
     assert len(products) > 5

@@ -216,7 +216,7 @@ def test_the_fused_decoder_computes_the_logits_of_the_plain_model(changes: dict[
     config = dataclasses.replace(TINY, n_layers=1 if scheme else 2, **changes)
     plain, fused = a_model(config, scheme), tiny.fused(a_model(config, scheme))
     assert isinstance(fused.runner, FusedRunner)
-    fused.runner.splits = Splits.empty(config.n_heads, 64, config.head_dim, DEVICE)  # few: each takes 9 ms here
+    fused.runner.splits = Splits.empty(config.n_heads, 64, config.head_dim, DEVICE)  # a few, of 9 ms each
     tokens = tiny.random_tokens(9, config).to(DEVICE)
     expected = plain(tokens)
     cache = fused.new_cache(20)
@@ -234,7 +234,7 @@ def test_the_fused_decoder_computes_the_logits_of_the_plain_model(changes: dict[
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_the_layers_of_a_fused_model_can_be_multiplied_one_by_one(scheme: str | None) -> None:
-    """Batches and 8-bit caches run layer by layer; a strided view of a joined weight would be dequantized each time."""
+    """Batches and 8-bit caches call each layer. A strided view of a joined weight would have to be dequantized."""
     model = tiny.fused(a_model(dataclasses.replace(TINY, **TIED_WITH_BIASES), scheme))
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear | BlockLinear)]
     assert len(layers) == 7 * TINY.n_layers + 1

@@ -35,7 +35,7 @@ class GraphRunner(Runner):
         super().__init__(cache_kind, check_memory)
         self._steps: WeakKeyDictionary[KVCache, GraphStep] = WeakKeyDictionary()
         self._lock = RLock()
-        self._last: torch.cuda.Event | None = None  # recorded at the end of the last pass
+        self._last: torch.cuda.Event | None = None  # recorded at the end of the previous pass
 
     def decode(
         self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
@@ -88,7 +88,7 @@ class GraphRunner(Runner):
 
     @contextmanager
     def turn(self, device: torch.device) -> Iterator[None]:
-        """Use the buffers alone: lock out other threads, and let the current stream wait for the last pass.
+        """Let one pass use the buffers: lock out other threads, and make the current stream wait for the previous pass.
 
         A CUDA device is made the current device. During a capture and on a CPU, only the lock is held.
         """

@@ -72,7 +72,7 @@ class QuantizedWeight:
         return cls(shape, rows(slice(0, 1)).format, lambda part, device: rows(part).to(device), packed)
 
     def blocks(self, device: torch.device = CPU) -> Blocks:
-        """All rows, unpacked, on a device."""
+        """All rows on a device, with one byte per integer."""
         pieces = _pieces(self.shape, PIECE if device.type == "cpu" else LARGE_PIECE)
         parts = [self.rows(part, device) for part in pieces]
         offsets = [part.offset for part in parts if part.offset is not None]

@@ -209,7 +209,7 @@ class Batch:
     def _step(self) -> Iterator[Event]:
         """One token for each row."""
         logits = self._next_logits()  # (B, V)
-        best = PendingTokens([(logits.argmax(-1), extreme(logits))]).read()  # (id, extreme) of each row, by one wait
+        best = PendingTokens([(logits.argmax(-1), extreme(logits))]).read()  # (id, extreme) of each row, in one wait
         for slot, row_logits, (id, top) in list(zip(self.slots, logits, best, strict=False)):
             if slot.sequence is not None:
                 slot.ids.append(slot.next)
