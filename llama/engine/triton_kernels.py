@@ -7,8 +7,8 @@ operations around its product:
     qkv         the same product for wq, wk and wv at once, then RoPE; keys and values are written into the cache
     attend      attention of one token: the keys of all heads are processed in parallel splits, which are then combined
 
-A prompt uses rms_norm, rotate (RoPE and the cache) and swiglu between its matrix products, after `unpack` has
-dequantized a weight for them. All sums are float32.
+A prompt uses rms_norm, rotate (RoPE and the cache) and swiglu between its matrix products, and unpack
+to dequantize quantized weights. All sums are float32.
 Kernels read the position from device memory, so that a CUDA graph can be replayed.
 
 Letters: N rows of a weight (outputs), K columns (inputs), T tokens, H heads, KV key/value heads, D head_dim, C dim.
