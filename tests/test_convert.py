@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -16,15 +17,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import llama
-from llama.checkpoint import open_checkpoint
+from llama.checkpoint import gguf_write, open_checkpoint
 from llama.checkpoint.meta_write import feed_forward_keys
 from llama.config import ModelConfig
 from llama.errors import CheckpointError, ConfigError, LlamaError, UsageError
@@ -79,6 +82,19 @@ def test_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) 
 
 
 @pytest.mark.row("F08")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_gguf_entries_are_normal_float32_numbers(sign: int) -> None:
+    largest, smallest = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+    written: list[float] = []
+    writer = SimpleNamespace(add_float32=lambda key, value: written.append(value))
+    for value in (0.0, smallest, 1.5, largest):
+        gguf_write.add(writer, "key", sign * value)
+    assert written == [0.0, sign * smallest, sign * 1.5, sign * largest]
+    for value in (smallest / 2, 2.0**128, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="key as float32, which can't hold"):
+            gguf_write.add(writer, "key", sign * value)
+
+
 @pytest.mark.parametrize("key", ["beta_fast", "beta_slow"])
 def test_betas_that_llama_cpp_does_not_read_are_a_warning(tmp_path: Path, key: str) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
