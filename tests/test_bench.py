@@ -261,6 +261,7 @@ def argparse_of(*options: str):
     return args
 
 
+@pytest.mark.slow
 def test_every_setting_runs_in_its_own_process_and_a_failure_ends_no_other(file: Path, capsys: Capture) -> None:
     contexts = ["--prompt-tokens", "254,20", "--new-tokens", "3", "--reps", "1"]
     assert main(["bench", "-m", str(file), *contexts, "--dtype", "float32", "--json", "-q"]) == 1

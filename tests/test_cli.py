@@ -296,6 +296,7 @@ def test_a_signal_ends_the_command_with_its_exit_code(endless: list[str], number
 
 
 @pytest.mark.row("I06")
+@pytest.mark.slow
 def test_nohup_keeps_the_command_running(endless: list[str]) -> None:
     process = subprocess.Popen(["nohup", *endless], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None

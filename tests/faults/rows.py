@@ -208,6 +208,15 @@ SILENT = {
 # it was introduced, its cost, a planted defect that it detects). scripts/reliability.py prints them.
 METHODS = (
     (
+        "inputs that nobody thought of",
+        "`python -m tests.fuzz` changes valid inputs of every reader at random; a reader must accept them or report one"
+        " line",
+        "a chat template whose name is a list; before, see tests/fuzz/found",
+        "ten minutes per reader: config 42,000 inputs, gguf 80,410, safetensors 32,396, prompts 375,276, tokenizer"
+        " 351,823, template 25,173, session 299,635, checklist 17,470, torchfile 71,927; nothing was left",
+        "a removed check in each reader",
+    ),
+    (
         "hostile pickles and archives",
         "`tests/fuzz/torchfile.py` generates pickles and zip archives; torch.load must read every accepted file in the"
         " same way",
@@ -277,8 +286,9 @@ METHODS = (
     (
         "tests that cannot fail",
         "`scripts/mutate.py` changes the package at random places and runs the tests that execute the changed lines",
-        "changes that no test detected, for which tests were added",
-        "15 to 40 s per change",
+        "of 150 changes, the tests detected 129; 4 of the others change no behaviour, and 16 of the remaining 17 are"
+        " now detected by new tests",
+        "a list of the lines of each test, 50 minutes; then 15 to 40 s per change",
         "the script's own test",
     ),
 )

@@ -94,6 +94,7 @@ def run(path: Path, calls: int, every: int, fresh: int, bound: float, seed: int)
 
 @pytest.mark.row("G18")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from /proc (Linux)")
+@pytest.mark.slow
 def test_150_calls_leak_nothing(tiny_gguf: Path, record_property: Callable[[str, object], None]) -> None:
     run(tiny_gguf, 150, every=30, fresh=0, bound=SHORT_GROWTH, seed=1)
     record_property("inputs", 150)

@@ -292,6 +292,7 @@ def test_the_score_is_unchanged_when_both_positions_shift(show: Open) -> None:
     assert tab.inner_text("#score-here") != here
 
 
+@pytest.mark.slow
 def test_an_invalid_field_has_an_error_and_changes_no_picture(show: Open) -> None:
     tab = show()
     before = drawn(tab)
@@ -345,6 +346,7 @@ def test_an_address_restores_the_setting(show: Open) -> None:
     assert state_of(tab)["method"] == "linear"
 
 
+@pytest.mark.slow
 def test_invalid_keys_of_an_address_are_reported_and_ignored(show: Open) -> None:
     tab = show("#dim=7&method=best&%00")
     assert "ignored in the address" in tab.inner_text("#status")
@@ -354,6 +356,7 @@ def test_invalid_keys_of_an_address_are_reported_and_ignored(show: Open) -> None
     assert (state_of(tab)["m"], state_of(tab)["n"]) == (3, 3)
 
 
+@pytest.mark.slow
 def test_the_guided_path_sets_the_page_and_shows_where_to_look(show: Open) -> None:
     tab = show()
     steps = tab.query_selector_all(".path li")
@@ -376,6 +379,7 @@ def test_the_guided_path_sets_the_page_and_shows_where_to_look(show: Open) -> No
     assert tab.evaluate("document.activeElement.closest('li') === document.querySelectorAll('.path li')[3]")
 
 
+@pytest.mark.slow
 def test_a_click_in_a_picture_follows_a_pair_and_sets_a_distance(show: Open) -> None:
     tab = show()
     tab.locator("#divisors .pick").click(position={"x": 10, "y": 50})
@@ -450,6 +454,7 @@ def test_every_text_has_contrast(show: Open, scheme: str, viewport: Any) -> None
     assert worst["ratio"] >= 4.5, worst
 
 
+@pytest.mark.slow
 def test_the_theme_can_be_switched_and_is_remembered(show: Open) -> None:
     tab = show(color_scheme="light")
     tab.click("#theme")
@@ -481,6 +486,7 @@ def test_a_phone_needs_no_sideways_scroll(show: Open) -> None:
             settle(tab)
 
 
+@pytest.mark.slow
 def test_the_focused_element_has_an_outline(show: Open) -> None:
     tab = show()
     names = []
@@ -513,6 +519,7 @@ def test_pictures_have_descriptions_and_do_not_rely_on_colour_alone(show: Open) 
     assert sorted(labels) == ["NTK-aware = dynamic", "YaRN", "linear (PI)", "llama3", "none"]
 
 
+@pytest.mark.slow
 def test_with_reduced_motion_nothing_is_animated(show: Open) -> None:
     tab = show("#m=5&n=0")
     tab.click(".path li:nth-child(5) button")
@@ -527,6 +534,7 @@ def test_with_reduced_motion_nothing_is_animated(show: Open) -> None:
     assert tab.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
 
 
+@pytest.mark.slow
 def test_with_motion_the_tokens_run_and_stop_and_settings_are_animated(show: Open) -> None:
     tab = show("#m=5&n=0", motion="no-preference")
     tab.click("#play")

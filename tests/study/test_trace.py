@@ -543,6 +543,7 @@ def test_the_default_model_under_trace(default_llm: Llama) -> None:
     assert "logit lens" in tracing.summary(found)
 
 
+@pytest.mark.slow
 def test_a_page_of_32_tokens_of_the_default_model_is_below_5_mb(default_llm: Llama) -> None:
     traced = tracing.trace(default_llm.model, list(range(1000, 1032)))
     found = tracing.facts(traced, default_llm.tokenizer, ABOUT)
