@@ -83,7 +83,7 @@ def assert_same(got: list[list[Token]], expected: list[list[Token]], tolerance: 
 
 
 # ---------------------------------------------------------------------------------------- equal to single requests
-@pytest.mark.parametrize("slots", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("slots", [1, 3, 9, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5))])
 @pytest.mark.row("G12")
 @pytest.mark.row("G13")
 def test_each_request_gets_the_tokens_it_gets_alone(slots: int) -> None:

@@ -17,6 +17,8 @@ from llama.engine.triton_kernels import BlockSizes, Weight, pick_block_sizes
 from . import offline
 from .offline import KINDS, MODELS, Job, Resources, Variant
 
+pytestmark = pytest.mark.triton
+
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[1]
 

@@ -25,7 +25,7 @@ from llama.rope import precompute_freqs_cis
 from . import tiny
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.triton]
 SLOW = pytest.mark.slow
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter truncates to bfloat16

@@ -123,7 +123,7 @@ def test_every_harness_has_a_planted_defect() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES[:4], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[4:])])
 def test_a_removed_check_becomes_a_finding(
     name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
