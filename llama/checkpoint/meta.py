@@ -518,10 +518,11 @@ def _hidden_dim(params: Fields, dim: int) -> int | None:
     """Width of the feed-forward network as Meta's code computes it; None if params.json does not determine it."""
     if params.get("multiple_of") is None:
         return None
-    multiple, multiplier = params.integer("multiple_of"), params.get("ffn_dim_multiplier")
+    multiple = params.integer("multiple_of")
     integer(f"{PARAMS}: multiple_of", multiple, 1, error=ConfigError)
     hidden = int(8 * dim / 3)
-    if multiplier is not None:
+    if params.get("ffn_dim_multiplier") is not None:
+        multiplier = params.number("ffn_dim_multiplier")
         factor = positive(f"{PARAMS}: ffn_dim_multiplier", multiplier, LARGEST_SIZE, ConfigError)
         hidden = int(factor * hidden)
     return multiple * -(-hidden // multiple)

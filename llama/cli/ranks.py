@@ -254,7 +254,11 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
     size = tensor * pipeline
     # The ranks import from the same paths as this process.
     paths = [os.path.abspath(path) for path in sys.path]
-    code = f"import sys; sys.path[:] = {paths}; from llama.__main__ import main; sys.exit(main())"
+    # After an error, gloo's threads would abort a process that closes its connections in order.
+    code = (
+        f"import os, sys; sys.path[:] = {paths}; from llama.__main__ import main; code = main();"
+        " sys.stdout.flush(); sys.stderr.flush(); os._exit(code) if code else sys.exit()"
+    )
     with tempfile.TemporaryDirectory(prefix="clearllama-ranks-") as folder:
         shared = {
             "WORLD_SIZE": str(size),

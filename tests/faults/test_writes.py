@@ -544,7 +544,10 @@ def test_a_read_only_folder_is_one_line(
     finally:
         if os.geteuid() != 0:
             folder.chmod(0o755)
-    assert re.search("Read-only file system|Permission denied|can't be written|may not be written", ended.error)
+    assert re.search(
+        "Read-only file system|Permission denied|can't be written|may not be written|no permission to write",
+        ended.error,
+    )
     if name == "/save":
         assert ended.code == 0
         return
