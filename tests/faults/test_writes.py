@@ -544,10 +544,8 @@ def test_a_read_only_folder_is_one_line(
     finally:
         if os.geteuid() != 0:
             folder.chmod(0o755)
-    assert re.search(
-        "Read-only file system|Permission denied|can't be written|may not be written|no permission to write",
-        ended.error,
-    )
+    said = "Read-only file system|Permission denied|can't be written|may not be written|no permission to write"
+    assert re.search(said, ended.error)
     if name == "/save":
         assert ended.code == 0
         return
