@@ -660,3 +660,17 @@ def test_a_lock_in_use_is_refused_unless_waiting_is_allowed(tmp_path: Path) -> N
     (tmp_path / ".t-gone.lock").touch()  # of a process that was killed
     temporary.sweep(tmp_path, ".t")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.row("F03")
+def test_the_old_file_is_complete_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen, real = tmp_path / "file", list[bytes](), os.fsync
+    target.write_bytes(b"old")
+
+    def fsync(descriptor: int) -> None:
+        seen.append(target.read_bytes())
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    temporary.write_atomically(target, b"new")
+    assert (seen, target.read_bytes()) == ([b"old"], b"new")
