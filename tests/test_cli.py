@@ -37,6 +37,7 @@ def test_help_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
+@pytest.mark.slow
 def test_loading_a_model_does_not_import_the_compiler(tiny_gguf: Path) -> None:
     """Importing torch._dynamo takes as long as loading the default model."""
     code = f"import sys, llama; llama.load({str(tiny_gguf)!r}).generate('a'); print('torch._dynamo' in sys.modules)"

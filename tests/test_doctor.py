@@ -327,6 +327,7 @@ def test_no_probe_uses_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.row("I10")
 @linux
+@pytest.mark.slow
 def test_the_doctor_runs_without_a_home_a_cache_a_compiler_and_a_network(tmp_path: Path) -> None:
     """All of these at once, with the self-test: what is missing is a note, and nothing fails."""
     (tmp_path / "file").write_text("")

@@ -424,6 +424,7 @@ def test_quiet_also_silences_the_log_of_the_library(attempt: Try, model: Path) -
     assert attempt(*GENERATE, "-q", "-m", model, before=log).error == ""
 
 
+@pytest.mark.slow
 def test_only_the_command_adds_a_log_handler() -> None:
     """Importing the library adds no handler, so a program that uses it can choose its own."""
     code = "import logging, llama, llama.loader, llama.engine.compiled; print(logging.getLogger('llama').handlers)"

@@ -83,7 +83,11 @@ def check(notebook: Any) -> None:
         assert "right" not in verdict
 
 
-@every_lesson
+@pytest.mark.parametrize(
+    "lesson",
+    [lesson if i % 3 == 0 else pytest.param(lesson, marks=pytest.mark.slow) for i, lesson in enumerate(LESSONS)],
+    ids=lambda lesson: lesson.stem,
+)
 def test_a_lesson_runs_and_shows_its_figures(execute: Callable[[Any], Any], lesson: Path) -> None:
     check(execute(jupytext.read(lesson)))
 
