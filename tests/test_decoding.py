@@ -317,6 +317,20 @@ def test_a_step_is_captured_again_if_the_table_of_rope_is_replaced(
     assert len(captured) == 2
 
 
+def test_a_step_is_captured_again_if_the_weights_have_moved(
+    by_graph: Callable[..., list[Token]], captured: list[FakeGraph]
+) -> None:
+    model, params = tiny.model(), SamplingParams(max_new_tokens=5)
+    model.runner = graph_runner(model)
+    cache = model.new_cache(200)
+    by_graph(model, PROMPT, params, cache=cache)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    cache.trim(len(PROMPT) - 1)
+    assert same(by_graph(model, PROMPT, params, cache=cache), plain(tiny.model(), PROMPT, params))
+    assert len(captured) == 2
+
+
 def test_batches_and_frequencies_by_length_are_decoded_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError("a graph step was made")
