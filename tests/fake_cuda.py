@@ -143,6 +143,7 @@ class FakeRuntime:
 
     def __init__(self) -> None:
         self.device, self.capturing, self.waits, self.graphs, self.replays = 0, False, 0, 0, 0
+        self.events: list[torch.device] = []  # the device of each recorded event
         runtime = self
 
         class Stream:
@@ -159,6 +160,7 @@ class FakeRuntime:
             def record(self, stream: Stream) -> None:
                 assert not runtime.capturing
                 self.recorded = stream.device
+                runtime.events.append(stream.device)
 
             def synchronize(self) -> None:
                 assert self.recorded is not None

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import llama
 from llama import generate as generate_module
-from llama.engine import kernels, linears, triton_kernels
+from llama.engine import kernels, linears, quantized_weight, triton_kernels
 from llama.engine.cuda_graphs import GraphRunner
 from llama.engine.fused import FusedRunner
 from llama.engine.linears import BlockLinear, make_linear
@@ -30,6 +30,7 @@ from llama.generation.batch import Batch, Request, TokenEvent
 from llama.generation.speculative import NGramDraft, speculate
 from llama.model import RotaryEmb, Transformer
 from llama.quant import rounding
+from llama.quant.blocks import BlockFormat, Blocks
 from llama.quant.rounding import quantize
 from llama.quant.schemes import SCHEMES, scheme_for
 from llama.sampling import SamplingParams, choose
@@ -221,12 +222,18 @@ def test_weights_are_quantized_on_the_device(
 ) -> None:
     monkeypatch.setattr(rounding, "check_scales", lambda *scales: None)  # would read a value for each piece
     monkeypatch.setattr(linears, "_narrow", lambda scales: scales.half())  # would compare values
+    devices: list[torch.device] = []
+
+    def recorded(weight: Tensor, format: BlockFormat) -> Blocks:
+        devices.append(weight.device)
+        return quantize(weight, format)
+
+    monkeypatch.setattr(quantized_weight, "quantize", recorded)
     with watched(mode, lambda dtype: 1.0) as watch:
         weight = torch.empty(64, 256, dtype=torch.bfloat16)
         quantized = QuantizedWeight.from_float(weight.__getitem__, (64, 256), SCHEMES[scheme].format)
-        blocks = quantized.blocks(CUDA)
-        assert {blocks.quants.device, blocks.scale.device} == {CUDA}
         assert make_linear(quantized, CUDA).quants.device == CUDA
+        assert devices == [CUDA]  # in one piece
         assert watch.operations.count("aten::_to_copy") < 20
 
 
@@ -290,6 +297,7 @@ def test_everything_runs_on_the_device_of_the_model(
         assert len(found) == 9
     assert runtime.replays == 8
     assert runtime.device == 0
+    assert set(runtime.events) == {SECOND}
     assert {device for _, device in launches} == ({SECOND} if way == "fused" else set())
 
 
