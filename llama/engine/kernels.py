@@ -42,7 +42,7 @@ FORMS = {
     "plain": "-O1",
 }
 OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend")
-COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -shared -w"
+COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -shared -pthread -w"
 
 
 def pick_form() -> str | None:

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "pool.h"
 
 using torch::stable::Tensor;
 
@@ -306,27 +307,25 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
     const auto* mask_data = mask ? (const bool*)mask->const_data_ptr() : nullptr;
     const bool mask_by_row = mask && mask->dim() == 4 && mask->size(0) == B && B > 1;
     std::vector<float> parts(B * KV * pieces * R * width);
-    torch::stable::parallel_for(0, B * KV * pieces, 1, [&](int64_t begin, int64_t end) {
+    for_each_unit(B * KV * pieces, [&](int64_t unit) {
         std::vector<float> query(R * D);
         std::vector<const bool*> seen(R);
-        for (int64_t unit = begin; unit < end; unit++) {
-            const int64_t piece = unit % pieces, head = unit / pieces % KV, b = unit / pieces / KV;
-            const int64_t first = piece * CHUNK;
-            for (int64_t r = 0; r < R; r++) {  // row r: query head head * G + r / T, token r % T
-                const int64_t h = head * G + r / TOKENS, t = r % TOKENS;
-                const T* from = q_data + b * q.stride(0) + h * q.stride(1) + t * q.stride(2);
-                for (int64_t i = 0; i < D; i++) query[r * D + i] = to_float(from[i]) / std::sqrt(float(D));
-                seen[r] = mask_data ? mask_data + ((mask_by_row ? b * TOKENS : 0) + t) * S + first : nullptr;
-            }
-            int64_t n = std::min(CHUNK, S - first);
-            while (n > 0 && nobody_sees(seen, n - 1)) n--;  // slots after the last visible key are empty
-            float* part = parts.data() + unit * R * width;
-            const int64_t scale_at = (b * KV + head) * (k_scale ? k_scale->stride(1) : 0) + first;
-            const auto* k_at = k_data + b * k.stride(0) + head * k.stride(1) + first * k.stride(2);
-            const auto* v_at = v_data + b * v.stride(0) + head * v.stride(1) + first * v.stride(2);
-            attend_piece(Piece<C>{R, D, n, query.data(), k_at, v_at, k.stride(2), v.stride(2), k_scales ? k_scales + scale_at : nullptr,
-                                  v_scales ? v_scales + scale_at : nullptr, seen.data(), part, part + R * D, part + R * (D + 1)});
+        const int64_t piece = unit % pieces, head = unit / pieces % KV, b = unit / pieces / KV;
+        const int64_t first = piece * CHUNK;
+        for (int64_t r = 0; r < R; r++) {  // row r: query head head * G + r / T, token r % T
+            const int64_t h = head * G + r / TOKENS, t = r % TOKENS;
+            const T* from = q_data + b * q.stride(0) + h * q.stride(1) + t * q.stride(2);
+            for (int64_t i = 0; i < D; i++) query[r * D + i] = to_float(from[i]) / std::sqrt(float(D));
+            seen[r] = mask_data ? mask_data + ((mask_by_row ? b * TOKENS : 0) + t) * S + first : nullptr;
         }
+        int64_t n = std::min(CHUNK, S - first);
+        while (n > 0 && nobody_sees(seen, n - 1)) n--;  // slots after the last visible key are empty
+        float* part = parts.data() + unit * R * width;
+        const int64_t scale_at = (b * KV + head) * (k_scale ? k_scale->stride(1) : 0) + first;
+        const auto* k_at = k_data + b * k.stride(0) + head * k.stride(1) + first * k.stride(2);
+        const auto* v_at = v_data + b * v.stride(0) + head * v.stride(1) + first * v.stride(2);
+        attend_piece(Piece<C>{R, D, n, query.data(), k_at, v_at, k.stride(2), v.stride(2), k_scales ? k_scales + scale_at : nullptr,
+                              v_scales ? v_scales + scale_at : nullptr, seen.data(), part, part + R * D, part + R * (D + 1)});
     });
     auto* out = (T*)y.mutable_data_ptr();
     for (int64_t row = 0; row < B * KV * R; row++) {

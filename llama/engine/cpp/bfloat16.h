@@ -5,8 +5,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 
+#include "pool.h"
 #include "vectors.h"
 
 using torch::stable::Tensor;
@@ -48,8 +50,9 @@ void row_product(const bf16* x, const bf16* w, int64_t K, float* y) {
 
 template <int M>
 void few_rows(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K) {
-    torch::stable::parallel_for(0, N, 32, [&](int64_t begin, int64_t end) {
-        for (int64_t n = begin; n < end; n++) {
+    const int64_t rows = std::max<int64_t>(1, 16384 / K);  // 32 KB of the weight
+    for_each_unit((N + rows - 1) / rows, [=](int64_t unit) {
+        for (int64_t n = unit * rows; n < std::min(N, (unit + 1) * rows); n++) {
             float out[M];
             row_product<M>(x, w + n * K, K, out);
             for (int m = 0; m < M; m++) from_float(out[m] + (bias ? to_float(bias[n]) : 0), y[m * N + n]);

@@ -25,13 +25,21 @@
 #include <algorithm>
 #include <vector>
 
+#include "pool.h"
 #include "vectors.h"
 
 using torch::stable::Tensor;
 
 namespace {
 
-constexpr int64_t ROWS = 16;  // rows of a tile
+constexpr int64_t ROWS = 16;       // rows of a tile
+constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
+// Bytes that one row prefetches ahead, on processors whose own prefetcher stops at the end of a page.
+#if defined(__AMX_BF16__)
+constexpr int64_t AHEAD = 4096;
+#else
+constexpr int64_t AHEAD = 0;
+#endif
 
 // acc[row] += sum over 4 inputs of w[row][i] * x[i]; w is 64 unsigned bytes, x is 4 signed bytes.
 // Without VNNI, 8-bit weights are used as signed (w - 128), since the sum of two products with unsigned ones can overflow 16 bits.
@@ -78,39 +86,59 @@ struct Shape {
     int64_t groups, group, stride;  // stride: bytes of one group of a tile
 };
 
-template <int BITS, bool OFFSET, bool PER_ROW, int M>
-void tile_product(const uint8_t* tile, const Shape& s, const Row* rows, f32x16* y) {
-    const int64_t bytes = s.group * ROWS * BITS / 8;
-    f32x16 total[M];
-    for (int m = 0; m < M; m++) total[m] = f32x16{};
-    for (int64_t g = 0; g < s.groups; g++, tile += s.stride) {
-        i32x16 acc[M];
-        const int8_t* x[M];
+// Two halves of 128 bytes of a group in 8 bits, or the low and the high halves of 64 bytes in 4 bits.
+template <int BITS>
+inline void load_weights(const uint8_t* w, u32x16* halves) {
+    const u32x16 first = load<u32x16>(w);
+    halves[0] = BITS == 4 ? first & 0x0f0f0f0fu : first;
+    halves[1] = BITS == 4 ? (first >> 4) & 0x0f0f0f0fu : load<u32x16>(w + 64);
+}
+
+// GROUPS successive groups of a tile times M rows, added to `total`.
+template <int BITS, bool OFFSET, bool PER_ROW, int M, int GROUPS>
+inline void groups_product(const uint8_t* tile, const Shape& s, const Row* rows, int64_t g, f32x16* total) {
+    constexpr int SUMS = M == 1 ? 2 : 1;  // independent sums hide the latency of dot4
+    i32x16 acc[GROUPS][SUMS][M];
+    const int8_t* x[GROUPS][M];
+    for (int j = 0; j < GROUPS; j++)
         for (int m = 0; m < M; m++) {
-            acc[m] = i32x16{} + rows[m].start[g];
-            x[m] = rows[m].x + g * s.group;
+            acc[j][0][m] = i32x16{} + rows[m].start[g + j];
+            for (int i = 1; i < SUMS; i++) acc[j][i][m] = i32x16{};
+            x[j][m] = rows[m].x + (g + j) * s.group;
         }
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < bytes; i += 64) {
-            u32x16 w = load<u32x16>(tile + i);
-            if (BITS == 8) {
-                for (int m = 0; m < M; m++) acc[m] = dot4<8>(acc[m], w, load<int32_t>(x[m] + i / 16));
-            } else {
-                u32x16 low = w & 0x0f0f0f0fu, high = (w >> 4) & 0x0f0f0f0fu;
-                for (int m = 0; m < M; m++) {
-                    acc[m] = dot4<4>(acc[m], low, load<int32_t>(x[m] + i / 8));
-                    acc[m] = dot4<4>(acc[m], high, load<int32_t>(x[m] + i / 8 + 4));
-                }
-            }
+    for (int64_t k = 0; k < s.group; k += 8)
+        for (int j = 0; j < GROUPS; j++) {
+            const uint8_t* w = tile + j * s.stride + k * ROWS * BITS / 8;
+            if (AHEAD && M == 1)
+                for (int i = 0; i < BITS / 4; i++) __builtin_prefetch(w + AHEAD + 64 * i);
+            u32x16 halves[2];
+            load_weights<BITS>(w, halves);
+            for (int m = 0; m < M; m++)
+                for (int i = 0; i < 2; i++) acc[j][i % SUMS][m] = dot4<BITS>(acc[j][i % SUMS][m], halves[i], load<int32_t>(x[j][m] + k + 4 * i));
         }
-        f32x16 scale = PER_ROW ? f32x16{} + 1.0f : load_half(tile + bytes);
-        f32x16 offset = OFFSET ? load_half(tile + bytes + 32) : f32x16{};
+    for (int j = 0; j < GROUPS; j++) {
+        const uint8_t* numbers = tile + j * s.stride + s.group * ROWS * BITS / 8;
+        const f32x16 scale = PER_ROW ? f32x16{} + 1.0f : load_half(numbers);
+        const f32x16 offset = OFFSET ? load_half(numbers + 32) : f32x16{};
         for (int m = 0; m < M; m++) {
-            total[m] += __builtin_convertvector(acc[m], f32x16) * (PER_ROW ? f32x16{} + rows[m].scale[g] : scale * rows[m].scale[g]);
-            if (OFFSET) total[m] += offset * rows[m].sum[g];
+            for (int i = 1; i < SUMS; i++) acc[j][0][m] += acc[j][i][m];
+            total[m] += __builtin_convertvector(acc[j][0][m], f32x16) * (PER_ROW ? f32x16{} + rows[m].scale[g + j] : scale * rows[m].scale[g + j]);
+            if (OFFSET) total[m] += offset * rows[m].sum[g + j];
         }
     }
-    f32x16 scale = PER_ROW ? load<f32x16>(tile) : f32x16{} + 1.0f;
+}
+
+// A tile times M rows of x. For one row in 4 bits, two groups at a time: a group has too few operations to hide their latency.
+template <int BITS, bool OFFSET, bool PER_ROW, int M>
+void tile_product(const uint8_t* tile, const Shape& s, const Row* rows, f32x16* y) {
+    f32x16 total[M];
+    for (int m = 0; m < M; m++) total[m] = f32x16{};
+    int64_t g = 0;
+    for (; BITS == 4 && M == 1 && g + 2 <= s.groups; g += 2)
+        groups_product<BITS, OFFSET, PER_ROW, M, 2>(tile + g * s.stride, s, rows, g, total);
+    for (; g < s.groups; g++) groups_product<BITS, OFFSET, PER_ROW, M, 1>(tile + g * s.stride, s, rows, g, total);
+    const f32x16 scale = PER_ROW ? load<f32x16>(tile + s.groups * s.stride) : f32x16{} + 1.0f;
     for (int m = 0; m < M; m++) y[m] = total[m] * scale;
 }
 
@@ -145,29 +173,26 @@ void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape
     std::vector<int32_t> start(count);
     const int32_t zero = (OFFSET ? 0 : 1 << (BITS - 1)) - (BITS == 8 && SIGNED8 ? 128 : 0);
     std::vector<Row> rows(M);
-    torch::stable::parallel_for(0, M, 8, [&](int64_t begin, int64_t end) {
-        for (int64_t m = begin; m < end; m++) {
-            const int64_t at = m * s.groups;
-            to_8_bits(x + m * K, K, s, zero, &q[m * padded], &scale[at], &start[at], &sum[at]);
-            rows[m] = {&q[m * padded], &scale[at], &start[at], &sum[at]};
-        }
+    for_each_unit(M, [&](int64_t m) {
+        const int64_t at = m * s.groups;
+        to_8_bits(x + m * K, K, s, zero, &q[m * padded], &scale[at], &start[at], &sum[at]);
+        rows[m] = {&q[m * padded], &scale[at], &start[at], &sum[at]};
     });
-    const int64_t tile_bytes = s.groups * s.stride + (PER_ROW ? 64 : 0);
-    torch::stable::parallel_for(0, (N + ROWS - 1) / ROWS, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; t++) {
-            const uint8_t* tile = tiles + t * tile_bytes;
-            for (int64_t m = 0; m < M;) {
-                f32x16 out[12];
-                const int64_t left = M - m, now = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-                auto run = now == 12  ? tile_product<BITS, OFFSET, PER_ROW, 12>
-                           : now == 8 ? tile_product<BITS, OFFSET, PER_ROW, 8>
-                           : now == 4 ? tile_product<BITS, OFFSET, PER_ROW, 4>
-                           : now == 2 ? tile_product<BITS, OFFSET, PER_ROW, 2>
-                                      : tile_product<BITS, OFFSET, PER_ROW, 1>;
-                run(tile, s, &rows[m], out);
-                for (int64_t i = 0; i < now; i++, m++)
-                    for (int64_t r = 0; r < std::min(ROWS, N - t * ROWS); r++) from_float(out[i][r], y[m * N + t * ROWS + r]);
-            }
+    const int64_t tile_bytes = s.groups * s.stride + (PER_ROW ? 64 : 0), blocks = (M + MOST_ROWS - 1) / MOST_ROWS;
+    for_each_unit((N + ROWS - 1) / ROWS * blocks, [&](int64_t unit) {
+        const int64_t t = unit / blocks, end = std::min(M, (unit % blocks + 1) * MOST_ROWS);
+        const uint8_t* tile = tiles + t * tile_bytes;
+        for (int64_t m = unit % blocks * MOST_ROWS; m < end;) {
+            f32x16 out[12];
+            const int64_t left = end - m, now = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            auto run = now == 12  ? tile_product<BITS, OFFSET, PER_ROW, 12>
+                       : now == 8 ? tile_product<BITS, OFFSET, PER_ROW, 8>
+                       : now == 4 ? tile_product<BITS, OFFSET, PER_ROW, 4>
+                       : now == 2 ? tile_product<BITS, OFFSET, PER_ROW, 2>
+                                  : tile_product<BITS, OFFSET, PER_ROW, 1>;
+            run(tile, s, &rows[m], out);
+            for (int64_t i = 0; i < now; i++, m++)
+                for (int64_t r = 0; r < std::min(ROWS, N - t * ROWS); r++) from_float(out[i][r], y[m * N + t * ROWS + r]);
         }
     });
 }

@@ -117,10 +117,8 @@ void quantize_tile(const T* w, int64_t rows, int64_t K, const Settings& s, uint8
 
 template <typename T>
 void quantize_rows(const T* w, int64_t N, int64_t K, const Settings& s, uint8_t* tiles, int64_t tile_bytes) {
-    torch::stable::parallel_for(0, (N + ROWS - 1) / ROWS, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; t++)
-            quantize_tile(w + t * ROWS * K, std::min(ROWS, N - t * ROWS), K, s, tiles + t * tile_bytes);
-    });
+    for_each_unit((N + ROWS - 1) / ROWS,
+                  [&](int64_t t) { quantize_tile(w + t * ROWS * K, std::min(ROWS, N - t * ROWS), K, s, tiles + t * tile_bytes); });
 }
 
 // The tiles of a weight (N, K) in float32 or bfloat16. clips (float32): the factors to try for narrowing a group's range.

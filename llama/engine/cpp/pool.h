@@ -1,0 +1,192 @@
+// A loop divided among threads, on a machine that other programs use too.
+//
+// The units of a loop are divided into one run for each thread, so that each thread reads the memory from front to back. A thread
+// that has finished its own run takes units from the others' runs. So nobody waits for a thread that is not running, except for the
+// one unit that it may have begun. Between two loops, a thread spins for a short time and then sleeps.
+//
+// A thread that never sleeps must share its core with another program in slices of several milliseconds, and it usually loses the core
+// in the middle of a unit. A thread that sleeps half of the time keeps the core while it works. So if a unit took long to finish, the
+// threads of the pool work for SHIFT and rest for REST, for some time; and for longer if the same happens again soon after.
+
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <new>
+#include <thread>
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+class Pool {
+    using Clock = std::chrono::steady_clock;
+    using Time = int64_t;  // nanoseconds
+    static constexpr int64_t MOST = 256;           // threads
+    static constexpr Time SPIN = 50'000;           // a thread waits for the next loop this long before it sleeps
+    static constexpr Time LONG = 400'000;          // a longer wait for the last unit means that its thread has lost its core
+    static constexpr Time SHORTEST = 20'000'000;   // the cores are considered shared for at least this time after a long wait
+    static constexpr Time LONGEST = 1'000'000'000;
+    static constexpr Time SHIFT = 1'000'000;       // on shared cores, a thread works for this time,
+    static constexpr Time REST = 1'000'000;        // then it rests for this time
+
+    static constexpr Time SLICE = 500'000;
+
+    struct alignas(64) Run {
+        std::atomic<int64_t> next{0};
+        int64_t end = 0;
+    };
+    struct Loop {
+        void (*unit)(const void* body, int64_t i);
+        const void* body;
+        int64_t threads;
+    };
+
+    Run runs[MOST];
+    Loop loop;
+    alignas(64) std::atomic<const Loop*> open{nullptr};
+    alignas(64) std::atomic<uint32_t> number{0};  // of loops so far; threads sleep on it
+    alignas(64) std::atomic<uint32_t> inside{0};  // threads that may be using `loop`
+    std::atomic<Time> shared_until{0}, rest_until{0};
+    Time shared_for = SHORTEST;
+    std::mutex one_caller;
+    int64_t started = 1;  // threads, the caller included
+
+    static Time now() { return Clock::now().time_since_epoch().count(); }
+
+    static void relax() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+
+    // Spins until the condition holds, for at most SPIN; returns whether it holds.
+    template <typename F>
+    static bool spin(F condition) {
+        for (const Time end = now() + SPIN; now() < end;)
+            for (int i = 0; i < 16; i++) {
+                if (condition()) return true;
+                relax();
+            }
+        return condition();
+    }
+
+    // Takes units until there are none, or until `end`.
+    void take(int64_t thread, Time end) {
+        for (int64_t i = 0; i < loop.threads; i++) {
+            Run& run = runs[(thread + i) % loop.threads];
+            for (int64_t unit; run.next.load(std::memory_order_relaxed) < run.end &&
+                               (unit = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) {
+                loop.unit(loop.body, unit);
+                if (end && now() > end) return;
+            }
+        }
+    }
+
+    // Asks Linux for short slices. From version 6.12 on, a thread with short slices need not wait for the end of another's slice.
+    static void ask_for_short_slices() {
+#if defined(__linux__) && defined(SYS_sched_setattr)
+        struct {
+            uint32_t size = 48, policy = 0;
+            uint64_t flags = 0;
+            int32_t nice = 0;
+            uint32_t priority = 0;
+            uint64_t runtime = SLICE, deadline = 0, period = 0;
+        } attributes;
+        syscall(SYS_sched_setattr, 0, &attributes, 0);  // if it fails, slices have their usual length
+#endif
+    }
+
+    void work(int64_t thread) {
+        ask_for_short_slices();
+        uint32_t seen = number.load();
+        for (Time begun = now(), end = 0;;) {
+            if (end && now() > end) {
+                rest_until.store(now() + REST, std::memory_order_relaxed);
+                number.wait(number.load());
+                begun = now();
+            } else if (!spin([&] { return number.load(std::memory_order_acquire) != seen; })) {
+                number.wait(seen);
+                begun = now();
+            }
+            end = now() < shared_until.load(std::memory_order_relaxed) ? begun + SHIFT : 0;
+            seen = number.load();
+            inside.fetch_add(1);
+            if (const Loop* now_open = open.load(); now_open && thread < now_open->threads) take(thread, end);
+            if (inside.fetch_sub(1) == 1) inside.notify_one();
+        }
+    }
+
+    void start(int64_t threads) {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are handled by the program's own threads
+        for (; started < threads; started++) std::thread([this, thread = started] { work(thread); }).detach();
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+public:
+    static Pool& get() {
+        static Pool* pool = [] {
+            pthread_atfork(nullptr, nullptr, [] { new (&get()) Pool; });  // a child has only the thread that forked
+            return new Pool;                                              // never deleted: threads outlive static objects
+        }();
+        return *pool;
+    }
+
+    template <typename F>
+    void run(int64_t count, int64_t threads, const F& body) {
+        threads = std::min({threads, count, MOST});
+        std::unique_lock lock(one_caller, std::defer_lock);
+        if (threads < 2 || !lock.try_lock()) {
+            for (int64_t i = 0; i < count; i++) body(i);
+            return;
+        }
+        if (started < threads) start(threads);
+        for (int64_t i = 0; i < threads; i++) {
+            runs[i].next.store(count * i / threads, std::memory_order_relaxed);
+            runs[i].end = count * (i + 1) / threads;
+        }
+        loop = {[](const void* body, int64_t i) { (*(const F*)body)(i); }, &body, threads};
+        open.store(&loop);
+        number.fetch_add(1);
+        Time time = now();
+        if (time > rest_until.load(std::memory_order_relaxed)) number.notify_all();
+        take(0, 0);
+        open.store(nullptr);
+        if (inside.load() == 0) return;
+        time = now();
+        if (!spin([&] { return inside.load() == 0; }))
+            for (uint32_t left; (left = inside.load());) inside.wait(left);
+        const Time done = now();
+        if (done - time <= LONG) return;
+        const Time before = shared_until.load(std::memory_order_relaxed);
+        shared_for = done < before + LONGEST ? std::min(2 * shared_for, LONGEST) : SHORTEST;
+        shared_until.store(done + shared_for, std::memory_order_relaxed);
+    }
+};
+
+inline int64_t& chosen_threads() {
+    static int64_t threads = 0;
+    return threads;
+}
+
+// Calls body(i) for i from 0 to count - 1, each once, in any order and on several threads.
+template <typename F>
+void for_each_unit(int64_t count, const F& body) {
+    Pool::get().run(count, chosen_threads() ? chosen_threads() : torch::stable::get_num_threads(), body);
+}
+
+}  // namespace
