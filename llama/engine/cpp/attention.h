@@ -117,21 +117,6 @@ struct Queries {
 };
 
 #if defined(__AVX512VNNI__)
-// One step of transposing 16 x 16 numbers: swaps blocks of WIDTH lanes. Four steps, from WIDTH 8 to 1, transpose.
-template <int WIDTH>
-inline void exchange(u32x16* v) {
-    i32x16 near, far;
-    for (int i = 0; i < 16; i++) {
-        near[i] = i & WIDTH ? i - WIDTH + 16 : i;  // 16 and above: from the second vector
-        far[i] = i & WIDTH ? i + 16 : i + WIDTH;
-    }
-    for (int i = 0; i < 16; i++) {
-        if (i & WIDTH) continue;
-        const u32x16 a = v[i], b = v[i + WIDTH];
-        v[i] = __builtin_shuffle(a, b, near), v[i + WIDTH] = __builtin_shuffle(a, b, far);
-    }
-}
-
 // The same for keys and values in 8 bits, with integer arithmetic. Products: 16 keys in the lanes of a vector, four entries of a
 // head in each lane. Values: two keys in each lane, with 16-bit weights. A query is the sum of two 8-bit vectors; the second one
 // holds the rounding error of the first.
@@ -168,7 +153,7 @@ struct Queries8 {
         for (int i = 0; i < VECTORS / 4; i++) {
             u32x16 keys[16];
             for (int64_t j = 0; j < 16; j++) keys[j] = load<u32x16>(p.k + (s + std::min(j, count - 1)) * p.k_stride + 64 * i);
-            exchange<8>(keys), exchange<4>(keys), exchange<2>(keys), exchange<1>(keys);
+            transpose(keys);
             for (int k = 0; k < 16; k++)
                 for (int r = 0; r < QUERIES; r++)
                     for (int part = 0; part < 2; part++)
@@ -341,19 +326,6 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
         }
         for (int64_t i = 0; i < D; i++) from_float(total == 0 ? 0 : sums[i] / total, out[row * D + i]);
     }
-}
-
-// q (B, H, T, D), k and v (B, KV, S, D), mask bool (T, S) or (B, 1, T, S), as in torch's scaled_dot_product_attention; k and v may
-// be 8-bit integers with a float32 scale for each key (B, KV, S). For few queries, where reading k and v dominates.
-Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale,
-              std::optional<Tensor> v_scale) {
-    Tensor y = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2), q.size(3)});
-    const bool is_float = q.scalar_type() == torch::headeronly::ScalarType::Float;
-    if (k_scale && is_float) attend_to<float, int8_t>(q, k, v, mask, k_scale, v_scale, y);
-    else if (k_scale) attend_to<bf16, int8_t>(q, k, v, mask, k_scale, v_scale, y);
-    else if (is_float) attend_to<float, float>(q, k, v, mask, k_scale, v_scale, y);
-    else attend_to<bf16, bf16>(q, k, v, mask, k_scale, v_scale, y);
-    return y;
 }
 
 }  // namespace

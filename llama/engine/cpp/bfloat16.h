@@ -8,25 +8,13 @@
 #include <algorithm>
 #include <optional>
 
+#include "matrix.h"
 #include "pool.h"
 #include "vectors.h"
 
 using torch::stable::Tensor;
 
 namespace {
-
-// Adds 32 bfloat16 products to 16 sums.
-#if defined(__AVX512BF16__)
-inline f32x16 dot2(f32x16 acc, const bf16* w, const bf16* x) {
-    return (f32x16)_mm512_dpbf16_ps((__m512)acc, load<__m512bh>(w), load<__m512bh>(x));
-}
-#else
-inline f32x16 dot2(f32x16 acc, const bf16* w, const bf16* x) {
-    u32x16 a = load<u32x16>(w), b = load<u32x16>(x);  // each lane has two bfloat16: the high and the low half
-    acc += (f32x16)(a << 16) * (f32x16)(b << 16);
-    return acc + (f32x16)(a & 0xffff0000u) * (f32x16)(b & 0xffff0000u);
-}
-#endif
 
 // One row of the weight times M rows of x. The weight is read sequentially, which is fastest.
 template <int M>
@@ -38,12 +26,11 @@ void row_product(const bf16* x, const bf16* w, int64_t K, float* y) {
     int64_t k = 0;
     for (; k + 32 * SUMS <= K; k += 32 * SUMS)
         for (int i = 0; i < SUMS; i++) {
-            for (int m = 0; m < M; m++) acc[m][i] = dot2(acc[m][i], w + k + 32 * i, x + m * K + k + 32 * i);
+            for (int m = 0; m < M; m++) acc[m][i] = dot2(acc[m][i], load<u32x16>(w + k + 32 * i), load<u32x16>(x + m * K + k + 32 * i));
         }
     for (int m = 0; m < M; m++) {
         for (int i = 1; i < SUMS; i++) acc[m][0] += acc[m][i];
-        y[m] = 0;
-        for (int i = 0; i < 16; i++) y[m] += acc[m][0][i];
+        y[m] = sum_of(acc[m][0]);
         for (int64_t i = k; i < K; i++) y[m] += to_float(w[i]) * to_float(x[m * K + i]);
     }
 }

@@ -19,16 +19,11 @@
 
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <vector>
 
 #include "pool.h"
 #include "vectors.h"
-
-using torch::stable::Tensor;
 
 namespace {
 
@@ -191,35 +186,24 @@ void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape
                        : now == 2 ? tile_product<BITS, OFFSET, PER_ROW, 2>
                                   : tile_product<BITS, OFFSET, PER_ROW, 1>;
             run(tile, s, &rows[m], out);
-            for (int64_t i = 0; i < now; i++, m++)
-                for (int64_t r = 0; r < std::min(ROWS, N - t * ROWS); r++) from_float(out[i][r], y[m * N + t * ROWS + r]);
+            for (int64_t i = 0; i < now; i++, m++) store(out[i], y + m * N + t * ROWS, std::min(ROWS, N - t * ROWS));
         }
     });
 }
 
-template <typename T>
-void product_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, int64_t bits, int64_t group, bool offset, T* y, int64_t N) {
-    const bool per_row = group == 0;
-    Shape s{0, per_row ? 64 : group, 0};
-    s.groups = (K + s.group - 1) / s.group;
-    s.stride = s.group * ROWS * bits / 8 + (per_row ? 0 : 32) + (offset ? 32 : 0);
-    if (per_row) product<T, 8, false, true>(x, M, K, tiles, s, y, N);
-    else if (bits == 8 && !offset) product<T, 8, false, false>(x, M, K, tiles, s, y, N);
-    else if (bits == 8) product<T, 8, true, false>(x, M, K, tiles, s, y, N);
-    else if (!offset) product<T, 4, false, false>(x, M, K, tiles, s, y, N);
-    else product<T, 4, true, false>(x, M, K, tiles, s, y, N);
+// Calls f with the three constants that describe a format.
+template <typename F>
+void with_format(int64_t bits, int64_t group, bool offset, F f) {
+    if (group == 0) f.template operator()<8, false, true>();
+    else if (bits == 8 && !offset) f.template operator()<8, false, false>();
+    else if (bits == 8) f.template operator()<8, true, false>();
+    else if (!offset) f.template operator()<4, false, false>();
+    else f.template operator()<4, true, false>();
 }
 
-// (M, K) in float32 or bfloat16, times a packed weight (N, K) -> (M, N) in x's dtype.
-Tensor linear_blocks(const Tensor& x, const Tensor& tiles, int64_t bits, int64_t group, bool offset, int64_t N) {
-    const int64_t M = x.size(0), K = x.size(1);
-    Tensor y = torch::stable::new_empty(x, {M, N});
-    const auto* w = (const uint8_t*)tiles.const_data_ptr();
-    if (x.scalar_type() == torch::headeronly::ScalarType::Float)
-        product_of((const float*)x.const_data_ptr(), M, K, w, bits, group, offset, (float*)y.mutable_data_ptr(), N);
-    else
-        product_of((const bf16*)x.const_data_ptr(), M, K, w, bits, group, offset, (bf16*)y.mutable_data_ptr(), N);
-    return y;
+inline Shape shape_of(int64_t K, int64_t bits, int64_t group, bool offset) {
+    const int64_t width = group ? group : 64;
+    return {(K + width - 1) / width, width, width * ROWS * bits / 8 + (group ? 32 : 0) + (offset ? 32 : 0)};
 }
 
 }  // namespace

@@ -11,9 +11,9 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "attention.h"
 #include "bfloat16.h"
-#include "blocks.h"
+#include "panels.h"
+#include "prompt.h"
 #include "rounding.h"
 
 STABLE_TORCH_LIBRARY(clearllama, m) {

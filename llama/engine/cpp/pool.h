@@ -34,7 +34,7 @@ class Pool {
     using Time = int64_t;  // nanoseconds
     static constexpr int64_t MOST = 256;           // threads
     static constexpr Time SPIN = 50'000;           // a thread waits for the next loop this long before it sleeps
-    static constexpr Time LONG = 400'000;          // a longer wait for the last unit means that its thread has lost its core
+    static constexpr Time LONG = 400'000;          // a wait that is longer than some units and this means that a thread has lost its core
     static constexpr Time SHORTEST = 20'000'000;   // the cores are considered shared for at least this time after a long wait
     static constexpr Time LONGEST = 1'000'000'000;
     static constexpr Time SHIFT = 1'000'000;       // on shared cores, a thread works for this time,
@@ -83,16 +83,19 @@ class Pool {
         return condition();
     }
 
-    // Takes units until there are none, or until `end`.
-    void take(int64_t thread, Time end) {
+    // Takes units until there are none, or until `end`; returns their number.
+    int64_t take(int64_t thread, Time end) {
+        int64_t taken = 0;
         for (int64_t i = 0; i < loop.threads; i++) {
             Run& run = runs[(thread + i) % loop.threads];
             for (int64_t unit; run.next.load(std::memory_order_relaxed) < run.end &&
                                (unit = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) {
                 loop.unit(loop.body, unit);
-                if (end && now() > end) return;
+                taken++;
+                if (end && now() > end) return taken;
             }
         }
+        return taken;
     }
 
     // Asks Linux for short slices. From version 6.12 on, a thread with short slices need not wait for the end of another's slice.
@@ -162,16 +165,16 @@ public:
         loop = {[](const void* body, int64_t i) { (*(const F*)body)(i); }, &body, threads};
         open.store(&loop);
         number.fetch_add(1);
-        Time time = now();
+        const Time time = now();
         if (time > rest_until.load(std::memory_order_relaxed)) number.notify_all();
-        take(0, 0);
+        const int64_t taken = take(0, 0);
         open.store(nullptr);
         if (inside.load() == 0) return;
-        time = now();
+        const Time end = now(), usual = (end - time) / std::max<int64_t>(1, taken);
         if (!spin([&] { return inside.load() == 0; }))
             for (uint32_t left; (left = inside.load());) inside.wait(left);
         const Time done = now();
-        if (done - time <= LONG) return;
+        if (done - end <= LONG + 4 * usual) return;
         const Time before = shared_until.load(std::memory_order_relaxed);
         shared_for = done < before + LONGEST ? std::min(2 * shared_for, LONGEST) : SHORTEST;
         shared_until.store(done + shared_for, std::memory_order_relaxed);

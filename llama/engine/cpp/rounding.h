@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <torch/csrc/stable/tensor.h>
 #include "blocks.h"
 
 namespace {

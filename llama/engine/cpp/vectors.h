@@ -59,6 +59,20 @@ inline f32x16 load_half(const void* p) {
 #endif
 }
 
+// To bfloat16 in the high half of each lane, to nearest even; NaN stays NaN.
+inline u32x16 rounded(f32x16 x) {
+    const u32x16 bits = (u32x16)x, up = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    return x == x ? up : u32x16{} + 0x7fc00000u;
+}
+
+// Stores the first `count` numbers of x, rounded to T.
+inline void store(f32x16 x, float* p, int64_t count = 16) { std::memcpy(p, &x, count * 4); }
+inline void store(f32x16 x, bf16* p, int64_t count = 16) {
+    typedef uint16_t u16x16 __attribute__((vector_size(32)));
+    const u16x16 halves = __builtin_convertvector(rounded(x) >> 16, u16x16);
+    std::memcpy(p, &halves, count * 2);
+}
+
 typedef int8_t i8x16 __attribute__((vector_size(16)));
 
 template <typename T>
@@ -104,11 +118,44 @@ inline i32x16 to_integers(f32x16 x) {  // round to nearest even, for |x| < 2^22;
     return __builtin_convertvector((x + 12582912.0f) - 12582912.0f, i32x16);  // adding 1.5 * 2^23 rounds to an integer
 }
 
+// The numbers of a and b with these indices; from 16 on (8 for 64-bit numbers) they are those of b.
+template <int... INDEX, typename V>
+inline V pick(V a, V b) {
+#if __has_builtin(__builtin_shufflevector)
+    return __builtin_shufflevector(a, b, INDEX...);
+#else
+    typedef decltype(a < b) I;
+    return __builtin_shuffle(a, b, I{INDEX...});
+#endif
+}
+
+// The sum of 16 numbers, in pairs.
 template <typename V>
 inline auto sum_of(V v) {
-    auto sum = v[0];
-    for (int i = 1; i < 16; i++) sum += v[i];
-    return sum;
+    v += pick<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(v, v);
+    v += pick<4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3>(v, v);
+    v += pick<2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1>(v, v);
+    return v[0] + v[1];
+}
+
+// Transposes 16 x 16 numbers: pairs of numbers, then of 64 bits, then of 128 bits twice.
+inline void transpose(u32x16* v) {
+    typedef uint64_t u64x8 __attribute__((vector_size(64)));
+    const auto low32 = [](u32x16 a, u32x16 b) { return pick<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(a, b); };
+    const auto high32 = [](u32x16 a, u32x16 b) { return pick<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(a, b); };
+    const auto low64 = [](u32x16 a, u32x16 b) { return (u32x16)pick<0, 8, 2, 10, 4, 12, 6, 14>((u64x8)a, (u64x8)b); };
+    const auto high64 = [](u32x16 a, u32x16 b) { return (u32x16)pick<1, 9, 3, 11, 5, 13, 7, 15>((u64x8)a, (u64x8)b); };
+    const auto even = [](u32x16 a, u32x16 b) { return (u32x16)pick<0, 1, 4, 5, 8, 9, 12, 13>((u64x8)a, (u64x8)b); };
+    const auto odd = [](u32x16 a, u32x16 b) { return (u32x16)pick<2, 3, 6, 7, 10, 11, 14, 15>((u64x8)a, (u64x8)b); };
+    u32x16 t[16];
+    for (int i = 0; i < 16; i += 4) {  // t[i + j]: numbers j, 4 + j, 8 + j and 12 + j of vectors i to i + 3
+        const u32x16 a = low32(v[i], v[i + 1]), b = high32(v[i], v[i + 1]), c = low32(v[i + 2], v[i + 3]), d = high32(v[i + 2], v[i + 3]);
+        t[i] = low64(a, c), t[i + 1] = high64(a, c), t[i + 2] = low64(b, d), t[i + 3] = high64(b, d);
+    }
+    for (int j = 0; j < 4; j++) {
+        const u32x16 a = even(t[j], t[4 + j]), b = odd(t[j], t[4 + j]), c = even(t[8 + j], t[12 + j]), d = odd(t[8 + j], t[12 + j]);
+        v[j] = even(a, c), v[4 + j] = even(b, d), v[8 + j] = odd(a, c), v[12 + j] = odd(b, d);
+    }
 }
 
 }  // namespace

@@ -1,0 +1,115 @@
+// The product of rows in bfloat16 and panels (panels.h), with AMX or with vectors.
+
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace {
+
+// A pair of bfloat16 numbers is in 32 bits, the first one in the low half.
+#if defined(__AVX512BF16__)
+inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) { return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+inline u32x16 pair_of(f32x16 first, f32x16 second) {
+    static const __m512i order = [] {
+        alignas(64) uint16_t at[32];
+        for (int i = 0; i < 32; i++) at[i] = uint16_t(i / 2 + i % 2 * 16);
+        return _mm512_load_si512(at);
+    }();
+    return (u32x16)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
+#else
+inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
+    acc += (f32x16)(a << 16) * (f32x16)(b << 16);
+    return acc + (f32x16)(a & 0xffff0000u) * (f32x16)(b & 0xffff0000u);
+}
+inline u32x16 pair_of(f32x16 first, f32x16 second) { return rounded(first) >> 16 | rounded(second); }
+#endif
+
+#if defined(__AMX_BF16__)
+constexpr int64_t MATRIX_ROWS = 256;  // rows of x that a thread multiplies before it takes other work
+constexpr int64_t PANEL_ROWS = 16;    // rows of x from which weights in 4 and 8 bits are multiplied as panels
+
+// Gives this thread eight tile registers of 16 rows of 64 bytes.
+struct TileRegisters {
+    TileRegisters() {
+        alignas(64) struct {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } config;
+        _tile_loadconfig(&config);
+    }
+    ~TileRegisters() { _tile_release(); }
+};
+
+// 32 or 16 rows of x times two panels. A panel of 32 inputs fills a tile register.
+template <bool BOTH>
+inline void tile_rows(const bf16* x, int64_t stride, const uint32_t* panels, int64_t K, float* y, int64_t width) {
+    _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
+    for (int64_t k = 0; k < K; k += 32) {
+        _tile_loadd(4, x + k, stride * 2);
+        _tile_loadd(6, panels + k * 8, 64);
+        _tile_loadd(7, panels + (K + k) * 8, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!BOTH) continue;
+        _tile_loadd(5, x + 16 * stride + k, stride * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, y, width * 4);
+    _tile_stored(1, y + 16, width * 4);
+    if (!BOTH) return;
+    _tile_stored(2, y + 16 * width, width * 4);
+    _tile_stored(3, y + 16 * width + 16, width * 4);
+}
+
+// x (M, K), rows `stride` apart, times an even number of panels -> y (M, 16 count). M is a multiple of 16, K of 32.
+inline void matrix_product(const bf16* x, int64_t stride, int64_t M, const uint32_t* panels, int64_t K, int64_t count, float* y) {
+    const TileRegisters registers;
+    const int64_t width = 16 * count;
+    for (int64_t m = 0; m < M; m += 32)
+        for (int64_t p = 0; p < count; p += 2) {
+            auto run = m + 32 <= M ? tile_rows<true> : tile_rows<false>;
+            run(x + m * stride, stride, panels + p * K * 8, K, y + m * width + 16 * p, width);
+        }
+}
+#else
+constexpr int64_t MATRIX_ROWS = 256;
+constexpr int64_t PANEL_ROWS = INT64_MAX;  // without AMX, integers are faster
+
+constexpr int64_t DEPTH = 256;  // inputs of two panels that are multiplied together; they must fit into the first cache
+
+// Adds the products of inputs `from` to `to` of 12 or fewer rows and two panels to y.
+template <int COUNT>
+inline void vector_rows(const bf16* x, int64_t stride, const uint32_t* panels, int64_t K, int64_t from, int64_t to, float* y, int64_t width) {
+    f32x16 acc[COUNT][2] = {};
+    for (int m = 0; m < COUNT && from; m++) std::memcpy(acc[m], y + m * width, 128);
+    for (int64_t k = from; k < to; k += 2) {
+        const u32x16 first = load<u32x16>(panels + k * 8), second = load<u32x16>(panels + (K + k) * 8);
+        for (int m = 0; m < COUNT; m++) {
+            const u32x16 pair = u32x16{} + load<uint32_t>(x + m * stride + k);
+            acc[m][0] = dot2(acc[m][0], first, pair);
+            acc[m][1] = dot2(acc[m][1], second, pair);
+        }
+    }
+    for (int m = 0; m < COUNT; m++) std::memcpy(y + m * width, acc[m], 128);
+}
+
+// x (M, K), rows `stride` apart, times an even number of panels -> y (M, 16 count). K is a multiple of 2.
+inline void matrix_product(const bf16* x, int64_t stride, int64_t M, const uint32_t* panels, int64_t K, int64_t count, float* y) {
+    const int64_t width = 16 * count;
+    for (int64_t p = 0; p < count; p += 2)
+        for (int64_t k = 0; k < K; k += DEPTH)
+            for (int64_t m = 0; m < M;) {
+                const int64_t left = M - m, now = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : 1;
+                auto run = now == 12 ? vector_rows<12> : now == 8 ? vector_rows<8> : now == 4 ? vector_rows<4> : vector_rows<1>;
+                run(x + m * stride, stride, panels + p * K * 8, K, k, std::min(K, k + DEPTH), y + m * width + 16 * p, width);
+                m += now;
+            }
+}
+#endif
+
+}  // namespace
