@@ -5,8 +5,8 @@
 // one unit that it may have begun. Between two loops, a thread spins for a short time and then sleeps.
 //
 // A thread that never sleeps must share its core with another program in slices of several milliseconds, and it usually loses the core
-// in the middle of a unit. A thread that sleeps half of the time keeps the core while it works. So if a unit took long to finish, the
-// threads of the pool work for SHIFT and rest for REST, for some time; and for longer if the same happens again soon after.
+// in the middle of a unit. A thread that sleeps half of the time keeps the core while it works. So if units often take long to finish,
+// the threads of the pool work for SHIFT and rest for REST, in turns, for some time.
 
 #pragma once
 
@@ -35,8 +35,8 @@ class Pool {
     static constexpr int64_t MOST = 256;           // threads
     static constexpr Time SPIN = 50'000;           // a thread waits for the next loop this long before it sleeps
     static constexpr Time LONG = 400'000;          // a wait that is longer than some units and this means that a thread has lost its core
-    static constexpr Time SHORTEST = 20'000'000;   // the cores are considered shared for at least this time after a long wait
-    static constexpr Time LONGEST = 1'000'000'000;
+    static constexpr Time LOST = 8'000'000;        // after this much time in such waits, beyond a twentieth of all time,
+    static constexpr Time SHARED = 500'000'000;    // the cores are considered shared for this time
     static constexpr Time SHIFT = 1'000'000;       // on shared cores, a thread works for this time,
     static constexpr Time REST = 1'000'000;        // then it rests for this time
 
@@ -57,8 +57,8 @@ class Pool {
     alignas(64) std::atomic<const Loop*> open{nullptr};
     alignas(64) std::atomic<uint32_t> number{0};  // of loops so far; threads sleep on it
     alignas(64) std::atomic<uint32_t> inside{0};  // threads that may be using `loop`
-    std::atomic<Time> shared_until{0}, rest_until{0};
-    Time shared_for = SHORTEST;
+    std::atomic<Time> shared_until{0};
+    Time lost = 0, lost_at = 0;  // the time in long waits, at some time
     std::mutex one_caller;
     int64_t started = 1;  // threads, the caller included
 
@@ -117,8 +117,7 @@ class Pool {
         uint32_t seen = number.load();
         for (Time begun = now(), end = 0;;) {
             if (end && now() > end) {
-                rest_until.store(now() + REST, std::memory_order_relaxed);
-                number.wait(number.load());
+                std::this_thread::sleep_for(std::chrono::nanoseconds(REST));
                 begun = now();
             } else if (!spin([&] { return number.load(std::memory_order_acquire) != seen; })) {
                 number.wait(seen);
@@ -165,8 +164,8 @@ public:
         loop = {[](const void* body, int64_t i) { (*(const F*)body)(i); }, &body, threads};
         open.store(&loop);
         number.fetch_add(1);
+        number.notify_all();
         const Time time = now();
-        if (time > rest_until.load(std::memory_order_relaxed)) number.notify_all();
         const int64_t taken = take(0, 0);
         open.store(nullptr);
         if (inside.load() == 0) return;
@@ -175,9 +174,8 @@ public:
             for (uint32_t left; (left = inside.load());) inside.wait(left);
         const Time done = now();
         if (done - end <= LONG + 4 * usual) return;
-        const Time before = shared_until.load(std::memory_order_relaxed);
-        shared_for = done < before + LONGEST ? std::min(2 * shared_for, LONGEST) : SHORTEST;
-        shared_until.store(done + shared_for, std::memory_order_relaxed);
+        lost = std::max<Time>(0, lost - (done - lost_at) / 20) + (done - end), lost_at = done;
+        if (lost > LOST) shared_until.store(done + SHARED, std::memory_order_relaxed), lost = LOST / 2;
     }
 };
 

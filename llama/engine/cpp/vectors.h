@@ -41,6 +41,15 @@ inline V load(const void* p) {
     return v;
 }
 
+// The first `count` of 16 numbers; the others are 0.
+template <typename V>
+inline V load_some(const void* p, int64_t count) {
+    if (count == 16) return load<V>(p);
+    V v{};
+    std::memcpy(&v, p, count * sizeof(V) / 16);
+    return v;
+}
+
 inline f32x16 load_half(const void* p) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
