@@ -194,8 +194,8 @@ def attend(
     """
     if mask is not None:
         mask = mask.contiguous()
-    y: Tensor = torch.ops.clearllama.attend(q, k, v, mask, k_scale, v_scale)
-    return y
+    y: Tensor = torch.ops.clearllama.attend(q, k, v, mask, k_scale, v_scale)  # (B, T, H, D)
+    return y.transpose(1, 2)
 
 
 def _fake_blocks(x: Tensor, tiles: Tensor, bits: int, group: int, offset: bool, out_features: int) -> Tensor:
@@ -209,4 +209,4 @@ def _fake_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _fake_attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> Tensor:
-    return q.new_empty(q.shape)
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])

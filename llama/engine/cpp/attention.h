@@ -324,7 +324,9 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
             total += weight * one[R * (D + 1) + r];
             for (int64_t i = 0; i < D; i++) sums[i] += weight * one[r * D + i];
         }
-        for (int64_t i = 0; i < D; i++) from_float(total == 0 ? 0 : sums[i] / total, out[row * D + i]);
+        const int64_t b = row / R / KV, h = row / R % KV * G + r / TOKENS, t = r % TOKENS;
+        T* to = out + ((b * TOKENS + t) * H + h) * D;
+        for (int64_t i = 0; i < D; i++) from_float(total == 0 ? 0 : sums[i] / total, to[i]);
     }
 }
 

@@ -1,10 +1,15 @@
 // The operators of a decoding step on a CPU. Their speed is limited by the memory bandwidth for weights, keys and values.
 //
-//     blocks.h      x times a weight in 4 or 8 bits, and the layout of such a weight
-//     bfloat16.h    x times a bfloat16 weight
-//     attention.h   attention of a few queries
-//     rounding.h    quantization of a weight to 4 or 8 bits
-//     vectors.h     vectors of 16 floats, which all of them use
+//     blocks.h       rows of x in 8 bits times a weight in 4 or 8 bits, and the layout of such a weight
+//     bfloat16.h     a few rows of x times a bfloat16 weight
+//     panels.h       many rows of x times a weight, in bfloat16
+//     matrix.h       the innermost product of panels.h: vectors, or AMX
+//     attention.h    attention of a few queries
+//     prompt.h       attention of many queries
+//     elementwise.h  norms, rotations, SwiGLU
+//     rounding.h     quantization of a weight to 4 or 8 bits
+//     pool.h         the threads
+//     vectors.h      vectors of 16 floats, which all of them use
 //
 // One source serves every processor. It uses the compiler's vector types; the few instructions that a compiler does not choose on
 // its own have an alternative for processors without them. llama/engine/kernels.py compiles the source and calls the operators.
@@ -12,6 +17,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "bfloat16.h"
+#include "elementwise.h"
 #include "panels.h"
 #include "prompt.h"
 #include "rounding.h"
@@ -21,6 +27,9 @@ STABLE_TORCH_LIBRARY(clearllama, m) {
     m.def("quantize_to_tiles(Tensor weight, Tensor clips, int bits, int group, bool offset) -> Tensor");
     m.def("linear_bf16(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
     m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? k_scale, Tensor? v_scale) -> Tensor");
+    m.def("add_norm(Tensor(a!) h, Tensor? delta, Tensor weight, float eps) -> Tensor");
+    m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+    m.def("rotate(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) keys, Tensor(b!) values) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(clearllama, CPU, m) {
@@ -28,4 +37,10 @@ STABLE_TORCH_LIBRARY_IMPL(clearllama, CPU, m) {
     m.impl("quantize_to_tiles", TORCH_BOX(&quantize_to_tiles));
     m.impl("linear_bf16", TORCH_BOX(&linear_bf16));
     m.impl("attend", TORCH_BOX(&attend));
+    m.impl("add_norm", TORCH_BOX(&add_norm));
+    m.impl("swiglu", TORCH_BOX(&swiglu));
+    m.impl("rotate", TORCH_BOX(&rotate));
 }
+
+// The number of threads of all loops; 0: as many as torch uses.
+extern "C" void clearllama_set_threads(int64_t threads) { chosen_threads() = threads; }

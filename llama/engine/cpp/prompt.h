@@ -114,19 +114,19 @@ void attend_prompt(const Tensor& q, const Tensor& k, const Tensor& v, const std:
         }
         for (int64_t r = 0; r < n; r++) {
             const int64_t h = head * (H / KV) + (first + r) / T, t = (first + r) % T;
-            bf16* to = (bf16*)y.mutable_data_ptr() + ((b * H + h) * T + t) * D;
+            bf16* to = (bf16*)y.mutable_data_ptr() + ((b * T + t) * H + h) * D;
             for (int64_t i = 0; i < D; i += 16)
                 store(state.total[r] == 0 ? f32x16{} : load<f32x16>(&state.out[r * D + i]) / state.total[r], to + i);
         }
     });
 }
 
-// q (B, H, T, D), k and v (B, KV, S, D), mask bool (T, S) or (B, 1, T, S), as in torch's scaled_dot_product_attention; k and v may
+// -> (B, T, H, D). q (B, H, T, D), k and v (B, KV, S, D), mask bool (T, S) or (B, 1, T, S), as in torch's scaled_dot_product_attention; k and v may
 // be 8-bit integers with a float32 scale for each key (B, KV, S). More than FEW_QUERIES must be in bfloat16.
 constexpr int64_t FEW_QUERIES = 16;
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<Tensor> mask, std::optional<Tensor> k_scale,
               std::optional<Tensor> v_scale) {
-    Tensor y = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2), q.size(3)});
+    Tensor y = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1), q.size(3)});
     const bool is_float = q.scalar_type() == torch::headeronly::ScalarType::Float;
     if (q.size(2) > FEW_QUERIES && k_scale) attend_prompt<int8_t>(q, k, v, mask, k_scale, v_scale, y);
     else if (q.size(2) > FEW_QUERIES) attend_prompt<bf16>(q, k, v, mask, k_scale, v_scale, y);

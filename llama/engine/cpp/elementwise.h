@@ -1,0 +1,134 @@
+// What a block computes between its matrix products: norms, rotations, SwiGLU. Numbers are rounded where model.py rounds them.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <stdexcept>
+
+#include "attention.h"
+#include "pool.h"
+#include "vectors.h"
+
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int64_t ROWS_OF_A_UNIT = 8;
+
+template <typename F>
+void for_each_row(int64_t count, const F& body) {
+    for_each_unit((count + ROWS_OF_A_UNIT - 1) / ROWS_OF_A_UNIT, [&](int64_t unit) {
+        for (int64_t row = unit * ROWS_OF_A_UNIT; row < std::min(count, (unit + 1) * ROWS_OF_A_UNIT); row++) body(row);
+    });
+}
+
+// Calls f with a null pointer of the type of x's numbers: float or bf16.
+template <typename F>
+void with_type(const Tensor& x, F f) {
+    if (x.scalar_type() == torch::headeronly::ScalarType::Float) f((float*)nullptr);
+    else f((bf16*)nullptr);
+}
+
+template <typename T>
+inline f32x16 as_stored(f32x16 x) {  // rounded to T
+    T numbers[16];
+    store(x, numbers);
+    return widen(numbers);
+}
+
+template <typename T>
+inline f32x16 widen_some(const T* p, int64_t count) {
+    T numbers[16] = {};
+    std::memcpy(numbers, p, count * sizeof(T));
+    return widen(count == 16 ? p : numbers);
+}
+
+// h += delta, then h / rms(h) * weight: h (M, C), changed in place; delta (M, C) or nothing; weight (C) -> (M, C).
+Tensor add_norm(Tensor h, std::optional<Tensor> delta, const Tensor& weight, double eps) {
+    const int64_t M = h.size(0), C = h.size(1);
+    Tensor y = torch::stable::new_empty(h, {M, C});
+    with_type(h, [&](auto* type) {
+        typedef std::remove_pointer_t<decltype(type)> T;
+        for_each_row(M, [&](int64_t m) {
+            T *row = (T*)h.mutable_data_ptr() + m * C, *out = (T*)y.mutable_data_ptr() + m * C;
+            const T *added = delta ? (const T*)delta->const_data_ptr() + m * C : nullptr, *w = (const T*)weight.const_data_ptr();
+            f32x16 squares{};
+            for (int64_t i = 0; i < C; i += 16) {
+                const int64_t count = std::min<int64_t>(16, C - i);
+                if (added) store(widen_some(row + i, count) + widen_some(added + i, count), row + i, count);
+                const f32x16 x = widen_some(row + i, count);
+                squares += x * x;
+            }
+            const float scale = 1 / std::sqrt(sum_of(squares) / float(C) + float(eps));
+            for (int64_t i = 0; i < C; i += 16) {
+                const int64_t count = std::min<int64_t>(16, C - i);
+                store(as_stored<T>(widen_some(row + i, count) * scale) * widen_some(w + i, count), out + i, count);
+            }
+        });
+    });
+    return y;
+}
+
+// silu(gate) * up: (M, F) twice, rows may be apart -> (M, F).
+Tensor swiglu(const Tensor& gate, const Tensor& up) {
+    const int64_t M = gate.size(0), F = gate.size(1);
+    Tensor y = torch::stable::new_empty(gate, {M, F});
+    with_type(gate, [&](auto* type) {
+        typedef std::remove_pointer_t<decltype(type)> T;
+        for_each_row(M, [&](int64_t m) {
+            const T *g = (const T*)gate.const_data_ptr() + m * gate.stride(0), *u = (const T*)up.const_data_ptr() + m * up.stride(0);
+            for (int64_t i = 0; i < F; i += 16) {
+                const int64_t count = std::min<int64_t>(16, F - i);
+                const f32x16 x = widen_some(g + i, count), e = exp_of(x > f32x16{} ? -x : x);
+                const f32x16 silu = x * ((x > f32x16{} ? f32x16{} + 1.0f : e) / (e + 1.0f));
+                store(as_stored<T>(silu) * widen_some(u + i, count), (T*)y.mutable_data_ptr() + m * F + i, count);
+            }
+        });
+    });
+    return y;
+}
+
+// Rotates queries and keys, and stores keys and values for attention.
+//
+// q (B, T, H D), k and v (B, T, KV D), whose tokens may be apart; cos and sin (T, D/2) or (B, T, D/2), with any stride on the last axis;
+// keys and values (B, KV, slots, D), written at positions (T) or (B, T), or at 0, 1, 2, .. without positions
+// -> rotated queries (B, T, H, D). Entries 2i and 2i + 1 of a head are rotated by angle i.
+Tensor rotate(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin, std::optional<Tensor> positions,
+              Tensor keys, Tensor values) {
+    const int64_t B = q.size(0), T = q.size(1), KV = keys.size(1), slots = keys.size(2), D = keys.size(3), H = q.size(2) / D, step = cos.stride(cos.dim() - 1);
+    Tensor y = torch::stable::new_empty(q, {B, T, H, D});
+    const auto* at = positions ? (const int64_t*)positions->const_data_ptr() : nullptr;
+    for (int64_t i = 0; at && i < T * (positions->dim() == 2 ? B : 1); i++)
+        if (at[i] < 0 || at[i] >= slots) throw std::out_of_range("a position is outside the cache");
+    if (!at && T > slots) throw std::out_of_range("there are more tokens than slots");
+    with_type(q, [&](auto* type) {
+        typedef std::remove_pointer_t<decltype(type)> N;
+        for_each_row(B * T, [&](int64_t row) {
+            const int64_t b = row / T, t = row % T, position = !at ? t : at[positions->dim() == 2 ? row : t];
+            const int64_t angles = cos.dim() == 3 ? b * cos.stride(0) + t * cos.stride(1) : t * cos.stride(0);
+            const float *c = (const float*)cos.const_data_ptr() + angles, *s = (const float*)sin.const_data_ptr() + angles;
+            const auto turn = [&](const N* from, N* to) {
+                for (int64_t i = 0; i < D / 2; i++) {
+                    const float x = to_float(from[2 * i]), y = to_float(from[2 * i + 1]);
+                    from_float(x * c[i * step] - y * s[i * step], to[2 * i]);
+                    from_float(x * s[i * step] + y * c[i * step], to[2 * i + 1]);
+                }
+            };
+            const N* query = (const N*)q.const_data_ptr() + b * q.stride(0) + t * q.stride(1);
+            for (int64_t h = 0; h < H; h++) turn(query + h * D, (N*)y.mutable_data_ptr() + (row * H + h) * D);
+            const N *key = (const N*)k.const_data_ptr() + b * k.stride(0) + t * k.stride(1), *value = (const N*)v.const_data_ptr() + b * v.stride(0) + t * v.stride(1);
+            for (int64_t h = 0; h < KV; h++) {
+                turn(key + h * D, (N*)keys.mutable_data_ptr() + b * keys.stride(0) + h * keys.stride(1) + position * keys.stride(2));
+                std::memcpy((N*)values.mutable_data_ptr() + b * values.stride(0) + h * values.stride(1) + position * values.stride(2), value + h * D, D * sizeof(N));
+            }
+        });
+    });
+    return y;
+}
+
+}  // namespace
