@@ -22,8 +22,10 @@ from .cache import FIRST_SLOTS, KINDS
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.documents import read_json
 from .config import ModelConfig
+from .engine import cpu_runner
 from .engine.compiled import CompiledRunner
 from .engine.cpu_attention import pick_attention
+from .engine.cpu_runner import KernelRunner
 from .engine.cuda_graphs import GraphRunner
 from .engine.fused import FusedRunner
 from .engine.linears import SkipInit, check_quantized, make_embedding, make_linear
@@ -346,6 +348,11 @@ def attach_runner(model: Transformer, plan: Plan) -> Transformer:
         model.runner = PlacedRunner(plan.placement, **settings)
     elif device.type == "cuda":
         model.runner = FusedRunner(model, **settings) if options.compile else GraphRunner(**settings)
+    elif options.compile:
+        model.runner = CompiledRunner(model, **settings)
+    elif options.fast and cpu_runner.runs(model):
+        mapped = plan.checkpoint.tiles("layers.0.attention.wq.weight") is not None  # a copy would not be
+        model.runner = KernelRunner(model, **settings, join=not mapped)
     else:
-        model.runner = CompiledRunner(model, **settings) if options.compile else Runner(**settings)
+        model.runner = Runner(**settings)
     return model

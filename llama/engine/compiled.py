@@ -5,7 +5,7 @@ every layer calls the library with its own weights. So compiling 80 layers takes
 context length needs no new compilation, and the library, stored in the cache folder, loads in milliseconds.
 
 Batches (generation/batch.py) have their own library, for any number of rows; it is compiled for the first batch.
-Prompts run uncompiled: their time goes into matrix products, which compiling does not make faster.
+Prompts run as in cpu_runner.py: their time goes into matrix products, which compiling does not make faster.
 """
 
 from __future__ import annotations
@@ -28,23 +28,21 @@ from torch import Tensor, nn
 from ..attention import Attend, causal_mask
 from ..cache import KINDS, KVCache, LayerCache, MemoryCheck
 from ..errors import UsageError
-from ..model import RMSNorm, Runner, Transformer, TransformerBlock
-from ..quant.tiles import TILE
+from ..model import RMSNorm, Transformer, TransformerBlock
 from ..rope import RotaryEmb
 from ..system.folders import cache_folder, is_private, load_code
 from . import kernels
+from .cpu_runner import GATE_UP, QKV, KernelRunner
 from .linears import FEW_ROWS, BlockLinear, FewRowsLinear, TileLinear
 
 LOG = logging.getLogger(__name__)
 Step = Callable[[list[Tensor]], Tensor]  # takes the arguments of Trace as one flat list
-# Layers that read the same x: their packed weights are concatenated and multiplied at once.
-JOINED = (("attention", ("wq", "wk", "wv")), ("feed_forward", ("w_gate", "w_up")))
 FEWEST_ROWS = FEW_ROWS + 1  # rows of a batch; with fewer rows FewRowsLinear multiplies otherwise: another trace
 TRACEABLE = (nn.Linear, FewRowsLinear, TileLinear, BlockLinear, RMSNorm, Attend, RotaryEmb)
 
 
-class CompiledRunner(Runner):
-    """Decodes with one compiled step for every layer; prompts and everything else run module by module.
+class CompiledRunner(KernelRunner):
+    """Decodes with one compiled step for every layer; prompts and everything else run on the kernels.
 
     The first time for a shape, compiling takes about twenty seconds; later the library is read from the cache folder.
     Raises UsageError if the layers can't be traced, or there is no compiler.
@@ -53,7 +51,7 @@ class CompiledRunner(Runner):
     fixed_cache = True
 
     def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
-        super().__init__(cache_kind, check_memory)
+        super().__init__(model, cache_kind, check_memory)
         if model.rope.form == "complex":
             raise UsageError("compiled code runs the real form of RoPE; load the model with rope='real'")
         blocks: list[TransformerBlock] = list(model.layers)  # type: ignore[arg-type]
@@ -63,7 +61,7 @@ class CompiledRunner(Runner):
                     f"--compile requires the C++ kernels, which are not available here ({name} is a"
                     f" {type(module).__name__}); install a C++ compiler, or leave --compile out"
                 )
-        shells = {block: shell(block) for block in blocks}
+        shells = {fused.block: shell(fused.block, fused.qkv, fused.gate_up) for fused in self.blocks}
         self.weights: dict[nn.Module, list[Tensor]] = {
             block: [tensor for _, tensor in tensors(traced)] for block, traced in shells.items()
         }
@@ -95,9 +93,6 @@ class CompiledRunner(Runner):
             h = step([h, *freqs_cis, mask, positions, *layer.buffers, *self.weights[block]])  # (B, 1, C)
         return model.norm(h)
 
-    def module_by_module(self) -> Runner:
-        return Runner(self.cache_kind, self.check_memory)
-
 
 # ------------------------------------------------------------------------------------------------------ the trace
 class Shared(nn.Module):
@@ -126,23 +121,17 @@ class Part(nn.Module):
         return y
 
 
-def shell(block: TransformerBlock) -> nn.Module:
-    """The block to trace: the same layers, but those of JOINED become parts of one layer that holds their weights."""
+def shell(block: TransformerBlock, qkv: TileLinear | None, gate_up: TileLinear | None) -> nn.Module:
+    """The block to trace: the same layers, but those that are joined become parts of one layer."""
     traced = _twin(block)
-    for where, names in JOINED:
-        inner = block.get_submodule(where)
-        layers = [layer for name in names if isinstance(layer := inner.get_submodule(name), TileLinear)]
-        kinds = {(layer.bits, layer.group, layer.offset) for layer in layers}
-        whole = all(layer.bias is None and layer.out_features % TILE == 0 for layer in layers)
-        if len(layers) < len(names) or len(kinds) > 1 or not whole:
+    for where, names, joined in (("attention", QKV, qkv), ("feed_forward", GATE_UP, gate_up)):
+        if joined is None:
             continue
-        tiles = torch.cat([layer.tiles for layer in layers])
-        rows = sum(layer.out_features for layer in layers)
-        shared = Shared(TileLinear(tiles, (rows, layers[0].in_features), *kinds.pop(), None))
-        twin, first = _twin(inner), 0
-        for name, layer in zip(names, layers, strict=True):
+        inner = block.get_submodule(where)
+        shared, twin, first = Shared(joined), _twin(inner), 0
+        for name in names:
+            layer: Any = inner.get_submodule(name)
             last = first + layer.out_features
-            layer.tiles = tiles[first // TILE : last // TILE]  # a view, so that nothing is stored twice
             twin._modules[name] = Part(shared, first, last)
             first = last
         traced._modules[where] = twin

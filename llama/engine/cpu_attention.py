@@ -1,4 +1,4 @@
-"""Attention on a CPU: the C++ kernel for few queries, and PyTorch's kernel with its handling of NaN corrected."""
+"""Attention on a CPU: the C++ kernels, and PyTorch's kernel with its handling of NaN corrected."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ def cpu_sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = 
 
 
 def kernel_attention(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
-    """`attention.sdpa` with the C++ kernel for few queries: it reads keys and values once for all heads of a group.
+    """`attention.sdpa` with the C++ kernels: they read keys and values once for all heads of a group.
 
-    The kernel divides the keys among the cores even if there are fewer heads than cores, and skips masked keys.
+    For few queries, the kernel divides the keys among the cores even if there are fewer heads than cores. For many, it
+    multiplies matrices in bfloat16, so in float32 PyTorch's kernel runs.
     """
-    if q.shape[2] <= FEW_QUERIES and q.shape[3] % 16 == 0 and q.shape[3] <= 256 and q.dtype != torch.float16:
+    few, D = q.shape[2] <= FEW_QUERIES, q.shape[3]
+    if D % 16 == 0 and D <= 256 and (q.dtype == torch.bfloat16 or (few and q.dtype == torch.float32)):
         if isinstance(k, QuantizedKV) and isinstance(v, QuantizedKV):
             return kernels.attend(q, k.values, v.values, mask, k.scale, v.scale)
         return kernels.attend(q, dequantized(k, q.dtype), dequantized(v, q.dtype), mask)

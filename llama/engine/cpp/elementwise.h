@@ -43,9 +43,10 @@ inline f32x16 as_stored(f32x16 x) {  // rounded to T
 
 template <typename T>
 inline f32x16 widen_some(const T* p, int64_t count) {
+    if (count == 16) return widen(p);
     T numbers[16] = {};
     std::memcpy(numbers, p, count * sizeof(T));
-    return widen(count == 16 ? p : numbers);
+    return widen(numbers);
 }
 
 // h += delta, then h / rms(h) * weight: h (M, C), changed in place; delta (M, C) or nothing; weight (C) -> (M, C).

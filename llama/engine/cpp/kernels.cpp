@@ -7,6 +7,7 @@
 //     attention.h    attention of a few queries
 //     prompt.h       attention of many queries
 //     elementwise.h  norms, rotations, SwiGLU
+//     block.h        a complete block, which calls the others
 //     rounding.h     quantization of a weight to 4 or 8 bits
 //     pool.h         the threads
 //     vectors.h      vectors of 16 floats, which all of them use
@@ -17,9 +18,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "bfloat16.h"
-#include "elementwise.h"
-#include "panels.h"
-#include "prompt.h"
+#include "block.h"
 #include "rounding.h"
 
 STABLE_TORCH_LIBRARY(clearllama, m) {
@@ -30,6 +29,8 @@ STABLE_TORCH_LIBRARY(clearllama, m) {
     m.def("add_norm(Tensor(a!) h, Tensor? delta, Tensor weight, float eps) -> Tensor");
     m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
     m.def("rotate(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) keys, Tensor(b!) values) -> Tensor");
+    m.def("block(Tensor(a!) h, Tensor? added, Tensor[] norms, float eps, Tensor[] tiles, int[] formats, Tensor cos, Tensor sin,"
+          " Tensor positions, Tensor? mask, Tensor(b!) keys, Tensor(c!) values, int end) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(clearllama, CPU, m) {
@@ -40,6 +41,7 @@ STABLE_TORCH_LIBRARY_IMPL(clearllama, CPU, m) {
     m.impl("add_norm", TORCH_BOX(&add_norm));
     m.impl("swiglu", TORCH_BOX(&swiglu));
     m.impl("rotate", TORCH_BOX(&rotate));
+    m.impl("block", TORCH_BOX(&block));
 }
 
 // The number of threads of all loops; 0: as many as torch uses.

@@ -75,11 +75,15 @@ inline u32x16 rounded(f32x16 x) {
 }
 
 // Stores the first `count` numbers of x, rounded to T.
-inline void store(f32x16 x, float* p, int64_t count = 16) { std::memcpy(p, &x, count * 4); }
+inline void store(f32x16 x, float* p, int64_t count = 16) {
+    if (count == 16) std::memcpy(p, &x, 64);
+    else std::memcpy(p, &x, count * 4);
+}
 inline void store(f32x16 x, bf16* p, int64_t count = 16) {
     typedef uint16_t u16x16 __attribute__((vector_size(32)));
     const u16x16 halves = __builtin_convertvector(rounded(x) >> 16, u16x16);
-    std::memcpy(p, &halves, count * 2);
+    if (count == 16) std::memcpy(p, &halves, 32);
+    else std::memcpy(p, &halves, count * 2);
 }
 
 typedef int8_t i8x16 __attribute__((vector_size(16)));

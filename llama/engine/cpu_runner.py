@@ -1,0 +1,202 @@
+"""The decoder on a CPU in few operations: a Runner on the C++ kernels.
+
+A block with packed weights is one operation (cpp/block.h); with other weights, or a cache in 8 bits, it is nine. All of
+them run on the kernels' threads, for one token, a prompt or a batch, and round their results where model.py does.
+Packed weights that read the same x are joined and multiplied at once; the model's layers become views of them.
+
+If layers were replaced or have hooks, the model runs as model.py is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from ..attention import causal_mask
+from ..cache import KVCache, LayerCache, MemoryCheck
+from ..model import Runner, Transformer
+from ..quant.tiles import TILE
+from . import kernels
+from .cpu_attention import kernel_attention
+from .linears import FEW_ROWS, FewRowsLinear, TileLinear
+
+QKV, GATE_UP = ("wq", "wk", "wv"), ("w_gate", "w_up")  # layers that read the same x
+ops: Any = torch.ops.clearllama
+
+
+class Step(NamedTuple):
+    """What every block needs to know about the new tokens."""
+
+    angles: Sequence[Tensor]  # cos and sin, (T, D/2) or (B, T, D/2)
+    positions: Tensor  # (T,) or (B, T)
+    mask: Tensor | None  # (T, S) or (B, 1, T, S)
+    eps: float
+
+
+class FusedBlock(NamedTuple):
+    """The layers of a block as the kernels use them."""
+
+    block: Any  # TransformerBlock
+    qkv: TileLinear | None  # wq, wk and wv, if they are joined
+    gate_up: TileLinear | None
+    tiles: list[Tensor]  # the four packed weights of the operation `block`; none if it can't run this block
+    formats: list[int]
+
+    @classmethod
+    def of(cls, block: Any, join: bool) -> FusedBlock:
+        attention, ffn = block.attention, block.feed_forward
+        qkv, gate_up = (joined(part, names) if join else None for part, names in ((attention, QKV), (ffn, GATE_UP)))
+        layers = [layer for layer in (qkv, attention.wo, gate_up, ffn.w_down) if isinstance(layer, TileLinear)]
+        head_dim, formats = attention.head_dim, []
+        if len(layers) < 4 or any(layer.bias is not None for layer in layers) or head_dim % 16 or head_dim > 256:
+            layers = []
+        for layer in layers:
+            formats += [layer.bits, layer.group, layer.offset, layer.out_features]
+        return cls(block, qkv, gate_up, [layer.tiles for layer in layers], formats)
+
+
+class KernelRunner(Runner):
+    """Runs a model on the C++ kernels. The results are those of `Runner`, except for the order of sums.
+
+    join  whether packed weights that read the same x are joined, which copies them
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache_kind: str = "model",
+        check_memory: MemoryCheck | None = None,
+        join: bool = True,
+    ):
+        super().__init__(cache_kind, check_memory)
+        self.blocks = [FusedBlock.of(block, join) for block in model.layers]
+        self.known = runs(model)
+        self.packed = all(isinstance(layer, TileLinear) for layer in linears(model.layers))
+        self.modules = [  # every module, and the dictionary that contains it
+            (parent._modules, name, child)
+            for parent in model.layers.modules()
+            for name, child in parent._modules.items()
+            if child is not None
+        ]
+
+    def run(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        positions: Tensor,
+        keys: Tensor | None,
+        end: int,
+        cache: KVCache | None,
+    ) -> Tensor:
+        # Many rows times a bfloat16 weight are PyTorch's work. Its threads and the kernels' must not take turns.
+        fits = self.known and (self.packed or tokens.numel() <= FEW_ROWS)
+        if not fits or not self.unchanged():
+            return super().run(model, tokens, positions, keys, end, cache)
+        rows = model.rope.freqs_cis(positions, end)
+        angles = torch.view_as_real(rows).unbind(-1) if isinstance(rows, Tensor) else rows
+        mask = None if keys is None else causal_mask(positions, keys).contiguous()
+        step = Step(angles, positions.contiguous(), mask, model.config.norm_eps)
+        h = model.tok_embeddings(tokens).flatten(0, 1)  # (B T, C)
+        added: Tensor | None = None  # the result of a block's feed_forward, which the next operation adds to h
+        for i, block in enumerate(self.blocks):
+            layer = None if cache is None else cache.layers[i]
+            if block.tiles and type(layer) is LayerCache and h.dtype != torch.float32:
+                added = one_operation(block, step, h, added, layer)
+            else:
+                added = nine_operations(block, step, h, added, layer)
+        return ops.add_norm(h, added, model.norm.weight, step.eps).view(*tokens.shape, -1)
+
+    def unchanged(self) -> bool:
+        """Whether the model still has the layers that it had, and no hooks."""
+        if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+            return False
+        return all(
+            modules.get(name) is child and not child._forward_hooks and not child._forward_pre_hooks
+            for modules, name, child in self.modules
+        )
+
+    def module_by_module(self) -> Runner:
+        return Runner(self.cache_kind, self.check_memory)
+
+
+def one_operation(fused: FusedBlock, step: Step, h: Tensor, added: Tensor | None, cache: LayerCache) -> Tensor:
+    """A block with packed weights: h (B T, C) is changed in place -> what is to be added to it."""
+    norms = [fused.block.attention_norm.weight, fused.block.ffn_norm.weight]
+    end = cache.buffers[0].shape[2] if cache.end is None else cache.end
+    y: Tensor = ops.block(
+        h,
+        added,
+        norms,
+        step.eps,
+        fused.tiles,
+        fused.formats,
+        *step.angles,
+        step.positions,
+        step.mask,
+        *cache.buffers,
+        end,
+    )
+    return y
+
+
+def nine_operations(fused: FusedBlock, step: Step, h: Tensor, added: Tensor | None, cache: LayerCache | None) -> Tensor:
+    """The same for any weights and caches."""
+    attention, ffn = fused.block.attention, fused.block.feed_forward
+    T, D = step.positions.shape[-1], attention.head_dim
+    x = ops.add_norm(h, added, fused.block.attention_norm.weight, step.eps)  # (B T, C)
+    q, k, v = products(attention, QKV, fused.qkv, x.view(-1, T, x.shape[-1]))  # (B, T, H D), (B, T, KV D) twice
+    keys: Any
+    values: Any
+    if type(cache) is LayerCache:  # the kernel writes to the cache
+        q = ops.rotate(q, k, v, *step.angles, step.positions, *cache.buffers)  # (B, T, H, D)
+        keys, values = cache.filled()
+    else:
+        keys, values = (x.new_empty(len(x), x.shape[-1] // D, T, D) for x in (k, v))
+        q = ops.rotate(q, k, v, *step.angles, None, keys, values)
+        if cache is not None:
+            keys, values = cache.update(keys, values, step.positions)
+    y = kernel_attention(q.transpose(1, 2), keys, values, step.mask)  # (B, H, T, D)
+    y = attention.wo(y.transpose(1, 2).reshape(len(x), -1))  # (B T, C)
+    x = ops.add_norm(h, y, fused.block.ffn_norm.weight, step.eps)
+    gate, up = products(ffn, GATE_UP, fused.gate_up, x)  # (B T, F)
+    y = ffn.w_down(ops.swiglu(gate, up))
+    return y
+
+
+def products(parent: nn.Module, names: Sequence[str], joined: TileLinear | None, x: Tensor) -> Sequence[Tensor]:
+    """x times the weights of several layers."""
+    layers: list[Any] = [parent._modules[name] for name in names]
+    if joined is None:
+        return [layer(x) for layer in layers]
+    return joined(x).split([layer.out_features for layer in layers], -1)
+
+
+def joined(parent: nn.Module, names: Sequence[str]) -> TileLinear | None:
+    """One layer whose outputs are those of several, concatenated; they become views of it. None if they differ."""
+    layers: list[TileLinear] = [
+        layer for name in names if isinstance(layer := parent._modules[name], TileLinear) and layer.bias is None
+    ]
+    kinds = {(layer.bits, layer.group, layer.offset) for layer in layers}
+    if len(layers) < len(names) or len(kinds) > 1 or any(layer.out_features % TILE for layer in layers):
+        return None
+    tiles = torch.cat([layer.tiles for layer in layers])
+    for layer, part in zip(layers, tiles.split([len(layer.tiles) for layer in layers]), strict=True):
+        layer.tiles = part
+    rows = sum(layer.out_features for layer in layers)
+    return TileLinear(tiles, (rows, layers[0].in_features), *kinds.pop(), None)
+
+
+def linears(layers: nn.Module) -> list[nn.Module]:
+    """The linear layers in a module."""
+    return [module for module in layers.modules() if hasattr(module, "out_features")]
+
+
+def runs(model: Transformer) -> bool:
+    """Whether the kernels run a model: they are available, and know its layers, dtype and form of RoPE."""
+    if not kernels.ready() or model.rope.form not in ("complex", "real") or model.norm.weight.dtype == torch.float16:
+        return False
+    return all(isinstance(layer, TileLinear | FewRowsLinear) for layer in linears(model.layers))
