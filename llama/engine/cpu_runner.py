@@ -9,7 +9,7 @@ If layers were replaced or have hooks, the model runs as model.py is written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.modules import module as nn_module
 
 from ..attention import causal_mask
 from ..cache import KVCache, LayerCache, MemoryCheck
-from ..model import Runner, Transformer
+from ..model import Choose, Runner, Transformer
 from ..quant.tiles import TILE
 from . import kernels
 from .cpu_attention import kernel_attention
@@ -96,6 +96,19 @@ class KernelRunner(Runner):
         fits = self.known and (self.packed or tokens.numel() <= FEW_ROWS)
         if not fits or not self.unchanged():
             return super().run(model, tokens, positions, keys, end, cache)
+        with kernels.own_threads():
+            return self.run_blocks(model, tokens, positions, keys, end, cache)
+
+    def run_blocks(
+        self,
+        model: Transformer,
+        tokens: Tensor,
+        positions: Tensor,
+        keys: Tensor | None,
+        end: int,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """`run` on the kernels."""
         rows = model.rope.freqs_cis(positions, end)
         angles = torch.view_as_real(rows).unbind(-1) if isinstance(rows, Tensor) else rows
         mask = None if keys is None else causal_mask(positions, keys).contiguous()
@@ -109,6 +122,21 @@ class KernelRunner(Runner):
             else:
                 added = nine_operations(block, step, h, added, layer)
         return ops.add_norm(h, added, model.norm.weight, step.eps).view(*tokens.shape, -1)
+
+    def decode(
+        self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
+    ) -> Generator[list[Any]]:
+        chosen = super().decode(model, logits, cache, steps, choose)
+        while True:
+            with kernels.own_threads():  # logits are long enough for PyTorch to use several threads
+                values = next(chosen, None)
+            if values is None:
+                return
+            yield values
+
+    def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        with kernels.own_threads():
+            return super().next_logits(model, tokens, positions, cache)
 
     def unchanged(self) -> bool:
         """Whether the model still has the layers that it had, and no hooks."""

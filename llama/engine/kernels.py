@@ -3,7 +3,9 @@
     linear_blocks      multiply x by a weight in 4 or 8 bits
     quantize_to_tiles  quantize a weight to 4 or 8 bits and pack it
     linear_bf16        multiply a few rows of x by a bfloat16 weight
-    attend             attention of a few queries
+    attend             attention
+    add_norm, rotate, swiglu, block
+                       what cpu_runner.py calls: the other parts of a block, and a complete one
 
 The source includes only the stable headers of torch, so compiling takes about three seconds. Without a compiler, or on
 a processor without AVX2, `ready` logs the reason once and the callers use PyTorch's operators. CLEARLLAMA_KERNELS
@@ -12,6 +14,7 @@ overrides the form: off, avx512, avx2 or plain.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -22,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -41,7 +44,7 @@ FORMS = {
     "avx2": "-mavx2 -mfma -mf16c",
     "plain": "-O1",
 }
-OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend")
+OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend", "add_norm", "rotate", "swiglu", "block")
 COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -shared -pthread -w"
 
 
@@ -112,13 +115,13 @@ def _flags(form: str) -> list[str]:
 
 
 @functools.cache
-def load(form: str) -> None:
+def load(form: str) -> ctypes.CDLL:
     """Load the library for a form. It is compiled if the cache folder does not have it.
 
     Raises OSError, RuntimeError, UsageError or SubprocessError on failure.
     """
     folder, name = _location(form)
-    load_code(folder, name, ".so", functools.partial(_build, form), _load_library)
+    return load_code(folder, name, ".so", functools.partial(_build, form), _load_library)
 
 
 def _build(form: str, library: Path) -> None:
@@ -140,21 +143,48 @@ def _build(form: str, library: Path) -> None:
         raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")
 
 
-def _load_library(path: str) -> None:
+def _load_library(path: str) -> ctypes.CDLL:
     """Load a library, which registers the operators. Raises OSError if it does not register them.
 
     torch.ops.load_library is not used: it would resolve the path to a name that may now refer to another file.
     """
     try:
-        ctypes.CDLL(path)
+        library = ctypes.CDLL(path)
     except OSError as error:
         raise OSError(f"the compiled library can't be loaded: {error}") from error
     if missing := [name for name in OPERATORS if not hasattr(torch.ops.clearllama, name)]:
         raise OSError(f"the compiled library lacks {', '.join(missing)}; is {compiler()} a C++ compiler?")
+    return library
 
 
 def _warn(reason: str) -> None:
     LOG.warning("clearllama: the C++ kernels are not available, so PyTorch's slower operators run: %s", reason)
+
+
+# ----------------------------------------------------------------------------------------------------- the threads
+@contextlib.contextmanager
+def own_threads() -> Iterator[None]:
+    """Within this context, the kernels use all of PyTorch's threads, and PyTorch's own operators use one.
+
+    PyTorch's threads wait for work by spinning, so in between they would take the cores from the kernels' threads. Both
+    numbers belong to the calling thread. The context changes nothing without the kernels, or within itself.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or not ready():
+        yield
+        return
+    choose_threads(threads)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        choose_threads(0)
+
+
+def choose_threads(count: int) -> None:
+    """Set the number of threads for the kernels that the calling thread runs; 0: as many as PyTorch uses."""
+    load(pick_form() or "").clearllama_choose_threads(count)
 
 
 # --------------------------------------------------------------------------------------------------- the operators

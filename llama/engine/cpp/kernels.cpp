@@ -44,5 +44,4 @@ STABLE_TORCH_LIBRARY_IMPL(clearllama, CPU, m) {
     m.impl("block", TORCH_BOX(&block));
 }
 
-// The number of threads of all loops; 0: as many as torch uses.
-extern "C" void clearllama_set_threads(int64_t threads) { chosen_threads() = threads; }
+extern "C" void clearllama_choose_threads(int64_t threads) { chosen_threads() = threads; }

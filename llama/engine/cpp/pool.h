@@ -179,8 +179,9 @@ public:
     }
 };
 
+// The number of threads for loops that the calling thread starts; 0: as many as torch uses.
 inline int64_t& chosen_threads() {
-    static int64_t threads = 0;
+    thread_local int64_t threads = 0;
     return threads;
 }
 
