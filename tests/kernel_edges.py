@@ -9,10 +9,13 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llama.engine import kernels
+from llama.model import RMSNorm
 from llama.quant.tiles import scales_of, unpack
+from llama.rope import apply_rotary_emb
 
 from .test_kernels import KINDS, attention, causal, layer, normal, product, random_blocks
 
@@ -22,9 +25,9 @@ WRONG = (torch.nan, torch.inf, -torch.inf)
 
 
 def products() -> None:
-    """linear_blocks: 1 to 17 rows, for every kind of weight and dtype of x."""
+    """linear_blocks: 1 to 17 rows (with AMX 15), for every kind of weight and dtype of x."""
     shapes = itertools.cycle(itertools.product(OUT, WIDTHS))
-    for kind, rows in itertools.product(KINDS, range(1, 18)):
+    for kind, rows in itertools.product(KINDS, range(1, 16 if kernels.pick_form() == "amx" else 18)):
         n, k = next(shapes)
         blocks = random_blocks(n, k, *kind)
         linear = layer(blocks)
@@ -36,6 +39,23 @@ def products() -> None:
             x[rows // 2, k - 1] = WRONG[rows % 3]
             y = linear(x)
             finite = y.isfinite().all(1)
+            assert finite.tolist() == [row != rows // 2 for row in range(rows)], (kind, rows, n, k, dtype)
+
+
+def panels() -> None:
+    """linear_blocks: up to 70 rows, which processors with AMX multiply in bfloat16 and others in integers."""
+    shapes = itertools.cycle(itertools.product((1, 17, 33, 70), WIDTHS))
+    for kind, rows in itertools.product(KINDS, (15, 16, 17, 31, 32, 48, 70, 300)):
+        n, k = next(shapes)
+        blocks = random_blocks(n, k, *kind)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = normal(rows, k).to(dtype)
+            exact = x.double() @ blocks.weight.double().T
+            y = layer(blocks)(x)
+            gap = (y.double() - exact).norm() / exact.norm().clamp(min=1e-9)
+            assert float(gap) < 0.02, (kind, rows, n, k, dtype)
+            x[rows // 2, k - 1] = WRONG[rows % 3]
+            finite = layer(blocks)(x).isfinite().all(1)
             assert finite.tolist() == [row != rows // 2 for row in range(rows)], (kind, rows, n, k, dtype)
 
 
@@ -113,7 +133,63 @@ def attentions() -> None:
         assert torch.equal(empty, torch.zeros(batch, h, t, d))
 
 
-CHECKS = (products, quantization, bfloat16_products, attentions)
+def prompts() -> None:
+    """Attend: more queries than a block, several chunks of keys, and none that a query sees."""
+    heads = itertools.cycle(((1, 1), (3, 1), (6, 2), (3, 3)))
+    for d, (t, s) in itertools.product((16, 48, 64, 128, 256), ((17, 17), (40, 300), (97, 600))):
+        (h, kv), batch = next(heads), 2
+        q, k, v = (
+            x.bfloat16()
+            for x in (normal(batch, h, t, d), normal(batch, kv, s, d, seed=1), normal(batch, kv, s, d, seed=2))
+        )
+        k8, v8 = ((x * 30).round().clamp(-127, 127).to(torch.int8) for x in (k, v))
+        scales = [torch.rand(batch, kv, s, generator=torch.Generator().manual_seed(seed)) / 30 for seed in (3, 4)]
+        k64, v64 = (x.double() * scale[..., None] for x, scale in zip((k8, v8), scales, strict=True))
+        for mask in masks(t, s, batch):
+            expected = attention(q, k, v, mask)
+            gap = (kernels.attend(q, k, v, mask).double() - expected).norm() / expected.norm()
+            assert float(gap) < 2**-8, (d, t, s, mask is None)  # weights and results are rounded to bfloat16
+            expected = attention(q, k64, v64, mask)
+            gap = (kernels.attend(q, k8, v8, mask, *scales).double() - expected).norm() / expected.norm()
+            assert float(gap) < 2**-8, (d, t, s, mask is None)
+        q[0, 0, t - 1, d - 1] = WRONG[s % 3]
+        y = kernels.attend(q, k, v, causal(t, s))
+        assert bool(y[0, 0, t - 1].isnan().all())
+        y[0, 0, t - 1] = 0
+        assert bool(y.isfinite().all())
+
+
+def between() -> None:
+    """add_norm, swiglu and rotate, against the functions of model.py and rope.py."""
+    ops = torch.ops.clearllama
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
+        for rows, width in itertools.product((1, 9, 40), (1, 15, 16, 33, 576)):
+            h, added = (normal(rows, width, seed=seed).to(dtype) for seed in (0, 1))
+            norm = RMSNorm(width, 1e-5)
+            norm.weight = torch.nn.Parameter(normal(width, seed=2).to(dtype), requires_grad=False)
+            total = h + added
+            y = ops.add_norm(h, added, norm.weight, 1e-5)
+            assert torch.equal(h, total)
+            torch.testing.assert_close(y, norm(total), rtol=bound, atol=bound)
+            torch.testing.assert_close(ops.add_norm(h, None, norm.weight, 1e-5), y, rtol=0, atol=0)
+            both = 4 * normal(rows, 2 * width, seed=3).to(dtype)
+            gate, up = both.split(width, -1)
+            torch.testing.assert_close(ops.swiglu(gate, up), F.silu(gate) * up, rtol=bound, atol=1e-6)
+        for batch, t, d in ((1, 1, 16), (2, 5, 64), (3, 9, 6)):
+            q, k, v = (normal(batch, t, n * d, seed=n).to(dtype) for n in (4, 2, 3))
+            v = v[..., : 2 * d]
+            cis = torch.polar(torch.ones(t, d // 2), normal(t, d // 2))
+            keys, values = torch.zeros(batch, 2, t + 3, d, dtype=dtype), torch.zeros(batch, 2, t + 3, d, dtype=dtype)
+            at = torch.arange(t).flip(0) + 2
+            y = ops.rotate(q, k, v, *torch.view_as_real(cis).unbind(-1), at, keys, values)
+            q, k, v = (x.view(batch, t, -1, d) for x in (q, k, v.contiguous()))
+            for found, expected in zip((y, keys[:, :, at].transpose(1, 2)), apply_rotary_emb(q, k, cis), strict=True):
+                torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+            assert torch.equal(values[:, :, at].transpose(1, 2), v)
+            assert not bool(keys[:, :, :2].any() or values[:, :, :2].any())
+
+
+CHECKS = (products, panels, quantization, bfloat16_products, attentions, prompts, between)
 
 
 def main() -> None:

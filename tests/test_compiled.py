@@ -11,6 +11,7 @@ import torch
 
 from llama.config import ModelConfig
 from llama.engine import compiled, kernels
+from llama.engine.cpu_runner import FusedBlock
 from llama.engine.linears import quantize_
 from llama.errors import UsageError
 from llama.generate import generate, prefill
@@ -116,7 +117,7 @@ def test_layers_that_read_the_same_input_are_joined_without_a_second_copy() -> N
     before = {name: block.get_submodule(name).weight.clone() for name in ("attention.wk", "feed_forward.w_up")}
     x = torch.randn(1, 1, CONFIG.dim)
     separate = [getattr(block.attention, name)(x) for name in ("wq", "wk", "wv")]
-    traced = compiled.shell(block)
+    traced = compiled.shell(FusedBlock.of(block, join=True))
     for name, weight in before.items():
         assert torch.equal(block.get_submodule(name).weight, weight)
     parts = [getattr(traced.attention, name) for name in ("wq", "wk", "wv")]
@@ -128,7 +129,7 @@ def test_layers_that_read_the_same_input_are_joined_without_a_second_copy() -> N
 
 def test_the_name_of_a_library_contains_all_that_it_depends_on() -> None:
     def name(net: Transformer, cache_kind: str = "model") -> str:
-        return compiled.fingerprint(net, compiled.shell(net.layers[0]), cache_kind)
+        return compiled.fingerprint(net, compiled.shell(FusedBlock.of(net.layers[0], join=True)), cache_kind)
 
     names = [name(model()), name(model(rope="half")), name(model(dtype=torch.bfloat16)), name(model(), "int8")]
     assert len(set(names)) == 4
@@ -181,7 +182,7 @@ def test_a_kept_step_is_loaded_from_the_file_that_was_checked(tmp_path: Path, mo
     """The package is opened by its descriptor, so its path may stand for another file by then."""
     monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
     net = model(rope="half")
-    name = compiled.fingerprint(net, compiled.shell(net.layers[0]), "model")
+    name = compiled.fingerprint(net, compiled.shell(FusedBlock.of(net.layers[0], join=True)), "model")
     make_folder(tmp_path / "compiled")
     (tmp_path / "x.pt2").write_bytes(b"content")
     path = keep(tmp_path / "x.pt2", tmp_path / "compiled", name)
@@ -193,7 +194,7 @@ def test_a_kept_step_is_loaded_from_the_file_that_was_checked(tmp_path: Path, mo
         return None
 
     monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", loader)
-    compiled.load_step(net, compiled.shell(net.layers[0]), "model")
+    compiled.load_step(net, compiled.shell(FusedBlock.of(net.layers[0], join=True)), "model")
     assert opened == [b"content"]
 
 

@@ -32,7 +32,7 @@ from ..model import RMSNorm, Transformer, TransformerBlock
 from ..rope import RotaryEmb
 from ..system.folders import cache_folder, is_private, load_code
 from . import kernels
-from .cpu_runner import GATE_UP, QKV, KernelRunner
+from .cpu_runner import GATE_UP, QKV, FusedBlock, KernelRunner
 from .linears import FEW_ROWS, BlockLinear, FewRowsLinear, TileLinear
 
 LOG = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class CompiledRunner(KernelRunner):
                     f"--compile requires the C++ kernels, which are not available here ({name} is a"
                     f" {type(module).__name__}); install a C++ compiler, or leave --compile out"
                 )
-        shells = {fused.block: shell(fused.block, fused.qkv, fused.gate_up) for fused in self.blocks}
+        shells = {fused.block: shell(fused) for fused in self.blocks}
         self.weights: dict[nn.Module, list[Tensor]] = {
             block: [tensor for _, tensor in tensors(traced)] for block, traced in shells.items()
         }
@@ -121,13 +121,13 @@ class Part(nn.Module):
         return y
 
 
-def shell(block: TransformerBlock, qkv: TileLinear | None, gate_up: TileLinear | None) -> nn.Module:
+def shell(fused: FusedBlock) -> nn.Module:
     """The block to trace: the same layers, but those that are joined become parts of one layer."""
-    traced = _twin(block)
-    for where, names, joined in (("attention", QKV, qkv), ("feed_forward", GATE_UP, gate_up)):
+    traced = _twin(fused.block)
+    for where, names, joined in (("attention", QKV, fused.qkv), ("feed_forward", GATE_UP, fused.gate_up)):
         if joined is None:
             continue
-        inner = block.get_submodule(where)
+        inner = fused.block.get_submodule(where)
         shared, twin, first = Shared(joined), _twin(inner), 0
         for name in names:
             layer: Any = inner.get_submodule(name)

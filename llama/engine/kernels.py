@@ -9,7 +9,7 @@
 
 The source includes only the stable headers of torch, so compiling takes about three seconds. Without a compiler, or on
 a processor without AVX2, `ready` logs the reason once and the callers use PyTorch's operators. CLEARLLAMA_KERNELS
-overrides the form: off, avx512, avx2 or plain.
+overrides the form: off, amx, avx512, avx2 or plain.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # it includes the headers in its folder
 
 # Form of the kernels -> compiler flags. "plain" runs on every processor; only tests use it, so -O1 saves build time.
+AVX512 = (
+    "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c"
+    " -mprefer-vector-width=512"
+)
 FORMS = {
-    "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c"
-    " -mprefer-vector-width=512",
+    "amx": f"{AVX512} -mamx-tile -mamx-bf16",
+    "avx512": AVX512,
     "avx2": "-mavx2 -mfma -mf16c",
     "plain": "-O1",
 }
@@ -59,7 +63,8 @@ def pick_form() -> str | None:
         return None
     cpu = torch.cpu
     if cpu._is_avx512_supported() and cpu._is_vnni_supported() and cpu._is_avx512_bf16_supported():
-        return "avx512"
+        # _init_amx asks Linux for the tile registers, which a process has only on request.
+        return "amx" if cpu._is_amx_tile_supported() and cpu._init_amx() else "avx512"
     return "avx2" if cpu._is_avx2_supported() else None
 
 

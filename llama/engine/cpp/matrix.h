@@ -47,7 +47,10 @@ struct TileRegisters {
 // 32 or 16 rows of x times two panels. A panel of 32 inputs fills a tile register.
 template <bool BOTH>
 inline void tile_rows(const bf16* x, int64_t stride, const uint32_t* panels, int64_t K, float* y, int64_t width) {
-    _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int64_t k = 0; k < K; k += 32) {
         _tile_loadd(4, x + k, stride * 2);
         _tile_loadd(6, panels + k * 8, 64);

@@ -24,13 +24,13 @@ namespace {
 
 constexpr int64_t PANEL_BYTES = 1 << 19;  // panels that are multiplied together; they must fit into the second cache
 
-// Rows of x in bfloat16, zero beyond M and K: `rows` is a multiple of 16, `inputs` of 32.
+// Rows of x in bfloat16, zero beyond M and K: `rows` is a multiple of 16; `inputs` is one of 32, and at least as many as a tile has.
 struct PaddedRows {
     int64_t M, K, rows, inputs, stride;
     std::vector<bf16> data;
 
     template <typename T>
-    PaddedRows(const T* x, int64_t M, int64_t K) : M(M), K(K), rows((M + 15) / 16 * 16), inputs((K + 31) / 32 * 32) {
+    PaddedRows(const T* x, int64_t M, int64_t K, int64_t least) : M(M), K(K), rows((M + 15) / 16 * 16), inputs((std::max(K, least) + 31) / 32 * 32) {
         stride = inputs + 32;  // + 64 bytes, so that rows do not map to the same cache lines
         data.resize(rows * stride);
         for_each_unit(M, [&](int64_t m) {
@@ -105,7 +105,7 @@ void linear_blocks_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, in
     const Shape s = shape_of(K, bits, group, offset);
     with_format(bits, group, offset, [&]<int BITS, bool OFFSET, bool PER_ROW>() {
         if (M < PANEL_ROWS) return product<T, BITS, OFFSET, PER_ROW>(x, M, K, tiles, s, y, N);
-        const PaddedRows rows(x, M, K);
+        const PaddedRows rows(x, M, K, s.groups * s.group);
         const auto tile = [&](int64_t n) { return tiles + n / ROWS * (s.groups * s.stride + (PER_ROW ? 64 : 0)); };
         const auto fill = [&](int64_t n, uint32_t* panel) { panel_of<BITS, OFFSET, PER_ROW>(tile(n), s, rows.inputs, panel); };
         panel_product(rows, N, y, fill, [&](int64_t n, f32x16 sums) { return PER_ROW ? sums * load<f32x16>(tile(n) + s.groups * s.stride) : sums; });
