@@ -388,6 +388,34 @@ def test_every_form_computes_the_same(run: Python, tmp_path: Path, form: str) ->
             assert worst < (1e-5 if found.dtype == torch.float32 else 2e-3)
 
 
+TILES = """
+from pathlib import Path
+from llama.engine import kernels
+from tests import kernel_edges
+kernels.FORMS["amx"] = f"{kernels.AVX512} -include {Path(kernel_edges.__file__).with_name('fake_amx.h')}"
+for check in (kernel_edges.panels, kernel_edges.prompts):
+    check()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_tile_registers_of_amx_are_used_as_their_manual_says(run: Python, tmp_path: Path) -> None:
+    """The instructions are replaced by plain C++, which ends the process if they are used wrongly."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("the rest of this form needs AVX-512")
+    done = run(TILES, CLEARLLAMA_KERNELS="amx", CLEARLLAMA_CACHE=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.slow
+def test_the_form_for_amx_can_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARLLAMA_CACHE", str(tmp_path))
+    library = tmp_path / "kernels.so"
+    kernels._build("amx", library)
+    assert library.stat().st_size > 0
+
+
 LOGITS = """
 import sys, torch, llama
 torch.set_grad_enabled(False)

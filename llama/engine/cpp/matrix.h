@@ -29,7 +29,7 @@ inline u32x16 pair_of(f32x16 first, f32x16 second) { return rounded(first) >> 16
 
 #if defined(__AMX_BF16__)
 constexpr int64_t MATRIX_ROWS = 256;  // rows of x that a thread multiplies before it takes other work
-constexpr int64_t PANEL_ROWS = 16;    // rows of x from which weights in 4 and 8 bits are multiplied as panels
+constexpr bool HAS_TILES = true;
 
 // Gives this thread eight tile registers of 16 rows of 64 bytes.
 struct TileRegisters {
@@ -81,7 +81,7 @@ inline void matrix_product(const bf16* x, int64_t stride, int64_t M, const uint3
 }
 #else
 constexpr int64_t MATRIX_ROWS = 256;
-constexpr int64_t PANEL_ROWS = INT64_MAX;  // without AMX, integers are faster
+constexpr bool HAS_TILES = false;
 
 constexpr int64_t DEPTH = 256;  // inputs of two panels that are multiplied together; they must fit into the first cache
 

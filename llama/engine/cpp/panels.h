@@ -22,6 +22,7 @@ using torch::stable::Tensor;
 
 namespace {
 
+constexpr int64_t PANEL_ROWS = 16;        // rows of x from which the tile registers of AMX are faster than integers
 constexpr int64_t PANEL_BYTES = 1 << 19;  // panels that are multiplied together; they must fit into the second cache
 
 // Rows of x in bfloat16, zero beyond M and K: `rows` is a multiple of 16; `inputs` is one of 32, and at least as many as a tile has.
@@ -104,11 +105,15 @@ template <typename T>
 void linear_blocks_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, int64_t bits, int64_t group, bool offset, T* y, int64_t N) {
     const Shape s = shape_of(K, bits, group, offset);
     with_format(bits, group, offset, [&]<int BITS, bool OFFSET, bool PER_ROW>() {
-        if (M < PANEL_ROWS) return product<T, BITS, OFFSET, PER_ROW>(x, M, K, tiles, s, y, N);
-        const PaddedRows rows(x, M, K, s.groups * s.group);
-        const auto tile = [&](int64_t n) { return tiles + n / ROWS * (s.groups * s.stride + (PER_ROW ? 64 : 0)); };
-        const auto fill = [&](int64_t n, uint32_t* panel) { panel_of<BITS, OFFSET, PER_ROW>(tile(n), s, rows.inputs, panel); };
-        panel_product(rows, N, y, fill, [&](int64_t n, f32x16 sums) { return PER_ROW ? sums * load<f32x16>(tile(n) + s.groups * s.stride) : sums; });
+        if constexpr (HAS_TILES) {
+            if (M >= PANEL_ROWS) {
+                const PaddedRows rows(x, M, K, s.groups * s.group);
+                const auto tile = [&](int64_t n) { return tiles + n / ROWS * (s.groups * s.stride + (PER_ROW ? 64 : 0)); };
+                const auto fill = [&](int64_t n, uint32_t* panel) { panel_of<BITS, OFFSET, PER_ROW>(tile(n), s, rows.inputs, panel); };
+                return panel_product(rows, N, y, fill, [&](int64_t n, f32x16 sums) { return PER_ROW ? sums * load<f32x16>(tile(n) + s.groups * s.stride) : sums; });
+            }
+        }
+        product<T, BITS, OFFSET, PER_ROW>(x, M, K, tiles, s, y, N);
     });
 }
 
