@@ -7,36 +7,111 @@
 
 namespace {
 
-// Stores x as float16, rounded to nearest even; returns the stored values.
-inline f32x16 store_half(f32x16 x, uint8_t* p) {
+// As many rows of a tile at a time as a register holds: the compiler keeps wider vectors in memory.
 #if defined(__AVX512F__)
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif defined(__F16C__)
-    __m256 v[2];
-    std::memcpy(v, &x, 64);
-    for (int i = 0; i < 2; i++) _mm_storeu_si128((__m128i*)p + i, _mm256_cvtps_ph(v[i], _MM_FROUND_TO_NEAREST_INT));
+constexpr int64_t LANES = 16;
+#elif defined(__AVX2__)
+constexpr int64_t LANES = 8;
 #else
-    for (int i = 0; i < 16; i++) {
+constexpr int64_t LANES = 4;
+#endif
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+// a < b ? a : b, and the same for >. The compiler selects number by number if the processor has no masks.
+inline floats smaller(floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+inline floats larger(floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// Stores x as float16, rounded to nearest even; returns the stored values.
+inline floats store_half(floats x, uint8_t* p) {
+#if defined(__AVX512F__)
+    const __m256i half = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256((__m256i*)p, half);
+    return (floats)_mm512_cvtph_ps(half);
+#elif defined(__F16C__)
+    const __m128i half = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128((__m128i*)p, half);
+    return (floats)_mm256_cvtph_ps(half);
+#else
+    for (int i = 0; i < LANES; i++) {
         const _Float16 h = _Float16(x[i]);
         std::memcpy(p + 2 * i, &h, 2);
+        x[i] = float(h);
     }
+    return x;
 #endif
-    return load_half(p);
 }
 
 // Returns x. The compiler can't fuse the operations before and after it, which would round differently than torch does.
-inline f32x16 unfused(f32x16 x) {
+inline floats unfused(floats x) {
     asm("" : "+m"(x));
     return x;
 }
 
-// (v - offset) / scale, rounded to an integer and clamped to 0 .. top.
-inline f32x16 quants_of(f32x16 v, f32x16 scale, f32x16 offset, float top) {
-    const f32x16 zero{}, one = zero + 1.0f, most = zero + top, magic = zero + 12582912.0f;  // as in exp_of
-    f32x16 x = (v - offset) / (scale > zero ? scale : one);
-    x = x < zero ? zero : x;
-    x = x > most ? most : x;
-    return (x + magic) - magic;
+// Transposes LANES rows of `width` numbers of 32 bits: to[k][r] = from[r * stride + k], with `stride` in bytes.
+inline void transpose(const void* from, int64_t stride, int64_t width, floats* to) {
+    for (int64_t r = 0; r < LANES; r += 4)
+        for (int64_t k = 0; k < width; k += 4) {
+            const char* const at = (const char*)from + r * stride + 4 * k;
+            float* const out = (float*)(to + k) + r;
+#if defined(__AVX2__)
+            __m128 a = load<__m128>(at), b = load<__m128>(at + stride), c = load<__m128>(at + 2 * stride), d = load<__m128>(at + 3 * stride);
+            _MM_TRANSPOSE4_PS(a, b, c, d);
+            _mm_storeu_ps(out, a), _mm_storeu_ps(out + LANES, b), _mm_storeu_ps(out + 2 * LANES, c), _mm_storeu_ps(out + 3 * LANES, d);
+#else
+            for (int64_t i = 0; i < 16; i++) std::memcpy(out + i % 4 * LANES + i / 4, at + i / 4 * stride + i % 4 * 4, 4);
+#endif
+        }
+}
+inline void load_rows(const float* from, int64_t stride, int64_t width, floats* to) { transpose(from, 4 * stride, width, to); }
+inline void load_rows(const bf16* from, int64_t stride, int64_t width, floats* to) {
+    transpose(from, 2 * stride, width / 2, to);  // in pairs
+    for (int64_t k = width / 2 - 1; k >= 0; k--) {
+        const words pair = (words)to[k];
+        to[2 * k] = (floats)(pair << 16), to[2 * k + 1] = (floats)(pair & 0xffff0000u);
+    }
+}
+
+// Columns `first` to first + n of up to LANES rows: values[k][r]. The padding of a row repeats its first number, or is zero.
+template <typename T>
+void load_group(const T* w, int64_t rows, int64_t K, int64_t first, int64_t n, int64_t width, bool repeat, floats* values) {
+    if (rows >= LANES && n == width) return load_rows(w + first, K, width, values);
+    T rest[LANES * 128] = {};
+    for (int64_t r = 0; r < std::min(rows, LANES); r++)
+        for (int64_t k = 0; k < width; k++)
+            if (k < n || repeat) rest[r * width + k] = w[r * K + first + (k < n ? k : 0)];
+    load_rows(rest, width, width, values);
+}
+
+// The range of the numbers in each lane; `finite` is NaN where one is not finite.
+struct Range {
+    floats low, high, finite;
+    explicit Range(floats x) : low(x), high(x), finite{} {}
+    void see(floats x) { low = smaller(x, low), high = larger(x, high), finite += x * 0.0f; }
+    floats largest() const { return larger(-low, high); }
+};
+
+// (v - offset) / step, clamped to 0 .. top and rounded to nearest even. The integer is in the low bits: 1.5 * 2^23 is added.
+constexpr float MAGIC = 12582912;
+inline floats quants_of(floats v, floats step, floats offset, floats top) {
+    return smaller(larger((v - offset) / step, floats{}), top) + MAGIC;
 }
 
 struct Settings {
@@ -46,74 +121,73 @@ struct Settings {
     int64_t tries;
 };
 
-// Quantizes and packs `rows` rows (K) into one tile. quant.rounding.quantize explains the method, blocks.h the layout.
+// Quantizes up to LANES rows (K) and packs them into the lanes of a tile from `lane` on.
 template <typename T>
-void quantize_tile(const T* w, int64_t rows, int64_t K, const Settings& s, uint8_t* tile) {
+void quantize_lanes(const T* w, int64_t rows, int64_t K, const Settings& s, uint8_t* tile, int64_t lane) {
     const int64_t width = s.group ? s.group : 64, bytes = width * ROWS * s.bits / 8;
-    const float top = float((1 << s.bits) - 1), middle = float(1 << (s.bits - 1));
-    const f32x16 empty = f32x16{} + (s.offset ? 0 : middle);
-    i32x16 exists{};  // lanes that have a row
-    for (int64_t r = 0; r < rows; r++) exists[r] = -1;
-    f32x16 values[128], row_scale{};
-    for (int64_t r = 0; r < rows && !s.group; r++) {
-        float largest = 0, finite = 0;
-        for (int64_t k = 0; k < K; k++) {
-            const float v = to_float(w[r * K + k]);
-            largest = std::max(largest, std::fabs(v)), finite += v * 0;
+    const float middle = float(1 << (s.bits - 1));
+    const floats one = floats{} + 1.0f, top = floats{} + float((1 << s.bits) - 1);
+    const uint32_t empty = s.offset ? 0 : 1 << (s.bits - 1);
+    words exists{};  // lanes that have a row
+    for (int64_t r = 0; r < std::min(rows, LANES); r++) exists[r] = ~0u;
+    floats values[128], row_scale{};
+    if (!s.group) {
+        Range range(floats{});
+        for (int64_t first = 0; first < K; first += width) {
+            load_group(w, rows, K, first, std::min(width, K - first), width, false, values);
+            for (int64_t k = 0; k < width; k++) range.see(values[k]);
         }
-        row_scale[r] = largest / (middle - 1) + finite;
+        row_scale = range.largest() / (middle - 1) + range.finite;
     }
     for (int64_t first = 0; first < K; first += width) {
         const int64_t n = std::min(width, K - first);
-        float numbers[16] = {};
-        for (int64_t k = 0; k < width; k++) {
-            for (int64_t r = 0; r < rows; r++)  // the padding of the last group must not widen its range
-                numbers[r] = k < n ? to_float(w[r * K + first + k]) : s.offset ? values[0][r] : 0;
-            values[k] = load<f32x16>(numbers);
-        }
-        f32x16 low = values[0], high = values[0], finite{}, scale{}, offset{}, least{};
-        for (int64_t k = 0; k < width; k++) {
-            low = values[k] < low ? values[k] : low;
-            high = values[k] > high ? values[k] : high;
-            finite += values[k] * 0.0f;
-        }
-        uint8_t* const numbers_at = tile + bytes;
+        load_group(w, rows, K, first, n, width, s.offset, values);  // the padding must not widen the range
+        Range range(values[0]);
+        for (int64_t k = 0; k < width; k++) range.see(values[k]);
+        uint8_t* const scale_at = tile + bytes + 2 * lane;
+        floats scale{}, offset{}, least{};
         for (int64_t i = 0; i < s.tries; i++) {
-            f32x16 new_scale = row_scale, new_offset, error{};
+            floats new_scale = row_scale, new_offset, error{};
             if (s.offset) {
-                const f32x16 half = unfused((high - low) / 2.0f * s.clips[i]);
-                new_scale = store_half(half * 2.0f / top + finite, numbers_at);
-                new_offset = store_half((low + high) / 2.0f - half, numbers_at);
+                const floats half = unfused((range.high - range.low) / 2.0f * s.clips[i]);
+                new_scale = store_half(half * 2.0f / top + range.finite, scale_at);
+                new_offset = store_half((range.low + range.high) / 2.0f - half, scale_at);
             } else {
-                const f32x16 largest = -low > high ? -low : high;
-                if (s.group) new_scale = store_half(largest * s.clips[i] / (middle - 1) + finite, numbers_at);
+                if (s.group) new_scale = store_half(range.largest() * s.clips[i] / (middle - 1) + range.finite, scale_at);
                 new_offset = -new_scale * middle;
             }
+            const floats step = new_scale > 0.0f ? new_scale : one;
             for (int64_t k = 0; k < n && s.tries > 1; k++) {
-                const f32x16 gap = quants_of(values[k], new_scale, new_offset, top) * new_scale + new_offset - values[k];
+                const floats gap = (quants_of(values[k], step, new_offset, top) - MAGIC) * new_scale + new_offset - values[k];
                 error += gap * gap;
             }
-            const i32x16 better = i ? error < least : i32x16{} - 1;
+            const ints better = i ? error < least : ints{} - 1;
             scale = better ? new_scale : scale;
             offset = better ? new_offset : offset;
             least = better ? error : least;
         }
+        const floats step = scale > 0.0f ? scale : one;
         for (int64_t k = 0; k < width; k += 4) {
-            u32x16 word{};  // inputs k to k + 3, a byte each
+            words word{};  // inputs k to k + 3, a byte each
             for (int64_t i = 0; i < 4; i++) {
-                f32x16 q = quants_of(values[k + i], scale, offset, top);
-                q = k + i < n ? (exists ? q : empty) : empty;
-                word |= (u32x16)__builtin_convertvector(q, i32x16) << uint32_t(8 * i);
+                const words q = (words)quants_of(values[k + i], step, offset, top) & 255u;
+                word |= (k + i < n ? (q & exists) | (empty & ~exists) : words{} + empty) << uint32_t(8 * i);
             }
-            uint8_t* const at = tile + (s.bits == 8 ? k / 4 : k / 8) * 64;
-            if (s.bits == 4 && k % 8) word = word << 4u | load<u32x16>(at);
-            std::memcpy(at, &word, 64);
+            uint8_t* const at = tile + (s.bits == 8 ? k / 4 : k / 8) * 64 + 4 * lane;
+            if (s.bits == 4 && k % 8) word = word << 4u | load<words>(at);
+            std::memcpy(at, &word, sizeof(word));
         }
-        if (s.group) store_half(scale, numbers_at);
-        if (s.offset) store_half(offset, numbers_at + 32);
-        tile = numbers_at + (s.group ? 32 : 0) + (s.offset ? 32 : 0);
+        if (s.group) store_half(scale, scale_at);
+        if (s.offset) store_half(offset, scale_at + 32);
+        tile += bytes + (s.group ? 32 : 0) + (s.offset ? 32 : 0);
     }
-    if (!s.group) std::memcpy(tile, &row_scale, 64);
+    if (!s.group) std::memcpy(tile + 4 * lane, &row_scale, sizeof(row_scale));
+}
+
+// Quantizes and packs `rows` rows (K) into one tile. quant.rounding.quantize explains the method, blocks.h the layout.
+template <typename T>
+void quantize_tile(const T* w, int64_t rows, int64_t K, const Settings& s, uint8_t* tile) {
+    for (int64_t lane = 0; lane < ROWS; lane += LANES) quantize_lanes(w + std::min(lane, rows) * K, rows - lane, K, s, tile, lane);
 }
 
 template <typename T>
