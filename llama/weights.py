@@ -125,7 +125,7 @@ def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layou
     if first is not None and not reordered:
         return QuantizedWeight.from_float(lambda rows: blocks(rows).weight, shape, format)
     weight = to_layout(name, checkpoint.tensor(name), *order)
-    return QuantizedWeight.from_float(weight.__getitem__, shape, format)
+    return QuantizedWeight.from_tensor(weight, format)
 
 
 def read_float(checkpoint: Checkpoint, name: str, device: torch.device, storage: Storage) -> Tensor:

@@ -61,7 +61,7 @@ def panels() -> None:
 
 def quantization() -> None:
     """quantize_to_tiles: every weight is at most half a step from its quantized value."""
-    for kind, n, k in itertools.product(KINDS, OUT, WIDTHS):
+    for kind, n, k in itertools.product(KINDS, (4, 8, *OUT), WIDTHS):
         for dtype in (torch.float32, torch.bfloat16):
             weight = normal(n, k, seed=n + k).to(dtype)
             tiles = kernels.quantize_to_tiles(weight, (1.0,), *kind)

@@ -231,7 +231,7 @@ def test_weights_are_quantized_on_the_device(
     monkeypatch.setattr(quantized_weight, "quantize", recorded)
     with watched(mode, lambda dtype: 1.0) as watch:
         weight = torch.empty(64, 256, dtype=torch.bfloat16)
-        quantized = QuantizedWeight.from_float(weight.__getitem__, (64, 256), SCHEMES[scheme].format)
+        quantized = QuantizedWeight.from_tensor(weight, SCHEMES[scheme].format)
         assert make_linear(quantized, CUDA).quants.device == CUDA
         assert devices == [CUDA]  # in one piece
         assert watch.operations.count("aten::_to_copy") < 20

@@ -155,6 +155,21 @@ def test_the_kernel_quantizes_like_the_definition(name: str) -> None:
             assert torch.equal(found[-1], pack(unpack(found, *shape, *scheme))[-1])  # the padding is the same too
 
 
+@needs_kernels
+@pytest.mark.parametrize("name", ["int8", "int8-sym", "int8-row", "int4"])
+def test_a_weight_in_memory_is_quantized_by_one_call_and_pieces_give_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, format, results = normal(75, 96), SCHEMES[name].format, []
+    call = kernels.quantize_to_tiles
+    monkeypatch.setattr(kernels, "quantize_to_tiles", lambda *given: results.append(call(*given)) or results[-1])
+    whole = QuantizedWeight.from_tensor(w, format).tiles()
+    assert [result.data_ptr() for result in results] == [whole.data_ptr()]  # not copied
+    pieces = QuantizedWeight.from_float(w.__getitem__, (75, 96), format, piece=17 * 96).tiles()
+    assert len(results) == 1 + 3  # 32, 32 and 11 rows
+    assert torch.equal(pieces, whole)
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 1e30])
 @pytest.mark.parametrize("name", ["int8", "int8-sym", "int8-row", "int4", "int4-sym"])
 def test_a_weight_that_cannot_be_quantized_is_an_error(name: str, wrong: float) -> None:

@@ -263,9 +263,8 @@ def quantize_(model: Transformer, scheme: str) -> Transformer:
     for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
         weight = linear.weight.detach()
         check_quantized(scheme, weight.device)
-        shape = linear.out_features, linear.in_features
         tied = name == "output" and weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
-        quantized = QuantizedWeight.from_float(weight.__getitem__, shape, scheme_for(name, chosen).format)
+        quantized = QuantizedWeight.from_tensor(weight, scheme_for(name, chosen).format)
         layer = make_linear(quantized, weight.device, linear.bias)
         model.set_submodule(name, layer)
         if tied:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..quant.blocks import BlockFormat, Blocks
 from ..quant.rounding import check_range, check_scales, clips_of, quantize
-from ..quant.tiles import TILE, pack, scales_of, tile_bytes
+from ..quant.tiles import TILE, pack, scales_of
 from . import kernels
 
 PIECE = 2**18  # entries that are quantized or packed at a time on a CPU
@@ -34,10 +35,20 @@ class QuantizedWeight:
     is_zero: Callable[[], bool] = lambda: True  # whether all entries are 0; only a weight that is being quantized knows
 
     @classmethod
+    def from_tensor(cls, weight: Tensor, format: BlockFormat) -> QuantizedWeight:
+        """A float weight in memory or in a mapped file, quantized when it is read.
+
+        If the kernel can read it in place, it is quantized at once: between pieces, threads wait for each other.
+        """
+        in_place = weight.dtype in (torch.float32, torch.bfloat16) and weight.is_contiguous()
+        rows, columns = weight.shape
+        return cls.from_float(weight.__getitem__, (rows, columns), format, weight.numel() if in_place else PIECE)
+
+    @classmethod
     def from_float(
-        cls, read: Callable[[slice], Tensor], shape: tuple[int, int], format: BlockFormat
+        cls, read: Callable[[slice], Tensor], shape: tuple[int, int], format: BlockFormat, piece: int = PIECE
     ) -> QuantizedWeight:
-        """A float weight, quantized piece by piece when it is read. `read` returns the rows in a slice."""
+        """A float weight, quantized when it is read. `read` returns the rows in a slice, about `piece` entries."""
 
         def rows(part: slice, device: torch.device) -> Blocks:
             return quantize(read(part).to(device), format)
@@ -48,17 +59,13 @@ class QuantizedWeight:
         def tiles() -> Tensor:
             if not kernels.ready():
                 return pack_rows(partial(rows, device=CPU), shape)
-            scale = offset = 0.0
-            out = torch.empty(-(-shape[0] // TILE), tile_bytes(shape[1], *format), dtype=torch.uint8)
-            for part in _pieces(shape):
-                packed = kernels.quantize_to_tiles(read(part), clips_of(format), *format)
-                scales = scales_of(packed, shape[1], *format)  # (tiles, groups, 1 or 2, 16)
-                check_scales(scales)
-                scale = max(scale, float(scales[:, :, 0].max()))
-                offset = max(offset, float(scales[:, :, 1:].abs().amax()) if format.offset else 0.0)
-                out[part.start // TILE : -(-part.stop // TILE)] = packed
+            parts = (read(part) for part in _pieces(shape, piece))
+            out = _joined((kernels.quantize_to_tiles(part, clips_of(format), *format) for part in parts), shape[0])
+            ranges = [values.aminmax() for values in scales_of(out, shape[1], *format).unbind(2)]  # scale, offset
+            check_scales(*(end for ends in ranges for end in ends))
+            scale, *offset = (max(-float(low), float(high)) for low, high in ranges)
             if format.group:
-                check_range(scale, offset, is_zero)
+                check_range(scale, sum(offset), is_zero)
             return out
 
         return cls(shape, format, rows, tiles, is_zero)
@@ -90,17 +97,23 @@ class QuantizedWeight:
 
 def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int]) -> Tensor:
     """Pack a weight piece by piece, so that only one piece is in memory unpacked."""
-    first, *others = _pieces(shape)
-    packed = pack(rows(first))
-    out = packed.new_empty(-(-shape[0] // TILE), packed.shape[1])
-    out[: len(packed)] = packed
-    for part in others:
-        out[part.start // TILE : -(-part.stop // TILE)] = pack(rows(part))
+    return _joined((pack(rows(part)) for part in _pieces(shape)), shape[0])
+
+
+def _joined(pieces: Iterator[Tensor], rows: int) -> Tensor:
+    """The tiles of a weight from those of its pieces. A single piece is not copied."""
+    piece = next(pieces)
+    if len(piece) * TILE >= rows:
+        return piece
+    out, first = piece.new_empty(-(-rows // TILE), piece.shape[1]), 0
+    for part in itertools.chain((piece,), pieces):
+        out[first : first + len(part)] = part
+        first += len(part)
     return out
 
 
 def _pieces(shape: tuple[int, int], entries: int = PIECE) -> list[slice]:
     """The rows of a weight in slices of about this many entries, in complete tiles."""
     rows, columns = shape
-    step = max(TILE, entries // columns // TILE * TILE)
+    step = -(-entries // columns // TILE) * TILE
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]

@@ -21,7 +21,7 @@ def quantize(weight: Tensor, format: BlockFormat) -> Blocks:
 
     For each group, several widths of its range are tried (CLIPS), and the one with the smallest squared error is used;
     for 8 bits the full range is best. Scales have the kernel's dtype: float16 for groups, float32 for rows.
-    kernels.quantize_to_tiles computes the same, packed, about twenty times as fast. Raises CheckpointError if a weight
+    kernels.quantize_to_tiles computes the same, packed, tens of times as fast. Raises CheckpointError if a weight
     is not finite, or too large for a float16 scale.
     """
     rows, columns = weight.shape

@@ -114,7 +114,7 @@ def check_quantized() -> str:
         raise NotRun("quantized layers on a CPU require the C++ kernels")
     for name in ("int8", "int4"):
         format = pick_scheme(name).format
-        layer = make_linear(QuantizedWeight.from_float(weight.__getitem__, (64, 128), format), torch.device("cpu"))
+        layer = make_linear(QuantizedWeight.from_tensor(weight, format), torch.device("cpu"))
         dequantized = quantize(weight, format).weight.double()
         check_close(f"weights in {name}", dequantized, weight, 0.15 if format.bits == 4 else 0.02)
         for rows in (1, 7):

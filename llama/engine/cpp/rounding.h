@@ -19,25 +19,8 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
-// a < b ? a : b, and the same for >. The compiler selects number by number if the processor has no masks.
-inline floats smaller(floats a, floats b) {
-#if defined(__AVX512F__)
-    return (floats)_mm512_min_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-    return (floats)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-    return a < b ? a : b;
-#endif
-}
-inline floats larger(floats a, floats b) {
-#if defined(__AVX512F__)
-    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    return a > b ? a : b;
-#endif
-}
+inline floats smaller(floats a, floats b) { return a < b ? a : b; }
+inline floats larger(floats a, floats b) { return a > b ? a : b; }
 
 // Stores x as float16, rounded to nearest even; returns the stored values.
 inline floats store_half(floats x, uint8_t* p) {
