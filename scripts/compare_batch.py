@@ -90,15 +90,15 @@ def load_transformers(spec: dict[str, Any]) -> tuple[Job, int]:
 def load_one_by_one(spec: dict[str, Any]) -> tuple[Job, int]:
     """Return llama.cpp's job and the vocabulary size."""
     lengths = {"prompt_tokens": spec["longest"], "new_tokens": spec["new"]}
-    step, vocabulary, _ = load_llama_cpp({**spec, **lengths})
+    model = load_llama_cpp({**spec, **lengths})
 
     def job(prompts: list[list[int]], new: int, size: int) -> None:
         for prompt in prompts:
-            token = step(prompt, 0)
+            token = model.step(prompt, 0)
             for position in range(len(prompt), len(prompt) + new - 1):
-                token = step([token], position)
+                token = model.step([token], position)
 
-    return job, vocabulary
+    return job, model.vocabulary
 
 
 def check(got: int, expected: int) -> None:

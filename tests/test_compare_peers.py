@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +23,12 @@ from .scripts import compare_peers
 SCRIPT = Path(compare_peers.__file__)
 
 
-def run_of(round_: int, engine: str, peer: str | None, decode: float, prefill: float, row: str = "int4"):
+def run_of(
+    round_: int, engine: str, peer: str | None, decode: float, prefill: float, row: str = "int4", busy: int = 0
+) -> dict[str, Any]:
     return {
-        "round": round_, "row": row, "engine": engine, "peer": peer, "decode_tps": decode, "prefill_tps": prefill
+        "round": round_, "row": row, "busy": busy, "engine": engine, "peer": peer, "decode_tps": decode,
+        "prefill_tps": prefill,
     }  # fmt: skip
 
 
@@ -99,12 +107,43 @@ def test_the_table_shows_medians_and_ratios_as_markdown() -> None:
     ]
 
 
+def test_speeds_beside_busy_loops_are_divided_by_the_same_engines_idle_ones() -> None:
+    runs = [
+        run_of(1, "ours", None, 10, 1000), run_of(1, "theirs", "llama.cpp", 8, 500),
+        run_of(2, "ours", None, 30, 3000), run_of(2, "theirs", "llama.cpp", 8, 500),
+        run_of(1, "ours", None, 14, 1500, busy=2), run_of(1, "theirs", "llama.cpp", 2, 500, busy=2),
+        run_of(2, "ours", None, 18, 1, busy=2),
+    ]  # fmt: skip
+    del runs[6]["prefill_tps"]
+    runs[0]["share"], runs[2]["share"], runs[4]["share"] = 0.5, 0.5, 7.0
+    assert compare_peers.table(runs, 64).splitlines() == [
+        "| weights | engine | decode at 64, tok/s | prefill 64, tok/s | share of bandwidth |"
+        " decode beside 2 busy loops (/ idle) | prefill beside 2 busy loops (/ idle) |"
+        " decode / llama.cpp | prefill / llama.cpp |",
+        "|---|---|---|---|---|---|---|---|---|",
+        "| int4 | ours | 20.0 | 2,000 | 0.50 | 16.0 (0.80) | 1,500 (0.75) | 2.50 | 4.00 |",
+        "| int4 | theirs | 8.0 | 500 |  | 2.0 (0.25) | 500 (1.00) |  |  |",
+    ]
+    assert compare_peers.ratios(runs) == compare_peers.ratios(runs[:4])
+    alone = compare_peers.table([*runs[:4], run_of(1, "ours", None, 5, 1, busy=1)], 64).splitlines()
+    assert "decode beside 1 busy loop (/ idle)" in alone[0]
+    assert alone[3] == "| int4 | theirs | 8.0 | 500 |  |  |  |  |  |"
+
+
 def test_the_machine_is_parsed_from_cpuinfo_and_meminfo() -> None:
     cpuinfo = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu avx2 avx512f avx512_bf16x\n\nprocessor\t: 1\n"
     facts = compare_peers.machine(cpuinfo, "MemTotal:       16777216 kB\nMemFree: 5 kB\n")
     assert facts == {"cpu": "A Processor", "flags": ["avx2", "avx512f"], "memory_gib": 16.0}
     assert compare_peers.machine("", "") == {}
     assert compare_peers.this_machine()["cores"] >= 1
+
+
+def test_the_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 6}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert compare_peers.cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert compare_peers.cores() == 8
 
 
 def test_the_rows_of_a_folder_and_of_a_file(tmp_path: Path) -> None:
@@ -116,6 +155,8 @@ def test_the_rows_of_a_folder_and_of_a_file(tmp_path: Path) -> None:
     rows = compare_peers.rows_of(tmp_path)
     assert list(rows) == ["bf16", "int8", "int4"]
     for row, engines in rows.items():
+        (openvino,) = [engine for engine in engines if engine.peer == "OpenVINO"]
+        assert (openvino.path, openvino.options) == (tmp_path / f"openvino-{row}", {"weights": row})
         ours = [engine for engine in engines if engine.peer is None]
         assert sum("compile" in engine.options for engine in ours) * 2 == len(ours)
         assert "llama.cpp" in {engine.peer for engine in engines}
@@ -123,7 +164,13 @@ def test_the_rows_of_a_folder_and_of_a_file(tmp_path: Path) -> None:
         expected = {"dtype": "bfloat16"} if row == "bf16" else {"quantize": row}
         of_hf = [engine.options for engine in ours if engine.path.name == "hf"]
         assert of_hf == [expected, {**expected, "compile": True}]
-        assert all(engine.path.exists() for engine in engines)
+        assert all(engine.path.exists() for engine in engines if engine is not openvino)
+    (tmp_path / "q4_k.gguf").write_bytes(b"")
+    added = compare_peers.rows_of(tmp_path)
+    assert [(engine.peer, engine.path.name) for engine in added.pop("q4_k")] == [
+        (peer, "q4_k.gguf") for peer in (None, None, "llama.cpp")
+    ]
+    assert added == rows
     files = {engine.path for engine in compare_peers.rows_of(tmp_path / "bf16.gguf")["file"]}
     assert files == {tmp_path / "bf16.gguf"}
 
@@ -140,11 +187,24 @@ def test_a_turn_starts_after_the_prompt_and_processes_it_only_when_needed(monkey
         return 10 + len(tokens) + past
 
     monkeypatch.setattr(compare_peers.time, "perf_counter", lambda: clock)
-    prompt = [7, 8, 9, 7]
-    answers = list(compare_peers.turns(step, prompt, 3, ["decode\n", "decode\n", "prefill\n"]))
+    prompt, kinds = [7, 8, 9, 7], ["decode\n", "decode\n", "prefill\n"]
+    answers = list(compare_peers.turns(compare_peers.Loaded(step, 99), prompt, 3, kinds))
     decoded = [([14], 4), ([15], 5), ([16], 6)]
     assert fed == [(prompt, 0), *decoded, *decoded, (prompt, 0), *decoded]
-    assert answers == [{"decode_tps": 4.0}, {"decode_tps": 4.0}, {"decode_tps": 4.0, "prefill_tps": 2.0}]
+    speed = {"decode_tps": 4.0, "decoded": 3}
+    assert answers == [speed, speed, {**speed, "prefill_tps": 2.0}]
+
+    # Without trimming, every turn starts with the prompt, and the reported speeds are the same.
+    fed.clear()
+    untrimmed = compare_peers.turns(compare_peers.Loaded(step, 99, trims=False), prompt, 3, kinds)
+    assert list(untrimmed) == answers
+    assert fed == [(prompt, 0), *decoded] * 3
+
+    # A token takes a quarter of a second: the second one ends at the limit, the third one after it.
+    for limit, count in ((0.5, 2), (0.51, 3), (0.01, 1), (9.0, 3)):
+        assert list(compare_peers.turns(compare_peers.Loaded(step, 99), prompt, 3, ["decode"], limit)) == [
+            {"decode_tps": 4.0, "decoded": count}
+        ]
 
 
 def test_clearllamas_steps_decode_greedily_and_its_bytes_per_token_equal_those_of_bench(tmp_path: Path) -> None:
@@ -158,9 +218,10 @@ def test_clearllamas_steps_decode_greedily_and_its_bytes_per_token_equal_those_o
 
     threads = torch.get_num_threads()
     spec = {"path": str(path), "options": {"dtype": "float32"}, "prompt_tokens": 5, "new_tokens": 6, "threads": threads}
-    step, vocabulary, read = compare_peers.load_clearllama(spec)
+    loaded = compare_peers.load_clearllama(spec)
+    step = loaded.step
     model = load_model(path, "cpu", "float32")
-    prompt = compare_peers.random_prompt(vocabulary, 5)
+    prompt = compare_peers.random_prompt(loaded.vocabulary, 5)
     expected = [token.id for token in generate(model, prompt, SamplingParams(temperature=0.0, max_new_tokens=6))]
     assert len(set(expected)) > 1
     first = step(prompt, 0)
@@ -169,10 +230,12 @@ def test_clearllamas_steps_decode_greedily_and_its_bytes_per_token_equal_those_o
         for position in range(5, 10):
             found.append(step([found[-1]], position))
         assert found == expected
-    assert read == benchmark.measure(model, 5, 2, reps=1).step_bytes
+    assert loaded.read == benchmark.measure(model, 5, 2, reps=1).step_bytes
 
 
-PEER = """#!{python}
+PYTHON = sys.executable
+SETTINGS: dict[str, Any] = {"start": "", "dies": "", "number": 2, "prints": "", "line": ""}
+PEER = """#!{python} -IS
 import json, os, sys
 spec = json.loads(sys.argv[-1])
 name = spec["engine"]
@@ -181,22 +244,46 @@ with open({log!r}, "a") as log:
     if name == "check":
         print(json.dumps({{spec["peer"]: "1.2.3"}}))
         sys.exit()
+    if name == "convert":
+        os.mkdir(spec["path"])
+        print("converts", os.path.basename(spec["path"]), spec["options"]["weights"], file=log, flush=True)
     if {start!r} == name:
         sys.exit("first line\\nno such weights")
     print(json.dumps({{"bytes_per_token": None if name != "clearllama" else 10**9}}), flush=True)
     for number, line in enumerate(sys.stdin, 1):
         print(name, line.strip(), file=log, flush=True)
-        if number == 2 and name in {dies!r}:
+        if number == {number} and name in {dies!r}:
             sys.exit("fell over")
         if number == 2 and name in {prints!r}:
             print({line!r}, flush=True)
             continue
-        speed = 30.0 if name == "clearllama" else 10.0
-        answer = {{"bandwidth_gbs": 40.0 + 20 * number}} if name == "memory" else {{"decode_tps": speed}}
+        speed = (30.0 if name == "clearllama" else 10.0) / (1 if number <= 3 else 4)
+        answer = {{"bandwidth_gbs": 40.0 + 20 * number}} if name == "memory" else {{"decode_tps": speed, "decoded": 16}}
         if line.strip() == "prefill" and name != "memory":
             answer["prefill_tps"] = 2 * speed
         print(json.dumps(answer), flush=True)
 """
+
+
+def stand_in(script: Path, log: Path, **settings: Any) -> Path:
+    """Write a script that replaces any engine."""
+    script.write_text(PEER.format(python=PYTHON, log=str(log), **{**SETTINGS, **settings}))
+    script.chmod(0o755)
+    return script
+
+
+def running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def started(log: Path, name: str) -> list[int]:
+    """Return the process ids of an engine."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [int(pid) for engine, pid, *_ in lines if engine == name and pid.isdigit()]
 
 
 def stand_ins(
@@ -204,13 +291,11 @@ def stand_ins(
 ) -> tuple[int, list[list[str]], dict[str, Any]]:
     """Run main() with a script in place of every engine. Returns exit code, log of the turns, and the JSON.
 
-    Also asserts that no process is left.
+    From the fourth turn on, the engines run at a quarter of their speed. Also asserts that no process is left.
     """
-    settings = {"start": "", "dies": "", "prints": "", "line": "", **defects}
-    script, log, out = tmp_path / "python", tmp_path / "log", tmp_path / "out.json"
-    script.write_text(PEER.format(python=sys.executable, log=str(log), **settings))
-    script.chmod(0o755)
-    model = tiny.write_gguf(tmp_path / "tiny.gguf")
+    model = defects.pop("model", None) or tiny.write_gguf(tmp_path / "tiny.gguf")
+    log, out = tmp_path / "log", tmp_path / "out.json"
+    script = stand_in(tmp_path / "python", log, **defects)
     monkeypatch.setattr(compare_peers.sys, "executable", str(script))
     monkeypatch.setattr(compare_peers, "PAUSE", 0)
     words = ["--model", str(model), "--peers-python", str(script), "--json", str(out), "--threads", "7"]
@@ -219,10 +304,7 @@ def stand_ins(
         code = compare_peers.main()
     finally:
         seen = [line.split() for line in log.read_text().splitlines()]
-        for _, what in seen:
-            if what.isdigit():
-                with pytest.raises(ProcessLookupError):
-                    os.kill(int(what), 0)
+        assert not any(running(int(what)) for _, what, *_ in seen if what.isdigit())
     return code, [line for line in seen if not line[1].isdigit()], json.loads(out.read_text())
 
 
@@ -269,8 +351,8 @@ def test_engines_take_turns_and_every_result_is_recorded(
         ({"dies": ["llama.cpp"]}, 2, "fell over"),
         ({"prints": ["llama.cpp"], "line": "hello"}, 2, "expected a line of JSON, got 'hello'"),
         ({"prints": ["llama.cpp"], "line": "[3]"}, 2, "expected a line of JSON, got '[3]'"),
-        ({"prints": ["llama.cpp"], "line": '{"decode_tps": 0}'}, 2, "expected decode_tps above 0, got"),
-        ({"prints": ["llama.cpp"], "line": '{"speed": 3}'}, 2, "expected decode_tps above 0, got"),
+        ({"prints": ["llama.cpp"], "line": '{"decode_tps": 0}'}, 2, "expected decode_tps, decoded above 0, got"),
+        ({"prints": ["llama.cpp"], "line": '{"speed": 3}'}, 2, "expected decode_tps, decoded above 0, got"),
     ],
 )
 def test_a_failed_engine_is_dropped_and_the_others_continue(
@@ -303,21 +385,284 @@ def test_without_a_bandwidth_there_is_no_share(tmp_path: Path, monkeypatch: pyte
 
 
 @scripts_run
-def test_an_interrupt_ends_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_rounds_run_again_beside_busy_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn, beside = compare_peers.Worker.turn, []
+
+    def counting(self: compare_peers.Worker, kind: str, keys: set[str]) -> dict[str, float]:
+        beside.append(sum(map(running, started(tmp_path / "log", "busy"))))
+        return turn(self, kind, keys)
+
+    monkeypatch.setattr(compare_peers.Worker, "turn", counting)
+    code, seen, facts = stand_ins(tmp_path, monkeypatch, "--busy", "2")
+    assert (code, facts["failures"]) == (0, [])
+    assert beside == [0] * 15 + [2] * 15
+    assert seen[15:] == seen[:15]
+    assert [run["busy"] for run in facts["results"]] == [0] * 12 + [2] * 12
+    assert {(ratio["decode_ratio"], ratio["rounds"]) for ratio in facts["ratios"]} == {(3, 3)}
+    assert facts["bandwidth_gbs"] == 80  # of the rounds without busy loops
+    shown, _ = capsys.readouterr()
+    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| file")]
+    assert [row[2:7] for row in rows] == [
+        ["30.0", "60", "0.38", "7.5 (0.25)", "15 (0.25)"],
+        ["30.0", "60", "0.38", "7.5 (0.25)", "15 (0.25)"],
+        ["10.0", "20", "", "2.5 (0.25)", "5 (0.25)"],
+        ["10.0", "20", "", "2.5 (0.25)", "5 (0.25)"],
+    ]
+    assert "; then again beside 2 busy loops\n" in shown
+
+
+@scripts_run
+def test_an_engine_that_fails_beside_busy_loops_keeps_its_other_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, facts = stand_ins(tmp_path, monkeypatch, "--busy", "1", dies=["llama.cpp"], number=5)
+    (failure,) = facts["failures"]
+    assert (code, failure["round"], failure["busy"], failure["engine"]) == (1, 2, 1, "llama.cpp")
+    counts = [[run["engine"] for run in facts["results"]].count(name) for name in ("clearllama", "llama.cpp")]
+    assert counts == [6, 4]
+
+
+@scripts_run
+@pytest.mark.parametrize(("defect", "error"), [("busy", "no such weights"), ("", "a busy loop ended before")])
+def test_without_its_busy_loop_a_speed_beside_it_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str, error: str
+) -> None:
+    busy_loops = compare_peers.busy_loops
+
+    @contextlib.contextmanager
+    def ending(count: int) -> Iterator[None]:
+        with busy_loops(count) as loops:
+            yield
+            for loop in loops:
+                loop.process.kill()
+                loop.process.wait()
+
+    monkeypatch.setattr(compare_peers, "busy_loops", ending)
+    code, _, facts = stand_ins(tmp_path, monkeypatch, "--busy", "1", start=defect)
+    (failure,) = facts["failures"]
+    assert (code, failure["engine"], failure["error"][: len(error)]) == (1, "busy loops", error)
+    assert [run["busy"] for run in facts["results"]] == [0] * 12
+
+
+@scripts_run
+def test_beside_busy_loops_an_engine_with_a_very_long_turn_skips_the_remaining_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn, clock, turns = compare_peers.Worker.turn, 0.0, 0
+
+    def timed(self: compare_peers.Worker, kind: str, keys: set[str]) -> dict[str, float]:
+        nonlocal clock, turns
+        turns += 1
+        spec = json.loads(self.process.args[-1])
+        assert spec["turn_seconds"] == 4
+        long = {"llama.cpp": 13, "transformers": 11 if turns > 15 else 99}  # the limit is 3 x 4 s
+        clock += long.get(spec["engine"], 0)
+        return turn(self, kind, keys)
+
+    monkeypatch.setattr(compare_peers.Worker, "turn", timed)
+    monkeypatch.setattr(compare_peers.time, "perf_counter", lambda: clock)
+    code, _, facts = stand_ins(tmp_path, monkeypatch, "--busy", "1", "--turn-seconds", "4")
+    assert (code, facts["failures"]) == (0, [])
+    counts = {
+        peer: [(run["peer"], run["busy"] > 0) for run in facts["results"]].count((peer, True))
+        for peer in ("llama.cpp", "transformers")
+    }
+    assert counts == {"llama.cpp": 1, "transformers": 3}
+    assert len(facts["results"]) == 12 + 10
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "skips" in line]
+    assert line.startswith("round 1  file beside 1 busy loop llama.cpp ")
+    assert line.endswith(" skips the remaining rounds: a turn took 13 s")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_busy_loop_uses_a_core_and_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    def state(pid: int) -> tuple[str, float]:
+        """Return the state of a process, and the seconds that it has used."""
+        try:
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            return "ended", 0.0
+        return words[0], (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    def until(condition: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nimport compare_peers\n"
+        "with compare_peers.busy_loops(1) as (loop,):\n    print(loop.process.pid, flush=True)\n    input()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, str(script)], stdin=pipe, stdout=pipe, text=True) as parent:
+        try:
+            pid = int(parent.stdout.readline())
+            spent = state(pid)[1]
+            until(lambda: state(pid)[1] > spent + 0.3)
+        finally:
+            parent.send_signal(signal.SIGKILL)
+    until(lambda: state(pid)[0] in ("ended", "Z"))
+
+
+@scripts_run
+@pytest.mark.parametrize(("last", "busy"), [(4, "0"), (19, "2")])
+def test_an_interrupt_ends_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, busy: str) -> None:
     turn = compare_peers.Worker.turn
     calls = 0
 
     def interrupted(self: compare_peers.Worker, kind: str, keys: set[str]) -> dict[str, float]:
         nonlocal calls
         calls += 1
-        if calls == 4:
+        if calls == last:
             raise KeyboardInterrupt
         return turn(self, kind, keys)
 
     monkeypatch.setattr(compare_peers.Worker, "turn", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        stand_ins(tmp_path, monkeypatch)
-    assert calls == 4
+        stand_ins(tmp_path, monkeypatch, "--busy", busy)
+    assert calls == last
+    assert len(started(tmp_path / "log", "busy")) == int(busy)
+
+
+# ---------------------------------------------------------------------------------------------------------- OpenVINO
+def folder(path: Path) -> Path:
+    """Create the files of a folder to compare, empty."""
+    (path / "hf").mkdir(parents=True)
+    for name in ("hf/config.json", "bf16.gguf", "q8_0.gguf", "q4_0.gguf"):
+        (path / name).write_bytes(b"")
+    return path
+
+
+@scripts_run
+def test_openvinos_weights_are_converted_once_until_the_source_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, log = folder(tmp_path / "model"), tmp_path / "log"
+    (engine,) = [engine for engine in compare_peers.rows_of(model)["int4"] if engine.peer == "OpenVINO"]
+    left = model / "openvino-int4.partial"
+    left.mkdir()  # by an interrupted conversion
+    with pytest.raises(RuntimeError, match="no such weights"):
+        compare_peers.convert(engine, str(stand_in(tmp_path / "failing", log, start="convert")))
+    assert not any(map(running, started(log, "convert")))
+    assert not engine.path.exists()
+    assert not left.exists()
+    python = str(stand_in(tmp_path / "python", log))
+    for expected in (True, False):
+        log.unlink(missing_ok=True)
+        capsys.readouterr()
+        compare_peers.convert(engine, python)
+        said = f"OpenVINO, int4: converting {model / 'hf'} into {engine.path}\n" if expected else ""
+        assert capsys.readouterr().err == said
+        assert log.exists() is expected
+        assert engine.path.is_dir()
+        assert not left.exists()
+    later = engine.path.stat().st_mtime + 5
+    os.utime(model / "hf/config.json", (later, later))
+    compare_peers.convert(engine, python)
+    assert "converts openvino-int4.partial int4" in log.read_text()
+
+
+@scripts_run
+def test_openvino_runs_in_its_own_environment_and_peers_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, log = folder(tmp_path / "model"), tmp_path / "openvino.log"
+    python = stand_in(tmp_path / "openvino", log)
+    options = ("--openvino-python", str(python), "--peers", "OpenVINO,transformers", "--rows", "int8,bf16")
+    code, seen, facts = stand_ins(tmp_path, monkeypatch, *options, "--rounds", "1", model=model)
+    assert (code, facts["failures"]) == (0, [])
+    found = {(run["row"], run["peer"]) for run in facts["results"]}
+    assert found == {
+        ("int8", None),
+        ("int8", "OpenVINO"),
+        ("bf16", None),
+        ("bf16", "OpenVINO"),
+        ("bf16", "transformers"),
+    }
+    assert {name for name, *_ in seen} == {"memory", "clearllama", "transformers"}
+    starts = [line.split() for line in log.read_text().splitlines()]
+    assert [name for name, what, *_ in starts if what.isdigit()] == ["check", *["convert", "OpenVINO"] * 2]
+    assert not any(running(int(what)) for _, what, *_ in starts if what.isdigit())
+
+
+@scripts_run
+def test_a_failed_conversion_drops_only_openvino(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = folder(tmp_path / "model")
+    options = ("--rows", "int4", "--rounds", "1")
+    code, _, facts = stand_ins(tmp_path, monkeypatch, *options, model=model, start="convert")
+    (failure,) = facts["failures"]
+    assert (code, failure["round"], failure["engine"], failure["error"]) == (1, 0, "OpenVINO, int4", "no such weights")
+    assert {run["peer"] for run in facts["results"]} == {None, "llama.cpp"}
+
+
+class Stateful:
+    """Stands in for OpenVINO: a model whose next id depends on all ids in its cache, and on their positions."""
+
+    def __init__(self) -> None:
+        self.cached: list[tuple[int, int]] = []
+        self.settings: dict[str, Any] = {}
+        self.products: list[Any] = []
+
+    def module(self) -> ModuleType:
+        """Return the module `openvino`; model.logits is Result(Convert(MatMul(activations)))."""
+        node = SimpleNamespace
+        product = node(get_type_name=lambda: "MatMul", input_value=lambda index: "activations")
+        product.input = lambda index: node(replace_source_output=self.products.append)
+        convert = node(get_type_name=lambda: "Convert", input_value=lambda index: node(get_node=lambda: product))
+        result = node(get_type_name=lambda: "Result", input_value=lambda index: node(get_node=lambda: convert))
+        size = node(get_length=lambda: 50)
+        logits = node(node=result, partial_shape=[None, None, size])
+        model = node(output={"logits": logits}.__getitem__, validate_nodes_and_infer_types=lambda: None)
+        module = ModuleType("openvino")
+        module.Core = lambda: node(read_model=lambda path: model, compile_model=self.compile)
+        module.opset13 = ModuleType("openvino.opset13")
+        module.opset13.slice = lambda *words: node(output=lambda index: words)
+        return module
+
+    def compile(self, model: Any, device: str, settings: dict[str, Any]) -> Any:
+        self.settings = settings
+        return SimpleNamespace(create_infer_request=lambda: self)
+
+    def reset_state(self) -> None:
+        self.cached = []
+
+    def infer(self, inputs: dict[str, Any], share_inputs: bool) -> dict[str, Any]:
+        import numpy as np
+
+        self.cached += zip(inputs["input_ids"][0].tolist(), inputs["position_ids"][0].tolist(), strict=True)
+        assert inputs["attention_mask"].tolist() == [[1] * len(self.cached)]
+        return {"logits": np.eye(50)[None, [self.following(self.cached)]]}
+
+    @staticmethod
+    def following(cached: list[tuple[int, int]]) -> int:
+        return sum(token * (3 * position + 1) for token, position in cached) % 50
+
+
+def test_every_turn_of_openvino_decodes_from_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Stateful()
+    module = fake.module()
+    monkeypatch.setitem(sys.modules, "openvino", module)
+    monkeypatch.setitem(sys.modules, "openvino.opset13", module.opset13)
+    loaded = compare_peers.load_openvino({"path": "folder", "threads": 3})
+    assert (loaded.vocabulary, loaded.read) == (50, None)
+    assert (fake.settings["INFERENCE_NUM_THREADS"], fake.settings["INFERENCE_PRECISION_HINT"]) == (3, "bf16")
+    ((source, start, stop, step, axis),) = fake.products  # the last of the tokens
+    assert (source, start, step, axis) == ("activations", [-1], [1], [1])
+    assert stop[0] > 10**9
+    prompt = [7, 11, 13]
+    expected = list(prompt)
+    for _ in range(5):
+        expected.append(fake.following([(token, position) for position, token in enumerate(expected)]))
+    for answer in compare_peers.turns(loaded, prompt, 4, ["prefill", "decode", "decode"]):
+        assert answer["decoded"] == 4
+        assert [token for token, _ in fake.cached] == expected[:7]  # the last token is not fed
+        loaded.step([1], 7)
+    with pytest.raises(ValueError, match="has 8 tokens and can't be trimmed to 3"):
+        loaded.step([1], 3)
 
 
 @scripts_run
@@ -353,7 +698,7 @@ def test_a_missing_peer_is_a_one_line_error_before_any_measurement(
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert f"transformers can't run in {peers}: " in line
-    assert f"{message}; install transformers there" in line
+    assert f"{message}; install transformers there, pass another environment to --peers-python, or leave" in line
 
 
 @pytest.mark.parametrize(
@@ -361,6 +706,10 @@ def test_a_missing_peer_is_a_one_line_error_before_any_measurement(
     [
         (["--rounds", "0"], "must be at least 1"),
         (["--prefill-rounds", "-1"], "must be at least 0"),
+        (["--busy", "-1"], "must be at least 0"),
+        (["--turn-seconds", "0"], "--turn-seconds must be above 0"),
+        (["--turn-seconds", "nan"], "--turn-seconds must be above 0"),
+        (["--peers", "llama.cpp,vLLM"], "unknown peer 'vLLM'; known: llama.cpp, transformers, OpenVINO"),
         (["--rows", "file,int5"], "unknown row 'int5'"),
         (["--model", "/nowhere"], "/nowhere"),
     ],
