@@ -4,11 +4,14 @@ usage: python scripts/compare_batch.py --peers-python PYTHON [--model GGUF_OR_NA
 
 The job is 64 prompts of 16 to 512 random ids with 128 new tokens each, greedy, without end of text. Each engine runs
 in its own process: it loads the model and warms up. The engines then take turns at the complete job; the others sleep.
-In the first round clearllama and transformers try every batch size, in later rounds only their fastest.
+In the first round clearllama and transformers try every batch size, in later rounds only their fastest. The last column
+is the speed divided by that of transformers' fastest way at its fastest size.
 
-    clearllama     the file as `clearllama generate --prompts` runs it, with and without --compile
-    transformers   bfloat16, batches of consecutive prompts, left-padded to the longest
-    llama.cpp      one prompt at a time: llama-cpp-python can't generate for several at once
+    clearllama                the file as `clearllama generate --prompts` runs it, with and without --compile
+    transformers              bfloat16, batches of consecutive prompts, left-padded to the longest
+    transformers sorted       the same with the prompts sorted by length, which needs less padding
+    transformers continuous   bfloat16, its continuous batching, made for GPUs; runs only if --engines names it
+    llama.cpp                 one prompt at a time: llama-cpp-python can't generate for several at once
 
 The peers' environment is the one of compare_peers.py.
 """
@@ -19,7 +22,6 @@ import argparse
 import datetime
 import importlib.metadata
 import json
-import os
 import random
 import statistics
 import sys
@@ -28,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from compare_peers import PAUSE, PEERS, Worker, json_output, load_llama_cpp, this_machine, versions_of
+from compare_peers import PAUSE, PEERS, Worker, cores, json_output, load_llama_cpp, this_machine, versions_of
 
 WARM = 8  # warm-up prompts: enough rows to trigger the build of the compiled batch step before the measurement
 
@@ -64,7 +66,7 @@ def load_ours(spec: dict[str, Any]) -> tuple[Job, int]:
 
 
 def load_transformers(spec: dict[str, Any]) -> tuple[Job, int]:
-    """Return transformers' job and the vocabulary size."""
+    """Return transformers' job and the vocabulary size; spec["way"] is "", "sorted" or "continuous"."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +77,8 @@ def load_transformers(spec: dict[str, Any]) -> tuple[Job, int]:
     model.generation_config.pad_token_id = 0
 
     @torch.inference_mode()
-    def job(prompts: list[list[int]], new: int, size: int) -> None:
+    def batches(prompts: list[list[int]], new: int, size: int) -> None:
+        prompts = sorted(prompts, key=len) if spec["way"] == "sorted" else prompts
         for first in range(0, len(prompts), size):
             batch = prompts[first : first + size]
             longest = max(map(len, batch))
@@ -84,7 +87,17 @@ def load_transformers(spec: dict[str, Any]) -> tuple[Job, int]:
             out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
             check(out.shape[1] - longest, new)
 
-    return job, model.config.vocab_size
+    def continuous(prompts: list[list[int]], new: int, size: int) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        settings = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        limits = ContinuousBatchingConfig(max_requests_per_batch=size)
+        out = model.generate_batch(
+            prompts, generation_config=settings, continuous_batching_config=limits, warmup=False, progress_bar=False
+        )
+        check(sum(len(answer.generated_tokens) for answer in out.values()), len(prompts) * new)
+
+    return continuous if spec["way"] == "continuous" else batches, model.config.vocab_size
 
 
 def load_one_by_one(spec: dict[str, Any]) -> tuple[Job, int]:
@@ -111,6 +124,14 @@ LOADERS: dict[str, Callable[[dict[str, Any]], tuple[Job, int]]] = {
     "clearllama": load_ours,
     "transformers": load_transformers,
     "llama.cpp": load_one_by_one,
+}
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (a key of LOADERS, what is added to its spec)
+    "clearllama": ("clearllama", {"compile": False}),
+    "clearllama --compile": ("clearllama", {"compile": True}),
+    "transformers": ("transformers", {"way": ""}),
+    "transformers sorted": ("transformers", {"way": "sorted"}),
+    "transformers continuous": ("transformers", {"way": "continuous"}),
+    "llama.cpp": ("llama.cpp", {}),
 }
 
 
@@ -156,8 +177,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--lengths", default="16,512", help="shortest and longest prompt (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--engines", default="clearllama,clearllama --compile,transformers,llama.cpp")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="default: %(default)s")
+    engines = [name for name in ENGINES if name != "transformers continuous"]
+    parser.add_argument("--engines", default=",".join(engines), metavar="LIST", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=cores(), metavar="N", help="default: %(default)s")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -171,8 +193,8 @@ def main() -> int:
     for option in ("rounds", "prompts", "new_tokens", "threads"):
         if getattr(args, option) < 1:
             parser.error(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}")
-    if unknown := set(args.engines.split(",")) - {*LOADERS, "clearllama --compile"}:
-        parser.error(f"unknown engine {min(unknown)!r}; known: {', '.join(LOADERS)}, clearllama --compile")
+    if unknown := set(args.engines.split(",")) - set(ENGINES):
+        parser.error(f"unknown engine {min(unknown)!r}; known: {', '.join(ENGINES)}")
     spec = {"path": str(hub.resolve(args.model or hub.DEFAULT)), "options": {}, "threads": args.threads}
     spec |= {"prompts": args.prompts, "shortest": shortest, "longest": longest, "new": args.new_tokens}
     times: dict[tuple[str, int], list[float]] = {}
@@ -180,13 +202,14 @@ def main() -> int:
     versions = {"torch": importlib.metadata.version("torch")}
     workers: dict[str, Worker] = {}
     try:
+        for engine in dict.fromkeys(ENGINES[engine][0] for engine in live):
+            if engine in PEERS:
+                versions |= versions_of(engine, args.peers_python)
         for engine in live:
-            name, compiled = engine.split(" ")[0], engine.endswith("--compile")
+            name, options = ENGINES[engine]
             python = args.peers_python if name in PEERS else sys.executable
-            workers[engine] = Worker(python, {**spec, "engine": name, "compile": compiled}, __file__)
+            workers[engine] = Worker(python, {**spec, "engine": name, **options}, __file__)
             workers[engine].answer()
-            if name in PEERS:
-                versions |= versions_of(name, python)
         for number, engine, size in turns(sizes, args.rounds, live, times):
             time.sleep(PAUSE)
             seconds = workers[engine].turn(str(size), {"seconds"})["seconds"]
@@ -200,10 +223,11 @@ def main() -> int:
             process.stop()
     new = args.prompts * args.new_tokens
     best = {engine: min(statistics.median(times[key]) for key in times if key[0] == engine) for engine in live}
+    theirs = min((best[engine] for engine in live if ENGINES[engine][0] == "transformers"), default=None)
     print("| engine | batch size | runs | seconds | new tok/s | / transformers |\n|---|---|---|---|---|---|")
     for (engine, size), found in times.items():
         median = statistics.median(found)
-        ratio = f"{best['transformers'] / median:.2f}" if "transformers" in best else ""
+        ratio = f"{theirs / median:.2f}" if theirs else ""
         print(f"| {engine} | {size} | {len(found)} | {median:.1f} | {new / median:,.0f} | {ratio} |")
     host = this_machine()
     print(f"\n{datetime.date.today()}: {host['cores']} cores, {host['cpu']}, {args.threads} threads")
