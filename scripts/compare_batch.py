@@ -47,14 +47,13 @@ def prompts_of(count: int, shortest: int, longest: int, vocabulary: int) -> list
 # ---------------------------------------------------------------------------------------- inside an engine's process
 def load_ours(spec: dict[str, Any]) -> tuple[Job, int]:
     """Return clearllama's job and the vocabulary size."""
-    import torch
-
     from llama import loader
     from llama.checkpoint import open_checkpoint
+    from llama.engine import runtime
     from llama.generation.batch import Batch, Request, TokenEvent
     from llama.sampling import SamplingParams
 
-    torch.set_num_threads(spec["threads"])
+    runtime.set_threads(spec["threads"])
     model = loader.build(open_checkpoint(Path(spec["path"])), device="cpu", fast=True, compile=spec["compile"])
 
     def job(prompts: list[list[int]], new: int, size: int) -> None:

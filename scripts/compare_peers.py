@@ -382,10 +382,11 @@ def load_clearllama(spec: dict[str, Any]) -> Loaded:
 
     from llama import loader
     from llama.checkpoint import open_checkpoint
+    from llama.engine import runtime
     from llama.generate import prefill
     from llama.tools import benchmark
 
-    torch.set_num_threads(spec["threads"])
+    runtime.set_threads(spec["threads"])
     model = loader.build(open_checkpoint(spec["path"]), device="cpu", fast=True, **spec["options"])
     prompt = spec["prompt_tokens"]
     cache = model.new_cache(prompt + spec["new_tokens"])
@@ -638,8 +639,8 @@ class Row:
             about = {"round": number, "row": self.name, "busy": busy, "engine": engine.name, "peer": engine.peer}
             self.results.append({**about, **answer})
             speeds = "  ".join(f"{key[:-4]} {answer[key]:8.1f}" for key in KEYS if key in answer)
-            short = f"  ({answer['decoded']} tokens)" if answer["decoded"] < self.args.new_tokens else ""
-            self.say(number, busy, engine, speeds + short)
+            decoded, new = answer["decoded"], self.args.new_tokens
+            self.say(number, busy, engine, speeds + (f"  ({decoded} of {new} tokens)" if decoded < new else ""))
 
 
 def run_row(name: str, engines: list[Engine], args: argparse.Namespace) -> tuple[list[dict], list[dict]]:

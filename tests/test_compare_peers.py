@@ -395,14 +395,15 @@ def test_all_rounds_run_again_beside_busy_loops(
         return turn(self, kind, keys)
 
     monkeypatch.setattr(compare_peers.Worker, "turn", counting)
-    code, seen, facts = stand_ins(tmp_path, monkeypatch, "--busy", "2")
+    code, seen, facts = stand_ins(tmp_path, monkeypatch, "--busy", "2", "--new-tokens", "20")
     assert (code, facts["failures"]) == (0, [])
     assert beside == [0] * 15 + [2] * 15
     assert seen[15:] == seen[:15]
     assert [run["busy"] for run in facts["results"]] == [0] * 12 + [2] * 12
     assert {(ratio["decode_ratio"], ratio["rounds"]) for ratio in facts["ratios"]} == {(3, 3)}
     assert facts["bandwidth_gbs"] == 80  # of the rounds without busy loops
-    shown, _ = capsys.readouterr()
+    shown, turns_run = capsys.readouterr()
+    assert turns_run.count("  (16 of 20 tokens)\n") == 24
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| file")]
     assert [row[2:7] for row in rows] == [
         ["30.0", "60", "0.38", "7.5 (0.25)", "15 (0.25)"],
