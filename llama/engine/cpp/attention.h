@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "matrix.h"
 #include "pool.h"
 
 using torch::stable::Tensor;
@@ -114,6 +115,64 @@ struct Queries {
         }
         for (int r = 0; r < QUERIES; r++) std::memcpy(out[r], acc[r], vectors * 64);
     }
+};
+
+// The same for keys and values in bfloat16, two numbers in each lane: entries of a key, or entries of two values. Weights are rounded
+// to bfloat16, as in flash attention.
+template <int VECTORS, int QUERIES>
+struct Queries16 {
+    const Piece<bf16>& p;
+    alignas(64) bf16 q[QUERIES][VECTORS * 16];
+
+    Queries16(const Piece<bf16>& p, int64_t first) : p(p) {
+        for (int r = 0; r < QUERIES; r++)
+            for (int i = 0; i < VECTORS; i++)  // p.q is q / sqrt(D), and q was in bfloat16
+                store(load<f32x16>(p.q + (first + r) * p.D + 16 * i) * std::sqrt(float(p.D)), q[r] + 16 * i);
+    }
+
+    void products(int64_t s, int64_t count, f32x16* out) const {
+        f32x16 acc[QUERIES][16];
+        for (int64_t j = 0; j < 16; j++) {
+            const bf16* key = p.k + (s + std::min(j, count - 1)) * p.k_stride;
+            prefetch(p, s + j);
+            for (int r = 0; r < QUERIES; r++) acc[r][j] = f32x16{};
+            for (int i = 0; i < VECTORS / 2; i++)
+                for (int r = 0; r < QUERIES; r++) acc[r][j] = dot2(acc[r][j], load<u32x16>(key + 32 * i), load<u32x16>(q[r] + 32 * i));
+        }
+        for (int r = 0; r < QUERIES; r++) out[r] = sums(acc[r]) / std::sqrt(float(p.D));
+    }
+
+    void values(const float (*weights)[CHUNK], float (*out)[WIDEST]) const {
+        alignas(64) bf16 rounded[QUERIES][CHUNK];
+        f32x16 acc[QUERIES][VECTORS];
+        for (int r = 0; r < QUERIES; r++) {
+            for (int64_t j = 0; j < p.n; j += 16) store(load<f32x16>(weights[r] + j), rounded[r] + j);
+            for (int i = 0; i < VECTORS; i++) acc[r][i] = f32x16{};
+        }
+        for (int64_t j = 0; j < p.n; j += 2) {
+            uint32_t pairs[QUERIES], any = 0;  // the weights of two values, the first in the low half
+            for (int r = 0; r < QUERIES; r++) any |= pairs[r] = load<uint32_t>(rounded[r] + j) & (j + 1 < p.n ? ~0u : 0xffffu);
+            if (any == 0) continue;
+            for (int i = 0; i < VECTORS; i += 2) {
+                const u32x16 a = any & 0xffffu ? load<u32x16>(p.v + j * p.v_stride + 16 * i) : u32x16{};
+                const u32x16 b = any >> 16 ? load<u32x16>(p.v + (j + 1) * p.v_stride + 16 * i) : u32x16{};
+                const u32x16 even = (a & 0xffffu) | b << 16, odd = a >> 16 | (b & 0xffff0000u);
+                for (int r = 0; r < QUERIES; r++)
+                    acc[r][i] = dot2(acc[r][i], even, u32x16{} + pairs[r]), acc[r][i + 1] = dot2(acc[r][i + 1], odd, u32x16{} + pairs[r]);
+            }
+        }
+        for (int r = 0; r < QUERIES; r++)
+            for (int i = 0; i < VECTORS; i++)
+                for (int lane = 0; lane < 16; lane++) out[r][i / 2 * 32 + 2 * lane + i % 2] = acc[r][i][lane];
+    }
+};
+template <int QUERIES>
+struct Queries<bf16, 4, QUERIES> : Queries16<4, QUERIES> {
+    using Queries16<4, QUERIES>::Queries16;
+};
+template <int QUERIES>
+struct Queries<bf16, 8, QUERIES> : Queries16<8, QUERIES> {
+    using Queries16<8, QUERIES>::Queries16;
 };
 
 #if defined(__AVX512VNNI__)
