@@ -61,10 +61,6 @@ class LayerCache:
                 rows = torch.arange(part.shape[0], device=positions.device).view(-1, 1, 1)  # (B, 1, 1)
                 heads = torch.arange(part.shape[1], device=positions.device).view(-1, 1)  # (KV, 1)
                 buffer.index_put_((rows, heads, positions.unsqueeze(1)), part)  # (B, KV, T, ..)
-        return self.filled()
-
-    def filled(self) -> list[Tensor]:
-        """The filled slots of every buffer."""
         return [buffer if self.end is None else buffer[:, :, : self.end] for buffer in self.buffers]
 
     @property

@@ -181,7 +181,7 @@ def nine_operations(fused: FusedBlock, step: Step, h: Tensor, added: Tensor | No
     values: Any
     if type(cache) is LayerCache:  # the kernel writes to the cache
         q = ops.rotate(q, k, v, *step.angles, step.positions, *cache.buffers)  # (B, T, H, D)
-        keys, values = cache.filled()
+        keys, values = (buffer[:, :, : cache.end] for buffer in cache.buffers)
     else:
         keys, values = (x.new_empty(len(x), x.shape[-1] // D, T, D) for x in (k, v))
         q = ops.rotate(q, k, v, *step.angles, None, keys, values)

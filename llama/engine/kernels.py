@@ -39,8 +39,7 @@ SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # it includes the header
 
 # Form of the kernels -> compiler flags. "plain" runs on every processor; only tests use it, so -O1 saves build time.
 AVX512 = (
-    "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c"
-    " -mprefer-vector-width=512"
+    "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c -mprefer-vector-width=512"
 )
 FORMS = {
     "amx": f"{AVX512} -mamx-tile -mamx-bf16",
