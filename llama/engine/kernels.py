@@ -7,7 +7,7 @@
     add_norm, rotate, swiglu, block
                        what cpu_runner.py calls: the other parts of a block, and a complete one
 
-The source includes only the stable headers of torch, so compiling takes about three seconds. Without a compiler, or on
+The source includes only the stable headers of torch, so compiling takes about ten seconds. Without a compiler, or on
 a processor without AVX2, `ready` logs the reason once and the callers use PyTorch's operators. CLEARLLAMA_KERNELS
 overrides the form: off, amx, avx512, avx2 or plain.
 """
