@@ -356,7 +356,7 @@ def ceilings(run: Run) -> Iterator[Row]:
     yield info("python", platform.python_version())
     yield info("torch", torch.__version__)
     yield info("cuda", str(torch.version.cuda))
-    yield info("triton", str(getattr(triton_kernels.triton, "__version__", None)))
+    yield info("triton", importlib.import_module("triton").__version__ if triton_kernels.ready() else "None")
     yield info("date", time.strftime("%Y-%m-%d"))
     size, times = (2**20, 1) if run.tiny else (2**32, 5)
     source = torch.empty(size, dtype=torch.uint8, device=run.device).random_(0, 256)

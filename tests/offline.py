@@ -41,7 +41,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b")
 KINDS = ("bfloat16", "float32", "int8", "int4")
 ARCHITECTURES = (80, 90, 100)
-LAUNCHED = sorted(set(re.findall(r"launch\(\s*(_\w+)", Path(kernels.__file__).read_text())))  # the names of the kernels
+# the names of the kernels
+LAUNCHED = sorted(set(re.findall(r'launch\(\s*"(_\w+)"', Path(kernels.__file__).read_text())))
 
 
 class Launch(NamedTuple):
@@ -74,8 +75,7 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             for name, value in self.runtime.stand_ins().items():
                 stack.enter_context(mock.patch(f"torch.cuda.{name}", value))
-            for name in LAUNCHED:
-                stack.enter_context(mock.patch.object(kernels, name, self.kernel(name)))
+            stack.enter_context(mock.patch.object(kernels, "kernel", self.kernel))
             yield self.launches
 
 
@@ -169,7 +169,7 @@ def compile(launch: Launch, architecture: int, kernel: Any = None) -> Any:
 
     args = [Aligned(arg) if isinstance(arg, Tensor) else arg for arg in launch.args]
     driver.set_active(Driver(architecture))
-    kernel = kernel or getattr(kernels, launch.kernel)
+    kernel = kernel or kernels.kernel(launch.kernel)
     return kernel.warmup(*args, grid=(1,), **launch.constants)
 
 

@@ -71,19 +71,8 @@ def launches(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The launches of Triton kernels, in order; no kernel runs."""
     calls: Kernels = []
     monkeypatch.setattr(triton_kernels, "ready", lambda: True)
-    monkeypatch.setattr(triton_kernels, "triton", triton_kernels.triton or _Triton)
-    for name in KERNELS:
-        monkeypatch.setattr(triton_kernels, name, FakeKernel(name, calls))
+    monkeypatch.setattr(triton_kernels, "kernel", lambda name: FakeKernel(name, calls))
     return calls
-
-
-class _Triton:
-    @staticmethod
-    def cdiv(a: int, b: int) -> int:
-        return -(-a // b)
-
-
-KERNELS = ("_linear", "_qkv", "_attend", "_combine", "_rms_norm", "_rotate", "_swiglu", "_unpack")
 
 
 @contextmanager
@@ -428,6 +417,8 @@ def test_a_cpu_tensor_in_the_rotation_is_detected(
 def test_a_launch_on_another_device_than_the_tensors_is_detected(
     mode: FakeTensorMode, launches: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_kernels, "launch", lambda kernel, grid, *args, **constants: kernel[grid](*args))
+    monkeypatch.setattr(
+        triton_kernels, "launch", lambda name, grid, *args, **_: triton_kernels.kernel(name)[grid](*args)
+    )
     with watched(mode), pytest.raises(AssertionError, match="another device"):
         triton_kernels.rms_norm(torch.zeros(2, 64, device=SECOND), torch.zeros(64, device=SECOND), 1e-5)
