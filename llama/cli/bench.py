@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import multiprocessing
 import os
 import signal
 import time
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checks import integer
 from ..errors import UsageError
 from . import arguments, loading, quality, streams
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 # Options that only affect speed, with their defaults. --quality refuses them.
 SPEED = {
@@ -216,6 +217,8 @@ def _run_each(args: argparse.Namespace, chosen: list[Setting]) -> int:
 
 def _in_a_process(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     """Run `measure` in a new process, for its own peak memory and its own crash. Returns {"error": ..} if it fails."""
+    import multiprocessing
+
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_measure_and_send, args=(args, setting, sender), daemon=True)

