@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import itertools
 import os
@@ -133,6 +134,19 @@ def test_a_template_that_leaves_jinjas_sandbox_writes_nothing(
     change(monkeypatch, tmp_path, *ESCAPED, opened, *edits)
     seconds(lambda: rendered("{% for fd in range(3, 9) %}{{ open(fd, 'wb', 0).write('x'.encode()) }}{% endfor %}"))
     assert bool(target.read_bytes()) == allowed
+
+
+def test_a_started_process_renders_the_first_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    template.start()
+    process = template._CHILD._process
+    template.start()
+    assert rendered("{{ 1 }}") == "1"
+    assert template._CHILD._process is process
+    template._CHILD.stop()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    template.start()  # the first rendering reports the failure
+    with pytest.raises(TemplateError, match="jinja2, which is not installed"):
+        rendered("{{ 1 }}")
 
 
 @pytest.mark.row("H01")
