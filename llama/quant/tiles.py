@@ -6,6 +6,7 @@ same bytes, so such a file is only mapped when it is loaded.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,16 +25,17 @@ def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.empty(tiles, tile_bytes(columns, *blocks.format), dtype=torch.uint8)
     zero = 0 if blocks.offset is not None else 2 ** (blocks.bits - 1)
-    quants = _pad(blocks.quants, tiles * TILE - rows, groups * width - columns, zero)
-    # Integers of 4 and 8 bytes are copied in a quarter of the time of single bytes. A word is 4 bytes of a row.
+    # numpy, since PyTorch would start threads, and several pieces are packed at once. A word is 4 bytes of a row; words
+    # are copied in a quarter of the time of their bytes.
+    quants = _pad(blocks.quants, tiles * TILE - rows, groups * width - columns, zero).contiguous().numpy()
     if blocks.bits == 4:
-        eight = quants.contiguous().view(torch.int64)  # 8 inputs, the first in the lowest byte
-        quants = (eight | eight >> 28).view(torch.int32)[:, ::2]  # byte i: input i, and input i + 4 in its high half
+        eight = quants.view(np.int64)  # 8 inputs, the first in the lowest byte
+        row_words = (eight | eight >> 28).view(np.int32)[:, ::2]  # byte i: input i, and input i + 4 in its high half
     else:
-        quants = quants.contiguous().view(torch.int32)
+        row_words = quants.view(np.int32)
     body = (out if blocks.group else out[:, :-64]).unflatten(1, (groups, -1))  # (tiles, groups, bytes)
-    packed = body.view(torch.int32)[:, :, : words * TILE].unflatten(-1, (words, TILE))
-    packed.copy_(quants.unflatten(0, (tiles, TILE)).unflatten(-1, (groups, words)).permute(0, 2, 3, 1))
+    packed = body.view(torch.int32)[:, :, : words * TILE].unflatten(-1, (words, TILE)).numpy()
+    packed[...] = row_words.reshape(tiles, TILE, groups, words).transpose(0, 2, 3, 1)
     if not blocks.group:
         scale = _pad(blocks.scale[:, :1], tiles * TILE - rows)
         out[:, -64:].view(torch.float32).copy_(scale.view(tiles, TILE))
