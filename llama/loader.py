@@ -41,6 +41,7 @@ from .quant.schemes import pick_scheme
 from .rope import FORMS
 from .rope_scaling import reach, with_rope
 from .system import memory
+from .system.cores import default_threads
 from .tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 from .weights import (
     Storage,
@@ -298,7 +299,7 @@ def fill(plan: Plan) -> Transformer:
     # are read one by one, so that at most one of them is in memory twice.
     for name in large:
         fill_layer(model, name, layers[name], plan)
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(4, default_threads())) as pool:
         for _ in pool.map(lambda name: fill_layer(model, name, layers[name], plan), small):
             pass
     return model

@@ -118,6 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
         if args.run not in (pull.run, doctor.run):  # these need no torch, or import it in a process of their own
             _import_torch(args)
+            from ..engine import runtime
+
+            runtime.set_threads(getattr(args, "threads", None))
         code = ranks.run(args, sys.argv[1:] if argv is None else argv)
         if code == 0:  # a failure was already reported, here or by a rank
             streams.write_raw("")

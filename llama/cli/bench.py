@@ -97,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
     )
     for name in ("new_tokens", "reps"):
         integer(arguments.option(name), getattr(args, name))
+    from ..engine.runtime import describe_threads
+
     chosen = settings(args)
+    streams.info(args, describe_threads())
     if len(chosen) > 1:
         return _run_each(args, chosen)
     result = measure(args, chosen[0])
@@ -154,8 +157,10 @@ def _counts(name: str, text: str) -> list[int]:
 
 def measure(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     """Load the model with a setting and measure it. Returns the object that --json writes."""
+    from ..engine import runtime
     from ..tools import benchmark
 
+    runtime.set_threads(args.threads)  # this may be a new process
     chosen = {"dtype": setting.dtype, "quantize": setting.quantize, "compile": setting.compile}
     started = time.perf_counter()
     model = loading.load_model(argparse.Namespace(**{**vars(args), **chosen}))

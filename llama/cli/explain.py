@@ -29,12 +29,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..engine import runtime
     from ..rope_scaling import with_rope
     from ..study import explain
 
     arguments.check_one_device(args, "explain")
-    runtime.set_threads(args.threads)
     if args.model is None:
         for option, value, known in (("--device", args.device, "cpu"), ("--dtype", args.dtype, "float32")):
             if value not in ("auto", known):

@@ -23,9 +23,8 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     tokens  returns how long prompt and answer will be, for the memory check
     """
     from .. import loader
-    from ..engine import parallel, runtime
+    from ..engine import parallel
 
-    runtime.set_threads(args.threads)
     started = time.perf_counter()
     with parallel.all_succeed(getattr(args, "world", None)):
         llm = loader.load(args.model, tokens=tokens, quiet=args.quiet, **arguments.model_options(args))
@@ -40,10 +39,9 @@ def load_model(args: argparse.Namespace) -> Transformer:
     """Load the model as `load` does, without a tokenizer."""
     from .. import loader
     from ..checkpoint import open_checkpoint
-    from ..engine import parallel, runtime
+    from ..engine import parallel
     from ..hub.named import resolve
 
-    runtime.set_threads(args.threads)
     started = time.perf_counter()
     with parallel.all_succeed(getattr(args, "world", None)):
         checkpoint = open_checkpoint(resolve(args.model, args.quiet))

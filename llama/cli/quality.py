@@ -38,7 +38,6 @@ def run(args: argparse.Namespace) -> int:
     perplexity.check_window(args)
     schemes = [entry.strip() for entry in (args.quantize or "int8,int4").split(",")]
     from .. import loader
-    from ..engine import runtime
     from ..quant.schemes import pick_scheme
     from ..study.perplexity import tiny_folder
 
@@ -48,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
     path = tiny_folder() / SHIPPED if args.quality == SHIPPED else args.quality
     text = streams.read_text(path)
     scaling = arguments.rope_scaling(args)
-    runtime.set_threads(args.threads)
     exact = loader.load_model(
         args.model,
         device=args.device,

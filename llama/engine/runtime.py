@@ -12,6 +12,7 @@ import torch
 
 from .. import checks
 from ..errors import UsageError
+from ..system.cores import Threads, chosen, default_threads
 
 DTYPES = {
     "float32": torch.float32,
@@ -76,10 +77,19 @@ def no_cudnn_attention() -> None:
 
 
 def set_threads(count: int | None) -> None:
-    """Set the number of threads per operation; None: PyTorch's choice, one for each available core."""
+    """Set the number of threads per operation, for this process; None: `cores.default_threads`."""
     if count is None:
-        return
-    torch.set_num_threads(checks.integer("threads", count, 1, max(64, 4 * (os.cpu_count() or 1))))
+        count = default_threads()
+    else:
+        checks.integer("threads", count, 1, max(64, 4 * (os.cpu_count() or 1)))
+    if count != torch.get_num_threads():
+        torch.set_num_threads(count)
+
+
+def describe_threads() -> str:
+    """The number of threads per operation, and why it is that number unless the user has set it."""
+    count, default = torch.get_num_threads(), chosen()
+    return str(default) if count == default.count else str(Threads(count, "set for this run"))
 
 
 # ------------------------------------------------------------------------------------------------------------- fork

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import MemoryLimitError
+from .groups import control_groups, read_lines
 from .limits import address_limit
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 RUNTIME = 48 * 2**20  # measured: docs/long-contexts.md
+# In version 1 and 2 of control groups: the files with the limit and with the used bytes; the lines of the page cache
+GROUP_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+GROUP_PAGES = {1: ("total_inactive_file", "total_active_file"), 2: ("inactive_file", "active_file")}
 UNLIMITED = 2**60  # bytes; cgroups report a limit above this where none is set
 SMALL = 64 * 2**20  # bytes; a smaller cache is allocated without checking what is free
 
@@ -135,7 +139,7 @@ def free_memory(device: torch.device | str = "cpu", root: Path = Path("/")) -> i
 
 
 def _machine(root: Path) -> Iterator[Room]:
-    for line in _lines(root / "proc/meminfo"):
+    for line in read_lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             yield Room(int(line.split()[1]) * 1024, "are free on this machine")
             return
@@ -147,51 +151,29 @@ def _machine(root: Path) -> Iterator[Room]:
 def _cgroups(root: Path) -> Iterator[Room]:
     """The limits of the process's control group and of its ancestors, in version 1 and 2 of the interface.
 
-    The page cache counts as used in a group, but is reclaimed first, so it counts as free here. The root of the mount
-    is read too: inside a container, the path of the group may be the one outside of it.
+    The page cache counts as used in a group, but is reclaimed first, so it counts as free here.
     """
-    for line in _lines(root / "proc/self/cgroup"):
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        names: Sequence[str]
-        if controllers == "memory" or "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
-        elif controllers == "":
-            mount = root / "sys/fs/cgroup"
-            names = ("memory.max", "memory.current", "inactive_file", "active_file")
-        else:
+    for version, group in control_groups("memory", root):
+        limit, used = (_number(group / name) for name in GROUP_FILES[version])
+        if limit is None or used is None or limit >= UNLIMITED:
             continue
-        parts = [part for part in path.strip().split("/") if part not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            group = mount.joinpath(*parts[:depth])
-            limit, used = (_number(group / name) for name in names[:2])
-            if limit is None or used is None or limit >= UNLIMITED:
-                continue
-            stat = dict(line.split() for line in _lines(group / "memory.stat") if len(line.split()) == 2)
-            files = sum(int(stat.get(name, 0)) for name in names[2:])
-            yield Room(max(0, limit - used + min(files, used)), "are left under the memory limit of this container")
+        stat = dict(line.split() for line in read_lines(group / "memory.stat") if len(line.split()) == 2)
+        files = sum(int(stat.get(name, 0)) for name in GROUP_PAGES[version])
+        yield Room(max(0, limit - used + min(files, used)), "are left under the memory limit of this container")
 
 
 def _addresses(root: Path) -> Iterator[Room]:
     limit = address_limit()
-    fields = " ".join(_lines(root / "proc/self/statm")).split()
+    fields = " ".join(read_lines(root / "proc/self/statm")).split()
     if limit is not None and fields:
         used = int(fields[0]) * os.sysconf("SC_PAGE_SIZE")
         message = "of address space are left under the limit of this shell (ulimit -v)"
         yield Room(max(0, limit - used), message, addresses=True)
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except (OSError, ValueError):
-        return []
-
-
 def _number(path: Path) -> int | None:
     """The integer in a file; None for "max" or a missing file."""
-    text = "".join(_lines(path)).strip()
+    text = "".join(read_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 

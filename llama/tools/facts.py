@@ -22,6 +22,7 @@ from typing import Literal
 
 from .. import __version__
 from ..errors import one_line
+from ..system.cores import VARIABLES, chosen
 from ..system.folders import cache_folder
 from ..system.limits import usable_cores
 from ..system.memory import format_bytes, free_memory, rooms
@@ -30,7 +31,16 @@ from ..system.temporary import check_writable
 Status = Literal["ok", "note", "fail"]
 MOST_FILES = 20_000  # a folder's size is counted up to this number of files
 LOW_MEMORY = 2**28  # bytes; the default model needs about this much
-SETTINGS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "CXX")
+SETTINGS = (
+    *VARIABLES,
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "CXX",
+)
 EXTRAS = {"hub": "fetching ORG/NAME", "study": "drawing the figures of the study"}  # extra -> what needs it
 REPORT = "don't trust text generated here; reinstall torch and clearllama, try CLEARLLAMA_KERNELS=off, report it"
 NO_COMPILER = "install a C++ compiler (g++ or clang++), or name it in CXX"
@@ -232,7 +242,7 @@ def devices() -> Iterator[Finding]:
     import torch
 
     dtype = "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
-    yield Finding("ok", "devices", "cpu", f"{torch.get_num_threads()} threads, {dtype} by default")
+    yield Finding("ok", "devices", "cpu", f"{chosen()}; {dtype} by default")
     version = torch.version.cuda or torch.version.hip
     driver = any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidiactl")))
     if torch.cuda.is_available():
