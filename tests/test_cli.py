@@ -32,20 +32,23 @@ def error_line(result: subprocess.CompletedProcess[bytes]) -> str:
     return lines[0]
 
 
-def imported(*command: str) -> tuple[set[str], int]:
-    """Run a command. Return the modules that it imported, and how many objects the garbage collector ignores."""
+def imported(*command: str) -> tuple[set[str], int, list[str]]:
+    """Run a command. Return the modules that it imported, how many objects the garbage collector ignores, and stderr."""
     code = (
         "import atexit, gc, sys; from llama.__main__ import main;"
         "atexit.register(lambda: print(gc.get_freeze_count(), *sys.modules, file=sys.stderr)); main()"
     )
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=True, text=True)
-    count, *modules = done.stderr.splitlines()[-1].split()
-    return set(modules), int(count)
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    env["OMP_DISPLAY_ENV"] = "verbose"  # OpenMP writes its settings to stderr
+    done = subprocess.run([sys.executable, "-c", code, *command], env=env, capture_output=True, check=True, text=True)
+    *lines, last = done.stderr.splitlines()
+    count, *modules = last.split()
+    return set(modules), int(count), lines
 
 
 def test_help_imports_nothing_large() -> None:
     """Each of these takes at least a tenth of the time of the help."""
-    modules, _ = imported("--help")
+    modules, _, _ = imported("--help")
     assert not modules & {"torch", "numpy", "tokenizers", "multiprocessing", "importlib.metadata", "email"}
 
 
@@ -55,11 +58,26 @@ def test_the_first_word_needs_few_imports(tiny_gguf: Path) -> None:
     Jinja is imported by the child process that renders the template. The garbage collector ignores what torch's import
     made; without that, visiting these objects takes 0.3 s.
     """
-    modules, frozen = imported("generate", "a", "-m", str(tiny_gguf), "-n", "1")
+    modules, frozen, lines = imported("generate", "a", "-m", str(tiny_gguf), "-n", "1")
     assert {"torch", "tokenizers", "llama.chat.template"} <= modules
     assert not modules & {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers"}
     assert not modules & {"jinja2", "huggingface_hub", "sentencepiece", "tiktoken", "safetensors", "gguf", "matplotlib"}
     assert frozen > 100_000
+    if any("_OPENMP = " in line for line in lines):  # GNU's OpenMP
+        assert any(line.strip().endswith(f"GOMP_SPINCOUNT = '{cli.SPIN_COUNT}'") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": str(cli.SPIN_COUNT)}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+)
+def test_the_user_chooses_how_threads_wait(given: dict[str, str], expected: dict[str, str]) -> None:
+    cli.set_spin_count(given)
+    assert given == expected
 
 
 @pytest.mark.parametrize(

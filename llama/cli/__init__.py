@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -50,6 +50,8 @@ COMMANDS = (
     trace,
     explain,
 )
+
+SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
 
 PROMPTED = ("generate", "trace")  # commands with a prompt as argument
 
@@ -154,6 +156,7 @@ def _import_torch(args: argparse.Namespace) -> None:
             os.write(2, b"\nclearllama: interrupted\n")
         os._exit(128 + number)
 
+    set_spin_count(os.environ)
     alone = "torch" not in sys.modules
     if alone:  # the import makes 250,000 objects that live until the exit: exclude them from every garbage collection
         gc.disable()
@@ -166,6 +169,16 @@ def _import_torch(args: argparse.Namespace) -> None:
     if alone:
         gc.freeze()
         gc.enable()
+
+
+def set_spin_count(environment: MutableMapping[str, str]) -> None:
+    """Let the threads of PyTorch's OpenMP sleep soon after a loop, unless the user has chosen. They read it at import.
+
+    By default they wait in a busy loop for milliseconds. A second program on the same cores then makes each loop of
+    PyTorch wait for a thread that is not running, for a time slice: a prompt takes ten times as long.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
+        environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:

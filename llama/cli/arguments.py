@@ -60,7 +60,9 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = DEF
         help="dtype of the KV cache: the model's, or 8 bits for long contexts (default: %(default)s)",
     )
     group.add_argument("--gpu-layers", type=int, metavar="K", help="put the last K layers on the GPU, the rest on CPU")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: one per core that this process may use)")
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads (default: one per core that this process may use)"
+    )
     group.add_argument(
         "--no-memory-check",
         action="store_true",
