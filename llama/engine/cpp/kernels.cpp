@@ -44,4 +44,15 @@ STABLE_TORCH_LIBRARY_IMPL(clearllama, CPU, m) {
     m.impl("block", TORCH_BOX(&block));
 }
 
-extern "C" void clearllama_choose_threads(int64_t threads) { chosen_threads() = threads; }
+// Chooses the calling thread's numbers of threads: for the kernels (0: as many as torch uses), and for torch's operators (0: as before).
+// torch::set_num_threads would also change the latter for threads that start later.
+extern "C" {
+[[gnu::weak]] void omp_set_num_threads(int);
+[[gnu::weak]] int MKL_Set_Num_Threads_Local(int);
+
+void clearllama_choose_threads(int64_t kernels, int64_t operators) {
+    chosen_threads() = kernels;
+    if (operators && omp_set_num_threads) omp_set_num_threads(int(operators));
+    if (operators && MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(int(operators));
+}
+}

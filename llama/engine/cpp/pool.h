@@ -18,6 +18,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -39,7 +40,6 @@ class Pool {
     static constexpr Time SHARED = 500'000'000;    // the cores are considered shared for this time
     static constexpr Time SHIFT = 1'000'000;       // on shared cores, a thread works for this time,
     static constexpr Time REST = 1'000'000;        // then it rests for this time
-
     static constexpr Time SLICE = 500'000;
 
     struct alignas(64) Run {
@@ -50,17 +50,18 @@ class Pool {
         void (*unit)(const void* body, int64_t i);
         const void* body;
         int64_t threads;
+        std::atomic<bool> failed{false};
+        std::exception_ptr error{};  // of the first unit that failed
     };
 
     Run runs[MOST];
-    Loop loop;
-    alignas(64) std::atomic<const Loop*> open{nullptr};
+    alignas(64) std::atomic<Loop*> open{nullptr};
     alignas(64) std::atomic<uint32_t> number{0};  // of loops so far; threads sleep on it
-    alignas(64) std::atomic<uint32_t> inside{0};  // threads that may be using `loop`
+    alignas(64) std::atomic<uint32_t> inside{0};  // threads that may be using the open loop
     std::atomic<Time> shared_until{0};
     Time lost = 0, lost_at = 0;  // the time in long waits, at some time
     std::mutex one_caller;
-    int64_t started = 1;  // threads, the caller included
+    int64_t started = 1, allowed = MOST;  // threads, the caller included
 
     static Time now() { return Clock::now().time_since_epoch().count(); }
 
@@ -84,13 +85,17 @@ class Pool {
     }
 
     // Takes units until there are none, or until `end`; returns their number.
-    int64_t take(int64_t thread, Time end) {
+    int64_t take(Loop& loop, int64_t thread, Time end) {
         int64_t taken = 0;
         for (int64_t i = 0; i < loop.threads; i++) {
             Run& run = runs[(thread + i) % loop.threads];
             for (int64_t unit; run.next.load(std::memory_order_relaxed) < run.end &&
                                (unit = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) {
-                loop.unit(loop.body, unit);
+                try {
+                    loop.unit(loop.body, unit);
+                } catch (...) {  // for the caller; a worker has nobody to catch it
+                    if (!loop.failed.exchange(true)) loop.error = std::current_exception();
+                }
                 taken++;
                 if (end && now() > end) return taken;
             }
@@ -102,12 +107,14 @@ class Pool {
     static void ask_for_short_slices() {
 #if defined(__linux__) && defined(SYS_sched_setattr)
         struct {
-            uint32_t size = 48, policy = 0;
-            uint64_t flags = 0;
-            int32_t nice = 0;
-            uint32_t priority = 0;
-            uint64_t runtime = SLICE, deadline = 0, period = 0;
+            uint32_t size, policy;
+            uint64_t flags;
+            int32_t nice;
+            uint32_t priority;
+            uint64_t runtime, deadline, period;
         } attributes;
+        if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0)) return;
+        attributes.runtime = SLICE;
         syscall(SYS_sched_setattr, 0, &attributes, 0);  // if it fails, slices have their usual length
 #endif
     }
@@ -126,28 +133,37 @@ class Pool {
             end = now() < shared_until.load(std::memory_order_relaxed) ? begun + SHIFT : 0;
             seen = number.load();
             inside.fetch_add(1);
-            if (const Loop* now_open = open.load(); now_open && thread < now_open->threads) take(thread, end);
+            if (Loop* loop = open.load(); loop && thread < loop->threads) take(*loop, thread, end);
             if (inside.fetch_sub(1) == 1) inside.notify_one();
         }
     }
 
+    // Starts threads until there are so many. If the system refuses one, the loops run on those that exist.
     void start(int64_t threads) {
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are handled by the program's own threads
-        for (; started < threads; started++) std::thread([this, thread = started] { work(thread); }).detach();
+        sigset_t others, before;
+        sigfillset(&others);  // signals are handled by the program's own threads, except for those of a fault
+        for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&others, fault);
+        pthread_sigmask(SIG_SETMASK, &others, &before);
+        try {
+            for (; started < threads; started++) std::thread([this, thread = started] { work(thread); }).detach();
+        } catch (const std::exception&) {
+            allowed = started;
+        }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-public:
-    static Pool& get() {
-        static Pool* pool = [] {
-            pthread_atfork(nullptr, nullptr, [] { new (&get()) Pool; });  // a child has only the thread that forked
-            return new Pool;                                              // never deleted: threads outlive static objects
-        }();
-        return *pool;
+    // Waits until the threads have left a loop, of which the caller has done some units since `begun`.
+    void wait(Time begun, int64_t units) {
+        const Time end = now(), usual = (end - begun) / std::max<int64_t>(1, units);
+        if (!spin([&] { return inside.load() == 0; }))
+            for (uint32_t left; (left = inside.load());) inside.wait(left);
+        const Time done = now();
+        if (done - end <= LONG + 4 * usual) return;
+        lost = std::max<Time>(0, lost - (done - lost_at) / 20) + (done - end), lost_at = done;
+        if (lost > LOST) shared_until.store(done + SHARED, std::memory_order_relaxed), lost = LOST / 2;
     }
 
+public:
     template <typename F>
     void run(int64_t count, int64_t threads, const F& body) {
         threads = std::min({threads, count, MOST});
@@ -156,28 +172,27 @@ public:
             for (int64_t i = 0; i < count; i++) body(i);
             return;
         }
-        if (started < threads) start(threads);
+        if (started < std::min(threads, allowed)) start(threads);
+        threads = std::min(threads, started);
         for (int64_t i = 0; i < threads; i++) {
             runs[i].next.store(count * i / threads, std::memory_order_relaxed);
             runs[i].end = count * (i + 1) / threads;
         }
-        loop = {[](const void* body, int64_t i) { (*(const F*)body)(i); }, &body, threads};
+        Loop loop{[](const void* body, int64_t i) { (*(const F*)body)(i); }, &body, threads};
         open.store(&loop);
         number.fetch_add(1);
         number.notify_all();
-        const Time time = now();
-        const int64_t taken = take(0, 0);
+        const Time begun = now();
+        const int64_t taken = take(loop, 0, 0);
         open.store(nullptr);
-        if (inside.load() == 0) return;
-        const Time end = now(), usual = (end - time) / std::max<int64_t>(1, taken);
-        if (!spin([&] { return inside.load() == 0; }))
-            for (uint32_t left; (left = inside.load());) inside.wait(left);
-        const Time done = now();
-        if (done - end <= LONG + 4 * usual) return;
-        lost = std::max<Time>(0, lost - (done - lost_at) / 20) + (done - end), lost_at = done;
-        if (lost > LOST) shared_until.store(done + SHARED, std::memory_order_relaxed), lost = LOST / 2;
+        if (inside.load()) wait(begun, taken);
+        if (loop.failed) std::rethrow_exception(loop.error);
     }
 };
+
+constinit Pool pool;  // its destructor is trivial, since threads outlive static objects
+const int at_fork = pthread_atfork(nullptr, nullptr, [] { new (&pool) Pool; });  // a child has only the thread that forked
+static_assert(std::is_trivially_destructible_v<Pool>);
 
 // The number of threads for loops that the calling thread starts; 0: as many as torch uses.
 inline int64_t& chosen_threads() {
@@ -188,7 +203,7 @@ inline int64_t& chosen_threads() {
 // Calls body(i) for i from 0 to count - 1, each once, in any order and on several threads.
 template <typename F>
 void for_each_unit(int64_t count, const F& body) {
-    Pool::get().run(count, chosen_threads() ? chosen_threads() : torch::stable::get_num_threads(), body);
+    pool.run(count, chosen_threads() ? chosen_threads() : torch::stable::get_num_threads(), body);
 }
 
 }  // namespace

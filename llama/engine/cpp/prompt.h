@@ -80,7 +80,9 @@ void attend_prompt(const Tensor& q, const Tensor& k, const Tensor& v, const std:
         thread_local std::vector<bf16> query, weights;
         thread_local std::vector<uint32_t> panels;
         thread_local std::vector<float> sums;
-        thread_local Softmax state;
+        thread_local std::vector<Softmax> states;  // in a vector, since a thread that gets no memory for its variables ends the process
+        states.resize(1);
+        Softmax& state = states[0];
         query.assign(QUERIES * stride, bf16{}), weights.assign(QUERIES * (CHUNK + 32), bf16{});
         panels.resize(CHUNK * std::max(inputs, WIDEST) / 2), sums.resize(QUERIES * std::max(CHUNK, WIDEST));
         const bool* seen[QUERIES];
