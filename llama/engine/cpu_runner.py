@@ -9,6 +9,7 @@ If layers were replaced or have hooks, the model runs as model.py is written.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -92,12 +93,18 @@ class KernelRunner(Runner):
         end: int,
         cache: KVCache | None,
     ) -> Tensor:
-        # Many rows times a bfloat16 weight are PyTorch's work. Its threads and the kernels' must not take turns.
-        fits = self.known and (self.packed or tokens.numel() <= FEW_ROWS)
-        if not fits or not self.unchanged():
+        if not self.fits(tokens.numel()) or not self.unchanged():
             return super().run(model, tokens, positions, keys, end, cache)
         with kernels.own_threads():
             return self.run_blocks(model, tokens, positions, keys, end, cache)
+
+    def fits(self, rows: int) -> bool:
+        """Whether the kernels run so many rows. Many rows times a bfloat16 weight are PyTorch's work."""
+        return self.known and (self.packed or rows <= FEW_ROWS)
+
+    def threads(self, rows: int) -> contextlib.AbstractContextManager[None]:
+        """Give the threads to whoever runs so many rows. PyTorch's threads and the kernels' must not take turns."""
+        return kernels.own_threads() if self.fits(rows) else contextlib.nullcontext()
 
     def run_blocks(
         self,
@@ -128,14 +135,14 @@ class KernelRunner(Runner):
     ) -> Generator[list[Any]]:
         chosen = super().decode(model, logits, cache, steps, choose)
         while True:
-            with kernels.own_threads():  # logits are long enough for PyTorch to use several threads
+            with self.threads(1):  # logits are long enough for PyTorch to use several threads
                 values = next(chosen, None)
             if values is None:
                 return
             yield values
 
     def next_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        with kernels.own_threads():
+        with self.threads(tokens.numel()):
             return super().next_logits(model, tokens, positions, cache)
 
     def unchanged(self) -> bool:

@@ -69,28 +69,35 @@ def pick_form() -> str | None:
 
 def ready() -> bool:
     """Whether the kernels can be called. The first call builds them, and logs the reason if that fails."""
+    return _library() is not None
+
+
+def _library() -> ctypes.CDLL | None:
     with _LOCK:  # several threads create layers
         return _load()
 
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):  # a child could wait for ever for a thread that is loading the kernels
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 @functools.cache
-def _load() -> bool:
+def _load() -> ctypes.CDLL | None:
     form = pick_form()
     if form is None:
         if os.environ.get("CLEARLLAMA_KERNELS") != "off":
             _warn(f"no kernels for this processor ({platform.machine()}, {platform.system()})")
-        return False
+        return None
     try:
-        load(form)
+        library = load(form)
     except (OSError, RuntimeError, UsageError, ImportError, subprocess.SubprocessError) as error:
         _warn(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
-        return False
+        return None
     for name, fake in (("linear_blocks", _fake_blocks), ("linear_bf16", _fake_bf16), ("attend", _fake_attend)):
         torch.library.register_fake(f"clearllama::{name}", fake)
-    return True
+    library.clearllama_choose_threads.argtypes = ctypes.c_int64, ctypes.c_int64
+    return library
 
 
 def sources() -> str:
@@ -174,21 +181,22 @@ def own_threads() -> Iterator[None]:
     numbers belong to the calling thread. The context changes nothing without the kernels, or within itself.
     """
     threads = torch.get_num_threads()
-    if threads == 1 or not ready():
+    library = None if threads == 1 else _library()
+    if library is None:
         yield
         return
-    choose_threads(threads)
-    torch.set_num_threads(1)
+    choose = library.clearllama_choose_threads  # both numbers in one call, which a signal can't interrupt
     try:
+        choose(threads, 1)
         yield
     finally:
-        torch.set_num_threads(threads)
-        choose_threads(0)
+        choose(0, threads)
 
 
 def choose_threads(count: int) -> None:
     """Set the number of threads for the kernels that the calling thread runs; 0: as many as PyTorch uses."""
-    load(pick_form() or "").clearllama_choose_threads(count)
+    if (library := _library()) is not None:
+        library.clearllama_choose_threads(count, 0)
 
 
 # --------------------------------------------------------------------------------------------------- the operators
