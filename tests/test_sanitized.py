@@ -144,3 +144,16 @@ def test_threads_that_share_weights_do_not_race(shared: bool, tmp_path: Path) ->
                TSAN_OPTIONS="ignore_noninstrumented_modules=1 report_signal_unsafe=0")  # fmt: skip
     assert ("data race" in done.stderr) == shared, done.stderr[-3000:]
     assert shared or done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_kernels_without_torch_stay_in_their_memory(tmp_path: Path) -> None:
+    """This program also multiplies weights of 4 and 8 bits in panels, which `linear_blocks` does only with AMX."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    source, program = ROOT / "tests" / "cpp" / "kernels_alone.cpp", tmp_path / "program"
+    flags = ["-std=c++20", "-O1", "-w", "-pthread", "-fsanitize=address,undefined", f"-I{source.parent}"]
+    subprocess.run(["g++", *flags, str(source), "-o", str(program)], check=True)
+    done = subprocess.run([program, "2"], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

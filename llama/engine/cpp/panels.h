@@ -94,26 +94,25 @@ void panel_product(const PaddedRows& x, int64_t N, T* y, Fill fill, Finish finis
         }
         matrix_product(x.data.data() + first * x.stride, x.stride, M, panels.data(), x.inputs, count, sums.data());
         for (int64_t m = first; m < std::min(x.M, first + M); m++)
-            for (int64_t p = 0; p < count; p++) {
-                const f32x16 done = finish(n + 16 * p, load<f32x16>(&sums[((m - first) * count + p) * 16]));
-                if (n + 16 * p < N) store(done, y + m * N + n + 16 * p, std::min(ROWS, N - n - 16 * p));
-            }
+            for (int64_t p = 0; p < count && n + 16 * p < N; p++)
+                store(finish(n + 16 * p, load<f32x16>(&sums[((m - first) * count + p) * 16])), y + m * N + n + 16 * p, std::min(ROWS, N - n - 16 * p));
     });
+}
+
+template <typename T, int BITS, bool OFFSET, bool PER_ROW>
+void product_in_panels(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, T* y, int64_t N) {
+    const PaddedRows rows(x, M, K, s.groups * s.group);  // a weight's last group is padded
+    const auto tile = [&](int64_t n) { return tiles + n / ROWS * (s.groups * s.stride + (PER_ROW ? 64 : 0)); };
+    const auto fill = [&](int64_t n, uint32_t* panel) { panel_of<BITS, OFFSET, PER_ROW>(tile(n), s, rows.inputs, panel); };
+    panel_product(rows, N, y, fill, [&](int64_t n, f32x16 sums) { return PER_ROW ? sums * load<f32x16>(tile(n) + s.groups * s.stride) : sums; });
 }
 
 template <typename T>
 void linear_blocks_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, int64_t bits, int64_t group, bool offset, T* y, int64_t N) {
-    const Shape s = shape_of(K, bits, group, offset);
     with_format(bits, group, offset, [&]<int BITS, bool OFFSET, bool PER_ROW>() {
-        if constexpr (HAS_TILES) {
-            if (M >= PANEL_ROWS) {
-                const PaddedRows rows(x, M, K, s.groups * s.group);
-                const auto tile = [&](int64_t n) { return tiles + n / ROWS * (s.groups * s.stride + (PER_ROW ? 64 : 0)); };
-                const auto fill = [&](int64_t n, uint32_t* panel) { panel_of<BITS, OFFSET, PER_ROW>(tile(n), s, rows.inputs, panel); };
-                return panel_product(rows, N, y, fill, [&](int64_t n, f32x16 sums) { return PER_ROW ? sums * load<f32x16>(tile(n) + s.groups * s.stride) : sums; });
-            }
-        }
-        product<T, BITS, OFFSET, PER_ROW>(x, M, K, tiles, s, y, N);
+        auto run = product<T, BITS, OFFSET, PER_ROW>;
+        if constexpr (HAS_TILES) run = M < PANEL_ROWS ? run : product_in_panels<T, BITS, OFFSET, PER_ROW>;
+        run(x, M, K, tiles, shape_of(K, bits, group, offset), y, N);
     });
 }
 

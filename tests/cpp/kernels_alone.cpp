@@ -1,0 +1,176 @@
+// Runs the kernels on fixed inputs, without torch and without Python, and writes their results.
+//
+//     kernels_alone [THREADS] > FILE
+//
+// A result is a line with its name, its type and its sizes, and then its numbers. tests/test_neon.py compares the results of two builds.
+
+#include <cstdio>
+#include <string>
+
+#include "../../llama/engine/cpp/bfloat16.h"
+#include "../../llama/engine/cpp/block.h"
+#include "../../llama/engine/cpp/rounding.h"
+
+using enum torch::headeronly::ScalarType;
+using torch::headeronly::ScalarType;
+typedef std::vector<int64_t> Sizes;
+
+namespace {
+
+constexpr const char* NAMES[] = {"uint8", "int8", "int64", "float32", "bfloat16", "bool"};
+
+void write(const std::string& name, const Tensor& x) {
+    std::printf("%s|%s|", name.c_str(), NAMES[int(x.scalar_type())]);
+    for (int64_t i = 0; i < x.dim(); i++) std::printf("%s%lld", i ? "," : "", (long long)x.size(i));
+    std::printf("\n");
+    std::fwrite(x.const_data_ptr(), 1, x.bytes(), stdout);
+}
+
+uint32_t random_bits() {
+    static uint64_t state = 1;
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return uint32_t(state >> 40);
+}
+
+// Multiples of 2^-23 between -3 and 3, around 0. Every machine computes the same ones.
+float random_number() {
+    int64_t sum = 0;
+    for (int i = 0; i < 3; i++) sum += int64_t(random_bits()) - (1 << 23);
+    return float(sum) / (1 << 23);
+}
+
+Tensor random_tensor(Sizes sizes, ScalarType type) {
+    Tensor x(sizes, type);
+    for (int64_t i = 0; i < x.numel(); i++) {
+        if (type == Float) ((float*)x.mutable_data_ptr())[i] = random_number();
+        else if (type == BFloat16) from_float(random_number(), ((bf16*)x.mutable_data_ptr())[i]);
+        else if (type == Bool) ((bool*)x.mutable_data_ptr())[i] = random_bits() % 4;
+        else ((uint8_t*)x.mutable_data_ptr())[i] = uint8_t(random_bits());
+    }
+    return x;
+}
+
+// Integers between low and high. The first ones of every group are low and high, so that scales are 1.
+Tensor integers(int64_t rows, int64_t columns, int64_t group, int low, int high) {
+    Tensor x({rows, columns}, Float);
+    for (int64_t i = 0; i < x.numel(); i++) {
+        const int64_t k = i % columns % group;
+        ((float*)x.mutable_data_ptr())[i] = float(k == 0 ? high : k == 1 ? low : low + int(random_bits() % (high - low + 1)));
+    }
+    return x;
+}
+
+struct Kind {
+    int64_t bits, group;
+    bool offset;
+    std::string name() const { return std::to_string(bits) + " bits, group " + std::to_string(group) + (offset ? ", offset" : ""); }
+};
+
+// Products in panels, whether or not this build prefers them.
+template <typename T>
+Tensor panels_of(const Tensor& x, const Tensor& tiles, const Kind& kind, int64_t N) {
+    const int64_t M = x.size(0), K = x.size(1);
+    Tensor y = torch::stable::new_empty(x, {M, N});
+    with_format(kind.bits, kind.group, kind.offset, [&]<int BITS, bool OFFSET, bool PER_ROW>() {
+        product_in_panels<T, BITS, OFFSET, PER_ROW>((const T*)x.const_data_ptr(), M, K, (const uint8_t*)tiles.const_data_ptr(),
+                                                    shape_of(K, kind.bits, kind.group, kind.offset), (T*)y.mutable_data_ptr(), N);
+    });
+    return y;
+}
+
+void weights_in_few_bits() {
+    Tensor clips({3}, Float);
+    for (int i = 0; i < 3; i++) ((float*)clips.mutable_data_ptr())[i] = 1 - 0.125f * i;
+    const Tensor one = torch::stable::narrow(clips, 0, 0, 1);
+    std::vector<Kind> kinds = {{8, 32, false}, {8, 16, false}, {8, 32, true}, {8, 0, false}};
+    for (int64_t group : {16, 32, 64, 128})
+        for (bool offset : {false, true}) kinds.push_back({4, group, offset});
+    for (const Kind& kind : kinds) {
+        const auto [bits, group, offset] = kind;
+        const int64_t width = group ? group : 64;
+        for (ScalarType type : {Float, BFloat16}) {
+            const std::string name = kind.name() + (type == Float ? "" : ", bfloat16");
+            const Tensor w = random_tensor({37, 200}, type), tiles = quantize_to_tiles(w, clips, bits, group, offset);
+            write("tiles, " + name, tiles);
+            for (int64_t M : {1, 2, 3, 27}) {
+                const Tensor x = random_tensor({M, 200}, type);
+                write("product, " + name + ", rows " + std::to_string(M), linear_blocks(x, tiles, bits, group, offset, 37));
+            }
+            const Tensor x = random_tensor({29, 200}, type);
+            write("panels, " + name, type == Float ? panels_of<float>(x, tiles, kind, 37) : panels_of<bf16>(x, tiles, kind, 37));
+        }
+        // With scales of 1, products are integers. Only an exact sum is right.
+        const int high = offset ? (1 << bits) - 1 : (1 << (bits - 1)) - 1, low = offset ? 0 : -high;
+        const Tensor x = integers(27, 256, width, -127, 127), w = integers(48, 256, width, low, high);
+        const Tensor tiles = quantize_to_tiles(w, one, bits, group, offset);
+        write("integers x, " + kind.name(), x), write("integers w, " + kind.name(), w);
+        write("integers y, " + kind.name(), linear_blocks(x, tiles, bits, group, offset, 48));
+        write("integers y of one row, " + kind.name(), linear_blocks(torch::stable::narrow(x, 0, 0, 1), tiles, bits, group, offset, 48));
+    }
+}
+
+void rows_in_8_bits() {
+    const Tensor x = random_tensor({1, 200}, Float);
+    const Shape s = shape_of(200, 8, 32, false);
+    Tensor q({s.groups * s.group}, Char), start({s.groups}, Long), scale({s.groups}, Float), sum({s.groups}, Float);
+    std::vector<int32_t> starts(s.groups);
+    to_8_bits((const float*)x.const_data_ptr(), 200, s, 1, (int8_t*)q.mutable_data_ptr(), (float*)scale.mutable_data_ptr(), starts.data(),
+              (float*)sum.mutable_data_ptr());
+    std::copy(starts.begin(), starts.end(), (int64_t*)start.mutable_data_ptr());
+    write("quantized x", q), write("sums of quantized x", start), write("scales of x", scale), write("sums of x", sum);
+}
+
+void products_in_bfloat16() {
+    for (int64_t K : {100, 256})
+        for (bool bias : {false, true}) {
+            const Tensor x = random_tensor({7, K}, BFloat16), w = random_tensor({30, K}, BFloat16), b = random_tensor({30}, BFloat16);
+            write("bfloat16, " + std::to_string(K) + (bias ? ", bias" : ""), linear_bf16(x, w, bias ? std::optional(b) : std::nullopt));
+        }
+}
+
+void attention() {
+    for (int64_t D : {64, 80, 128})
+        for (int64_t T : {1, 3, 40})
+            for (ScalarType type : {Float, BFloat16})
+                for (bool integers : {false, true}) {
+                    if (T > FEW_QUERIES && type == Float) continue;
+                    const int64_t S = 301;
+                    const ScalarType kept = integers ? Char : type;
+                    const Tensor q = random_tensor({2, 6, T, D}, type), k = random_tensor({2, 2, S, D}, kept), v = random_tensor({2, 2, S, D}, kept);
+                    std::optional<Tensor> mask, k_scale, v_scale;
+                    if (T > 1) mask = random_tensor({T, S}, Bool);
+                    if (integers) {
+                        Tensor scales({2, 2, S}, Float);
+                        for (int64_t i = 0; i < scales.numel(); i++) ((float*)scales.mutable_data_ptr())[i] = float(1 + random_bits() % 16) / 1024;
+                        k_scale = v_scale = scales;
+                    }
+                    write("attention, " + std::to_string(D) + ", tokens " + std::to_string(T) + ", " + NAMES[int(type)] + ", " + NAMES[int(kept)],
+                          attend(q, k, v, mask, k_scale, v_scale));
+                }
+}
+
+void elementwise() {
+    for (ScalarType type : {Float, BFloat16}) {
+        const std::string name = NAMES[int(type)];
+        const Tensor h = random_tensor({9, 100}, type), added = random_tensor({9, 100}, type), weight = random_tensor({100}, type);
+        write("norm, " + name, add_norm(h, added, weight, 1e-5)), write("sum, " + name, h);
+        const Tensor gate = random_tensor({9, 100}, type), up = random_tensor({9, 100}, type);
+        write("swiglu, " + name, swiglu(gate, up));
+        const Tensor q = random_tensor({2, 5, 96}, type), k = random_tensor({2, 5, 32}, type), v = random_tensor({2, 5, 32}, type);
+        const Tensor cos = random_tensor({5, 8}, Float), sin = random_tensor({5, 8}, Float);
+        const Tensor keys = random_tensor({2, 2, 7, 16}, type), values = random_tensor({2, 2, 7, 16}, type);
+        write("rotated q, " + name, rotate(q, k, v, cos, sin, std::nullopt, keys, values));
+        write("rotated k, " + name, keys), write("kept v, " + name, values);
+    }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    torch::stable::threads = count > 1 ? uint32_t(std::atoi(arguments[1])) : 1;
+    weights_in_few_bits();
+    rows_in_8_bits();
+    products_in_bfloat16();
+    attention();
+    elementwise();
+}
