@@ -42,7 +42,7 @@ with ThreadPoolExecutor(2) as pool:
 """
 # file, a part of it, and the defect in its place
 DEFECTS = {
-    "a key beyond the last": ("attention.h", "(s + std::min(j, count - 1)) * p.k_stride;\n            prefetch", "(s + j) * p.k_stride;\n            prefetch"),
+    "a key beyond the last": ("attention.h", "(s + std::min(j, count - 1)) * p.k_stride;\n            prefetch(p, s + j);\n            f32x16 wide", "(s + j) * p.k_stride;\n            prefetch(p, s + j);\n            f32x16 wide"),
     "x beyond its end": ("blocks.h", "n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x", "x"),
     "weights beyond the end": ("bfloat16.h", "k + 32 * SUMS <= K", "k < K"),
     "a group beyond the last column": ("rounding.h", "if (rows >= LANES && n == width) return", "return"),

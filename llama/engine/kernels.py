@@ -8,8 +8,8 @@
                        what cpu_runner.py calls: the other parts of a block, and a complete one
 
 The source includes only the stable headers of torch, so compiling takes about ten seconds. Without a compiler, or on
-a processor without AVX2, `ready` logs the reason once and the callers use PyTorch's operators. CLEARLLAMA_KERNELS
-overrides the form: off, amx, avx512, avx2 or plain.
+a machine that no form is for, `ready` logs the reason once and the callers use PyTorch's operators. CLEARLLAMA_KERNELS
+overrides the form: off, or one of FORMS.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ FORMS = {
     "amx": f"{AVX512} -mamx-tile -mamx-bf16",
     "avx512": AVX512,
     "avx2": "-mavx2 -mfma -mf16c",
+    "neon_bf16": "-march=armv8.2-a+dotprod+i8mm+bf16",
+    "neon": "-march=armv8.2-a+dotprod",
     "plain": "-O1",
 }
+CPUINFO = Path("/proc/cpuinfo")
 OPERATORS = ("linear_blocks", "quantize_to_tiles", "linear_bf16", "attend", "add_norm", "rotate", "swiglu", "block")
 COMMON = "-std=c++20 -O3 -fno-math-errno -fPIC -shared -pthread -w"
 
@@ -58,13 +61,39 @@ def pick_form() -> str | None:
         raise UsageError(f"CLEARLLAMA_KERNELS is {wanted!r}; expected auto, off, {', '.join(FORMS)}")
     if wanted != "auto":
         return None if wanted == "off" else wanted
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+    if platform.system() != "Linux":
         return None
+    if platform.machine() == "aarch64":
+        found = arm_features()
+        return None if not found["dotprod"] else "neon_bf16" if found["i8mm"] and found["bf16"] else "neon"
     cpu = torch.cpu
+    if platform.machine() != "x86_64" or not cpu._is_avx2_supported():
+        return None
     if cpu._is_avx512_supported() and cpu._is_vnni_supported() and cpu._is_avx512_bf16_supported():
         # _init_amx asks Linux for the tile registers, which a process has only on request.
         return "amx" if cpu._is_amx_tile_supported() and cpu._init_amx() else "avx512"
-    return "avx2" if cpu._is_avx2_supported() else None
+    return "avx2"
+
+
+def arm_features() -> dict[str, bool]:
+    """The instructions of ARM processors that the kernels use, and whether Linux lists them."""
+    try:
+        lines = CPUINFO.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    listed = next((line.partition(":")[2].split() for line in lines if line.startswith("Features")), [])
+    return {name: flag in listed for name, flag in (("dotprod", "asimddp"), ("i8mm", "i8mm"), ("bf16", "bf16"))}
+
+
+def why_none() -> str:
+    """Why `pick_form` finds no form for this machine."""
+    system, machine = platform.system(), platform.machine()
+    if system != "Linux":
+        return f"they need Linux, and this is {'macOS' if system == 'Darwin' else system}"
+    needed = {"x86_64": "AVX2", "aarch64": "the dot product instructions (asimddp)"}.get(machine)
+    if needed is None:
+        return f"they need an x86_64 or aarch64 processor, and this one is {machine}"
+    return f"they need {needed}, which this processor does not have"
 
 
 def ready() -> bool:
@@ -87,7 +116,7 @@ def _load() -> ctypes.CDLL | None:
     form = pick_form()
     if form is None:
         if os.environ.get("CLEARLLAMA_KERNELS") != "off":
-            _warn(f"no kernels for this processor ({platform.machine()}, {platform.system()})")
+            _warn(why_none())
         return None
     try:
         library = load(form)

@@ -279,6 +279,10 @@ def instructions() -> dict[str, bool]:
     """The processor's instruction sets that the kernels use, and whether torch finds them."""
     import torch
 
+    if platform.machine() == "aarch64":
+        from ..engine.kernels import arm_features
+
+        return arm_features()
     names = {
         "AVX2": "_is_avx2_supported",
         "AVX-512": "_is_avx512_supported",
@@ -303,7 +307,7 @@ def kernels_and_compiler() -> Iterator[Finding]:
     if os.environ.get("CLEARLLAMA_KERNELS") == "off":
         yield Finding("note", "kernels", "C++", "disabled by CLEARLLAMA_KERNELS=off", "unset it for speed")
     elif form is None:
-        yield Finding("note", "kernels", "C++", "not available for this processor; torch's own operators are used")
+        yield Finding("note", "kernels", "C++", f"not available: {kernels.why_none()}; torch's own operators are used")
     elif (built := kernels.built(form)) is not None:
         yield Finding("ok", "kernels", "C++", f"{form}, built: {built}")
     elif version is None:

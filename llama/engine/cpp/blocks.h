@@ -37,7 +37,8 @@ constexpr int64_t AHEAD = 0;
 #endif
 
 // acc[row] += sum over 4 inputs of w[row][i] * x[i]; w is 64 unsigned bytes, x is 4 signed bytes.
-// Without VNNI, 8-bit weights are used as signed (w - 128), since the sum of two products with unsigned ones can overflow 16 bits.
+// With SIGNED8, 8-bit weights are used as signed (w - 128): AVX2 adds two products in 16 bits, which unsigned ones can overflow, and
+// ARM's first instruction for this multiplies signed bytes only.
 #if defined(__AVX512VNNI__)
 constexpr bool SIGNED8 = false;
 template <int BITS>
@@ -59,6 +60,22 @@ inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
         part[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1));
     }
     return acc + load<i32x16>(part);
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool SIGNED8 = false;
+inline int32x4_t dot16(int32x4_t acc, uint8x16_t w, int8x16_t x) { return vusdotq_s32(acc, w, x); }
+#else
+constexpr bool SIGNED8 = true;
+inline int32x4_t dot16(int32x4_t acc, uint8x16_t w, int8x16_t x) { return vdotq_s32(acc, vreinterpretq_s8_u8(w), x); }
+#endif
+template <int BITS>
+inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
+    int32x4_t sum[4];
+    std::memcpy(sum, &acc, 64);
+    if (BITS == 8 && SIGNED8) w ^= 0x80808080u;
+    for (int i = 0; i < 4; i++) sum[i] = dot16(sum[i], load<uint8x16_t>((const char*)&w + 16 * i), vreinterpretq_s8_s32(vdupq_n_s32(x)));
+    return load<i32x16>(sum);
 }
 #else
 constexpr bool SIGNED8 = false;

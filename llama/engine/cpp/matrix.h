@@ -19,6 +19,15 @@ inline u32x16 pair_of(f32x16 first, f32x16 second) {
     }();
     return (u32x16)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
+    float32x4_t sum[4];
+    bfloat16x8_t x[4], y[4];
+    std::memcpy(sum, &acc, 64), std::memcpy(x, &a, 64), std::memcpy(y, &b, 64);
+    for (int i = 0; i < 4; i++) sum[i] = vbfdotq_f32(sum[i], x[i], y[i]);
+    return load<f32x16>(sum);
+}
+inline u32x16 pair_of(f32x16 first, f32x16 second) { return rounded(first) >> 16 | rounded(second); }
 #else
 inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
     acc += (f32x16)(a << 16) * (f32x16)(b << 16);

@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -56,6 +58,10 @@ inline f32x16 load_half(const void* p) {
 #elif defined(__F16C__)
     const __m128i* h = (const __m128i*)p;
     __m256 v[2] = {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
+    return load<f32x16>(v);
+#elif defined(__ARM_NEON)
+    float32x4_t v[4];
+    for (int i = 0; i < 4; i++) v[i] = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p + 8 * i)));
     return load<f32x16>(v);
 #else
     f32x16 v;
