@@ -1,0 +1,117 @@
+"""KernelRunner computes what model.py computes, and leaves a model alone that was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llama.config import ModelConfig
+from llama.engine import cpu_runner, kernels
+from llama.engine.cpu_runner import KernelRunner
+from llama.engine.linears import make_linear, quantize_
+from llama.model import Runner, Transformer
+
+from . import tiny
+
+pytestmark = pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
+BIASED = ModelConfig(64, 2, 4, 2, 16, 96, 320, norm_eps=1e-5, max_seq_len=256, attention_bias=True, mlp_bias=True)
+CONFIGS = {"wide": tiny.WIDE, "small": tiny.CONFIG, "with biases": BIASED}
+
+
+def model(
+    scheme: str | None, dtype: torch.dtype, config: ModelConfig = tiny.WIDE, rope: str = "complex"
+) -> Transformer:
+    """A random model with the layers that the loader chooses on a CPU."""
+    net = tiny.model(config, attention="kernel", rope=rope).to(dtype)
+    if scheme is not None:
+        return quantize_(net, scheme)
+    for name, linear in [(n, m) for n, m in net.named_modules() if isinstance(m, nn.Linear)]:
+        bias = None if linear.bias is None else linear.bias.detach()
+        net.set_submodule(name, make_linear(linear.weight.detach(), torch.device("cpu"), bias))
+    return net
+
+
+def logits(net: Transformer, runner: Runner) -> Tensor:
+    """A prompt, single tokens and a further prompt for two texts; then a step at positions that differ."""
+    net.runner = runner
+    ids = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(1))
+    cache = net.new_cache(64, batch=2)
+    rows = [net(part, cache=cache) for part in ids.split([20, 1, 1, 18], 1)]
+    cache = net.new_cache(64, batch=2, fixed=True)
+    net(ids[:, :9], cache=cache)
+    last = net(ids[:, 9:10], torch.tensor([[9], [4]]), cache)
+    return torch.cat([*rows, last, net(ids)], 1)
+
+
+@pytest.mark.parametrize("kind", ["model", "int8"])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("scheme", "dtype", "rope"), [
+    ("int4", torch.bfloat16, "complex"), ("int8", torch.float32, "complex"), ("int8-row", torch.bfloat16, "real"),
+    (None, torch.bfloat16, "complex"),
+])  # fmt: skip
+def test_the_logits_are_those_of_model_py(
+    scheme: str | None, dtype: torch.dtype, rope: str, config: str, kind: str
+) -> None:
+    net = model(scheme, dtype, CONFIGS[config], rope)
+    expected = logits(net, Runner(kind))
+    for join in (False, True):
+        runner = KernelRunner(net, kind, join=join)
+        assert runner.known
+        gap = (logits(net, runner) - expected).norm() / expected.norm()
+        # A last bit that differs can move x by one step of its 8 bits.
+        assert float(gap) < (0.03 if dtype == torch.bfloat16 or scheme else 1e-5), (join, float(gap))
+
+
+def changed(net: Transformer, how: str) -> None:
+    block: Any = net.layers[1]
+    if how == "hook":
+        block.feed_forward.w_down.register_forward_hook(lambda layer, inputs, y: 2 * y)
+    elif how == "pre-hook":
+        block.attention.register_forward_pre_hook(lambda layer, inputs: (2 * inputs[0], *inputs[1:]))
+    else:
+        net.set_submodule("layers.1.ffn_norm", nn.Identity())
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "replaced"])
+def test_a_changed_model_runs_module_by_module(how: str) -> None:
+    net = model("int4", torch.bfloat16)
+    net.runner, ids = KernelRunner(net), torch.arange(7)[None]
+    before = net(ids, cache=net.new_cache(9))
+    changed(net, how)
+    after = net(ids, cache=net.new_cache(9))
+    assert not torch.equal(before, after)
+    net.runner = Runner()
+    assert torch.equal(after, net(ids, cache=net.new_cache(9)))
+
+
+def test_weights_that_are_changed_in_place_are_used() -> None:
+    net = model("int8", torch.bfloat16)
+    net.runner, ids = KernelRunner(net), torch.arange(5)[None]
+    before = net(ids, cache=net.new_cache(9))
+    net.layers[0].attention.wk.tiles.zero_()
+    after = net(ids, cache=net.new_cache(9))
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize(("scheme", "cached", "operation"), [
+    ("int4", True, "one_operation"), ("int4", False, "nine_operations"), (None, True, "nine_operations"),
+])  # fmt: skip
+def test_a_block_with_packed_weights_is_one_operation(
+    scheme: str | None, cached: bool, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Tensor]:
+        real: Callable[..., Tensor] = getattr(cpu_runner, name)
+        return lambda *given: (calls.append(name), real(*given))[1]
+
+    for name in ("one_operation", "nine_operations"):
+        monkeypatch.setattr(cpu_runner, name, counted(name))
+    net = model(scheme, torch.bfloat16)
+    net.runner = KernelRunner(net)
+    net(torch.arange(3)[None], cache=net.new_cache(9) if cached else None)
+    assert calls == [operation] * tiny.WIDE.n_layers
