@@ -86,12 +86,13 @@ class CompiledRunner(KernelRunner):
                 step = self.rows_step()
         if cache is None or keys is None or step is None:
             return super().run(model, tokens, positions, keys, end, cache)
-        h = model.tok_embeddings(tokens)  # (B, 1, C)
-        freqs_cis = model.rope.freqs_cis(positions, end)  # cos and sin, (1, D/2) or (B, 1, D/2)
-        mask = causal_mask(positions, keys)  # (1, S) or (B, 1, 1, S)
-        for block, layer in zip(model.layers, cache.layers, strict=True):
-            h = step([h, *freqs_cis, mask, positions, *layer.buffers, *self.weights[block]])  # (B, 1, C)
-        return model.norm(h)
+        with kernels.own_threads():
+            h = model.tok_embeddings(tokens)  # (B, 1, C)
+            freqs_cis = model.rope.freqs_cis(positions, end)  # cos and sin, (1, D/2) or (B, 1, D/2)
+            mask = causal_mask(positions, keys)  # (1, S) or (B, 1, 1, S)
+            for block, layer in zip(model.layers, cache.layers, strict=True):
+                h = step([h, *freqs_cis, mask, positions, *layer.buffers, *self.weights[block]])  # (B, 1, C)
+            return model.norm(h)
 
 
 # ------------------------------------------------------------------------------------------------------ the trace

@@ -92,11 +92,12 @@ def describe_threads() -> str:
     return str(default) if count == default.count else str(Threads(count, "set for this run"))
 
 
-# ------------------------------------------------------------------------------------------------------------- fork
-def _end_openmp_threads() -> None:
-    """End the threads of GNU's OpenMP before a fork; the next operation starts them again.
+# ----------------------------------------------------------------------------------------------------------- OpenMP
+def end_openmp_threads() -> None:
+    """End the threads that GNU's OpenMP has started for the calling thread; the next operation starts them again.
 
-    A child has only the thread that forked. Its OpenMP would wait for the other threads, also in PyTorch's operators.
+    Before a fork: a child has only the thread that forked, and its OpenMP would wait for the other threads, also in
+    PyTorch's operators. Before the kernels run: OpenMP's threads spin for milliseconds on the cores that they need.
     """
     for library in _openmp():
         library.omp_pause_resource_all(2)  # omp_pause_hard
@@ -114,4 +115,4 @@ def _openmp() -> list[ctypes.CDLL]:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_end_openmp_threads)
+    os.register_at_fork(before=end_openmp_threads)
