@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from llama.engine import kernels
+
 from ..forked import Forked
+from ..test_threads import CHILD, check
 
 FORK = """
 import multiprocessing, os, signal, sys, threading
@@ -62,3 +65,81 @@ def test_a_forked_child_generates(forked: Forked, tiny_gguf: Path, way: str) -> 
     code = f"import sys; sys.argv[1:] = {[str(tiny_gguf), way]}\n{FORK}"
     done = forked.run((), None, 90, code=code)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+KERNELS = """
+if way != "before the first loop":
+    product()
+stop = threading.Event()
+
+def loops():
+    kernels.choose_threads(3)
+    while not stop.is_set():
+        assert torch.equal(product(), expected)
+
+others = [threading.Thread(target=loops) for _ in range(2 if way == "in the middle of loops" else 0)]
+for other in others:
+    other.start()
+
+def compare():
+    signal.alarm(20)
+    assert count() == 1
+    assert all(torch.equal(product(), expected) for _ in range(10))
+    assert count() == 3
+
+if way == "multiprocessing":
+    import multiprocessing
+    children = [multiprocessing.get_context("fork").Process(target=compare) for _ in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(20)
+    assert [child.exitcode for child in children] == [0, 0]
+else:
+    for _ in range(5):
+        child = os.fork()
+        if child == 0:
+            compare()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+stop.set()
+for other in others:
+    other.join()
+assert torch.equal(product(), expected)
+"""
+
+LOADING = """
+import os, signal, threading, time
+from llama.engine import kernels
+
+real, inside = kernels.load, threading.Event()
+
+def slow(form):
+    inside.set()
+    time.sleep(0.3)
+    return real(form)
+
+kernels.load = slow
+other = threading.Thread(target=kernels.ready)
+other.start()
+assert inside.wait(20)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(not kernels.ready())
+assert os.waitpid(child, 0)[1] == 0
+other.join()
+"""
+
+
+@pytest.mark.row("I14")
+@pytest.mark.skipif(not kernels.ready() or not os.path.exists("/proc/self/task"), reason="needs the kernels, and Linux")
+@pytest.mark.parametrize("way", ["before the first loop", "after a loop", "in the middle of loops", "multiprocessing"])
+def test_the_kernels_of_a_forked_child_have_threads_of_their_own(forked: Forked, way: str) -> None:
+    check(forked, f"{CHILD}\nway = {way!r}\n{KERNELS}")
+
+
+@pytest.mark.row("I14")
+@pytest.mark.skipif(not kernels.ready() or not hasattr(os, "fork"), reason="needs the kernels, and fork")
+def test_a_child_can_use_the_kernels_that_another_thread_was_loading(forked: Forked) -> None:
+    check(forked, LOADING)
