@@ -56,7 +56,7 @@ from .weights import (
 if TYPE_CHECKING:
     from .text import Llama
 
-LARGE = 2**26  # entries; a weight with more is read alone
+SMALL, LARGE = 2**22, 2**26  # entries; weights between them are read by several threads
 
 
 @dataclass(frozen=True)
@@ -293,14 +293,15 @@ def fill(plan: Plan) -> Transformer:
     }
     if plan.shares_embedding:  # filled together with the output
         layers.pop("tok_embeddings", None)
-    large = [name for name in layers if math.prod(tuple(layers[name].weight.shape)) > LARGE]
-    small = [name for name in layers if name not in large]
-    # Dequantization uses numpy, which releases the GIL, so several threads use several cores. Large weights
-    # are read one by one, so that at most one of them is in memory twice.
-    for name in large:
-        fill_layer(model, name, layers[name], plan)
+    # Dequantization uses numpy, which releases the GIL, so several threads use several cores. For a small weight,
+    # passing the GIL takes longer than that saves. At most one large weight is in memory twice.
+    entries = {name: math.prod(tuple(layer.weight.shape)) for name, layer in layers.items()}
+    shared = [name for name in layers if SMALL <= entries[name] <= LARGE]
+    for name in layers:
+        if name not in shared:
+            fill_layer(model, name, layers[name], plan)
     with ThreadPoolExecutor(max_workers=min(4, default_threads())) as pool:
-        for _ in pool.map(lambda name: fill_layer(model, name, layers[name], plan), small):
+        for _ in pool.map(lambda name: fill_layer(model, name, layers[name], plan), shared):
             pass
     return model
 

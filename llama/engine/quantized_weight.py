@@ -16,7 +16,7 @@ from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
 
 PIECE = 2**18  # entries that are quantized at a time on a CPU
-PACKED_PIECE = 3 * 2**17  # entries that are packed at a time: fewer than 2^15 scales, for which PyTorch starts threads
+PACKED_PIECE = 7 * 2**17  # entries that are packed at a time; for 2^15 scales, PyTorch would start threads
 LARGE_PIECE = 2**24  # entries at a time on a GPU: larger, since each operation costs a launch
 CPU = torch.device("cpu")
 
