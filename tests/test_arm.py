@@ -67,7 +67,7 @@ def test_a_machine_without_a_form_gets_one_line_that_says_why(
     reason: str,
 ) -> None:
     on(monkeypatch, tmp_path, system, machine, None)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "llama"):
         assert not kernels._load.__wrapped__()
     start = "clearllama: the C++ kernels are not available, so PyTorch's slower operators run: "
     assert [record.getMessage() for record in caplog.records] == [start + reason]
