@@ -106,9 +106,10 @@ def test_the_error_of_the_product_is_below_one_and_a_half_percent(kind: tuple[in
 def test_a_row_does_not_depend_on_the_other_rows(kind: tuple[int, int, bool]) -> None:
     blocks = layer(random_blocks(40, 192, *kind))
     x = normal(30, 192)
-    alone = torch.cat([blocks(row[None]) for row in x])
-    for count in range(1, 31):
-        assert torch.equal(blocks(x[:count]), alone[:count]), count
+    alone, together = torch.cat([blocks(row[None]) for row in x]), blocks(x)
+    for count in range(1, 31):  # with AMX, 16 rows and more are multiplied in bfloat16
+        expected = together if count >= 16 and kernels.pick_form() == "amx" else alone
+        assert torch.equal(blocks(x[:count]), expected[:count]), count
 
 
 @needs_kernels
