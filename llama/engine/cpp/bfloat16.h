@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <optional>
 
+#include "elementwise.h"
 #include "matrix.h"
+#include "panels.h"
 #include "pool.h"
 #include "vectors.h"
 
@@ -47,13 +49,21 @@ void few_rows(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N
     });
 }
 
-// (M, K) times a weight (N, K), plus a bias (N) -> (M, N). For few rows: the weight is read once for every 4 rows.
+// (M, K) times a weight (N, K), plus a bias (N) -> (M, N). The weight is read once for every 4 rows; with AMX, once for every 512 rows.
 Tensor linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
     const int64_t M = x.size(0), K = x.size(1), N = weight.size(0);
     Tensor y = torch::stable::new_empty(x, {M, N});
     const auto *a = (const bf16*)x.const_data_ptr(), *w = (const bf16*)weight.const_data_ptr();
     const bf16* b = bias ? (const bf16*)bias->const_data_ptr() : nullptr;
     auto* out = (bf16*)y.mutable_data_ptr();
+#if defined(__AMX_BF16__)
+    if (M > 4) {
+        const auto fill = [=](int64_t n, int64_t k, int64_t depth, uint32_t* panel) { panel_of(w + n * K + k, N - n, K - k, K, depth, panel); };
+        const auto add_bias = [=](int64_t n, f32x16 sums) { return b ? sums + widen_some(b + n, std::min(ROWS, N - n)) : sums; };
+        panel_product(a, M, K, K, N, out, fill, add_bias);
+        return y;
+    }
+#endif
     for (int64_t m = 0; m < M;) {
         const int64_t now = M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
         auto run = now == 4 ? few_rows<4> : now == 2 ? few_rows<2> : few_rows<1>;

@@ -37,7 +37,6 @@ inline u32x16 pair_of(f32x16 first, f32x16 second) { return rounded(first) >> 16
 #endif
 
 #if defined(__AMX_BF16__)
-constexpr int64_t MATRIX_ROWS = 256;  // rows of x that a thread multiplies before it takes other work
 constexpr bool HAS_TILES = true;
 
 // Gives this thread eight tile registers of 16 rows of 64 bytes.
@@ -53,43 +52,54 @@ struct TileRegisters {
     ~TileRegisters() { _tile_release(); }
 };
 
-// 32 or 16 rows of x times two panels. A panel of 32 inputs fills a tile register.
+// Rows of x, of which a tile register holds 16 rows x 32 inputs; the distances between rows, and between tiles below and beside each other.
+struct TiledRows {
+    const bf16* data;
+    int64_t stride, down, along;
+};
+
+// 32 or 16 rows of x times two panels, which are `apart` numbers apart; added to y, or written to it. A panel of 32 inputs fills a register.
 template <bool BOTH>
-inline void tile_rows(const bf16* x, int64_t stride, const uint32_t* panels, int64_t K, float* y, int64_t width) {
+inline void tile_rows(const TiledRows& x, const uint32_t* panels, int64_t apart, int64_t K, bool add, float* y, int64_t width) {
+    float* const corner[4] = {y, y + 16, y + 16 * width, y + 16 * width + 16};
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t k = 0; k < K; k += 32) {
-        _tile_loadd(4, x + k, stride * 2);
+    if (add) _tile_loadd(0, corner[0], width * 4);
+    if (add) _tile_loadd(1, corner[1], width * 4);
+    if (add && BOTH) _tile_loadd(2, corner[2], width * 4);
+    if (add && BOTH) _tile_loadd(3, corner[3], width * 4);
+    const bf16* tile = x.data;
+    for (int64_t k = 0; k < K; k += 32, tile += x.along) {
+        _tile_loadd(4, tile, x.stride * 2);
         _tile_loadd(6, panels + k * 8, 64);
-        _tile_loadd(7, panels + (K + k) * 8, 64);
+        _tile_loadd(7, panels + apart + k * 8, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (!BOTH) continue;
-        _tile_loadd(5, x + 16 * stride + k, stride * 2);
+        _tile_loadd(5, tile + x.down, x.stride * 2);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, y, width * 4);
-    _tile_stored(1, y + 16, width * 4);
-    if (!BOTH) return;
-    _tile_stored(2, y + 16 * width, width * 4);
-    _tile_stored(3, y + 16 * width + 16, width * 4);
+    _tile_stored(0, corner[0], width * 4);
+    _tile_stored(1, corner[1], width * 4);
+    if (BOTH) _tile_stored(2, corner[2], width * 4);
+    if (BOTH) _tile_stored(3, corner[3], width * 4);
+}
+
+// 32 rows of x, or the last 16 of them, times an even number of panels.
+inline void slice_product(const TiledRows& x, int64_t rows, const uint32_t* panels, int64_t K, int64_t count, bool add, float* y) {
+    const auto run = rows > 16 ? tile_rows<true> : tile_rows<false>;
+    for (int64_t p = 0; p < count; p += 2) run(x, panels + p * K * 8, K * 8, K, add, y + 16 * p, 16 * count);
 }
 
 // x (M, K), rows `stride` apart, times an even number of panels -> y (M, 16 count). M is a multiple of 16, K of 32.
 inline void matrix_product(const bf16* x, int64_t stride, int64_t M, const uint32_t* panels, int64_t K, int64_t count, float* y) {
     const TileRegisters registers;
-    const int64_t width = 16 * count;
-    for (int64_t m = 0; m < M; m += 32)
-        for (int64_t p = 0; p < count; p += 2) {
-            auto run = m + 32 <= M ? tile_rows<true> : tile_rows<false>;
-            run(x + m * stride, stride, panels + p * K * 8, K, y + m * width + 16 * p, width);
-        }
+    for (int64_t m = 0; m < M; m += 32) slice_product({x + m * stride, stride, 16 * stride, 32}, M - m, panels, K, count, false, y + m * 16 * count);
 }
 #else
-constexpr int64_t MATRIX_ROWS = 256;
 constexpr bool HAS_TILES = false;
 
 constexpr int64_t DEPTH = 256;  // inputs of two panels that are multiplied together; they must fit into the first cache

@@ -9,9 +9,13 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <type_traits>
-#include <vector>
 
 #include "blocks.h"
 #include "matrix.h"
@@ -22,24 +26,7 @@ using torch::stable::Tensor;
 
 namespace {
 
-constexpr int64_t PANEL_ROWS = 16;        // rows of x from which the tile registers of AMX are faster than integers
-constexpr int64_t PANEL_BYTES = 1 << 19;  // panels that are multiplied together; they must fit into the second cache
-
-// Rows of x in bfloat16, zero beyond M and K: `rows` is a multiple of 16; `inputs` is one of 32, and at least as many as a tile has.
-struct PaddedRows {
-    int64_t M, K, rows, inputs, stride;
-    std::vector<bf16> data;
-
-    template <typename T>
-    PaddedRows(const T* x, int64_t M, int64_t K, int64_t least) : M(M), K(K), rows((M + 15) / 16 * 16), inputs((std::max(K, least) + 31) / 32 * 32) {
-        stride = inputs + 32;  // + 64 bytes, so that rows do not map to the same cache lines
-        data.resize(rows * stride);
-        for_each_unit(M, [&](int64_t m) {
-            if (std::is_same_v<T, bf16>) std::memcpy(&data[m * stride], x + m * K, K * sizeof(bf16));
-            else for (int64_t k = 0; k < K; k++) from_float(to_float(x[m * K + k]), data[m * stride + k]);
-        });
-    }
-};
+constexpr int64_t PANEL_ROWS = 16;  // rows of x from which the tile registers of AMX are faster than integers
 
 // Writes `inputs` inputs of 16 rows of a bfloat16 weight to a panel. Rows from N on, and inputs from K on, are zero.
 inline void panel_of(const bf16* w, int64_t N, int64_t K, int64_t stride, int64_t inputs, uint32_t* panel) {
@@ -54,11 +41,11 @@ inline void panel_of(const bf16* w, int64_t N, int64_t K, int64_t stride, int64_
     }
 }
 
-// Writes a tile of a weight in 4 or 8 bits to a panel; without its scale if that is one for each row.
+// Writes groups of a tile of a weight in 4 or 8 bits to a panel of `inputs` inputs; without its scale if that is one for each row.
 template <int BITS, bool OFFSET, bool PER_ROW>
-void panel_of(const uint8_t* tile, const Shape& s, int64_t inputs, uint32_t* panel) {
-    std::fill(panel + s.groups * s.group * 8, panel + inputs * 8, 0);
-    for (int64_t g = 0; g < s.groups; g++, tile += s.stride) {
+void panel_of(const uint8_t* tile, const Shape& s, int64_t groups, int64_t inputs, uint32_t* panel) {
+    std::fill(panel + groups * s.group * 8, panel + inputs * 8, 0);
+    for (int64_t g = 0; g < groups; g++, tile += s.stride) {
         const uint8_t* numbers = tile + s.group * ROWS * BITS / 8;
         const f32x16 scale = PER_ROW ? f32x16{} + 1.0f : load_half(numbers);
         const f32x16 shift = OFFSET ? load_half(numbers + 32) : scale * -float(1 << (BITS - 1));
@@ -76,42 +63,105 @@ void panel_of(const uint8_t* tile, const Shape& s, int64_t inputs, uint32_t* pan
     }
 }
 
-// y (M, N) from x, panel by panel: fill(n, panel) writes 16 rows of the weight from row n on, finish(n, sums) changes 16 sums.
-template <typename T, typename Fill, typename Finish>
-void panel_product(const PaddedRows& x, int64_t N, T* y, Fill fill, Finish finish) {
-    const int64_t size = x.inputs * 8, most = PANEL_BYTES / (size * 4), together = most >= 4 ? 4 : 2;  // numbers of a panel, panels
-    const int64_t groups = (N + 16 * together - 1) / (16 * together), blocks = (x.rows + MATRIX_ROWS - 1) / MATRIX_ROWS;
-    for_each_unit(groups * blocks, [&](int64_t unit) {
-        thread_local std::vector<uint32_t> panels;
-        thread_local std::vector<float> sums;
-        const int64_t n = unit / blocks * 16 * together, first = unit % blocks * MATRIX_ROWS, M = std::min(MATRIX_ROWS, x.rows - first);
-        const int64_t count = std::min(together, (N - n + 31) / 32 * 2);
-        if (int64_t(panels.size()) < size * together) panels.resize(size * together);
-        if (int64_t(sums.size()) < MATRIX_ROWS * 16 * together) sums.resize(MATRIX_ROWS * 16 * together);
-        for (int64_t p = 0; p < count; p++) {
-            if (n + 16 * p < N) fill(n + 16 * p, panels.data() + p * size);
-            else std::fill_n(panels.data() + p * size, size, 0);
-        }
-        matrix_product(x.data.data() + first * x.stride, x.stride, M, panels.data(), x.inputs, count, sums.data());
-        for (int64_t m = first; m < std::min(x.M, first + M); m++)
-            for (int64_t p = 0; p < count && n + 16 * p < N; p++)
-                store(finish(n + 16 * p, load<f32x16>(&sums[((m - first) * count + p) * 16])), y + m * N + n + 16 * p, std::min(ROWS, N - n - 16 * p));
+#if defined(__AMX_BF16__)
+// A unit of work multiplies WIDTH rows of the weight, DEPTH inputs at a time, by TOGETHER rows of x. Their panels take a half of the second
+// cache; x passes by in slices of 32 rows.
+constexpr int64_t WIDTH = 256, DEPTH = 2048, TOGETHER = 512;
+
+// Memory in pages of 2 MB. In small pages, which lie anywhere, some parts of a buffer displace others from the second cache.
+template <typename T>
+struct LargePages {
+    static constexpr size_t SIZE = 1 << 21;
+    std::unique_ptr<T[], void (*)(void*)> data{nullptr, free};
+    size_t count = 0;
+
+    T* at_least(size_t wanted) {
+        if (wanted <= count) return data.get();
+        const size_t bytes = (wanted * sizeof(T) + SIZE - 1) / SIZE * SIZE;
+        data.reset(), count = 0;
+        data.reset((T*)aligned_alloc(SIZE, bytes));
+        if (!data) throw std::bad_alloc();
+        madvise(data.get(), bytes, MADV_HUGEPAGE);
+        count = bytes / sizeof(T);
+        return data.get();
+    }
+};
+struct Scratch {  // of a thread
+    LargePages<bf16> tiles;
+    LargePages<uint32_t> panels;
+    LargePages<float> sums;
+};
+inline Scratch& scratch() {
+    thread_local Scratch of_thread;
+    return of_thread;
+}
+
+// Rows of x in tiles of 16 rows x 32 inputs, zero beyond M and K.
+template <typename T>
+void to_tiles(const T* x, int64_t M, int64_t K, int64_t inputs, bf16* tiles) {
+    for_each_unit((M + 15) / 16, [=](int64_t block) {
+        for (int64_t m = block * 16; m < block * 16 + 16; m++)
+            for (int64_t k = 0; k < inputs; k += 32) {
+                bf16* to = tiles + block * 16 * inputs + k * 16 + m % 16 * 32;
+                const int64_t count = m < M ? std::clamp<int64_t>(K - k, 0, 32) : 0;
+                if (count < 32) std::fill_n(to, 32, bf16{});
+                if (std::is_same_v<T, bf16>) std::memcpy(to, x + m * K + k, count * sizeof(bf16));
+                else for (int64_t i = 0; i < count; i++) from_float(to_float(x[m * K + k + i]), to[i]);
+            }
     });
+}
+
+// y (M, N) from x (M, K) in panels of the weight: fill(n, k, depth, panel) writes `depth` inputs of 16 rows of the weight from row n and
+// input k on, finish(n, sums) changes 16 sums. The weight has `least` inputs, K or a few more.
+template <typename T, typename Fill, typename Finish>
+void panel_product(const T* x, int64_t M, int64_t K, int64_t least, int64_t N, T* y, Fill fill, Finish finish) {
+    const int64_t inputs = (std::max(K, least) + 31) / 32 * 32, share = (N / (4 * thread_count()) + 31) / 32 * 32, width = std::clamp<int64_t>(share, 32, WIDTH);
+    for (int64_t first = 0; first < M; first += TOGETHER, x += TOGETHER * K, y += TOGETHER * N) {
+        const int64_t rows = std::min(TOGETHER, M - first);
+        bf16* const tiles = scratch().tiles.at_least((rows + 31) * inputs);
+        to_tiles(x, rows, K, inputs, tiles);
+        for_each_unit((N + width - 1) / width, [=](int64_t unit) {
+            const TileRegisters registers;
+            const int64_t n = unit * width, count = (std::min(width, N - n) + 31) / 32 * 2, kept = inputs > DEPTH ? rows + 31 : 32;
+            uint32_t* const panels = scratch().panels.at_least(WIDTH * DEPTH / 2);
+            float* const sums = scratch().sums.at_least(kept * WIDTH);
+            for (int64_t k = 0; k < inputs; k += DEPTH) {
+                const int64_t depth = std::min(DEPTH, inputs - k);
+                for (int64_t p = 0; p < count; p++) {
+                    if (n + 16 * p < N) fill(n + 16 * p, k, depth, &panels[p * depth * 8]);
+                    else std::fill_n(&panels[p * depth * 8], depth * 8, 0);
+                }
+                for (int64_t m = 0; m < rows; m += 32) {
+                    float* sum = &sums[inputs > DEPTH ? m * count * 16 : 0];
+                    slice_product({tiles + m * inputs + k * 16, 32, 16 * inputs, 512}, rows - m, panels, depth, count, k > 0, sum);
+                    for (int64_t i = m; k + depth == inputs && i < std::min(rows, m + 32); i++)
+                        for (int64_t p = 0; p < count && n + 16 * p < N; p++)
+                            store(finish(n + 16 * p, load<f32x16>(sum + ((i - m) * count + p) * 16)), y + i * N + n + 16 * p, std::min(ROWS, N - n - 16 * p));
+                }
+            }
+        });
+    }
 }
 
 template <typename T, int BITS, bool OFFSET, bool PER_ROW>
 void product_in_panels(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, T* y, int64_t N) {
-    const PaddedRows rows(x, M, K, s.groups * s.group);  // a weight's last group is padded
     const auto tile = [&](int64_t n) { return tiles + n / ROWS * (s.groups * s.stride + (PER_ROW ? 64 : 0)); };
-    const auto fill = [&](int64_t n, uint32_t* panel) { panel_of<BITS, OFFSET, PER_ROW>(tile(n), s, rows.inputs, panel); };
-    panel_product(rows, N, y, fill, [&](int64_t n, f32x16 sums) { return PER_ROW ? sums * load<f32x16>(tile(n) + s.groups * s.stride) : sums; });
+    const auto fill = [&](int64_t n, int64_t k, int64_t depth, uint32_t* panel) {
+        const int64_t g = k / s.group;  // DEPTH is a multiple of every group
+        panel_of<BITS, OFFSET, PER_ROW>(tile(n) + g * s.stride, s, std::min(s.groups - g, depth / s.group), depth, panel);
+    };
+    const auto finish = [&](int64_t n, f32x16 sums) { return PER_ROW ? sums * load<f32x16>(tile(n) + s.groups * s.stride) : sums; };
+    panel_product(x, M, K, s.groups * s.group, N, y, fill, finish);  // the weight's last group is padded
 }
+#endif
 
 template <typename T>
 void linear_blocks_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, int64_t bits, int64_t group, bool offset, T* y, int64_t N) {
     with_format(bits, group, offset, [&]<int BITS, bool OFFSET, bool PER_ROW>() {
         auto run = product<T, BITS, OFFSET, PER_ROW>;
-        if constexpr (HAS_TILES) run = M < PANEL_ROWS ? run : product_in_panels<T, BITS, OFFSET, PER_ROW>;
+#if defined(__AMX_BF16__)
+        if (M >= PANEL_ROWS) run = product_in_panels<T, BITS, OFFSET, PER_ROW>;
+#endif
         run(x, M, K, tiles, shape_of(K, bits, group, offset), y, N);
     });
 }

@@ -200,10 +200,12 @@ inline int64_t& chosen_threads() {
     return threads;
 }
 
+inline int64_t thread_count() { return chosen_threads() ? chosen_threads() : torch::stable::get_num_threads(); }
+
 // Calls body(i) for i from 0 to count - 1, each once, in any order and on several threads.
 template <typename F>
 void for_each_unit(int64_t count, const F& body) {
-    pool.run(count, chosen_threads() ? chosen_threads() : torch::stable::get_num_threads(), body);
+    pool.run(count, thread_count(), body);
 }
 
 }  // namespace
