@@ -75,7 +75,7 @@ class KernelRunner(Runner):
     ):
         super().__init__(cache_kind, check_memory)
         self.blocks = [FusedBlock.of(block, join) for block in model.layers]
-        self.known = runs(model)
+        self.known, self.any_rows = runs(model), kernels.has_tiles()
         self.packed = all(isinstance(layer, TileLinear) for layer in linears(model.layers))
         self.modules = [  # every module, and the dictionary that contains it
             (parent._modules, name, child)
@@ -99,8 +99,8 @@ class KernelRunner(Runner):
             return self.run_blocks(model, tokens, positions, keys, end, cache)
 
     def fits(self, rows: int) -> bool:
-        """Whether the kernels run so many rows. Many rows times a bfloat16 weight are PyTorch's work."""
-        return self.known and (self.packed or rows <= FEW_ROWS)
+        """Whether the kernels run so many rows. Without AMX, many rows times a bfloat16 weight are PyTorch's work."""
+        return self.known and (self.packed or rows <= FEW_ROWS or self.any_rows)
 
     def threads(self, rows: int) -> contextlib.AbstractContextManager[None]:
         """Give the threads to whoever runs so many rows. PyTorch's threads and the kernels' must not take turns."""

@@ -2,7 +2,7 @@
 
     linear_blocks      multiply x by a weight in 4 or 8 bits
     quantize_to_tiles  quantize a weight to 4 or 8 bits and pack it
-    linear_bf16        multiply a few rows of x by a bfloat16 weight
+    linear_bf16        multiply rows of x by a bfloat16 weight: a few, or with AMX any number
     attend             attention
     add_norm, rotate, swiglu, block
                        what cpu_runner.py calls: the other parts of a block, and a complete one
@@ -100,6 +100,11 @@ def why_none() -> str:
 def ready() -> bool:
     """Whether the kernels can be called. The first call builds them, and logs the reason if that fails."""
     return _library() is not None
+
+
+def has_tiles() -> bool:
+    """Whether the kernels use the tile registers of AMX: then they multiply many rows by a bfloat16 weight as well."""
+    return ready() and pick_form() == "amx"
 
 
 def _library() -> ctypes.CDLL | None:
@@ -254,7 +259,7 @@ def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: 
 
 
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear for a few rows in bfloat16: (.., K), (N, K), (N,) -> (.., N)."""
+    """F.linear in bfloat16, without AMX for a few rows: (.., K), (N, K), (N,) -> (.., N)."""
     y: Tensor = torch.ops.clearllama.linear_bf16(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 

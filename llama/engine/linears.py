@@ -3,7 +3,7 @@
 A decoding step spends most of its time on reading weights, so a quarter of the bytes takes about a quarter of the time.
 
     nn.Linear      any device and dtype; PyTorch
-    FewRowsLinear  bfloat16 on a CPU; a C++ kernel for a few rows
+    FewRowsLinear  bfloat16 on a CPU; a C++ kernel for a few rows, with AMX for any number
     TileLinear     4 or 8 bits on a CPU; a C++ kernel for any number of rows
     BlockLinear    4 or 8 bits on a GPU; a Triton kernel for one row; for more, one that dequantizes the weight
 """
@@ -32,7 +32,8 @@ FEW_ROWS = 4  # the kernel reads the weight once for up to 4 rows
 class FewRowsLinear(nn.Module):
     """A linear layer in bfloat16 on a CPU; its weight may be in a mapped file.
 
-    Few rows go to a C++ kernel, which reads the weight as fast as the memory allows; more rows go to F.linear.
+    Few rows go to a C++ kernel, which reads the weight as fast as the memory allows. More rows go to F.linear, unless the
+    kernels use AMX.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
@@ -40,9 +41,10 @@ class FewRowsLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.any_rows = kernels.has_tiles()
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        if x.numel() <= FEW_ROWS * self.in_features and x.dtype == torch.bfloat16:
+        if (self.any_rows or x.numel() <= FEW_ROWS * self.in_features) and x.dtype == torch.bfloat16:
             return kernels.linear_bf16(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 

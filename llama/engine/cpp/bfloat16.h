@@ -18,33 +18,35 @@ using torch::stable::Tensor;
 
 namespace {
 
-// One row of the weight times M rows of x. The weight is read sequentially, which is fastest.
-template <int M>
-void row_product(const bf16* x, const bf16* w, int64_t K, float* y) {
-    constexpr int SUMS = M == 1 ? 2 : 1;  // independent sums hide the latency
-    f32x16 acc[M][SUMS];
-    for (int m = 0; m < M; m++)
-        for (int i = 0; i < SUMS; i++) acc[m][i] = f32x16{};
+// R rows of the weight times M rows of x. The rows are in different pages, so the processor reads them in parallel; it prefetches the
+// next ones where AHEAD says so.
+template <int M, int R>
+void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[M]) {
+    f32x16 acc[R][M] = {};
     int64_t k = 0;
-    for (; k + 32 * SUMS <= K; k += 32 * SUMS)
-        for (int i = 0; i < SUMS; i++) {
-            for (int m = 0; m < M; m++) acc[m][i] = dot2(acc[m][i], load<u32x16>(w + k + 32 * i), load<u32x16>(x + m * K + k + 32 * i));
+    for (; k + 32 <= K; k += 32)
+        for (int r = 0; r < R; r++) {
+            if (AHEAD) __builtin_prefetch(w + (R + r) * K + k, 0, 2);
+            for (int m = 0; m < M; m++) acc[r][m] = dot2(acc[r][m], load<u32x16>(w + r * K + k), load<u32x16>(x + m * K + k));
         }
-    for (int m = 0; m < M; m++) {
-        for (int i = 1; i < SUMS; i++) acc[m][0] += acc[m][i];
-        y[m] = sum_of(acc[m][0]);
-        for (int64_t i = k; i < K; i++) y[m] += to_float(w[i]) * to_float(x[m * K + i]);
-    }
+    for (int r = 0; r < R; r++)
+        for (int m = 0; m < M; m++) {
+            y[r][m] = sum_of(acc[r][m]);
+            for (int64_t i = k; i < K; i++) y[r][m] += to_float(w[r * K + i]) * to_float(x[m * K + i]);
+        }
 }
 
 template <int M>
 void few_rows(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K) {
-    const int64_t rows = std::max<int64_t>(1, 16384 / K);  // 32 KB of the weight
-    for_each_unit((N + rows - 1) / rows, [=](int64_t unit) {
-        for (int64_t n = unit * rows; n < std::min(N, (unit + 1) * rows); n++) {
-            float out[M];
-            row_product<M>(x, w + n * K, K, out);
-            for (int m = 0; m < M; m++) from_float(out[m] + (bias ? to_float(bias[n]) : 0), y[m * N + n]);
+    constexpr int R = 4;
+    for_each_part((N + R - 1) / R, R * K * sizeof(bf16), [=](int64_t part) {
+        for (int64_t n = part * R, end = std::min(N, n + R); n < end;) {
+            const int64_t now = end - n == R ? R : 1;
+            float out[R][M];
+            auto run = now == R ? rows_product<M, R> : rows_product<M, 1>;
+            run(x, w + n * K, K, out);
+            for (int64_t r = 0; r < now; r++, n++)
+                for (int m = 0; m < M; m++) from_float(out[r][m] + (bias ? to_float(bias[n]) : 0), y[m * N + n]);
         }
     });
 }

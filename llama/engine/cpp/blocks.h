@@ -29,9 +29,9 @@ namespace {
 
 constexpr int64_t ROWS = 16;       // rows of a tile
 constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
-// Bytes that one row prefetches ahead, on processors whose own prefetcher stops at the end of a page.
+// Bytes that one row prefetches ahead, on processors whose own prefetcher reads too little.
 #if defined(__AMX_BF16__)
-constexpr int64_t AHEAD = 4096;
+constexpr int64_t AHEAD = 1024;
 #else
 constexpr int64_t AHEAD = 0;
 #endif
@@ -106,52 +106,52 @@ inline void load_weights(const uint8_t* w, u32x16* halves) {
     halves[1] = BITS == 4 ? (first >> 4) & 0x0f0f0f0fu : load<u32x16>(w + 64);
 }
 
-// GROUPS successive groups of a tile times M rows, added to `total`.
-template <int BITS, bool OFFSET, bool PER_ROW, int M, int GROUPS>
-inline void groups_product(const uint8_t* tile, const Shape& s, const Row* rows, int64_t g, f32x16* total) {
+// A group of each of TILES tiles, `apart` bytes apart, times M rows, added to `total`.
+template <int BITS, bool OFFSET, bool PER_ROW, int M, int TILES>
+inline void group_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, int64_t g, f32x16 (*total)[M]) {
     constexpr int SUMS = M == 1 ? 2 : 1;  // independent sums hide the latency of dot4
-    i32x16 acc[GROUPS][SUMS][M];
-    const int8_t* x[GROUPS][M];
-    for (int j = 0; j < GROUPS; j++)
-        for (int m = 0; m < M; m++) {
-            acc[j][0][m] = i32x16{} + rows[m].start[g + j];
+    i32x16 acc[TILES][SUMS][M];
+    const int8_t* x[M];
+    for (int m = 0; m < M; m++) {
+        for (int j = 0; j < TILES; j++) {
+            acc[j][0][m] = i32x16{} + rows[m].start[g];
             for (int i = 1; i < SUMS; i++) acc[j][i][m] = i32x16{};
-            x[j][m] = rows[m].x + (g + j) * s.group;
         }
+        x[m] = rows[m].x + g * s.group;
+    }
 #pragma GCC unroll 4
     for (int64_t k = 0; k < s.group; k += 8)
-        for (int j = 0; j < GROUPS; j++) {
-            const uint8_t* w = tile + j * s.stride + k * ROWS * BITS / 8;
+        for (int j = 0; j < TILES; j++) {
+            const uint8_t* w = tile + j * apart + k * ROWS * BITS / 8;
             if (AHEAD && M == 1)
                 for (int i = 0; i < BITS / 4; i++) __builtin_prefetch(w + AHEAD + 64 * i);
             u32x16 halves[2];
             load_weights<BITS>(w, halves);
             for (int m = 0; m < M; m++)
-                for (int i = 0; i < 2; i++) acc[j][i % SUMS][m] = dot4<BITS>(acc[j][i % SUMS][m], halves[i], load<int32_t>(x[j][m] + k + 4 * i));
+                for (int i = 0; i < 2; i++) acc[j][i % SUMS][m] = dot4<BITS>(acc[j][i % SUMS][m], halves[i], load<int32_t>(x[m] + k + 4 * i));
         }
-    for (int j = 0; j < GROUPS; j++) {
-        const uint8_t* numbers = tile + j * s.stride + s.group * ROWS * BITS / 8;
+    for (int j = 0; j < TILES; j++) {
+        const uint8_t* numbers = tile + j * apart + s.group * ROWS * BITS / 8;
         const f32x16 scale = PER_ROW ? f32x16{} + 1.0f : load_half(numbers);
         const f32x16 offset = OFFSET ? load_half(numbers + 32) : f32x16{};
         for (int m = 0; m < M; m++) {
             for (int i = 1; i < SUMS; i++) acc[j][0][m] += acc[j][i][m];
-            total[m] += __builtin_convertvector(acc[j][0][m], f32x16) * (PER_ROW ? f32x16{} + rows[m].scale[g + j] : scale * rows[m].scale[g + j]);
-            if (OFFSET) total[m] += offset * rows[m].sum[g + j];
+            total[j][m] += __builtin_convertvector(acc[j][0][m], f32x16) * (PER_ROW ? f32x16{} + rows[m].scale[g] : scale * rows[m].scale[g]);
+            if (OFFSET) total[j][m] += offset * rows[m].sum[g];
         }
     }
 }
 
-// A tile times M rows of x. For one row in 4 bits, two groups at a time: a group has too few operations to hide their latency.
-template <int BITS, bool OFFSET, bool PER_ROW, int M>
-void tile_product(const uint8_t* tile, const Shape& s, const Row* rows, f32x16* y) {
-    f32x16 total[M];
-    for (int m = 0; m < M; m++) total[m] = f32x16{};
-    int64_t g = 0;
-    for (; BITS == 4 && M == 1 && g + 2 <= s.groups; g += 2)
-        groups_product<BITS, OFFSET, PER_ROW, M, 2>(tile + g * s.stride, s, rows, g, total);
-    for (; g < s.groups; g++) groups_product<BITS, OFFSET, PER_ROW, M, 1>(tile + g * s.stride, s, rows, g, total);
-    const f32x16 scale = PER_ROW ? load<f32x16>(tile + s.groups * s.stride) : f32x16{} + 1.0f;
-    for (int m = 0; m < M; m++) y[m] = total[m] * scale;
+// Successive tiles times M rows of x.
+template <int BITS, bool OFFSET, bool PER_ROW, int M, int TILES>
+void tile_product(const uint8_t* tile, const Shape& s, const Row* rows, f32x16 (*y)[M]) {
+    const int64_t apart = s.groups * s.stride + (PER_ROW ? 64 : 0);
+    f32x16 total[TILES][M] = {};
+    for (int64_t g = 0; g < s.groups; g++) group_product<BITS, OFFSET, PER_ROW, M, TILES>(tile + g * s.stride, apart, s, rows, g, total);
+    for (int j = 0; j < TILES; j++) {
+        const f32x16 scale = PER_ROW ? load<f32x16>(tile + j * apart + s.groups * s.stride) : f32x16{} + 1.0f;
+        for (int m = 0; m < M; m++) y[j][m] = total[j][m] * scale;
+    }
 }
 
 // Quantizes one row of x (K) to 8 bits, group by group. A nonfinite number makes its group's scale NaN, and so the result.
@@ -190,20 +190,33 @@ void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape
         to_8_bits(x + m * K, K, s, zero, &q[m * padded], &scale[at], &start[at], &sum[at]);
         rows[m] = {&q[m * padded], &scale[at], &start[at], &sum[at]};
     });
-    const int64_t tile_bytes = s.groups * s.stride + (PER_ROW ? 64 : 0), blocks = (M + MOST_ROWS - 1) / MOST_ROWS;
-    for_each_unit((N + ROWS - 1) / ROWS * blocks, [&](int64_t unit) {
+    const int64_t tile_bytes = s.groups * s.stride + (PER_ROW ? 64 : 0), count_of_tiles = (N + ROWS - 1) / ROWS;
+    const auto write = [&](const f32x16& sums, int64_t m, int64_t t) { store(sums, y + m * N + t * ROWS, std::min(ROWS, N - t * ROWS)); };
+    if (M == 1) {
+        for_each_part((count_of_tiles + 1) / 2, 2 * tile_bytes, [&](int64_t pair) {  // two tiles at once, read in parallel
+            const int64_t t = 2 * pair;
+            f32x16 out[2][1];
+            auto run = t + 1 < count_of_tiles ? tile_product<BITS, OFFSET, PER_ROW, 1, 2> : tile_product<BITS, OFFSET, PER_ROW, 1, 1>;
+            run(tiles + t * tile_bytes, s, rows.data(), out);
+            for (int64_t j = 0; j < 2 && t + j < count_of_tiles; j++) write(out[j][0], 0, t + j);
+        });
+        return;
+    }
+    const int64_t blocks = (M + MOST_ROWS - 1) / MOST_ROWS;
+    for_each_part(count_of_tiles * blocks, tile_bytes, [&](int64_t unit) {
         const int64_t t = unit / blocks, end = std::min(M, (unit % blocks + 1) * MOST_ROWS);
-        const uint8_t* tile = tiles + t * tile_bytes;
         for (int64_t m = unit % blocks * MOST_ROWS; m < end;) {
-            f32x16 out[12];
-            const int64_t left = end - m, now = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            auto run = now == 12  ? tile_product<BITS, OFFSET, PER_ROW, 12>
-                       : now == 8 ? tile_product<BITS, OFFSET, PER_ROW, 8>
-                       : now == 4 ? tile_product<BITS, OFFSET, PER_ROW, 4>
-                       : now == 2 ? tile_product<BITS, OFFSET, PER_ROW, 2>
-                                  : tile_product<BITS, OFFSET, PER_ROW, 1>;
-            run(tile, s, &rows[m], out);
-            for (int64_t i = 0; i < now; i++, m++) store(out[i], y + m * N + t * ROWS, std::min(ROWS, N - t * ROWS));
+            const auto run = [&]<int COUNT>() {
+                f32x16 out[1][COUNT];
+                tile_product<BITS, OFFSET, PER_ROW, COUNT, 1>(tiles + t * tile_bytes, s, &rows[m], out);
+                for (int i = 0; i < COUNT; i++, m++) write(out[0][i], m, t);
+            };
+            const int64_t left = end - m;
+            if (left >= 12) run.template operator()<12>();
+            else if (left >= 8) run.template operator()<8>();
+            else if (left >= 4) run.template operator()<4>();
+            else if (left >= 2) run.template operator()<2>();
+            else run.template operator()<1>();
         }
     });
 }

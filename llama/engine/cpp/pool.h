@@ -208,4 +208,14 @@ void for_each_unit(int64_t count, const F& body) {
     pool.run(count, thread_count(), body);
 }
 
+// The same for short units that read `bytes` of memory in order: a thread takes several at once.
+constexpr int64_t PART = 1 << 15;  // bytes
+template <typename F>
+void for_each_part(int64_t count, int64_t bytes, const F& body) {
+    const int64_t together = std::clamp<int64_t>(count / (8 * thread_count()), 1, std::max<int64_t>(1, PART / bytes));
+    for_each_unit((count + together - 1) / together, [&](int64_t part) {
+        for (int64_t i = part * together; i < std::min(count, (part + 1) * together); i++) body(i);
+    });
+}
+
 }  // namespace
