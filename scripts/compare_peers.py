@@ -382,7 +382,7 @@ def load_clearllama(spec: dict[str, Any]) -> Loaded:
 
     from llama import loader
     from llama.checkpoint import open_checkpoint
-    from llama.engine import runtime
+    from llama.engine import kernels, runtime
     from llama.generate import prefill
     from llama.tools import benchmark
 
@@ -395,7 +395,8 @@ def load_clearllama(spec: dict[str, Any]) -> Loaded:
     @torch.inference_mode()
     def step(tokens: list[int], past: int) -> int:
         cache.trim(past)
-        return int(prefill(model, tokens, cache).argmax())
+        with kernels.own_threads():  # as in generation: PyTorch's threads must not take turns with the kernels'
+            return int(prefill(model, tokens, cache).argmax())
 
     return Loaded(step, model.config.vocab_size, read)
 

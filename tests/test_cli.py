@@ -19,6 +19,7 @@ from llama.tokenizer.common import BYTE_OF
 
 from . import tiny
 from .conftest import Run
+from .forked import Forked
 
 FAST = ("-n", "5", "--temp", "2", "--seed", "1")
 
@@ -501,6 +502,31 @@ def test_control_characters_are_escaped_on_a_terminal(capsys: pytest.CaptureFixt
         assert json.loads(line) == character
     streams.write(harmless)
     assert capsys.readouterr().out == harmless
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_chat_that_waits_for_input_uses_no_processor_time(tiny_gguf: Path, forked: Forked, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    os.mkfifo(lines)
+    args = ("chat", "-m", str(tiny_gguf), "-n", "5", "--device", "cpu", "--dtype", "bfloat16")
+    pid = forked.start(args, lines, seconds=30)
+
+    def seconds() -> float:
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+    with lines.open("w") as writer:
+        writer.write("hello\n")
+        writer.flush()
+        while "tok/s" not in forked.files[2].read_text():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        before = seconds()
+        time.sleep(1)
+        used = seconds() - before
+    done = forked.finish()
+    assert done.returncode == 0, done
+    assert used < 0.01
 
 
 @pytest.mark.row("I07")

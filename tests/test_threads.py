@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -229,7 +233,8 @@ def test_a_stream_leaves_the_numbers_to_its_reader(tmp_path: Path) -> None:
 
 
 def test_products_that_are_pytorchs_work_use_all_its_threads(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, the kernels multiply few rows. Prompts and batches with more rows are PyTorch's."""
+    """In bfloat16 without AMX, the kernels multiply few rows. Prompts and batches with more rows are PyTorch's."""
+    monkeypatch.setattr(kernels, "has_tiles", lambda: False)
     llm: Llama = loader.load(tiny_gguf, dtype="bfloat16", device="cpu")
     torch.set_num_threads(3)
     real, seen = F.linear, set()
@@ -410,3 +415,76 @@ def test_an_operator_that_refuses_its_arguments_leaves_the_threads_usable() -> N
             operators.rotate(q, k, k, cos, cos, torch.tensor([position]), keys, keys)
     assert not bool(keys.any())
     assert equal(OPERATORS["linear_bf16"](), OPERATORS["linear_bf16"]())
+
+
+@needs_linux
+def test_threads_without_work_use_no_processor_time(forked: Forked) -> None:
+    code = (
+        CHILD
+        + """
+for pause in (0.05, 0.5):  # one is spent on ending what the first loops began
+    product()
+    start = time.process_time()
+    time.sleep(pause)
+    used = time.process_time() - start
+assert used < 0.005, used
+"""
+    )
+    check(forked, code)
+
+
+@needs_linux
+def test_a_process_that_is_stopped_goes_on_where_it_was(forked: Forked) -> None:
+    code = CHILD + "end = time.time() + 1.2\nwhile time.time() < end: assert torch.equal(product(), expected)\n"
+    pid = forked.start((), None, 30, code=code)
+    for _ in range(4):
+        time.sleep(0.1)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.1)
+        os.kill(pid, signal.SIGCONT)
+    done = forked.finish()
+    assert done.stderr.decode() == ""
+    assert done.returncode == 0
+
+
+MANY = """
+import sys, time
+import torch
+from llama.engine import kernels
+
+torch.set_num_threads(2)
+assert kernels.ready()
+x, weights = torch.randn(1, 512).bfloat16(), [torch.randn(2048, 512).bfloat16() for _ in range(8)]
+for _ in sys.stdin:
+    with torch.inference_mode(), kernels.own_threads():
+        for _ in range(150):
+            for weight in weights:
+                kernels.linear_bf16(x, weight, None)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.slow  # starts eight processes and measures time
+def test_eight_processes_of_two_threads_take_no_longer_together_than_one_after_another() -> None:
+    """At most 1.3 times, in the best of five rounds, since this test measures time on a machine that others use."""
+    command, pipe = [sys.executable, "-c", MANY], subprocess.PIPE
+    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(8)]
+
+    def seconds(groups: list[list[Any]]) -> float:
+        start = time.perf_counter()
+        for group in groups:
+            for child in group:
+                child.stdin.write("go\n")
+                child.stdin.flush()
+            for child in group:
+                assert child.stdout.readline() == "done\n"
+        return time.perf_counter() - start
+
+    try:
+        seconds([[child] for child in children])
+        ratios = [seconds([children]) / seconds([[child] for child in children]) for _ in range(5)]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert min(ratios) < 1.3, ratios

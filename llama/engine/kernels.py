@@ -60,6 +60,8 @@ def pick_form() -> str | None:
     wanted = os.environ.get("CLEARLLAMA_KERNELS", "auto")
     if wanted not in ("auto", "off", *FORMS):
         raise UsageError(f"CLEARLLAMA_KERNELS is {wanted!r}; expected auto, off, {', '.join(FORMS)}")
+    if wanted == "amx":
+        torch.cpu._init_amx()
     if wanted != "auto":
         return None if wanted == "off" else wanted
     if platform.system() != "Linux":

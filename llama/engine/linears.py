@@ -32,8 +32,8 @@ FEW_ROWS = 4  # the kernel reads the weight once for up to 4 rows
 class FewRowsLinear(nn.Module):
     """A linear layer in bfloat16 on a CPU; its weight may be in a mapped file.
 
-    Few rows go to a C++ kernel, which reads the weight as fast as the memory allows. More rows go to F.linear, unless the
-    kernels use AMX.
+    Few rows go to a C++ kernel, which reads the weight as fast as the memory allows. More rows go to F.linear, unless
+    the kernels use AMX.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):

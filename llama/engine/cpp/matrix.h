@@ -42,7 +42,8 @@ constexpr bool HAS_TILES = true;
 // Gives this thread eight tile registers of 16 rows of 64 bytes.
 struct TileRegisters {
     TileRegisters() {
-        alignas(64) struct {
+        // Static, since GCC 12 believes that the instruction reads 8 bytes only, and omits writing the others to a local variable.
+        alignas(64) static const struct {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
             uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
