@@ -30,7 +30,10 @@ class ModelConfig:
     max_seq_len   context in tokens that the checkpoint was made for
     tie_embeddings  True if the output projection is the embedding matrix
     attention_bias  True if wq, wk, wv and wo add a bias; no official LLaMA does
+    qkv_bias        True if wq, wk and wv add a bias, whether or not wo does; Qwen2's wo does not
     mlp_bias        True if w_gate, w_up and w_down add a bias; no official LLaMA does
+    no_rope_layers  the layers that do not rotate queries and keys, ascending from 0 (SmolLM3; NoPE, arXiv:2305.19466)
+    sliding_window  None, or how many tokens back attention sees (Mistral 7B v0.1); the model runs up to there
     """
 
     dim: int
@@ -46,15 +49,23 @@ class ModelConfig:
     max_seq_len: int = 2048
     tie_embeddings: bool = False
     attention_bias: bool = False
+    qkv_bias: bool = False
     mlp_bias: bool = False
+    no_rope_layers: tuple[int, ...] = ()
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"):
             checks.integer(name, getattr(self, name), 1, LARGEST_SIZE, ConfigError)
         for name, high in (("norm_eps", 1), ("rope_theta", 1e300)):
             checks.positive(name, getattr(self, name), high, ConfigError)
-        for name in ("tie_embeddings", "attention_bias", "mlp_bias"):
+        for name in ("tie_embeddings", "attention_bias", "qkv_bias", "mlp_bias"):
             checks.boolean(name, getattr(self, name), ConfigError)
+        if self.sliding_window is not None:
+            checks.integer("sliding_window", self.sliding_window, 1, LARGEST_SIZE, ConfigError)
+        layers = self.no_rope_layers
+        if not isinstance(layers, tuple) or not all(checks.is_integer(i) and 0 <= i < self.n_layers for i in layers):
+            raise ConfigError(f"no_rope_layers must be a tuple of layers below {self.n_layers}, got {layers!r:.60}")
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 f"n_heads must be a multiple of n_kv_heads, so that each key/value head serves the same number of query"
@@ -69,7 +80,8 @@ class ModelConfig:
     def n_params(self) -> int:
         """Exact number of parameters; a tied output projection counts once."""
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        attention = 2 * self.dim * (q + kv) + self.attention_bias * (q + 2 * kv + self.dim)
+        attention = 2 * self.dim * (q + kv) + self.attention_bias * self.dim
+        attention += (self.attention_bias or self.qkv_bias) * (q + 2 * kv)
         feed_forward = 3 * self.dim * self.hidden_dim + self.mlp_bias * (2 * self.hidden_dim + self.dim)
         block = attention + feed_forward + 2 * self.dim
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)

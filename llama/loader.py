@@ -252,7 +252,12 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
         if scheme is not None or (keep and placement.output.type == "cpu"):
             sharded.check_groups(None if scheme is None else scheme.group)
         checkpoint = sharded
-    context = reach(sizes.max_seq_len, sizes.rope_scaling) if options.max_seq_len is None else options.max_seq_len
+    context = reach(sizes) if options.max_seq_len is None else options.max_seq_len
+    if sizes.sliding_window is not None and context > sizes.sliding_window:
+        raise UsageError(
+            f"a context of {context} tokens exceeds the model's sliding window of {sizes.sliding_window}; windows are"
+            f" not implemented, so use at most {sizes.sliding_window} (--max-seq-len), or run it in vLLM"
+        )
     return Plan(options, config, sizes, checkpoint, placement, storage, rope, context)
 
 
@@ -265,7 +270,7 @@ def check_memory(plan: Plan) -> None:
         names = [name for name in plan.checkpoint.shapes if placement.device_of(name) == device]
         weights, mapped = memory_footprint(plan.checkpoint, names, device, plan.storage, copies=options.compile)
         need = memory.need(
-            dataclasses.replace(plan.sizes, n_layers=placement.layers.count(device) or 1),
+            dataclasses.replace(plan.sizes, n_layers=placement.layers.count(device) or 1, no_rope_layers=()),
             weights,
             itemsize=dtype.itemsize,
             tokens=min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len),

@@ -58,11 +58,12 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, rope: str, attention: str):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim  # layer: the layer's index, for hooks
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.attention_bias)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.attention_bias)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.attention_bias)
+        qkv_bias = config.attention_bias or config.qkv_bias
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=qkv_bias)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=qkv_bias)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=qkv_bias)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.attention_bias)
-        self.apply_rotary_emb = RotaryEmb(rope)
+        self.apply_rotary_emb = RotaryEmb(rope, rotates=layer not in config.no_rope_layers)
         self.attend = Attend(ATTENTION[attention])
 
     def forward(
@@ -114,7 +115,7 @@ class Transformer(nn.Module):
 
     rope         form of the rotation, one of rope.FORMS; "half" needs wq and wk in that layout (rope.to_half_layout)
     attention    "sdpa" or "reference"
-    max_seq_len  number of positions it may use; default: the config's context, extended by its scaling
+    max_seq_len  number of positions it may use; default: `reach`, the config's context with its scaling and window
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config, self.runner = config, Runner()
-        self.max_seq_len = reach(config.max_seq_len, config.rope_scaling) if max_seq_len is None else max_seq_len
+        self.max_seq_len = reach(config) if max_seq_len is None else max_seq_len
         self.rope = Rope(
             rope, config.head_dim, self.max_seq_len, config.rope_theta, config.rope_scaling, config.max_seq_len
         )

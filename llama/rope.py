@@ -208,13 +208,18 @@ FORMS: dict[str, Form] = {
 
 
 class RotaryEmb(nn.Module):
-    """`apply_rotary_emb` in one of FORMS, as a module: xq (B, T, H, D), xk (B, T, KV, D) -> the same shapes."""
+    """`apply_rotary_emb` in one of FORMS, as a module: xq (B, T, H, D), xk (B, T, KV, D) -> the same shapes.
 
-    def __init__(self, form: str = "complex"):
+    In a layer without RoPE, `rotates` is False, and q and k are returned unchanged.
+    """
+
+    def __init__(self, form: str = "complex", rotates: bool = True):
         super().__init__()
-        self.rotate = FORMS[form].apply
+        self.rotate, self.rotates = FORMS[form].apply, rotates
 
     def forward(self, xq: Tensor, xk: Tensor, freqs_cis: FreqsCis) -> tuple[Tensor, Tensor]:
+        if not self.rotates:
+            return xq, xk
         return self.rotate(xq, xk, *((freqs_cis,) if isinstance(freqs_cis, Tensor) else freqs_cis))
 
 

@@ -226,11 +226,18 @@ def trained_length(config: ModelConfig) -> float:
     return _trained_length(Base(config.head_dim, config.rope_theta, max_seq_len=config.max_seq_len), scaling)
 
 
-def reach(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
+def reach(config: ModelConfig) -> int:
     """Number of positions a model can use: its context, or the trained length extended by a scaling, if that is larger.
 
-    In some files max_position_embeddings is the length before the scaling, in others the length after it.
+    In some files max_position_embeddings is the length before the scaling, in others the length after it. A sliding
+    window is a limit: full attention computes the same only up to there.
     """
+    context, window = stretched(config.max_seq_len, config.rope_scaling), config.sliding_window
+    return context if window is None else min(context, window)
+
+
+def stretched(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
+    """`reach` of a model without a sliding window."""
     stretching = ("linear", "ntk", "dynamic", "yarn", "llama3")
     if scaling is None or kind_of(scaling) not in stretching or scaling.get("factor") is None:
         return max_seq_len

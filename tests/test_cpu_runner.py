@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,12 @@ from . import tiny
 
 pytestmark = pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
 BIASED = ModelConfig(64, 2, 4, 2, 16, 96, 320, norm_eps=1e-5, max_seq_len=256, attention_bias=True, mlp_bias=True)
-CONFIGS = {"wide": tiny.WIDE, "small": tiny.CONFIG, "with biases": BIASED}
+QKV_BIASED = dataclasses.replace(tiny.WIDE, qkv_bias=True)
+SOME_ROPE = dataclasses.replace(tiny.WIDE, n_layers=3, no_rope_layers=(0, 2))
+CONFIGS = {
+    "wide": tiny.WIDE, "small": tiny.CONFIG, "with biases": BIASED, "biases of q, k, v": QKV_BIASED,
+    "layers without RoPE": SOME_ROPE,
+}  # fmt: skip
 
 
 def model(

@@ -184,7 +184,6 @@ LLM, ATTENTION = gguf.Keys.LLM, gguf.Keys.Attention
 @pytest.mark.parametrize(
     ("key", "plain", "other"),
     [
-        (ATTENTION.SLIDING_WINDOW, 0, 128),
         (ATTENTION.CAUSAL, True, False),
         (ATTENTION.SCALE, 0.0, 0.5),
         (ATTENTION.CLAMP_KQV, 0.0, 8.0),
@@ -214,9 +213,7 @@ def test_a_factor_alone_is_linear_as_in_llama_cpp(tmp_path: Path) -> None:
         scaling(tmp_path, {"type": "yarn"})
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("attention.sliding_window", 128), ("attention.causal", False), ("vocab_size", 5)]
-)
+@pytest.mark.parametrize(("key", "value"), [("attention.causal", False), ("vocab_size", 5)])
 def test_keys_that_change_the_result_are_refused(tmp_path: Path, key: str, value: Any) -> None:
     path = tiny.write_gguf(tmp_path / "x.gguf", metadata={f"llama.{key}": value})
     with pytest.raises(CheckpointError, match=rf"llama\.{key} is {value}"):

@@ -430,7 +430,10 @@ def resave(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path]
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "other family": (lambda d: edit(d, model_type="qwen2"), "model_type is 'qwen2'.*; only 'llama'"),
+    "other family": (
+        lambda d: edit(d, model_type="gpt2"),
+        "model_type is 'gpt2'; only llama, .* can be run; try transformers",
+    ),
     "layer types": (lambda d: edit(d, layer_types=["sliding_attention"] * 2), "has full_attention in every layer"),
     "multiplier": (lambda d: edit(d, residual_multiplier=0.22), "residual_multiplier is 0.22"),
     "typo": (lambda d: edit(d, num_key_value_head=2), "'num_key_value_head'; was 'num_key_value_heads' meant"),

@@ -42,6 +42,7 @@ CONFIGS = {
     "one key/value head": dataclasses.replace(CONFIG, n_kv_heads=1),
     "tied": dataclasses.replace(CONFIG, tie_embeddings=True),
     "biases": dataclasses.replace(CONFIG, attention_bias=True, mlp_bias=True, n_kv_heads=2),
+    "biases of q, k, v": dataclasses.replace(CONFIG, qkv_bias=True),
 }
 # Wide enough for complete quantization groups in a quarter of the inputs, and for 8 shards.
 WIDE = ModelConfig(

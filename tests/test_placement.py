@@ -43,6 +43,7 @@ CONFIGS = {
     "grouped": CONFIG,
     "tied": replace(CONFIG, tie_embeddings=True),
     "biases": replace(CONFIG, attention_bias=True, mlp_bias=True),
+    "some without RoPE": replace(CONFIG, qkv_bias=True, no_rope_layers=(1, 3)),
     "by length": replace(CONFIG, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
 }
 

@@ -41,6 +41,7 @@ KINDS = {
     "many kv": replace(SMALL, n_kv_heads=8),
     "tied": replace(SMALL, tie_embeddings=True),
     "biases": replace(SMALL, attention_bias=True, mlp_bias=True),
+    "some without RoPE": replace(SMALL, qkv_bias=True, no_rope_layers=(3,)),
 }
 BY_ROWS = ("wq", "wk", "wv", "w_gate", "w_up", "tok_embeddings", "output")  # split along the first axis
 BY_COLUMNS = ("wo", "w_down")

@@ -102,7 +102,7 @@ def test_an_earlier_longer_text_does_not_change_the_logits() -> None:
 def test_a_scaling_multiplies_the_context_by_its_factor(scaling: dict[str, Any]) -> None:
     config = with_rope(tiny.CONFIG, scaling)
     assert config.max_seq_len == tiny.CONFIG.max_seq_len
-    assert reach(config.max_seq_len, config.rope_scaling) == scaling["factor"] * tiny.CONFIG.max_seq_len
+    assert reach(config) == scaling["factor"] * tiny.CONFIG.max_seq_len
     assert tiny.model(config).max_seq_len == scaling["factor"] * tiny.CONFIG.max_seq_len
 
 
@@ -115,7 +115,7 @@ def test_a_scaling_that_replaces_another_starts_from_the_original_context() -> N
         "original_max_position_embeddings": 8192,
     }
     config = dataclasses.replace(tiny.CONFIG, rope_scaling=llama31, max_seq_len=131072)
-    assert reach(config.max_seq_len, config.rope_scaling) == 131072
+    assert reach(config) == 131072
     assert with_rope(config, {"rope_type": "yarn", "factor": 4.0}).max_seq_len == 8192
     plain = with_rope(config, {"rope_type": "default"})
     assert (plain.rope_scaling, plain.max_seq_len) == (None, 8192)

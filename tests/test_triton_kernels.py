@@ -207,10 +207,11 @@ def a_model(config: Any, scheme: str | None) -> Transformer:
     [
         ({}, None),
         (TIED_WITH_BIASES, "int4"),
+        ({"qkv_bias": True, "no_rope_layers": (0,)}, None),
         *(pytest.param({}, scheme, marks=SLOW) for scheme in ("int8", "int4")),
         *(pytest.param(TIED_WITH_BIASES, scheme, marks=SLOW) for scheme in (None, "int8")),
     ],
-    ids=["plain", "tied-int4", "plain-int8", "plain-int4", "tied", "tied-int8"],
+    ids=["plain", "tied-int4", "no-rope", "plain-int8", "plain-int4", "tied", "tied-int8"],
 )
 def test_the_fused_decoder_computes_the_logits_of_the_plain_model(changes: dict[str, Any], scheme: str | None) -> None:
     config = dataclasses.replace(TINY, n_layers=1 if scheme else 2, **changes)

@@ -27,6 +27,7 @@ from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..quant.blocks import READERS, Blocks
 from ..rope_scaling import inverse_frequencies
 from ..tokenizer import Tokenizer
+from .architectures import INTERVAL, LAYOUTS, every, refusal, window_warnings
 from .base import Checkpoint, checked, dequantized, drop_pages, stored_bytes, to_file_name, to_model_name
 from .meta import check_vocabulary
 
@@ -87,7 +88,6 @@ NAMES = {
 }
 # Keys that would change what is computed, and the value that changes nothing
 PLAIN_VALUES = {
-    "attention.sliding_window": 0,
     "attention.causal": True,
     "attention.scale": 0.0,
     "attention.clamp_kqv": 0.0,
@@ -345,10 +345,9 @@ class Part:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF model of architecture `llama`, in one file or split. See Checkpoint for the members."""
+    """A GGUF model of an architecture in LAYOUTS, in one file or split. See Checkpoint for the members."""
 
     format = "GGUF"
-    layout = "interleaved"  # converters undo Hugging Face's permutation; llama.cpp's rope type is NORM
 
     def __init__(self, path: Path):
         self.path = path
@@ -378,6 +377,8 @@ class GGUFCheckpoint(Checkpoint):
             self.config = checked(_config(self.metadata, self.shapes, tables))
         except ConfigError as error:
             raise CheckpointError(f"{where}: {error}") from error
+        self.layout = LAYOUTS[self.metadata["general.architecture"]]
+        self.warnings = [*window_warnings(self.config), *pre_warnings(self.metadata)]
         self.chat_template = self.metadata.get("tokenizer.chat_template")
         if not isinstance(self.chat_template, str | None):
             raise CheckpointError(
@@ -487,38 +488,43 @@ def _config(
 ) -> ModelConfig:
     """The architecture by the metadata. The loader checks it against the shapes of the tensors."""
     architecture = _single(metadata, "general.architecture")
-    if architecture != "llama":
-        raise ConfigError(f"the architecture is {architecture!r}; only 'llama' can be run")
+    if not isinstance(architecture, str) or architecture not in LAYOUTS:
+        raise ConfigError(refusal("general.architecture", architecture, LAYOUTS))
+    prefix = f"{architecture}."
 
     def number(key: str, default: Any = None) -> Any:
-        value = metadata.get("llama." + key, default)
+        value = metadata.get(prefix + key, default)
         if value is None:
-            raise ConfigError(f"the key llama.{key} is missing")
+            raise ConfigError(f"the key {prefix}{key} is missing")
         if not is_number(value):
-            raise ConfigError(f"llama.{key} must be one number, got {_shown(value)}")
+            raise ConfigError(f"{prefix}{key} must be one number, got {_shown(value)}")
         return _decimal(value)
 
     if number("expert_count", 0):
-        raise ConfigError(f"it is a mixture of {number('expert_count')} experts, which is not a LLaMA decoder")
+        raise ConfigError(
+            f"it is a mixture of {number('expert_count')} experts, which is not a LLaMA decoder; try transformers, vLLM"
+            f" or llama.cpp"
+        )
     for key, plain in PLAIN_VALUES.items():
-        if (value := _single(metadata, "llama." + key, plain)) != plain:
-            raise ConfigError(f"llama.{key} is {value!r:.40}, which is not a LLaMA; expected {plain!r}")
+        if (value := _single(metadata, prefix + key, plain)) != plain:
+            raise ConfigError(f"{prefix}{key} is {value!r:.40}, which is not a LLaMA; expected {plain!r}")
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     if number("vocab_size", shapes["tok_embeddings.weight"][0]) != shapes["tok_embeddings.weight"][0]:
         rows = shapes["tok_embeddings.weight"][0]
-        raise ConfigError(f"llama.vocab_size is {number('vocab_size')} and the embedding has {rows} rows")
+        raise ConfigError(f"{prefix}vocab_size is {number('vocab_size')} and the embedding has {rows} rows")
     dim, n_heads = number("embedding_length"), number("attention.head_count")
     if not n_heads:
-        raise ConfigError("llama.attention.head_count must be above 0")
+        raise ConfigError(f"{prefix}attention.head_count must be above 0")
     head_dim = number("attention.key_length", dim // n_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
-            raise ConfigError(f"llama.{key} is {number(key)} and the head dimension {head_dim}; they must be equal")
-    theta = number("rope.freq_base", 10000.0)
+            raise ConfigError(f"{prefix}{key} is {number(key)} and the head dimension {head_dim}; they must be equal")
+    theta, n_layers = number("rope.freq_base", 10000.0), number("block_count")
+    q_bias, o_bias = (f"layers.0.attention.{name}.bias" in shapes for name in ("wq", "wo"))
     return ModelConfig(
         dim=dim,
-        n_layers=number("block_count"),
+        n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=number("attention.head_count_kv", n_heads),
         head_dim=head_dim,
@@ -526,12 +532,25 @@ def _config(
         vocab_size=shapes["tok_embeddings.weight"][0],
         norm_eps=number("attention.layer_norm_rms_epsilon"),
         rope_theta=theta,
-        rope_scaling=_rope_scaling(metadata, tables, head_dim, theta),
+        rope_scaling=_rope_scaling(metadata, prefix, tables, head_dim, theta),
         max_seq_len=number("context_length"),
         tie_embeddings="output.weight" not in shapes,
-        attention_bias="layers.0.attention.wq.bias" in shapes,
+        attention_bias=o_bias,
+        qkv_bias=q_bias and not o_bias,
         mlp_bias="layers.0.feed_forward.w_gate.bias" in shapes,
+        no_rope_layers=every(INTERVAL, n_layers) if architecture == "smollm3" else (),
+        sliding_window=number("attention.sliding_window", 0) or None,
     )
+
+
+def pre_warnings(metadata: Mapping[str, Any]) -> list[str]:
+    """A warning if a file does not name the rule by which its tokenizer splits words."""
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or metadata.get("tokenizer.ggml.pre") is not None:
+        return []
+    return [
+        "the file does not name its pre-tokenizer (no key tokenizer.ggml.pre), so words are split as in llama.cpp's"
+        " default; if answers are poor, fetch a newer conversion"
+    ]
 
 
 def _single(metadata: Mapping[str, Any], key: str, default: Any = None) -> Any:
@@ -555,16 +574,16 @@ def _decimal(value: float) -> float:
 
 
 def _rope_scaling(
-    metadata: Mapping[str, Any], tables: Mapping[str, list[float]], head_dim: int, theta: float
+    metadata: Mapping[str, Any], architecture: str, tables: Mapping[str, list[float]], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
-    """The scaling from llama.rope.scaling.*, the older llama.rope.scale_linear, or a table of divisors."""
-    prefix = "llama.rope.scaling."
+    """The scaling from {architecture}rope.scaling.*, the older rope.scale_linear, or a table of divisors."""
+    prefix = f"{architecture}rope.scaling."
     given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     for key, value in given.items():
         if key not in ("type", "finetuned") and not is_number(value):
             raise ConfigError(f"{prefix}{key} must be one number, got {_shown(value)}")
     numbers = {key: _decimal(value) for key, value in given.items() if isinstance(value, int | float)}
-    factor = numbers.get("factor", _single(metadata, "llama.rope.scale_linear"))
+    factor = numbers.get("factor", _single(metadata, f"{architecture}rope.scale_linear"))
     kind = _single(metadata, prefix + "type", "linear")  # llama.cpp's default if there is only a factor; 0 means none
     if kind == "linear" and factor in (None, 0, 0.0, 1, 1.0):
         kind = "none"
@@ -598,7 +617,7 @@ def _yarn_keys(numbers: Mapping[str, float], factor: Any) -> dict[str, float]:
     out = {theirs: numbers[ours] for ours, theirs in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
            if ours in numbers}  # fmt: skip
     if numbers.get("yarn_ext_factor", -1) not in (-1, 1):
-        raise ConfigError(f"llama.rope.scaling.yarn_ext_factor is {numbers['yarn_ext_factor']}; only 1 is supported")
+        raise ConfigError(f"rope.scaling.yarn_ext_factor is {numbers['yarn_ext_factor']}; only 1 is supported")
     multiplier = numbers.get("attn_factor", 1.0) * numbers.get("yarn_attn_factor", 1.0)
     if isinstance(factor, int | float) and factor > 0 and (multiplier != 1 or factor < 1):
         out["attention_factor"] = multiplier * (0.1 * math.log(factor) + 1)

@@ -13,10 +13,12 @@ import torch
 
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
-from ..rope_scaling import inverse_frequencies, kind_of, reach, trained_length
+from ..rope import to_half_layout
+from ..rope_scaling import inverse_frequencies, kind_of, stretched, trained_length
+from .architectures import INTERVAL, LAYOUTS, every
 from .base import to_file_name
 from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
-from .write import Model, dtype_name, raw_bytes
+from .write import ROTATED, Model, dtype_name, raw_bytes
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
 
@@ -27,13 +29,14 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
 
     if shards > 1:
         raise ConfigError("a GGUF model is written as one file; omit --shards")
-    writer = gguf.GGUFWriter(path, "llama")
     tables = rope_tables(model.config)
+    kind = architecture(model.config, bool(tables))
+    writer = gguf.GGUFWriter(path, kind)
     rope = rope_metadata(model.config)
     if tables and not rope:  # a table does not contain the kind of scaling, from which the longer context follows
-        rope["llama.context_length"] = reach(model.config.max_seq_len, model.config.rope_scaling)
+        rope["context_length"] = stretched(model.config.max_seq_len, model.config.rope_scaling)
     for key, value in {**metadata(model), **rope}.items():
-        add(writer, key, value)
+        add(writer, key if key.startswith("general.") else f"{kind}.{key}", value)
     warnings = _add_tokenizer(writer, model)
     if any((model.config.rope_scaling or {}).get(key) is not None for key in ("beta_fast", "beta_slow")):
         warnings.append("the scaling's beta_fast and beta_slow are written, but llama.cpp 0.3.36 does not read them")
@@ -42,9 +45,9 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
     types = {name: "F32" if len(model.shapes[name]) == 1 else dtype_name(model.dtypes[name]) for name in model.shapes}
     for name, shape in model.shapes.items():
         nbytes = math.prod(shape) * (4 if types[name] == "F32" else 2)
-        kind = gguf.GGMLQuantizationType[types[name]]
+        raw = gguf.GGMLQuantizationType[types[name]]
         writer.add_tensor_info(
-            to_file_name(name, NAMES, LAYERS), list(shape), np.dtype(np.float32), nbytes, raw_dtype=kind
+            to_file_name(name, NAMES, LAYERS), list(shape), np.dtype(np.float32), nbytes, raw_dtype=raw
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -53,30 +56,53 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
         _put(writer, np.array(values, np.float32))
     for name, type in types.items():
         tensor = model.read(name)
+        if LAYOUTS[kind] == "half" and name.endswith(ROTATED):
+            tensor = to_half_layout(tensor, model.config.head_dim)
         _put(writer, raw_bytes(tensor.float() if type == "F32" else tensor))
     writer.close()
     return warnings
 
 
+def architecture(config: ModelConfig, has_tables: bool) -> str:
+    """The architecture under which llama.cpp computes the model, of those in LAYOUTS.
+
+    llama.cpp's architecture llama has optional biases; its qwen2 and smollm3 have no tables of RoPE divisors. Raises
+    ConfigError if none of them fits.
+    """
+    if config.no_rope_layers:
+        if config.no_rope_layers != every(INTERVAL, config.n_layers):
+            raise ConfigError(
+                f"the layers without RoPE are {', '.join(map(str, config.no_rope_layers)):.60}, and in GGUF they are"
+                f" always {INTERVAL - 1}, {2 * INTERVAL - 1}, {3 * INTERVAL - 1} and so on; convert it to hf"
+            )
+        if has_tables or config.mlp_bias or config.attention_bias:
+            raise ConfigError("GGUF's smollm3 has no RoPE divisors, no mlp_bias and no bias of wo; convert it to hf")
+        return "smollm3"
+    usual = config.n_heads * config.head_dim == config.dim and not config.mlp_bias and not has_tables
+    return "qwen2" if config.qkv_bias and usual else "llama"
+
+
 def metadata(model: Model) -> dict[str, Any]:
-    """The architecture as GGUF metadata."""
+    """The architecture as GGUF metadata; keys without "general." belong to the architecture."""
     config = model.config
+    window = {} if config.sliding_window is None else {"attention.sliding_window": config.sliding_window}
     return {
         "general.name": model.name,
         "general.file_type": FILE_TYPES[model.dtype],
         "general.quantization_version": 2,
-        "llama.context_length": config.max_seq_len,
-        "llama.embedding_length": config.dim,
-        "llama.block_count": config.n_layers,
-        "llama.feed_forward_length": config.hidden_dim,
-        "llama.attention.head_count": config.n_heads,
-        "llama.attention.head_count_kv": config.n_kv_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.value_length": config.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "llama.rope.freq_base": float(config.rope_theta),
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.vocab_size": config.vocab_size,
+        "context_length": config.max_seq_len,
+        "embedding_length": config.dim,
+        "block_count": config.n_layers,
+        "feed_forward_length": config.hidden_dim,
+        "attention.head_count": config.n_heads,
+        "attention.head_count_kv": config.n_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "rope.freq_base": float(config.rope_theta),
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+        **window,
     }
 
 
@@ -86,7 +112,7 @@ def rope_metadata(config: ModelConfig) -> dict[str, Any]:
     Raises ConfigError for a scaling that GGUF can't express.
     """
     kind, scaling = kind_of(config.rope_scaling), config.rope_scaling or {}
-    prefix = "llama.rope.scaling."
+    prefix = "rope.scaling."
     if kind in ("dynamic", "proportional"):
         raise ConfigError(f"GGUF can't express the rope scaling {kind!r}")
     if kind not in ("linear", "yarn", "longrope"):

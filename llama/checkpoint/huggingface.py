@@ -1,6 +1,7 @@
 """Reader of Hugging Face folders: config.json, safetensors in one or many files, tokenizer.json.
 
-Sources: transformers' configuration_llama.py, modeling_rope_utils.py; https://github.com/huggingface/safetensors.
+Sources: transformers' configuration classes of the families, modeling_rope_utils.py;
+https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
 from . import torchfile
+from .architectures import FAMILIES, no_rope_layers, refusal, sliding_window, window_warnings
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name, to_model_name
 from .documents import LARGEST, Fields, describe, read_json, utf8_name
 from .meta import check_vocabulary
@@ -64,7 +66,6 @@ NO_EFFECT = {
 # Keys that would change what is computed, and the values that change nothing
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
-    "sliding_window": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
     "qk_layernorm": (None, False),
     "use_qk_norm": (None, False),
@@ -77,8 +78,8 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
-    "no_rope_layers": (None, []),
     "rope_interleaved": (None, False),
+    "use_mrope": (None, False),
 }
 # Options of generation_config.json that are not supported, and the values under which they have no effect
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -222,12 +223,12 @@ class HuggingFaceCheckpoint(Checkpoint):
     # ------------------------------------------------------------------------------------------- configuration
     def _config(self, fields: Fields) -> ModelConfig:
         where = fields.where
-        kind = fields.get("model_type")
-        if kind is None and fields.get("architectures") == ["LlamaForCausalLM"]:
-            kind = "llama"
-        if kind != "llama":
-            found = "missing" if kind is None else f"{kind!r:.60}" if isinstance(kind, str) else describe(kind)
-            raise ConfigError(f"{where}: model_type is {found}; only 'llama' can be run")
+        kind, named = fields.get("model_type"), fields.get("architectures")
+        if kind is None and isinstance(named, list) and len(named) == 1:
+            kind = next((kind for kind, family in FAMILIES.items() if family.architecture == named[0]), None)
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            raise ConfigError(f"{where}: {refusal('model_type', kind, FAMILIES)}")
+        family = FAMILIES[kind]
         self._check_quantization(fields.mapping("quantization_config"), where)
         for key, allowed in MUST_BE.items():
             if fields.get(key) not in (None, *allowed):
@@ -235,9 +236,7 @@ class HuggingFaceCheckpoint(Checkpoint):
                     f"{where}: {key} is {describe(fields.get(key))}, which is not a LLaMA; expected"
                     f" {describe(allowed[0])}"
                 )
-        kinds = fields.get("layer_types")
-        if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention"}):
-            raise ConfigError(f"{where}: layer_types is {kinds!r:.80}; a LLaMA has full_attention in every layer")
+        n_layers = fields.integer("num_hidden_layers")
         dim, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         integer(f"{where}: num_attention_heads", n_heads, error=ConfigError)
         if fields.get("head_dim") is None and dim % n_heads:
@@ -245,11 +244,11 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"{where}: hidden_size {dim} is not a multiple of num_attention_heads {n_heads}, and there is no"
                 f" head_dim"
             )
-        context = fields.integer("max_position_embeddings", 2048)
-        theta, scaling = self._rope(fields)
+        context = fields.integer("max_position_embeddings", family.context)
+        theta, scaling = self._rope(fields, family.theta)
         config = ModelConfig(
             dim=dim,
-            n_layers=fields.integer("num_hidden_layers"),
+            n_layers=n_layers,
             n_heads=n_heads,
             n_kv_heads=fields.integer("num_key_value_heads", n_heads),
             head_dim=fields.integer("head_dim", dim // n_heads),
@@ -259,9 +258,12 @@ class HuggingFaceCheckpoint(Checkpoint):
             rope_theta=theta,
             rope_scaling=scaling,
             max_seq_len=context,
-            tie_embeddings=fields.boolean("tie_word_embeddings", False),
-            attention_bias=fields.boolean("attention_bias", False),
-            mlp_bias=fields.boolean("mlp_bias", False),
+            tie_embeddings=fields.boolean("tie_word_embeddings", family.tied),
+            attention_bias=family.bias_keys and fields.boolean("attention_bias", False),
+            qkv_bias=family.qkv_bias,
+            mlp_bias=family.bias_keys and fields.boolean("mlp_bias", False),
+            no_rope_layers=no_rope_layers(fields, kind, n_layers),
+            sliding_window=sliding_window(fields, kind, n_layers),
         )
         for key in ("bos_token_id", "eos_token_id"):
             fields.get(key)
@@ -270,6 +272,7 @@ class HuggingFaceCheckpoint(Checkpoint):
                 raise ConfigError(f"{where}: unknown key {key!r:.60}; was {near[0]!r} meant?")
         if unknown := [key for key in fields.unknown() if key not in NO_EFFECT]:
             self.warnings.append(f"{CONFIG} has unknown keys, which have no effect: {', '.join(unknown)}")
+        self.warnings += window_warnings(config)
         return config
 
     def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
@@ -279,8 +282,11 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"{where}: the weights are quantized ({name!r:.40}), which is not supported; get the unquantized ones"
             )
 
-    def _rope(self, fields: Fields) -> tuple[float, dict[str, Any] | None]:
-        """theta and scaling, from rope_theta and rope_scaling, or from rope_parameters (transformers 5)."""
+    def _rope(self, fields: Fields, theta: float) -> tuple[float, dict[str, Any] | None]:
+        """theta and scaling, from rope_theta and rope_scaling, or from rope_parameters (transformers 5).
+
+        theta  the default
+        """
         where, old, new = fields.where, fields.mapping("rope_scaling"), fields.mapping("rope_parameters")
         if old and new:
             theirs = {key: value for key, value in new.items() if key != "rope_theta"}
@@ -291,7 +297,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         outer = fields.get("rope_theta")
         if inner is not None and outer is not None and inner != outer:
             raise ConfigError(f"{where}: rope_theta is {outer!r:.40} and in rope_parameters {inner!r:.40}; remove one")
-        theta = Fields({"rope_theta": outer if inner is None else inner}, where).number("rope_theta", 10000.0)
+        theta = Fields({"rope_theta": outer if inner is None else inner}, where).number("rope_theta", theta)
         scaling = _spelled_out(scaling)
         kind = scaling.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in SCALINGS:

@@ -14,12 +14,12 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
 from ..rope import Layout, to_half_layout
+from .architectures import FAMILIES, FULL, SLIDING
 from .base import to_file_name
 from .huggingface import INDEX, LAYERS, NAMES
-from .write import Model, dtype_name, raw_bytes
+from .write import ROTATED, Model, dtype_name, raw_bytes
 
 LARGEST_FILE = 5 * 10**9  # bytes of weights; the same limit as in transformers
-ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias")
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,12 @@ class Entry:
 def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
     """Fill an empty folder with `shards` files; 0 means as many as needed for at most 5 GB each. Returns warnings."""
     write_weights(folder, {to_file_name(name, NAMES, LAYERS): entry(model, name) for name in model.shapes}, shards)
-    write_json(folder / "config.json", config_json(model))
-    return write_tokenizer(folder, model)
+    settings = config_json(model)
+    write_json(folder / "config.json", settings)
+    warnings = write_tokenizer(folder, model)
+    if settings.get("use_sliding_window"):
+        warnings.append("the sliding window is written for all layers; the source may have had it in some of them only")
+    return warnings
 
 
 def entry(model: Model, name: str, layout: Layout = "half") -> Entry:
@@ -108,9 +112,10 @@ def config_json(model: Model) -> dict[str, Any]:
     """config.json with keys that both transformers 4 and 5 read."""
     config, tokenizer = model.config, model.tokenizer
     stops = sorted(tokenizer.stop_ids) if tokenizer else []
+    kind, own = family_keys(config)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [FAMILIES[kind].architecture],
+        "model_type": kind,
         "hidden_size": config.dim,
         "num_hidden_layers": config.n_layers,
         "num_attention_heads": config.n_heads,
@@ -123,13 +128,38 @@ def config_json(model: Model) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(config),
         "max_position_embeddings": config.max_seq_len,
         "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
+        **own,
         "hidden_act": "silu",
         "torch_dtype": str(model.dtype).removeprefix("torch."),
         "bos_token_id": tokenizer.bos_id if tokenizer else None,
         "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
     }
+
+
+def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """The model_type under which transformers computes the model, and the keys of config.json that depend on it.
+
+    Raises ConfigError if there is none: each family has its own biases, windows and layers without RoPE.
+    """
+    windowed, kind = config.sliding_window is not None, "llama"
+    if config.no_rope_layers:
+        kind = "smollm3"
+    elif config.qkv_bias:
+        kind = "qwen2"
+    elif windowed:
+        kind = "mistral"
+    family = FAMILIES[kind]
+    keys: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    if config.qkv_bias != family.qkv_bias or (any(keys.values()) and not family.bias_keys):
+        raise ConfigError(f"transformers' {kind} does not have these biases; convert it to gguf")
+    if not family.bias_keys:
+        keys = {}
+    if kind == "smollm3":
+        keys["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in range(config.n_layers)]
+        keys["pad_token_id"] = None  # transformers' default is an id of the published vocabulary
+    if kind in ("smollm3", "qwen2"):
+        keys |= {"use_sliding_window": windowed, "layer_types": [SLIDING if windowed else FULL] * config.n_layers}
+    return kind, keys if kind == "llama" else {**keys, "sliding_window": config.sliding_window}
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:

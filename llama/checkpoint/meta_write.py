@@ -28,7 +28,8 @@ MULTIPLIERS = (None, 1.0, 1.2, 1.3, 1.5)
 def write(folder: Path, model: Model, shards: int = 0) -> Sequence[str]:
     """Fill an empty folder with `shards` shards; 0 means one. Returns warnings."""
     config, shards = model.config, shards or 1
-    refuse(config, "Meta's format", attention_bias=False, mlp_bias=False, head_dim=config.dim // config.n_heads)
+    only: dict[str, object] = {"attention_bias": False, "qkv_bias": False, "mlp_bias": False, "no_rope_layers": ()}
+    refuse(config, "Meta's format", **only, sliding_window=None, head_dim=config.dim // config.n_heads)
     copies = _kv_copies(config, shards)
     if config.n_heads % shards or config.n_kv_heads * copies % shards:
         fit = [n for n in range(1, config.n_heads + 1) if not config.n_heads % n and not (

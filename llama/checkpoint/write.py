@@ -18,6 +18,8 @@ from ..errors import ConfigError
 from ..tokenizer import Tokenizer
 from .base import FLOATS
 
+ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias")  # ends of the names whose rows RoPE rotates
+
 
 @dataclass(frozen=True)
 class Model:
@@ -63,7 +65,8 @@ def refuse(config: ModelConfig, format: str, **allowed: object) -> None:
     for name, value in allowed.items():
         if getattr(config, name) != value:
             raise ConfigError(
-                f"{format} can't express {name} = {getattr(config, name)!r}; it is always {value!r} there"
+                f"{format} can't express {name} = {getattr(config, name)!r}; it is always {value!r} there; convert it"
+                f" to hf or gguf"
             )
 
 

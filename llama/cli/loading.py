@@ -75,7 +75,7 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequenc
             f"RoPE override: {values}, theta {config.rope_theta:g}; context {model.max_seq_len}, trained"
             f" {int(trained_length(config))}",
         )
-    if args.max_seq_len and args.max_seq_len > reach(config.max_seq_len, config.rope_scaling):
+    if args.max_seq_len and args.max_seq_len > reach(config):
         streams.info(
             args,
             f"warning: --max-seq-len {args.max_seq_len} exceeds the context of {config.max_seq_len} that the model was"

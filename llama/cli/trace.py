@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     llm = loading.load(unchanged)
     config = llm.model.config
     changed = with_rope(config, scaling, args.rope_theta)
-    stretched = reach(changed.max_seq_len, changed.rope_scaling)
+    stretched = reach(changed)
     if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the unchanged model must fit the text too
         llm.model.max_seq_len = llm.model.rope.max_seq_len = stretched
     intervention = intervene.Intervention(

@@ -34,6 +34,7 @@ from ..system.folders import cache_folder, is_private, load_code
 from . import kernels
 from .cpu_runner import GATE_UP, QKV, FusedBlock, KernelRunner
 from .linears import FEW_ROWS, BlockLinear, FewRowsLinear, TileLinear
+from .no_rope import unrotated
 
 LOG = logging.getLogger(__name__)
 Step = Callable[[list[Tensor]], Tensor]  # takes the arguments of Trace as one flat list
@@ -65,7 +66,7 @@ class CompiledRunner(KernelRunner):
         self.weights: dict[nn.Module, list[Tensor]] = {
             block: [tensor for _, tensor in tensors(traced)] for block, traced in shells.items()
         }
-        first = shells[blocks[0]]
+        first = shells[next((block for block in blocks if block.attention.apply_rotary_emb.rotates), blocks[0])]
         self.step = load_step(model, first, cache_kind)
         self.rows_step = functools.cache(functools.partial(load_step, model, first, cache_kind, rows=True))
 
@@ -89,9 +90,11 @@ class CompiledRunner(KernelRunner):
         with kernels.own_threads():
             h = model.tok_embeddings(tokens)  # (B, 1, C)
             freqs_cis = model.rope.freqs_cis(positions, end)  # cos and sin, (1, D/2) or (B, 1, D/2)
+            still = unrotated(freqs_cis) if model.config.no_rope_layers else freqs_cis
             mask = causal_mask(positions, keys)  # (1, S) or (B, 1, 1, S)
-            for block, layer in zip(model.layers, cache.layers, strict=True):
-                h = step([h, *freqs_cis, mask, positions, *layer.buffers, *self.weights[block]])  # (B, 1, C)
+            for fused, layer in zip(self.blocks, cache.layers, strict=True):
+                angles = freqs_cis if fused.rotates else still
+                h = step([h, *angles, mask, positions, *layer.buffers, *self.weights[fused.block]])  # (B, 1, C)
             return model.norm(h)
 
 

@@ -24,6 +24,7 @@ from ..quant.tiles import TILE
 from . import kernels
 from .cpu_attention import kernel_attention
 from .linears import FEW_ROWS, FewRowsLinear, TileLinear
+from .no_rope import unrotated
 
 QKV, GATE_UP = ("wq", "wk", "wv"), ("w_gate", "w_up")  # layers that read the same x
 ops: Any = torch.ops.clearllama
@@ -42,6 +43,7 @@ class FusedBlock(NamedTuple):
     """The layers of a block as the kernels use them."""
 
     block: Any  # TransformerBlock
+    rotates: bool  # False in a layer without RoPE
     qkv: TileLinear | None  # wq, wk and wv, if they are joined
     gate_up: TileLinear | None
     tiles: list[Tensor]  # the four packed weights of the operation `block`; none if it can't run this block
@@ -57,7 +59,8 @@ class FusedBlock(NamedTuple):
             layers = []
         for layer in layers:
             formats += [layer.bits, layer.group, layer.offset, layer.out_features]
-        return cls(block, qkv, gate_up, [layer.tiles for layer in layers], formats)
+        rotates = attention.apply_rotary_emb.rotates
+        return cls(block, rotates, qkv, gate_up, [layer.tiles for layer in layers], formats)
 
 
 class KernelRunner(Runner):
@@ -117,17 +120,19 @@ class KernelRunner(Runner):
     ) -> Tensor:
         """`run` on the kernels."""
         rows = model.rope.freqs_cis(positions, end)
-        angles = torch.view_as_real(rows).unbind(-1) if isinstance(rows, Tensor) else rows
+        angles = tuple(torch.view_as_real(rows).unbind(-1)) if isinstance(rows, Tensor) else rows
         mask = None if keys is None else causal_mask(positions, keys).contiguous()
         step = Step(angles, positions.contiguous(), mask, model.config.norm_eps)
+        still = step._replace(angles=(*unrotated(angles),)) if model.config.no_rope_layers else step
         h = model.tok_embeddings(tokens).flatten(0, 1)  # (B T, C)
         added: Tensor | None = None  # the result of a block's feed_forward, which the next operation adds to h
         for i, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[i]
+            own = step if block.rotates else still
             if block.tiles and type(layer) is LayerCache and h.dtype != torch.float32:
-                added = one_operation(block, step, h, added, layer)
+                added = one_operation(block, own, h, added, layer)
             else:
-                added = nine_operations(block, step, h, added, layer)
+                added = nine_operations(block, own, h, added, layer)
         return ops.add_norm(h, added, model.norm.weight, step.eps).view(*tokens.shape, -1)
 
     def decode(
@@ -212,17 +217,20 @@ def products(parent: nn.Module, names: Sequence[str], joined: TileLinear | None,
 
 def joined(parent: nn.Module, names: Sequence[str]) -> TileLinear | None:
     """One layer whose outputs are those of several, concatenated; they become views of it. None if they differ."""
-    layers: list[TileLinear] = [
-        layer for name in names if isinstance(layer := parent._modules[name], TileLinear) and layer.bias is None
-    ]
+    layers: list[TileLinear] = [layer for name in names if isinstance(layer := parent._modules[name], TileLinear)]
     kinds = {(layer.bits, layer.group, layer.offset) for layer in layers}
     if len(layers) < len(names) or len(kinds) > 1 or any(layer.out_features % TILE for layer in layers):
         return None
     tiles = torch.cat([layer.tiles for layer in layers])
     for layer, part in zip(layers, tiles.split([len(layer.tiles) for layer in layers]), strict=True):
         layer.tiles = part
-    rows = sum(layer.out_features for layer in layers)
-    return TileLinear(tiles, (rows, layers[0].in_features), *kinds.pop(), None)
+    sizes, bias = [layer.out_features for layer in layers], None
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    if biases:  # a model has them in all of these layers, or in none
+        bias = torch.cat(biases)
+        for layer, part in zip(layers, bias.split(sizes), strict=True):
+            layer.bias = part
+    return TileLinear(tiles, (sum(sizes), layers[0].in_features), *kinds.pop(), bias)
 
 
 def linears(layers: nn.Module) -> list[nn.Module]:

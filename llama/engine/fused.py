@@ -19,9 +19,11 @@ from ..attention import causal_mask, sdpa
 from ..cache import KVCache, LayerCache, MemoryCheck
 from ..errors import UsageError
 from ..model import Runner, Transformer, TransformerBlock
+from ..rope import FreqsCis
 from . import triton_kernels as kernels
 from .cuda_graphs import GraphRunner
 from .linears import BlockLinear
+from .no_rope import unrotated
 from .triton_kernels import Splits, Weight
 
 
@@ -34,6 +36,7 @@ class FusedBlock(NamedTuple):
     down: nn.Module
     attention_norm: Tensor  # (C,)
     ffn_norm: Tensor
+    rotates: bool  # False in a layer without RoPE
 
 
 class FusedRunner(GraphRunner):
@@ -61,6 +64,7 @@ class FusedRunner(GraphRunner):
         self.inner = like.new_empty(config.hidden_dim)
         self.flash = has_flash(like, config.head_dim)
         self.splits = Splits.empty(config.n_heads, config.n_kv_heads, config.head_dim, like.device)
+        self.still: tuple[FreqsCis, FreqsCis] = (), ()  # a RoPE table, and one of its size that rotates nothing
 
     def run(
         self,
@@ -103,14 +107,25 @@ class FusedRunner(GraphRunner):
 
     def step(self, model: Transformer, position: Tensor, cache: KVCache) -> None:
         """Take `h`, the embedding of one token, through all blocks."""
-        table: tuple[Tensor, Tensor] = model.rope.table  # type: ignore[assignment]
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             k, v = layer.k[0], layer.v[0]  # (KV, slots, D)
+            table = self.table(model, block)
             kernels.qkv(packed(block.qkv), self.h, block.attention_norm, self.eps, table, position, self.q, k, v)
             kernels.attend(self.q, k, v, position, self.splits, self.y)
             kernels.linear(packed(block.wo), self.y, self.h, residual=self.h)
             kernels.linear(packed(block.gate_up), self.h, self.inner, norm=block.ffn_norm, eps=self.eps, gated=True)
             kernels.linear(packed(block.down), self.inner, self.h, residual=self.h)
+
+    def table(self, model: Transformer, block: FusedBlock) -> tuple[Tensor, Tensor]:
+        """The table of cos and sin, (positions, D/2) each; in a layer without RoPE one that rotates nothing."""
+        table: FreqsCis = model.rope.table
+        if not block.rotates:
+            still = self.still  # a local reference, since another thread may replace it
+            if still[0] is not table:  # it has grown
+                self.still = still = table, unrotated(table)
+            table = still[1]
+        cos, sin = table
+        return cos, sin
 
     def prompt(
         self,
@@ -123,7 +138,7 @@ class FusedRunner(GraphRunner):
         mask: Tensor | None,
     ) -> Tensor:
         """A block for tokens `first` to `end`: h (T, C) -> (T, C). mask (T, S), or None for flash attention."""
-        table: tuple[Tensor, Tensor] = model.rope.table  # type: ignore[assignment]
+        table = self.table(model, block)
         k, v = layer.k, layer.v
         qkv = block.qkv(kernels.rms_norm(h, block.attention_norm, self.eps))  # (T, (H + 2 KV) D)
         q = kernels.rotate(qkv, table, first, k[0], v[0], self.heads)[None].transpose(1, 2)  # (1, H, T, D)
@@ -192,6 +207,7 @@ def fused_block(block: TransformerBlock) -> FusedBlock:
         ffn.w_down,
         block.attention_norm.weight,
         block.ffn_norm.weight,
+        block.attention.apply_rotary_emb.rotates,
     )
 
 

@@ -61,10 +61,11 @@ class Rank:
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """The configuration of this rank's part of a model."""
-        rows = self.vocabulary(config)
+        rows, layers = self.vocabulary(config), self.layers(config)
         return dataclasses.replace(
             config,
-            n_layers=len(self.layers(config)),
+            n_layers=len(layers),
+            no_rope_layers=tuple(i - layers.start for i in config.no_rope_layers if i in layers),
             n_heads=config.n_heads // self.tensor,
             n_kv_heads=max(1, config.n_kv_heads // self.tensor),
             hidden_dim=config.hidden_dim // self.tensor,

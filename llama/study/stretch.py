@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..rope_scaling import BY_LENGTH, inverse_frequencies, reach
+from ..rope_scaling import BY_LENGTH, inverse_frequencies, stretched
 from .measures import turns
 from .topics.base import check_head_dim, check_range
 
@@ -102,7 +102,7 @@ class Stretch:
         trained one.
         """
         max_seq_len = self.target if kind in ("longrope", "llama3", "divisors") else self.context
-        return reach(max_seq_len, self.scaling(kind))
+        return stretched(max_seq_len, self.scaling(kind))
 
     def short(self) -> Tensor:
         """Whether each pair stays below one turn within the trained context, unscaled: (D/2,) bool."""

@@ -299,12 +299,12 @@ def check_config(source: ModelConfig, written: ModelConfig) -> None:
     for field in dataclasses.fields(ModelConfig):
         ours, theirs = getattr(source, field.name), getattr(written, field.name)
         if field.name == "max_seq_len":
-            ours, theirs = (reach(each.max_seq_len, each.rope_scaling) for each in (source, written))
+            ours, theirs = (reach(each) for each in (source, written))
         same = ours == theirs or (isinstance(ours, float) and math.isclose(ours, theirs, rel_tol=1e-6))
         if not same and field.name != "rope_scaling":
             raise ConfigError(f"its {field.name} {ours} would become {theirs}, which changes the model")
     trained = min(int(trained_length(source)), source.max_seq_len)
-    for length in sorted({1, trained, trained + 1, reach(source.max_seq_len, source.rope_scaling)}):
+    for length in sorted({1, trained, trained + 1, reach(source)}):
         (ours, factor), (theirs, other) = (
             inverse_frequencies(
                 each.head_dim, each.rope_theta, each.rope_scaling, seq_len=length, max_seq_len=each.max_seq_len

@@ -205,6 +205,7 @@ def slice_of(config: ModelConfig, tensor: int, layers: int) -> ModelConfig:
     return replace(
         config,
         n_layers=layers,
+        no_rope_layers=(),
         n_heads=config.n_heads // tensor,
         n_kv_heads=max(1, config.n_kv_heads // tensor),
         hidden_dim=config.hidden_dim // tensor,
@@ -214,7 +215,7 @@ def slice_of(config: ModelConfig, tensor: int, layers: int) -> ModelConfig:
 
 def matrix_params(config: ModelConfig) -> int:
     """The number of parameters in the linear layers of all blocks, without biases."""
-    bare = replace(config, attention_bias=False, mlp_bias=False, tie_embeddings=True)
+    bare = replace(config, attention_bias=False, qkv_bias=False, mlp_bias=False, tie_embeddings=True)
     return bare.n_params - vocabulary_params(config) - (2 * config.n_layers + 1) * config.dim
 
 

@@ -310,7 +310,7 @@ def test_every_change_of_the_header_loads_or_is_refused(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"general.architecture": "qwen2"}, "architecture is 'qwen2'; only 'llama' can be run"),
+        ({"general.architecture": "gemma2"}, "architecture is 'gemma2', a model with capped logits; only llama, qwen2"),
         ({"llama.attention.head_count": None}, "llama.attention.head_count is missing"),
         ({"llama.attention.head_count": "2"}, "head_count must be one number, got '2'"),
         ({"llama.attention.head_count": [2, 2]}, "head_count must be one number"),

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import llama
 from llama import rope
-from llama.rope_scaling import BY_LENGTH, SCALINGS, inverse_frequencies, reach
+from llama.rope_scaling import BY_LENGTH, SCALINGS, inverse_frequencies, stretched
 
 from .. import meta_code
 from . import by_hand
@@ -360,7 +360,7 @@ def test_yarns_code_is_not_yarns_paper() -> None:
 @pytest.mark.parametrize("kind", ["linear", "ntk", "dynamic", "yarn"])
 def test_the_stretched_context_is_within_reach(kind: str) -> None:
     for factor in FACTORS:
-        assert reach(4096, {"rope_type": kind, "factor": factor}) == int(4096 * factor)
+        assert stretched(4096, {"rope_type": kind, "factor": factor}) == int(4096 * factor)
 
 
 # -------------------------------------------------------------------------------- angles and tables, to 131,072
