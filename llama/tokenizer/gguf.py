@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Regex, models, pre_tokenizers
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from ..checks import boolean, is_integer
@@ -21,7 +21,6 @@ from .base import Tokenizer
 from .common import (
     BYTE_OF,
     CODE_LLAMA_CONTROL,
-    LLAMA3_WORDS,
     all_splits,
     byte_level_bytes,
     byte_piece,
@@ -34,6 +33,7 @@ from .common import (
     stop_ids,
     written_by,
 )
+from .words import DEFAULT, PRE
 
 __all__ = ["BYTE_OF", "PRE", "ByteLevelTokenizer", "GGUFTokenizer", "SentencePieceTokenizer", "from_metadata"]
 
@@ -41,38 +41,11 @@ __all__ = ["BYTE_OF", "PRE", "ByteLevelTokenizer", "GGUFTokenizer", "SentencePie
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
-def _gpt2_words() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm_words() -> pre_tokenizers.PreTokenizer:
-    """Single digits, then GPT-2's pattern (tokenizer.json of HuggingFaceTB/SmolLM2)."""
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_words()])
-
-
-def _llama3_words() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
 # Other tokens that metadata keys name: they are control tokens even if their type is user-defined
 SPECIAL_NAMES = (
     "padding", "seperator", "separator", "cls", "mask", "prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid",
     "fim_pad", "fim_rep", "fim_sep",
 )  # fmt: skip
-
-# tokenizer.ggml.pre -> (word splitter, ignore_merges: a word that is a token is not merged, default of add_bos)
-PRE = {
-    "gpt-2": (_gpt2_words, False, False),
-    "smollm": (_smollm_words, False, False),
-    "llama-bpe": (_llama3_words, True, True),
-    "llama3": (_llama3_words, True, True),
-    "llama-v3": (_llama3_words, True, True),
-}
 
 
 def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
@@ -153,25 +126,28 @@ class ByteLevelTokenizer(GGUFTokenizer):
 
     def __init__(self, metadata: Mapping[str, Any], where: str):
         super().__init__(metadata, where)
-        pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
+        pre = metadata.get("tokenizer.ggml.pre", DEFAULT)
         if not isinstance(pre, str) or pre not in PRE:
             raise TokenizerError(f"{where}: pre-tokenizer {pre!r:.60} is not supported; supported: {', '.join(PRE)}")
-        words, ignore_merges, add_bos = PRE[pre]
+        rule = PRE[pre]
         self.pre: str = pre
         self.kind = f"byte-level BPE ({pre})"
-        self.add_bos = _flag(metadata, "add_bos_token", add_bos, where)
+        self.add_bos = _flag(metadata, "add_bos_token", rule.add_bos, where)
         plain = self._plain()
         self._missing = missing_bytes(plain)
         self.merges = [_pair(m, i, where) for i, m in enumerate(_strings(metadata, "tokenizer.ggml.merges", where))]
         for left, right in self.merges:
             if left not in plain or right not in plain or left + right not in plain:
                 raise TokenizerError(f"{where}: merge {left!r} + {right!r} is not made of tokens of the vocabulary")
-        self._backend = Backend(models.BPE(vocab=plain, merges=self.merges, ignore_merges=ignore_merges))
-        self._backend.pre_tokenizer = words()
+        self._backend = Backend(models.BPE(vocab=plain, merges=self.merges, ignore_merges=rule.ignore_merges))
+        self._backend.normalizer = rule.normalizer()
+        self._backend.pre_tokenizer = rule.words()
         self._match_user_defined()
 
     def _encode(self, text: str) -> list[int]:
         ids = super()._encode(text)
+        if self._missing and self._backend.normalizer is not None:
+            text = self._backend.normalizer.normalize_str(text)
         check_no_byte_lost(text, lambda: b"".join(map(self.token_bytes, ids)), self._missing, self._where)
         return ids
 

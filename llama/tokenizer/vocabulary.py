@@ -255,19 +255,21 @@ def plain_steps(steps: Any) -> list[dict[str, Any]]:
 
 def pre_of(source: Mapping[str, Any]) -> str:
     """GGUF's name for how a byte-level tokenizer.json splits words. Raises TokenizerError if there is none."""
-    if list(parts(source.get("normalizer"))):
+    normalizers = [part.get("type") for part in parts(source.get("normalizer"))]
+    if normalizers not in ([], ["NFC"]):
         raise TokenizerError(
             "tokenizer.json normalizes text before it is cut into words, which no other format can express"
         )
     ignore_merges = bool(source["model"].get("ignore_merges"))
     steps = plain_steps(source.get("pre_tokenizer"))
-    for name, (words, ignores, _) in PRE.items():
-        if ignores == ignore_merges and steps == plain_steps(json.loads(words().__getstate__())):
+    for name, rule in PRE.items():
+        same = (rule.ignore_merges, rule.nfc) == (ignore_merges, bool(normalizers))
+        if same and steps == plain_steps(json.loads(rule.words().__getstate__())):
             return name
     raise TokenizerError(
         f"tokenizer.json splits text into words by {' and '.join(str(step.get('type')) for step in steps) or 'nothing'}"
-        f" {'with' if ignore_merges else 'without'} ignore_merges in a way that has no name in GGUF;"
-        f" known: {', '.join(PRE)}"
+        f" {'with' if ignore_merges else 'without'} ignore_merges{' after NFC' * bool(normalizers)} in a way that has"
+        f" no name in GGUF; known: {', '.join(PRE)}"
     )
 
 

@@ -101,15 +101,15 @@ def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _bytes_json(found: Vocabulary) -> dict[str, Any]:
-    words, ignore_merges, _ = PRE[found.pre]
+    rule = PRE[found.pre]
     byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    model = {"fuse_unk": False, "byte_fallback": False, "ignore_merges": ignore_merges}
+    model = {"fuse_unk": False, "byte_fallback": False, "ignore_merges": rule.ignore_merges}
     return _source(
         found,
         found.merges,
         model,
-        normalizer=None,
-        pre_tokenizer=json.loads(words().__getstate__()),
+        normalizer={"type": "NFC"} if rule.nfc else None,
+        pre_tokenizer=json.loads(rule.words().__getstate__()),
         post_processor={"type": "Sequence", "processors": [byte_level, *_template(found)]},
         decoder=byte_level,
     )
@@ -233,7 +233,7 @@ def _tiktoken_lines(found: Vocabulary) -> bytes:
     n = len(found.tokens) - N_CONTROL
     tokens, last_types = found.tokens[: max(n, 0)], set(found.types[max(n, 0) :])
     rules = [
-        (f"splits words like {found.pre!r}", PRE[found.pre][:2] == PRE[LLAMA3][:2]),
+        (f"splits words like {found.pre!r}", PRE[found.pre] == PRE[LLAMA3]),
         ("does not end with 256 control tokens", n > 0 and last_types == {CONTROL}),
         ("has tokens other than plain ones before the last 256", set(found.types[: max(n, 0)]) <= {NORMAL}),
         ("has tokens outside the byte alphabet", all(set(token) <= BYTE_OF.keys() for token in tokens)),

@@ -1,0 +1,211 @@
+"""The words of byte-level vocabularies equal those of the expressions in llama.cpp and in the published tokenizers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+import tiktoken
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
+
+from llama.checkpoint import open_checkpoint
+from llama.errors import TokenizerError
+from llama.tokenizer.common import BYTE_OF
+from llama.tokenizer.gguf import from_metadata
+from llama.tokenizer.huggingface import HuggingFaceTokenizer
+from llama.tokenizer.vocabulary import merges_of_ranks, spelled, vocabulary
+from llama.tokenizer.words import PRE
+from llama.tokenizer.write import tokenizer_config, tokenizer_json
+
+from . import tiny
+from .wheels import wheel_member
+
+TEXTS = {
+    "Latin": "The fox's jumps, DON'T iPhone McDonald naïve Ünïcödé Straße ǅ «Oui» l'été O'Neill I'M µm ªº",
+    "Cyrillic": "Быстрая лиса ПриветМир Москва-река ёлка Їжак об'єм ґанок ЪЫЬ",
+    "Greek": "Η γρήγορη αλεπού ΑΒΓδεζ Ὀδυσσεύς ᾠδή ὦ ἄνδρες ΚαλημέραΚόσμε",
+    "Arabic": "الثعلب البني مُحَمَّدٌ سلامٌ عليكم لا، نعم؟ ـــ",
+    "Hebrew": 'השועל החום שָׁלוֹם עֲלֵיכֶם צה"ל ג׳ירפה א־ב',
+    "Devanagari": "तेज भूरी लोमड़ी नमस्ते दुनिया हिन्दी क्षत्रिय है। श्री",
+    "Han": "敏捷的狐狸跳过懒狗。你好，世界！「测试」２０２４年《书》 龥龦鿿㐀",
+    "Kana": "すばやい茶色のキツネ、こんにちは世界。ｶﾀｶﾅ ガギグ ー〜 ゝ々〆ヶ",
+    "Hangul": "빠른 갈색 여우 안녕하세요 세계 ㄱㄴㄷ ㅏㅑ 힣",
+    "digits": "0 12 123 1234 12345 3.14 1,000,000 2024-01-31 ½ ² Ⅻ ٣٤ ५६ x1y22z333 v1.2.3 0x1F",
+    "emoji": "🦊 👨‍👩‍👧‍👦 ❤️ 🇯🇵 👍🏽 :-) ☺︎ 1️⃣",
+    "spaces": " a  b   c    d\te\t\tf\n g\n\nh\r\ni \n \n j\u00a0k\u2003l\u200b m\u2028n\u0085o   \n   ",
+    "contractions": "I'm you're he'd she'll we've it's CAN'T YOU'RE 's 't x's'y 'S' ''s you’re s'",
+    "code": 'def f(x): return x**2 + a[i]//3 != ~c|d^e; // a/b\n    if (a<=b) {`x`}\n\treturn "$a@b#%";/\r\n/',
+}
+
+
+def mixtures(count: int) -> list[str]:
+    """The texts, and random sequences of their words and of single characters."""
+    dice = random.Random(0)
+    words = [word for text in TEXTS.values() for word in text.split(" ")]
+    single = [*" '\"\n\t/.,-_sStA1é中かカ한", "  ", "\r\n", "\u00a0", "\u0301", "्", "Ж", "ω", "🦊"]
+    return [*TEXTS.values(), *("".join(dice.choices([*words, *single], k=dice.randint(1, 12))) for _ in range(count))]
+
+
+# As in llama.cpp 0.3.36 (src/llama-vocab.cpp), or as in the published file where llama.cpp approximates it. The letters
+# with case are written as categories here and as ranges of an older Unicode in the file.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}"
+    r"\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+EXPRESSIONS = {
+    "gpt-2": [GPT2],
+    "smollm": [r"\p{N}", GPT2],
+    **{name: [LLAMA3] for name in ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe")},
+    **{name: [QWEN2] for name in ("qwen2", "deepseek-r1-qwen")},
+    "tekken": [TEKKEN],
+    "deepseek-llm": [
+        r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+\Z",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}",
+    ],
+    "deepseek-coder": [
+        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}",
+    ],
+    "default": [r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+}  # fmt: skip
+
+
+WHOLE = "Ġzebra"  # a token that no merges produce: only rules with ignore_merges use it
+
+
+def words_by_regex(text: str, expressions: list[str]) -> list[str]:
+    """Split the text by each expression in turn, into matches and the text between them."""
+    words = [text]
+    for expression in expressions:
+        parts = []
+        for word in words:
+            at = 0
+            for match in regex.finditer(expression, word):
+                parts += [word[at : match.start()], match[0]]
+                at = match.end()
+            parts.append(word[at:])
+        words = [part for part in parts if part]
+    return words
+
+
+@pytest.mark.parametrize("name", PRE)
+def test_words_are_those_of_the_regular_expressions(name: str) -> None:
+    splitter = PRE[name].words()
+    for text in mixtures(300):
+        found = [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
+        assert found == words_by_regex(text, EXPRESSIONS[name]), text
+
+
+def metadata(pre: str | None) -> dict[str, Any]:
+    """A vocabulary trained on text that was not split at all, so that the ids depend on how it is split."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    options: dict[str, Any] = {"special_tokens": ["<|endoftext|>", "<s>", "</s>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=list(BYTE_OF), **options)
+    backend.train_from_iterator(mixtures(200) * 2, trainer)
+    model = json.loads(backend.to_str())["model"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].get), WHOLE]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        **({} if pre is None else {"tokenizer.ggml.pre": pre}),
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Any]:
+    return metadata("gpt-2")
+
+
+@pytest.mark.parametrize("name", PRE)
+def test_ids_survive_a_tokenizer_json(name: str, trained: dict[str, Any]) -> None:
+    source = from_metadata({**trained, "tokenizer.ggml.pre": name}, "x.gguf")
+    written = HuggingFaceTokenizer(tokenizer_json(source).encode(), "tokenizer.json", tokenizer_config(source))
+    library = Backend.from_str(tokenizer_json(source))
+    for text in mixtures(100):
+        ids = source.encode(text)
+        assert written.encode(text) == ids, text
+        assert library.encode(text, add_special_tokens=False).ids == ids, text
+        assert source.decode(ids) == (unicodedata.normalize("NFC", text) if PRE[name].nfc else text)
+    assert PRE[vocabulary(written).pre] == PRE[name]
+
+
+def test_the_names_differ_in_the_ids(trained: dict[str, Any]) -> None:
+    """If two rules had the same ids here, a confusion of them would not be noticed above."""
+    ids: dict[Any, str] = {}
+    for name, rule in PRE.items():
+        tokenizer = from_metadata({**trained, "tokenizer.ggml.pre": name}, "x.gguf")
+        key = tuple(tuple(tokenizer.encode(text)) for text in [*mixtures(200), "e\u0301", " zebra"])
+        assert PRE[ids.setdefault(key, name)] == rule, (ids[key], name)
+
+
+def test_qwen2_has_the_ids_of_its_tokenizer_in_transformers(trained: dict[str, Any]) -> None:
+    tokens = trained["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in trained["tokenizer.ggml.merges"]]
+    theirs = Qwen2Tokenizer(vocab={token: id for id, token in enumerate(tokens)}, merges=merges)
+    ours = from_metadata({**trained, "tokenizer.ggml.pre": "qwen2"}, "x.gguf")
+    for text in [*mixtures(200), "e\u0301te\u0301", "\u1112\u1161\u11ab", "\u0958"]:
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
+
+
+def test_a_file_without_a_name_has_llama_cpps_default_and_a_warning(tmp_path: Path, trained: dict[str, Any]) -> None:
+    nameless = {key: value for key, value in trained.items() if key != "tokenizer.ggml.pre"}
+    ours, default = (from_metadata({**nameless, **more}, "x.gguf") for more in ({}, {"tokenizer.ggml.pre": "default"}))
+    assert all(ours.encode(text) == default.encode(text) for text in mixtures(50))
+    checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata={"tokenizer.ggml.pre": None}))
+    [warning] = checkpoint.warnings
+    assert "no key tokenizer.ggml.pre" in warning
+    assert not open_checkpoint(tiny.write_gguf(tmp_path / "y.gguf")).warnings
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(trained: dict[str, Any]) -> None:
+    with pytest.raises(TokenizerError, match=r"pre-tokenizer 'poro-chat' is not supported; supported: .*tekken"):
+        from_metadata({**trained, "tokenizer.ggml.pre": "poro-chat"}, "x.gguf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("date", ["240718", "240911"])
+def test_tekken_has_the_ids_of_mistral_common(date: str) -> None:
+    """mistral-common encodes by tiktoken and adds the number of control tokens."""
+    file = wheel_member("mistral-common==1.13.1", f"mistral_common/data/tekken_{date}.json")
+    document = json.loads(file.read_bytes())
+    config, control = document["config"], document["config"]["default_num_special_tokens"]
+    entries = document["vocab"][: config["default_vocab_size"] - control]
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in entries}
+    tokens = [spelled(token) for token in ranks]
+    ours = from_metadata(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "tekken",
+            "tokenizer.ggml.tokens": [f"<SPECIAL_{i}>" for i in range(control)] + tokens,
+            "tokenizer.ggml.token_type": [3] * control + [1] * len(tokens),
+            "tokenizer.ggml.merges": [" ".join(pair) for pair in merges_of_ranks(tokens)],
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+        },
+        "x.gguf",
+    )
+    theirs = tiktoken.Encoding("tekken", pat_str=config["pattern"], mergeable_ranks=ranks, special_tokens={})
+    assert config["pattern"] == TEKKEN
+    for text in mixtures(2000):
+        assert ours.encode(text) == [id + control for id in theirs.encode_ordinary(text)], text
+    assert ours.encode_prompt("a")[0] == 1
