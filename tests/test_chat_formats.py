@@ -18,7 +18,8 @@ from llama.chat import CHAT_FORMATS, chat_format_of, codellama70b, encode_chat, 
 from llama.errors import LlamaError, TemplateError, UsageError
 from llama.text import Llama
 from llama.tokenizer import Tokenizer
-from llama.tokenizer.gguf import LLAMA3_WORDS, from_metadata
+from llama.tokenizer.common import LLAMA3_WORDS
+from llama.tokenizer.gguf import from_metadata
 
 from . import tiny
 

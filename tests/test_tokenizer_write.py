@@ -423,9 +423,9 @@ def interleaved(document: dict[str, Any]) -> None:
             edit("pre_tokenizer", "pretokenizers", 0, "pattern", "Regex", value=r"\w+"),
             "splits text into words by Split and Byte",
         ),
-        (edit("model", "ignore_merges", value=False), "without ignore_merges in a way that has no name"),
         (edit("pre_tokenizer", "pretokenizers", 1, "add_prefix_space", value=True), "no name in GGUF"),
-        (edit("normalizer", value={"type": "NFC"}), "normalizes text"),
+        (edit("normalizer", value={"type": "NFC"}), "with ignore_merges after NFC in a way that has no name"),
+        (edit("normalizer", value={"type": "NFKC"}), "normalizes text"),
     ],
 )
 def test_a_byte_level_tokenizer_json_that_no_format_can_express_is_an_error(

@@ -140,6 +140,6 @@ def window_warnings(config: ModelConfig) -> list[str]:
     if window == context:
         return []
     return [
-        f"the sliding window of {window:,} tokens ends the context, which would have {context:,}; up to there the"
-        f" window changes nothing"
+        f"the context ends at the model's sliding window, after {window:,} of {context:,} tokens; up to there full"
+        f" attention computes the same"
     ]

@@ -1,0 +1,346 @@
+"""Mistral, Qwen2 and SmolLM3: the logits of transformers from every format, limits of windows, clear refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import llama
+from llama.checkpoint import open_checkpoint
+from llama.checkpoint.architectures import FAMILIES, LAYOUTS
+from llama.config import ModelConfig
+from llama.engine import kernels
+from llama.engine.sharding import Rank
+from llama.errors import ConfigError, LlamaError, UsageError
+from llama.rope_scaling import reach
+from llama.tools.convert import convert
+from llama.tools.quantize import quantize
+
+from . import tiny
+from .conftest import Run
+from .test_huggingface import edit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BASE: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e6}
+
+
+def write(folder: Path, family: str, **changes: Any) -> Any:
+    """Save a random model of a family with transformers and return it."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        scale = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+        parameter.copy_(scale * torch.randn(parameter.shape) + (1.0 if "norm" in name else 0.0))
+    model.save_pretrained(folder)
+    return model
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(320, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def load(path: Path, **options: Any) -> Any:
+    return llama.load_model(path, dtype="float32", device="cpu", **options)
+
+
+def gap(ours: Any, theirs: Any, length: int) -> float:
+    expected = theirs(tokens(length)).logits
+    assert float(expected.std()) > 0.3
+    return float((ours(tokens(length)) - expected).abs().max())
+
+
+# (family, changes, formats that can't express it)
+MODELS: list[tuple[str, dict[str, Any], str]] = [
+    ("Mistral", {"sliding_window": None}, ""),
+    ("Mistral", {"sliding_window": None, "head_dim": 24}, "meta"),  # as in Mistral Nemo
+    ("Mistral", {"sliding_window": 16}, "meta"),
+    ("Mistral", {"sliding_window": 256, "rope_parameters": YARN}, "meta"),
+    ("Qwen2", {}, "meta"),
+    ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}, "meta"),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}, "meta"),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 5}, "meta"),
+    ("SmolLM3", {}, "meta"),
+    ("SmolLM3", {"num_hidden_layers": 9, "tie_word_embeddings": True}, "meta"),
+    ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0, 1]}, "meta gguf"),
+    ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}, "meta gguf"),
+    ("SmolLM3", {"use_sliding_window": True, "sliding_window": 16}, "meta"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "inexpressible"), MODELS, ids=str)
+@pytest.mark.row("B09")
+def test_logits_equal_transformers_in_every_format(
+    tmp_path: Path, family: str, changes: dict[str, Any], inexpressible: str
+) -> None:
+    """Converted folders are also run by transformers, which computes the same as with the original."""
+    model, source = write(tmp_path / "hf", family, **changes), tmp_path / "hf"
+    ours = load(source)
+    context = ours.max_seq_len
+    assert gap(ours, model, context) < 5e-4
+    assert ours.config.n_params == sum(p.numel() for p in model.parameters())
+    for to in ("gguf", "hf", "meta"):
+        target = tmp_path / f"new.{to}"
+        if to in inexpressible.split():
+            with pytest.raises(ConfigError, match=r"hf can't be converted to .*; convert it to hf"):
+                convert(source, target, to)
+            continue
+        convert(source, target, to)
+        again = load(target)
+        assert gap(again, model, context) < 5e-4
+        assert again.max_seq_len == context
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new.hf", dtype=torch.float32)
+    assert float((theirs(tokens(context)).logits - model(tokens(context)).logits).abs().max()) < 5e-5
+
+
+@pytest.mark.parametrize(("family", "architecture"), [("Mistral", "llama"), ("Qwen2", "qwen2"), ("SmolLM3", "smollm3")])
+@pytest.mark.parametrize("form", ["real", "half"])
+def test_a_gguf_file_has_the_architecture_and_rows_that_llama_cpp_expects(
+    tmp_path: Path, family: str, architecture: str, form: str
+) -> None:
+    model = write(tmp_path / "hf", family)
+    convert(tmp_path / "hf", tmp_path / "x.gguf", "gguf")
+    checkpoint: Any = open_checkpoint(tmp_path / "x.gguf")
+    assert checkpoint.metadata["general.architecture"] == architecture
+    assert checkpoint.metadata[f"{architecture}.rope.dimension_count"] == 16
+    q = model.model.layers[0].self_attn.q_proj.weight  # (H D, C) in Hugging Face's order
+    pairs = q.unflatten(0, (4, 2, 8)).transpose(1, 2).flatten(0, 2)
+    assert torch.equal(checkpoint.tensor("layers.0.attention.wq.weight"), q if architecture == "qwen2" else pairs)
+    assert gap(load(tmp_path / "x.gguf", rope=form), model, 64) < 5e-4
+
+
+def test_a_zero_in_no_rope_layers_is_a_layer_without_rope(tmp_path: Path) -> None:
+    """The opposite reading of the list, which its name suggests, gives other logits."""
+    model = write(tmp_path, "SmolLM3", num_hidden_layers=8)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["no_rope_layers"] == [1, 1, 1, 0, 1, 1, 1, 0]
+    ours = load(tmp_path)
+    assert ours.config.no_rope_layers == (3, 7)
+    assert gap(ours, model, 64) < 5e-4
+    for block in model.model.layers:
+        block.self_attn.use_rope = not block.self_attn.use_rope
+    assert gap(ours, model, 64) > 0.1
+    edit(tmp_path, no_rope_layers=[1 - flag for flag in settings["no_rope_layers"]])
+    assert load(tmp_path).config.no_rope_layers == (0, 1, 2, 4, 5, 6)
+    edit(tmp_path, remove=("no_rope_layers",))
+    assert load(tmp_path).config.no_rope_layers == (3, 7)
+
+
+def test_a_layer_without_rope_does_not_depend_on_positions() -> None:
+    config = dataclasses.replace(tiny.CONFIG, no_rope_layers=(0, 1))
+    net, ids = tiny.model(config), tiny.random_tokens(6)
+    assert torch.equal(net(ids), net(ids, torch.arange(6) * 7))
+    rotated = tiny.model(dataclasses.replace(config, no_rope_layers=(0,)))
+    assert not torch.allclose(rotated(ids), rotated(ids, torch.arange(6) * 7), atol=1e-3)
+
+
+def test_stages_keep_their_layers_without_rope() -> None:
+    config = dataclasses.replace(tiny.CONFIG, n_layers=8, no_rope_layers=(0, 3, 7))
+    for stages in (1, 2, 3, 5):
+        found: list[int] = []
+        for stage in range(stages):
+            rank = Rank(stage, pipeline=stages)
+            found += [rank.layers(config).start + layer for layer in rank.config(config).no_rope_layers]
+        assert tuple(found) == config.no_rope_layers
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "SmolLM3"])
+@pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
+def test_quantized_folders_keep_what_is_special(tmp_path: Path, family: str) -> None:
+    """The folder computes what quantizing while loading computes, and that is near the original."""
+    model = write(tmp_path / "hf", family, hidden_size=128, intermediate_size=256)
+    quantize(tmp_path / "hf", tmp_path / "int8", "int8")
+    saved, loaded = (
+        llama.loader.build(open_checkpoint(tmp_path / name), "cpu", "float32", quantize="int8", fast=True)
+        for name in ("int8", "hf")
+    )
+    assert torch.equal(saved(tokens(40)), loaded(tokens(40)))
+    expected = model(tokens(40)).logits
+    assert float((saved(tokens(40)) - expected).norm() / expected.norm()) < 0.03
+
+
+# ---------------------------------------------------------------------------------------------------- sliding windows
+def test_a_window_ends_the_context_and_the_command_says_so(tmp_path: Path, clearllama: Run) -> None:
+    model = write(tmp_path, "Mistral", sliding_window=16)
+    ours = load(tmp_path)
+    assert (ours.config.max_seq_len, ours.max_seq_len) == (64, 16)
+    assert gap(ours, model, 16) < 5e-4
+    with pytest.raises(LlamaError, match="position 16 lies outside the 16 positions"):
+        ours(tokens(17))
+    assert float((tiny_without_window(ours)(tokens(17)) - model(tokens(17)).logits).abs().max()) > 0.01
+    with pytest.raises(UsageError, match=r"context of 17 tokens exceeds the model's sliding window of 16.*vLLM"):
+        load(tmp_path, max_seq_len=17)
+    with pytest.raises(UsageError, match="exceeds the model's sliding window"):
+        load(tmp_path, max_seq_len=32, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    assert load(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0}).max_seq_len == 16
+    done = clearllama("bench", "-m", str(tmp_path), "--prompt-tokens", "4", "-n", "2", "--device", "cpu")
+    lines = [line for line in done.stderr.decode().splitlines() if "sliding window" in line]
+    assert lines == [f"clearllama: warning: {open_checkpoint(tmp_path).warnings[0]}"], done.stderr
+
+
+def tiny_without_window(model: Any) -> Any:
+    """The same weights with full attention over the complete context: what the window's limit prevents."""
+    net = llama.model.Transformer(dataclasses.replace(model.config, sliding_window=None))
+    net.load_state_dict(model.state_dict())
+    return net
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "window"),
+    [
+        ("mistral", {}, 4096),  # transformers' default
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": 4096, "max_position_embeddings": 32768}, 4096),
+        ("qwen2", {"sliding_window": 4096}, None),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 2}, 4096),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": True}, None),  # 28 layers have none
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 5}, None),
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, 4096),
+        ("smollm3", {"sliding_window": 128}, None),
+        ("smollm3", {"sliding_window": 128, "use_sliding_window": True}, 128),
+    ],
+    ids=str,
+)
+def test_a_window_applies_as_in_transformers(
+    tmp_path: Path, family: str, changes: dict[str, Any], window: int | None
+) -> None:
+    required = {key: value for key, value in BASE.items() if "position" not in key and not key.endswith("_id")}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **required, **changes}))
+    from llama.checkpoint.huggingface import ConfigFile
+
+    config = ConfigFile(tmp_path / "config.json").config
+    assert config.sliding_window == window
+    assert reach(config) == min(config.max_seq_len, window or config.max_seq_len)
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    """The classes of transformers have the defaults; keys that a file leaves out have these values."""
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "SmolLM3"}
+    assert names.keys() == FAMILIES.keys()
+    for kind, family in FAMILIES.items():
+        theirs = getattr(transformers, f"{names[kind]}Config")()
+        assert theirs.model_type == kind
+        assert theirs.max_position_embeddings == family.context
+        assert theirs.rope_parameters["rope_theta"] == family.theta
+        assert theirs.tie_word_embeddings == family.tied
+        assert hasattr(theirs, "attention_bias") == hasattr(theirs, "mlp_bias") == family.bias_keys
+        assert family.window == getattr(type(theirs), "sliding_window", None)
+        assert hasattr(transformers, family.architecture)
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+FAULTS: list[tuple[str, dict[str, Any], str]] = [
+    ("SmolLM3", {"no_rope_layers": [1, 1]}, "no_rope_layers must have a 1 .* for each of the 5 layers"),
+    ("SmolLM3", {"no_rope_layers": [1, 1, 1, 2, 1]}, "no_rope_layers must have a 1"),
+    ("SmolLM3", {"no_rope_layers": [True] * 5}, "no_rope_layers must have a 1"),
+    ("SmolLM3", {"no_rope_layers": "1110"}, "no_rope_layers must have a 1"),
+    ("SmolLM3", {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval must be an integer"),
+    ("SmolLM3", {"num_hidden_layers": 2**40, "no_rope_layers": None}, "number of layers must be .* to 65536"),
+    ("Qwen2", {"no_rope_layers": [1, 0, 1, 1, 1]}, "model_type qwen2 has no such layers"),
+    ("Mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1"),
+    ("Mistral", {"sliding_window": "4096"}, "sliding_window must be an integer or null, got '4096'"),
+    ("Mistral", {"sliding_window": 2**80}, "sliding_window must be an integer from 1"),
+    ("Mistral", {"layer_types": ["chunked_attention"] * 5}, "layer_types is .*; a mistral model has full_attention or"),
+    ("Mistral", {"layer_types": {"a": 1}}, "layer_types is"),
+    ("Qwen2", {"use_sliding_window": "no"}, "use_sliding_window must be true or false"),
+    ("Qwen2", {"max_window_layers": 2.5, "layer_types": None}, "max_window_layers must be an integer"),
+    ("Qwen2", {"use_mrope": True}, "use_mrope is true"),
+    ("Qwen2", {"model_type": "qwen2_moe"}, "'qwen2_moe', a model with a mixture of experts; only llama, .* vLLM"),
+    ("Qwen2", {"model_type": "qwen2_5_vl"}, "'qwen2_5_vl', a model with vision; .*try transformers, vLLM or llama.cpp"),
+    ("Mistral", {"model_type": "mixtral"}, "'mixtral', a model with a mixture of experts"),
+    ("Mistral", {"model_type": "mistral3"}, "'mistral3', a model with vision"),
+    ("Mistral", {"model_type": "nonsense"}, "model_type is 'nonsense'; only llama, mistral, qwen2 and smollm3 can"),
+    ("Mistral", {"model_type": ["mistral"]}, r"model_type is \['mistral'\] .a list.; only llama"),
+    ("Mistral", {"model_type": None, "architectures": ["PixtralForX"]}, "model_type is missing; only llama"),
+]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("originals")
+    for family in ("Mistral", "Qwen2", "SmolLM3"):
+        write(folder / family, family)
+    return folder
+
+
+@pytest.mark.parametrize(("family", "changes", "says"), FAULTS, ids=str)
+@pytest.mark.row("B09")
+def test_each_fault_is_a_one_line_error(
+    originals: Path, tmp_path: Path, family: str, changes: dict[str, Any], says: str
+) -> None:
+    for file in (originals / family).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**settings, **changes}))
+    with pytest.raises(LlamaError, match=says) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_keys_that_these_families_ignore_are_named(originals: Path, tmp_path: Path) -> None:
+    for file in (originals / "Qwen2").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit(tmp_path, attention_bias=True, use_mrope=False, architectures=None)
+    [warning] = open_checkpoint(tmp_path).warnings
+    assert "unknown keys, which have no effect: attention_bias" in warning
+    edit(tmp_path, remove=("model_type", "attention_bias"), architectures=["Qwen2ForCausalLM"])
+    assert open_checkpoint(tmp_path).config.qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"general.architecture": "qwen3"}, "'qwen3', a model with norms on queries and keys; only llama, qwen2 and"),
+        (
+            {"general.architecture": "mistral3"},
+            "'mistral3', a model with vision; .*try transformers, vLLM or llama.cpp",
+        ),
+        ({"general.architecture": "qwen2"}, r"the key qwen2\.\w+.* is missing"),
+        ({"llama.expert_count": 8}, "mixture of 8 experts, .*; try transformers, vLLM or llama.cpp"),
+        ({"llama.attention.sliding_window": 1.5}, "sliding_window must be an integer from 1"),
+        ({"llama.attention.sliding_window": [4, 4]}, "attention.sliding_window must be one number"),
+    ],
+    ids=str,
+)
+@pytest.mark.row("D10")
+def test_another_gguf_architecture_is_refused_with_what_it_is(
+    tmp_path: Path, metadata: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(LlamaError, match=says) as caught:
+        open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", metadata=metadata))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", LAYOUTS)
+def test_an_impossible_number_of_layers_allocates_nothing(tmp_path: Path, architecture: str) -> None:
+    entries = {key.replace("llama.", f"{architecture}."): value for key, value in tiny.architecture().items()}
+    removed = dict.fromkeys(tiny.architecture()) if architecture != "llama" else {}
+    entries |= {"general.architecture": architecture, f"{architecture}.block_count": 2**31 - 1}
+    with pytest.raises(LlamaError, match=r"layers"):
+        load(tiny.write_gguf(tmp_path / "x.gguf", metadata={**removed, **entries}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"no_rope_layers": [1]}, {"no_rope_layers": (2,)}, {"no_rope_layers": (-1,)}, {"no_rope_layers": (True,)},
+     {"sliding_window": 0}, {"sliding_window": 1.5}, {"qkv_bias": 1}],
+    ids=str,
+)  # fmt: skip
+def test_values_out_of_range_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        ModelConfig(64, 2, 4, 2, 16, 96, 320, **fields)
