@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,22 @@ def test_every_layer_decodes_with_the_compiled_step(folder: Path, monkeypatch: p
     for count, token in enumerate(ids_of(12, 1), 1):
         prefill(fast, [token], cache)
         assert len(steps) == count * CONFIG.n_layers
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("first", [(0,), (1, 2), (0, 1, 2)])
+def test_layers_without_rope_and_biases_of_q_k_v_use_the_same_library(folder: Path, first: tuple[int, ...]) -> None:
+    """The first block may be one without RoPE; the library is made for a block that rotates, if there is one."""
+    config = dataclasses.replace(CONFIG, qkv_bias=True, no_rope_layers=first)
+    eager, fast = (quantize_(tiny.model(config, rope="real", attention="kernel"), "int4") for _ in range(2))
+    fast = tiny.compiled(fast)
+    ids = ids_of(24)
+    expected, got = step_by_step(eager, ids, 5, 64), step_by_step(fast, ids, 5, 64)
+    torch.testing.assert_close(got, expected, rtol=0, atol=PACKED_TOLERANCE * float(expected.abs().max()))
+    all_rotate = tiny.model(dataclasses.replace(config, no_rope_layers=()), rope="real", attention="kernel")
+    rotated = step_by_step(quantize_(all_rotate, "int4"), ids, 5, 64)
+    assert float((rotated - expected).abs().max()) > 0.2 * float(expected.abs().max())
 
 
 @needs_kernels

@@ -148,6 +148,8 @@ def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Arr
         by_head = seen[name].unflatten(-1, (-1, net.config.head_dim)).transpose(1, 2)  # (1, heads, T, D)
         half = net.rope.layout == "half" and name != "v"
         seen[name] = rope.half_to_interleaved(by_head) if half else by_head
+        if half and not _rotates(net, layer):  # otherwise the rotation has reordered them
+            seen[f"{name}'"] = rope.half_to_interleaved(seen[f"{name}'"])
     return {name: tensor[0].double().cpu().numpy() for name, tensor in seen.items()}
 
 
@@ -393,6 +395,8 @@ def explain(
     embedded = net.tok_embeddings.weight[list(ids)].double().cpu().numpy()  # (T, C)
     start = embedded if layer == 0 else ours["h"]
     angles, factor = _angles(net, len(ids))
+    if not _rotates(net, layer):
+        angles, factor = np.zeros_like(angles), 1.0
     right = {"e": embedded, **reference(start, _weights_of(net, layer), angles, factor, config)}
 
     steps = []
@@ -416,12 +420,20 @@ def explain(
     says = ["each step is compared with numpy's float64, which computes the block independently from its input on"]
     if layer:
         says.append(f"the comparison starts from the output of blocks 0 to {layer - 1}")
+    if not _rotates(net, layer):
+        says.append("this block has no RoPE: all angles w_j are 0, so q' = q and k' = k")
     if net.rope.layout == "half":
         says.append("q and k are shown in Meta's layout; the form half has entry 2i + j of a head at j D/2 + i")
     if config.rope_scaling is not None:
         says.append("the model's frequencies are scaled; the comparison uses w_j from the library")
     checks = [step.check for step in steps]
     return Explanation(steps, Report("explain", "what happens to one token in one block?", checks, (), says, settings))
+
+
+def _rotates(net: Transformer, layer: int) -> bool:
+    """Whether a block rotates queries and keys."""
+    block: Any = net.layers[layer]
+    return bool(block.attention.apply_rotary_emb.rotates)
 
 
 def _angles(net: Transformer, length: int) -> tuple[Array, float]:

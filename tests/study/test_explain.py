@@ -73,6 +73,7 @@ def test_in_every_form_of_the_rotation(form: str) -> None:
     "changes",
     [
         {"attention_bias": True, "mlp_bias": True},
+        {"qkv_bias": True, "no_rope_layers": (1,)},
         {"n_kv_heads": 1},
         {"n_kv_heads": 4},
         {"head_dim": 24},
@@ -86,6 +87,18 @@ def test_in_every_form_of_the_rotation(form: str) -> None:
 def test_on_other_architectures(changes: dict[str, Any], layer: int) -> None:
     net = tiny.model(dataclasses.replace(tiny.CONFIG, **changes))
     assert all(verdicts(net, layer=layer).values())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_block_without_rope_is_explained_with_zero_angles(form: str) -> None:
+    config = dataclasses.replace(tiny.CONFIG, no_rope_layers=(1,))
+    net = Transformer(config, rope=form).requires_grad_(False).eval()
+    layout = net.rope.layout
+    net.load_state_dict({k: to_layout(k, t, 16, "interleaved", layout) for k, t in tiny.weights(config).items()})
+    for layer, says in ((0, False), (1, True)):
+        found = explain.explain(net, IDS, layer=layer)
+        assert found.report.passed
+        assert any("has no RoPE" in line for line in found.report.says) == says
 
 
 @pytest.mark.parametrize("ids", [[5], list(range(200))])
