@@ -210,16 +210,17 @@ FORMS: dict[str, Form] = {
 class RotaryEmb(nn.Module):
     """`apply_rotary_emb` in one of FORMS, as a module: xq (B, T, H, D), xk (B, T, KV, D) -> the same shapes.
 
-    In a layer without RoPE, `rotates` is False, and q and k are returned unchanged.
+    In a layer without RoPE, `rotates` is False: q and k are not changed, but like rotated ones they leave in the
+    interleaved order, so that cached keys are the same in every form.
     """
 
     def __init__(self, form: str = "complex", rotates: bool = True):
         super().__init__()
-        self.rotate, self.rotates = FORMS[form].apply, rotates
+        self.rotate, self.layout, self.rotates = FORMS[form].apply, FORMS[form].layout, rotates
 
     def forward(self, xq: Tensor, xk: Tensor, freqs_cis: FreqsCis) -> tuple[Tensor, Tensor]:
         if not self.rotates:
-            return xq, xk
+            return (xq, xk) if self.layout == "interleaved" else (half_to_interleaved(xq), half_to_interleaved(xk))
         return self.rotate(xq, xk, *((freqs_cis,) if isinstance(freqs_cis, Tensor) else freqs_cis))
 
 

@@ -22,6 +22,7 @@ from llama.errors import ConfigError, LlamaError, UsageError
 from llama.rope_scaling import reach
 from llama.tools.convert import convert
 from llama.tools.quantize import quantize
+from llama.weights import random_model
 
 from . import tiny
 from .conftest import Run
@@ -145,6 +146,16 @@ def test_a_layer_without_rope_does_not_depend_on_positions() -> None:
     assert torch.equal(net(ids), net(ids, torch.arange(6) * 7))
     rotated = tiny.model(dataclasses.replace(config, no_rope_layers=(0,)))
     assert not torch.allclose(rotated(ids), rotated(ids, torch.arange(6) * 7), atol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["real", "half", "elementwise"])
+def test_logits_and_cached_keys_are_the_same_in_every_form_of_rope(form: str) -> None:
+    """A session saved under one form may be continued under another."""
+    config, ids = dataclasses.replace(tiny.CONFIG, no_rope_layers=(1,), qkv_bias=True), tiny.random_tokens(20)
+    expected, found = random_model(config), random_model(config, form)
+    caches = [net.new_cache(20) for net in (expected, found)]
+    assert torch.equal(expected(ids, cache=caches[0]), found(ids, cache=caches[1]))
+    assert torch.equal(caches[0].k, caches[1].k)
 
 
 def test_stages_keep_their_layers_without_rope() -> None:

@@ -148,8 +148,6 @@ def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Arr
         by_head = seen[name].unflatten(-1, (-1, net.config.head_dim)).transpose(1, 2)  # (1, heads, T, D)
         half = net.rope.layout == "half" and name != "v"
         seen[name] = rope.half_to_interleaved(by_head) if half else by_head
-        if half and not _rotates(net, layer):  # otherwise the rotation has reordered them
-            seen[f"{name}'"] = rope.half_to_interleaved(seen[f"{name}'"])
     return {name: tensor[0].double().cpu().numpy() for name, tensor in seen.items()}
 
 
