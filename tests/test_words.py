@@ -178,7 +178,9 @@ def test_a_file_without_a_name_has_llama_cpps_default_and_a_warning(tmp_path: Pa
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(trained: dict[str, Any]) -> None:
-    with pytest.raises(TokenizerError, match=r"pre-tokenizer 'poro-chat' is not supported; supported: .*tekken"):
+    with pytest.raises(
+        TokenizerError, match=r"pre-tokenizer 'poro-chat' is not supported, .*; supported: .*tekken.*; use"
+    ):
         from_metadata({**trained, "tokenizer.ggml.pre": "poro-chat"}, "x.gguf")
 
 

@@ -128,7 +128,10 @@ class ByteLevelTokenizer(GGUFTokenizer):
         super().__init__(metadata, where)
         pre = metadata.get("tokenizer.ggml.pre", DEFAULT)
         if not isinstance(pre, str) or pre not in PRE:
-            raise TokenizerError(f"{where}: pre-tokenizer {pre!r:.60} is not supported; supported: {', '.join(PRE)}")
+            raise TokenizerError(
+                f"{where}: pre-tokenizer {pre!r:.60} is not supported, so text would become other words than in training;"
+                f" supported: {', '.join(PRE)}; use the model's Hugging Face folder, or run it in llama.cpp"
+            )
         rule = PRE[pre]
         self.pre: str = pre
         self.kind = f"byte-level BPE ({pre})"
