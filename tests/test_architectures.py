@@ -15,6 +15,7 @@ from torch import Tensor
 import llama
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.architectures import FAMILIES, LAYOUTS
+from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import kernels
 from llama.engine.sharding import Rank
@@ -25,7 +26,6 @@ from llama.tools.quantize import quantize
 from llama.weights import random_model
 
 from . import tiny
-from .conftest import Run
 from .test_huggingface import edit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -184,7 +184,7 @@ def test_quantized_folders_keep_what_is_special(tmp_path: Path, family: str) -> 
 
 
 # ---------------------------------------------------------------------------------------------------- sliding windows
-def test_a_window_ends_the_context_and_the_command_says_so(tmp_path: Path, clearllama: Run) -> None:
+def test_a_window_ends_the_context_and_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write(tmp_path, "Mistral", sliding_window=16)
     ours = load(tmp_path)
     assert (ours.config.max_seq_len, ours.max_seq_len) == (64, 16)
@@ -197,9 +197,10 @@ def test_a_window_ends_the_context_and_the_command_says_so(tmp_path: Path, clear
     with pytest.raises(UsageError, match="exceeds the model's sliding window"):
         load(tmp_path, max_seq_len=32, rope_scaling={"rope_type": "linear", "factor": 4.0})
     assert load(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0}).max_seq_len == 16
-    done = clearllama("bench", "-m", str(tmp_path), "--prompt-tokens", "4", "-n", "2", "--device", "cpu")
-    lines = [line for line in done.stderr.decode().splitlines() if "sliding window" in line]
-    assert lines == [f"clearllama: warning: {open_checkpoint(tmp_path).warnings[0]}"], done.stderr
+    arguments = ["bench", "-m", str(tmp_path), "--prompt-tokens", "4", "-n", "2", "--device", "cpu"]
+    assert main(arguments) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "sliding window" in line]
+    assert lines == [f"clearllama: warning: {open_checkpoint(tmp_path).warnings[0]}"]
 
 
 def tiny_without_window(model: Any) -> Any:
