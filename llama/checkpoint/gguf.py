@@ -65,8 +65,27 @@ TENSOR_TYPES = {
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
 }
+
+# Types without a reader: removed from llama.cpp, for intermediate results, for other tensors, or only 1 bit
+OTHER_TYPES = {
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 31: "Q4_0_4_4",
+    32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 41: "Q1_0",
+}  # fmt: skip
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -101,6 +120,8 @@ PLAIN_VALUES = {
 # Extra tensors: divisors of the RoPE frequencies
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+# NVFP4 has a factor for a complete weight, and one for its input, which is not quantized here
+FACTOR = re.compile(r"(.*)\.(scale|input_scale)")
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)")  # llama.cpp's name for a part of a split model
 
 
@@ -265,8 +286,12 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
     expected = 0
     for name, (type, shape, offset) in entries.items():
         if type not in TENSOR_TYPES:
+            kind = f"type {type} ({OTHER_TYPES[type]})" if type in OTHER_TYPES else f"the unknown type {type}"
             readable = ", ".join(name for name, _, _ in TENSOR_TYPES.values())
-            raise CheckpointError(f"{where}: tensor {name} has type {type}, which can't be read; readable: {readable}")
+            raise CheckpointError(
+                f"{where}: tensor {name} has {kind}, which can't be read; readable: {readable}; get the model in one of"
+                f" these, such as Q4_K or Q8_0"
+            )
         type_name, per_block, block_bytes = TENSOR_TYPES[type]
         elements = math.prod(shape)
         if elements < 1 or shape[-1] % per_block:
@@ -356,11 +381,18 @@ class GGUFCheckpoint(Checkpoint):
         self.parts = {part.path.name: len(part.data) for part in parts}
         where = str(parts[0].path)
         self._sources: dict[str, tuple[Part, str]] = {}
+        self._factors: dict[str, float] = {}
         tables: dict[str, list[float]] = {}
         for part in parts:
             for file_name in part.header.tensors:
                 if file_name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT):
                     tables[file_name] = part.tensor(file_name).double().flatten().tolist()
+                    continue
+                if (match := FACTOR.fullmatch(file_name)) and (
+                    of := to_model_name(f"{match[1]}.weight", NAMES, LAYERS)
+                ):
+                    if match[2] == "scale":
+                        self._factors[of] = _factor(part, file_name)
                     continue
                 name = to_model_name(file_name, NAMES, LAYERS)
                 if name is None:
@@ -395,7 +427,10 @@ class GGUFCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         part, file_name = self._sources[name]
-        return part.tensor(file_name)
+        return self._scaled(name, part.tensor(file_name))
+
+    def _scaled(self, name: str, weight: Tensor) -> Tensor:
+        return weight * self._factors[name] if name in self._factors else weight
 
     def file_name(self, name: str) -> str:
         return to_file_name(name, NAMES, LAYERS)
@@ -417,7 +452,7 @@ class GGUFCheckpoint(Checkpoint):
         part, file_name = self._sources[name]
         if len(self.shapes[name]) == 1:
             return part.tensor(file_name)[rows]
-        return part.piece(file_name, rows, columns)
+        return self._scaled(name, part.piece(file_name, rows, columns))
 
     def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
         part, file_name = self._sources[name]
@@ -425,7 +460,8 @@ class GGUFCheckpoint(Checkpoint):
         if covering is None:
             return None
         blocks, own = covering  # a stored block may contain several groups
-        return blocks.columns(own)
+        blocks = blocks.columns(own)
+        return blocks.scaled(self._factors[name]) if name in self._factors else blocks
 
     def tokenizer(self) -> Tokenizer:
         from ..tokenizer.gguf import from_metadata
@@ -438,6 +474,19 @@ class GGUFCheckpoint(Checkpoint):
             )
         check_vocabulary(tokenizer, self.config, str(self.path))
         return tokenizer
+
+
+def _factor(part: Part, name: str) -> float:
+    """The number in a tensor of one element. Raises CheckpointError if it is another tensor."""
+    count = math.prod(part.header.tensors[name].shape)
+    value = float(part.tensor(name)) if count == 1 else math.nan
+    if not math.isfinite(value):
+        found = value if count == 1 else f"{count} of them"
+        raise CheckpointError(
+            f"{part.path}: tensor {name} must hold one finite number, the factor of a weight, got {found}; the file is"
+            f" damaged or of another architecture"
+        )
+    return value
 
 
 def _open_parts(path: Path) -> list[Part]:

@@ -86,7 +86,7 @@ CRAFTED: list[tuple[str, str, bytes, str]] = [
     ("D05", "rank 5", file([], [tensor(dims=(1, 1, 1, 1, 32))], 128), "5 dimensions, expected 1 to 4"),
     ("D05", "rank 10^6", file([], [string(b"t") + struct.pack("<I", 10**6) + bytes(64)]), "expected 1 to 4"),
     ("D05", "size 0", file([], [tensor(dims=(0, 32))]), "sizes must be above 0"),
-    ("D05", "unknown tensor type", file([], [tensor(type=999)], 128), "type 999, which can't be read; readable: F32"),
+    ("D05", "unknown tensor type", file([], [tensor(type=999)], 128), "the unknown type 999, which can't be read"),
     ("D05", "ragged quantized row", file([], [tensor(dims=(33,), type=2)], 128), "multiples of 32"),
     ("D06", "two tensors on the same bytes", file([], [tensor(b"a"), tensor(b"b")], 256),
      "b begins at 0 of the data, expected 128"),
@@ -114,7 +114,7 @@ CRAFTED: list[tuple[str, str, bytes, str]] = [
     ("D09", "alignment -32", aligned(5, struct.pack("<i", -32)), "general.alignment must be a power of two"),
     ("D09", "alignment 32.0", aligned(6, struct.pack("<f", 32)), "general.alignment must be a power of two"),
     *[("D14", f"no dequantizer ({name})", file([], [tensor(dims=(256,), type=type)], 512),
-       f"type {type}, which can't be read; readable: F32") for name, type in (("Q8_1", 9), ("Q8_K", 15), ("Q1_0", 41))],
+       f"type {type} ({name}), which can't be read") for name, type in (("Q8_1", 9), ("Q8_K", 15), ("Q1_0", 41))],
 ]  # fmt: skip
 
 
