@@ -220,8 +220,23 @@ SCALES = {
     "Q5_1": (0, 4),
     "Q4_K": (0, 4),
     "Q5_K": (0, 4),
+    "TQ1_0": (52, 2),
+    "TQ2_0": (64, 2),
+    "MXFP4": (0, 0),
+    "NVFP4": (0, 0),
 }
-EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # their scales are float16, like the kernel's
+EXACT = (
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "IQ4_NL",
+    "TQ1_0",
+    "TQ2_0",
+    "MXFP4",
+    "NVFP4",
+)  # their scales are float16, like the kernel's
 
 
 def random_raw(name: str, rows: int, blocks: int) -> np.ndarray:
@@ -231,7 +246,13 @@ def random_raw(name: str, rows: int, blocks: int) -> np.ndarray:
     raw = rng.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
     at, width = SCALES.get(name, (0, 2))
     scales = rng.uniform(-0.1, 0.1, (rows, blocks, 2)).astype(np.float16).view(np.uint8)
-    raw[:, :, at : at + width] = scales[:, :, :width]
+    if name == "IQ1_M":  # the highest 4 bits of each of four words
+        words = raw[:, :, 48:56].view("<u2")
+        words[...] = words & 0x0FFF | scales[:, :, :2].view("<u2") << np.array([12, 8, 4, 0], "<u2") & 0xF000
+    else:
+        raw[:, :, at : at + width] = scales[:, :, :width]
+    if name == "MXFP4":  # powers of 2 that float16 has
+        raw[:, :, 0] = rng.integers(105, 144, (rows, blocks))
     return raw.reshape(rows, -1)
 
 
@@ -247,13 +268,26 @@ def test_blocks_are_read_unchanged(name: str) -> None:
     kind = blocks.bits, blocks.group, blocks.offset is not None
     back = unpack(pack(blocks), *expected.shape, *kind)
     assert torch.equal(back.quants, blocks.quants)
-    assert distance(back.weight, expected) < (1e-7 if name in EXACT else 2**-11)
+    # An offset of several steps is rounded by more than a weight is.
+    assert distance(back.weight, expected) < (1e-7 if name in EXACT else 2**-10 if name == "IQ3_S" else 2**-11)
     # The quants follow from gguf-py's weights, scale and offset.
     group = expected.unflatten(1, (-1, blocks.group)).double()  # (R, groups, group)
     offset = -(2.0 ** (blocks.bits - 1)) * blocks.scale if blocks.offset is None else blocks.offset
     quants = (group - offset.double()[..., None]) / blocks.scale.double()[..., None]
     used = (blocks.scale != 0)[..., None].expand_as(quants)
     torch.testing.assert_close(quants[used], blocks.quants.double().view_as(group)[used], rtol=0, atol=1e-3)
+
+
+def test_a_scale_beyond_float16_is_refused(tmp_path: Path) -> None:
+    for exponent, text in ((143, None), (144, "a scale of 65536 is beyond float16's limit, 65504")):
+        raw = np.full((16, 17), exponent, np.uint8)
+        weight = QuantizedWeight.from_file(lambda rows, raw=raw: READERS["MXFP4"](raw[rows]), (16, 32))
+        if text is None:
+            assert bool(unpack(weight.tiles(), 16, 32, *weight.format).weight.isfinite().all())
+            continue
+        for read in (weight.tiles, weight.blocks):
+            with pytest.raises(CheckpointError, match=text):
+                read()
 
 
 @needs_kernels

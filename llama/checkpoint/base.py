@@ -137,10 +137,15 @@ def to_model_name(file_name: str, names: Mapping[str, str], layers: str) -> str 
 
 def dequantized(rows: int, columns: int, blocks: Callable[[slice], Blocks]) -> Tensor:
     """A weight whose `blocks` are read and dequantized piece by piece: (rows, columns) float32."""
+    return dequantized_floats(rows, columns, lambda part: blocks(part).weight)
+
+
+def dequantized_floats(rows: int, columns: int, floats: Callable[[slice], Tensor]) -> Tensor:
+    """A weight whose rows are read piece by piece: (rows, columns) float32."""
     weight = torch.empty(rows, columns)
     step = max(TILE, PIECE // columns // TILE * TILE)
     for first in range(0, rows, step):
-        weight[first : first + step] = blocks(slice(first, first + step)).weight
+        weight[first : first + step] = floats(slice(first, min(first + step, rows)))
     return weight
 
 

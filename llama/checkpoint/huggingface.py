@@ -7,7 +7,6 @@ https://github.com/huggingface/safetensors.
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -87,6 +86,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": ([],), "num_beams": (1,), "penalty_alpha": (0, 0.0), "min_new_tokens": (0,),
     "forced_bos_token_id": (), "forced_eos_token_id": (), "encoder_repetition_penalty": (1, 1.0),
 }  # fmt: skip
+# torch's dtypes -> their names in safetensors files
+DTYPES = {
+    **FLOATS, torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 CHUNK = 2**20  # bytes that `check_bytes` compares at once
@@ -118,6 +122,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._sources: dict[str, tuple[WeightFile, str]] = {}
         for file in self._files:
             self._add_tensors(file)
+        self._combine_parts()
         self._check_tying()
         self.shapes = {name: self._shape(file, source) for name, (file, source) in self._sources.items()}
         self.tokenizer_settings = self._read_optional("tokenizer_config.json")
@@ -176,7 +181,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     # ------------------------------------------------------------------------------------------------- weights
     def _add_tensors(self, file: WeightFile) -> None:
         for source in file.shapes:
-            if TABLES.fullmatch(source):
+            if TABLES.fullmatch(source) or self._is_part(file, source):
                 continue
             # In a model that was saved without its head, names lack the prefix "model."
             full = self._weight_name(source if source.startswith(("model.", "lm_head.")) else f"model.{source}")
@@ -192,6 +197,13 @@ class HuggingFaceCheckpoint(Checkpoint):
                 )
             self._check_stored(file, source)
             self._sources[name] = (file, source)
+
+    def _is_part(self, file: WeightFile, source: str) -> bool:
+        """Whether a tensor is one of several that store a quantized weight. They are not weights by themselves."""
+        return False
+
+    def _combine_parts(self) -> None:
+        """Add the quantized weights, after all files were seen."""
 
     def _weight_name(self, source: str) -> str:
         """The name of the weight or bias that a tensor of the files stores."""
@@ -418,8 +430,9 @@ class WeightFile(ABC):
     def check_bytes(self, name: str) -> None:
         """As `Checkpoint.check_bytes`."""
 
+    @abstractmethod
     def nbytes(self, name: str) -> int:
-        return math.prod(self.shapes[name]) * {"F32": 4, "U8": 1}.get(self.dtypes[name], 2)
+        """Bytes of a tensor."""
 
 
 class _Safetensors(WeightFile):
@@ -453,6 +466,10 @@ class _Safetensors(WeightFile):
         tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 
+    def nbytes(self, name: str) -> int:
+        entry = self._header.tensors[name]
+        return entry.end - entry.begin
+
     def check_bytes(self, name: str) -> None:
         """Compare the tensor that the library reads with the bytes at the offsets that this package read."""
         entry, read = self._header.tensors[name], raw_bytes(self.tensor(name))
@@ -472,12 +489,13 @@ class _TorchFile(WeightFile):
         self._tensors = torchfile.read_torch(path)
         self.mapped = torchfile.is_archive(path)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        self.dtypes = {
-            name: FLOATS.get(t.dtype, str(t.dtype).removeprefix("torch.")) for name, t in self._tensors.items()
-        }
+        self.dtypes = {name: DTYPES.get(t.dtype, str(t.dtype)) for name, t in self._tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def nbytes(self, name: str) -> int:
+        return self._tensors[name].nbytes
 
     def check_bytes(self, name: str) -> None:
         torchfile.check_bytes(self._tensors, name, self.path)

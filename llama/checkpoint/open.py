@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError, LlamaError
-from . import gguf, huggingface, meta, quantized, torchfile
+from . import gguf, huggingface, meta, prequantized, quantized, torchfile
 from .base import Checkpoint
 from .documents import size_of
 
@@ -15,6 +15,7 @@ from .documents import size_of
 # repositories on the hub; the first match is used.
 FORMATS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
     (quantized.recognizes, quantized.QuantizedCheckpoint),
+    (prequantized.recognizes, prequantized.PrequantizedCheckpoint),
     (huggingface.recognizes, huggingface.HuggingFaceCheckpoint),
     (meta.recognizes, meta.MetaCheckpoint),
     (gguf.recognizes, gguf.GGUFCheckpoint),

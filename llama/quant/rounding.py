@@ -96,6 +96,20 @@ def check_scales(*scales: Tensor) -> None:
         )
 
 
+LARGEST_SCALE = 65504.0  # of float16
+
+
+def check_overflow(blocks: Blocks) -> None:
+    """Raise CheckpointError if a finite scale or offset of a group becomes infinite in 16 bits."""
+    for values in (blocks.scale, blocks.offset) if blocks.group else ():
+        largest = 0.0 if values is None else float(values.abs().max())  # NaN if one is NaN
+        if LARGEST_SCALE < largest < torch.inf:
+            raise CheckpointError(
+                f"a scale of {largest:g} is beyond float16's limit, {LARGEST_SCALE:g}; load the model with"
+                f" --dtype float32, which dequantizes the weights"
+            )
+
+
 # Below these values, adjacent float16 numbers differ by more than 3 %, and the scale of a group has that error.
 SMALLEST_SCALE, SMALLEST_OFFSET = 2.0**-20, 2.0**-14
 

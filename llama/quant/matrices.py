@@ -1,0 +1,184 @@
+"""Quantized matrices as other programs store them: integers in groups, 8-bit floats with scales, codebooks.
+
+A matrix is read from its files on demand: `floats` returns the dequantized weight of some rows, `blocks` the same rows
+for the kernels, if they can compute with the stored integers. N rows (out features), K columns, G groups of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .blocks import BlockFormat, Blocks
+
+GROUPS = (128, 64, 32, 16)  # columns that share a scale in the kernels, the largest first
+ROUNDING = 2.0**-11  # largest accepted rounding of a scale to float16, as a part of the weight's largest scale
+
+
+class Matrix(ABC):
+    """A quantized weight (N, K)."""
+
+    shape: tuple[int, int]
+
+    @abstractmethod
+    def floats(self, rows: slice) -> Tensor:
+        """The dequantized rows: (n, K) float32."""
+
+    def blocks(self, rows: slice) -> Blocks | None:
+        """The rows as integers for the kernels; None if the kernels can't represent this weight."""
+        return None
+
+
+@dataclass(frozen=True)
+class Integers(Matrix):
+    """weight[n, k] = scale[n, g] * (quant[n, k] - zero[n, g]), where column k belongs to group g.
+
+    group   columns in a group; the last group may have fewer
+    quants  (n, K) uint8 of some rows, below 2^bits
+    scale   (n, G) float32 of some rows
+    zero    (n, G) integers of some rows; None: 2^(bits - 1) for all groups
+    order   (K,) the group of each column, if the columns of a group are not adjacent (act order); otherwise None
+    """
+
+    shape: tuple[int, int]
+    bits: int
+    group: int
+    quants: Callable[[slice], NDArray[np.uint8]]
+    scale: Callable[[slice], Tensor]
+    zero: Callable[[slice], NDArray[Any]] | None = None
+    order: Tensor | None = None
+
+    def floats(self, rows: slice) -> Tensor:
+        of_column = torch.arange(self.shape[1]) // self.group if self.order is None else self.order
+        weight = torch.from_numpy(self.quants(rows)).float()  # (n, K)
+        middle = 2.0 ** (self.bits - 1)
+        weight -= middle if self.zero is None else _as_float(self.zero(rows))[:, of_column]
+        return weight.mul_(self.scale(rows)[:, of_column])
+
+    @functools.cached_property
+    def form(self) -> BlockFormat | None:
+        """The kernels' format of this weight: 4 bits, or 8 if it has more than 4; None if no format represents it.
+
+        Needs the scales and zero points of all rows. Scales that are not float16 are rounded to it, and so is the
+        product of scale and zero point.
+        """
+        everything, bits = slice(None), 4 if self.bits <= 4 else 8
+        single = self.group >= self.shape[1]
+        scale, zero = self.scale(everything), None if self.zero is None else self.zero(everything)
+        offset = zero is not None and bool((zero != 2 ** (self.bits - 1)).any())
+        if self.order is not None:
+            return None
+        if single and bits == 8 and not offset:
+            return BlockFormat(8, 0, False)
+        group = next((size for size in GROUPS if single or self.group % size == 0), None)
+        error = (scale.half().float() - scale).abs().max()
+        if group is None or not bool(error <= ROUNDING * scale.abs().max()):
+            return None
+        if offset and not bool((scale * _as_float(zero)).half().isfinite().all()):
+            return None
+        return BlockFormat(bits, group, offset)
+
+    def blocks(self, rows: slice) -> Blocks | None:
+        if self.form is None:
+            return None
+        bits, group, offset = self.form
+        quants, scale = torch.from_numpy(self.quants(rows)), self.scale(rows)
+        added = None
+        if offset and self.zero is not None:
+            added = -scale * _as_float(self.zero(rows))
+        else:
+            quants = quants + (2 ** (bits - 1) - 2 ** (self.bits - 1))  # the middle integer means 0
+        if group:  # a group of the file is one or several of the kernels'
+            repeats, count = -(-self.group // group), -(-self.shape[1] // group)
+            scale = scale.repeat_interleave(repeats, 1)[:, :count]
+            added = None if added is None else added.repeat_interleave(repeats, 1)[:, :count]
+        return Blocks(quants, scale, added, bits, group)
+
+
+@dataclass(frozen=True)
+class ScaledFloats(Matrix):
+    """weight[n, k] = scale[n // b, k // c] * value[n, k], with values of few bits and blocks of b x c entries.
+
+    values  (N, K) in any floating-point dtype
+    scale   (ceil(N / b), ceil(K / c)) float32
+    """
+
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    values: Callable[[], Tensor]
+    scale: Callable[[], Tensor]
+
+    def floats(self, rows: slice) -> Tensor:
+        first, last, _ = rows.indices(self.shape[0])
+        down, across = self.block
+        scale = self.scale()[torch.arange(first, last) // down]  # (n, ceil(K / c))
+        return self.values()[rows].float() * scale[:, torch.arange(self.shape[1]) // across]
+
+
+@dataclass(frozen=True)
+class Codebook(Matrix):
+    """weight = absmax[i // block] * values[code[i]], with i counting all entries row by row.
+
+    packed  (N K / 2,) bytes of two codes, the first in the high 4 bits
+    values  (16,) float32
+    absmax  float32 of some blocks
+    """
+
+    shape: tuple[int, int]
+    block: int
+    packed: Callable[[], Tensor]
+    values: Callable[[], Tensor]
+    absmax: Callable[[slice], Tensor]
+
+    def floats(self, rows: slice) -> Tensor:
+        first, last = (row * self.shape[1] for row in rows.indices(self.shape[0])[:2])
+        part = self.packed()[first // 2 : last // 2]
+        codes = torch.stack((part >> 4, part & 15), dim=-1).flatten()  # (n K,)
+        start = first // self.block
+        absmax = self.absmax(slice(start, -(-last // self.block)))[torch.arange(first, last) // self.block - start]
+        return (self.values()[codes.int()] * absmax).view(-1, self.shape[1])
+
+
+def _as_float(values: NDArray[Any] | None) -> Tensor:
+    return torch.from_numpy(np.asarray(values, np.float32))
+
+
+# ----------------------------------------------------------------------------------------------- integers in words
+def unpack_words(words: NDArray[np.int32], bits: int, count: int) -> NDArray[np.uint8]:
+    """Successive integers of `bits` bits, the first in the lowest bits of the first word: (.., W) -> (.., count)."""
+    raw = np.ascontiguousarray(words).view(np.uint8)  # (.., 4 W), little-endian
+    if bits == 8:
+        return raw[..., :count]
+    if bits == 4:
+        return np.stack((raw & 15, raw >> 4), axis=-1).reshape(*raw.shape[:-1], -1)[..., :count]
+    stream = np.unpackbits(raw, axis=-1, bitorder="little", count=bits * count).reshape(*raw.shape[:-1], count, bits)
+    weights = (1 << np.arange(bits, dtype=np.uint8)).astype(np.uint8)
+    return (stream * weights).sum(axis=-1, dtype=np.uint8)
+
+
+def unpack_slice(words: NDArray[np.int32], bits: int, part: slice) -> NDArray[np.uint8]:
+    """`unpack_words(..)[.., part]`, reading little else: 32 integers are `bits` words."""
+    skipped = part.start // 32
+    some = words[..., skipped * bits : -(-part.stop // 32) * bits]
+    return unpack_words(some, bits, part.stop - 32 * skipped)[..., part.start - 32 * skipped :]
+
+
+def unpack_rows_of_words(words: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.uint8]:
+    """Integers of 4 bits of which a word holds those of 8 rows: (K, W) -> (8 W, K).
+
+    order  the row of the integer in the lowest 4 bits, in the next ones, ...
+    """
+    columns = np.ascontiguousarray(words.T).view(np.uint8).reshape(words.shape[1], -1, 4)  # (W, K, bytes)
+    rows = np.empty((len(columns), 8, columns.shape[1]), np.uint8)
+    for i, row in enumerate(order):
+        byte = columns[..., i // 2]
+        rows[:, row] = byte >> 4 if i % 2 else byte & 15
+    return rows.reshape(-1, columns.shape[1])

@@ -1,0 +1,360 @@
+"""Folders that other programs quantized: their integers, bit by bit, and the logits of the weights they mean.
+
+The files are packed here from known integers, by the formats' documentation; test_quantizers.py has them packed by the
+original programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from llama import loader
+from llama.checkpoint import open_checkpoint
+from llama.checkpoint.prequantized import PrequantizedCheckpoint
+from llama.engine.linears import TileLinear
+from llama.quant.blocks import BlockFormat
+from llama.quant.tiles import unpack
+from llama.rope import to_interleaved_layout
+from llama.tools import quantize
+from llama.weights import read_quantized
+
+from .test_huggingface import compare, edit, tokens, write
+from .test_kernels import needs_kernels
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+HEAD = 32
+
+
+# ------------------------------------------------------------------------------------------- packing, bit by bit
+def words(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
+    """(n, count) integers -> (n, words) int32: integer i in bits i * bits, ... of a row, padded to complete words."""
+    size = -(-values.shape[1] * bits // 32)
+    rows = [sum(int(value) << bits * i for i, value in enumerate(row)) for row in values]
+    return np.frombuffer(b"".join(row.to_bytes(4 * size, "little") for row in rows), "<i4").reshape(len(rows), size)
+
+
+def awq_words(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """(n, count) integers -> (n, count / 8) int32, in AutoAWQ's order of the eight integers of a word."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    ordered = np.concatenate([values[:, [i + k for k in order]] for i in range(0, values.shape[1], 8)], axis=1)
+    return words(ordered, 4)
+
+
+class Rounded(NamedTuple):
+    """Integers (N, K) with a scale and zero point for each group of columns, and the weight that they mean."""
+
+    quants: np.ndarray[Any, Any]
+    scale: np.ndarray[Any, Any]  # (N, G) float32
+    zero: np.ndarray[Any, Any]  # (N, G)
+    group_of: np.ndarray[Any, Any]  # (K,)
+
+    @property
+    def weight(self) -> Tensor:
+        exact = self.scale[:, self.group_of].astype(np.float64) * (self.quants - self.zero[:, self.group_of])
+        return torch.from_numpy(exact.astype(np.float32))
+
+
+def rounded(
+    weight: Tensor, bits: int, group: int, symmetric: bool, order: np.ndarray[Any, Any] | None = None, dtype: Any = None
+) -> Rounded:
+    """Round a weight to integers, group by group. order: the group of each column; None: adjacent columns."""
+    w, top = weight.double().numpy(), 2**bits - 1
+    group = w.shape[1] if group == -1 else group
+    group_of = np.arange(w.shape[1]) // group if order is None else order
+    groups = int(group_of.max()) + 1
+    scale, zero = np.zeros((len(w), groups)), np.zeros((len(w), groups), int)
+    for g in range(groups):
+        low, high = w[:, group_of == g].min(axis=1), w[:, group_of == g].max(axis=1)
+        scale[:, g] = np.maximum(-low, high) * 2 / top if symmetric else (high - low) / top
+        zero[:, g] = 2 ** (bits - 1) if symmetric else np.clip(np.round(-low / scale[:, g]), 0, top)
+    scale = torch.from_numpy(scale).to(dtype or torch.float16).float().numpy()
+    quants = np.clip(np.round(w / scale[:, group_of]) + zero[:, group_of], 0, top).astype(int)
+    return Rounded(quants, scale, zero, group_of)
+
+
+Stored = tuple[dict[str, Tensor], Tensor]  # a layer's tensors, and the weight that they mean
+
+
+def torched(**arrays: Any) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+
+
+def gptq(
+    w: Tensor, bits: int = 4, group: int = 32, symmetric: bool = True, order: bool = False, first: int = 1
+) -> Stored:
+    groups = w.shape[1] // (w.shape[1] if group == -1 else group)
+    ordered = np.random.default_rng(0).permutation(np.arange(w.shape[1]) % groups) if order else None
+    r = rounded(w, bits, group, symmetric, ordered)
+    zero = r.zero.T.astype(int)  # (G, N)
+    r = r._replace(zero=np.maximum(r.zero, first))  # version 1 has no 0
+    tensors = torched(
+        qweight=words(r.quants, bits).T,
+        qzeros=words(np.maximum(zero, first) - first, bits),
+        g_idx=r.group_of.astype("i4"),
+    )
+    return {**tensors, "scales": torch.from_numpy(r.scale.T.copy()).half()}, r.weight
+
+
+def awq(w: Tensor, group: int = 32, version: str = "gemm") -> Stored:
+    r = rounded(w, 4, group, symmetric=False)
+    if version == "gemm":
+        tensors = torched(qweight=awq_words(r.quants.T), qzeros=awq_words(r.zero.T), scales=r.scale.T)
+    else:
+        unit = 8 * {32: 4, 64: 2}.get(group, 1)
+        pad = ((0, 0), (0, -r.zero.shape[1] % unit))
+        tensors = torched(qweight=words(r.quants, 4), qzeros=words(np.pad(r.zero, pad), 4), scales=np.pad(r.scale, pad))
+    return {**tensors, "scales": tensors["scales"].half()}, r.weight
+
+
+def fp8(w: Tensor, block: tuple[int, int] | None = None, per: str = "block", name: str = "weight_scale") -> Stored:
+    down, across = block or ((1, w.shape[1]) if per == "row" else tuple(w.shape))
+    grid = -(-w.shape[0] // down), -(-w.shape[1] // across)
+    scale = torch.empty(grid)
+    values = torch.empty_like(w)
+    for i in range(grid[0]):
+        for j in range(grid[1]):
+            part = slice(i * down, (i + 1) * down), slice(j * across, (j + 1) * across)
+            scale[i, j] = w[part].abs().max() / 448
+            values[part] = w[part] / scale[i, j]
+    quantized = values.to(torch.float8_e4m3fn)
+    weight = Fp8Dequantize(None)._dequantize_one(quantized, scale)  # transformers' own; scales in float32
+    return {"weight": quantized, name: scale.squeeze() if per == "tensor" else scale}, weight
+
+
+def packed(w: Tensor, bits: int = 4, group: int = 32, symmetric: bool = True, order: bool = False) -> Stored:
+    groups = w.shape[1] // (w.shape[1] if group == -1 else group)
+    ordered = np.random.default_rng(0).permutation(np.arange(w.shape[1]) % groups) if order else None
+    r = rounded(w, bits, group, symmetric, ordered, torch.bfloat16)
+    tensors = torched(weight_packed=words(r.quants, bits), weight_shape=np.array(w.shape))
+    tensors["weight_scale"] = torch.from_numpy(r.scale).bfloat16()
+    if not symmetric:
+        tensors |= torched(weight_zero_point=words(r.zero.T, bits).T)
+    return tensors | (torched(weight_g_idx=r.group_of.astype("i4")) if order else {}), r.weight
+
+
+def bytes_of(w: Tensor, group: int = -1, symmetric: bool = True, dtype: Any = torch.float32) -> Stored:
+    r = rounded(w, 8, group, symmetric, dtype=dtype)
+    tensors = torched(weight=(r.quants - 128).astype(np.int8)) | {"weight_scale": torch.from_numpy(r.scale).to(dtype)}
+    return tensors | ({} if symmetric else torched(weight_zero_point=(r.zero - 128).astype(np.int8))), r.weight
+
+
+def llm_int8(w: Tensor) -> Stored:
+    largest = w.abs().amax(1)
+    quants = (w / largest[:, None] * 127).round().to(torch.int8)
+    weight = quants.double() * largest.double()[:, None] / 127
+    return {"weight": quants, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}, weight.float()
+
+
+def nf4(w: Tensor, nested: bool = False, kind: str = "nf4", block: int = 64, storage: Any = torch.uint8) -> Stored:
+    rng = np.random.default_rng(1)
+    values = np.sort(rng.uniform(-1, 1, 16)).astype(np.float32)
+    flat = w.double().numpy().ravel()
+    absmax = np.abs(flat.reshape(-1, block)).max(axis=1).astype(np.float32)
+    extra: dict[str, Tensor] = {}
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "float16", "shape": list(w.shape)}
+    if nested:
+        table = np.linspace(-1, 1, 256, dtype=np.float32)
+        offset, inner = float(absmax.mean()), 16
+        outer = np.array(
+            [np.abs(absmax[i : i + inner] - offset).max() for i in range(0, len(absmax), inner)], np.float32
+        )
+        codes = [np.abs((a - offset) / outer[i // inner] - table).argmin() for i, a in enumerate(absmax)]
+        absmax = np.array([table[c] * outer[i // inner] + offset for i, c in enumerate(codes)], np.float32)
+        extra = {f"weight.{k}": v for k, v in torched(nested_absmax=outer, nested_quant_map=table).items()}
+        state |= {"nested_blocksize": inner, "nested_dtype": "float32", "nested_offset": offset}
+    indices = np.abs(flat[:, None] / absmax.repeat(block)[:, None] - values).argmin(axis=1)
+    weight = values[indices] * absmax.repeat(block)
+    raw = torch.from_numpy((indices[0::2] << 4 | indices[1::2]).astype(np.uint8).copy()).view(storage)[:, None]
+    stored = torch.tensor(codes, dtype=torch.uint8) if nested else torch.from_numpy(absmax)
+    document = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+    extra |= {"weight": raw, "weight.absmax": stored, "weight.quant_map": torch.from_numpy(values)}
+    extra[f"weight.quant_state.bitsandbytes__{kind}"] = document
+    return extra, torch.from_numpy(weight).view(w.shape)
+
+
+# -------------------------------------------------------------------------------------------------- whole folders
+def folder_of(folder: Path, store: Callable[[Tensor], Stored], scheme: dict[str, Any], **changes: Any) -> Any:
+    """Write a random model whose linear layers `store` quantizes; return transformers' model of the same weights."""
+    model = write(folder, **{**SIZES, **changes})
+    state = load_file(folder / "model.safetensors")
+    for name in [name for name in state if name.endswith("_proj.weight")]:
+        tensors, weight = store(state.pop(name).float())
+        layer = name.removesuffix(".weight")
+        state |= {f"{layer}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
+        with torch.no_grad():
+            model.get_parameter(name).copy_(weight)
+    save_file(state, folder / "model.safetensors")
+    edit(folder, quantization_config=scheme)
+    return model
+
+
+def g(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, **more}
+
+
+def a(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", **more}
+
+
+def c(form: str, activations: bool = False, **weights: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors with one group."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8} if activations else None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+# Name -> (how a layer is stored, quantization_config, the kernels' format or None, how `inspect` names it)
+Case = tuple[Callable[[Tensor], Stored], dict[str, Any], BlockFormat | None, str]
+CASES: dict[str, Case] = {
+    "gptq": (gptq, g(), BlockFormat(4, 32, False), "GPTQ int4"),
+    "gptq asymmetric": (lambda w: gptq(w, symmetric=False), g(sym=False), BlockFormat(4, 32, True), "GPTQ int4"),
+    "gptq version 2": (
+        lambda w: gptq(w, symmetric=False, first=0),
+        g(sym=False, checkpoint_format="gptq_v2"),
+        BlockFormat(4, 32, True),
+        "GPTQ int4",
+    ),
+    "gptq in groups of 128": (lambda w: gptq(w, group=128), g(group_size=128), BlockFormat(4, 128, False), "GPTQ int4"),
+    "gptq in rows": (lambda w: gptq(w, group=-1), g(group_size=-1), BlockFormat(4, 128, False), "GPTQ int4"),
+    "gptq act order": (lambda w: gptq(w, order=True), g(desc_act=True), None, "GPTQ int4 in act order"),
+    "gptq act order asymmetric": (
+        lambda w: gptq(w, symmetric=False, order=True), g(desc_act=True), None, "GPTQ int4 in act order"),
+    "gptq in 2 bits": (lambda w: gptq(w, bits=2, symmetric=False), g(bits=2), BlockFormat(4, 32, True), "GPTQ int2"),
+    "gptq in 3 bits": (lambda w: gptq(w, bits=3, symmetric=False), g(bits=3), BlockFormat(4, 32, True), "GPTQ int3"),
+    "gptq in 3 bits symmetric": (lambda w: gptq(w, bits=3), g(bits=3), BlockFormat(4, 32, False), "GPTQ int3"),
+    "gptq in 8 bits": (lambda w: gptq(w, bits=8), g(bits=8), BlockFormat(8, 32, False), "GPTQ int8"),
+    "gptq mixed": (lambda w: gptq(w, bits=8 if w.shape[0] > 128 else 4), g(dynamic={".*up_proj": {"bits": 8}}), None, ""),
+    "awq": (awq, a(), BlockFormat(4, 32, True), "AWQ int4"),
+    "awq in groups of 64": (lambda w: awq(w, 64), a(group_size=64, version="GEMM"), BlockFormat(4, 64, True), "AWQ int4"),
+    "awq in rows": (lambda w: awq(w, -1), a(group_size=-1), BlockFormat(4, 128, True), "AWQ int4"),
+    "awq gemv": (lambda w: awq(w, 32, "gemv"), a(version="gemv"), BlockFormat(4, 32, True), "AWQ int4"),
+    "awq gemv 128": (lambda w: awq(w, 128, "gemv"), a(version="gemv", group_size=128), BlockFormat(4, 128, True), "AWQ int4"),
+    "fp8 blocks": (lambda w: fp8(w, (128, 128), name="weight_scale_inv"), BLOCKS, None, "FP8"),
+    "fp8 blocks of 64": (
+        lambda w: fp8(w, (64, 64), name="weight_scale_inv"), {**BLOCKS, "weight_block_size": [64, 64]}, None, "FP8"),
+    "fp8 tensor": (lambda w: fp8(w, per="tensor", name="weight_scale_inv"), {"quant_method": "fp8"}, None, "FP8"),
+    "fbgemm": (lambda w: fp8(w, per="row"), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, None, "FP8"),
+    "compressed fp8 tensor": (
+        lambda w: fp8(w, per="tensor"), c("float-quantized", True, num_bits=8, type="float", strategy="tensor"), None, "FP8"),
+    "compressed fp8 rows": (
+        lambda w: fp8(w, per="row"), c("float-quantized", True, num_bits=8, type="float", strategy="channel"), None, "FP8"),
+    "compressed fp8 blocks": (
+        lambda w: fp8(w, (128, 128)),
+        c("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]), None, "FP8"),
+    "compressed int4": (
+        packed, c("pack-quantized", num_bits=4, type="int", group_size=32), BlockFormat(4, 32, False), "compressed-tensors int4"),
+    "compressed int4 asymmetric": (
+        lambda w: packed(w, group=64, symmetric=False), c("pack-quantized", num_bits=4, group_size=64, symmetric=False),
+        BlockFormat(4, 64, True), "compressed-tensors int4"),
+    "compressed int4 rows": (
+        lambda w: packed(w, group=-1), c("pack-quantized", num_bits=4, strategy="channel"), BlockFormat(4, 128, False),
+        "compressed-tensors int4"),
+    "compressed int4 act order": (
+        lambda w: packed(w, order=True), c("pack-quantized", num_bits=4, group_size=32, actorder="group"), None,
+        "compressed-tensors int4 in act order"),
+    "compressed int5": (
+        lambda w: packed(w, bits=5), c("pack-quantized", num_bits=5, group_size=32), BlockFormat(8, 32, False),
+        "compressed-tensors int5"),
+    "compressed int8": (
+        bytes_of, c("int-quantized", True, num_bits=8, strategy="channel"), BlockFormat(8, 0, False), "compressed-tensors int8"),
+    "compressed int8 groups": (
+        lambda w: bytes_of(w, 32, dtype=torch.bfloat16), c("int-quantized", True, num_bits=8, strategy="group"),
+        BlockFormat(8, 32, False), "compressed-tensors int8"),
+    "compressed int8 asymmetric": (
+        lambda w: bytes_of(w, 32, symmetric=False, dtype=torch.float16), c("int-quantized", True, num_bits=8, strategy="group"),
+        BlockFormat(8, 32, True), "compressed-tensors int8"),
+    "llm.int8": (llm_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, BlockFormat(8, 0, False), "bitsandbytes int8"),
+    "nf4": (nf4, BNB, None, "NF4"),
+    "nf4 nested": (lambda w: nf4(w, nested=True), BNB, None, "NF4"),
+    "fp4": (lambda w: nf4(w, kind="fp4"), {"load_in_4bit": True}, None, "FP4"),
+    "nf4 stored as bfloat16": (lambda w: nf4(w, nested=True, storage=torch.bfloat16), BNB, None, "NF4"),
+    "nf4 in blocks longer than rows": (lambda w: nf4(w, block=512), BNB, None, "NF4"),
+}  # fmt: skip
+WEIGHT = "layers.1.attention.wo.weight"  # its rows are not permuted
+LAYER = "model.layers.1.self_attn.o_proj"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_stored_weights(tmp_path: Path, name: str) -> None:
+    store, scheme, format, label = CASES[name]
+    model = folder_of(tmp_path, store, scheme)
+    checkpoint = open_checkpoint(tmp_path)
+    assert isinstance(checkpoint, PrequantizedCheckpoint)
+    found, expected = checkpoint.tensor(WEIGHT), model.get_parameter(f"{LAYER}.weight").detach()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert torch.equal(checkpoint.piece(WEIGHT, slice(17, 49), slice(3, 70)), found[17:49, 3:70])
+    if label:
+        blocks = checkpoint.blocks(WEIGHT)
+        assert (None if blocks is None else blocks.format) == format
+        assert checkpoint.stored(WEIGHT) == label
+    compare(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, format, _) in CASES.items() if format is not None])
+def test_the_kernels_get_the_integers_and_scales_of_the_file(tmp_path: Path, name: str) -> None:
+    """Of every linear layer, with the rows of wq and wk in the model's order."""
+    store, scheme, format, _ = CASES[name]
+    assert format is not None
+    model = folder_of(tmp_path, store, scheme)
+    checkpoint = open_checkpoint(tmp_path)
+    for ours, theirs in (("attention.wq", "self_attn.q_proj"), ("attention.wk", "self_attn.k_proj"),
+                         ("attention.wo", "self_attn.o_proj"), ("feed_forward.w_down", "mlp.down_proj")):  # fmt: skip
+        full = f"layers.1.{ours}.weight"
+        weight = read_quantized(checkpoint, full, format, "interleaved")
+        blocks = unpack(weight.tiles(), *weight.shape, *format)
+        expected = model.get_parameter(f"model.layers.1.{theirs}.weight").detach().float()
+        if "w_down" not in ours and "wo" not in ours:
+            expected = to_interleaved_layout(expected, HEAD)
+        group = format.group or expected.shape[1]
+        scale = blocks.scale.repeat_interleave(group, 1)[:, : expected.shape[1]].double()
+        if blocks.offset is None:  # nothing is rounded
+            torch.testing.assert_close(blocks.weight, expected, rtol=1e-6, atol=1e-7)
+            continue
+        offset = blocks.offset.repeat_interleave(group, 1)[:, : expected.shape[1]].double()
+        zero = (blocks.quants - expected.double() / scale).round()  # an integer for each group
+        torch.testing.assert_close(scale * (blocks.quants - zero), expected.double(), rtol=1e-6, atol=1e-7)
+        steps = (offset + scale * zero).abs() / scale  # the product of scale and zero point is rounded to float16
+        assert float(steps.max()) < (2**-7 if format.bits == 4 else 2**-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["gptq", "awq", "llm.int8"])
+def test_a_run_computes_with_the_stored_integers(tmp_path: Path, name: str) -> None:
+    store, scheme, format, _ = CASES[name]
+    folder_of(tmp_path, store, scheme)
+    exact = loader.load_model(tmp_path, dtype="float32", device="cpu")
+    model = loader.build(open_checkpoint(tmp_path), device="cpu", dtype="bfloat16", fast=True)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, TileLinear)}
+    assert {BlockFormat(m.bits, m.group, m.offset) for m in linears.values()} == {format}
+    assert len(linears) == 14
+    expected, found = exact(tokens(20)), model(tokens(20)).float()
+    assert float((found - expected).norm() / expected.norm()) < 0.03
+
+
+def test_saved_quantized_again_the_integers_stay(tmp_path: Path) -> None:
+    folder_of(tmp_path / "awq", lambda w: awq(w, 64), a(group_size=64))
+    quantize.quantize(tmp_path / "awq", tmp_path / "ours", "int4-g64")
+    before, after = open_checkpoint(tmp_path / "awq"), open_checkpoint(tmp_path / "ours")
+    blocks, saved = before.blocks(WEIGHT), after.blocks(WEIGHT)
+    assert blocks is not None and saved is not None  # noqa: PT018
+    assert torch.equal(blocks.quants, saved.quants)
+    assert torch.equal(blocks.scale, saved.scale)
