@@ -468,7 +468,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "it is unclear which one applies",
     ),
     "no family": (lambda d: edit(d, remove=("model_type", "architectures")), "model_type is missing"),
-    "quantized": (lambda d: edit(d, quantization_config={"quant_method": "gptq"}), "quantized .'gptq'."),
+    "quantized": (lambda d: edit(d, quantization_config={"quant_method": "aqlm"}), "quantized .'aqlm': AQLM"),
     "window": (lambda d: edit(d, sliding_window=4096), "sliding_window is 4096"),
     "activation": (lambda d: edit(d, hidden_act="gelu"), "hidden_act is 'gelu'"),
     "dim string": (lambda d: edit(d, hidden_size="64"), "hidden_size must be an integer, got '64' .a string."),

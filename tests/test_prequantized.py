@@ -7,7 +7,7 @@ original programs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,20 +20,24 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llama import loader
 from llama.checkpoint import open_checkpoint
+from llama.checkpoint.documents import Fields
+from llama.checkpoint.methods import METHODS, OTHERS, Part
 from llama.checkpoint.prequantized import PrequantizedCheckpoint
 from llama.engine.linears import TileLinear
+from llama.errors import CheckpointError
 from llama.quant.blocks import BlockFormat
 from llama.quant.tiles import unpack
 from llama.rope import to_interleaved_layout
 from llama.tools import quantize
-from llama.weights import read_quantized
+from llama.weights import check_tensors, read_quantized
 
 from .test_huggingface import compare, edit, tokens, write
 from .test_kernels import needs_kernels
+from .test_quantizers import InMemory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+SIZES = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 HEAD = 32
 
 
@@ -88,7 +92,7 @@ Stored = tuple[dict[str, Tensor], Tensor]  # a layer's tensors, and the weight t
 
 
 def torched(**arrays: Any) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
 def gptq(
@@ -289,40 +293,49 @@ CASES: dict[str, Case] = {
     "nf4 stored as bfloat16": (lambda w: nf4(w, nested=True, storage=torch.bfloat16), BNB, None, "NF4"),
     "nf4 in blocks longer than rows": (lambda w: nf4(w, block=512), BNB, None, "NF4"),
 }  # fmt: skip
-WEIGHT = "layers.1.attention.wo.weight"  # its rows are not permuted
-LAYER = "model.layers.1.self_attn.o_proj"
+WEIGHT = "layers.0.attention.wo.weight"  # its rows are not permuted
+LAYER = "model.layers.0.self_attn.o_proj"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_the_stored_weights(tmp_path: Path, name: str) -> None:
-    store, scheme, format, label = CASES[name]
-    model = folder_of(tmp_path, store, scheme)
-    checkpoint = open_checkpoint(tmp_path)
+class Folder(NamedTuple):
+    path: Path
+    model: Any  # transformers'
+    case: Case
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    case = CASES[request.param]
+    path = tmp_path_factory.mktemp("quantized")
+    return Folder(path, folder_of(path, case[0], case[1]), case)
+
+
+def test_logits_are_those_of_the_stored_weights(folder: Folder) -> None:
+    _, _, format, label = folder.case
+    checkpoint = open_checkpoint(folder.path)
     assert isinstance(checkpoint, PrequantizedCheckpoint)
-    found, expected = checkpoint.tensor(WEIGHT), model.get_parameter(f"{LAYER}.weight").detach()
+    found, expected = checkpoint.tensor(WEIGHT), folder.model.get_parameter(f"{LAYER}.weight").detach()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert torch.equal(checkpoint.piece(WEIGHT, slice(17, 49), slice(3, 70)), found[17:49, 3:70])
     if label:
         blocks = checkpoint.blocks(WEIGHT)
         assert (None if blocks is None else blocks.format) == format
         assert checkpoint.stored(WEIGHT) == label
-    compare(tmp_path, model)
+    compare(folder.path, folder.model)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, format, _) in CASES.items() if format is not None])
-def test_the_kernels_get_the_integers_and_scales_of_the_file(tmp_path: Path, name: str) -> None:
+def test_the_kernels_get_the_integers_and_scales_of_the_file(folder: Folder) -> None:
     """Of every linear layer, with the rows of wq and wk in the model's order."""
-    store, scheme, format, _ = CASES[name]
-    assert format is not None
-    model = folder_of(tmp_path, store, scheme)
-    checkpoint = open_checkpoint(tmp_path)
+    format = folder.case[2]
+    if format is None:
+        return
+    checkpoint = open_checkpoint(folder.path)
     for ours, theirs in (("attention.wq", "self_attn.q_proj"), ("attention.wk", "self_attn.k_proj"),
                          ("attention.wo", "self_attn.o_proj"), ("feed_forward.w_down", "mlp.down_proj")):  # fmt: skip
-        full = f"layers.1.{ours}.weight"
-        weight = read_quantized(checkpoint, full, format, "interleaved")
+        weight = read_quantized(checkpoint, f"layers.0.{ours}.weight", format, "interleaved")
         blocks = unpack(weight.tiles(), *weight.shape, *format)
-        expected = model.get_parameter(f"model.layers.1.{theirs}.weight").detach().float()
-        if "w_down" not in ours and "wo" not in ours:
+        expected = folder.model.get_parameter(f"model.layers.0.{theirs}.weight").detach().float()
+        if ours in ("attention.wq", "attention.wk"):
             expected = to_interleaved_layout(expected, HEAD)
         group = format.group or expected.shape[1]
         scale = blocks.scale.repeat_interleave(group, 1)[:, : expected.shape[1]].double()
@@ -345,16 +358,251 @@ def test_a_run_computes_with_the_stored_integers(tmp_path: Path, name: str) -> N
     model = loader.build(open_checkpoint(tmp_path), device="cpu", dtype="bfloat16", fast=True)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, TileLinear)}
     assert {BlockFormat(m.bits, m.group, m.offset) for m in linears.values()} == {format}
-    assert len(linears) == 14
+    assert len(linears) == 7
     expected, found = exact(tokens(20)), model(tokens(20)).float()
     assert float((found - expected).norm() / expected.norm()) < 0.03
 
 
-def test_saved_quantized_again_the_integers_stay(tmp_path: Path) -> None:
+def test_saved_again_the_integers_stay(tmp_path: Path) -> None:
     folder_of(tmp_path / "awq", lambda w: awq(w, 64), a(group_size=64))
     quantize.quantize(tmp_path / "awq", tmp_path / "ours", "int4-g64")
     before, after = open_checkpoint(tmp_path / "awq"), open_checkpoint(tmp_path / "ours")
     blocks, saved = before.blocks(WEIGHT), after.blocks(WEIGHT)
-    assert blocks is not None and saved is not None  # noqa: PT018
+    assert blocks is not None
+    assert saved is not None
     assert torch.equal(blocks.quants, saved.quants)
     assert torch.equal(blocks.scale, saved.scale)
+    assert "quantized" not in open_checkpoint(tmp_path / "awq").warnings
+
+
+def test_a_zero_point_of_0_in_version_1_borrows_from_its_neighbour() -> None:
+    """GPTQModel subtracts 1 from all integers of a word at once, so that reading it back can add 1 to them at once."""
+    generator = np.random.default_rng(0)
+    zero = generator.integers(0, 16, (64, 2))
+    zero[::3] = 0
+    saved = (words(zero.T, 4).view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
+    tensors = torched(qweight=np.zeros((8, 64), np.int32), qzeros=saved, scales=np.ones((2, 64), np.float32))
+    method = METHODS["gptq"](Fields(g(), "config"))
+    matrix, _ = method.matrix({name: Part(InMemory(tensors), name) for name in tensors}, "layer")
+    for rows in (slice(None), slice(5, 40)):
+        assert torch.equal(matrix.floats(rows), -torch.from_numpy(zero)[rows].repeat_interleave(32, 1).float())
+
+
+@pytest.mark.parametrize(("scale", "fits"), [(2.0**-15 * 1.25, True), (2.0**17, False), (2.0**-22 * 1.3, False)])
+def test_scales_that_float16_lacks_are_dequantized(tmp_path: Path, scale: float, fits: bool) -> None:
+    def store(w: Tensor) -> Stored:
+        tensors, weight = packed(w)
+        factor = torch.tensor(scale).bfloat16() / tensors["weight_scale"].max()
+        tensors["weight_scale"] = (tensors["weight_scale"] * factor).bfloat16()
+        return tensors, weight
+
+    folder_of(tmp_path, store, CASES["compressed int4"][1])
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint.blocks(WEIGHT) is not None) == fits
+    assert float(checkpoint.tensor(WEIGHT).abs().max()) > scale
+
+
+def test_act_order_that_changes_nothing_is_packed(tmp_path: Path) -> None:
+    folder_of(tmp_path, gptq, g(desc_act=True, static_groups=True))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.blocks(WEIGHT) is not None
+    assert not checkpoint.warnings
+
+
+def test_act_order_is_a_warning(tmp_path: Path) -> None:
+    folder_of(tmp_path, lambda w: gptq(w, order=w.shape[1] == 256), g(desc_act=True))
+    checkpoint = open_checkpoint(tmp_path)
+    (warning,) = checkpoint.warnings
+    assert warning.startswith("1 of 7 quantized weights are GPTQ int4 in act order: ")
+    assert checkpoint.stored("layers.0.feed_forward.w_down.weight") == "GPTQ int4 in act order"
+    assert checkpoint.blocks("layers.0.feed_forward.w_down.weight") is None
+    assert checkpoint.blocks(WEIGHT) is not None
+
+
+# ------------------------------------------------------------------------------------------------- around the weights
+def change(folder: Path, of: Callable[[dict[str, Tensor]], None]) -> None:
+    state = load_file(folder / "model.safetensors")
+    of(state)
+    save_file(state, folder / "model.safetensors")
+
+
+def test_biases_of_zeros_are_dropped_and_others_are_not(tmp_path: Path) -> None:
+    """Old versions of AutoGPTQ saved a bias for every layer."""
+    model = folder_of(tmp_path, gptq, g())
+    change(tmp_path, lambda state: state.update({f"{LAYER}.bias": torch.zeros(128)}))
+    compare(tmp_path, model)
+    change(tmp_path, lambda state: state.update({f"{LAYER}.bias": torch.ones(128)}))
+    with pytest.raises(CheckpointError, match=r"1 tensor is unexpected: .*o_proj\.bias"):
+        loader.load_model(tmp_path)
+
+
+def test_real_biases_stay(tmp_path: Path) -> None:
+    compare(tmp_path, folder_of(tmp_path, gptq, g(), attention_bias=True, mlp_bias=True))
+
+
+def test_parts_of_a_weight_may_be_in_several_files(tmp_path: Path) -> None:
+    model = folder_of(tmp_path, gptq, g())
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + name.endswith('scales')}-of-00002.safetensors" for name in state}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in state.items() if files[name] == file}, tmp_path / file)
+    total = sum(tensor.nbytes for tensor in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    compare(tmp_path, model)
+    checkpoint = open_checkpoint(tmp_path)
+    assert not checkpoint.warnings
+    assert sum(checkpoint.about["weights"].values()) == total
+    assert checkpoint.bits(WEIGHT) == 4 + 16 / 32 + 4 / 32 + 32 / 128  # integers, scales, zero points, g_idx
+    for name in checkpoint.shapes:
+        checkpoint.check_bytes(name)
+        checkpoint.release(name)
+
+
+@pytest.mark.parametrize(("file", "case"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
+def test_a_scheme_in_a_file_of_its_own(tmp_path: Path, file: str, case: str) -> None:
+    store, scheme, _, label = CASES[case]
+    model = folder_of(tmp_path, store, {})
+    edit(tmp_path, remove=("quantization_config",))
+    old = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"} if case == "awq" else scheme
+    (tmp_path / file).write_text(json.dumps({key: value for key, value in old.items() if key != "quant_method"}))
+    assert open_checkpoint(tmp_path).stored(WEIGHT) == label
+    compare(tmp_path, model)
+    (tmp_path / file).write_text("{")
+    with pytest.raises(CheckpointError, match=f"{file}:1:2"):
+        open_checkpoint(tmp_path)
+
+
+def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path: Path) -> None:
+    store, scheme, _, _ = CASES["compressed fp8 rows"]
+    model = folder_of(tmp_path, store, scheme)
+    extra = {f"{LAYER}.input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    change(tmp_path, lambda state: state.update(extra))
+    notes = open_checkpoint(tmp_path).notes
+    assert len(notes) == 2
+    assert "activations are not quantized here" in notes[0]
+    assert "KV cache" in notes[1]
+    compare(tmp_path, model)
+
+
+def test_a_description_without_quantized_weights_is_a_warning(tmp_path: Path) -> None:
+    model = write(tmp_path, **SIZES)
+    edit(tmp_path, quantization_config=g())
+    (warning,) = open_checkpoint(tmp_path).warnings
+    assert "all weights are floating-point" in warning
+    compare(tmp_path, model)
+
+
+def test_some_layers_may_stay_floating_point(tmp_path: Path) -> None:
+    model = folder_of(tmp_path, gptq, g())
+
+    def restore(state: dict[str, Tensor]) -> None:
+        for name in [name for name in state if name.startswith(f"{LAYER}.")]:
+            del state[name]
+        state[f"{LAYER}.weight"] = model.get_parameter(f"{LAYER}.weight").detach()
+
+    change(tmp_path, restore)
+    compare(tmp_path, model)
+
+
+# --------------------------------------------------------------------------------------------------------- bad files
+@pytest.mark.row("B11")
+@pytest.mark.parametrize("kind", [*OTHERS, "new", None, 5])
+def test_other_methods_are_refused_with_what_runs_them(tmp_path: Path, kind: Any) -> None:
+    write(tmp_path, **SIZES)
+    edit(tmp_path, quantization_config={"quant_method": kind})
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(tmp_path)
+    words = ["the weights are quantized", "config.json: quantization_config", "get the model in BF16"]
+    words += [OTHERS[kind][0], f"run it with {OTHERS[kind][1]}"] if kind in OTHERS else ["quant_method"]
+    assert all(word in str(error.value) for word in words)
+    assert "\n" not in str(error.value)
+
+
+CONFIGS = {
+    "no bits": ({"quant_method": "gptq", "group_size": 128}, "the key bits is missing"),
+    "5 bits": (g(bits=5), r"bits is 5 .*; 2, 3, 4, 8 can be read"),
+    "bits as text": (g(bits="4"), "bits must be an integer, got '4'"),
+    "no group": ({"quant_method": "awq", "bits": 4}, "the key group_size is missing"),
+    "group 0": (g(group_size=0), "group_size must be above 0, or -1"),
+    "group huge": (a(group_size=2**70), "group_size must be above 0, or -1"),
+    "marlin": (g(checkpoint_format="marlin"), "checkpoint_format is 'marlin'.*run it with vLLM"),
+    "marlin flag": (g(is_marlin_format=True), "is_marlin_format is true"),
+    "awq fast": (a(version="gemv_fast"), "version is 'gemv_fast'.*run it with vLLM"),
+    "awq list": (a(version=[]), "version is "),
+    "rotation": (g(rotation="hadamard"), "rotation is 'hadamard'"),
+    "block text": ({**BLOCKS, "weight_block_size": "128"}, "weight_block_size must be two sizes above 0"),
+    "block of 0": ({**BLOCKS, "weight_block_size": [128, 0]}, "weight_block_size must be two sizes above 0"),
+    "nvfp4": (c("nvfp4-pack-quantized", num_bits=4), "format is 'nvfp4-pack-quantized'.*run it with vLLM"),
+    "groups as a list": ({**c("pack-quantized"), "config_groups": []}, "config_groups must be an object"),
+    "weights as text": ({**c("pack-quantized"), "config_groups": {"g": {"weights": "x"}}}, "weights must be an object"),
+    "transform": ({**c("pack-quantized"), "transform_config": {"R1": {}}}, "transform_config rotates the inputs"),
+    "sparse": ({**c("pack-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    "a list": ([1], "must be an object"),
+}
+
+
+@pytest.mark.row("B11")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_bad_description_is_refused(tmp_path: Path, name: str) -> None:
+    scheme, text = CONFIGS[name]
+    write(tmp_path, **SIZES)
+    edit(tmp_path, quantization_config=scheme)
+    with pytest.raises(CheckpointError, match=rf"^[^\n]*config\.json: quantization_config[^\n]*{text}[^\n]*$"):
+        open_checkpoint(tmp_path)
+
+
+def damages(tensor: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    """A tensor with each of several faults; None: it is missing."""
+    yield "missing", None
+    yield "empty", tensor.flatten()[:0]
+    yield "scalar", torch.zeros(()).to(tensor.dtype)
+    yield "longer", torch.cat([tensor.flatten(), tensor.flatten()]).contiguous()
+    yield "another shape", tensor.flatten()[None, None].contiguous()
+    yield "another dtype", torch.zeros(tensor.shape, dtype=torch.float64)
+    yield "ones", torch.full_like(tensor.view(torch.uint8) if tensor.dim() else tensor, 255).view(tensor.dtype)
+
+
+@pytest.mark.row("C01")
+@pytest.mark.parametrize("name", ["gptq act order", "gptq in 3 bits", "gptq mixed", "awq", "awq gemv", "fp8 blocks",
+                                  "fbgemm", "compressed int4 asymmetric", "compressed int8 asymmetric", "llm.int8",
+                                  "nf4 nested", "compressed int4 act order"])  # fmt: skip
+def test_a_damaged_part_is_one_line(tmp_path: Path, name: str) -> None:
+    store, scheme, _, _ = CASES[name]
+    write(tmp_path, **SIZES)
+    edit(tmp_path, quantization_config=scheme)
+    state = load_file(tmp_path / "model.safetensors")
+    for layer in [name.removesuffix(".weight") for name in state if name.endswith("_proj.weight")]:
+        tensors, _ = store(state.pop(f"{layer}.weight"))
+        state |= {f"{layer}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
+    refused = 0
+    for part in [name for name in state if name.startswith(f"{LAYER}.")]:
+        for fault, tensor in damages(state[part]):
+            changed = {key: value for key, value in state.items() if key != part}
+            save_file({**changed, **({} if tensor is None else {part: tensor})}, tmp_path / "model.safetensors")
+            error = failure(tmp_path)
+            if error is None:
+                # Other values of the right form; a part that is optional; one scale for all; bytes in another shape
+                optional = ("g_idx", "weight_format", "zero_point")
+                single = fault == "scalar" and part.endswith(("weight_scale", "weight_format")) and name != "fp8 blocks"
+                reshaped = fault == "another shape" and part.endswith("o_proj.weight") and "nf4" in name
+                missing = fault == "missing" and part.endswith(optional)
+                assert fault == "ones" or single or reshaped or missing, (part, fault)
+            else:
+                assert "\n" not in str(error), (part, fault)
+                assert LAYER in str(error), (part, fault, error)
+                refused += 1
+    assert refused > 10
+
+
+def failure(folder: Path) -> CheckpointError | None:
+    """What loading a checkpoint and reading one weight raises."""
+    try:
+        checkpoint = open_checkpoint(folder)
+        check_tensors(checkpoint)
+        checkpoint.blocks(WEIGHT, slice(0, 16))
+        checkpoint.tensor(WEIGHT)
+    except CheckpointError as error:
+        return error
+    return None

@@ -209,7 +209,9 @@ class AWQ(Method):
         fields.integer(key)
         _choice(fields, key, (4,), REMEDY)
         self.group = _group_size(fields, "group_size", "q_group_size")
-        self.by_rows = _choice(fields, "version", ("gemm", "gemv", "exllama", "ipex"), GPU_LAYOUT) == "gemv"
+        versions = ("gemm", "gemv", "exllama", "ipex")  # the last two are ways to run gemm's layout
+        keys = ("version", "format", "checkpoint_format")
+        self.by_rows = "gemv" in [_choice(fields, key, versions, GPU_LAYOUT) for key in keys]
 
     def matrix(self, parts: Parts, layer: str) -> tuple[Matrix, str]:
         """The weight of a layer."""
@@ -254,12 +256,15 @@ class AWQ(Method):
 
 
 # ------------------------------------------------------------------------------------------------------ 8-bit floats
-def _scaled_floats(weight: Part, scale: Part, blocks: Iterable[tuple[int, int]]) -> tuple[Matrix, str]:
-    """A weight in float8 with one scale, one for each row, or one for each block of one of these sizes."""
+def _scaled_floats(
+    weight: Part, scale: Part, blocks: Iterable[tuple[int, int]], only_blocks: bool = False
+) -> tuple[Matrix, str]:
+    """A weight in float8 with one scale for each block of one of these sizes, or one for each row, or a single one."""
     if weight.dtype not in FLOAT8 or len(weight.shape) != 2 or 0 in weight.shape:
         raise weight.wrong(f"a matrix of {' or '.join(FLOAT8)}")
     rows, columns = weight.shape
     forms = {(): weight.shape, (1,): weight.shape, (1, 1): weight.shape, (rows,): (1, columns), (rows, 1): (1, columns)}
+    forms = {} if only_blocks else forms
     forms |= {(-(-rows // down), -(-columns // across)): (down, across) for down, across in blocks}
     if scale.shape not in forms or scale.dtype not in (*FLOATS, "F8_E8M0"):
         raise scale.wrong(f"a floating-point tensor {' or '.join(map(str, forms))}")
@@ -295,7 +300,7 @@ class FP8(Method):
     def matrix(self, parts: Parts, layer: str) -> tuple[Matrix, str]:
         """The weight of a layer."""
         scale = parts.get("weight_scale") or _part(parts, "weight_scale_inv", layer)
-        return _scaled_floats(_part(parts, "weight", layer), scale, self.blocks)
+        return _scaled_floats(_part(parts, "weight", layer), scale, self.blocks, only_blocks=bool(self.blocks))
 
 
 # ---------------------------------------------------------------------------------------------- compressed-tensors
@@ -345,8 +350,9 @@ class CompressedTensors(Method):
         weight = _part(parts, "weight", layer)
         if weight.dtype == "I8" and len(weight.shape) == 2:
             return self._integers(parts, weight, scale)
-        groups = scale.shape[1] if len(scale.shape) == 2 else 0
-        return _scaled_floats(weight, scale, self.blocks | ({(1, -(-weight.shape[-1] // groups))} if groups else set()))
+        by_group = len(scale.shape) == len(weight.shape) == 2 and scale.shape[1] > 0
+        groups = {(1, -(-weight.shape[1] // scale.shape[1]))} if by_group else set()
+        return _scaled_floats(weight, scale, self.blocks | groups)
 
     def _packed(self, parts: Parts, scale: Part, layer: str) -> tuple[Matrix, str]:
         packed, size = _part(parts, "weight_packed", layer), _part(parts, "weight_shape", layer)
@@ -362,6 +368,8 @@ class CompressedTensors(Method):
         zeros = parts.get("weight_zero_point")
         if zeros is not None and zeros.dtype == "I32":
             zeros.check(("I32",), (-(-rows * bits // 32), groups))
+        elif zeros is not None:
+            zeros.check(("I8",), scale.shape)
         order = _order(parts.get("weight_g_idx"), columns, group, groups)
 
         def zero(part: slice) -> Any:
@@ -387,8 +395,8 @@ class CompressedTensors(Method):
         rows, columns = weight.shape
         groups = _groups(scale, rows, columns)
         zeros = parts.get("weight_zero_point")
-        if zeros is not None and (zeros.dtype != "I8" or zeros.shape != scale.shape):
-            raise zeros.wrong(f"I8 {scale.shape}, as the scales")
+        if zeros is not None:
+            zeros.check(("I8",), scale.shape)
         return (
             Integers(
                 (rows, columns),

@@ -274,14 +274,14 @@ def tq1_0(raw: NDArray[np.uint8]) -> Blocks:
     parts = [(blocks[..., None, :32], 5), (blocks[..., None, 32:48], 5), (blocks[..., None, 48:52], 4)]
     digits = np.concatenate([(part * powers[:n]).reshape(*blocks.shape[:2], -1) for part, n in parts], axis=-1)
     quants = (digits.astype(np.uint16) * 3 >> 8).astype(np.uint8) + np.uint8(8 - 1)
-    return _blocks(quants, _floats(blocks[..., 52:]).repeat(2, axis=-1), None, 4, 128)
+    return _blocks(quants, _floats(blocks[..., 52:]).repeat(8, axis=-1), None, 4)
 
 
 def tq2_0(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: 64 bytes, d; weight = d (q - 1)."""
     blocks = raw.reshape(len(raw), -1, 66)
     quants = _quarters(blocks[..., :64]) + np.uint8(8 - 1)
-    return _blocks(quants, _floats(blocks[..., 64:]).repeat(2, axis=-1), None, 4, 128)
+    return _blocks(quants, _floats(blocks[..., 64:]).repeat(8, axis=-1), None, 4)
 
 
 # ----------------------------------------------------------------------------------------------------------- grids

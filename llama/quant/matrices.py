@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -57,11 +58,14 @@ class Integers(Matrix):
     order: Tensor | None = None
 
     def floats(self, rows: slice) -> Tensor:
-        of_column = torch.arange(self.shape[1]) // self.group if self.order is None else self.order
         weight = torch.from_numpy(self.quants(rows)).float()  # (n, K)
         middle = 2.0 ** (self.bits - 1)
-        weight -= middle if self.zero is None else _as_float(self.zero(rows))[:, of_column]
-        return weight.mul_(self.scale(rows)[:, of_column])
+        weight -= middle if self.zero is None else self._by_column(_as_float(self.zero(rows)))
+        return weight.mul_(self._by_column(self.scale(rows)))
+
+    def _by_column(self, values: Tensor) -> Tensor:
+        """(n, G) -> (n, K)."""
+        return _repeated(values, self.group, self.shape[1]) if self.order is None else values[:, self.order]
 
     @functools.cached_property
     def form(self) -> BlockFormat | None:
@@ -98,8 +102,8 @@ class Integers(Matrix):
             quants = quants + (2 ** (bits - 1) - 2 ** (self.bits - 1))  # the middle integer means 0
         if group:  # a group of the file is one or several of the kernels'
             repeats, count = -(-self.group // group), -(-self.shape[1] // group)
-            scale = scale.repeat_interleave(repeats, 1)[:, :count]
-            added = None if added is None else added.repeat_interleave(repeats, 1)[:, :count]
+            scale = _repeated(scale, repeats, count)
+            added = None if added is None else _repeated(added, repeats, count)
         return Blocks(quants, scale, added, bits, group)
 
 
@@ -120,7 +124,7 @@ class ScaledFloats(Matrix):
         first, last, _ = rows.indices(self.shape[0])
         down, across = self.block
         scale = self.scale()[torch.arange(first, last) // down]  # (n, ceil(K / c))
-        return self.values()[rows].float() * scale[:, torch.arange(self.shape[1]) // across]
+        return self.values()[rows].float().mul_(_repeated(scale, across, self.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,17 @@ class Codebook(Matrix):
 
     def floats(self, rows: slice) -> Tensor:
         first, last = (row * self.shape[1] for row in rows.indices(self.shape[0])[:2])
-        part = self.packed()[first // 2 : last // 2]
-        codes = torch.stack((part >> 4, part & 15), dim=-1).flatten()  # (n K,)
+        pairs = torch.cartesian_prod(self.values(), self.values())  # (256, 2), by byte
+        weight = F.embedding(self.packed()[first // 2 : last // 2].int(), pairs).view(-1)  # (n K,)
         start = first // self.block
-        absmax = self.absmax(slice(start, -(-last // self.block)))[torch.arange(first, last) // self.block - start]
-        return (self.values()[codes.int()] * absmax).view(-1, self.shape[1])
+        absmax = self.absmax(slice(start, -(-last // self.block)))
+        weight *= absmax.repeat_interleave(self.block)[first - start * self.block :][: last - first]
+        return weight.view(-1, self.shape[1])
+
+
+def _repeated(values: Tensor, times: int, count: int) -> Tensor:
+    """Each column several times: (n, G) -> (n, count)."""
+    return values.repeat_interleave(min(times, count), 1)[:, :count]
 
 
 def _as_float(values: NDArray[Any] | None) -> Tensor:
@@ -159,9 +169,15 @@ def unpack_words(words: NDArray[np.int32], bits: int, count: int) -> NDArray[np.
         return raw[..., :count]
     if bits == 4:
         return np.stack((raw & 15, raw >> 4), axis=-1).reshape(*raw.shape[:-1], -1)[..., :count]
-    stream = np.unpackbits(raw, axis=-1, bitorder="little", count=bits * count).reshape(*raw.shape[:-1], count, bits)
-    weights = (1 << np.arange(bits, dtype=np.uint8)).astype(np.uint8)
-    return (stream * weights).sum(axis=-1, dtype=np.uint8)
+    eights = -(-count // 8)  # 8 integers are `bits` bytes
+    stream = np.zeros((*raw.shape[:-1], eights * bits), np.uint8)
+    stream[..., : raw.shape[-1]] = raw[..., : eights * bits]
+    numbers = np.zeros((*raw.shape[:-1], eights, 8), np.uint8)
+    numbers[..., :bits] = stream.reshape(*raw.shape[:-1], eights, bits)
+    shifted, out = numbers.view("<u8")[..., 0], np.empty_like(numbers)
+    for i in range(8):
+        out[..., i] = shifted >> np.uint64(bits * i) & np.uint64(2**bits - 1)
+    return out.reshape(*raw.shape[:-1], -1)[..., :count]
 
 
 def unpack_slice(words: NDArray[np.int32], bits: int, part: slice) -> NDArray[np.uint8]:
