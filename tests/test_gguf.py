@@ -157,6 +157,32 @@ def test_quantized_tensors_equal_those_of_the_gguf_package(tmp_path: Path, name:
         equal(part.piece("matrix", slice(3, 9), columns), expected[3:9, columns])
 
 
+@pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
+def test_a_weight_is_multiplied_by_its_factor(tmp_path: Path, quantization: str) -> None:
+    """llama.cpp writes factors for NVFP4, and applies them to weights of every type."""
+    state, factor = tiny.weights(), torch.tensor([0.37])
+    extra = {"blk.0.attn_q.scale": factor, "blk.1.ffn_up.scale": factor, "blk.1.ffn_up.input_scale": 5 * factor}
+    path = tiny.write_gguf(tmp_path / "x.gguf", quantization=quantization, state=state, extra=extra)
+    checkpoint = open_checkpoint(path)
+    plain = open_checkpoint(tiny.write_gguf(tmp_path / "plain.gguf", quantization=quantization, state=state))
+    for name in state:
+        changed = name in ("layers.0.attention.wq.weight", "layers.1.feed_forward.w_up.weight")
+        expected = plain.tensor(name) * (0.37 if changed else 1)
+        torch.testing.assert_close(checkpoint.tensor(name), expected, rtol=1e-6, atol=0)
+        if expected.dim() == 2:
+            assert torch.equal(checkpoint.piece(name, slice(3, 9), slice(32)), checkpoint.tensor(name)[3:9, :32])
+            blocks = checkpoint.blocks(name)
+            if blocks is not None:
+                torch.testing.assert_close(blocks.weight, checkpoint.tensor(name), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("factor", "found"), [(torch.ones(2), "2 of them"), (torch.tensor([math.nan]), "nan")])
+def test_a_factor_that_is_not_one_finite_number_is_refused(tmp_path: Path, factor: torch.Tensor, found: str) -> None:
+    path = tiny.write_gguf(tmp_path / "x.gguf", extra={"blk.0.attn_q.scale": factor})
+    with pytest.raises(CheckpointError, match=rf"blk\.0\.attn_q\.scale must hold one finite number, .* got {found}"):
+        open_checkpoint(path)
+
+
 @pytest.mark.row("D12")
 def test_rope_freqs_are_applied(tmp_path: Path) -> None:
     divisors = torch.linspace(1, 8, 8)

@@ -28,7 +28,7 @@ from llama.errors import CheckpointError
 from llama.quant.blocks import BlockFormat
 from llama.quant.tiles import unpack
 from llama.rope import to_interleaved_layout
-from llama.tools import quantize
+from llama.tools import plan, quantize
 from llama.weights import check_tensors, read_quantized
 
 from .test_huggingface import compare, edit, tokens, write
@@ -417,6 +417,14 @@ def test_act_order_is_a_warning(tmp_path: Path) -> None:
     assert checkpoint.stored("layers.0.feed_forward.w_down.weight") == "GPTQ int4 in act order"
     assert checkpoint.blocks("layers.0.feed_forward.w_down.weight") is None
     assert checkpoint.blocks(WEIGHT) is not None
+
+
+@pytest.mark.parametrize(("name", "bits"), [("gptq", 4 + 16 / 32 + 4 / 32 + 32 / 128), ("nf4", None)])
+def test_a_plan_counts_weights_as_a_run_holds_them(tmp_path: Path, name: str, bits: float | None) -> None:
+    store, scheme, _, _ = CASES[name]
+    folder_of(tmp_path, store, scheme, intermediate_size=128)
+    stored = plan.stored_in(open_checkpoint(tmp_path), 2)
+    assert (None if stored is None else stored.layers) == (None if bits is None else pytest.approx(bits, abs=0.3))
 
 
 # ------------------------------------------------------------------------------------------------- around the weights

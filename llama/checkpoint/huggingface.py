@@ -288,11 +288,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return config
 
     def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
-        if scheme is not None:
-            name = scheme.get("quant_method", "unnamed")
-            raise ConfigError(
-                f"{where}: the weights are quantized ({name!r:.40}), which is not supported; get the unquantized ones"
-            )
+        """Check quantization_config. Folders with quantized weights have readers of their own."""
 
     def _rope(self, fields: Fields, theta: float) -> tuple[float, dict[str, Any] | None]:
         """theta and scaling, from rope_theta and rope_scaling, or from rope_parameters (transformers 5).
@@ -408,9 +404,6 @@ class ConfigFile(HuggingFaceCheckpoint):
         self.warnings = []
         self.settings = read_json(file)
         self.config = checked(self._config(Fields(self.settings, str(file))))
-
-    def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
-        """Accept any: the shapes do not depend on the storage of the weights."""
 
 
 class WeightFile(ABC):

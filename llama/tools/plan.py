@@ -121,25 +121,20 @@ class Stored:
     types: tuple[str, ...]  # Q4_1, Q8_0, ..., the largest share first
 
 
-FLOATS = ("F64", "F32", "BF16", "F16")  # a run casts these to its own dtype
-
-
 def stored_in(checkpoint: Checkpoint, size: int) -> Stored | None:
-    """The bits per weight of a checkpoint with quantized matrices, from its headers; None if none is quantized.
+    """The bits per weight of a checkpoint with quantized matrices; None if none is quantized. Reads one row of each.
 
-    size  bytes of each weight in the run, for matrices that are not quantized
+    size  bytes of each weight in the run, for matrices that are not quantized, or that are dequantized on reading
     """
     matrices = {name: shape[0] * shape[1] for name, shape in checkpoint.shapes.items() if len(shape) == 2}
+    kept = [name for name in matrices if checkpoint.blocks(name, slice(0, 1)) is not None]
     entries: dict[str, int] = {}
-    for name, count in matrices.items():
-        if (kind := checkpoint.stored(name)) not in FLOATS:
-            entries[kind] = entries.get(kind, 0) + count
+    for name in kept:
+        kind = checkpoint.stored(name)
+        entries[kind] = entries.get(kind, 0) + matrices[name]
 
     def bits(names: list[str]) -> float:
-        total = sum(
-            matrices[name] * (8 * size if checkpoint.stored(name) in FLOATS else checkpoint.bits(name))
-            for name in names
-        )
+        total = sum(matrices[name] * (checkpoint.bits(name) if name in kept else 8 * size) for name in names)
         return total / sum(matrices[name] for name in names)
 
     if not entries:

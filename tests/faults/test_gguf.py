@@ -87,6 +87,8 @@ CRAFTED: list[tuple[str, str, bytes, str]] = [
     ("D05", "rank 10^6", file([], [string(b"t") + struct.pack("<I", 10**6) + bytes(64)]), "expected 1 to 4"),
     ("D05", "size 0", file([], [tensor(dims=(0, 32))]), "sizes must be above 0"),
     ("D05", "unknown tensor type", file([], [tensor(type=999)], 128), "the unknown type 999, which can't be read"),
+    ("D05", "ragged row of IQ2_XXS", file([], [tensor(dims=(32,), type=16)], 128), "multiples of 256"),
+    ("D07", "IQ2_XXS cut off", file([], [tensor(dims=(256, 2**50), type=16)], 128), "it is cut off, fetch it again"),
     ("D05", "ragged quantized row", file([], [tensor(dims=(33,), type=2)], 128), "multiples of 32"),
     ("D06", "two tensors on the same bytes", file([], [tensor(b"a"), tensor(b"b")], 256),
      "b begins at 0 of the data, expected 128"),
