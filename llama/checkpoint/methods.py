@@ -147,7 +147,7 @@ class GPTQ(Method):
     def __init__(self, fields: Fields):
         super().__init__(fields)
         fields.integer("bits")
-        self.bits = _choice(fields, "bits", (2, 3, 4, 8), GPU_LAYOUT)
+        self.bits = _choice(fields, "bits", (2, 3, 4, 8), "run it with GPTQModel, or get a version in 4 bits")
         self.group = _group_size(fields, "group_size")
         formats = [_choice(fields, key, ("gptq", "gptq_v2"), GPU_LAYOUT) for key in ("checkpoint_format", "format")]
         self.first = 0 if "gptq_v2" in formats else 1
@@ -207,7 +207,7 @@ class AWQ(Method):
         super().__init__(fields)
         key = "bits" if fields.get("w_bit") is None else "w_bit"
         fields.integer(key)
-        _choice(fields, key, (4,), REMEDY)
+        _choice(fields, key, (4,), "get a version in 4 bits, or the weights in BF16")
         self.group = _group_size(fields, "group_size", "q_group_size")
         versions = ("gemm", "gemv", "exllama", "ipex")  # the last two are ways to run gemm's layout
         keys = ("version", "format", "checkpoint_format")
