@@ -20,6 +20,8 @@ from . import checks
 from .attention import Attend
 from .cache import FIRST_SLOTS, KINDS
 from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.adapters import Adapters, with_adapters
+from .checkpoint.base import FLOATS
 from .checkpoint.documents import read_json
 from .config import ModelConfig
 from .engine import cpu_runner
@@ -118,6 +120,7 @@ def load(
     rope: str = "complex",
     max_seq_len: int | None = None,
     *,
+    adapters: Adapters = (),
     tokens: int | Callable[[Tokenizer], int] | None = None,
     quiet: bool = False,
     **options: Any,
@@ -126,6 +129,8 @@ def load(
 
     path_or_name  a folder in Meta's or Hugging Face's format, a .gguf file, the name of a downloadable model
                   (hub.named.MODELS), or ORG/NAME in the Hugging Face cache
+    adapters      LoRA adapters to merge into the weights: a PEFT folder or a GGUF adapter as a path, "PATH:SCALE" or
+                  (path, scale), or a list of them
     tokens        as in `LoadOptions`, or a function that computes the number with the tokenizer
     quiet         print nothing on stderr while a model is downloaded
     options       the other fields of `LoadOptions`, which describes all of them
@@ -135,7 +140,7 @@ def load(
     from .text import Llama
 
     settings = LoadOptions(device, dtype, quantize, compile, rope, max_seq_len, fast=True, **options)
-    checkpoint = open_checkpoint(resolve(path_or_name, quiet))
+    checkpoint = open_model(path_or_name, adapters, quiet)
     tokenizer = checkpoint.tokenizer()
     count = tokens(tokenizer) if callable(tokens) else tokens
     model = build_model(checkpoint, dataclasses.replace(settings, tokens=count))
@@ -147,6 +152,7 @@ def load(
         checkpoint.chat_template,
         chat_format=chat_format,
         sampling=checkpoint.sampling,
+        adapters=checkpoint.adapters,
         warnings=[*checkpoint.warnings, *again],
     )
 
@@ -158,11 +164,21 @@ def load_model(
     quantize: str | None = None,
     rope: str = "complex",
     max_seq_len: int | None = None,
+    *,
+    adapters: Adapters = (),
     **options: Any,
 ) -> Transformer:
-    """Load the model alone, with plain nn.Linear weights; no tokenizer is needed. Arguments as in `LoadOptions`."""
+    """Load the model alone, with plain nn.Linear weights; no tokenizer is needed.
+
+    Arguments as in `load` and `LoadOptions`.
+    """
     settings = LoadOptions(device, dtype, quantize, rope=rope, max_seq_len=max_seq_len, **options)
-    return build_model(open_checkpoint(resolve(path_or_name)), settings)
+    return build_model(open_model(path_or_name, adapters), settings)
+
+
+def open_model(path_or_name: str | os.PathLike[str], adapters: Adapters = (), quiet: bool = False) -> Checkpoint:
+    """The checkpoint at a path or with a name, with adapters merged; no weight of it is read."""
+    return with_adapters(open_checkpoint(resolve(path_or_name, quiet)), adapters)
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] = DEFAULT) -> Tokenizer:
@@ -228,6 +244,7 @@ class Plan:
 def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     """Check the tensors and the options, and choose devices, dtype and storage. Almost only headers are read."""
     config = with_rope(checkpoint.config, options.rope_scaling, options.rope_theta)
+    check_merge(checkpoint, options)
     check_tensors(checkpoint)  # first, so that nothing below allocates memory by the sizes in a damaged file
     world, device, sizes = options.world, options.device, config
     if world is not None:
@@ -247,7 +264,7 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
     storage = Storage(dtype, scheme, keep, FORMS[rope].layout)
     if world is not None:
-        world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}")
+        world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}{checkpoint.adapters_hash}")
         sharded = ShardedCheckpoint(checkpoint, world.rank)
         if scheme is not None or (keep and placement.output.type == "cpu"):
             sharded.check_groups(None if scheme is None else scheme.group)
@@ -259,6 +276,19 @@ def resolve_options(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
             f" not implemented, so use at most {sizes.sliding_window} (--max-seq-len), or run it in vLLM"
         )
     return Plan(options, config, sizes, checkpoint, placement, storage, rope, context)
+
+
+def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:
+    """Raise UsageError if adapters change quantized weights, and no option says what the merged weights become.
+
+    Quantizing them again in the same way would lose most of an adapter: it changes weights by less than one step.
+    """
+    kinds = {checkpoint.stored(name) for name in checkpoint.shapes if checkpoint.changed(name)} - {*FLOATS.values()}
+    if kinds and options.quantize is None and options.dtype in (None, "auto"):
+        raise UsageError(
+            f"{checkpoint.path} is quantized ({', '.join(sorted(kinds))}), and quantizing again would lose most of an"
+            f" adapter; use the unquantized model, or --dtype bfloat16 to dequantize the weights it changes"
+        )
 
 
 # --------------------------------------------------------------------------------------------------- 2. the memory
@@ -287,6 +317,9 @@ def fill(plan: Plan) -> Transformer:
     """Build the model on the meta device and replace its layers one by one with filled ones."""
     with torch.device("meta"), SkipInit():
         model = Transformer(plan.sizes, plan.rope, max_seq_len=plan.max_seq_len).requires_grad_(False).eval()
+    if plan.checkpoint.adapters:  # part of the model's identity, for saved sessions
+        identity = torch.frombuffer(bytearray.fromhex(plan.checkpoint.adapters_hash), dtype=torch.uint8)
+        model.register_buffer("adapters", identity, persistent=False)
     if plan.options.world is not None and plan.options.world.rank.stage:  # only the first stage has these two
         model.set_submodule("tok_embeddings", nn.Identity())
         model.set_submodule("output", nn.Identity())

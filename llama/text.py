@@ -49,12 +49,13 @@ class Llama:
         *,
         chat_format: str | None = None,
         sampling: Mapping[str, Any] | None = None,
+        adapters: Sequence[str] = (),
         warnings: Sequence[str] = (),
     ):
         self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
         self.chat_format = chat_format
         self.sampling = dict(sampling or {})
-        self.warnings = tuple(warnings)
+        self.adapters, self.warnings = tuple(adapters), tuple(warnings)
 
     @overload
     def generate(self, prompt: str, **options: Any) -> Completion: ...

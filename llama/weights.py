@@ -76,7 +76,8 @@ def memory_footprint(
     on_cpu = device.type == "cpu"
     for name in names:
         shape, stored = checkpoint.shapes[name], checkpoint.stored(name)
-        kind = stored, shape, name if name in ("tok_embeddings.weight", "output.weight") else None
+        changed = checkpoint.changed(name)
+        kind = stored, shape, changed, name if name in ("tok_embeddings.weight", "output.weight") else None
         if kind not in formats:
             formats[kind] = quantized_format(checkpoint, name, device, storage)
         format, in_file = formats[kind]
@@ -86,7 +87,7 @@ def memory_footprint(
             unchanged = in_file and not copies and checkpoint.tiles(name) is not None
         else:
             size = math.prod(shape) * storage.dtype.itemsize
-            unchanged = stored == FLOATS[storage.dtype]
+            unchanged = stored == FLOATS[storage.dtype] and not changed
         weights += size
         mapped += size if unchanged and on_cpu and not reordered else 0
     return weights, mapped

@@ -40,6 +40,8 @@ class Checkpoint(ABC):
     warnings       messages to show at once: entries without effect, files that are ignored
     notes          facts that the files do not state, and how they were decided
     about          further facts to display: name, licence, quantization, ...
+    adapters       descriptions of the adapters that are merged into the weights
+    adapters_hash  a hash of these adapters and their scales; "" if there are none
     """
 
     path: Path
@@ -52,6 +54,8 @@ class Checkpoint(ABC):
     sampling: Mapping[str, Any] = MappingProxyType({})
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()
+    adapters: Sequence[str] = ()
+    adapters_hash: str = ""
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -88,6 +92,10 @@ class Checkpoint(ABC):
     def tiles(self, name: str) -> Tensor | None:
         """A weight packed by tiles.pack and mapped, or None if it is not stored so. `blocks` has its format."""
         return None
+
+    def changed(self, name: str) -> bool:
+        """Whether adapters change the weight, so that it is not the one that `stored` describes."""
+        return False
 
     def check_bytes(self, name: str) -> None:  # noqa: B027  (formats without a second description do nothing)
         """Check the bytes that `tensor` reads against a second source in the file, such as a CRC-32, if there is one.

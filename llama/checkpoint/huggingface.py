@@ -515,7 +515,8 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
         adapters = [file for file in found if file.name.startswith("adapter_")]
         if found and len(adapters) == len(found):
             raise CheckpointError(
-                f"{folder} holds an adapter ({found[0].name}), not a model; merge it into its base model"
+                f"{folder} holds an adapter ({found[0].name}), not a model; pass its base model by --model, and this"
+                f" folder by --adapter"
             )
         if found:
             return [_open(reader, file) for file in found if file not in adapters]
@@ -526,6 +527,11 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
             f"{folder} has no weights of its own; Meta's may be in {folder / 'original'}: name that folder"
         )
     raise CheckpointError(f"{folder} has a {CONFIG} but no weights (model.safetensors); fetch them")
+
+
+def open_file(path: Path) -> WeightFile:
+    """A file of weights: safetensors by its ending, else a torch file. Raises CheckpointError."""
+    return _open(_Safetensors if path.suffix == ".safetensors" else _TorchFile, path)
 
 
 def _open(reader: type[Any], path: Path) -> WeightFile:

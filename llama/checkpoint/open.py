@@ -56,7 +56,7 @@ def _explain_folder(path: Path, names: list[str]) -> str:
         except CheckpointError as error:
             return str(error)
     if "adapter_config.json" in names:
-        return f"{path} holds an adapter, not a model; merge it into its base model"
+        return f"{path} holds an adapter, not a model; pass its base model by --model, and this folder by --adapter"
     if any(name.startswith("tokenizer") for name in names):
         return f"{path} holds a tokenizer and no model: expected config.json, params.json or a .gguf file"
     found = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

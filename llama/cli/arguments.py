@@ -34,6 +34,7 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = DEF
         help="a folder in Meta's or Hugging Face's format, a .gguf file, a known name, or ORG/NAME after"
         " 'clearllama pull ORG/NAME'" + (f" (default: {default})" if default else ""),
     )
+    add_adapter_option(group)
     group.add_argument(
         "--device",
         default="auto",
@@ -83,6 +84,17 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = DEF
         default="complex",
         choices=["complex", "real", "half", "elementwise", "matrix"],
         help="how the rotation is computed; all forms give the same logits (default: %(default)s)",
+    )
+
+
+def add_adapter_option(parser: Any) -> None:
+    """Add --adapter to a parser or a group."""
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="PATH[:SCALE]",
+        help="merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
     )
 
 

@@ -39,6 +39,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--dtype", default=None, help="float32, bfloat16, float16; needed for quantized sources (default: as stored)"
     )
+    arguments.add_adapter_option(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing target")
     arguments.add_output_options(parser, json="the result as one JSON object")
     parser.set_defaults(run=run)
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
             args.to,
             shards=args.shards,
             dtype=dtype,
+            adapters=args.adapter,
             force=args.force,
             progress=progress,
         )

@@ -39,6 +39,7 @@ def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:
     own = {
         "world": None,
         "model": args.draft,
+        "adapter": [],
         "max_seq_len": None,
         "rope_scaling": None,
         "rope_factor": None,

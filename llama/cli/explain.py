@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
     arguments.check_one_device(args, "explain")
     if args.model is None:
+        if args.adapter:
+            raise UsageError(f"--adapter {args.adapter[0]} needs a model (-m); the tiny random model has no adapters")
         for option, value, known in (("--device", args.device, "cpu"), ("--dtype", args.dtype, "float32")):
             if value not in ("auto", known):
                 raise UsageError(

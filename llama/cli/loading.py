@@ -27,8 +27,9 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 
     started = time.perf_counter()
     with parallel.all_succeed(getattr(args, "world", None)):
-        llm = loader.load(args.model, tokens=tokens, quiet=args.quiet, **arguments.model_options(args))
-    _show_loaded(args, llm.model, llm.warnings, time.perf_counter() - started)
+        options = arguments.model_options(args)
+        llm = loader.load(args.model, adapters=args.adapter, tokens=tokens, quiet=args.quiet, **options)
+    _show_loaded(args, llm.model, llm.adapters, llm.warnings, time.perf_counter() - started)
     if llm.sampling:
         defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
         streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
@@ -38,19 +39,19 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 def load_model(args: argparse.Namespace) -> Transformer:
     """Load the model as `load` does, without a tokenizer."""
     from .. import loader
-    from ..checkpoint import open_checkpoint
     from ..engine import parallel
-    from ..hub.named import resolve
 
     started = time.perf_counter()
     with parallel.all_succeed(getattr(args, "world", None)):
-        checkpoint = open_checkpoint(resolve(args.model, args.quiet))
+        checkpoint = loader.open_model(args.model, args.adapter, args.quiet)
         model = loader.build(checkpoint, fast=True, **arguments.model_options(args))
-    _show_loaded(args, model, checkpoint.warnings, time.perf_counter() - started)
+    _show_loaded(args, model, checkpoint.adapters, checkpoint.warnings, time.perf_counter() - started)
     return model
 
 
-def _show_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequence[str], seconds: float) -> None:
+def _show_loaded(
+    args: argparse.Namespace, model: Transformer, adapters: Sequence[str], warnings: Sequence[str], seconds: float
+) -> None:
     from ..engine.linears import describe_quantization
     from ..engine.placement import describe_devices
     from ..rope_scaling import reach, trained_length
@@ -65,6 +66,8 @@ def _show_loaded(args: argparse.Namespace, model: Transformer, warnings: Sequenc
         f"loaded in {seconds:.1f} s",
     ]
     streams.info(args, ", ".join(facts))
+    for adapter in adapters:
+        streams.info(args, f"adapter {adapter}")
     for warning in warnings:
         streams.info(args, f"warning: {warning}")
     if args.rope_scaling is not None or args.rope_theta is not None:

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     scaling = arguments.rope_scaling(args)
     exact = loader.load_model(
         args.model,
+        adapters=args.adapter,
         device=args.device,
         dtype="float32",
         rope=args.rope,

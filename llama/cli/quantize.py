@@ -32,6 +32,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         metavar="SCHEME",
         help="int4 or int8, or another scheme of --list (default: %(default)s)",
     )
+    arguments.add_adapter_option(parser)
     parser.add_argument("--list", action="store_true", help="list all schemes with their bits per weight")
     parser.add_argument(
         "--shards", type=int, default=0, metavar="N", help="number of weight files (default: at most 5 GB each)"
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     source, started = resolve(args.source, args.quiet), time.perf_counter()
     before = sum(open_checkpoint(source).parts.values())
     with convert.progress_bar(args.quiet) as progress:
-        proof = quantize(source, args.target, args.scheme, shards=args.shards, force=args.force, progress=progress)
+        options = {"adapters": args.adapter, "shards": args.shards, "force": args.force}
+        proof = quantize(source, args.target, args.scheme, **options, progress=progress)
     after = sum(open_checkpoint(proof.path).parts.values())
     for warning in proof.warnings:
         streams.info(args, f"warning: {warning}")

@@ -147,6 +147,7 @@ class ShardedCheckpoint(Checkpoint):
         self.whole, self.rank = whole, rank
         self.path, self.format, self.layout = whole.path, whole.format, whole.layout
         self.parts, self.warnings, self.notes = whole.parts, whole.warnings, whole.notes
+        self.adapters, self.adapters_hash = whole.adapters, whole.adapters_hash
         self.config = rank.config(whole.config)
         layers = rank.layers(whole.config)
         self._names: dict[str, str] = {}  # name in this slice -> name in the complete model
@@ -217,6 +218,9 @@ class ShardedCheckpoint(Checkpoint):
 
     def file_name(self, name: str) -> str:
         return self.whole.file_name(self._names[name])
+
+    def changed(self, name: str) -> bool:
+        return self.whole.changed(self._names[name])
 
     def stored(self, name: str) -> str:
         return self.whole.stored(self._names[name])

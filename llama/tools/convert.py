@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .. import checks
 from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.write import Model, Writer, raw_bytes
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
@@ -93,15 +94,17 @@ def convert(
     *,
     shards: int = 0,
     dtype: torch.dtype | None = None,
+    adapters: Adapters = (),
     force: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Proof:
     """Write the model at `source` to `target` in another format.
 
-    to      "meta", "hf" (folders) or "gguf" (a file)
-    shards  number of weight files in a folder; 0: one for Meta, as few as needed for Hugging Face
-    dtype   dtype of the matrices; None keeps the stored one
-    force   replace an existing target
+    to        "meta", "hf" (folders) or "gguf" (a file)
+    shards    number of weight files in a folder; 0: one for Meta, as few as needed for Hugging Face
+    dtype     dtype of the matrices; None keeps the stored one
+    adapters  LoRA adapters to merge, as for `llama.load`
+    force     replace an existing target
 
     Raises ConfigError if the format can't express the model, CheckpointError if the target can't be written or is not
     read back equal. After an error, the target is unchanged.
@@ -110,7 +113,7 @@ def convert(
     checks.integer("shards", shards, 0)
     source, target = Path(source), Path(target)
     load_writer, is_folder = WRITERS[to]
-    checkpoint = open_checkpoint(source)
+    checkpoint = with_adapters(open_checkpoint(source), adapters)
     check_tensors(checkpoint)
     model = describe(checkpoint, plan_dtypes(checkpoint, dtype))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import checks
 from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.quantized import LAYOUT, Packed, entries_of, write
 from ..errors import CheckpointError, ConfigError
 from ..quant.blocks import BlockFormat
@@ -36,6 +37,7 @@ def quantize(
     target: str | os.PathLike[str],
     scheme: str = "int4",
     *,
+    adapters: Adapters = (),
     shards: int = 0,
     force: bool = False,
     progress: Progress = lambda what, done, total: None,
@@ -45,8 +47,9 @@ def quantize(
     The source may have any format. Weights that are stored quantized as in the scheme are copied; those quantized in
     another way are dequantized and quantized again, with a warning. All other weights stay as they are.
 
-    shards  number of weight files; 0: as few as needed
-    force   replace an existing folder
+    adapters  LoRA adapters to merge first, as for `llama.load`
+    shards    number of weight files; 0: as few as needed
+    force     replace an existing folder
 
     Raises what convert.convert raises, UsageError for an unknown scheme, CheckpointError for a weight that can't be
     quantized.
@@ -54,7 +57,7 @@ def quantize(
     chosen = pick_scheme(scheme)
     checks.integer("shards", shards, 0)
     source, target = Path(source), Path(target)
-    checkpoint = open_checkpoint(source)
+    checkpoint = with_adapters(open_checkpoint(source), adapters)
     check_tensors(checkpoint)
     hashes: dict[str, str] = {}
 

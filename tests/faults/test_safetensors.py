@@ -464,9 +464,9 @@ def test_a_pickle_never_replaces_a_damaged_file(one: Path, attempt: Try, damage:
 @pytest.mark.parametrize(
     ("keep", "add", "says"),
     [
-        ((), ("adapter_config.json", "adapter_model.safetensors"), ("an adapter", "merge it into its base model")),
-        (("config.json",), ("adapter_model.safetensors",), ("an adapter", "merge it into its base model")),
-        (("config.json",), ("adapter_model.bin",), ("an adapter", "merge it into its base model")),
+        ((), ("adapter_config.json", "adapter_model.safetensors"), ("an adapter", "pass its base model by --model")),
+        (("config.json",), ("adapter_model.safetensors",), ("an adapter", "pass its base model by --model")),
+        (("config.json",), ("adapter_model.bin",), ("an adapter", "pass its base model by --model")),
         (("tokenizer.json", "tokenizer_config.json"), (), ("a tokenizer and no model",)),
         (("tokenizer.json", "config.json"), (), ("no weights", "fetch them")),
         ((FILE,), (), ("not a checkpoint", "config.json", FILE)),
