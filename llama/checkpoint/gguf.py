@@ -445,8 +445,12 @@ class GGUFCheckpoint(Checkpoint):
         return 8 * block_bytes / per_block
 
     def release(self, name: str) -> None:
+        drop_pages(self.raw(name))
+
+    def raw(self, name: str) -> Tensor:
+        """The bytes of a weight in the file: (rows, bytes of a row) uint8."""
         part, file_name = self._sources[name]
-        drop_pages(torch.from_numpy(part.raw(file_name)))
+        return torch.from_numpy(part.raw(file_name))
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
         part, file_name = self._sources[name]

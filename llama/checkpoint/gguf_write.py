@@ -1,15 +1,19 @@
-"""Writer of GGUF files, weight by weight, with the `gguf` package: matrices in the given dtype, vectors in float32."""
+"""Writer of GGUF files, weight by weight, with the `gguf` package: matrices in the given dtype or type, vectors in
+float32.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import ConfigError, TokenizerError
@@ -17,14 +21,30 @@ from ..rope import to_half_layout
 from ..rope_scaling import inverse_frequencies, kind_of, stretched, trained_length
 from .architectures import INTERVAL, LAYOUTS, every
 from .base import to_file_name
-from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TENSOR_TYPES
 from .write import ROTATED, Model, dtype_name, raw_bytes
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
 
 
-def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
-    """Write one file. Returns warnings."""
+class Packed(NamedTuple):
+    """A matrix to store in a quantized type, and a function that returns its bytes (rows, bytes of a row)."""
+
+    type: str
+    read: Callable[[], Tensor]
+
+
+def write(
+    path: Path,
+    model: Model,
+    shards: int = 0,
+    packed: Mapping[str, Packed] = MappingProxyType({}),
+    file_type: int | None = None,
+) -> Sequence[str]:
+    """Write one file. `packed` has the matrices to store quantized; model.read returns the others. Returns warnings.
+
+    file_type  llama.cpp's number for the mix of types; None: that of the dtype
+    """
     import gguf
 
     if shards > 1:
@@ -35,27 +55,29 @@ def write(path: Path, model: Model, shards: int = 0) -> Sequence[str]:
     rope = rope_metadata(model.config)
     if tables and not rope:  # a table does not contain the kind of scaling, from which the longer context follows
         rope["context_length"] = stretched(model.config.max_seq_len, model.config.rope_scaling)
-    for key, value in {**metadata(model), **rope}.items():
+    file_type = FILE_TYPES[model.dtype] if file_type is None else file_type
+    for key, value in {**metadata(model), "general.file_type": file_type, **rope}.items():
         add(writer, key if key.startswith("general.") else f"{kind}.{key}", value)
     warnings = _add_tokenizer(writer, model)
     if any((model.config.rope_scaling or {}).get(key) is not None for key in ("beta_fast", "beta_slow")):
         warnings.append("the scaling's beta_fast and beta_slow are written, but llama.cpp 0.3.36 does not read them")
     for name, values in tables.items():
         writer.add_tensor_info(name, [len(values)], np.dtype(np.float32), 4 * len(values))
-    types = {name: "F32" if len(model.shapes[name]) == 1 else dtype_name(model.dtypes[name]) for name in model.shapes}
+    types = {name: type_of(model, name, packed) for name in model.shapes}
     for name, shape in model.shapes.items():
-        nbytes = math.prod(shape) * (4 if types[name] == "F32" else 2)
         raw = gguf.GGMLQuantizationType[types[name]]
-        writer.add_tensor_info(
-            to_file_name(name, NAMES, LAYERS), list(shape), np.dtype(np.float32), nbytes, raw_dtype=raw
-        )
+        # The package computes the shape of a quantized tensor from that of its bytes.
+        block, size = gguf.GGML_QUANT_SIZES[raw]
+        stored = [shape[0], shape[1] // block * size] if name in packed else list(shape)
+        dtype = np.dtype(np.uint8 if name in packed else np.float32)
+        writer.add_tensor_info(to_file_name(name, NAMES, LAYERS), stored, dtype, nbytes(model, name, packed), raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for values in tables.values():
         _put(writer, np.array(values, np.float32))
     for name, type in types.items():
-        tensor = model.read(name)
+        tensor = packed[name].read() if name in packed else model.read(name)  # packed: (rows, bytes of a row)
         if LAYOUTS[kind] == "half" and name.endswith(ROTATED):
             tensor = to_half_layout(tensor, model.config.head_dim)
         _put(writer, raw_bytes(tensor.float() if type == "F32" else tensor))
@@ -82,13 +104,26 @@ def architecture(config: ModelConfig, has_tables: bool) -> str:
     return "qwen2" if config.qkv_bias and usual else "llama"
 
 
+def type_of(model: Model, name: str, packed: Mapping[str, Packed]) -> str:
+    """GGUF's name of the type in which a tensor is stored."""
+    if name in packed:
+        return packed[name].type
+    return "F32" if len(model.shapes[name]) == 1 else dtype_name(model.dtypes[name])
+
+
+def nbytes(model: Model, name: str, packed: Mapping[str, Packed] = MappingProxyType({})) -> int:
+    """The bytes of a tensor in the file."""
+    sizes = {name: (block, size) for name, block, size in TENSOR_TYPES.values()}
+    block, size = sizes[type_of(model, name, packed)]
+    return math.prod(model.shapes[name]) // block * size
+
+
 def metadata(model: Model) -> dict[str, Any]:
     """The architecture as GGUF metadata; keys without "general." belong to the architecture."""
     config = model.config
     window = {} if config.sliding_window is None else {"attention.sliding_window": config.sliding_window}
     return {
         "general.name": model.name,
-        "general.file_type": FILE_TYPES[model.dtype],
         "general.quantization_version": 2,
         "context_length": config.max_seq_len,
         "embedding_length": config.dim,

@@ -39,6 +39,11 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--dtype", default=None, help="float32, bfloat16, float16; needed for quantized sources (default: as stored)"
     )
+    parser.add_argument(
+        "--quantize",
+        metavar="KIND",
+        help="for gguf: quantize the matrices to q8_0, q4_0 or q4_k (llama.cpp's Q4_K_M), which llama.cpp reads",
+    )
     arguments.add_adapter_option(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing target")
     arguments.add_output_options(parser, json="the result as one JSON object")
@@ -58,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
             args.to,
             shards=args.shards,
             dtype=dtype,
+            quantize=args.quantize,
             adapters=args.adapter,
             force=args.force,
             progress=progress,

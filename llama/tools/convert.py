@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,9 +27,14 @@ from torch import Tensor
 from .. import checks
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.adapters import Adapters, with_adapters
+from ..checkpoint.base import FLOATS
+from ..checkpoint.gguf import GGUFCheckpoint
+from ..checkpoint.gguf_write import Packed
 from ..checkpoint.write import Model, Writer, raw_bytes
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
+from ..quant import gguf_types
+from ..quant.gguf_types import MIXES, TYPES, types_of
 from ..rope_scaling import inverse_frequencies, reach, trained_length
 from ..system.temporary import abandoned, keep_mode, locked, own_temporary, swap, sweep
 from ..tokenizer import Tokenizer
@@ -94,6 +100,7 @@ def convert(
     *,
     shards: int = 0,
     dtype: torch.dtype | None = None,
+    quantize: str | None = None,
     adapters: Adapters = (),
     force: bool = False,
     progress: Progress = lambda what, done, total: None,
@@ -103,21 +110,27 @@ def convert(
     to        "meta", "hf" (folders) or "gguf" (a file)
     shards    number of weight files in a folder; 0: one for Meta, as few as needed for Hugging Face
     dtype     dtype of the matrices; None keeps the stored one
+    quantize  for GGUF: a kind of gguf_types.MIXES that quantizes the matrices
     adapters  LoRA adapters to merge, as for `llama.load`
     force     replace an existing target
 
-    Raises ConfigError if the format can't express the model, CheckpointError if the target can't be written or is not
-    read back equal. After an error, the target is unchanged.
+    Raises UsageError for a bad argument, ConfigError if the format can't express the model, CheckpointError if the
+    target can't be written or is not read back equal. After an error, the target is unchanged.
     """
     checks.choice("format", to, WRITERS)
+    check_quantize(to, quantize, dtype)
     checks.integer("shards", shards, 0)
     source, target = Path(source), Path(target)
     load_writer, is_folder = WRITERS[to]
     checkpoint = with_adapters(open_checkpoint(source), adapters)
     check_tensors(checkpoint)
-    model = describe(checkpoint, plan_dtypes(checkpoint, dtype))
+    types = {} if quantize is None else types_of(checkpoint.shapes, checkpoint.config, quantize)
+    exact = dict.fromkeys(checkpoint.shapes, torch.float32)
+    model = describe(checkpoint, exact if types else plan_dtypes(checkpoint, dtype))
 
     def read_back(written: Checkpoint, name: str) -> tuple[Tensor, str]:
+        if name in types and isinstance(written, GGUFCheckpoint):
+            return written.raw(name), f"{written.shapes[name]} {written.stored(name)}"
         stored = to_layout(name, written.tensor(name), model.config.head_dim, written.layout, "interleaved")
         tensor = stored.to(model.dtypes[name])
         if tensor.dtype != stored.dtype and not torch.equal(tensor.to(stored.dtype), stored):
@@ -126,16 +139,43 @@ def convert(
 
     def write(path: Path) -> Proof:
         hashes: dict[str, str] = {}
-        read = recorded(model.read, hashes, len(model.shapes), progress)
-        warnings = list(load_writer()(path, dataclasses.replace(model, read=read), shards))
-        warnings += tokenizer_warnings(checkpoint, model, to)
+        record = partial(recorded, hashes=hashes, total=len(model.shapes), progress=progress)
+        blocks = record(lambda name: gguf_types.quantize(model.read(name), types[name]))
+        packed = {name: Packed(type, partial(blocks, name)) for name, type in types.items()}
+        extra = {"packed": packed, "file_type": MIXES[quantize].file_type} if quantize else {}
+        warnings = list(load_writer()(path, dataclasses.replace(model, read=record(model.read)), shards, **extra))
+        warnings += [*tokenizer_warnings(checkpoint, model, to), *quantized_twice(checkpoint, types)]
         return Proof(target, len(hashes), prove(path, checkpoint.config, hashes, read_back, progress), warnings)
 
     check_target(source, target, is_folder, force)
     try:
-        return write_target(target, is_folder, force, sum(map(model.nbytes, model.shapes)), write)
+        sizes = (TYPES[types[name]].size(shape) if name in types else model.nbytes(name)
+                 for name, shape in model.shapes.items())  # fmt: skip
+        return write_target(target, is_folder, force, sum(sizes), write)
     except ConfigError as error:
         raise ConfigError(f"{source} can't be converted to {to}: {error}") from error
+
+
+def check_quantize(to: str, quantize: str | None, dtype: torch.dtype | None) -> None:
+    """Raise UsageError unless a kind of quantization exists and fits the other arguments."""
+    if quantize is None:
+        return
+    checks.choice("quantization of GGUF files", quantize, MIXES)
+    if to != "gguf":
+        raise UsageError(
+            f"--quantize {quantize} writes the types of GGUF, and --to {to} has none; write --to gguf, or a folder of"
+            f" this program's own by 'clearllama quantize'"
+        )
+    if dtype is not None:
+        raise UsageError(f"--quantize {quantize} decides how weights are stored; leave --dtype out")
+
+
+def quantized_twice(checkpoint: Checkpoint, types: Mapping[str, str]) -> list[str]:
+    """A warning if weights to be quantized are stored quantized; otherwise an empty list."""
+    kinds = sorted({checkpoint.stored(name) for name in types} - {*FLOATS.values()})
+    if not kinds:
+        return []
+    return [f"the source is already quantized ({', '.join(kinds)}); quantizing the original would lose less accuracy"]
 
 
 def tokenizer_warnings(checkpoint: Checkpoint, model: Model, to: str) -> list[str]:
