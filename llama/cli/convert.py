@@ -45,6 +45,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="for gguf: quantize the matrices to q8_0, q4_0 or q4_k (llama.cpp's Q4_K_M), which llama.cpp reads",
     )
     arguments.add_adapter_option(parser)
+    parser.add_argument(
+        "--modelfile", action="store_true", help="for gguf: also write DST.Modelfile, for 'ollama create NAME -f'"
+    )
     parser.add_argument("--force", action="store_true", help="replace an existing target")
     arguments.add_output_options(parser, json="the result as one JSON object")
     parser.set_defaults(run=run)
@@ -65,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=dtype,
             quantize=args.quantize,
             adapters=args.adapter,
+            modelfile=args.modelfile,
             force=args.force,
             progress=progress,
         )

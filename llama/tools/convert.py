@@ -36,7 +36,7 @@ from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..quant import gguf_types
 from ..quant.gguf_types import MIXES, TYPES, types_of
 from ..rope_scaling import inverse_frequencies, reach, trained_length
-from ..system.temporary import abandoned, keep_mode, locked, own_temporary, swap, sweep
+from ..system.temporary import abandoned, keep_mode, locked, own_temporary, swap, sweep, write_atomically
 from ..tokenizer import Tokenizer
 from ..weights import check_tensors, to_layout
 
@@ -102,6 +102,7 @@ def convert(
     dtype: torch.dtype | None = None,
     quantize: str | None = None,
     adapters: Adapters = (),
+    modelfile: bool = False,
     force: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Proof:
@@ -112,6 +113,7 @@ def convert(
     dtype     dtype of the matrices; None keeps the stored one
     quantize  for GGUF: a kind of gguf_types.MIXES that quantizes the matrices
     adapters  LoRA adapters to merge, as for `llama.load`
+    modelfile for GGUF: also write TARGET.Modelfile, with which `ollama create` imports the file
     force     replace an existing target
 
     Raises UsageError for a bad argument, ConfigError if the format can't express the model, CheckpointError if the
@@ -127,6 +129,7 @@ def convert(
     types = {} if quantize is None else types_of(checkpoint.shapes, checkpoint.config, quantize)
     exact = dict.fromkeys(checkpoint.shapes, torch.float32)
     model = describe(checkpoint, exact if types else plan_dtypes(checkpoint, dtype))
+    beside = plan_modelfile(target, to, model, force) if modelfile else None
 
     def read_back(written: Checkpoint, name: str) -> tuple[Tensor, str]:
         if name in types and isinstance(written, GGUFCheckpoint):
@@ -151,9 +154,28 @@ def convert(
     try:
         sizes = (TYPES[types[name]].size(shape) if name in types else model.nbytes(name)
                  for name, shape in model.shapes.items())  # fmt: skip
-        return write_target(target, is_folder, force, sum(sizes), write)
+        proof = write_target(target, is_folder, force, sum(sizes), write)
     except ConfigError as error:
         raise ConfigError(f"{source} can't be converted to {to}: {error}") from error
+    if beside is not None:
+        path, text = beside
+        try:
+            write_atomically(path, text.encode())
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}; {target} is complete") from error
+    return proof
+
+
+def plan_modelfile(target: Path, to: str, model: Model, force: bool) -> tuple[Path, str]:
+    """The path and the text of the Modelfile of a target. Raises UsageError if it can't be written."""
+    from .modelfile import modelfile
+
+    path = target.with_name(f"{target.name}.Modelfile")
+    if to != "gguf":
+        raise UsageError(f"--modelfile describes a GGUF file for Ollama, and --to {to} writes none; use --to gguf")
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists already; remove it, or replace it with --force")
+    return path, modelfile(target, model)
 
 
 def check_quantize(to: str, quantize: str | None, dtype: torch.dtype | None) -> None:
