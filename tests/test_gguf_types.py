@@ -43,7 +43,8 @@ def weight(rows: int = 32, columns: int = 1024) -> Tensor:
 
 
 def dequantized(raw: Any, type: str) -> Tensor:
-    return torch.from_numpy(gguf.quants.dequantize(np.array(raw), gguf.GGMLQuantizationType[type]))
+    raw = raw.numpy() if isinstance(raw, Tensor) else np.array(raw)
+    return torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type]))
 
 
 @pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q5_0"])

@@ -79,7 +79,7 @@ def _gguf() -> Callable[[Path, Checkpoint], Adapter]:
 # (whether a path has this format, its reader); a new format adds one line.
 FORMATS: list[tuple[Callable[[Path], bool], Callable[[], Callable[[Path, Checkpoint], Adapter]]]] = [
     (Path.is_dir, _peft),
-    (lambda path: path.suffix == ".gguf", _gguf),
+    (lambda path: path.is_file() and path.suffix == ".gguf", _gguf),
 ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -68,7 +69,8 @@ PROMPTS = (
 # A tensor's key, without the prefix: (the module, what the tensor is)
 KEY = re.compile(r"(.+?)\.(?:(lora_[AB])\.weight|(lora_embedding_[AB])|((?:base_layer\.)?(?:weight|bias)))")
 LARGEST_RANK, LARGEST_ALPHA = 2**16, 2.0**24
-MOST_STEPS = 2**28  # of the regular expressions of a file, over all names of modules; some seconds
+MOST_STEPS, SECONDS = 2**23, 2.0  # of regular expressions: steps for one name, seconds of CPU time for all names
+SLOW = "matching it could take too long"
 
 
 def read(folder: Path, base: Checkpoint) -> Adapter:
@@ -182,8 +184,8 @@ def _targets(fields: Fields, modules: list[str], tied: bool) -> list[str]:
     chosen, excluded = fields.get("target_modules"), fields.get("exclude_modules")
     layers, saved = fields.get("layers_to_transform"), _names(fields, "modules_to_save") or []
     pattern = fields.get("layers_pattern")
-    matches = _matcher(fields, "target_modules", len(modules))
-    excludes = _matcher(fields, "exclude_modules", len(modules)) if excluded else lambda module: False
+    matches = _matcher(fields, "target_modules", modules)
+    excludes = _matcher(fields, "exclude_modules", modules) if excluded else lambda module: False
     numbers = [layers] if is_integer(layers) else layers
     if not isinstance(numbers, list | None) or not all(is_integer(n) for n in numbers or ()):
         raise ConfigError(f"{fields.where}: layers_to_transform must be a list of integers, got {describe(layers)}")
@@ -204,13 +206,13 @@ def _targets(fields: Fields, modules: list[str], tied: bool) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _matcher(fields: Fields, key: str, count: int) -> Callable[[str], bool]:
+def _matcher(fields: Fields, key: str, modules: list[str]) -> Callable[[str], bool]:
     """Whether a module is named by a key: 'all-linear', a regular expression, or a list of ends of names."""
     value = fields.get(key)
     if isinstance(value, str) and value.lower() == "all-linear":
         return lambda module: _weight(module) not in (EMBEDDING, OUTPUT)
     if isinstance(value, str):
-        return _Patterns([value], count, fields.where).full
+        return _matches([value], modules, fields.where).__contains__
     names = _names(fields, key)
     if names is None:
         raise ConfigError(f"{fields.where}: the key {key} is missing")
@@ -224,35 +226,42 @@ def _prefixes(module: str) -> set[str]:
     return {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
 
 
-class _Patterns:
-    """Regular expressions of a file, refused if matching them could take long. See tokenizer/patterns.py."""
+def _matches(patterns: Iterable[str], modules: list[str], where: str, before: str = "") -> dict[str, str]:
+    """{module: the first regular expression that matches its name}, for the modules that one matches.
 
-    def __init__(self, patterns: Iterable[str], names: int, where: str, before: str = ""):
-        self.patterns, steps = {}, 0.0
-        for pattern in patterns:
-            try:
-                if re.search(r"\\[\[\]]|\[[^\]]*\[", pattern):  # Python and the parser read such classes differently
-                    raise ValueError("a class contains a bracket")
-                complete = f"{before}(?:{pattern})" if before else pattern
-                paths, degree = ways(Parser(complete, where).read(), True)
-                steps += names * paths * 64.0**degree / math.factorial(degree)  # names have up to 64 characters
-                if steps > MOST_STEPS:
-                    raise ValueError("matching it could take too long")
-                with warnings.catch_warnings(action="ignore"):  # Python's remarks on unusual classes
-                    self.patterns[pattern] = re.compile(complete)
-            except (TokenizerError, ValueError, re.error, RecursionError, OverflowError) as error:
-                raise CheckpointError(
-                    f"{where}: the regular expression {pattern[:60]!r} can't be used ({str(error)[:100]}); write the"
-                    f" names of the modules as a list"
-                ) from None
+    Raises CheckpointError if matching could take long: tokenizer/patterns.py bounds the steps for one name, and the
+    time for all names is limited.
+    """
+    longest, steps = max(map(len, modules)), 0.0
+    compiled: dict[str, re.Pattern[str]] = {}
+    for pattern in patterns:
+        try:
+            if re.search(r"\\[\[\]]|\[[^\]]*\[", pattern):  # Python and the parser read such classes differently
+                raise ValueError("a class contains a bracket")
+            complete = f"{before}(?:{pattern})" if before else pattern
+            paths, degree = ways(Parser(complete, where).read(), True)
+            steps += paths * float(longest) ** degree / math.factorial(degree)
+            if steps > MOST_STEPS:
+                raise ValueError(SLOW)
+            with warnings.catch_warnings(action="ignore"):  # Python's remarks on unusual classes
+                compiled[pattern] = re.compile(complete)
+        except (TokenizerError, ValueError, re.error, RecursionError, OverflowError) as error:
+            raise _unusable(pattern, where, str(error)) from None
+    found, end = {}, time.process_time() + SECONDS
+    for module in modules:
+        key = next((key for key, pattern in compiled.items() if pattern.fullmatch(module)), None)
+        if key is not None:
+            found[module] = key
+        if time.process_time() > end:
+            raise _unusable(next(iter(compiled)), where, SLOW)
+    return found
 
-    def full(self, module: str) -> bool:
-        """Whether a pattern matches the complete name."""
-        return any(pattern.fullmatch(module) for pattern in self.patterns.values())
 
-    def first(self, module: str) -> str | None:
-        """The first pattern that matches the complete name, or its end after a dot."""
-        return next((key for key, pattern in self.patterns.items() if pattern.fullmatch(module)), None)
+def _unusable(pattern: str, where: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: the regular expression {pattern[:60]!r} can't be used ({why[:100]}); write the names of the modules"
+        f" as a list"
+    )
 
 
 class _Scales:
@@ -266,15 +275,14 @@ class _Scales:
             integer(f"{fields.where}: a rank", rank, 1, LARGEST_RANK, ConfigError)
         for alpha in (self.alpha, *self.alphas.values()):
             number(f"{fields.where}: an alpha", alpha, -LARGEST_ALPHA, LARGEST_ALPHA, ConfigError)
-        self.find_rank, self.find_alpha = (
-            _Patterns(keys, len(modules), fields.where, r"(?:.*\.)?").first for keys in (self.ranks, self.alphas)
+        self.rank_keys, self.alpha_keys = (
+            _matches(keys, modules, fields.where, r"(?:.*\.)?") for keys in (self.ranks, self.alphas)
         )
 
     def of(self, module: str) -> tuple[int, float]:
         """(r, alpha / r); alpha / sqrt(r) with use_rslora."""
-        rank_key, alpha_key = self.find_rank(module), self.find_alpha(module)
-        rank = self.rank if rank_key is None else self.ranks[rank_key]
-        alpha = self.alpha if alpha_key is None else self.alphas[alpha_key]
+        rank = self.ranks[self.rank_keys[module]] if module in self.rank_keys else self.rank
+        alpha = self.alphas[self.alpha_keys[module]] if module in self.alpha_keys else self.alpha
         return rank, alpha / (math.sqrt(rank) if self.root else rank)
 
 
@@ -305,6 +313,7 @@ def _sorted_tensors(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
             raise CheckpointError(
                 f"adapter {path}: {key} is stored as {file.dtypes[key]}; expected one of {', '.join(FLOATS.values())}"
             )
+        file.check_bytes(key)
         module, linear, embedding, rest = found.groups()
         tensor = file.tensor(key)
         if linear:
@@ -370,7 +379,9 @@ def _replaced(
 def _is_equal(tensor: Tensor, base: Checkpoint, name: str) -> bool:
     """Whether a tensor is the base's own, which then need not be replaced."""
     own = name if name in base.shapes else EMBEDDING
-    return tuple(tensor.shape) == base.shapes[own] and torch.equal(tensor.float(), base.tensor(own).float())
+    equal = tuple(tensor.shape) == base.shapes[own] and torch.equal(tensor.float(), base.tensor(own).float())
+    base.release(own)
+    return equal
 
 
 def _unused(folder: Path, base: Checkpoint) -> list[str]:
