@@ -26,8 +26,7 @@ from ..quant.blocks import Blocks
 from ..rope import Layout, to_half_layout, to_interleaved_layout
 from ..tokenizer import Tokenizer
 from .base import PIECE, Checkpoint
-from .huggingface_write import ROTATED
-from .write import raw_bytes
+from .write import ROTATED, raw_bytes
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 

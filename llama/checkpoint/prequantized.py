@@ -199,6 +199,8 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
         """Remove biases of zeros that the configuration does not have: some versions of AutoGPTQ saved them."""
         for name in [name for name in self._sources if name.endswith(".bias")]:
             config, of_qkv = self.config, name.endswith((".wq.bias", ".wk.bias", ".wv.bias"))
-            expected = config.attention_bias or (config.qkv_bias and of_qkv) if ".attention." in name else config.mlp_bias
+            expected = (
+                config.attention_bias or (config.qkv_bias and of_qkv) if ".attention." in name else config.mlp_bias
+            )
             if not expected and not bool(self.tensor(name).any()):
                 del self._sources[name]
