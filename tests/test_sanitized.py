@@ -50,7 +50,7 @@ with ThreadPoolExecutor(2) as pool:
 DEFECTS = {
     "a key beyond the last": ("attention.h", "(s + std::min(j, count - 1)) * p.k_stride;\n            prefetch(p, s + j);\n            f32x16 wide", "(s + j) * p.k_stride;\n            prefetch(p, s + j);\n            f32x16 wide"),
     "x beyond its end": ("blocks.h", "n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x", "x"),
-    "weights beyond the end": ("bfloat16.h", "k + 32 <= K", "k < K"),
+    "weights beyond the end": ("bfloat16.h", "k + 32 * SUMS <= K", "k < K"),
     "a group beyond the last column": ("rounding.h", "if (rows >= LANES && n == width) return", "return"),
     "a tile beyond its end": ("rounding.h", "(N + ROWS - 1) / ROWS, tile_bytes}", "(N + ROWS - 1) / ROWS, tile_bytes - 1}"),
     "a sum that overflows": ("blocks.h", "start[g] = -zero * sum_of(total);", "start[g] = (1 << 28) * -zero * sum_of(total);"),

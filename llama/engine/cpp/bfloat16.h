@@ -18,27 +18,37 @@ using torch::stable::Tensor;
 
 namespace {
 
-// R rows of the weight times M rows of x. The rows are in different pages, so the processor reads them in parallel; it prefetches the
-// next ones where AHEAD says so.
+// Rows of the weight that are read at once. They are in different pages: some processors read these in parallel, others only one at full speed.
+#if defined(__AMX_BF16__)
+constexpr int STREAMS = 4;
+#else
+constexpr int STREAMS = 1;
+#endif
+
+// R rows of the weight times M rows of x. Where AHEAD says so, the next R rows are prefetched.
 template <int M, int R>
 void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[M]) {
-    f32x16 acc[R][M] = {};
+    constexpr int SUMS = M == 1 && STREAMS == 1 ? 2 : 1;  // independent sums hide the latency
+    f32x16 acc[R][M][SUMS] = {};
     int64_t k = 0;
-    for (; k + 32 <= K; k += 32)
-        for (int r = 0; r < R; r++) {
-            if (AHEAD) __builtin_prefetch(w + (R + r) * K + k, 0, 2);
-            for (int m = 0; m < M; m++) acc[r][m] = dot2(acc[r][m], load<u32x16>(w + r * K + k), load<u32x16>(x + m * K + k));
-        }
+    for (; k + 32 * SUMS <= K; k += 32 * SUMS)
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < SUMS; i++) {
+                const int64_t at = k + 32 * i;
+                if (AHEAD) __builtin_prefetch(w + (R + r) * K + at, 0, 2);
+                for (int m = 0; m < M; m++) acc[r][m][i] = dot2(acc[r][m][i], load<u32x16>(w + r * K + at), load<u32x16>(x + m * K + at));
+            }
     for (int r = 0; r < R; r++)
         for (int m = 0; m < M; m++) {
-            y[r][m] = sum_of(acc[r][m]);
+            for (int i = 1; i < SUMS; i++) acc[r][m][0] += acc[r][m][i];
+            y[r][m] = sum_of(acc[r][m][0]);
             for (int64_t i = k; i < K; i++) y[r][m] += to_float(w[r * K + i]) * to_float(x[m * K + i]);
         }
 }
 
 template <int M>
 void few_rows(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K) {
-    constexpr int R = 4;
+    constexpr int R = STREAMS;
     for_each_part((N + R - 1) / R, R * K * sizeof(bf16), [=](int64_t part) {
         for (int64_t n = part * R, end = std::min(N, n + R); n < end;) {
             const int64_t now = end - n == R ? R : 1;
