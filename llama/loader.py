@@ -37,7 +37,7 @@ from .engine.quantized_weight import QuantizedWeight
 from .engine.runtime import no_cudnn_attention, pick_dtype
 from .engine.sharding import ShardedCheckpoint
 from .errors import CheckpointError, UsageError
-from .hub import DEFAULT, resolve
+from .hub import resolve
 from .model import Runner, Transformer
 from .quant.schemes import pick_scheme
 from .rope import FORMS
@@ -112,7 +112,7 @@ class LoadOptions:
 
 
 def load(
-    path_or_name: str | os.PathLike[str] = DEFAULT,
+    path_or_name: str | os.PathLike[str] | None = None,
     device: Devices = None,
     dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
@@ -128,7 +128,8 @@ def load(
     """Load a model with its tokenizer, ready to generate.
 
     path_or_name  a folder in Meta's or Hugging Face's format, a .gguf file, the name of a downloadable model
-                  (hub.named.MODELS), or ORG/NAME in the Hugging Face cache
+                  (hub.named.MODELS), or ORG/NAME[:QUANT] of the Hugging Face hub, which is downloaded on first use;
+                  None: the environment variable CLEARLLAMA_MODEL, else hub.DEFAULT
     adapters      LoRA adapters to merge into the weights: a PEFT folder or a GGUF adapter as a path, "PATH:SCALE" or
                   (path, scale), or a list of them
     tokens        as in `LoadOptions`, or a function that computes the number with the tokenizer
@@ -158,7 +159,7 @@ def load(
 
 
 def load_model(
-    path_or_name: str | os.PathLike[str] = DEFAULT,
+    path_or_name: str | os.PathLike[str] | None = None,
     device: Devices = None,
     dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
@@ -181,7 +182,7 @@ def open_model(path_or_name: str | os.PathLike[str], adapters: Adapters = (), qu
     return with_adapters(open_checkpoint(resolve(path_or_name, quiet)), adapters)
 
 
-def load_tokenizer(path_or_name: str | os.PathLike[str] = DEFAULT) -> Tokenizer:
+def load_tokenizer(path_or_name: str | os.PathLike[str] | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint, or of a single tokenizer.model or tokenizer.json; no weight is read."""
     path = resolve(path_or_name)
     alone = [path / name for name in ("tokenizer.json", "tokenizer.model")] if path.is_dir() else [path]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checks import number
 from ..errors import UsageError
-from ..hub.named import DEFAULT
+from ..hub import default_model
 
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 
@@ -19,20 +19,21 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_model_options(parser: argparse.ArgumentParser, default: str | None = DEFAULT, dtype: str | None = None) -> None:
+def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, dtype: str | None = None) -> None:
     """Add the options of a model.
 
-    default  the model to use without --model; None if the command brings its own
-    dtype    the default of --dtype; None for the fastest dtype of the device
+    optional  the command also works without a model, so that --model has no default
+    dtype     the default of --dtype; None for the fastest dtype of the device
     """
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
         "-m",
-        default=default,
+        default=None if optional else default_model(),
         metavar="PATH_OR_NAME",
-        help="a folder in Meta's or Hugging Face's format, a .gguf file, a known name, or ORG/NAME after"
-        " 'clearllama pull ORG/NAME'" + (f" (default: {default})" if default else ""),
+        help="a folder in Meta's or Hugging Face's format, a .gguf file, a known name, or ORG/NAME[:QUANT] of the"
+        " Hugging Face hub, which is downloaded on first use"
+        + (" (default: CLEARLLAMA_MODEL, now %(default)s)" if not optional else ""),
     )
     add_adapter_option(group)
     group.add_argument(

