@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from . import checks
 from .attention import Attend
 from .cache import FIRST_SLOTS, KINDS
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint, read_tokenizer
 from .checkpoint.adapters import Adapters, with_adapters
 from .checkpoint.base import FLOATS
-from .checkpoint.documents import read_json
 from .config import ModelConfig
 from .engine import cpu_runner
 from .engine.compiled import CompiledRunner
@@ -44,7 +43,7 @@ from .rope import FORMS
 from .rope_scaling import reach, with_rope
 from .system import memory
 from .system.cores import default_threads
-from .tokenizer import Tokenizer, is_tokenizer, open_tokenizer
+from .tokenizer import Tokenizer
 from .weights import (
     Storage,
     check_tensors,
@@ -121,6 +120,7 @@ def load(
     max_seq_len: int | None = None,
     *,
     adapters: Adapters = (),
+    tokenizer: str | os.PathLike[str] | None = None,
     tokens: int | Callable[[Tokenizer], int] | None = None,
     quiet: bool = False,
     **options: Any,
@@ -132,6 +132,7 @@ def load(
                   None: the environment variable CLEARLLAMA_MODEL, else hub.DEFAULT
     adapters      LoRA adapters to merge into the weights: a PEFT folder or a GGUF adapter as a path, "PATH:SCALE" or
                   (path, scale), or a list of them
+    tokenizer     a file, or a folder with one, to use in place of the checkpoint's own tokenizer
     tokens        as in `LoadOptions`, or a function that computes the number with the tokenizer
     quiet         print nothing on stderr while a model is downloaded
     options       the other fields of `LoadOptions`, which describes all of them
@@ -141,15 +142,15 @@ def load(
     from .text import Llama
 
     settings = LoadOptions(device, dtype, quantize, compile, rope, max_seq_len, fast=True, **options)
-    checkpoint = open_model(path_or_name, adapters, quiet)
-    tokenizer = checkpoint.tokenizer()
-    count = tokens(tokenizer) if callable(tokens) else tokens
+    checkpoint = open_model(path_or_name, adapters, tokenizer, quiet)
+    vocabulary = checkpoint.tokenizer()
+    count = tokens(vocabulary) if callable(tokens) else tokens
     model = build_model(checkpoint, dataclasses.replace(settings, tokens=count))
-    chat_format = checkpoint.chat_format(tokenizer) if checkpoint.chat_template is None else None
+    chat_format = checkpoint.chat_format(vocabulary) if checkpoint.chat_template is None else None
     again = requantization_warning(checkpoint, pick_scheme(quantize)) if quantize else ()
     return Llama(
         model,
-        tokenizer,
+        vocabulary,
         checkpoint.chat_template,
         chat_format=chat_format,
         sampling=checkpoint.sampling,
@@ -177,24 +178,19 @@ def load_model(
     return build_model(open_model(path_or_name, adapters), settings)
 
 
-def open_model(path_or_name: str | os.PathLike[str], adapters: Adapters = (), quiet: bool = False) -> Checkpoint:
-    """The checkpoint at a path or with a name, with adapters merged; no weight of it is read."""
-    return with_adapters(open_checkpoint(resolve(path_or_name, quiet)), adapters)
+def open_model(
+    path_or_name: str | os.PathLike[str] | None,
+    adapters: Adapters = (),
+    tokenizer: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> Checkpoint:
+    """The checkpoint at a path or with a name, with adapters merged; its weights are not read. Arguments: `load`."""
+    return with_adapters(open_checkpoint(resolve(path_or_name, quiet), tokenizer), adapters)
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint, or of a single tokenizer.model or tokenizer.json; no weight is read."""
-    path = resolve(path_or_name)
-    alone = [path / name for name in ("tokenizer.json", "tokenizer.model")] if path.is_dir() else [path]
-    try:
-        checkpoint = open_checkpoint(path)
-    except CheckpointError:
-        for file in alone:
-            if file.is_file() and is_tokenizer(file):
-                settings = file.with_name("tokenizer_config.json")
-                return open_tokenizer(file, read_json(settings) if settings.is_file() else None)
-        raise
-    return checkpoint.tokenizer()
+    return read_tokenizer(resolve(path_or_name))
 
 
 def build(

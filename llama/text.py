@@ -164,7 +164,7 @@ class Llama:
         session: Session | None,
         draft: Draft | None,
     ) -> Generator[Piece]:
-        cache = None if session is None else session.reuse(self.model, prompt)
+        cache = None if session is None else session.reuse(self.model, prompt, self.tokenizer)
         cached = 0 if cache is None else cache.length
         answer = begin()
         plain = partial(generate, diagnose=partial(locate, self.model))

@@ -169,7 +169,7 @@ def make(
         source = write_meta(Path(folder) / "meta", like, config, weights(config, seed, dtype), 1, None)
         target = out if format == "hf" else out / f"{like}.gguf"
         target.parent.mkdir(parents=True, exist_ok=True)
-        convert(source, target, format)
+        convert(source, target, format, chat_template="none")
         return target
 
 

@@ -282,8 +282,10 @@ def test_a_tokenizer_loads_without_weights(tmp_path: Path) -> None:
     assert llama.load_tokenizer(alone / "tokenizer.model").encode("two words meet", bos=True) == expected
     with pytest.raises(LlamaError, match="holds a tokenizer and no model"):
         llama.load(alone)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").touch()
     with pytest.raises(LlamaError, match="not a checkpoint"):
-        llama.load_tokenizer(tmp_path)
+        llama.load_tokenizer(tmp_path / "notes")
 
 
 def test_a_vocabulary_cut_off_at_the_end_of_a_line_is_an_error(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from ..checks import choice
 from ..errors import TemplateError, UsageError
 from ..tokenizer import Tokenizer
+from .families import TEMPLATES, check_template
 from .formats import CHAT_FORMATS, ChatFormat, chat_format_of, codellama70b, llama2, llama3
 from .messages import ROLES, Message, ToolCall, check_messages, check_tools
 from .template import encode_template, render
@@ -19,11 +20,13 @@ from .template import encode_template, render
 __all__ = [
     "CHAT_FORMATS",
     "ROLES",
+    "TEMPLATES",
     "ChatFormat",
     "Message",
     "ToolCall",
     "chat_format_of",
     "check_messages",
+    "check_template",
     "codellama70b",
     "encode_chat",
     "llama2",

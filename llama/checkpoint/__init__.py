@@ -1,6 +1,6 @@
 """Checkpoints: what a path holds (open.py), one file for each format."""
 
 from .base import Checkpoint
-from .open import open_checkpoint
+from .open import open_checkpoint, read_tokenizer
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "open_checkpoint", "read_tokenizer"]

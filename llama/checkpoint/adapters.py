@@ -245,7 +245,7 @@ class AdaptedCheckpoint(Checkpoint):
     def release(self, name: str) -> None:
         self.base.release(self._source(name))
 
-    def tokenizer(self) -> Tokenizer:
+    def own_tokenizer(self) -> Tokenizer:
         before = len(self.base.warnings)
         tokenizer = self.base.tokenizer()
         self.warnings = [*self.warnings, *self.base.warnings[before:]]

@@ -42,6 +42,7 @@ class Checkpoint(ABC):
     about          further facts to display: name, licence, quantization, ...
     adapters       descriptions of the adapters that are merged into the weights
     adapters_hash  a hash of these adapters and their scales; "" if there are none
+    given          the tokenizer to use in place of the checkpoint's own
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Checkpoint(ABC):
     notes: Sequence[str] = ()
     adapters: Sequence[str] = ()
     adapters_hash: str = ""
+    given: Tokenizer | None = None
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -107,9 +109,13 @@ class Checkpoint(ABC):
     def release(self, name: str) -> None:
         """Let the system free the mapped pages of a weight that was copied."""
 
-    @abstractmethod
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model. Raises TokenizerError if there is none, or it can't be used."""
+        return self.own_tokenizer() if self.given is None else self.given
+
+    @abstractmethod
+    def own_tokenizer(self) -> Tokenizer:
+        """The tokenizer in the checkpoint's files, or found near them. Raises TokenizerError."""
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
         """The built-in chat format, for a checkpoint format that can't store a template; None for others."""

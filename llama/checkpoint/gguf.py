@@ -467,7 +467,7 @@ class GGUFCheckpoint(Checkpoint):
         blocks = blocks.columns(own)
         return blocks.scaled(self._factors[name]) if name in self._factors else blocks
 
-    def tokenizer(self) -> Tokenizer:
+    def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer.gguf import from_metadata
 
         tokenizer = from_metadata(self.metadata, str(self.path))

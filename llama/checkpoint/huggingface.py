@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..checks import integer, is_integer
 from ..config import ModelConfig
-from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
+from ..errors import CheckpointError, ConfigError, UsageError
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams
@@ -30,6 +30,7 @@ from .architectures import FAMILIES, no_rope_layers, refusal, sliding_window, wi
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name, to_model_name
 from .documents import LARGEST, Fields, describe, read_json, utf8_name
 from .meta import check_vocabulary
+from .nearby import find_tokenizer
 from .safetensors_header import read_header
 from .write import raw_bytes
 
@@ -153,20 +154,22 @@ class HuggingFaceCheckpoint(Checkpoint):
         if file.mapped:
             drop_pages(file.tensor(source))
 
-    def tokenizer(self) -> Tokenizer:
+    def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer import Named, open_tokenizer
 
-        path = next((p for n in ("tokenizer.json", "tokenizer.model") if (p := self.path / n).exists()), None)
+        names, settings = ("tokenizer.json", "tokenizer.model"), self.tokenizer_settings
+        path = next((p for n in names if (p := self.path / n).exists()), None)
         if path is None:
-            raise TokenizerError(
-                f"{self.path}: there is no tokenizer.json or tokenizer.model in it; fetch it from where the weights are"
-            )
+            path = find_tokenizer(self.path, names)
+            self.warnings.append(f"{self.path} has no tokenizer; using {path}")
+            beside = path.with_name("tokenizer_config.json")
+            settings = settings or (read_json(beside) if beside.is_file() else {})
         ids = {
             key: [id for _, id in self._named(key) if is_integer(id) and id >= 0]
             for key in ("bos_token_id", "eos_token_id")
         }
         named = Named(ids["bos_token_id"], ids["eos_token_id"], self.chat_template or "")
-        tokenizer = open_tokenizer(path, self.tokenizer_settings, named)
+        tokenizer = open_tokenizer(path, settings, named)
         check_vocabulary(tokenizer, self.config, str(path))
         # bos_token_id of config.json is ignored if the tokenizer's own files name a bos
         for key in ["eos_token_id", *["bos_token_id"] * (tokenizer.bos_id is None)]:

@@ -25,6 +25,7 @@ from . import torchfile
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name
 from .documents import Fields, read_json
 from .meta_quant import SUFFIXES, dequantize, hadamard
+from .nearby import find_tokenizer
 
 PARAMS = "params.json"
 
@@ -153,25 +154,30 @@ class MetaCheckpoint(Checkpoint):
                 if mapped and source + suffix in shard:
                     drop_pages(shard[source + suffix])
 
-    def tokenizer(self) -> Tokenizer:
+    def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer import open_tokenizer
 
-        for path in (self.path / "tokenizer.model", self.path.parent / "tokenizer.model", self.path / "tokenizer.json"):
-            if path.exists():
-                tokenizer = open_tokenizer(path)
-                check_vocabulary(tokenizer, self.config, str(path))
-                rows, exact = self.config.vocab_size, tokenizer.kind.startswith("tiktoken")
-                # Llama 3's control ids follow the last line of the file, so one missing line shifts all of them.
-                if tokenizer.n_vocab < rows and (exact or rows > tokenizer.n_vocab + max(1024, tokenizer.n_vocab // 4)):
-                    raise CheckpointError(
-                        f"{path}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding"
-                        f" {self.config.vocab_size} rows; the file is cut off or another model's"
-                    )
-                return tokenizer
-        raise TokenizerError(
-            f"{self.path}: there is no tokenizer.model in it or in the folder above; copy the one that was published"
-            f" with the weights"
-        )
+        def belongs(file: Path) -> bool:
+            try:
+                return open_tokenizer(file).n_vocab == self.config.vocab_size
+            except TokenizerError:
+                return False
+
+        usual = (self.path / "tokenizer.model", self.path.parent / "tokenizer.model", self.path / "tokenizer.json")
+        path = next((path for path in usual if path.exists()), None)
+        if path is None:
+            path = find_tokenizer(self.path, ("tokenizer.model", "tokenizer.json"), belongs)
+            self.warnings.append(f"{self.path} has no tokenizer; using {path}")
+        tokenizer = open_tokenizer(path)
+        check_vocabulary(tokenizer, self.config, str(path))
+        rows, exact = self.config.vocab_size, tokenizer.kind.startswith("tiktoken")
+        # Llama 3's control ids follow the last line of the file, so one missing line shifts all of them.
+        if tokenizer.n_vocab < rows and (exact or rows > tokenizer.n_vocab + max(1024, tokenizer.n_vocab // 4)):
+            raise CheckpointError(
+                f"{path}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding {rows} rows; the file is cut"
+                " off or another model's"
+            )
+        return tokenizer
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
         """The built-in format of the vocabulary. The files do not state whether the model was trained to chat."""

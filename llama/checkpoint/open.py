@@ -1,15 +1,22 @@
-"""Opening a checkpoint: the format is detected from the content of the path, not from its name."""
+"""Opening a checkpoint: the format is detected from the content of the path, not from its name.
+
+If a folder is no checkpoint, but one folder below it is, that one is opened, with a warning. Such folders are what
+downloads leave: a folder for each of Meta's models, `original/` in a repository of the hub, a snapshot in its cache.
+"""
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError, LlamaError
+from ..tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 from . import gguf, huggingface, meta, prequantized, quantized, torchfile
 from .base import Checkpoint
-from .documents import size_of
+from .documents import read_json, size_of
+from .nearby import MOST_FOLDERS, folders_in
 
 # (whether a path has this format, its reader); a new format adds one line. A folder may have two formats, like Meta's
 # repositories on the hub; the first match is used.
@@ -22,16 +29,55 @@ FORMATS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
 ]
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Read the headers of a checkpoint. Raises CheckpointError if the path is not a supported checkpoint."""
-    path = Path(path)
+WEIGHTS = (".safetensors", ".bin")  # of Hugging Face's format
+
+
+def open_checkpoint(path: str | Path, tokenizer: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """Read the headers of a checkpoint, which may be in a folder below the path.
+
+    tokenizer  a file or folder with the tokenizer to use in place of the checkpoint's own
+
+    Raises CheckpointError if the path is not a supported checkpoint, TokenizerError if the tokenizer can't be used.
+    """
+    checkpoint = _open(Path(path))
+    if tokenizer is not None:
+        given = read_tokenizer(Path(tokenizer))
+        meta.check_vocabulary(given, checkpoint.config, str(tokenizer))
+        checkpoint.given = given
+    return checkpoint
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint, or of a single tokenizer.model or tokenizer.json; no weight is read."""
+    alone = [path / name for name in ("tokenizer.json", "tokenizer.model")] if path.is_dir() else [path]
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointError:
+        for file in alone:
+            if file.is_file() and is_tokenizer(file):
+                settings = file.with_name("tokenizer_config.json")
+                return open_tokenizer(file, read_json(settings) if settings.is_file() else None)
+        raise
+    return checkpoint.tokenizer()
+
+
+def _open(path: Path) -> Checkpoint:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
             raise CheckpointError(f"{path} is neither a regular file nor a folder")
-        for recognizes, reader in FORMATS:
-            if recognizes(path):
-                return reader(path)
+        readers = [reader for recognizes, reader in FORMATS if recognizes(path)]
+        below = find_below(path) if stat.S_ISDIR(mode) and (not readers or _lacks_weights(path)) else []
+        if len(readers) > 1 and _lacks_weights(path):
+            return readers[-1](path)
+        if len(below) == 1:
+            checkpoint = _open(below[0])
+            checkpoint.warnings = [f"{path} has no model itself; using {below[0]}", *checkpoint.warnings]
+            return checkpoint
+        if below:
+            raise CheckpointError(f"{path} has no model itself, but {_named(below)} have one each; name one of them")
+        if readers:
+            return readers[0](path)
         if stat.S_ISDIR(mode):
             names = sorted(file.name for file in path.iterdir())
         else:
@@ -44,6 +90,34 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     except ValueError as error:  # a NUL byte in the path
         raise CheckpointError(f"{str(path)!r} is not a path: {error}") from None
     raise CheckpointError(_explain_folder(path, names) if stat.S_ISDIR(mode) else _explain_file(path, start))
+
+
+def find_below(folder: Path) -> list[Path]:
+    """The checkpoints in the folders below another, at most two levels down. A checkpoint is not searched."""
+    found: list[Path] = []
+    level = folders_in(folder)
+    for _ in range(2):
+        models = [one for one in level if _is_model(one)]
+        found += models
+        level = [below for one in level if one not in models for below in folders_in(one)][:MOST_FOLDERS]
+    return found
+
+
+def _is_model(folder: Path) -> bool:
+    try:
+        return [recognizes(folder) for recognizes, _ in FORMATS].count(True) > _lacks_weights(folder)
+    except OSError:  # not readable
+        return False
+
+
+def _lacks_weights(folder: Path) -> bool:
+    """Whether a folder has Hugging Face's configuration, but none of its weights: others may be in it or below it."""
+    return huggingface.recognizes(folder) and not any(file.suffix in WEIGHTS for file in folder.iterdir())
+
+
+def _named(paths: list[Path]) -> str:
+    names = [str(path) for path in paths[:4]] + [f"{len(paths) - 4} more"] * (len(paths) > 4)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _explain_folder(path: Path, names: list[str]) -> str:

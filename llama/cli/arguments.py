@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ..checks import number
@@ -36,6 +37,7 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
         + (" (default: CLEARLLAMA_MODEL, now %(default)s)" if not optional else ""),
     )
     add_adapter_option(group)
+    add_tokenizer_option(group)
     group.add_argument(
         "--device",
         default="auto",
@@ -96,6 +98,15 @@ def add_adapter_option(parser: Any) -> None:
         default=[],
         metavar="PATH[:SCALE]",
         help="merge a LoRA adapter (a PEFT folder or a GGUF file) into the weights; may be repeated (default scale: 1)",
+    )
+
+
+def add_tokenizer_option(parser: argparse._ActionsContainer) -> None:
+    """Add --tokenizer."""
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.model, a tokenizer.json or a folder with one, in place of the checkpoint's own tokenizer",
     )
 
 
@@ -179,6 +190,32 @@ def add_chat_format(parser: argparse.ArgumentParser) -> None:
         help="how messages become tokens: the checkpoint's chat template (jinja), or a built-in format for checkpoints"
         " without one, such as Meta's (default: auto)",
     )
+
+
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    """Add --chat-template."""
+    parser.add_argument(
+        "--chat-template",
+        default="auto",
+        metavar="NAME|FILE",
+        help="the chat template to write: llama2, llama3, codellama-70b, none, or a file in Jinja (default: auto, the"
+        " source's, and for a folder from Meta that of its vocabulary)",
+    )
+
+
+def chat_template(args: argparse.Namespace) -> str:
+    """The name of a template, or the content of the file."""
+    from ..chat import TEMPLATES
+    from .streams import read_text
+
+    name: str = args.chat_template
+    if name in ("auto", "none", *TEMPLATES):
+        return name
+    if not Path(name).exists():
+        raise UsageError(
+            f"--chat-template must be auto, none, {', '.join(TEMPLATES)} or a file, and there is no file {name!r:.80}"
+        )
+    return read_text(Path(name))
 
 
 def add_output_options(parser: argparse.ArgumentParser, json: str | None = None) -> None:

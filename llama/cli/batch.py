@@ -206,7 +206,7 @@ def chat_of(args: argparse.Namespace) -> Chat:
     from ..checkpoint import open_checkpoint
     from ..hub.named import resolve
 
-    checkpoint = open_checkpoint(resolve(args.model))
+    checkpoint = open_checkpoint(resolve(args.model, args.quiet), args.tokenizer)
     tokenizer, template = checkpoint.tokenizer(), checkpoint.chat_template
     return Chat(tokenizer, template, checkpoint.chat_format(tokenizer) if template is None else None)
 

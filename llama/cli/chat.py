@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if not llm.sampling and "temperature" not in options:
         options = {"temperature": 0.6, "top_p": 0.9, **options}
     streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
-    session = sessions.load_session(args, llm.model)
+    session = sessions.load_session(args, llm)
     if args.system is not None and session is not None and session.messages:
         raise UsageError("the session continues its own conversation: leave --system out, or use /system")
     chat = Chat(llm, args.system, session)

@@ -48,6 +48,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--modelfile", action="store_true", help="for gguf: also write DST.Modelfile, for 'ollama create NAME -f'"
     )
+    arguments.add_tokenizer_option(parser)
+    arguments.add_chat_template(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing target")
     arguments.add_output_options(parser, json="the result as one JSON object")
     parser.set_defaults(run=run)
@@ -69,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
             quantize=args.quantize,
             adapters=args.adapter,
             modelfile=args.modelfile,
+            tokenizer=args.tokenizer,
+            chat_template=arguments.chat_template(args),
             force=args.force,
             progress=progress,
         )

@@ -40,6 +40,7 @@ def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:
         "world": None,
         "model": args.draft,
         "adapter": [],
+        "tokenizer": None,
         "max_seq_len": None,
         "rope_scaling": None,
         "rope_factor": None,

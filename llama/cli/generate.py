@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     sessions.check_session(args)
     llm = loading.load(args, lambda tokenizer: len(tokenizer.encode_prompt(prompt)) + args.max_new_tokens)
     options["draft"] = drafts.load_draft(args, llm.model)
-    session = options["session"] = sessions.load_session(args, llm.model)
+    session = options["session"] = sessions.load_session(args, llm)
     if session is not None and session.messages:
         streams.info(args, "this prompt is not part of the session's conversation; clearllama chat continues it")
         session.messages = []

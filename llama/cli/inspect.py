@@ -38,6 +38,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences for the memory estimate (default: 1)"
     )
+    arguments.add_tokenizer_option(parser)
     arguments.add_output_options(parser, json="one JSON object")
     parser.set_defaults(run=run)
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from ..checkpoint import open_checkpoint
     from ..hub.named import resolve
 
-    checkpoint = open_checkpoint(resolve(args.model, args.quiet))
+    checkpoint = open_checkpoint(resolve(args.model, args.quiet), args.tokenizer)
     facts = describe(checkpoint, args.context or checkpoint.config.max_seq_len, args.batch)
     if args.json:
         streams.write_json(facts)

@@ -27,9 +27,18 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 
     started = time.perf_counter()
     with parallel.all_succeed(getattr(args, "world", None)):
-        options = arguments.model_options(args)
-        llm = loader.load(args.model, adapters=args.adapter, tokens=tokens, quiet=args.quiet, **options)
+        llm = loader.load(
+            args.model,
+            adapters=args.adapter,
+            tokenizer=args.tokenizer,
+            tokens=tokens,
+            quiet=args.quiet,
+            **arguments.model_options(args),
+        )
     _show_loaded(args, llm.model, llm.adapters, llm.warnings, time.perf_counter() - started)
+    if args.tokenizer is not None:
+        kind, count = llm.tokenizer.kind, llm.tokenizer.n_vocab
+        streams.info(args, f"tokenizer override: {args.tokenizer}, {kind}, {count:,} tokens")
     if llm.sampling:
         defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
         streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
@@ -37,13 +46,13 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 
 
 def load_model(args: argparse.Namespace) -> Transformer:
-    """Load the model as `load` does, without a tokenizer."""
+    """Load the model as `load` does, without a tokenizer; one that the options name is checked."""
     from .. import loader
     from ..engine import parallel
 
     started = time.perf_counter()
     with parallel.all_succeed(getattr(args, "world", None)):
-        checkpoint = loader.open_model(args.model, args.adapter, args.quiet)
+        checkpoint = loader.open_model(args.model, args.adapter, args.tokenizer, args.quiet)
         model = loader.build(checkpoint, fast=True, **arguments.model_options(args))
     _show_loaded(args, model, checkpoint.adapters, checkpoint.warnings, time.perf_counter() - started)
     return model

@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     perplexity.check_window(args)
     schemes = [entry.strip() for entry in (args.quantize or "int8,int4").split(",")]
     from .. import loader
+    from ..checkpoint import open_checkpoint
+    from ..hub.named import resolve
     from ..quant.schemes import pick_scheme
     from ..study.perplexity import tiny_folder
 
@@ -59,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
         gpu_layers=args.gpu_layers,
     )
     window = perplexity.window_size(args, exact, WINDOW)
-    tokens, parts = perplexity.split(loader.load_tokenizer(args.model), text, window, str(path))
+    tokens, parts = perplexity.split(
+        open_checkpoint(resolve(args.model, args.quiet), args.tokenizer).tokenizer(), text, window, str(path)
+    )
     predicted = sum(len(part) - 1 for part in parts)
     streams.info(
         args, f"{path.name}: {tokens:,} tokens in {len(parts)} windows of {window}, for {1 + len(schemes)} models"

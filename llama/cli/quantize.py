@@ -37,6 +37,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--shards", type=int, default=0, metavar="N", help="number of weight files (default: at most 5 GB each)"
     )
+    arguments.add_tokenizer_option(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing target")
     arguments.add_output_options(parser, json="the result as one JSON object")
     parser.set_defaults(run=run)
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     source, started = resolve(args.source, args.quiet), time.perf_counter()
     before = sum(open_checkpoint(source).parts.values())
     with convert.progress_bar(args.quiet) as progress:
-        options = {"adapters": args.adapter, "shards": args.shards, "force": args.force}
+        options = {"adapters": args.adapter, "tokenizer": args.tokenizer, "shards": args.shards, "force": args.force}
         proof = quantize(source, args.target, args.scheme, **options, progress=progress)
     after = sum(open_checkpoint(proof.path).parts.values())
     for warning in proof.warnings:

@@ -27,7 +27,6 @@ from . import arguments, streams
 
 if TYPE_CHECKING:
     from ..text import Llama
-    from ..tokenizer import Tokenizer
 
 MARK, FORMAT = "clearllama_run", "1"
 LARGEST = 2**28  # bytes of a record; a record with the options of 100,000 lines has about 20 MB
@@ -48,7 +47,7 @@ def settings_of(llm: Llama, options: dict[str, Any], chat: dict[str, Any]) -> di
     settings = {
         **session.settings_of(llm.model),
         "context": llm.model.max_seq_len,
-        "tokenizer": tokenizer_hash(llm.tokenizer),
+        "tokenizer": llm.tokenizer.digest(),
         "stop_ids": sorted(llm.tokenizer.stop_ids),
         "bos_id": llm.tokenizer.bos_id,
         "eos_id": llm.tokenizer.eos_id,
@@ -62,15 +61,6 @@ def settings_of(llm: Llama, options: dict[str, Any], chat: dict[str, Any]) -> di
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
-
-
-def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
-    content = {name: getattr(tokenizer, name, None) for name in ("data", "settings", "metadata")}
-    content["control"] = sorted(tokenizer.control.items())
-    if content["metadata"] is not None:
-        content["metadata"] = {key: x for key, x in content["metadata"].items() if key.startswith("tokenizer.")}
-    return _hash(json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode())
 
 
 def _hash(data: bytes) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ..generation.session import Session
     from ..model import Transformer
+    from ..text import Llama
 
 
 def check_session(args: argparse.Namespace) -> None:
@@ -28,16 +29,16 @@ def check_session(args: argparse.Namespace) -> None:
         check_target(Path(args.save_session))
 
 
-def load_session(args: argparse.Namespace, model: Transformer) -> Session | None:
+def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
     """Load the session of --load-session, or create one for --save-session; None without either option."""
     if args.load_session is None and args.save_session is None:
         return None
     from ..generation.session import Session, check_model
 
-    check_model(model)
+    check_model(llm.model)
     if args.load_session is None:
         return Session()
-    session = Session.load(args.load_session, model)
+    session = Session.load(args.load_session, llm.model, llm.tokenizer)
     messages = f" and {len(session.messages)} messages" if session.messages else ""
     streams.info(args, f"{args.load_session}: loaded {len(session.tokens):,} tokens{messages}")
     return session

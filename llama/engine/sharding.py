@@ -228,7 +228,7 @@ class ShardedCheckpoint(Checkpoint):
     def release(self, name: str) -> None:
         self.whole.release(self._names[name])
 
-    def tokenizer(self) -> Tokenizer:
+    def own_tokenizer(self) -> Tokenizer:
         return self.whole.tokenizer()
 
 

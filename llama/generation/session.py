@@ -30,6 +30,7 @@ from ..engine.linears import describe_quantization
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..model import Transformer
 from ..system.temporary import check_writable, keep_mode, own_temporary
+from ..tokenizer import Tokenizer
 from .prefix import shared_prefix
 
 FORMAT = "1"  # version of the file format
@@ -56,25 +57,35 @@ class Session:
     busy: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
     _owner: tuple[ref[Transformer], dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
+    _tokenizer: Tokenizer | str | None = field(default=None, init=False, repr=False, compare=False)  # str: its digest
 
-    def reuse(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
+    def reuse(self, model: Transformer, prompt: Sequence[int], tokenizer: Tokenizer | None = None) -> KVCache:
         """The cache, trimmed to the prefix it shares with `prompt`, without the prompt's last token.
 
-        Raises UsageError while another stream uses the session, and if the session belongs to another model.
+        tokenizer  the one that encoded the prompt, if it is known
+
+        Raises UsageError while another stream uses the session, and if the session belongs to another model or
+        tokenizer.
         """
         with ACQUIRING:
             self._check_idle()
             self.busy = True
         try:
-            return self._share(model, prompt)
+            return self._share(model, prompt, tokenizer)
         except BaseException:
             self.busy = False
             raise
 
-    def _share(self, model: Transformer, prompt: Sequence[int]) -> KVCache:
+    def _share(self, model: Transformer, prompt: Sequence[int], tokenizer: Tokenizer | None) -> KVCache:
         if self.cache is None:
-            self.cache, self._owner = model.new_cache(), None
+            self.cache, self._owner, self._tokenizer = model.new_cache(), None, None
         self._bind(model)
+        if tokenizer is not None and tokenizer is not self._tokenizer:
+            if not _same_tokenizer(self._tokenizer, tokenizer):
+                raise UsageError(
+                    "this session holds the ids of another tokenizer, which mean other text; create a session for each"
+                )
+            self._tokenizer = tokenizer
         # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
         shared = 0 if model.rope.by_length else shared_prefix(self.tokens, prompt)
         self.cache.trim(shared)
@@ -118,7 +129,9 @@ class Session:
         entries = {"tokens": _entry(torch.tensor(self.tokens), count)}
         for name, layer, i in _buffers(self.cache):
             entries[name] = _entry(layer.buffers[i], count)
-        about = json.dumps({"settings": settings_of(model), "messages": self.messages})
+        digest_of = self._tokenizer.digest() if isinstance(self._tokenizer, Tokenizer) else self._tokenizer
+        own = {} if digest_of is None else {"tokenizer": digest_of}
+        about = json.dumps({"settings": {**settings_of(model), **own}, "messages": self.messages})
         digest = hashlib.sha256(about.encode())
         for one in entries.values():
             digest.update(raw_bytes(one.read()).data)
@@ -138,16 +151,24 @@ class Session:
         return size
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: Transformer) -> Session:
+    def load(cls, path: str | os.PathLike[str], model: Transformer, tokenizer: Tokenizer | None = None) -> Session:
         """Load a session from a file, to continue it with this model.
 
+        tokenizer  the model's, to compare it at once; without it, the first stream that uses the session compares it
+
         Raises CheckpointError if the file is damaged, is not a session, or belongs to another model (with the setting
-        that differs), ContextLengthError if it does not fit into the model's context.
+        that differs) or tokenizer, ContextLengthError if it does not fit into the model's context.
         """
         source = Path(path)
         check_model(model)
         file, about = open_session(source)
+        ids_of = about["settings"].pop("tokenizer", None)
         _compare(source, about["settings"], settings_of(model))
+        if tokenizer is not None and not _same_tokenizer(ids_of, tokenizer):
+            raise CheckpointError(
+                f"{source} was saved with another tokenizer, so its ids mean other text; load the same one"
+                " (--tokenizer)"
+            )
         count = _length(source, file)
         if count > model.max_seq_len:
             raise ContextLengthError(
@@ -173,6 +194,7 @@ class Session:
         cache.commit()
         session = cls(cache, ids.tolist(), messages=_messages(source, about["messages"]))
         session._bind(model)
+        session._tokenizer = ids_of if tokenizer is None else tokenizer
         return session
 
     def _bind(self, model: Transformer) -> None:
@@ -203,6 +225,11 @@ class Session:
 
 
 # ------------------------------------------------------------------------------------------------------ the checks
+def _same_tokenizer(known: Tokenizer | str | None, other: Tokenizer) -> bool:
+    """Whether a tokenizer is the known one, or none is known, as in the files of older versions."""
+    return known is None or (known.digest() if isinstance(known, Tokenizer) else known) == other.digest()
+
+
 def check_model(model: Transformer) -> None:
     """Raise UsageError if sessions are not supported: RoPE depends on the length, or processes share the model."""
     if model.runner.distributed:

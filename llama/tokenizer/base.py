@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
+import json
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,6 +88,15 @@ class Tokenizer(ABC):
         Empty for a control id. An id that is a control id only because the chat template writes its token, such as
         <think>, has bytes.
         """
+
+    def digest(self) -> str:
+        """A hash of the content of the tokenizer's file, or of the vocabulary in a GGUF, and of the control strings."""
+        content = {name: getattr(self, name, None) for name in ("data", "settings", "metadata")}
+        content["control"] = sorted(self.control.items())
+        if content["metadata"] is not None:
+            content["metadata"] = {key: x for key, x in content["metadata"].items() if key.startswith("tokenizer.")}
+        data = json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode()
+        return hashlib.sha256(data).hexdigest()
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..chat import CHAT_FORMATS, TEMPLATES, check_template
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.base import FLOATS
@@ -103,18 +104,23 @@ def convert(
     quantize: str | None = None,
     adapters: Adapters = (),
     modelfile: bool = False,
+    tokenizer: str | os.PathLike[str] | None = None,
+    chat_template: str = "auto",
     force: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Proof:
     """Write the model at `source` to `target` in another format.
 
-    to        "meta", "hf" (folders) or "gguf" (a file)
-    shards    number of weight files in a folder; 0: one for Meta, as few as needed for Hugging Face
-    dtype     dtype of the matrices; None keeps the stored one
-    quantize  for GGUF: a kind of gguf_types.MIXES that quantizes the matrices
-    adapters  LoRA adapters to merge, as for `llama.load`
-    modelfile for GGUF: also write TARGET.Modelfile, with which `ollama create` imports the file
-    force     replace an existing target
+    to             "meta", "hf" (folders) or "gguf" (a file)
+    shards         number of weight files in a folder; 0: one for Meta, as few as needed for Hugging Face
+    dtype          dtype of the matrices; None keeps the stored one
+    quantize       for GGUF: a kind of gguf_types.MIXES that quantizes the matrices
+    adapters       LoRA adapters to merge, as for `llama.load`
+    modelfile      for GGUF: also write TARGET.Modelfile, with which `ollama create` imports the file
+    tokenizer      a file or folder with the tokenizer to write in place of the source's own
+    chat_template  "auto": the source's, or that of the vocabulary's family if the source's format can't store one;
+                   "none"; a name of chat.TEMPLATES; or Jinja source
+    force          replace an existing target
 
     Raises UsageError for a bad argument, ConfigError if the format can't express the model, CheckpointError if the
     target can't be written or is not read back equal. After an error, the target is unchanged.
@@ -124,11 +130,15 @@ def convert(
     checks.integer("shards", shards, 0)
     source, target = Path(source), Path(target)
     load_writer, is_folder = WRITERS[to]
-    checkpoint = with_adapters(open_checkpoint(source), adapters)
+    if to == "meta" and chat_template not in ("auto", "none"):
+        raise UsageError(
+            "Meta's format can't store a chat template: leave --chat-template out, or choose --to hf or gguf"
+        )
+    checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
     types = {} if quantize is None else types_of(checkpoint.shapes, checkpoint.config, quantize)
     exact = dict.fromkeys(checkpoint.shapes, torch.float32)
-    model = describe(checkpoint, exact if types else plan_dtypes(checkpoint, dtype))
+    model = describe(checkpoint, exact if types else plan_dtypes(checkpoint, dtype), chat_template)
     beside = plan_modelfile(target, to, model, force) if modelfile else None
 
     def read_back(written: Checkpoint, name: str) -> tuple[Tensor, str]:
@@ -146,7 +156,8 @@ def convert(
         blocks = record(lambda name: gguf_types.quantize(model.read(name), types[name]))
         packed = {name: Packed(type, partial(blocks, name)) for name, type in types.items()}
         extra = {"packed": packed, "file_type": MIXES[quantize].file_type} if quantize else {}
-        warnings = list(load_writer()(path, dataclasses.replace(model, read=record(model.read)), shards, **extra))
+        warnings = [*checkpoint.warnings]
+        warnings += load_writer()(path, dataclasses.replace(model, read=record(model.read)), shards, **extra)
         warnings += [*tokenizer_warnings(checkpoint, model, to), *quantized_twice(checkpoint, types)]
         return Proof(target, len(hashes), prove(path, checkpoint.config, hashes, read_back, progress), warnings)
 
@@ -204,9 +215,17 @@ def tokenizer_warnings(checkpoint: Checkpoint, model: Model, to: str) -> list[st
     """What a new checkpoint lacks of the source's tokenizer and chat template."""
     if model.tokenizer is None:
         return [f"why there is no tokenizer: {model.no_tokenizer}"]
-    if checkpoint.format == "Meta" and to != "meta":
+    if checkpoint.format != "Meta" or to == "meta":
+        return []
+    if model.chat_template is None:
         return ["Meta's checkpoints have no chat template, so the new files have none"]
-    return []
+    family = next((name for name, source in TEMPLATES.items() if source == model.chat_template), None)
+    if family is None:
+        return []
+    return [
+        f"wrote the chat template of {family}, which fits the vocabulary; the source does not state whether the model"
+        " was trained to chat: for a base model, leave it out with --chat-template none"
+    ]
 
 
 def write_target(target: Path, is_folder: bool, force: bool, needed: int, write: Callable[[Path], T]) -> T:
@@ -260,7 +279,7 @@ def plan_dtypes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, 
     return dtypes
 
 
-def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype]) -> Model:
+def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_template: str = "source") -> Model:
     """The model of a checkpoint as the writers need it, each weight in its dtype of `dtypes`."""
     config = checkpoint.config
 
@@ -295,10 +314,29 @@ def describe(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype]) -> Model
         read=read,
         tokenizer=tokenizer,
         no_tokenizer=why,
-        chat_template=checkpoint.chat_template,
+        chat_template=pick_template(checkpoint, tokenizer, chat_template),
         sampling=checkpoint.sampling,
         name=checkpoint.about.get("name", checkpoint.path.stem),
     )
+
+
+def pick_template(checkpoint: Checkpoint, tokenizer: Tokenizer | None, choice: str) -> str | None:
+    """The chat template to write: the source's ("source"), or see `convert`.
+
+    Raises TemplateError if it does not fit the vocabulary.
+    """
+    own = checkpoint.chat_template
+    if choice == "source" or (choice == "auto" and own is not None):
+        return own
+    if choice == "none" or tokenizer is None:
+        return None
+    if choice == "auto":
+        return TEMPLATES.get(checkpoint.chat_format(tokenizer) or "")
+    if choice in TEMPLATES:
+        CHAT_FORMATS[choice](tokenizer, [{"role": "user", "content": ""}])  # raises if the vocabulary lacks its tokens
+        return TEMPLATES[choice]
+    check_template(choice, tokenizer, "the chat template")
+    return choice
 
 
 def stored_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype | str:

@@ -39,6 +39,7 @@ def quantize(
     *,
     adapters: Adapters = (),
     shards: int = 0,
+    tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Proof:
@@ -47,9 +48,10 @@ def quantize(
     The source may have any format. Weights that are stored quantized as in the scheme are copied; those quantized in
     another way are dequantized and quantized again, with a warning. All other weights stay as they are.
 
-    adapters  LoRA adapters to merge first, as for `llama.load`
-    shards    number of weight files; 0: as few as needed
-    force     replace an existing folder
+    adapters   LoRA adapters to merge first, as for `llama.load`
+    shards     number of weight files; 0: as few as needed
+    tokenizer  a file or folder with the tokenizer to write in place of the source's own
+    force      replace an existing folder
 
     Raises what convert.convert raises, UsageError for an unknown scheme, CheckpointError for a weight that can't be
     quantized.
@@ -57,7 +59,7 @@ def quantize(
     chosen = pick_scheme(scheme)
     checks.integer("shards", shards, 0)
     source, target = Path(source), Path(target)
-    checkpoint = with_adapters(open_checkpoint(source), adapters)
+    checkpoint = with_adapters(open_checkpoint(source, tokenizer), adapters)
     check_tensors(checkpoint)
     hashes: dict[str, str] = {}
 
@@ -72,7 +74,7 @@ def quantize(
     }
     plain = describe(checkpoint, _dtypes(checkpoint, packed))
     model = dataclasses.replace(plain, read=record(plain.read))
-    warnings = requantization_warning(checkpoint, chosen)
+    warnings = [*checkpoint.warnings, *requantization_warning(checkpoint, chosen)]
 
     def read_back(written: Checkpoint, name: str) -> tuple[Tensor, str]:
         tiles = written.tiles(name)

@@ -1,0 +1,182 @@
+"""The chat templates that conversions write: transformers renders and encodes them to the ids of our built-in formats."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import llama
+from llama.chat import CHAT_FORMATS, TEMPLATES, encode_chat
+from llama.checkpoint import open_checkpoint
+from llama.errors import TemplateError, UsageError
+from llama.tokenizer import Tokenizer, open_tokenizer
+from llama.tokenizer.write import tokenizer_config, tokenizer_json
+from llama.tools.convert import convert
+
+from .conftest import Run
+from .scripts import make_tiny
+from .test_tokenizer_write import LLAMA3_FILE, MISTRAL_FILE, trained
+from .wheels import wheel_member
+
+Dialog = list[dict[str, Any]]
+TEXTS = [
+    "",
+    " ",
+    "a b ",
+    " \nc\n",
+    "zwölf 123456",
+    "日本語 😀",
+    "def f():\n\treturn 1",
+    "नमस्ते",
+    "It's",
+    "é\u0301 \u3000x",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """Real vocabularies of Llama 3 and of Mistral, whose first was made like Llama 2's; one with Code Llama's <step>."""
+    return {
+        "llama3": open_tokenizer(wheel_member(*LLAMA3_FILE)),
+        "llama2": open_tokenizer(wheel_member(*MISTRAL_FILE)),
+        "codellama-70b": trained(tmp_path_factory.mktemp("step"), control_symbols=["<step>"]),
+    }
+
+
+def written(folder: Path, tokenizer: Tokenizer, template: str) -> Any:
+    """What transformers makes of the files that a conversion writes."""
+    from transformers import AutoTokenizer
+
+    (folder / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
+    settings = {**tokenizer_config(tokenizer), "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def random_dialog(family: str, choose: random.Random) -> Dialog:
+    def text() -> str:
+        return "".join(choose.choice(TEXTS) for _ in range(choose.randint(0, 4)))
+
+    if family == "llama3":
+        text_of = lambda: text().lstrip("\n")  # noqa: E731  (see chat/families.py)
+        return [
+            {"role": choose.choice(["system", "user", "assistant", "tool", "ipython"]), "content": text_of()}
+            for _ in range(choose.randint(1, 6))
+        ]
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text()} for i in range(choose.choice([1, 3, 5]))]
+    return [{"role": "system", "content": text()}] * choose.randint(0, 1) + turns
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_transformers_gives_the_ids_of_the_built_in_format(
+    tokenizers: dict[str, Tokenizer], tmp_path: Path, family: str
+) -> None:
+    tokenizer, choose = tokenizers[family], random.Random(1)
+    theirs = written(tmp_path, tokenizer, TEMPLATES[family])
+    for _ in range(150):
+        dialog = random_dialog(family, choose)
+        expected = CHAT_FORMATS[family](tokenizer, dialog)
+        ids = theirs.apply_chat_template(dialog, add_generation_prompt=True, return_dict=False)
+        assert ids == expected, (dialog, theirs.decode(ids), theirs.decode(expected))
+        assert encode_chat(tokenizer, TEMPLATES[family], dialog) == expected
+
+
+def test_calls_of_tools_in_the_template_of_llama3(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
+    tokenizer = tokenizers["llama3"]
+    theirs = written(tmp_path, tokenizer, TEMPLATES["llama3"])
+    calls = [
+        {"name": "brave_search", "arguments": {"query": "a b"}},
+        {"name": "add", "arguments": {"x": [1, 2.5, None, True], "y": {"z": 'a "b"'}}},
+    ]
+    for content, called in (("text", calls), ("", [{"name": "code_interpreter", "arguments": {"code": "1 + 1"}}])):
+        call = {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [{"type": "function", "function": c} for c in called],
+        }
+        dialog = [{"role": "user", "content": "go"}, call, {"role": "tool", "content": "2"}]
+        expected = CHAT_FORMATS["llama3"](tokenizer, dialog)
+        assert theirs.apply_chat_template(dialog, add_generation_prompt=True, return_dict=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "dialog", "message"),
+    [
+        ("llama2", [{"role": "user", "content": "[INST]"}], "a message contains"),
+        ("llama2", [{"role": "assistant", "content": "a"}], "the roles must be"),
+        ("codellama-70b", [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "the roles must be"),
+    ],
+)
+def test_what_a_family_cant_express_is_an_error(
+    tokenizers: dict[str, Tokenizer], family: str, dialog: Dialog, message: str
+) -> None:
+    with pytest.raises(TemplateError, match=message):
+        encode_chat(tokenizers[family], TEMPLATES[family], dialog)
+    tool = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(TemplateError, match="no tools"):
+        encode_chat(tokenizers[family], TEMPLATES[family], [{"role": "user", "content": "a"}], tools=tool)
+
+
+# ------------------------------------------------------------------------------------------------------- conversions
+DIALOG = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two words"}]
+
+
+@pytest.fixture(scope="module")
+def meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny.make(tmp_path_factory.mktemp("meta") / "model", "llama-3.2-1b")
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_a_converted_folder_of_meta_has_the_template_of_its_family(meta: Path, tmp_path: Path, to: str) -> None:
+    from transformers import AutoTokenizer
+
+    proof = convert(meta, tmp_path / "new", to)
+    [warning] = proof.warnings
+    assert warning.startswith("wrote the chat template of llama3, which fits the vocabulary")
+    assert open_checkpoint(proof.path).chat_template == TEMPLATES["llama3"]
+    before, after = (llama.load(path, device="cpu", dtype="float32") for path in (meta, proof.path))
+    expected = encode_chat(before.tokenizer, None, DIALOG, format=before.chat_format)
+    assert encode_chat(after.tokenizer, after.chat_template, DIALOG, format=after.chat_format) == expected
+    assert after.chat(DIALOG, max_new_tokens=3).tokens == before.chat(DIALOG, max_new_tokens=3).tokens
+    if to == "hf":
+        theirs = AutoTokenizer.from_pretrained(proof.path)
+        assert theirs.apply_chat_template(DIALOG, add_generation_prompt=True, return_dict=False) == expected
+    else:
+        from gguf import GGUFReader
+
+        field = GGUFReader(proof.path).fields["tokenizer.chat_template"]
+        assert field.contents() == TEMPLATES["llama3"]
+
+
+def test_the_template_can_be_chosen(clearllama: Run, meta: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}")
+    for choice, expected in (("none", None), ("llama3", TEMPLATES["llama3"]), (str(own), own.read_text())):
+        target = tmp_path / "chosen"
+        result = clearllama("convert", str(meta), str(target), "--to", "hf", "--force", "--chat-template", choice)
+        assert result.returncode == 0, result.stderr
+        assert (b"wrote the chat template" in result.stderr) == (choice == "llama3")
+        assert open_checkpoint(target).chat_template == expected
+    proof = convert(target, tmp_path / "again", "hf")  # the source's own template stays
+    assert (proof.warnings, open_checkpoint(proof.path).chat_template) == ([], own.read_text())
+
+
+def test_templates_that_do_not_fit_are_errors(clearllama: Run, meta: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    for choice, code, message in (
+        ("llama2", 1, b"the chat format llama2 needs <s> and </s>, which this vocabulary lacks"),
+        ("llama4", 2, b"--chat-template must be auto, none, llama2, llama3, codellama-70b or a file"),
+        (str(tmp_path / "broken.jinja"), 1, b"the chat template: "),
+        (str(tmp_path / "other.json"), 1, b"does not contain the message"),
+    ):
+        result = clearllama("convert", str(meta), str(tmp_path / "x"), "--to", "gguf", "--chat-template", choice)
+        assert (result.returncode, result.stderr.count(b"\n")) == (code, 1), result.stderr
+        assert message in result.stderr
+        assert not (tmp_path / "x").exists()
+    with pytest.raises(UsageError, match="Meta's format can't store a chat template"):
+        convert(meta, tmp_path / "x", "meta", chat_template="llama3")
