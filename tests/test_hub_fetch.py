@@ -324,5 +324,5 @@ def test_a_gated_repository_says_so_before_and_after(clearllama: Run, server: Hu
         f"fetching org/three (tiny-Q4_K_M.gguf, 0 MB to download, licence tiny-licence, gated: the licence is accepted"
         f" on {server.url}/org/three)"
     )
-    assert last.startswith("clearllama: error: there is no file or folder 'org/three', and org/three is gated: accept")
+    assert last.startswith("clearllama: error: there is no file or folder 'org/three'; org/three is gated: accept")
     assert resolve("org/three", {**env, "HF_TOKEN": "right"}).endswith("tiny-Q4_K_M.gguf")

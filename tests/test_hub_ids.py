@@ -180,7 +180,7 @@ def test_missing_repositories_revisions_and_models_are_errors(
 @pytest.mark.row("I10")
 def test_offline_mode_and_an_unreachable_hub_are_errors(clearllama: Run, env: dict[str, str]) -> None:
     line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_HUB_OFFLINE": "1"}))
-    assert "HF_HUB_OFFLINE is set and the Hugging Face cache has no complete copy of org/sharded" in line
+    assert "the Hugging Face cache has no complete copy of org/sharded, and HF_HUB_OFFLINE is set; unset it" in line
     line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}))
     assert "fetching org/sharded from the Hugging Face hub failed (ConnectError" in line
     assert "check the network" in line

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from llama.cli import build_parser
 from llama.errors import CheckpointError, UsageError
 from llama.hub import named as hub
-from llama.hub import repository
+from llama.hub import repository, transfer
 from llama.tools import verify as verify_module
 from llama.tools.verify import Finding, cache_sum, file_sum, format_of, read_checklist, verify
 
@@ -385,7 +385,8 @@ def test_a_named_model_is_compared_with_its_sha256(copy: Copy, monkeypatch: pyte
 
 def test_files_are_read_in_chunks_and_progress_is_reported(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     path, steps = copy("meta"), {}
-    monkeypatch.setattr(verify_module, "CHUNK", 1000)
+    for module in (verify_module, transfer):
+        monkeypatch.setattr(module, "CHUNK", 1000)
 
     def progress(what: str, done: int, total: int) -> None:
         before, _ = steps.get(what, (0, 0))

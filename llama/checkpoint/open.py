@@ -68,8 +68,8 @@ def _open(path: Path) -> Checkpoint:
             raise CheckpointError(f"{path} is neither a regular file nor a folder")
         readers = [reader for recognizes, reader in FORMATS if recognizes(path)]
         below = find_below(path) if stat.S_ISDIR(mode) and (not readers or _lacks_weights(path)) else []
-        if len(readers) > 1 and _lacks_weights(path):
-            return readers[-1](path)
+        if readers and readers[-1] is not huggingface.HuggingFaceCheckpoint and _lacks_weights(path):
+            return readers[-1](path)  # a GGUF file or Meta's files beside a config.json
         if len(below) == 1:
             checkpoint = _open(below[0])
             checkpoint.warnings = [f"{path} has no model itself; using {below[0]}", *checkpoint.warnings]

@@ -104,7 +104,7 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
         try:
             return pull(name, quiet=quiet)
         except CheckpointError as error:
-            raise CheckpointError(f"there is no file or folder {name!r}, and {error}") from error
+            raise CheckpointError(f"there is no file or folder {name!r}; {error}") from error
     if not quiet and (note := cached_note(id, here)):
         _say_once(note)
     return here

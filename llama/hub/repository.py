@@ -406,8 +406,8 @@ def _explained(error: Exception, id: HubId) -> CheckpointError | UsageError:
         return CheckpointError(f"the Hugging Face hub rejects the configured token ({short(error)}); {log_in} again")
     if constants.HF_HUB_OFFLINE:
         return CheckpointError(
-            f"HF_HUB_OFFLINE is set and the Hugging Face cache has no complete copy of {id}; unset it and try"
-            f" again with a network"
+            f"the Hugging Face cache has no complete copy of {id}, and HF_HUB_OFFLINE is set; unset it and try again"
+            f" with a network"
         )
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.ENOSPC:

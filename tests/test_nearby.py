@@ -1,0 +1,193 @@
+"""Models and tokenizers that lie near the path that was typed, and --tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import llama
+from llama.checkpoint import open_checkpoint
+from llama.errors import CheckpointError, LlamaError, TokenizerError, UsageError
+from llama.generation.session import Session
+from llama.tools.convert import convert
+
+from .conftest import Run
+from .scripts import make_tiny
+
+TEXT = "two words meet"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("originals")
+    make_tiny.make(root / "llama-3", "llama-3.2-1b")
+    make_tiny.make(root / "llama-2", "llama-2-7b")
+    convert(root / "llama-3", root / "hf", "hf")
+    return root
+
+
+@pytest.fixture
+def root(originals: Path, tmp_path: Path) -> Path:
+    """A copy of a model of Meta's, the same as a folder of Hugging Face's, and one of Llama 2."""
+    shutil.copytree(originals, tmp_path / "root")
+    return tmp_path / "root"
+
+
+# ------------------------------------------------------------------------------------------------- a folder below
+def test_the_parent_folder_of_one_model(clearllama: Run, root: Path, tmp_path: Path) -> None:
+    parent = tmp_path / "download"
+    shutil.copytree(root / "llama-3", parent / "Llama3.2-1B")
+    (parent / "notes").mkdir()
+    result = clearllama("generate", "-m", str(parent), "-n", "2", "--raw", TEXT)
+    assert result.returncode == 0, result.stderr
+    line = f"clearllama: warning: {parent} has no model itself; using {parent / 'Llama3.2-1B'}"
+    assert line in result.stderr.decode().splitlines()
+    direct = clearllama("generate", "-m", str(parent / "Llama3.2-1B"), "-n", "2", "--raw", TEXT)
+    assert result.stdout == direct.stdout
+
+
+def test_original_below_a_folder_of_the_hub(root: Path) -> None:
+    hub = root / "hub"
+    shutil.copytree(root / "llama-3", hub / "original")
+    (hub / "README.md").touch()
+    assert open_checkpoint(hub).format == "Meta"
+    shutil.copy(root / "hf" / "config.json", hub)  # a part of the other format, without its weights
+    shutil.copy(root / "hf" / "tokenizer.json", hub)
+    checkpoint = open_checkpoint(hub)
+    assert checkpoint.format == "Meta"
+    assert checkpoint.warnings[0] == f"{hub} has no model itself; using {hub / 'original'}"
+    shutil.copy(root / "hf" / "model.safetensors", hub)
+    assert (open_checkpoint(hub).format, list(open_checkpoint(hub).warnings)) == ("Hugging Face", [])
+
+
+def test_a_folder_of_the_hubs_cache(root: Path) -> None:
+    snapshot = root / "models--org--name" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    shutil.move(root / "hf", snapshot)
+    checkpoint = open_checkpoint(root / "models--org--name")
+    assert checkpoint.path == snapshot
+    shutil.copytree(snapshot, snapshot.with_name("1" * 40))
+    with pytest.raises(
+        CheckpointError, match=rf"has no model itself, but {snapshot} and {snapshot.parent}/1+ have one"
+    ):
+        open_checkpoint(root / "models--org--name")
+
+
+def test_a_gguf_beside_a_config(root: Path, tiny_gguf: Path) -> None:
+    for file in (root / "hf").glob("*.safetensors"):
+        file.unlink()
+    shutil.copy(tiny_gguf, root / "hf")
+    assert open_checkpoint(root / "hf").format == "GGUF"
+
+
+def test_two_models_are_refused_with_both_names(clearllama: Run, root: Path) -> None:
+    result = clearllama("inspect", str(root))
+    assert (result.returncode, result.stdout) == (1, b"")
+    names = f"{root / 'hf'}, {root / 'llama-2'} and {root / 'llama-3'}"
+    assert result.stderr.decode() == (
+        f"clearllama: error: {root} has no model itself, but {names} have one each; name one of them\n"
+    )
+
+
+def test_folders_deeper_than_two_levels_are_not_searched(root: Path) -> None:
+    deep = root / "a" / "b" / "c"
+    shutil.copytree(root / "hf", deep)
+    assert open_checkpoint(root / "a").path == deep
+    (root / "x").mkdir()
+    shutil.move(root / "a", root / "x")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        open_checkpoint(root / "x")
+
+
+# ------------------------------------------------------------------------------------------------- the tokenizer
+@pytest.mark.parametrize("place", ["llama-3/tokenizer/tokenizer.model", "other/tokenizer.model", "tokenizer.json"])
+def test_a_tokenizer_elsewhere_is_found_and_named(root: Path, place: str) -> None:
+    folder = root / "llama-3"
+    expected = llama.load_tokenizer(folder).encode(TEXT)
+    source = folder / "tokenizer.model" if place.endswith("model") else root / "hf" / "tokenizer.json"
+    (root / place).parent.mkdir(exist_ok=True)
+    shutil.move(source, root / place)
+    (folder / "tokenizer.model").unlink(missing_ok=True)
+    shutil.rmtree(root / "hf")
+    llm = llama.load(folder, device="cpu")
+    assert llm.tokenizer.encode(TEXT) == expected
+    assert list(llm.warnings) == [f"{folder} has no tokenizer; using {root / place}"]
+
+
+def test_a_folder_of_hugging_faces_uses_the_tokenizer_of_original(root: Path) -> None:
+    folder = root / "hf"
+    expected = llama.load_tokenizer(folder).encode(TEXT)
+    (folder / "tokenizer.json").unlink()
+    shutil.rmtree(root / "llama-2")
+    with pytest.raises(TokenizerError, match=r"there is no tokenizer\.json or tokenizer\.model in it or near it"):
+        llama.load_tokenizer(folder)  # a neighbour's tokenizer may be another model's
+    (folder / "original").mkdir()
+    shutil.copy(root / "llama-3" / "tokenizer.model", folder / "original")
+    assert llama.load_tokenizer(folder).encode(TEXT) == expected
+
+
+def test_two_different_tokenizers_are_refused_and_two_equal_ones_are_not(root: Path) -> None:
+    folder, file = root / "llama-3", root / "llama-3" / "tokenizer.model"
+    data = file.read_bytes()
+    file.unlink()
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        (folder / name / "tokenizer.model").write_bytes(data)
+    (folder / "c").mkdir()
+    (folder / "c" / "tokenizer.model").write_text("not a tokenizer")
+    assert llama.load_tokenizer(folder).n_vocab == 768
+    (folder / "b" / "tokenizer.model").write_bytes(b"".join(data.splitlines(keepends=True)[:-1]))
+    names = " and ".join(re.escape(str(folder / name / "tokenizer.model")) for name in "ab")
+    with pytest.raises(TokenizerError, match=f"has no tokenizer, and {names} differ; name one with --tokenizer PATH"):
+        llama.load_tokenizer(folder)
+    assert llama.load(folder, tokenizer=folder / "a", device="cpu").tokenizer.n_vocab == 768
+
+
+# ------------------------------------------------------------------------------------------------- --tokenizer
+def test_the_given_tokenizer_replaces_the_own_one(
+    clearllama: Run, root: Path, tmp_path: Path, tiny_gguf: Path, default_gguf: Path
+) -> None:
+    folder = root / "llama-3"
+    own = tmp_path / "own.model"
+    shutil.move(folder / "tokenizer.model", own)
+    shutil.rmtree(root / "hf")
+    result = clearllama("generate", "-m", str(folder), "--tokenizer", str(own), "-n", "2", "--raw", TEXT)
+    assert result.returncode == 0, result.stderr
+    assert f"tokenizer override: {own}, tiktoken".encode() in result.stderr
+    facts = json.loads(clearllama("inspect", str(folder), "--tokenizer", str(own), "--json").stdout)
+    assert facts["tokens"] == 768
+    result = clearllama("convert", str(folder), str(tmp_path / "new"), "--to", "hf", "--tokenizer", str(own))
+    assert result.returncode == 0, result.stderr
+    assert llama.load_tokenizer(tmp_path / "new").encode(TEXT) == llama.load_tokenizer(own).encode(TEXT)
+    for path, message in ((tmp_path / "no", "No such file"), (default_gguf, "do not belong together")):
+        with pytest.raises(LlamaError, match=message):
+            llama.load(folder, tokenizer=path, device="cpu")
+    assert open_checkpoint(tiny_gguf, tiny_gguf).tokenizer().n_vocab == open_checkpoint(tiny_gguf).tokenizer().n_vocab
+
+
+def test_a_session_belongs_to_its_tokenizer(root: Path, tmp_path: Path) -> None:
+    folder, other = root / "llama-3", tmp_path / "other.model"
+    lines = (folder / "tokenizer.model").read_bytes().splitlines(keepends=True)
+    tokens = [line.split()[0] for line in lines]
+    tokens[300], tokens[301] = tokens[301], tokens[300]
+    other.write_bytes(b"".join(b"%s %d\n" % pair for pair in zip(tokens, range(len(tokens)), strict=True)))
+    llm = llama.load(folder, device="cpu", dtype="float32")
+    swapped = llama.load(folder, tokenizer=other, device="cpu", dtype="float32")
+    session = Session()
+    llm.generate(TEXT, max_new_tokens=2, session=session)
+    session.save(tmp_path / "s", llm.model)
+    Session.load(tmp_path / "s", llm.model, llm.tokenizer)
+    with pytest.raises(CheckpointError, match="was saved with another tokenizer, so its ids mean other text"):
+        Session.load(tmp_path / "s", swapped.model, swapped.tokenizer)
+    loaded = Session.load(tmp_path / "s", swapped.model)  # compared by the first stream
+    with pytest.raises(UsageError, match="this session holds the ids of another tokenizer"):
+        swapped.generate(TEXT, max_new_tokens=2, session=loaded)
+    again = llama.load(folder, device="cpu", dtype="float32")
+    assert (
+        again.generate(TEXT, max_new_tokens=2, session=Session.load(tmp_path / "s", again.model)).stats.cached_tokens
+        > 0
+    )
