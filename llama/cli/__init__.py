@@ -17,6 +17,7 @@ from ..system.limits import check_import
 from . import (
     bench,
     chat,
+    completion,
     convert,
     doctor,
     explain,
@@ -72,6 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"clearllama {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=completion.PrintCompletion,
+        choices=completion.SHELLS,
+        help="print a script that completes commands, options and paths in a shell",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for command in COMMANDS:
         command.add_parser(commands)

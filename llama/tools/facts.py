@@ -41,7 +41,11 @@ SETTINGS = (
     "HF_HUB_CACHE",
     "CXX",
 )
-EXTRAS = {"hub": "fetching ORG/NAME", "study": "drawing the figures of the study"}  # extra -> what needs it
+EXTRAS = {
+    "hub": "fetching ORG/NAME",
+    "study": "drawing the figures of the study",
+    "completion": "--print-completion",
+}  # extra -> what needs it
 REPORT = "don't trust text generated here; reinstall torch and clearllama, try CLEARLLAMA_KERNELS=off, report it"
 NO_COMPILER = "install a C++ compiler (g++ or clang++), or name it in CXX"
 
