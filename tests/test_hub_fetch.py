@@ -74,17 +74,20 @@ def test_three_quantizations(clearllama: Run, server: Hub, env: dict[str, str]) 
     assert lines[0] == "fetching org/three (tiny-Q4_K_M.gguf, 0 MB to download, licence llama3.2)"
     assert set(server.served) == {"tiny-Q4_K_M.gguf"}
     offline = {**env, "HF_HUB_OFFLINE": "1"}
-    again = clearllama("generate", "-m", "org/three", "-n", "2", "--raw", "--seed", "1", "Once", env=offline)
-    assert again.returncode == 0
-    assert b"fetching" not in again.stderr
+    again = clearllama("inspect", "org/three", env=offline)
+    assert (again.returncode, again.stderr) == (0, b"")
     assert resolve("org/three:q8_0", env).endswith("tiny-Q8_0.gguf")
     assert "HF_HUB_OFFLINE is set" in resolve("org/three:Q2_K", offline)
-    assert resolve("org/three", offline).endswith("tiny-Q4_K_M.gguf")
+    assert (
+        b"this command does not download models: clearllama pull org/far"
+        in clearllama("plan", "-m", "org/far", "--gpus", "1xH100", env=env).stderr
+    )
     assert "org/three has no GGUF file of type Q5_K_M; it has Q2_K, Q4_K_M, Q8_0: name one" in resolve(
         "org/three:Q5_K_M", env
     )
 
 
+@pytest.mark.slow
 def test_the_nearest_quantization_is_named(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
     result = clearllama("pull", "org/far", env=env)
     assert path_of(result).name == "far-IQ4_XS.gguf"
@@ -199,7 +202,7 @@ def start(name: str, env: dict[str, str]) -> subprocess.Popen[str]:
 @pytest.mark.row("F03")
 def test_a_killed_transfer_is_resumed(server: Hub, env: dict[str, str]) -> None:
     server.pause = 0.01
-    for moment in (0.2, 0.5, 0.8):
+    for moment in (0.3, 0.7):
         process = start("org/three:Q8_0", env)
         while process.poll() is None and max(blobs(env).values(), default=0) < moment * len(BIG):
             time.sleep(0.002)
@@ -211,7 +214,7 @@ def test_a_killed_transfer_is_resumed(server: Hub, env: dict[str, str]) -> None:
     assert Path(done.strip()).read_bytes() == BIG
     starts = server.ranges["tiny-Q8_0.gguf"]
     assert starts == sorted(starts)
-    assert [start >= moment * len(BIG) for start, moment in zip(starts, (0, 0.2, 0.5, 0.8), strict=True)] == [True] * 4
+    assert [start >= moment * len(BIG) for start, moment in zip(starts, (0, 0.3, 0.7), strict=True)] == [True] * 3
     assert set(blobs(env)) == {hashlib.sha256(BIG).hexdigest()}
 
 
@@ -241,6 +244,7 @@ def test_a_transfer_killed_at_any_moment_leaves_all_or_nothing(server: Hub, env:
     assert set(blobs(env)) == {hashlib.sha256(BIG).hexdigest()}
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_a_file_once(server: Hub, env: dict[str, str]) -> None:
     server.pause = 0.01
     both = [start("org/three:Q8_0", env) for _ in range(2)]
@@ -276,6 +280,7 @@ def test_a_damaged_partial_file_is_fetched_again(clearllama: Run, server: Hub, e
     assert set(blobs(env)) == {hashlib.sha256(BIG).hexdigest()}, "partial files of other versions are removed"
 
 
+@pytest.mark.slow
 def test_pull_checks_the_files_of_other_programs(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
     path = path_of(clearllama("pull", "-q", "org/three:Q8_0", env=env))
     path.resolve().write_bytes(bytes(len(BIG)))
@@ -286,7 +291,6 @@ def test_a_changed_file_is_fetched_by_pull_alone(clearllama: Run, server: Hub, e
     first = path_of(clearllama("pull", "-q", "org/three:Q8_0", env=env))
     server.commit, changed = NEXT, bytes(reversed(BIG))
     server.repos["org/three"]["tiny-Q8_0.gguf"] = changed
-    assert resolve("org/three:Q8_0", env) == str(first)
     server.damaged = "tiny-Q8_0.gguf"  # an update that fails leaves the old version
     error_of(clearllama("pull", "-q", "org/three:Q8_0", env=env))
     assert resolve("org/three:Q8_0", env) == str(first)
@@ -294,7 +298,6 @@ def test_a_changed_file_is_fetched_by_pull_alone(clearllama: Run, server: Hub, e
     second = path_of(clearllama("pull", "-q", "org/three:Q8_0", env=env))
     assert NEXT in str(second)
     assert second.read_bytes() == changed
-    assert resolve("org/three:Q8_0", {**env, "HF_HUB_OFFLINE": "1"}) == str(second)
 
 
 @pytest.mark.row("F01")

@@ -110,7 +110,7 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
     if path_or_name in official() and not path.exists():
         return path_or_name, official()[path_or_name], None
     if path.suffix != ".json":
-        checkpoint = open_checkpoint(resolve(path_or_name))
+        checkpoint = open_checkpoint(resolve(path_or_name, fetch=False))
         return loading.model_name(path_or_name), checkpoint.config, checkpoint
     name = path.stem if path.stem not in ("config", "params") else path.resolve().parent.name
     if path.is_dir() or not path.exists():

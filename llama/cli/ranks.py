@@ -151,7 +151,7 @@ def _run_rank(args: argparse.Namespace, rank: int, size: int, sizes: list[int | 
     runtime.set_threads(_share_of_threads() if args.threads is None else args.threads)
     if PARENT not in os.environ:  # else the parent has checked it
         with contextlib.suppress(CheckpointError, ConfigError):  # reported to all ranks after they have joined
-            check_world(open_checkpoint(resolve(args.model)).config, tensor, pipeline)
+            check_world(open_checkpoint(resolve(args.model, True)).config, tensor, pipeline)
     world = args.world = parallel.join(Rank(rank, tensor, pipeline), args.device)
     args.device = str(world.device)
     if rank:
@@ -245,7 +245,7 @@ def start(args: argparse.Namespace, argv: Sequence[str], tensor: int, pipeline: 
             f"{tensor * pipeline} processes need a GPU each, but this host has {torch.cuda.device_count()}; use fewer"
             " processes or --device cpu"
         )
-    checkpoint = open_checkpoint(resolve(args.model))
+    checkpoint = open_checkpoint(resolve(args.model, args.quiet))
     check_tensors(checkpoint)
     check_world(checkpoint.config, tensor, pipeline)
     if not args.debug:

@@ -78,12 +78,12 @@ def default_model() -> str:
     return os.environ.get("CLEARLLAMA_MODEL") or DEFAULT
 
 
-def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = False) -> Path:
+def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = False, *, fetch: bool = True) -> Path:
     """The local path of a model; None is the default model.
 
     A known name, and ORG/NAME[:QUANT] of the Hugging Face hub, are fetched if no complete copy is there. A path is
     returned unchanged; ./NAME is a path that has a known name. FOLDER:QUANT is a GGUF file in a folder. quiet as in
-    `pull`. Raises CheckpointError if there is no such model.
+    `pull`; without `fetch`, a repository is not downloaded. Raises CheckpointError if there is no such model.
     """
     if not isinstance(path_or_name, str | os.PathLike | None):
         raise UsageError(f"a model must be a path or a name, got {path_or_name!r:.80}")
@@ -101,6 +101,11 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
             f"there is no file or folder {name!r}, and no model of that name; known names: {', '.join(MODELS)}"
         )
     if (here := find_cached(id)) is None:
+        if not fetch:
+            raise CheckpointError(
+                f"there is no file or folder {name!r}, and the Hugging Face cache has no complete model of that name;"
+                f" this command does not download models: clearllama pull {name}"
+            )
         try:
             return pull(name, quiet=quiet)
         except CheckpointError as error:
