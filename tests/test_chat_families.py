@@ -14,6 +14,7 @@ from llama.chat import CHAT_FORMATS, TEMPLATES, encode_chat
 from llama.checkpoint import open_checkpoint
 from llama.errors import TemplateError, UsageError
 from llama.tokenizer import Tokenizer, open_tokenizer
+from llama.tokenizer.tiktoken import TiktokenTokenizer
 from llama.tokenizer.write import tokenizer_config, tokenizer_json
 from llama.tools.convert import convert
 
@@ -38,10 +39,18 @@ TEXTS = [
 
 
 # vocabulary -> the families that it can express. Mistral's first was made like Llama 2's; the small one has <step>.
-VOCABULARIES = {"llama 3": ("llama3",), "small": ("llama2", "codellama-70b"), "mistral": ("llama2",)}
+VOCABULARIES = {
+    "llama 3": ("llama3",),
+    "tiny": ("llama3",),
+    "small": ("llama2", "codellama-70b"),
+    "mistral": ("llama2",),
+}
 
 
-@pytest.fixture(scope="module", params=["llama 3", "small", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["tiny", "small", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama 3", "mistral"))],
+)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer, Any]:
     """A vocabulary in Meta's file format, and what transformers makes of the files that a conversion writes."""
     from transformers import AutoTokenizer
@@ -49,6 +58,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("vocabulary")
     ours = {
         "llama 3": lambda: open_tokenizer(wheel_member(*LLAMA3_FILE)),
+        "tiny": lambda: TiktokenTokenizer(make_tiny.tiktoken_model(512), "tiny"),
         "small": lambda: trained(folder, control_symbols=["<step>"]),
         "mistral": lambda: open_tokenizer(wheel_member(*MISTRAL_FILE)),
     }[request.param]()

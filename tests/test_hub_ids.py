@@ -123,6 +123,13 @@ def test_meta_fetches_the_original_files(clearllama: Run, server: Hub, env: dict
     assert "the Hugging Face cache has no complete copy of meta-llama/Tiny" in line
 
 
+def test_a_repository_with_metas_files_alone_needs_no_option(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
+    files = server.repos["meta-llama/Tiny"]
+    server.repos["org/meta"] = {name: body for name, body in files.items() if name.startswith("original/")}
+    assert path_of(clearllama("pull", "-q", "org/meta", env=env)).name == "original"
+    assert resolve("org/meta", {**env, "HF_HUB_OFFLINE": "1"}).endswith("/original")
+
+
 @pytest.mark.row("F03")
 @pytest.mark.row("I06")
 def test_an_interrupted_pull_ends_at_once_and_the_next_resumes(

@@ -13,7 +13,7 @@ import pytest
 import tqdm
 
 from llama.cli import batch, convert, study, verify
-from llama.hub import named
+from llama.hub import transfer
 
 
 class Bar:
@@ -63,7 +63,7 @@ def of_verify() -> Iterator[Show]:
 
 @contextlib.contextmanager
 def of_download() -> Iterator[Show]:
-    with named._bar("model", 9, False) as show:
+    with transfer.progress_bar("model", 9, False) as show:
         yield lambda what, done, total: show(done)
 
 

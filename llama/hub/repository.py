@@ -8,6 +8,7 @@ code is not fetched. A revision gets its name in the cache last, so a partial co
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fnmatch
 import glob
@@ -294,7 +295,7 @@ def cached_note(id: HubId, path: Path) -> str:
     own = quants.label(path.name)
     if own in ("", quants.DEFAULT):
         return ""
-    return f"{id}: using {path.name} from the Hugging Face cache; {id.where}:{quants.DEFAULT} fetches another one"
+    return f"{id}: using {path.name} from the Hugging Face cache"
 
 
 def _choose_remote(
@@ -318,6 +319,8 @@ def _choose_remote(
         chosen = choose(here, lambda index: indexed(prefix + index), where)
     if meta and "params.json" not in chosen:
         chosen = []
+    if not chosen and not id.path and "original/params.json" in names:
+        return _choose_remote(dataclasses.replace(id, path="original"), names, meta, indexed)
     if not chosen or (file and not here):
         inside = {name.rpartition("/")[0] for name in names if re.search(r"(^|/)(params\.json|[^/]+\.gguf)$", name)}
         deeper = sorted(inside - {folder, ""})
