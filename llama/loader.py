@@ -110,6 +110,7 @@ class LoadOptions:
             raise UsageError(f"{name} works in one process only; leave it out, or run the model in one process")
 
 
+# 11 parameters: the public API, which has one for each choice of a user
 def load(
     path_or_name: str | os.PathLike[str] | None = None,
     device: Devices = None,

@@ -105,7 +105,8 @@ def find_below(folder: Path) -> list[Path]:
 
 def _is_model(folder: Path) -> bool:
     try:
-        return [recognizes(folder) for recognizes, _ in FORMATS].count(True) > _lacks_weights(folder)
+        readers = [reader for recognizes, reader in FORMATS if recognizes(folder)]
+        return bool(readers) and (readers[-1] is not huggingface.HuggingFaceCheckpoint or not _lacks_weights(folder))
     except OSError:  # not readable
         return False
 

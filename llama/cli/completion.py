@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 SHELLS = ("bash", "zsh", "tcsh")
-PATHS = ("PATH", "PATH_OR_NAME", "SRC", "FILE", "NAME|FILE", "ngram|MODEL")  # metavars of arguments that may be paths
+PATHS = (
+    "PATH",
+    "PATH_OR_NAME",
+    "SRC",
+    "FILE",
+    "NAME|FILE",
+    "ngram|MODEL",
+    "PATH[:SCALE]",
+)  # metavars of arguments that may be paths
 
 
 class PrintCompletion(argparse.Action):

@@ -94,6 +94,7 @@ WRITERS: dict[str, tuple[Callable[[], Writer], bool]] = {
 }
 
 
+# 12 parameters: one for each option of the command
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
