@@ -61,15 +61,15 @@ GGUF: tuple[Defect, ...] = (
         "D10",
         "the architecture is not checked",
         "llama/checkpoint/gguf.py",
-        'if architecture != "llama":',
+        "if not isinstance(architecture, str) or architecture not in LAYOUTS:",
         "if False:",
     ),
     Defect(
         "D12",
         "the rows of q and k are read in Hugging Face's order",
         "llama/checkpoint/gguf.py",
-        'layout = "interleaved"',
-        'layout = "half"',
+        'self.layout = LAYOUTS[self.metadata["general.architecture"]]',
+        'self.layout = "half"',
     ),
     Defect(
         "D12",
@@ -140,9 +140,10 @@ CONFIG: tuple[Defect, ...] = (
     Defect("B08", "llama3 scaling is ignored", "llama/checkpoint/huggingface.py",
            'return theta, None if kind == "default" else scaling', "return theta, None"),
     Defect("B09", "every model family is accepted", "llama/checkpoint/huggingface.py",
-           '        if kind != "llama":\n', "        if False:\n"),
+           "        if not isinstance(kind, str) or kind not in FAMILIES:\n",
+           '        if kind not in FAMILIES:\n            kind = "llama"\n        if False:\n'),
     Defect("B09", "a sliding window is ignored", "llama/checkpoint/huggingface.py",
-           '    "sliding_window": (None,),\n', ""),
+           "sliding_window=sliding_window(fields, kind, n_layers),", "sliding_window=None,"),
     Defect("B12", "no warning about a context beyond the trained one", "llama/cli/loading.py",
            "    if args.max_seq_len and args.max_seq_len >", "    if False and args.max_seq_len >"),
 )  # fmt: skip
@@ -368,8 +369,8 @@ MEMORY: tuple[Defect, ...] = (
         "J07",
         "a compiled step swaps cos and sin",
         "llama/engine/compiled.py",
-        "step([h, *freqs_cis, mask,",
-        "step([h, *freqs_cis[::-1], mask,",
+        "step([h, *angles, mask,",
+        "step([h, *angles[::-1], mask,",
     ),
 )
 RANKS: tuple[Defect, ...] = (
@@ -377,7 +378,7 @@ RANKS: tuple[Defect, ...] = (
         "K04",
         "ranks with different weights work together",
         "llama/loader.py",
-        '        world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}")\n',
+        '        world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}{checkpoint.adapters_hash}")\n',
         "",
     ),
     Defect(
