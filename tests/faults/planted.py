@@ -378,8 +378,8 @@ RANKS: tuple[Defect, ...] = (
         "K04",
         "ranks with different weights work together",
         "llama/loader.py",
-        '        world.fingerprint.append(f"weights with sample hash {sample_hash(checkpoint)}{checkpoint.adapters_hash}")\n',
-        "",
+        "weights with sample hash {sample_hash(checkpoint)}{checkpoint.adapters_hash}",
+        "weights",
     ),
     Defect(
         "K04",
