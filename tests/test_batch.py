@@ -121,6 +121,9 @@ def test_batches_work_with_every_kind_of_model(kind: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.skipif(
+    kernels.has_tiles(), reason="with AMX, 16 rows and more are multiplied in bfloat16, fewer in 8 bits"
+)
 @pytest.mark.parametrize("settings", [("int8", "model"), ("int4", "model"), ("int4", "int8")])
 def test_batches_work_with_the_cpu_kernels(settings: tuple[str, str]) -> None:
     scheme, kind = settings

@@ -104,7 +104,7 @@ def test_folders_deeper_than_two_levels_are_not_searched(root: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the tokenizer
-@pytest.mark.parametrize("place", ["llama-3/tokenizer/tokenizer.model", "other/tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("place", ["llama-3/tokenizer/tokenizer.model", "tokenizer.json"])
 def test_a_tokenizer_elsewhere_is_found_and_named(root: Path, place: str) -> None:
     folder = root / "llama-3"
     expected = llama.load_tokenizer(folder).encode(TEXT)
@@ -116,6 +116,14 @@ def test_a_tokenizer_elsewhere_is_found_and_named(root: Path, place: str) -> Non
     llm = llama.load(folder, device="cpu")
     assert llm.tokenizer.encode(TEXT) == expected
     assert list(llm.warnings) == [f"{folder} has no tokenizer; using {root / place}"]
+
+
+def test_the_tokenizer_of_a_folder_beside_is_not_used(root: Path) -> None:
+    """It may be another model's, with as many tokens: Llama 2 and Mistral both have 32,000."""
+    (root / "other").mkdir()
+    shutil.move(root / "llama-3" / "tokenizer.model", root / "other")
+    with pytest.raises(TokenizerError, match="in it or near it"):
+        llama.load_tokenizer(root / "llama-3")
 
 
 def test_a_folder_of_hugging_faces_uses_the_tokenizer_of_original(root: Path) -> None:

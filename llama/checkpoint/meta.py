@@ -157,16 +157,10 @@ class MetaCheckpoint(Checkpoint):
     def own_tokenizer(self) -> Tokenizer:
         from ..tokenizer import open_tokenizer
 
-        def belongs(file: Path) -> bool:
-            try:
-                return open_tokenizer(file).n_vocab == self.config.vocab_size
-            except TokenizerError:
-                return False
-
         usual = (self.path / "tokenizer.model", self.path.parent / "tokenizer.model", self.path / "tokenizer.json")
         path = next((path for path in usual if path.exists()), None)
         if path is None:
-            path = find_tokenizer(self.path, ("tokenizer.model", "tokenizer.json"), belongs)
+            path = find_tokenizer(self.path, ("tokenizer.model", "tokenizer.json"))
             self.warnings.append(f"{self.path} has no tokenizer; using {path}")
         tokenizer = open_tokenizer(path)
         check_vocabulary(tokenizer, self.config, str(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import TokenizerError
@@ -13,21 +13,19 @@ MOST_FOLDERS = 100  # folders that are searched at a place
 REMEDY = "name one with --tokenizer PATH"
 
 
-def find_tokenizer(folder: Path, names: Sequence[str], belongs: Callable[[Path], bool] | None = None) -> Path:
-    """A tokenizer file in a folder below, in the folder above or, if `belongs` accepts it, in one beside.
+def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
+    """A tokenizer file in a folder below, or in the folder above; the nearer place is used.
 
-    names    the names of tokenizer files; the first in a folder is used
-    belongs  whether a file of a neighbouring model fits this one; None: neighbours are not searched
+    names  the names of tokenizer files; the first in a folder is used
 
-    The nearest place is used. Raises TokenizerError if there is none, or if a place has different ones.
+    Folders beside this one are not searched: their tokenizers may be those of other models with as many tokens. Raises
+    TokenizerError if there is none, or if a place has different ones.
     """
-    beside = [one for one in folders_in(folder.parent) if one != folder] if belongs else []
-    for place in (folders_in(folder), [folder.parent], beside):
+    for place in (folders_in(folder), [folder.parent]):
         found: dict[str, Path] = {}
         for file in filter(None, (_file_in(one, names) for one in place)):
-            if place is not beside or (belongs and belongs(file)):
-                with open(file, "rb") as opened:
-                    found.setdefault(hashlib.file_digest(opened, "sha256").hexdigest(), file)
+            with open(file, "rb") as opened:
+                found.setdefault(hashlib.file_digest(opened, "sha256").hexdigest(), file)
         if len(found) == 1:
             return next(iter(found.values()))
         if found:

@@ -39,7 +39,7 @@ class FewRowsLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)  # the kernel ignores strides
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.any_rows = kernels.has_tiles()
 
