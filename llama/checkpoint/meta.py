@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checks import integer, positive
 from ..config import LARGEST_SIZE, ModelConfig
-from ..errors import CheckpointError, ConfigError, TokenizerError
+from ..errors import CheckpointError, ConfigError
 from ..tokenizer import Tokenizer
 from . import torchfile
 from .base import FLOATS, Checkpoint, checked, drop_pages, stored_bytes, to_file_name
