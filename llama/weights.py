@@ -58,7 +58,7 @@ def quantized_format(
         layer = "output"
     if storage.scheme is not None and layer != "tok_embeddings":
         wanted = scheme_for(layer, storage.scheme).format
-        return wanted, in_file is not None and in_file.format == wanted
+        return wanted, in_file is not None and in_file.as_format(wanted) is not None
     if in_file is not None and storage.keep_blocks and device.type == "cpu" and computes_quantized(device):
         return in_file.format, True
     return None, False
@@ -115,9 +115,9 @@ def read_quantized(checkpoint: Checkpoint, name: str, format: BlockFormat, layou
         found = checkpoint.blocks(name, rows)
         if found is None:
             raise RuntimeError(f"the storage of {name} changed while it was read")
-        return found
+        return found.as_format(format) or found
 
-    in_file = first is not None and first.format == format
+    in_file = first is not None and first.as_format(format) is not None
     if in_file and reordered:
         everything = blocks(slice(None)).rows(to_layout(name, torch.arange(shape[0]), *order))
         return QuantizedWeight.from_file(everything.rows, shape)

@@ -18,7 +18,7 @@ from torch import Tensor
 from llama.engine import kernels
 from llama.engine.linears import TileLinear
 from llama.errors import UsageError
-from llama.quant.blocks import Blocks
+from llama.quant.blocks import BlockFormat, Blocks
 from llama.quant.tiles import pack
 from llama.system.folders import keep, make_folder
 
@@ -27,13 +27,38 @@ from .forked import Forked
 
 needs_kernels = pytest.mark.skipif(not kernels.ready(), reason="the C++ kernels can't be built here")
 
-# bits, group (0: a complete row), offset: every format that a scheme or a file can have
-KINDS = [(8, 32, False), (8, 16, False), (8, 32, True), (8, 0, False)]
-KINDS += [(4, group, offset) for group in (16, 32, 64, 128) for offset in (False, True)]
+# Every format that a scheme or a file can have. `--quantize` writes the plain ones.
+PLAIN_KINDS = [BlockFormat(*kind) for kind in ((8, 32, False), (8, 16, False), (8, 32, True), (8, 0, False))]
+PLAIN_KINDS += [BlockFormat(4, group, offset) for group in (16, 32, 64, 128) for offset in (False, True)]
+KINDS = [
+    *PLAIN_KINDS,
+    BlockFormat(5, 32, False),
+    BlockFormat(5, 32, True),
+    BlockFormat(4, 16, False, codebook=True),
+    BlockFormat(4, 32, False, codebook=True),
+    BlockFormat(4, 32, False, codebook=True, levels=True),
+    BlockFormat(2, 16, True, levels=True),
+    BlockFormat(3, 16, False, levels=True),
+    BlockFormat(4, 32, True, levels=True),
+    BlockFormat(5, 32, True, levels=True),
+    BlockFormat(6, 16, False, levels=True),
+]
+VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 127)
 
 
-def random_blocks(rows: int, columns: int, bits: int, group: int, offset: bool, seed: int = 0) -> Blocks:
-    """Random quants, with scales and offsets that are exact in float16."""
+def random_blocks(
+    rows: int,
+    columns: int,
+    bits: int,
+    group: int,
+    offset: bool,
+    codebook: bool = False,
+    levels: bool = False,
+    seed: int = 0,
+) -> Blocks:
+    """Random quants, with scales and offsets, or their factors, that are exact in float16."""
+    if codebook or levels:
+        return random_narrow_blocks(rows, columns, BlockFormat(bits, group, offset, codebook, levels))
     generator = torch.Generator().manual_seed(seed)
     groups = -(-columns // group) if group else 1
     quants = torch.randint(2**bits, (rows, columns), generator=generator).to(torch.uint8)
@@ -42,9 +67,26 @@ def random_blocks(rows: int, columns: int, bits: int, group: int, offset: bool, 
     return Blocks(quants, scale, shift if offset else None, bits, group)
 
 
+def random_narrow_blocks(rows: int, columns: int, format: BlockFormat) -> Blocks:
+    """`random_blocks` with a codebook, or with all integers that two levels of scales can have in a file."""
+    bits, group, offset, codebook, levels = format
+    plain = random_blocks(rows, columns, bits, group, False)
+    generator, values, factors = torch.Generator().manual_seed(1), VALUES if codebook else None, None
+    scale, shift = plain.scale / (16 if codebook else 1), None
+    if levels:
+        low, high = (0, 16) if bits == 2 else (0, 64) if offset else (-128, 128) if bits == 6 else (-32, 32)
+        size = rows, -(-columns // group), 1 + offset
+        integers = torch.randint(low, high, size, generator=generator)
+        factors = (0.5 + torch.rand(rows, -(-columns // 256), size[2], generator=generator)).half().float()
+        factors /= torch.tensor([1.0, -1.0][: size[2]]) * (high - low) * (8 if codebook else 1)
+        numbers = integers * factors.repeat_interleave(256 // group, 1)[:, : size[1]]
+        scale, shift = numbers[..., 0], numbers[..., 1] if offset else None
+    return Blocks(plain.quants, scale, shift, bits, group, values, factors)
+
+
 def layer(blocks: Blocks, bias: Tensor | None = None) -> TileLinear:
     rows, columns = blocks.quants.shape
-    return TileLinear(pack(blocks), (rows, columns), blocks.bits, blocks.group, blocks.offset is not None, bias)
+    return TileLinear(pack(blocks), (rows, columns), blocks.format, bias)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -58,7 +100,8 @@ def product(x: Tensor, blocks: Blocks) -> np.ndarray:
     width = blocks.group or 64  # inputs that share a scale of x
     floats = x.float().numpy()  # (M, K) float32, since the kernel computes the scale in float32
     y = np.zeros((len(floats), rows))
-    middle = 0 if blocks.offset is not None else 2 ** (blocks.bits - 1)
+    integers = blocks.simple  # the kernel's own unpacking is not used
+    middle = 0 if blocks.offset is not None else 2 ** (integers.bits - 1)
     for first in range(0, columns, width):
         part = floats[:, first : first + width]
         largest = np.abs(part).max(1, keepdims=True)
@@ -66,7 +109,7 @@ def product(x: Tensor, blocks: Blocks) -> np.ndarray:
             inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
         q = np.rint(part * inverse).astype(np.float64)
         scale_x = largest.astype(np.float64) / 127
-        weight = blocks.quants[:, first : first + width].numpy().astype(np.float64) - middle
+        weight = integers.quants[:, first : first + width].numpy().astype(np.float64) - middle
         at = first // group
         y += scale_x * (q @ weight.T) * blocks.scale[:, at].double().numpy()
         if blocks.offset is not None:
@@ -75,14 +118,14 @@ def product(x: Tensor, blocks: Blocks) -> np.ndarray:
 
 
 def distance(found: Tensor, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(found.double().numpy() - expected) / np.linalg.norm(expected))
+    return float(np.linalg.norm(found.double().numpy() - expected) / (np.linalg.norm(expected) or 1))
 
 
 # ------------------------------------------------------------------------------------------------- 4 and 8 bits
 @needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(16, 128), (48, 512), (1, 1), (5, 7), (33, 200), (31, 129)])
-def test_the_product_follows_its_formula(kind: tuple[int, int, bool], rows: int, columns: int) -> None:
+def test_the_product_follows_its_formula(kind: BlockFormat, rows: int, columns: int) -> None:
     blocks = random_blocks(rows, columns, *kind)
     for dtype, bound in (
         (torch.float32, 1e-5),
@@ -94,16 +137,16 @@ def test_the_product_follows_its_formula(kind: tuple[int, int, bool], rows: int,
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_error_of_the_product_is_below_one_and_a_half_percent(kind: tuple[int, int, bool]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_error_of_the_product_is_below_one_and_a_half_percent(kind: BlockFormat) -> None:
     blocks = random_blocks(64, 1024, *kind)
     x = normal(20, 1024)
     assert distance(layer(blocks)(x), (x.double() @ blocks.weight.double().T).numpy()) < 0.015
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_the_other_rows(kind: tuple[int, int, bool]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_row_does_not_depend_on_the_other_rows(kind: BlockFormat) -> None:
     blocks = layer(random_blocks(40, 192, *kind))
     x = normal(30, 192)
     alone, together = torch.cat([blocks(row[None]) for row in x]), blocks(x)
@@ -133,9 +176,9 @@ def test_x_may_have_any_shape_dtype_and_strides() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_a_nonfinite_input_affects_its_own_row_only(kind: tuple[int, int, bool], wrong: float) -> None:
+def test_a_nonfinite_input_affects_its_own_row_only(kind: BlockFormat, wrong: float) -> None:
     linear = layer(random_blocks(20, 130, *kind))
     x = normal(14, 130)
     expected = linear(x)
@@ -148,8 +191,8 @@ def test_a_nonfinite_input_affects_its_own_row_only(kind: tuple[int, int, bool],
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
-def test_zeros_and_huge_and_tiny_numbers(kind: tuple[int, int, bool]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_zeros_and_huge_and_tiny_numbers(kind: BlockFormat) -> None:
     blocks = random_blocks(20, 130, *kind)
     linear, x = layer(blocks), normal(3, 130)
     assert torch.equal(linear(torch.zeros(3, 130)), torch.zeros(3, 20))
@@ -344,8 +387,9 @@ def samples() -> list[Tensor]:
     for kind in KINDS:
         linear = layer(random_blocks(37, 200, *kind))
         out += [linear(normal(14, 200)), linear(normal(3, 200).bfloat16())]
-        out.append(kernels.quantize_to_tiles(normal(37, 200), (1.0, 0.9, 0.8), *kind))
-        out.append(kernels.quantize_to_tiles(normal(37, 200).bfloat16(), (1.0,), *kind))
+    for kind in PLAIN_KINDS:
+        out.append(kernels.quantize_to_tiles(normal(37, 200), (1.0, 0.9, 0.8), *kind[:3]))
+        out.append(kernels.quantize_to_tiles(normal(37, 200).bfloat16(), (1.0,), *kind[:3]))
     out.append(kernels.linear_bf16(normal(7, 100).bfloat16(), normal(30, 100, seed=1).bfloat16(), None))
     q, k, v = heads(2, 6, 2, 3, 300, 80)
     out.append(kernels.attend(q, k, v, causal(3, 300)))

@@ -42,9 +42,9 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------ packing
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_packing_is_lossless(kind: tuple[int, int, bool], shape: tuple[int, int]) -> None:
+def test_packing_is_lossless(kind: BlockFormat, shape: tuple[int, int]) -> None:
     blocks = random_blocks(*shape, *kind)
     tiles = pack(blocks)
     assert tiles.shape == (-(-shape[0] // TILE), tile_bytes(shape[1], *kind))
@@ -55,9 +55,9 @@ def test_packing_is_lossless(kind: tuple[int, int, bool], shape: tuple[int, int]
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_single_rows_equal_the_rows_of_the_weight(kind: tuple[int, int, bool], shape: tuple[int, int]) -> None:
+def test_single_rows_equal_the_rows_of_the_weight(kind: BlockFormat, shape: tuple[int, int]) -> None:
     blocks = random_blocks(*shape, *kind)
     ids = torch.randint(shape[0], (9,), generator=torch.Generator().manual_seed(0))
     rows = unpack_rows(pack(blocks), ids, shape[1], *kind)
@@ -342,9 +342,9 @@ def test_float32_uses_the_weights_as_dequantized(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------- layers
 @needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_layers_have_the_same_weight(kind: tuple[int, int, bool], shape: tuple[int, int]) -> None:
+def test_both_layers_have_the_same_weight(kind: BlockFormat, shape: tuple[int, int]) -> None:
     blocks, bias = random_blocks(*shape, *kind), normal(shape[0], seed=1)
     tiles, reference = TileLinear(pack(blocks), shape, *kind, bias), BlockLinear(blocks, bias)
     assert torch.equal(tiles.weight, blocks.weight)
@@ -364,7 +364,7 @@ def test_a_cast_of_the_model_leaves_quants_and_scales_unchanged() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [(8, 32, False), (4, 32, True), (8, 0, False)])
-def test_the_reference_layer_compiles(kind: tuple[int, int, bool]) -> None:
+def test_the_reference_layer_compiles(kind: BlockFormat) -> None:
     layer = BlockLinear(random_blocks(48, 96, *kind))
     x = normal(1, 96)
     torch.testing.assert_close(torch.compile(layer)(x), layer(x), rtol=1e-4, atol=1e-4)

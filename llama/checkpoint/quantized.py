@@ -33,6 +33,7 @@ from .write import Model
 METHOD, VERSION = "clearllama", 1
 LAYOUT: Layout = "interleaved"
 TILES = ".tiles"
+FIELDS = ("bits", "group", "offset")  # of a format; those with a codebook or two levels of scales are not written
 GROUPS = (0, 16, 32, 64, 128)  # supported by the kernels
 EMBEDDING = "embed_tokens.weight"  # the only matrix that may be stored in floating point
 AGAIN = "quantize the source again"
@@ -203,5 +204,5 @@ def entries_of(model: Model, packed: Mapping[str, Packed]) -> tuple[dict[str, En
         shape = tiles_shape((rows, columns), *format)
         theirs = theirs.removesuffix(".weight") + TILES
         entries[theirs] = Entry("U8", shape, shape[0] * shape[1], read)
-        metadata[theirs] = json.dumps({"shape": [rows, columns], **format._asdict()})
+        metadata[theirs] = json.dumps({"shape": [rows, columns], **dict(zip(FIELDS, format, strict=False))})
     return entries, metadata

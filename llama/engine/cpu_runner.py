@@ -58,7 +58,7 @@ class FusedBlock(NamedTuple):
         if len(layers) < 4 or any(layer.bias is not None for layer in layers) or head_dim % 16 or head_dim > 256:
             layers = []
         for layer in layers:
-            formats += [layer.bits, layer.group, layer.offset, layer.out_features]
+            formats += [*layer.format, layer.out_features]
         rotates = attention.apply_rotary_emb.rotates
         return cls(block, rotates, qkv, gate_up, [layer.tiles for layer in layers], formats)
 
@@ -218,7 +218,7 @@ def products(parent: nn.Module, names: Sequence[str], joined: TileLinear | None,
 def joined(parent: nn.Module, names: Sequence[str]) -> TileLinear | None:
     """One layer whose outputs are those of several, concatenated; they become views of it. None if they differ."""
     layers: list[TileLinear] = [layer for name in names if isinstance(layer := parent._modules[name], TileLinear)]
-    kinds = {(layer.bits, layer.group, layer.offset) for layer in layers}
+    kinds = {layer.format for layer in layers}
     if len(layers) < len(names) or len(kinds) > 1 or any(layer.out_features % TILE for layer in layers):
         return None
     tiles = torch.cat([layer.tiles for layer in layers])
@@ -230,7 +230,7 @@ def joined(parent: nn.Module, names: Sequence[str]) -> TileLinear | None:
         bias = torch.cat(biases)
         for layer, part in zip(layers, bias.split(sizes), strict=True):
             layer.bias = part
-    return TileLinear(tiles, (sum(sizes), layers[0].in_features), *kinds.pop(), bias)
+    return TileLinear(tiles, (sum(sizes), layers[0].in_features), kinds.pop(), bias)
 
 
 def linears(layers: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,6 @@
 """The C++ kernels in cpp/: compiled once for this processor, stored in the cache folder, loaded as torch operators.
 
-    linear_blocks      multiply x by a weight in 4 or 8 bits
+    linear_blocks      multiply x by a weight in 2 to 8 bits
     quantize_to_tiles  quantize a weight to 4 or 8 bits and pack it
     linear_bf16        multiply rows of x by a bfloat16 weight: a few, or with AMX any number
     attend             attention
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from ..quant.blocks import BlockFormat
 from ..system.folders import cache_folder, kept, load_code
 from .runtime import end_openmp_threads
 
@@ -239,7 +240,7 @@ def choose_threads(count: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- the operators
-def linear_blocks(x: Tensor, tiles: Tensor, bits: int, group: int, offset: bool, out_features: int) -> Tensor:
+def linear_blocks(x: Tensor, tiles: Tensor, format: BlockFormat, out_features: int) -> Tensor:
     """Multiply x (.., K) by a weight (N, K) packed by tiles.pack: (.., N), in x's dtype.
 
     x is quantized to 8 bits with a scale for each group of inputs; the relative error of the product is about 0.6 %.
@@ -247,7 +248,8 @@ def linear_blocks(x: Tensor, tiles: Tensor, bits: int, group: int, offset: bool,
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # (M, K)
     if x.dtype not in (torch.float32, torch.bfloat16):
         rows = rows.float()
-    y: Tensor = torch.ops.clearllama.linear_blocks(rows, tiles, bits, group, offset, out_features)
+    bits, group, offset, codebook, levels = format
+    y: Tensor = torch.ops.clearllama.linear_blocks(rows, tiles, bits, group, offset, out_features, codebook, levels)
     return y.view(*x.shape[:-1], out_features).to(x.dtype)
 
 
@@ -279,7 +281,9 @@ def attend(
     return y.transpose(1, 2)
 
 
-def _fake_blocks(x: Tensor, tiles: Tensor, bits: int, group: int, offset: bool, out_features: int) -> Tensor:
+def _fake_blocks(  # the parameters of the operator
+    x: Tensor, tiles: Tensor, bits: int, group: int, offset: bool, out_features: int, codebook: bool, levels: bool
+) -> Tensor:
     return x.new_empty(x.shape[0], out_features)
 
 

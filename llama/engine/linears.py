@@ -4,7 +4,7 @@ A decoding step spends most of its time on reading weights, so a quarter of the 
 
     nn.Linear      any device and dtype; PyTorch
     FewRowsLinear  bfloat16 on a CPU; a C++ kernel for a few rows, with AMX for any number
-    TileLinear     4 or 8 bits on a CPU; a C++ kernel for any number of rows
+    TileLinear     2 to 8 bits on a CPU; a C++ kernel for any number of rows
     BlockLinear    4 or 8 bits on a GPU; a Triton kernel for one row; for more, one that dequantizes the weight
 """
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UsageError
 from ..model import Transformer
-from ..quant.blocks import Blocks
+from ..quant.blocks import BlockFormat, Blocks
 from ..quant.schemes import pick_scheme, scheme_for
 from ..quant.tiles import unpack, unpack_rows
 from . import kernels, triton_kernels
@@ -58,17 +58,17 @@ class TileLinear(nn.Module):
     tiles: Tensor
     bias: Tensor | None
 
-    def __init__(self, tiles: Tensor, shape: tuple[int, int], bits: int, group: int, offset: bool, bias: Tensor | None):
+    def __init__(self, tiles: Tensor, shape: tuple[int, int], format: BlockFormat, bias: Tensor | None):
         super().__init__()
         self.out_features, self.in_features = shape
-        self.bits, self.group, self.offset = bits, group, offset
+        self.format, self.bits = format, format.bits
         self.register_buffer("tiles", tiles)
         self.register_buffer("bias", bias)
 
     @property
     def blocks(self) -> Blocks:
         """The weight, unpacked."""
-        return unpack(self.tiles, self.out_features, self.in_features, self.bits, self.group, self.offset)
+        return unpack(self.tiles, self.out_features, self.in_features, *self.format)
 
     @property
     def weight(self) -> Tensor:
@@ -76,7 +76,7 @@ class TileLinear(nn.Module):
         return self.blocks.weight
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        y = kernels.linear_blocks(x, self.tiles, self.bits, self.group, self.offset, self.out_features)
+        y = kernels.linear_blocks(x, self.tiles, self.format, self.out_features)
         return y if self.bias is None else y + self.bias
 
 
@@ -88,13 +88,13 @@ class TileEmbedding(nn.Module):
     def __init__(self, output: TileLinear, dtype: torch.dtype):
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.dtype = output.out_features, output.in_features, dtype
-        self.bits, self.group, self.offset = output.bits, output.group, output.offset
+        self.format = output.format
         self.register_buffer("tiles", output.tiles)
 
     @property
     def blocks(self) -> Blocks:
         """The weight, unpacked."""
-        return unpack(self.tiles, self.num_embeddings, self.embedding_dim, self.bits, self.group, self.offset)
+        return unpack(self.tiles, self.num_embeddings, self.embedding_dim, *self.format)
 
     @property
     def weight(self) -> Tensor:
@@ -105,7 +105,7 @@ class TileEmbedding(nn.Module):
         ids = tokens.flatten()  # (n,)
         if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:
             raise IndexError(f"token ids must lie between 0 and {self.num_embeddings - 1}")
-        rows = unpack_rows(self.tiles, ids, self.embedding_dim, self.bits, self.group, self.offset)  # (n, C)
+        rows = unpack_rows(self.tiles, ids, self.embedding_dim, *self.format)  # (n, C)
         return rows.view(*tokens.shape, -1).to(self.dtype)
 
 
@@ -123,6 +123,7 @@ class BlockLinear(nn.Module):
 
     def __init__(self, blocks: Blocks, bias: Tensor | None = None):
         super().__init__()
+        blocks = blocks.simple
         self.out_features, self.in_features = blocks.quants.shape
         self.bits, self.group = blocks.bits, blocks.group or -(-self.in_features // 8) * 8
         missing = -self.in_features % self.group if blocks.group or self.bits == 4 else 0
@@ -225,7 +226,7 @@ def make_linear(
     """
     if isinstance(weight, QuantizedWeight):
         if device.type == "cpu":
-            return TileLinear(weight.tiles(), weight.shape, *weight.format, bias)
+            return TileLinear(weight.tiles(), weight.shape, weight.format, bias)
         return BlockLinear(weight.blocks(device), bias).to(device)
     if not plain and device.type == "cpu" and weight.dtype == torch.bfloat16 and kernels.ready():
         return FewRowsLinear(weight, bias)

@@ -1,4 +1,4 @@
-"""A weight in 4 or 8 bits before it becomes a layer: quantized blocks of a file, or a float weight to be quantized."""
+"""A quantized weight before it becomes a layer: quantized blocks of a file, or a float weight to be quantized."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..quant.blocks import BlockFormat, Blocks
+from ..quant.blocks import BlockFormat, Blocks, joined
 from ..quant.rounding import check_overflow, check_range, check_scales, clips_of, quantize
 from ..quant.tiles import TILE, pack, scales_of, tile_bytes
 from . import kernels
@@ -61,8 +61,8 @@ class QuantizedWeight:
             if not kernels.ready():
                 return pack_rows(partial(rows, device=CPU), shape, format)
             parts = (read(part) for part in _pieces(shape, piece))
-            out = _joined((kernels.quantize_to_tiles(part, clips_of(format), *format) for part in parts), shape[0])
-            ranges = [values.aminmax() for values in scales_of(out, shape[1], *format).unbind(2)]  # scale, offset
+            out = _joined((kernels.quantize_to_tiles(part, clips_of(format), *format[:3]) for part in parts), shape[0])
+            ranges = [values.aminmax() for values in scales_of(out, shape[1], *format[:3]).unbind(2)]  # scale, offset
             check_scales(*(end for ends in ranges for end in ends))
             scale, *offset = (max(-float(low), float(high)) for low, high in ranges)
             if format.group:
@@ -90,13 +90,7 @@ class QuantizedWeight:
         if self.format.group:
             scale = max(float(part.scale.max()) for part in parts)
             check_range(scale, max((float(offset.abs().max()) for offset in offsets), default=0.0), self.is_zero)
-        return Blocks(
-            torch.cat([part.quants for part in parts]),
-            torch.cat([part.scale for part in parts]),
-            torch.cat(offsets) if offsets else None,
-            self.format.bits,
-            self.format.group,
-        )
+        return joined(parts)
 
 
 def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int], format: BlockFormat) -> Tensor:

@@ -3,7 +3,7 @@
     weight = scale * quant + offset
 
 Every quantized GGUF type has this form, so the kernels can use the weights of a file without quantizing them again.
-Where its integers fit into 4 bits they are held in 4, otherwise in 8; scales become float16 when they are packed.
+In some types the integer is an index into 16 values (a codebook), and takes their place in the formula.
 Layouts: ggml-quants.c of https://github.com/ggml-org/ggml. R rows (out features), N columns.
 """
 
@@ -19,24 +19,37 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+BLOCK = 256  # columns that share the factors of two levels of scales
+
 
 class BlockFormat(NamedTuple):
-    """Bits per weight, columns of a group (0: the complete row), and whether a group has an offset."""
+    """How a weight is packed: bits per weight, columns of a group (0: the complete row), and what a group has.
+
+    offset    an offset
+    codebook  quants are indices into 16 values
+    levels    scales and offsets are small integers times factors of 256 columns, as in K-quants
+    """
 
     bits: int
     group: int
     offset: bool
+    codebook: bool = False
+    levels: bool = False
 
     def __str__(self) -> str:
-        return f"int{self.bits}-{f'g{self.group}' if self.group else 'row'}{'+offset' * self.offset}"
+        kinds = {"offset": self.offset, "codebook": self.codebook, "levels": self.levels}
+        more = "".join(f"+{name}" for name, has in kinds.items() if has)
+        return f"int{self.bits}-{f'g{self.group}' if self.group else 'row'}{more}"
 
 
 class Blocks(NamedTuple):
     """A weight (R, N) in groups of `group` columns; group 0 is one group per row.
 
-    quants  (R, N) uint8 below 2^bits
-    scale   (R, groups) float32; the last group may be shorter than the others
-    offset  (R, groups) float32; None means -scale * 2^(bits - 1), so that the middle integer means 0
+    quants   (R, N) uint8 below 2^bits
+    scale    (R, groups) float32; the last group may be shorter than the others
+    offset   (R, groups) float32; None means -scale * 2^(bits - 1), so that the middle integer means 0
+    values   16 integers from -127 to 127; then quants are indices into them, and there is no offset
+    factors  (R, ceil(N / 256), 1 or 2) float32, of which scale and offset are multiples by integers of 8 bits
     """
 
     quants: Tensor
@@ -44,17 +57,22 @@ class Blocks(NamedTuple):
     offset: Tensor | None
     bits: int
     group: int
+    values: tuple[int, ...] | None = None
+    factors: Tensor | None = None
 
     @property
     def format(self) -> BlockFormat:
-        return BlockFormat(self.bits, self.group, self.offset is not None)
+        has = self.offset is not None, self.values is not None, self.factors is not None
+        return BlockFormat(self.bits, self.group, *has)
 
     @property
     def weight(self) -> Tensor:
         """The dequantized weight: (R, N) float32."""
         quants, columns = self.quants, self.quants.shape[1]
         group = self.group or columns
-        if self.offset is None:
+        if self.values is not None:
+            quants = _looked_up(quants, self.values).view(torch.int8)
+        elif self.offset is None:
             quants = (quants - 2 ** (self.bits - 1)).view(torch.int8)  # the uint8 difference wraps around
         weight = F.pad(quants, (0, -columns % group)).unflatten(1, (-1, group)).float()  # (R, groups, group)
         weight.mul_(self.scale[..., None])
@@ -62,31 +80,79 @@ class Blocks(NamedTuple):
             weight.add_(self.offset[..., None])
         return weight.flatten(1)[:, :columns]
 
+    @property
+    def simple(self) -> Blocks:
+        """The same weight in 4 or 8 bits, with one level of scales and no codebook: a form that every layer supports."""
+        quants, bits = self.quants, 4 if self.bits <= 4 and self.values is None else 8
+        if self.values is not None:
+            quants = _looked_up(quants, self.values) + 128
+        elif self.offset is None and bits != self.bits:
+            quants = quants + (2 ** (bits - 1) - 2 ** (self.bits - 1))
+        return Blocks(quants, self.scale, self.offset, bits, self.group)
+
+    def as_format(self, format: BlockFormat) -> Blocks | None:
+        """The same weight in a format; None unless that is its own, or that of `simple`."""
+        return next((blocks for blocks in (self, self.simple) if blocks.format == format), None)
+
     def to(self, device: torch.device) -> Blocks:
-        offset = None if self.offset is None else self.offset.to(device)
-        return self._replace(quants=self.quants.to(device), scale=self.scale.to(device), offset=offset)
+        return self._map(lambda values: values.to(device))._replace(quants=self.quants.to(device))
 
     def scaled(self, factor: float) -> Blocks:
         """The weight times a factor."""
-        return self._replace(scale=self.scale * factor, offset=None if self.offset is None else self.offset * factor)
+        return self._map(lambda values: values * factor)
 
     def rows(self, index: Tensor | slice) -> Blocks:
         """A selection of the rows, in the order of `index`."""
-        return self._replace(
-            quants=self.quants[index],
-            scale=self.scale[index],
-            offset=None if self.offset is None else self.offset[index],
-        )
+        return self._map(lambda values: values[index])._replace(quants=self.quants[index])
 
     def columns(self, part: slice) -> Blocks:
-        """A range of the columns. Raises ValueError unless it begins and ends at group boundaries."""
+        """A range of the columns. Raises ValueError unless it begins and ends at group boundaries.
+
+        If it begins or ends within the 256 columns that share factors, the result has one level of scales.
+        """
         first, last, _ = part.indices(self.quants.shape[1])
         group = self.group or self.quants.shape[1]
         if self.group and (first % group or (last % group and last != self.quants.shape[1])):
             raise ValueError(f"columns {first} to {last} are not complete groups of {group}")
+        if self.factors is not None and (first % BLOCK or (last % BLOCK and last != self.quants.shape[1])):
+            return self.simple.columns(part)
         own = slice(first // group, -(-last // group)) if self.group else slice(None)
-        offset = None if self.offset is None else self.offset[:, own]
-        return self._replace(quants=self.quants[:, first:last], scale=self.scale[:, own], offset=offset)
+        blocks = slice(first // BLOCK, -(-last // BLOCK))
+        return self._replace(
+            quants=self.quants[:, first:last],
+            scale=self.scale[:, own],
+            offset=None if self.offset is None else self.offset[:, own],
+            factors=None if self.factors is None else self.factors[:, blocks],
+        )
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Blocks:
+        """Change scales, offsets and factors."""
+        return self._replace(
+            scale=change(self.scale),
+            offset=None if self.offset is None else change(self.offset),
+            factors=None if self.factors is None else change(self.factors),
+        )
+
+
+def _looked_up(quants: Tensor, values: Sequence[int]) -> Tensor:
+    """The values of indices, as int8 in uint8. On a CPU, bytes.translate takes a tenth of the time of indexing."""
+    table = bytes(value & 255 for value in values)
+    if quants.device.type != "cpu":
+        return torch.tensor(list(table), dtype=torch.uint8, device=quants.device)[quants.int()]
+    bytes_ = quants.contiguous().numpy().tobytes().translate(table.ljust(256, b"\0"))
+    return torch.frombuffer(bytearray(bytes_), dtype=torch.uint8).view(quants.shape)
+
+
+def joined(parts: Sequence[Blocks]) -> Blocks:
+    """The rows of several weights of one format, below each other."""
+
+    def below(values: Sequence[Tensor | None]) -> Tensor | None:
+        return torch.cat([each for each in values if each is not None]) if values[0] is not None else None
+
+    quants, scales, offsets, *_, factors = zip(*parts, strict=True)
+    return parts[0]._replace(
+        quants=torch.cat(quants), scale=torch.cat(scales), offset=below(offsets), factors=below(factors)
+    )
 
 
 def _halves(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -116,11 +182,15 @@ def _blocks(
     offset: NDArray[np.float32] | None,
     bits: int,
     group: int = 32,
+    values: tuple[int, ...] | None = None,
+    factors: tuple[NDArray[np.float32], ...] = (),
 ) -> Blocks:
     def by_rows(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array.reshape(len(quants), -1))
 
-    return Blocks(by_rows(quants), by_rows(scale), None if offset is None else by_rows(offset), bits, group)
+    shift = None if offset is None else by_rows(offset)
+    both = torch.stack([by_rows(factor) for factor in factors], dim=-1) if factors else None
+    return Blocks(by_rows(quants), by_rows(scale), shift, bits, group, values, both)
 
 
 def q4_0(raw: NDArray[np.uint8]) -> Blocks:
@@ -139,24 +209,24 @@ def q4_k(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, 128 bytes; weight = d sc q - dmin mn."""
     blocks = raw.reshape(len(raw), -1, 144)
     packed = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
-    return _blocks(_halves(packed), *_k_scales(blocks), 4)
+    return _with_k_scales(_halves(packed), blocks, 4)
 
 
-def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scale d sc and offset -dmin mn of the eight groups in blocks (R, N / 256, ..): (R, N / 256, 8) each."""
+def _with_k_scales(quants: NDArray[np.uint8], blocks: NDArray[np.uint8], bits: int) -> Blocks:
+    """Quants with scale d sc and offset -dmin mn for each of the eight groups in blocks (R, N / 256, ..)."""
     d, dmin = _floats(blocks[..., :2]), _floats(blocks[..., 2:4])  # (R, N / 256, 1)
     a, b, c = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]  # 4 bytes each
     sc = np.concatenate((a & 63, (c & 15) | (a >> 6 << 4)), axis=-1)  # (R, N / 256, 8)
     mn = np.concatenate((b & 63, (c >> 4) | (b >> 6 << 4)), axis=-1)
-    return d * sc, -dmin * mn
+    return _blocks(quants, d * sc, -dmin * mn, bits, factors=(d, -dmin))
 
 
-# The kernels compute in 4 and 8 bits only: quants of 2 and 3 bits become 4-bit ones, those of 5 and 6 bits 8-bit ones.
 def q2_k(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 256: 16 pairs of 4-bit (sc, mn), 64 bytes, d, dmin; weight = d sc q - dmin mn."""
     blocks = raw.reshape(len(raw), -1, 84)
     d, dmin = _floats(blocks[..., 80:82]), _floats(blocks[..., 82:])  # (R, N / 256, 1)
-    return _blocks(_quarters(blocks[..., 16:80]), d * (blocks[..., :16] & 15), -dmin * (blocks[..., :16] >> 4), 4, 16)
+    scale, offset = d * (blocks[..., :16] & 15), -dmin * (blocks[..., :16] >> 4)
+    return _blocks(_quarters(blocks[..., 16:80]), scale, offset, 2, 16, factors=(d, -dmin))
 
 
 def q3_k(raw: NDArray[np.uint8]) -> Blocks:
@@ -164,19 +234,19 @@ def q3_k(raw: NDArray[np.uint8]) -> Blocks:
     blocks = raw.reshape(len(raw), -1, 110)
     high = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (R, N / 256, 8, 32)
     low = _quarters(blocks[..., 32:96])  # (R, N / 256, 256)
-    quants = low + (high.reshape(low.shape) << 2) + np.uint8(8 - 4)
+    quants = low + (high.reshape(low.shape) << 2)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     top = (blocks[..., None, 104:108] >> shifts & 3).reshape(*blocks.shape[:2], 16)  # bits 4 and 5 of the scales
     sc = (_halves(blocks[..., 96:104]) | top << 4).view(np.int8) - np.int8(32)  # (R, N / 256, 16)
-    return _blocks(quants, _floats(blocks[..., 108:]) * sc, None, 4, 16)
+    d = _floats(blocks[..., 108:])
+    return _blocks(quants, d * sc, None, 3, 16, factors=(d,))
 
 
 def q5_0(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 32: scale d, the highest bits in 4 bytes, 16 bytes; weight = d (q - 16)."""
     blocks = raw.reshape(len(raw), -1, 22)
     high = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")  # (R, N / 32, 32)
-    quants = _halves(blocks[..., 6:]) + (high << 4) + np.uint8(128 - 16)
-    return _blocks(quants, _floats(blocks[..., :2]), None, 8)
+    return _blocks(_halves(blocks[..., 6:]) + (high << 4), _floats(blocks[..., :2]), None, 5)
 
 
 def q5_1(raw: NDArray[np.uint8]) -> Blocks:
@@ -184,7 +254,7 @@ def q5_1(raw: NDArray[np.uint8]) -> Blocks:
     blocks = raw.reshape(len(raw), -1, 24)
     high = np.unpackbits(blocks[..., 4:8], axis=-1, bitorder="little")  # (R, N / 32, 32)
     quants = _halves(blocks[..., 8:]) + (high << 4)
-    return _blocks(quants, _floats(blocks[..., :2]), _floats(blocks[..., 2:4]), 8)
+    return _blocks(quants, _floats(blocks[..., :2]), _floats(blocks[..., 2:4]), 5)
 
 
 def q5_k(raw: NDArray[np.uint8]) -> Blocks:
@@ -193,7 +263,7 @@ def q5_k(raw: NDArray[np.uint8]) -> Blocks:
     packed = blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)
     high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (R, N / 256, 8, 32)
     quants = _halves(packed).reshape(high.shape) + (high << 4)
-    return _blocks(quants, *_k_scales(blocks), 8)
+    return _with_k_scales(quants, blocks, 5)
 
 
 def q6_k(raw: NDArray[np.uint8]) -> Blocks:
@@ -201,8 +271,9 @@ def q6_k(raw: NDArray[np.uint8]) -> Blocks:
     blocks = raw.reshape(len(raw), -1, 210)
     low = _halves(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))  # (R, N / 256, 2, 128)
     high = _quarters(blocks[..., 128:192])  # (R, N / 256, 256)
-    quants = low.reshape(high.shape) + (high << 4) + np.uint8(128 - 32)
-    return _blocks(quants, _floats(blocks[..., 208:]) * blocks[..., 192:208].view(np.int8), None, 8, 16)
+    d = _floats(blocks[..., 208:])
+    scale = d * blocks[..., 192:208].view(np.int8)
+    return _blocks(low.reshape(high.shape) + (high << 4), scale, None, 6, 16, factors=(d,))
 
 
 def q8_0(raw: NDArray[np.uint8]) -> Blocks:
@@ -212,25 +283,14 @@ def q8_0(raw: NDArray[np.uint8]) -> Blocks:
 
 
 # ------------------------------------------------------------------------------------------------------- codebooks
-# 4-bit indices into 16 values. The kernels compute with uniform steps only, so the values themselves become quants of
-# 8 bits. A kernel that looks values up would keep the indices: `_from_codebook` is the only place to change.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of float4 E2M1
-
-
-def _from_codebook(
-    indices: NDArray[np.uint8], scale: NDArray[np.float32], values: Sequence[int], group: int = 32
-) -> Blocks:
-    """Blocks of weights scale * values[index]: indices (R, ..), scale (R, ..) with one entry for each group."""
-    table = bytes(value + 128 for value in values).ljust(256, b"\0")
-    quants = np.frombuffer(bytearray(indices.tobytes().translate(table)), np.uint8)  # a tenth of the time of values[..]
-    return _blocks(quants.reshape(len(indices), -1), scale, None, 8, group)
 
 
 def iq4_nl(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 32: scale d, 16 bytes; weight = d values[q]."""
     blocks = raw.reshape(len(raw), -1, 18)
-    return _from_codebook(_halves(blocks[..., 2:]), _floats(blocks[..., :2]), IQ4_VALUES)
+    return _blocks(_halves(blocks[..., 2:]), _floats(blocks[..., :2]), None, 4, values=IQ4_VALUES)
 
 
 def iq4_xs(raw: NDArray[np.uint8]) -> Blocks:
@@ -241,14 +301,15 @@ def iq4_xs(raw: NDArray[np.uint8]) -> Blocks:
     high = (blocks[..., 2:4, None] >> shifts & 3).reshape(low.shape)
     sc = (low | high << 4).view(np.int8) - np.int8(32)  # (R, N / 256, 8)
     quants = _halves(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))
-    return _from_codebook(quants, _floats(blocks[..., :2]) * sc, IQ4_VALUES)
+    d = _floats(blocks[..., :2])
+    return _blocks(quants, d * sc, None, 4, values=IQ4_VALUES, factors=(d,))
 
 
 def mxfp4(raw: NDArray[np.uint8]) -> Blocks:
     """Blocks of 32: exponent e, 16 bytes of E2M1; weight = 2^(e - 128) values[q]."""
     blocks = raw.reshape(len(raw), -1, 17)
     scale = np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128, dtype=np.float32)
-    return _from_codebook(_halves(blocks[..., 1:]), scale, E2M1_VALUES)
+    return _blocks(_halves(blocks[..., 1:]), scale, None, 4, values=E2M1_VALUES)
 
 
 def nvfp4(raw: NDArray[np.uint8]) -> Blocks:
@@ -260,7 +321,7 @@ def nvfp4(raw: NDArray[np.uint8]) -> Blocks:
     halves = (np.where(exponent > 0, normal, np.ldexp(mantissa.astype(np.float32), -9)) / 2).astype(np.float32)
     halves[127] = 0  # NaN in E4M3; llama.cpp reads it as 0
     quants = _halves(blocks[..., 4:].reshape(*blocks.shape[:2], 4, 8))
-    return _from_codebook(quants, halves[blocks[..., :4]], E2M1_VALUES, 16)
+    return _blocks(quants, halves[blocks[..., :4]], None, 4, 16, E2M1_VALUES)
 
 
 # --------------------------------------------------------------------------------------------------------- ternary
@@ -310,6 +371,18 @@ def _even_signs() -> NDArray[np.uint8]:
     return low | np.unpackbits(low[:, None], axis=1).sum(axis=1, dtype=np.uint8) << 7
 
 
+IQ2_VALUES = (8, 25, 43, *[0] * 5, -8, -25, -43, *[0] * 5)
+IQ3_VALUES = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
+
+
+def _indexed(quants: NDArray[np.uint8], values: Sequence[int]) -> NDArray[np.uint8]:
+    """Integers, as int8 in uint8, as indices into values that contain them."""
+    table = bytearray(256)
+    for i, value in enumerate(values):
+        table[value & 255] = i
+    return np.frombuffer(bytearray(quants.tobytes().translate(table)), np.uint8).reshape(quants.shape)
+
+
 def _signed(points: NDArray[Any], signs: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Points of a grid as int8 in uint8, negated where a sign is set: (R, ..) -> (R, N). signs has a byte for 8."""
     masks = _sign_bytes()[signs].reshape(len(points), -1).view(np.uint8)
@@ -338,7 +411,8 @@ def iq2_xxs(raw: NDArray[np.uint8]) -> Blocks:
     words = _words(packed[..., 4:], "<u4")  # (R, N / 256, 8, 1)
     signs = _even_signs()[words >> np.array([0, 7, 14, 21], np.uint32) & 127]
     scale = _floats(blocks[..., :2]) * _odd(words[..., 0] >> 28) / np.float32(8)
-    return _blocks(_signed(_grid("IQ2_XXS")[packed[..., :4]], signs) ^ np.uint8(128), scale, None, 8)
+    quants = _signed(_grid("IQ2_XXS")[packed[..., :4]], signs)
+    return _blocks(_indexed(quants, IQ2_VALUES), scale, None, 4, 32, IQ2_VALUES)
 
 
 def iq2_xs(raw: NDArray[np.uint8]) -> Blocks:
@@ -347,7 +421,7 @@ def iq2_xs(raw: NDArray[np.uint8]) -> Blocks:
     words = _words(blocks[..., 2:66], "<u2")  # (R, N / 256, 32)
     scale = _floats(blocks[..., :2]) * _odd(_nibbles(blocks[..., 66:])) / np.float32(8)
     quants = _signed(_grid("IQ2_XS")[words & 511], _even_signs()[words >> 9])
-    return _blocks(quants ^ np.uint8(128), scale, None, 8, 16)
+    return _blocks(_indexed(quants, IQ2_VALUES), scale, None, 4, 16, IQ2_VALUES)
 
 
 def iq2_s(raw: NDArray[np.uint8]) -> Blocks:
@@ -356,7 +430,8 @@ def iq2_s(raw: NDArray[np.uint8]) -> Blocks:
     high = (blocks[..., 66:74, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(*blocks.shape[:2], 32)
     points = blocks[..., 2:34] | high.astype(np.uint16) << 8
     scale = _floats(blocks[..., :2]) * _odd(_nibbles(blocks[..., 74:])) / np.float32(8)
-    return _blocks(_signed(_grid("IQ2_S")[points], blocks[..., 34:66]) ^ np.uint8(128), scale, None, 8, 16)
+    quants = _signed(_grid("IQ2_S")[points], blocks[..., 34:66])
+    return _blocks(_indexed(quants, IQ2_VALUES), scale, None, 4, 16, IQ2_VALUES)
 
 
 def iq3_xxs(raw: NDArray[np.uint8]) -> Blocks:
@@ -365,7 +440,8 @@ def iq3_xxs(raw: NDArray[np.uint8]) -> Blocks:
     words = _words(blocks[..., 66:], "<u4")  # (R, N / 256, 8)
     signs = _even_signs()[words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & 127]
     scale = _floats(blocks[..., :2]) * _odd(words >> 28) / np.float32(4)
-    return _blocks(_signed(_grid("IQ3_XXS")[blocks[..., 2:66]], signs) ^ np.uint8(128), scale, None, 8)
+    quants = _signed(_grid("IQ3_XXS")[blocks[..., 2:66]], signs)
+    return _blocks(_indexed(quants, IQ3_VALUES), scale, None, 4, 32, IQ3_VALUES)
 
 
 def iq3_s(raw: NDArray[np.uint8]) -> Blocks:

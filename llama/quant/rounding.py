@@ -101,7 +101,8 @@ LARGEST_SCALE = 65504.0  # of float16
 
 def check_overflow(blocks: Blocks) -> None:
     """Raise CheckpointError if a finite scale or offset of a group becomes infinite in 16 bits."""
-    for values in (blocks.scale, blocks.offset) if blocks.group else ():
+    stored = (blocks.scale, blocks.offset) if blocks.factors is None else (blocks.factors,)
+    for values in stored if blocks.group else ():
         largest = 0.0 if values is None else float(values.abs().max())  # NaN if one is NaN
         if LARGEST_SCALE < largest < torch.inf:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Packing of 4-bit and 8-bit weights into tiles, the layout that the kernels read, and unpacking.
+"""Packing of quantized weights into tiles, the layout that the kernels read, and unpacking.
 
 A tile is 16 rows of a weight (N, K); cpp/blocks.h describes its bytes. The files of a quantized checkpoint store the
 same bytes, so such a file is only mapped when it is loaded.
@@ -6,46 +6,126 @@ same bytes, so such a file is only mapped when it is loaded.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .blocks import Blocks
+from .blocks import BLOCK, BlockFormat, Blocks
 
 TILE = 16  # rows of a tile, as in cpp/blocks.h
 PER_ROW = 64  # inputs per group in a tile if a row has one scale
 
 
+class Layout(NamedTuple):
+    """Sizes of the parts of a block in bytes, the inputs of a group, and the groups of a block.
+
+    low     the lowest bits of the weights, `low_bits` each
+    high    the other bits
+    levels  the integers of two levels of scales
+    ends    scales and offsets, or factors
+    """
+
+    width: int
+    count: int
+    low_bits: int
+    low: int
+    high: int
+    levels: int
+    ends: int
+
+    @classmethod
+    def of(cls, format: BlockFormat) -> Layout:
+        bits, group, offset, _, levels = format
+        width, low_bits = group or PER_ROW, 8 if bits == 8 else 4 if bits >= 4 else 2
+        count = BLOCK // width if levels else 1
+        inputs, integers = count * width * TILE, count * TILE * (1 + (offset and bits > 2)) if levels else 0
+        ends = 2 * TILE * (1 + offset) if group else 0
+        return cls(width, count, low_bits, inputs * low_bits // 8, inputs * (bits - low_bits) // 8, integers, ends)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block."""
+        return self.low + self.high + self.levels + self.ends
+
+    def blocks(self, columns: int) -> int:
+        """The blocks of a row."""
+        return -(-columns // (self.count * self.width))
+
+
 def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
     """Pack a weight into tiles: (tiles, bytes of a tile) uint8, `out` if it is given. Rows and columns are padded."""
+    format = blocks.format
+    layout, bits = Layout.of(format), blocks.bits
     rows, columns = blocks.quants.shape
-    width = blocks.group or PER_ROW
-    groups, tiles, words = -(-columns // width), -(-rows // TILE), width * blocks.bits // 32
+    tiles, count, width = -(-rows // TILE), layout.blocks(columns), layout.count * layout.width
     if out is None:
-        out = torch.empty(tiles, tile_bytes(columns, *blocks.format), dtype=torch.uint8)
-    zero = 0 if blocks.offset is not None else 2 ** (blocks.bits - 1)
+        out = torch.empty(tiles, tile_bytes(columns, *format), dtype=torch.uint8)
+    zero = 0 if blocks.offset is not None or blocks.values is not None else 2 ** (bits - 1)
     # numpy, since PyTorch would start threads, and several pieces are packed at once. A word is 4 bytes of a row; words
     # are copied in a quarter of the time of their bytes.
-    quants = _pad(blocks.quants, tiles * TILE - rows, groups * width - columns, zero).contiguous().numpy()
-    if blocks.bits == 4:
-        eight = quants.view(np.int64)  # 8 inputs, the first in the lowest byte
-        row_words = (eight | eight >> 28).view(np.int32)[:, ::2]  # byte i: input i, and input i + 4 in its high half
-    else:
-        row_words = quants.view(np.int32)
-    body = (out if blocks.group else out[:, :-64]).unflatten(1, (groups, -1))  # (tiles, groups, bytes)
-    packed = body.view(torch.int32)[:, :, : words * TILE].unflatten(-1, (words, TILE)).numpy()
-    packed[...] = row_words.reshape(tiles, TILE, groups, words).transpose(0, 2, 3, 1)
+    quants = _pad(blocks.quants, tiles * TILE - rows, count * width - columns, zero).contiguous().numpy()
+    body = out[:, : count * layout.nbytes].unflatten(1, (count, -1))  # (tiles, blocks, bytes)
+    parts = [(quants, layout.low_bits, 0, layout.low)]
+    if layout.high:
+        low = quants & np.uint8((1 << layout.low_bits) - 1)
+        high = quants >> np.uint8(layout.low_bits), bits - layout.low_bits
+        parts = [(low, layout.low_bits, 0, layout.low), (*high, layout.low, layout.high)]
+    for part, each, first, size in parts:
+        to = body[:, :, first : first + size].view(torch.int32).unflatten(-1, (-1, TILE)).numpy()
+        to[...] = _dense(part, each).reshape(tiles, TILE, count, -1).transpose(0, 2, 3, 1)
     if not blocks.group:
         scale = _pad(blocks.scale[:, :1], tiles * TILE - rows)
-        out[:, -64:].view(torch.float32).copy_(scale.view(tiles, TILE))
+        out[:, -4 * TILE :].view(torch.float32).copy_(scale.view(tiles, TILE))
         return out
-    for i, values in enumerate((blocks.scale, blocks.offset)):
-        if values is not None:
-            first = 2 * words * TILE + i * TILE
-            padded = _pad(values, tiles * TILE - rows).view(tiles, TILE, groups)
-            body.view(torch.float16)[:, :, first : first + TILE].copy_(padded.transpose(1, 2))
+    if blocks.values is not None:
+        out[:, -16:] = torch.tensor(blocks.values) + 128
+    if blocks.factors is not None:
+        at = layout.low + layout.high
+        _integers(blocks, tiles, layout, body[:, :, at : at + layout.levels])
+        ends = blocks.factors.unbind(-1)
+    else:
+        ends = (blocks.scale,) if blocks.offset is None else (blocks.scale, blocks.offset)
+    for i, values in enumerate(ends):
+        first = (layout.nbytes - layout.ends) // 2 + i * TILE
+        padded = _pad(values, tiles * TILE - rows).view(tiles, TILE, count)
+        body.view(torch.float16)[:, :, first : first + TILE].copy_(padded.transpose(1, 2))
     return out
+
+
+def _dense(quants: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
+    """Integers of 1, 2, 4 or 8 bits (R, N) in words: byte i of a word has inputs i, i + 4, i + 8, ..."""
+    if bits == 8:
+        return quants.view(np.int32)
+    eight = quants.view(np.int64)  # 8 inputs, the first in the lowest byte: input i + 4 moves to byte i
+    words = (eight | eight >> 32 - bits).view(np.int32)[:, ::2]
+    return words if bits == 4 else _dense(np.ascontiguousarray(words).view(np.uint8), 2 * bits)
+
+
+def _sparse(words: Tensor, bits: int) -> Tensor:
+    """The inverse of `_dense`: words (N, .., 4) as bytes -> (N, K)."""
+    parts = [words >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)] if bits < 8 else [words]
+    return torch.stack(parts, dim=-2).flatten(1)
+
+
+def _integers(blocks: Blocks, tiles: int, layout: Layout, out: Tensor) -> None:
+    """Write the integers of two levels of scales: out (tiles, blocks, bytes)."""
+    assert blocks.factors is not None
+    missing = len(out) * TILE - len(blocks.scale)
+    found = []
+    for values, factor in zip((blocks.scale, blocks.offset), blocks.factors.unbind(-1), strict=False):
+        assert values is not None
+        padded = _pad(values, missing, out.shape[1] * layout.count - values.shape[1])
+        groups = padded.view(tiles, TILE, out.shape[1], layout.count)
+        factor = _pad(factor, missing).view(tiles, TILE, -1, 1)
+        ratio = torch.where(factor == 0, 0, groups / factor).round()  # exact: `groups` are multiples of `factor`
+        found.append(ratio.nan_to_num(0, 0, 0).to(torch.int8).permute(0, 2, 3, 1))  # (tiles, blocks, count, 16)
+    if len(found) == 2 and blocks.bits == 2:
+        found = [found[0] | found[1] << 4]
+    out.copy_(torch.cat(found, dim=2).flatten(2).view(torch.uint8))
 
 
 def _pad(values: Tensor, rows: int, columns: int = 0, value: int = 0) -> Tensor:
@@ -53,52 +133,77 @@ def _pad(values: Tensor, rows: int, columns: int = 0, value: int = 0) -> Tensor:
     return F.pad(values, (0, columns, 0, rows), value=value) if rows or columns else values
 
 
-def tile_bytes(columns: int, bits: int, group: int, offset: bool) -> int:
+def tile_bytes(columns: int, bits: int, group: int, offset: bool, codebook: bool = False, levels: bool = False) -> int:
     """Bytes of one tile of a weight with `columns` columns."""
-    width = group or PER_ROW
-    groups = -(-columns // width)
-    return groups * (width * TILE * bits // 8 + (32 * (1 + offset) if group else 0)) + (0 if group else 64)
+    layout = Layout.of(BlockFormat(bits, group, offset, codebook, levels))
+    return layout.blocks(columns) * layout.nbytes + (4 * TILE if not group else 16 if codebook else 0)
 
 
-def tiles_shape(shape: tuple[int, int], bits: int, group: int, offset: bool) -> tuple[int, int]:
+def tiles_shape(
+    shape: tuple[int, int], bits: int, group: int, offset: bool, codebook: bool = False, levels: bool = False
+) -> tuple[int, int]:
     """The shape of a packed weight: (tiles, bytes of a tile)."""
     rows, columns = shape
-    return -(-rows // TILE), tile_bytes(columns, bits, group, offset)
+    return -(-rows // TILE), tile_bytes(columns, bits, group, offset, codebook, levels)
 
 
 def scales_of(tiles: Tensor, columns: int, bits: int, group: int, offset: bool) -> Tensor:
-    """Scales and offsets of a packed weight: (tiles, groups, 1 or 2, 16); one group if a row has one scale."""
-    if not group:
-        return tiles[:, -64:].contiguous().view(torch.float32).view(-1, 1, 1, TILE)
-    body = tiles.view(len(tiles), -(-columns // group), -1)
-    return body[:, :, group * TILE * bits // 8 :].contiguous().view(torch.float16).unflatten(-1, (1 + offset, TILE))
+    """Scales and offsets of a weight with one level of scales: (tiles, groups, 1 or 2, 16); group 0: one for a row."""
+    return _ends(tiles, columns, BlockFormat(bits, group, offset))
 
 
-def unpack(tiles: Tensor, rows: int, columns: int, bits: int, group: int, offset: bool) -> Blocks:
+def _ends(tiles: Tensor, columns: int, format: BlockFormat) -> Tensor:
+    """Scales and offsets of groups, or the factors of blocks: (tiles, groups or blocks, 1 or 2, 16)."""
+    if not format.group:
+        return tiles[:, -4 * TILE :].contiguous().view(torch.float32).view(-1, 1, 1, TILE)
+    layout = Layout.of(format)
+    ends = _body(tiles, columns, layout)[:, :, -layout.ends :].contiguous()
+    return ends.view(torch.float16).unflatten(-1, (-1, TILE))
+
+
+def _body(tiles: Tensor, columns: int, layout: Layout) -> Tensor:
+    """The blocks of tiles: (tiles, blocks, bytes)."""
+    count = layout.blocks(columns)
+    return tiles[:, : count * layout.nbytes].unflatten(1, (count, -1))
+
+
+def unpack(
+    tiles: Tensor, rows: int, columns: int, bits: int, group: int, offset: bool, codebook: bool = False, levels: bool = False
+) -> Blocks:
     """The inverse of `pack`, for a weight (rows, columns)."""
-    count, width = len(tiles), group or PER_ROW
-    groups, size = -(-columns // width), width * TILE * bits // 8
-    values = scales_of(tiles, columns, bits, group, offset).float().permute(2, 0, 3, 1)  # (1 or 2, tiles, 16, groups)
-    values = values.flatten(1, 2)[:, :rows]  # scale, offset
-    body = (tiles if group else tiles[:, :-64]).view(count, groups, -1)
-    quants = body[:, :, :size].reshape(count, groups, -1, TILE * 4)
-    if bits == 4:
-        quants = torch.stack((quants & 15, quants >> 4), dim=3).flatten(2, 3)  # (tiles, groups, group / 4, 64)
-    quants = quants.unflatten(-1, (TILE, 4)).permute(0, 3, 1, 2, 4).reshape(count * TILE, -1)
-    return Blocks(quants[:rows, :columns].contiguous(), values[0], values[1] if offset else None, bits, group)
+    return _unpacked(tiles, columns, BlockFormat(bits, group, offset, codebook, levels)).rows(slice(rows))
 
 
-def unpack_rows(tiles: Tensor, ids: Tensor, columns: int, bits: int, group: int, offset: bool) -> Tensor:
+def unpack_rows(
+    tiles: Tensor, ids: Tensor, columns: int, bits: int, group: int, offset: bool, codebook: bool = False, levels: bool = False
+) -> Tensor:
     """Rows `ids` (n,) of a packed weight, dequantized: (n, columns) float32. Reads only the tiles of these rows."""
-    width = group or PER_ROW
-    groups, size, n = -(-columns // width), width * TILE * bits // 8, len(ids)
-    lane = ids % TILE  # (n,)
-    own, each = tiles[ids // TILE], torch.arange(n, device=ids.device)  # (n, bytes of a tile)
-    body = (own if group else own[:, :-64]).view(n, groups, -1)
-    quants = body[:, :, :size].unflatten(-1, (-1, TILE, 4))[each, :, :, lane]  # (n, groups, group / 4 or 8, 4)
-    if bits == 4:
-        quants = torch.stack((quants & 15, quants >> 4), dim=3)
-    values = scales_of(own, columns, bits, group, offset)[each, :, :, lane].float()  # (n, groups, 1 or 2)
-    scale = values[..., :1]
-    zero = values[..., 1:] if offset else -(2.0 ** (bits - 1)) * scale
-    return (quants.flatten(2).float() * scale + zero).flatten(1)[:, :columns]
+    format = BlockFormat(bits, group, offset, codebook, levels)
+    return _unpacked(tiles[ids // TILE], columns, format, ids % TILE).weight
+
+
+def _unpacked(tiles: Tensor, columns: int, format: BlockFormat, lanes: Tensor | None = None) -> Blocks:
+    """The 16 rows of each tile, or one of them: the one with the number in lanes (tiles,)."""
+    layout, body = Layout.of(format), _body(tiles, columns, Layout.of(format))
+
+    def by_rows(values: Tensor, axis: int) -> Tensor:  # (tiles, .., 16, ..) -> (N, ..)
+        values = values.movedim(axis, 1)
+        return values.flatten(0, 1) if lanes is None else values[torch.arange(len(tiles), device=tiles.device), lanes]
+
+    def bits(first: int, size: int, each: int) -> Tensor:  # (N, K)
+        return _sparse(by_rows(body[:, :, first : first + size].unflatten(-1, (-1, TILE, 4)), 3), each)
+
+    quants = bits(0, layout.low, layout.low_bits)
+    if layout.high:
+        quants = quants | bits(layout.low, layout.high, format.bits - layout.low_bits) << layout.low_bits
+    ends, factors = by_rows(_ends(tiles, columns, format), 3).float(), None  # (N, groups or blocks, 1 or 2)
+    if format.levels:
+        at = layout.low + layout.high
+        packed = body[:, :, at : at + layout.levels].unflatten(-1, (-1, layout.count, TILE))
+        if format.bits == 2:
+            packed = torch.cat((packed & 15, packed >> 4), dim=2)
+        integers = by_rows(packed, 4).view(torch.int8)  # (N, blocks, 1 or 2, groups)
+        ends, factors = (integers * ends[..., None]).transpose(2, 3).flatten(1, 2)[:, : -(-columns // format.group)], ends
+    values = tuple((tiles[0, -16:].int() - 128).tolist()) if format.codebook else None
+    offset = ends[..., 1] if format.offset else None
+    return Blocks(quants[:, :columns].contiguous(), ends[..., 0], offset, format.bits, format.group, values, factors)

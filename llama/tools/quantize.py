@@ -97,7 +97,7 @@ def format_for(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat
     """The quantized format to save a weight in; None for floating point.
 
     Linear layers are quantized by the scheme. An embedding that is not tied to one is not, but stays quantized if the
-    source stores it so.
+    source stores it so, in 4 or 8 bits.
     """
     layer = name.removesuffix(".weight")
     embedding = layer == "tok_embeddings" and not checkpoint.config.tie_embeddings
@@ -105,7 +105,7 @@ def format_for(checkpoint: Checkpoint, name: str, scheme: Scheme) -> BlockFormat
         return None
     if embedding:
         stored = checkpoint.blocks(name, slice(0, 1))
-        return None if stored is None else stored.format
+        return None if stored is None else stored.simple.format
     return scheme_for("output" if layer == "tok_embeddings" else layer, scheme).format
 
 

@@ -166,7 +166,7 @@ def tile(scheme: str) -> Callable[[torch.nn.Linear], torch.nn.Module]:
         blocks = quantize(linear.weight, chosen)
         blocks.scale[4, 0] = math.nan
         shape = linear.out_features, linear.in_features
-        return TileLinear(pack(blocks), shape, chosen.bits, chosen.group, chosen.offset, None)
+        return TileLinear(pack(blocks), shape, blocks.format, None)
 
     return make
 

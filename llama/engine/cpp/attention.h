@@ -216,7 +216,7 @@ struct Queries8 {
             for (int k = 0; k < 16; k++)
                 for (int r = 0; r < QUERIES; r++)
                     for (int part = 0; part < 2; part++)
-                        acc[r][part] = dot4<8>(acc[r][part], keys[k] ^ 0x80808080u, load<int32_t>(&q[r][part][64 * i + 4 * k]));
+                        acc[r][part] = dot4<true>(acc[r][part], keys[k] ^ 0x80808080u, load<int32_t>(&q[r][part][64 * i + 4 * k]));
         }
         for (int64_t j = 0; j < 16; j++) prefetch(p, s + j);
         for (int r = 0; r < QUERIES; r++)

@@ -1,19 +1,29 @@
-// Rows of x times a weight (N, K) in 4 or 8 bits, packed in tiles by llama/quant/tiles.py.
+// Rows of x times a weight (N, K) in few bits, packed in tiles by llama/quant/tiles.py.
 //
-// A tile is 16 rows of the weight; each row uses one lane of a vector. The bytes of a tile, in order:
+// A tile is 16 rows of the weight; each row uses one lane of a vector. A vector of 64 bytes has 4 inputs of 16 rows, or parts of the
+// bits of more inputs. The bytes of a tile are blocks of inputs, in this order:
 //
-//     group 0: weights   8 bits: for every 4 inputs, 16 rows x 4 bytes
-//                        4 bits: for every 8 inputs, 16 rows x 4 bytes; inputs 0-3 in the low halves, inputs 4-7 in the high halves
-//              scale     16 x float16
-//              offset    16 x float16, if the format has offsets
-//     group 1: the same, and so on. If a row has a single scale, groups have none, and 16 x float32 follow the last group.
+//     block 0: low bits   the lowest 2, 4 or 8 bits. 8 bits: 4 inputs for each 64 bytes. 4 bits: 8 inputs; inputs 0-3 in the low
+//                         halves of the bytes, inputs 4-7 in the high halves. 2 bits: 16 inputs, in the same way.
+//              high bits  of weights in 3, 5 and 6 bits: inputs 0-3 in the lowest bit or two of 64 bytes, inputs 4-7 in the next ...
+//              scale      16 x float16
+//              offset     16 x float16, if the format has offsets
+//     block 1: the same, and so on
+//
+// A block is one group of inputs, or it has two levels of scales: then it is 256 inputs in groups of 16 or 32, with two factors in
+// the place of scale and offset, and before them one signed byte for each group and row, by which the first factor is multiplied; if the
+// format has offsets, a second one for the second factor. In 2 bits, both are in one byte: the low half and the high half.
+//
+// If a row has a single scale, blocks have none, and 16 x float32 follow the last block. With a codebook, the integers of 4 bits are
+// indices into 16 values, and 16 bytes follow the last block: the values + 128.
 //
 // Each row of x is quantized to 8 bits, with a scale for each group of inputs. Then
 //
 //     y[row] = sum over groups of  scale_w[row] * scale_x * sum_k(w[row, k] * x[k])  +  offset[row] * scale_x * sum_k(x[k])
 //
 // where w is unsigned, as the instruction vpdpbusd requires, and the inner sum is exact in 32 bits. Four inputs of x are broadcast
-// to all lanes, so no sum across lanes is needed, and up to 12 rows of x share every read of the weight.
+// to all lanes, so no sum across lanes is needed, and up to 12 rows of x share every read of the weight. For more than one row, weights
+// in another form than one level of scales and 4 or 8 bits are widened to 8 bits once for a tile and up to 96 rows.
 //
 // Nearly all of the time is spent in `dot4`.
 
@@ -28,6 +38,7 @@
 namespace {
 
 constexpr int64_t ROWS = 16;       // rows of a tile
+constexpr int64_t BLOCK = 256;     // inputs of a block with two levels of scales
 constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
 // Bytes that one row prefetches ahead, on processors whose own prefetcher reads too little.
 #if defined(__AMX_BF16__)
@@ -36,24 +47,41 @@ constexpr int64_t AHEAD = 1024;
 constexpr int64_t AHEAD = 0;
 #endif
 
+// How a weight is stored.
+struct Format {
+    int bits;               // 2, 3, 4, 5, 6 or 8
+    bool offset = false;    // whether a group has an offset
+    bool per_row = false;   // whether a row has one scale
+    bool codebook = false;  // whether the integers are indices into 16 values
+    bool levels = false;    // whether there are two levels of scales
+    bool wide = false;      // widened from another form: scales and offsets are float32
+
+    constexpr int low() const { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
+    constexpr int high() const { return bits - low(); }
+    constexpr bool bytes() const { return bits == 8 || codebook; }
+    constexpr bool narrow() const { return codebook || levels || (bits != 4 && bits != 8); }  // to be widened for several rows
+    constexpr int64_t group() const { return bits == 2 || bits == 3 || bits == 6 ? 16 : levels || bits == 5 ? 32 : 0; }  // 0: any
+    constexpr int32_t middle() const { return offset ? 0 : codebook ? 128 : 1 << (bits - 1); }  // the integer that means 0
+};
+
 // acc[row] += sum over 4 inputs of w[row][i] * x[i]; w is 64 unsigned bytes, x is 4 signed bytes.
-// With SIGNED8, 8-bit weights are used as signed (w - 128): AVX2 adds two products in 16 bits, which unsigned ones can overflow, and
+// With SIGNED8, weights of 8 bits (BYTES) are used as signed (w - 128): AVX2 adds two products in 16 bits, which unsigned ones can overflow, and
 // ARM's first instruction for this multiplies signed bytes only.
 #if defined(__AVX512VNNI__)
 constexpr bool SIGNED8 = false;
-template <int BITS>
+template <bool BYTES>
 inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
 }
 #elif defined(__AVX2__)
 constexpr bool SIGNED8 = true;
-template <int BITS>
+template <bool BYTES>
 inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
     __m256i part[2];
     std::memcpy(part, &w, 64);
     for (int i = 0; i < 2; i++) {
         __m256i u = part[i], s = _mm256_set1_epi32(x);
-        if (BITS == 8) {
+        if (BYTES) {
             __m256i q = _mm256_xor_si256(u, _mm256_set1_epi8(-128));
             u = _mm256_abs_epi8(q), s = _mm256_sign_epi8(s, q);
         }
@@ -69,21 +97,56 @@ inline int32x4_t dot16(int32x4_t acc, uint8x16_t w, int8x16_t x) { return vusdot
 constexpr bool SIGNED8 = true;
 inline int32x4_t dot16(int32x4_t acc, uint8x16_t w, int8x16_t x) { return vdotq_s32(acc, vreinterpretq_s8_u8(w), x); }
 #endif
-template <int BITS>
+template <bool BYTES>
 inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
     int32x4_t sum[4];
     std::memcpy(sum, &acc, 64);
-    if (BITS == 8 && SIGNED8) w ^= 0x80808080u;
+    if (BYTES && SIGNED8) w ^= 0x80808080u;
     for (int i = 0; i < 4; i++) sum[i] = dot16(sum[i], load<uint8x16_t>((const char*)&w + 16 * i), vreinterpretq_s8_s32(vdupq_n_s32(x)));
     return load<i32x16>(sum);
 }
 #else
 constexpr bool SIGNED8 = false;
-template <int BITS>
+template <bool BYTES>
 inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
     for (int i = 0; i < 4; i++) acc += (i32x16)((w >> (8 * i)) & 255) * int32_t(int8_t(x >> (8 * i)));
     return acc;
 }
+#endif
+
+// 16 values, and their bytes for 64 indices.
+#if defined(__AVX512BW__)
+struct Codebook {
+    __m512i values;
+    explicit Codebook(const uint8_t* p) : values(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))) {}
+    u32x16 operator()(u32x16 w) const { return (u32x16)_mm512_shuffle_epi8(values, (__m512i)w); }
+};
+#elif defined(__AVX2__)
+struct Codebook {
+    __m256i values;
+    explicit Codebook(const uint8_t* p) : values(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p))) {}
+    u32x16 operator()(u32x16 w) const {
+        __m256i part[2];
+        std::memcpy(part, &w, 64);
+        for (int i = 0; i < 2; i++) part[i] = _mm256_shuffle_epi8(values, part[i]);
+        return load<u32x16>(part);
+    }
+};
+#else
+struct Codebook {
+    uint8_t values[16];
+    explicit Codebook(const uint8_t* p) { std::memcpy(values, p, 16); }
+    u32x16 operator()(u32x16 w) const {
+        uint8_t bytes[64];
+        std::memcpy(bytes, &w, 64);
+#if defined(__ARM_NEON)
+        for (int i = 0; i < 64; i += 16) vst1q_u8(bytes + i, vqtbl1q_u8(vld1q_u8(values), vld1q_u8(bytes + i)));
+#else
+        for (uint8_t& byte : bytes) byte = values[byte];
+#endif
+        return load<u32x16>(bytes);
+    }
+};
 #endif
 
 // A row of x in 8 bits. `start` subtracts the zero point of unsigned weights: sum((w - zero) x) = sum(w x) - zero sum(x).
@@ -95,62 +158,185 @@ struct Row {
 };
 
 struct Shape {
-    int64_t groups, group, stride;  // stride: bytes of one group of a tile
+    int64_t groups, group;  // the groups of a row, and their inputs; with two levels of scales, groups of complete blocks
+    int64_t stride, tile;   // bytes of a block and of a tile
 };
 
-// Two halves of 128 bytes of a group in 8 bits, or the low and the high halves of 64 bytes in 4 bits.
-template <int BITS>
-inline void load_weights(const uint8_t* w, u32x16* halves) {
-    const u32x16 first = load<u32x16>(w);
-    halves[0] = BITS == 4 ? first & 0x0f0f0f0fu : first;
-    halves[1] = BITS == 4 ? (first >> 4) & 0x0f0f0f0fu : load<u32x16>(w + 64);
+template <Format F>
+inline int64_t group_of(const Shape& s) {
+    return F.group() ? F.group() : s.group;
+}
+template <Format F>
+inline int64_t groups_of_a_block(const Shape& s) {
+    return F.levels ? BLOCK / group_of<F>(s) : 1;
 }
 
-// A group of each of TILES tiles, `apart` bytes apart, times M rows, added to `total`.
-template <int BITS, bool OFFSET, bool PER_ROW, int M, int TILES>
-inline void group_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, int64_t g, f32x16 (*total)[M]) {
+// Group i of a block: where its bits are, and its scale and offset.
+template <Format F>
+struct Group {
+    const uint8_t* low;
+    const uint8_t* high;
+    u32x16 high_bits;
+    f32x16 scale, offset{};
+
+    Group() = default;
+    Group(const uint8_t* block, const Shape& s, int64_t i, const f32x16* factors) {
+        const int64_t group = group_of<F>(s), count = groups_of_a_block<F>(s);
+        low = block + i * group * ROWS * F.low() / 8;
+        high = block + count * group * ROWS * F.low() / 8 + (F.bits == 3 ? i / 2 : i) * 64;
+        if (F.high()) high_bits = load<u32x16>(high);
+        if (F.bits == 3) high_bits >>= uint32_t(i % 2 * 4);
+        const uint8_t* numbers = block + count * group * ROWS * F.bits / 8;
+        if (F.wide) {
+            scale = load<f32x16>(numbers);
+            if (F.offset) offset = load<f32x16>(numbers + 64);
+        } else if (!F.levels) {
+            scale = F.per_row ? f32x16{} + 1.0f : load_half(numbers);
+            if (F.offset) offset = load_half(numbers + 32);
+        } else {
+            const i8x16 first = load<i8x16>(numbers + i * ROWS);
+            scale = factors[0] * widen(F.bits == 2 ? first & 15 : first);
+            if (F.offset) offset = factors[1] * widen(F.bits == 2 ? (first >> 4) & 15 : load<i8x16>(numbers + (count + i) * ROWS));
+        }
+    }
+
+    // Inputs k to k + STEP, unsigned, four in a vector.
+    static constexpr int64_t STEP = F.low() == 2 ? 16 : 8;
+    void weights(int64_t k, u32x16* fours) const {
+        constexpr uint32_t MASK = 0x01010101u * ((1 << F.low()) - 1), HIGH = 0x01010101u * (((1 << F.high()) - 1) << F.low());
+        const uint8_t* w = low + k * ROWS * F.low() / 8;
+        for (int i = 0; i < STEP / 4; i++) {
+            fours[i] = F.low() == 8 ? load<u32x16>(w + 64 * i) : (load<u32x16>(w) >> uint32_t(i * F.low())) & MASK;
+            const int shift = F.high() * (int(k / 4) + i) - F.low();
+            if (F.high()) fours[i] |= (shift < 0 ? high_bits << uint32_t(-shift) : high_bits >> uint32_t(shift)) & HIGH;
+        }
+    }
+    void prefetch(int64_t k) const {
+        for (int64_t i = 0; i < STEP * F.low() / 32; i++) __builtin_prefetch(low + k * ROWS * F.low() / 8 + AHEAD + 64 * i);
+        if (F.high() && k == 0) __builtin_prefetch(high + AHEAD);
+    }
+};
+
+template <Format F>
+inline void load_factors(const uint8_t* block, const Shape& s, f32x16* factors) {
+    if (!F.levels) return;
+    for (int i = 0; i < 1 + F.offset; i++) factors[i] = load_half(block + s.stride - 32 * (1 + F.offset - i));
+}
+
+// Group i of a block of each of TILES tiles, `apart` bytes apart, times M rows, added to `total`. g: the number of the group.
+template <Format F, int M, int TILES>
+inline void group_product(const uint8_t* block, int64_t apart, const Shape& s, int64_t i, const f32x16 (*factors)[2], const Codebook& values,
+                          const Row* rows, int64_t g, f32x16 (*total)[M]) {
     constexpr int SUMS = M == 1 ? 2 : 1;  // independent sums hide the latency of dot4
+    constexpr int64_t STEP = Group<F>::STEP;
+    const int64_t group = group_of<F>(s);
     i32x16 acc[TILES][SUMS][M];
     const int8_t* x[M];
     for (int m = 0; m < M; m++) {
         for (int j = 0; j < TILES; j++) {
             acc[j][0][m] = i32x16{} + rows[m].start[g];
-            for (int i = 1; i < SUMS; i++) acc[j][i][m] = i32x16{};
+            for (int n = 1; n < SUMS; n++) acc[j][n][m] = i32x16{};
         }
-        x[m] = rows[m].x + g * s.group;
+        x[m] = rows[m].x + g * group;
     }
+    Group<F> groups[TILES];
+    for (int j = 0; j < TILES; j++) groups[j] = Group<F>(block + j * apart, s, i, factors[j]);
 #pragma GCC unroll 4
-    for (int64_t k = 0; k < s.group; k += 8)
+    for (int64_t k = 0; k < group; k += STEP)
         for (int j = 0; j < TILES; j++) {
-            const uint8_t* w = tile + j * apart + k * ROWS * BITS / 8;
-            if (AHEAD && M == 1)
-                for (int i = 0; i < BITS / 4; i++) __builtin_prefetch(w + AHEAD + 64 * i);
-            u32x16 halves[2];
-            load_weights<BITS>(w, halves);
-            for (int m = 0; m < M; m++)
-                for (int i = 0; i < 2; i++) acc[j][i % SUMS][m] = dot4<BITS>(acc[j][i % SUMS][m], halves[i], load<int32_t>(x[m] + k + 4 * i));
+            if (AHEAD && M == 1) groups[j].prefetch(k);
+            u32x16 fours[STEP / 4];
+            groups[j].weights(k, fours);
+            for (int n = 0; n < STEP / 4; n++) {
+                if (F.codebook) fours[n] = values(fours[n]);
+                for (int m = 0; m < M; m++) acc[j][n % SUMS][m] = dot4<F.bytes()>(acc[j][n % SUMS][m], fours[n], load<int32_t>(x[m] + k + 4 * n));
+            }
         }
-    for (int j = 0; j < TILES; j++) {
-        const uint8_t* numbers = tile + j * apart + s.group * ROWS * BITS / 8;
-        const f32x16 scale = PER_ROW ? f32x16{} + 1.0f : load_half(numbers);
-        const f32x16 offset = OFFSET ? load_half(numbers + 32) : f32x16{};
+    for (int j = 0; j < TILES; j++)
         for (int m = 0; m < M; m++) {
-            for (int i = 1; i < SUMS; i++) acc[j][0][m] += acc[j][i][m];
-            total[j][m] += __builtin_convertvector(acc[j][0][m], f32x16) * (PER_ROW ? f32x16{} + rows[m].scale[g] : scale * rows[m].scale[g]);
-            if (OFFSET) total[j][m] += offset * rows[m].sum[g];
+            for (int n = 1; n < SUMS; n++) acc[j][0][m] += acc[j][n][m];
+            total[j][m] += __builtin_convertvector(acc[j][0][m], f32x16) * (F.per_row ? f32x16{} + rows[m].scale[g] : groups[j].scale * rows[m].scale[g]);
+            if (F.offset) total[j][m] += groups[j].offset * rows[m].sum[g];
         }
+}
+
+// TILES tiles, `apart` bytes apart, times M rows of x -> y (TILES, M).
+template <Format F, int M, int TILES>
+void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y) {
+    const uint8_t* const end = tile + s.tile - (F.per_row ? 64 : F.codebook ? 16 : 0);
+    const Codebook values(F.codebook ? end : tile);
+    f32x16 total[TILES][M] = {}, factors[TILES][2];
+    for (int64_t g = 0; g < s.groups; tile += s.stride) {
+        for (int j = 0; j < TILES; j++) load_factors<F>(tile + j * apart, s, factors[j]);
+        for (int64_t i = 0; i < groups_of_a_block<F>(s); i++, g++) group_product<F, M, TILES>(tile, apart, s, i, factors, values, rows, g, total);
+    }
+    for (int j = 0; j < TILES; j++) {
+        const f32x16 scale = F.per_row ? load<f32x16>(end + j * apart) : f32x16{} + 1.0f;
+        for (int m = 0; m < M; m++) y[j * M + m] = total[j][m] * scale;
     }
 }
 
-// Successive tiles times M rows of x.
-template <int BITS, bool OFFSET, bool PER_ROW, int M, int TILES>
-void tile_product(const uint8_t* tile, const Shape& s, const Row* rows, f32x16 (*y)[M]) {
-    const int64_t apart = s.groups * s.stride + (PER_ROW ? 64 : 0);
-    f32x16 total[TILES][M] = {};
-    for (int64_t g = 0; g < s.groups; g++) group_product<BITS, OFFSET, PER_ROW, M, TILES>(tile + g * s.stride, apart, s, rows, g, total);
-    for (int j = 0; j < TILES; j++) {
-        const f32x16 scale = PER_ROW ? load<f32x16>(tile + j * apart + s.groups * s.stride) : f32x16{} + 1.0f;
-        for (int m = 0; m < M; m++) y[j][m] = total[j][m] * scale;
+// Widens groups `first` to first + count of a tile to 8 bits, with float32 scales and offsets: the format wide_form<F>().
+template <Format F>
+constexpr Format wide_form() {
+    return {.bits = 8, .offset = F.offset, .wide = true};
+}
+inline Shape wide_shape(int64_t groups, int64_t group, bool offset) {
+    const int64_t stride = group * ROWS + 64 * (1 + offset);
+    return {groups, group, stride, groups * stride};
+}
+template <Format F>
+void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide) {
+    const Codebook values(F.codebook ? tile + s.tile - 16 : tile);
+    const int64_t group = group_of<F>(s), per_block = groups_of_a_block<F>(s);
+    const uint32_t more = 0x01010101u * (wide_form<F>().middle() - F.middle());
+    for (int64_t g = first; g < first + count; g++) {
+        const uint8_t* block = tile + g / per_block * s.stride;
+        f32x16 factors[2];
+        load_factors<F>(block, s, factors);
+        const Group<F> from(block, s, g % per_block, factors);
+        for (int64_t k = 0; k < group; k += Group<F>::STEP) {
+            u32x16 fours[Group<F>::STEP / 4];
+            from.weights(k, fours);
+            for (u32x16& w : fours) {
+                w = (F.codebook ? values(w) : w) + more;
+                std::memcpy(wide, &w, 64);
+                wide += 64;
+            }
+        }
+        store(from.scale, (float*)wide);
+        if (F.offset) store(from.offset, (float*)wide + 16);
+        wide += 64 * (1 + F.offset);
+    }
+}
+
+// The functions for a format: they belong to no dtype of x, so each of them is compiled once.
+struct Functions {
+    int32_t zero;  // what the integer dot products count as 0
+    void (*pair)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
+    struct {
+        int64_t count;
+        void (*run)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
+    } rows[5];
+    void (*widen)(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide);  // null: multiplied as it is stored
+    const Functions* wide;
+    bool offset;
+};
+template <Format F>
+constexpr int32_t zero_of() {
+    return F.middle() - (F.bytes() && SIGNED8 ? 128 : 0);
+}
+template <Format F>
+inline const Functions& functions_of() {
+    if constexpr (F.narrow()) {
+        static constexpr Format W = wide_form<F>();
+        static const Functions wide{zero_of<W>(), nullptr, {{12, tile_product<W, 12, 1>}, {4, tile_product<W, 4, 1>}}};
+        static const Functions functions{zero_of<F>(), tile_product<F, 1, 2>, {}, widen_groups<F>, &wide, F.offset};
+        return functions;
+    } else {
+        static const Functions functions{zero_of<F>(), tile_product<F, 1, 2>, {{12, tile_product<F, 12, 1>}, {8, tile_product<F, 8, 1>},
+                                                              {4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}, {1, tile_product<F, 1, 1>}}};
+        return functions;
     }
 }
 
@@ -158,7 +344,7 @@ void tile_product(const uint8_t* tile, const Shape& s, const Row* rows, f32x16 (
 template <typename T>
 void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, float* scale, int32_t* start, float* sum) {
     for (int64_t g = 0; g < s.groups; g++, x += s.group, q += s.group) {
-        const int64_t n = std::min(s.group, K - g * s.group);
+        const int64_t n = std::clamp<int64_t>(K - g * s.group, 0, s.group);
         T rest[128] = {};  // the last group, padded
         const T* from = n < s.group ? (const T*)std::memcpy(rest, x, n * sizeof(T)) : x;
         Largest largest;
@@ -177,63 +363,79 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, f
     }
 }
 
-template <typename T, int BITS, bool OFFSET, bool PER_ROW>
-void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, T* y, int64_t N) {
+template <typename T>
+void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, const Functions& stored, T* y, int64_t N) {
+    const bool widened = M > 1 && stored.widen;
+    const Functions& f = widened ? *stored.wide : stored;
     const int64_t padded = s.groups * s.group + 64, count = M * s.groups;  // + 64 bytes, so that rows do not map to the same cache lines
     std::vector<int8_t> q(M * padded);
     std::vector<float> scale(count), sum(count);
     std::vector<int32_t> start(count);
-    const int32_t zero = (OFFSET ? 0 : 1 << (BITS - 1)) - (BITS == 8 && SIGNED8 ? 128 : 0);
     std::vector<Row> rows(M);
     for_each_unit(M, [&](int64_t m) {
         const int64_t at = m * s.groups;
-        to_8_bits(x + m * K, K, s, zero, &q[m * padded], &scale[at], &start[at], &sum[at]);
+        to_8_bits(x + m * K, K, s, f.zero, &q[m * padded], &scale[at], &start[at], &sum[at]);
         rows[m] = {&q[m * padded], &scale[at], &start[at], &sum[at]};
     });
-    const int64_t tile_bytes = s.groups * s.stride + (PER_ROW ? 64 : 0), count_of_tiles = (N + ROWS - 1) / ROWS;
+    const int64_t count_of_tiles = (N + ROWS - 1) / ROWS;
     const auto write = [&](const f32x16& sums, int64_t m, int64_t t) { store(sums, y + m * N + t * ROWS, std::min(ROWS, N - t * ROWS)); };
     if (M == 1) {
-        for_each_part((count_of_tiles + 1) / 2, 2 * tile_bytes, [&](int64_t pair) {  // two tiles at once, read in parallel
-            const int64_t t = 2 * pair;
-            f32x16 out[2][1];
-            auto run = t + 1 < count_of_tiles ? tile_product<BITS, OFFSET, PER_ROW, 1, 2> : tile_product<BITS, OFFSET, PER_ROW, 1, 1>;
-            run(tiles + t * tile_bytes, s, rows.data(), out);
-            for (int64_t j = 0; j < 2 && t + j < count_of_tiles; j++) write(out[j][0], 0, t + j);
+        for_each_part((count_of_tiles + 1) / 2, 2 * s.tile, [&](int64_t pair) {  // two tiles at once, read in parallel
+            const int64_t t = 2 * pair, two = t + 1 < count_of_tiles;  // a last tile alone is multiplied twice
+            f32x16 out[2];
+            f.pair(tiles + t * s.tile, two * s.tile, s, rows.data(), out);
+            for (int64_t j = 0; j <= two; j++) write(out[j], 0, t + j);
         });
         return;
     }
     const int64_t blocks = (M + MOST_ROWS - 1) / MOST_ROWS;
-    for_each_part(count_of_tiles * blocks, tile_bytes, [&](int64_t unit) {
+    for_each_part(count_of_tiles * blocks, s.tile, [&](int64_t unit) {
         const int64_t t = unit / blocks, end = std::min(M, (unit % blocks + 1) * MOST_ROWS);
+        const uint8_t* tile = tiles + t * s.tile;
+        Shape shape = s;
+        if (widened) {
+            thread_local std::vector<uint8_t> wide;
+            shape = wide_shape(s.groups, s.group, stored.offset);
+            wide.resize(shape.tile);
+            stored.widen(tile, s, 0, s.groups, wide.data());
+            tile = wide.data();
+        }
         for (int64_t m = unit % blocks * MOST_ROWS; m < end;) {
-            const auto run = [&]<int COUNT>() {
-                f32x16 out[1][COUNT];
-                tile_product<BITS, OFFSET, PER_ROW, COUNT, 1>(tiles + t * tile_bytes, s, &rows[m], out);
-                for (int i = 0; i < COUNT; i++, m++) write(out[0][i], m, t);
-            };
-            const int64_t left = end - m;
-            if (left >= 12) run.template operator()<12>();
-            else if (left >= 8) run.template operator()<8>();
-            else if (left >= 4) run.template operator()<4>();
-            else if (left >= 2) run.template operator()<2>();
-            else run.template operator()<1>();
+            const auto* best = f.rows;
+            while (best->count > end - m && best[1].run) best++;
+            Row some[12];  // the last rows may be fewer than the function multiplies
+            for (int64_t i = 0; i < best->count; i++) some[i] = rows[std::min(m + i, end - 1)];
+            f32x16 out[12];
+            best->run(tile, 0, shape, some, out);
+            for (int64_t i = 0; i < best->count && m < end; i++, m++) write(out[i], m, t);
         }
     });
 }
 
-// Calls f with the three constants that describe a format.
+// Calls f with the format as a template argument.
 template <typename F>
-void with_format(int64_t bits, int64_t group, bool offset, F f) {
-    if (group == 0) f.template operator()<8, false, true>();
-    else if (bits == 8 && !offset) f.template operator()<8, false, false>();
-    else if (bits == 8) f.template operator()<8, true, false>();
-    else if (!offset) f.template operator()<4, false, false>();
-    else f.template operator()<4, true, false>();
+auto with_format(int64_t bits, int64_t group, bool offset, bool codebook, bool levels, F f) {
+    if (group == 0) return f.template operator()<Format{8, false, true}>();
+    if (codebook && levels) return f.template operator()<Format{.bits = 4, .codebook = true, .levels = true}>();
+    if (codebook) return f.template operator()<Format{.bits = 4, .codebook = true}>();
+    if (bits == 2) return f.template operator()<Format{.bits = 2, .offset = true, .levels = true}>();
+    if (bits == 3) return f.template operator()<Format{.bits = 3, .levels = true}>();
+    if (bits == 5 && levels) return f.template operator()<Format{.bits = 5, .offset = true, .levels = true}>();
+    if (bits == 5 && offset) return f.template operator()<Format{.bits = 5, .offset = true}>();
+    if (bits == 5) return f.template operator()<Format{.bits = 5}>();
+    if (bits == 6) return f.template operator()<Format{.bits = 6, .levels = true}>();
+    if (bits == 8 && offset) return f.template operator()<Format{.bits = 8, .offset = true}>();
+    if (bits == 8) return f.template operator()<Format{.bits = 8}>();
+    if (levels) return f.template operator()<Format{.bits = 4, .offset = true, .levels = true}>();
+    if (offset) return f.template operator()<Format{.bits = 4, .offset = true}>();
+    return f.template operator()<Format{.bits = 4}>();
 }
 
-inline Shape shape_of(int64_t K, int64_t bits, int64_t group, bool offset) {
-    const int64_t width = group ? group : 64;
-    return {(K + width - 1) / width, width, width * ROWS * bits / 8 + (group ? 32 : 0) + (offset ? 32 : 0)};
+inline Shape shape_of(int64_t K, int64_t bits, int64_t group, bool offset, bool codebook, bool levels) {
+    const int64_t width = group ? group : 64, count = levels ? BLOCK / width : 1, blocks = (K + count * width - 1) / (count * width);
+    const int64_t scales = levels ? count * ROWS * (1 + (offset && bits > 2)) : 0, numbers = group ? 32 * (1 + offset) : 0;
+    const int64_t stride = count * width * ROWS * bits / 8 + scales + numbers;
+    return {blocks * count, width, stride, blocks * stride + (group == 0 ? 64 : codebook ? 16 : 0)};
 }
 
 }  // namespace

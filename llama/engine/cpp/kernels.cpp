@@ -22,7 +22,8 @@
 #include "rounding.h"
 
 STABLE_TORCH_LIBRARY(clearllama, m) {
-    m.def("linear_blocks(Tensor x, Tensor tiles, int bits, int group, bool offset, int out_features) -> Tensor");
+    m.def("linear_blocks(Tensor x, Tensor tiles, int bits, int group, bool offset, int out_features,"
+          " bool codebook=False, bool levels=False) -> Tensor");
     m.def("quantize_to_tiles(Tensor weight, Tensor clips, int bits, int group, bool offset) -> Tensor");
     m.def("linear_bf16(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
     m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? k_scale, Tensor? v_scale) -> Tensor");

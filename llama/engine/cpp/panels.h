@@ -41,25 +41,42 @@ inline void panel_of(const bf16* w, int64_t N, int64_t K, int64_t stride, int64_
     }
 }
 
-// Writes groups of a tile of a weight in 4 or 8 bits to a panel of `inputs` inputs; without its scale if that is one for each row.
-template <int BITS, bool OFFSET, bool PER_ROW>
+// Writes `groups` groups of a tile to a panel of `inputs` inputs; without its scale if that is one for each row. The format is one
+// that needs no widening.
+template <Format F>
 void panel_of(const uint8_t* tile, const Shape& s, int64_t groups, int64_t inputs, uint32_t* panel) {
     std::fill(panel + groups * s.group * 8, panel + inputs * 8, 0);
     for (int64_t g = 0; g < groups; g++, tile += s.stride) {
-        const uint8_t* numbers = tile + s.group * ROWS * BITS / 8;
-        const f32x16 scale = PER_ROW ? f32x16{} + 1.0f : load_half(numbers);
-        const f32x16 shift = OFFSET ? load_half(numbers + 32) : scale * -float(1 << (BITS - 1));
+        const Group<F> from(tile, s, 0, nullptr);
+        const f32x16 shift = F.offset ? from.offset : from.scale * -float(F.middle());
         for (int64_t k = 0; k < s.group; k += 8) {
             u32x16 halves[2];
-            load_weights<BITS>(tile + k * ROWS * BITS / 8, halves);
+            from.weights(k, halves);
             for (int i = 0; i < 4; i++, panel += 16) {
                 const u32x16 two = halves[i / 2] >> uint32_t(16 * (i % 2));
-                const f32x16 first = __builtin_convertvector((i32x16)(two & 255u), f32x16) * scale + shift;
-                const f32x16 second = __builtin_convertvector((i32x16)((two >> 8) & 255u), f32x16) * scale + shift;
+                const f32x16 first = __builtin_convertvector((i32x16)(two & 255u), f32x16) * from.scale + shift;
+                const f32x16 second = __builtin_convertvector((i32x16)((two >> 8) & 255u), f32x16) * from.scale + shift;
                 const u32x16 pair = pair_of(first, second);
                 std::memcpy(panel, &pair, 64);
             }
         }
+    }
+}
+
+// The same from group `first` on, for every format.
+template <Format F>
+void panel_from(const uint8_t* tile, const Shape& s, int64_t first, int64_t groups, int64_t inputs, uint32_t* panel) {
+    if constexpr (F.narrow()) {
+        uint8_t wide[BLOCK * ROWS + BLOCK / 16 * 128];
+        std::fill(panel + groups * s.group * 8, panel + inputs * 8, 0);
+        for (int64_t g = 0; g < groups;) {
+            const int64_t now = std::min(groups - g, BLOCK / s.group);
+            widen_groups<F>(tile, s, first + g, now, wide);
+            panel_of<wide_form<F>()>(wide, wide_shape(now, s.group, F.offset), now, now * s.group, panel + g * s.group * 8);
+            g += now;
+        }
+    } else {
+        panel_of<F>(tile + first * s.stride, s, groups, inputs, panel);
     }
 }
 
@@ -143,38 +160,42 @@ void panel_product(const T* x, int64_t M, int64_t K, int64_t least, int64_t N, T
     }
 }
 
-template <typename T, int BITS, bool OFFSET, bool PER_ROW>
-void product_in_panels(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, T* y, int64_t N) {
-    const auto tile = [&](int64_t n) { return tiles + n / ROWS * (s.groups * s.stride + (PER_ROW ? 64 : 0)); };
-    const auto fill = [&](int64_t n, int64_t k, int64_t depth, uint32_t* panel) {
+template <typename T>
+void product_in_panels(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, decltype(&panel_from<Format{8}>) panel_of_tile, bool per_row,
+                       T* y, int64_t N) {
+    const auto tile = [=](int64_t n) { return tiles + n / ROWS * s.tile; };
+    const auto fill = [=](int64_t n, int64_t k, int64_t depth, uint32_t* panel) {
         const int64_t g = k / s.group;  // DEPTH is a multiple of every group
-        panel_of<BITS, OFFSET, PER_ROW>(tile(n) + g * s.stride, s, std::min(s.groups - g, depth / s.group), depth, panel);
+        panel_of_tile(tile(n), s, g, std::min(s.groups - g, depth / s.group), depth, panel);
     };
-    const auto finish = [&](int64_t n, f32x16 sums) { return PER_ROW ? sums * load<f32x16>(tile(n) + s.groups * s.stride) : sums; };
+    const auto finish = [=](int64_t n, f32x16 sums) { return per_row ? sums * load<f32x16>(tile(n) + s.groups * s.stride) : sums; };
     panel_product(x, M, K, s.groups * s.group, N, y, fill, finish);  // the weight's last group is padded
 }
 #endif
 
 template <typename T>
-void linear_blocks_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, int64_t bits, int64_t group, bool offset, T* y, int64_t N) {
-    with_format(bits, group, offset, [&]<int BITS, bool OFFSET, bool PER_ROW>() {
-        auto run = product<T, BITS, OFFSET, PER_ROW>;
+void linear_blocks_of(const T* x, int64_t M, int64_t K, const uint8_t* tiles, int64_t bits, int64_t group, bool offset, T* y, int64_t N, bool codebook,
+                      bool levels) {
+    const Shape shape = shape_of(K, bits, group, offset, codebook, levels);
 #if defined(__AMX_BF16__)
-        if (M >= PANEL_ROWS) run = product_in_panels<T, BITS, OFFSET, PER_ROW>;
+    if (M >= PANEL_ROWS) {
+        const auto panel = with_format(bits, group, offset, codebook, levels, []<Format F>() { return panel_from<F>; });
+        return product_in_panels(x, M, K, tiles, shape, panel, group == 0, y, N);
+    }
 #endif
-        run(x, M, K, tiles, shape_of(K, bits, group, offset), y, N);
-    });
+    const Functions& functions = *with_format(bits, group, offset, codebook, levels, []<Format F>() { return &functions_of<F>(); });
+    product(x, M, K, tiles, shape, functions, y, N);
 }
 
 // (M, K) in float32 or bfloat16, times a packed weight (N, K) -> (M, N) in x's dtype.
-Tensor linear_blocks(const Tensor& x, const Tensor& tiles, int64_t bits, int64_t group, bool offset, int64_t N) {
+Tensor linear_blocks(const Tensor& x, const Tensor& tiles, int64_t bits, int64_t group, bool offset, int64_t N, bool codebook, bool levels) {
     const int64_t M = x.size(0), K = x.size(1);
     Tensor y = torch::stable::new_empty(x, {M, N});
     const auto* w = (const uint8_t*)tiles.const_data_ptr();
     if (x.scalar_type() == torch::headeronly::ScalarType::Float)
-        linear_blocks_of((const float*)x.const_data_ptr(), M, K, w, bits, group, offset, (float*)y.mutable_data_ptr(), N);
+        linear_blocks_of((const float*)x.const_data_ptr(), M, K, w, bits, group, offset, (float*)y.mutable_data_ptr(), N, codebook, levels);
     else
-        linear_blocks_of((const bf16*)x.const_data_ptr(), M, K, w, bits, group, offset, (bf16*)y.mutable_data_ptr(), N);
+        linear_blocks_of((const bf16*)x.const_data_ptr(), M, K, w, bits, group, offset, (bf16*)y.mutable_data_ptr(), N, codebook, levels);
     return y;
 }
 

@@ -105,15 +105,18 @@ inline f32x16 widen(const bf16* p) {
     typedef uint16_t u16x16 __attribute__((vector_size(32)));
     return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
 }
-template <>
-inline f32x16 widen(const int8_t* p) {
+inline f32x16 widen(i8x16 x) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
 #elif defined(__AVX2__)
-    const __m256i half[2] = {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+    const __m256i half[2] = {_mm256_cvtepi8_epi32((__m128i)x), _mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)x, 8))};
     return __builtin_convertvector(load<i32x16>(half), f32x16);
 #endif
-    return __builtin_convertvector(__builtin_convertvector(load<i8x16>(p), i32x16), f32x16);
+    return __builtin_convertvector(__builtin_convertvector(x, i32x16), f32x16);
+}
+template <>
+inline f32x16 widen(const int8_t* p) {
+    return widen(load<i8x16>(p));
 }
 
 // The largest magnitude of the numbers seen; NaN if one is not finite. A compiler may not reorder float operations, so the code
