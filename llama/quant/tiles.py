@@ -21,35 +21,45 @@ PER_ROW = 64  # inputs per group in a tile if a row has one scale
 
 
 class Layout(NamedTuple):
-    """Sizes of the parts of a block in bytes, the inputs of a group, and the groups of a block.
+    """The inputs of a group, the groups of a block, the lowest bits of a weight, and sizes of a block's parts in bytes.
 
-    low     the lowest bits of the weights, `low_bits` each
-    high    the other bits
-    levels  the integers of two levels of scales
-    ends    scales and offsets, or factors
+    low, high  the lowest bits and the others of the weights of a unit, of which a block has `units`
+    integers   of two levels of scales
+    numbers    scales and offsets, or factors
     """
 
     width: int
     count: int
     low_bits: int
+    units: int
     low: int
     high: int
-    levels: int
-    ends: int
+    integers: int
+    numbers: int
 
     @classmethod
     def of(cls, format: BlockFormat) -> Layout:
         bits, group, offset, _, levels = format
         width, low_bits = group or PER_ROW, 8 if bits == 8 else 4 if bits >= 4 else 2
         count = BLOCK // width if levels else 1
-        inputs, integers = count * width * TILE, count * TILE * (1 + (offset and bits > 2)) if levels else 0
-        ends = 2 * TILE * (1 + offset) if group else 0
-        return cls(width, count, low_bits, inputs * low_bits // 8, inputs * (bits - low_bits) // 8, integers, ends)
+        unit = 32 // (bits - low_bits) if bits > low_bits else count * width  # 64 bytes hold the other bits of a unit
+        integers = count * TILE * (1 + (offset and bits > 2)) if levels else 0
+        sizes = unit * TILE * low_bits // 8, unit * TILE * (bits - low_bits) // 8
+        return cls(width, count, low_bits, count * width // unit, *sizes, integers, 2 * TILE * (1 + offset) if group else 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of a block."""
-        return self.low + self.high + self.levels + self.ends
+        return self.units * (self.low + self.high) + self.integers + self.numbers
+
+    def parts(self, body: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Blocks (.., bytes) as weights (.., units, bytes), integers and numbers (.., bytes)."""
+        sizes = [self.units * (self.low + self.high), self.numbers]
+        if self.integers:  # two levels of scales
+            numbers, integers, weights = body.split([self.numbers, self.integers, sizes[0]], -1)
+        else:
+            (weights, numbers), integers = body.split(sizes, -1), body[..., :0]
+        return weights.unflatten(-1, (self.units, -1)), integers, numbers
 
     def blocks(self, columns: int) -> int:
         """The blocks of a row."""
@@ -68,31 +78,29 @@ def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
     # numpy, since PyTorch would start threads, and several pieces are packed at once. A word is 4 bytes of a row; words
     # are copied in a quarter of the time of their bytes.
     quants = _pad(blocks.quants, tiles * TILE - rows, count * width - columns, zero).contiguous().numpy()
-    body = out[:, : count * layout.nbytes].unflatten(1, (count, -1))  # (tiles, blocks, bytes)
+    weights, integers, numbers = layout.parts(_body(out, columns, layout))
     parts = [(quants, layout.low_bits, 0, layout.low)]
     if layout.high:
         low = quants & np.uint8((1 << layout.low_bits) - 1)
         high = quants >> np.uint8(layout.low_bits), bits - layout.low_bits
         parts = [(low, layout.low_bits, 0, layout.low), (*high, layout.low, layout.high)]
     for part, each, first, size in parts:
-        to = body[:, :, first : first + size].view(torch.int32).unflatten(-1, (-1, TILE)).numpy()
-        to[...] = _dense(part, each).reshape(tiles, TILE, count, -1).transpose(0, 2, 3, 1)
+        to = weights[..., first : first + size].view(torch.int32).unflatten(-1, (-1, TILE)).numpy()
+        words = _dense(part, each).reshape(tiles, TILE, count, layout.units, -1)
+        to[...] = words.transpose(0, 2, 3, 4, 1)
     if not blocks.group:
         scale = _pad(blocks.scale[:, :1], tiles * TILE - rows)
         out[:, -4 * TILE :].view(torch.float32).copy_(scale.view(tiles, TILE))
         return out
     if blocks.values is not None:
-        out[:, -16:] = torch.tensor(blocks.values) + 128
+        out[:, -4 * TILE :] = (torch.tensor(blocks.values) + 128).repeat(4)
+    stored = (blocks.scale,) if blocks.offset is None else (blocks.scale, blocks.offset)
     if blocks.factors is not None:
-        at = layout.low + layout.high
-        _integers(blocks, tiles, layout, body[:, :, at : at + layout.levels])
-        ends = blocks.factors.unbind(-1)
-    else:
-        ends = (blocks.scale,) if blocks.offset is None else (blocks.scale, blocks.offset)
-    for i, values in enumerate(ends):
-        first = (layout.nbytes - layout.ends) // 2 + i * TILE
+        integers.copy_(_integers(blocks, tiles, layout, count))
+        stored = blocks.factors.unbind(-1)
+    for values, to in zip(stored, numbers.view(torch.float16).split(TILE, -1), strict=True):
         padded = _pad(values, tiles * TILE - rows).view(tiles, TILE, count)
-        body.view(torch.float16)[:, :, first : first + TILE].copy_(padded.transpose(1, 2))
+        to.copy_(padded.transpose(1, 2))
     return out
 
 
@@ -111,21 +119,19 @@ def _sparse(words: Tensor, bits: int) -> Tensor:
     return torch.stack(parts, dim=-2).flatten(1)
 
 
-def _integers(blocks: Blocks, tiles: int, layout: Layout, out: Tensor) -> None:
-    """Write the integers of two levels of scales: out (tiles, blocks, bytes)."""
+def _integers(blocks: Blocks, tiles: int, layout: Layout, count: int) -> Tensor:
+    """The integers of two levels of scales: (tiles, blocks, bytes)."""
     assert blocks.factors is not None
-    missing = len(out) * TILE - len(blocks.scale)
-    found = []
+    missing, found = tiles * TILE - len(blocks.scale), []
     for values, factor in zip((blocks.scale, blocks.offset), blocks.factors.unbind(-1), strict=False):
         assert values is not None
-        padded = _pad(values, missing, out.shape[1] * layout.count - values.shape[1])
-        groups = padded.view(tiles, TILE, out.shape[1], layout.count)
+        padded = _pad(values, missing, count * layout.count - values.shape[1]).view(tiles, TILE, count, -1)
         factor = _pad(factor, missing).view(tiles, TILE, -1, 1)
-        ratio = torch.where(factor == 0, 0, groups / factor).round()  # exact: `groups` are multiples of `factor`
-        found.append(ratio.nan_to_num(0, 0, 0).to(torch.int8).permute(0, 2, 3, 1))  # (tiles, blocks, count, 16)
-    if len(found) == 2 and blocks.bits == 2:
+        ratio = torch.where(factor == 0, 0, padded / factor).round()  # `values` are multiples of `factor`
+        found.append(ratio.nan_to_num(0, 0, 0).to(torch.int8).permute(0, 2, 3, 1))  # (tiles, blocks, groups, 16)
+    if layout.low_bits == 2 and len(found) == 2:
         found = [found[0] | found[1] << 4]
-    out.copy_(torch.cat(found, dim=2).flatten(2).view(torch.uint8))
+    return torch.cat(found, dim=2).flatten(2).view(torch.uint8)
 
 
 def _pad(values: Tensor, rows: int, columns: int = 0, value: int = 0) -> Tensor:
@@ -136,7 +142,7 @@ def _pad(values: Tensor, rows: int, columns: int = 0, value: int = 0) -> Tensor:
 def tile_bytes(columns: int, bits: int, group: int, offset: bool, codebook: bool = False, levels: bool = False) -> int:
     """Bytes of one tile of a weight with `columns` columns."""
     layout = Layout.of(BlockFormat(bits, group, offset, codebook, levels))
-    return layout.blocks(columns) * layout.nbytes + (4 * TILE if not group else 16 if codebook else 0)
+    return layout.blocks(columns) * layout.nbytes + (4 * TILE if codebook or not group else 0)
 
 
 def tiles_shape(
@@ -149,16 +155,16 @@ def tiles_shape(
 
 def scales_of(tiles: Tensor, columns: int, bits: int, group: int, offset: bool) -> Tensor:
     """Scales and offsets of a weight with one level of scales: (tiles, groups, 1 or 2, 16); group 0: one for a row."""
-    return _ends(tiles, columns, BlockFormat(bits, group, offset))
+    return _numbers(tiles, columns, BlockFormat(bits, group, offset))
 
 
-def _ends(tiles: Tensor, columns: int, format: BlockFormat) -> Tensor:
+def _numbers(tiles: Tensor, columns: int, format: BlockFormat) -> Tensor:
     """Scales and offsets of groups, or the factors of blocks: (tiles, groups or blocks, 1 or 2, 16)."""
     if not format.group:
         return tiles[:, -4 * TILE :].contiguous().view(torch.float32).view(-1, 1, 1, TILE)
     layout = Layout.of(format)
-    ends = _body(tiles, columns, layout)[:, :, -layout.ends :].contiguous()
-    return ends.view(torch.float16).unflatten(-1, (-1, TILE))
+    numbers = layout.parts(_body(tiles, columns, layout))[2].contiguous()
+    return numbers.view(torch.float16).unflatten(-1, (-1, TILE))
 
 
 def _body(tiles: Tensor, columns: int, layout: Layout) -> Tensor:
@@ -184,26 +190,27 @@ def unpack_rows(
 
 def _unpacked(tiles: Tensor, columns: int, format: BlockFormat, lanes: Tensor | None = None) -> Blocks:
     """The 16 rows of each tile, or one of them: the one with the number in lanes (tiles,)."""
-    layout, body = Layout.of(format), _body(tiles, columns, Layout.of(format))
+    layout = Layout.of(format)
+    weights, packed, _ = layout.parts(_body(tiles, columns, layout))
 
     def by_rows(values: Tensor, axis: int) -> Tensor:  # (tiles, .., 16, ..) -> (N, ..)
         values = values.movedim(axis, 1)
         return values.flatten(0, 1) if lanes is None else values[torch.arange(len(tiles), device=tiles.device), lanes]
 
     def bits(first: int, size: int, each: int) -> Tensor:  # (N, K)
-        return _sparse(by_rows(body[:, :, first : first + size].unflatten(-1, (-1, TILE, 4)), 3), each)
+        return _sparse(by_rows(weights[..., first : first + size].unflatten(-1, (-1, TILE, 4)), 4), each)
 
     quants = bits(0, layout.low, layout.low_bits)
     if layout.high:
         quants = quants | bits(layout.low, layout.high, format.bits - layout.low_bits) << layout.low_bits
-    ends, factors = by_rows(_ends(tiles, columns, format), 3).float(), None  # (N, groups or blocks, 1 or 2)
+    numbers, factors = by_rows(_numbers(tiles, columns, format), 3).float(), None  # (N, groups or blocks, 1 or 2)
     if format.levels:
-        at = layout.low + layout.high
-        packed = body[:, :, at : at + layout.levels].unflatten(-1, (-1, layout.count, TILE))
-        if format.bits == 2:
+        packed = packed.unflatten(-1, (-1, layout.count, TILE))  # (tiles, blocks, 1 or 2, groups, 16)
+        if layout.low_bits == 2 and format.offset:
             packed = torch.cat((packed & 15, packed >> 4), dim=2)
-        integers = by_rows(packed, 4).view(torch.int8)  # (N, blocks, 1 or 2, groups)
-        ends, factors = (integers * ends[..., None]).transpose(2, 3).flatten(1, 2)[:, : -(-columns // format.group)], ends
+        integers, factors = by_rows(packed, 4).view(torch.int8), numbers  # (N, blocks, 1 or 2, groups)
+        products = (integers * factors[..., None]).transpose(2, 3)
+        numbers = products.flatten(1, 2)[:, : -(-columns // format.group)]
     values = tuple((tiles[0, -16:].int() - 128).tolist()) if format.codebook else None
-    offset = ends[..., 1] if format.offset else None
-    return Blocks(quants[:, :columns].contiguous(), ends[..., 0], offset, format.bits, format.group, values, factors)
+    offset = numbers[..., 1] if format.offset else None
+    return Blocks(quants[:, :columns].contiguous(), numbers[..., 0], offset, format.bits, format.group, values, factors)

@@ -3,19 +3,22 @@
 // A tile is 16 rows of the weight; each row uses one lane of a vector. A vector of 64 bytes has 4 inputs of 16 rows, or parts of the
 // bits of more inputs. The bytes of a tile are blocks of inputs, in this order:
 //
-//     block 0: low bits   the lowest 2, 4 or 8 bits. 8 bits: 4 inputs for each 64 bytes. 4 bits: 8 inputs; inputs 0-3 in the low
-//                         halves of the bytes, inputs 4-7 in the high halves. 2 bits: 16 inputs, in the same way.
-//              high bits  of weights in 3, 5 and 6 bits: inputs 0-3 in the lowest bit or two of 64 bytes, inputs 4-7 in the next ...
-//              scale      16 x float16
-//              offset     16 x float16, if the format has offsets
+//     block 0: weights  8 bits: for every 4 inputs, 16 rows x 4 bytes
+//                       4 bits: for every 8 inputs, 16 rows x 4 bytes; inputs 0-3 in the low halves, inputs 4-7 in the high halves
+//                       2 bits: for every 16 inputs, 16 rows x 4 bytes; inputs 0-3 in the lowest two bits, and so on
+//                       5 bits: 32 inputs as in 4 bits, and 64 bytes with their highest bits: inputs 0-3 in the lowest bit, and so on
+//                       6 bits: 16 inputs as in 4 bits, and 64 bytes with their highest two bits
+//                       3 bits: 32 inputs as in 2 bits, and 64 bytes with their highest bits
+//              scale    16 x float16
+//              offset   16 x float16, if the format has offsets
 //     block 1: the same, and so on
 //
-// A block is one group of inputs, or it has two levels of scales: then it is 256 inputs in groups of 16 or 32, with two factors in
-// the place of scale and offset, and before them one signed byte for each group and row, by which the first factor is multiplied; if the
-// format has offsets, a second one for the second factor. In 2 bits, both are in one byte: the low half and the high half.
+// A block is one group of inputs. Or, with two levels of scales, it is 256 inputs in groups of 16 or 32. Then it begins with 16 x float16
+// and, if the format has offsets, another 16 x float16: two factors. A signed byte for each group and row follows, by which the first
+// factor is multiplied to get the scale, and one for the offset; in 2 bits, both share a byte. The weights come last.
 //
 // If a row has a single scale, blocks have none, and 16 x float32 follow the last block. With a codebook, the integers of 4 bits are
-// indices into 16 values, and 16 bytes follow the last block: the values + 128.
+// indices into 16 values, and 64 bytes follow the last block: the values + 128, four times.
 //
 // Each row of x is quantized to 8 bits, with a scale for each group of inputs. Then
 //
@@ -60,6 +63,7 @@ struct Format {
     constexpr int high() const { return bits - low(); }
     constexpr bool bytes() const { return bits == 8 || codebook; }
     constexpr bool narrow() const { return codebook || levels || (bits != 4 && bits != 8); }  // to be widened for several rows
+    constexpr int together() const { return bits == 3 ? 2 : 1; }  // groups that share a vector of high bits
     constexpr int64_t group() const { return bits == 2 || bits == 3 || bits == 6 ? 16 : levels || bits == 5 ? 32 : 0; }  // 0: any
     constexpr int32_t middle() const { return offset ? 0 : codebook ? 128 : 1 << (bits - 1); }  // the integer that means 0
 };
@@ -118,13 +122,13 @@ inline i32x16 dot4(i32x16 acc, u32x16 w, int32_t x) {
 #if defined(__AVX512BW__)
 struct Codebook {
     __m512i values;
-    explicit Codebook(const uint8_t* p) : values(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))) {}
+    explicit Codebook(const uint8_t* p) : values(load<__m512i>(p)) {}
     u32x16 operator()(u32x16 w) const { return (u32x16)_mm512_shuffle_epi8(values, (__m512i)w); }
 };
 #elif defined(__AVX2__)
 struct Codebook {
     __m256i values;
-    explicit Codebook(const uint8_t* p) : values(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p))) {}
+    explicit Codebook(const uint8_t* p) : values(load<__m256i>(p)) {}
     u32x16 operator()(u32x16 w) const {
         __m256i part[2];
         std::memcpy(part, &w, 64);
@@ -181,22 +185,23 @@ struct Group {
 
     Group() = default;
     Group(const uint8_t* block, const Shape& s, int64_t i, const f32x16* factors) {
-        const int64_t group = group_of<F>(s), count = groups_of_a_block<F>(s);
-        low = block + i * group * ROWS * F.low() / 8;
-        high = block + count * group * ROWS * F.low() / 8 + (F.bits == 3 ? i / 2 : i) * 64;
-        if (F.high()) high_bits = load<u32x16>(high);
-        if (F.bits == 3) high_bits >>= uint32_t(i % 2 * 4);
-        const uint8_t* numbers = block + count * group * ROWS * F.bits / 8;
-        if (F.wide) {
-            scale = load<f32x16>(numbers);
-            if (F.offset) offset = load<f32x16>(numbers + 64);
-        } else if (!F.levels) {
-            scale = F.per_row ? f32x16{} + 1.0f : load_half(numbers);
-            if (F.offset) offset = load_half(numbers + 32);
-        } else {
-            const i8x16 first = load<i8x16>(numbers + i * ROWS);
+        const int64_t inputs = group_of<F>(s), count = groups_of_a_block<F>(s), together = F.together();
+        const int64_t low_bytes = inputs * ROWS * F.low() / 8, bytes = inputs * ROWS * F.bits / 8;
+        const uint8_t* weights = block + (F.levels ? s.stride - count * bytes : 0) + i / together * together * bytes;
+        low = weights + i % together * low_bytes;
+        high = weights + together * low_bytes;
+        if (F.high()) high_bits = load<u32x16>(high) >> uint32_t(i % together * 4);
+        if (F.levels) {
+            const uint8_t* numbers = block + 32 * (1 + F.offset) + i * ROWS;
+            const i8x16 first = load<i8x16>(numbers);
             scale = factors[0] * widen(F.bits == 2 ? first & 15 : first);
-            if (F.offset) offset = factors[1] * widen(F.bits == 2 ? (first >> 4) & 15 : load<i8x16>(numbers + (count + i) * ROWS));
+            if (F.offset) offset = factors[1] * widen(F.bits == 2 ? (first >> 4) & 15 : load<i8x16>(numbers + count * ROWS));
+        } else if (F.wide) {
+            scale = load<f32x16>(low + bytes);
+            if (F.offset) offset = load<f32x16>(low + bytes + 64);
+        } else {
+            scale = F.per_row ? f32x16{} + 1.0f : load_half(low + bytes);
+            if (F.offset) offset = load_half(low + bytes + 32);
         }
     }
 
@@ -213,14 +218,15 @@ struct Group {
     }
     void prefetch(int64_t k) const {
         for (int64_t i = 0; i < STEP * F.low() / 32; i++) __builtin_prefetch(low + k * ROWS * F.low() / 8 + AHEAD + 64 * i);
-        if (F.high() && k == 0) __builtin_prefetch(high + AHEAD);
+        if (F.high() && k == 0) __builtin_prefetch(high + AHEAD);  // of the next
     }
 };
 
 template <Format F>
 inline void load_factors(const uint8_t* block, const Shape& s, f32x16* factors) {
     if (!F.levels) return;
-    for (int i = 0; i < 1 + F.offset; i++) factors[i] = load_half(block + s.stride - 32 * (1 + F.offset - i));
+    for (int i = 0; i < 1 + F.offset; i++) factors[i] = load_half(block + 32 * i);
+    for (int64_t i = 0; AHEAD && i < 320; i += 64) __builtin_prefetch(block + AHEAD + i);
 }
 
 // Group i of a block of each of TILES tiles, `apart` bytes apart, times M rows, added to `total`. g: the number of the group.
@@ -263,8 +269,8 @@ inline void group_product(const uint8_t* block, int64_t apart, const Shape& s, i
 // TILES tiles, `apart` bytes apart, times M rows of x -> y (TILES, M).
 template <Format F, int M, int TILES>
 void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y) {
-    const uint8_t* const end = tile + s.tile - (F.per_row ? 64 : F.codebook ? 16 : 0);
-    const Codebook values(F.codebook ? end : tile);
+    const uint8_t* const end = tile + s.tile - 64;
+    const Codebook values(end);
     f32x16 total[TILES][M] = {}, factors[TILES][2];
     for (int64_t g = 0; g < s.groups; tile += s.stride) {
         for (int j = 0; j < TILES; j++) load_factors<F>(tile + j * apart, s, factors[j]);
@@ -287,7 +293,7 @@ inline Shape wide_shape(int64_t groups, int64_t group, bool offset) {
 }
 template <Format F>
 void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t count, uint8_t* wide) {
-    const Codebook values(F.codebook ? tile + s.tile - 16 : tile);
+    const Codebook values(tile + s.tile - 64);
     const int64_t group = group_of<F>(s), per_block = groups_of_a_block<F>(s);
     const uint32_t more = 0x01010101u * (wide_form<F>().middle() - F.middle());
     for (int64_t g = first; g < first + count; g++) {
@@ -435,7 +441,7 @@ inline Shape shape_of(int64_t K, int64_t bits, int64_t group, bool offset, bool 
     const int64_t width = group ? group : 64, count = levels ? BLOCK / width : 1, blocks = (K + count * width - 1) / (count * width);
     const int64_t scales = levels ? count * ROWS * (1 + (offset && bits > 2)) : 0, numbers = group ? 32 * (1 + offset) : 0;
     const int64_t stride = count * width * ROWS * bits / 8 + scales + numbers;
-    return {blocks * count, width, stride, blocks * stride + (group == 0 ? 64 : codebook ? 16 : 0)};
+    return {blocks * count, width, stride, blocks * stride + (group == 0 || codebook ? 64 : 0)};
 }
 
 }  // namespace
