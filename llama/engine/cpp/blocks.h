@@ -193,9 +193,9 @@ struct Group {
         if (F.high()) high_bits = load<u32x16>(high) >> uint32_t(i % together * 4);
         if (F.levels) {
             const uint8_t* numbers = block + 32 * (1 + F.offset) + i * ROWS;
-            const i8x16 first = load<i8x16>(numbers);
-            scale = factors[0] * widen(F.bits == 2 ? first & 15 : first);
-            if (F.offset) offset = factors[1] * widen(F.bits == 2 ? (first >> 4) & 15 : load<i8x16>(numbers + count * ROWS));
+            const u8x16 first = load<u8x16>(numbers);
+            scale = factors[0] * widen(i8x16(F.bits == 2 ? first & 15 : first));
+            if (F.offset) offset = factors[1] * widen(i8x16(F.bits == 2 ? first >> 4 : load<u8x16>(numbers + count * ROWS)));
         } else if (F.wide) {
             scale = load<f32x16>(low + bytes);
             if (F.offset) offset = load<f32x16>(low + bytes + 64);
@@ -233,7 +233,7 @@ inline void load_factors(const uint8_t* block, const Shape& s, f32x16* factors) 
 template <Format F, int M, int TILES>
 inline void group_product(const uint8_t* block, int64_t apart, const Shape& s, int64_t i, const f32x16 (*factors)[2], const Codebook& values,
                           const Row* rows, int64_t g, f32x16 (*total)[M]) {
-    constexpr int SUMS = M == 1 ? 2 : 1;  // independent sums hide the latency of dot4
+    constexpr int SUMS = M == 1 && F.group() != 16 ? 2 : 1;  // independent sums hide the latency of dot4
     constexpr int64_t STEP = Group<F>::STEP;
     const int64_t group = group_of<F>(s);
     i32x16 acc[TILES][SUMS][M];

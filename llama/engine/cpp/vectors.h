@@ -93,6 +93,7 @@ inline void store(f32x16 x, bf16* p, int64_t count = 16) {
 }
 
 typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 template <typename T>
 inline f32x16 widen(const T* p);
