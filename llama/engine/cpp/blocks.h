@@ -43,6 +43,7 @@ namespace {
 constexpr int64_t ROWS = 16;       // rows of a tile
 constexpr int64_t BLOCK = 256;     // inputs of a block with two levels of scales
 constexpr int64_t MOST_ROWS = 96;  // rows of x that a thread multiplies by a tile before it takes other work
+constexpr int64_t WIDEN_FROM = 8;
 // Bytes that one row prefetches ahead, on processors whose own prefetcher reads too little.
 #if defined(__AMX_BF16__)
 constexpr int64_t AHEAD = 1024;
@@ -250,7 +251,7 @@ inline void group_product(const uint8_t* block, int64_t apart, const Shape& s, i
 #pragma GCC unroll 4
     for (int64_t k = 0; k < group; k += STEP)
         for (int j = 0; j < TILES; j++) {
-            if (AHEAD && M == 1) groups[j].prefetch(k);
+            if (AHEAD && M <= 4 && !F.wide) groups[j].prefetch(k);
             u32x16 fours[STEP / 4];
             groups[j].weights(k, fours);
             for (int n = 0; n < STEP / 4; n++) {
@@ -303,6 +304,7 @@ void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t co
         const Group<F> from(block, s, g % per_block, factors);
         for (int64_t k = 0; k < group; k += Group<F>::STEP) {
             u32x16 fours[Group<F>::STEP / 4];
+            if (AHEAD) from.prefetch(k);
             from.weights(k, fours);
             for (u32x16& w : fours) {
                 w = (F.codebook ? values(w) : w) + more;
@@ -337,7 +339,7 @@ inline const Functions& functions_of() {
     if constexpr (F.narrow()) {
         static constexpr Format W = wide_form<F>();
         static const Functions wide{zero_of<W>(), nullptr, {{12, tile_product<W, 12, 1>}, {4, tile_product<W, 4, 1>}}};
-        static const Functions functions{zero_of<F>(), tile_product<F, 1, 2>, {}, widen_groups<F>, &wide, F.offset};
+        static const Functions functions{zero_of<F>(), tile_product<F, 1, 2>, {{4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}}, widen_groups<F>, &wide, F.offset};
         return functions;
     } else {
         static const Functions functions{zero_of<F>(), tile_product<F, 1, 2>, {{12, tile_product<F, 12, 1>}, {8, tile_product<F, 8, 1>},
@@ -371,7 +373,7 @@ void to_8_bits(const T* x, int64_t K, const Shape& s, int32_t zero, int8_t* q, f
 
 template <typename T>
 void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape& s, const Functions& stored, T* y, int64_t N) {
-    const bool widened = M > 1 && stored.widen;
+    const bool widened = M > WIDEN_FROM && stored.widen;
     const Functions& f = widened ? *stored.wide : stored;
     const int64_t padded = s.groups * s.group + 64, count = M * s.groups;  // + 64 bytes, so that rows do not map to the same cache lines
     std::vector<int8_t> q(M * padded);
