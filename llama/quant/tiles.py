@@ -96,8 +96,11 @@ def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
         out[:, -4 * TILE :] = (torch.tensor(blocks.values) + 128).repeat(4)
     stored = (blocks.scale,) if blocks.offset is None else (blocks.scale, blocks.offset)
     if blocks.factors is not None:
-        integers.copy_(_integers(blocks, tiles, layout, count))
-        stored = blocks.factors.unbind(-1)
+        factors = blocks.factors.unbind(-1)
+        found = [_integers(*each, tiles, count, layout.count) for each in zip(stored, factors, strict=True)]
+        packed = [found[0] | found[1] << 4] if layout.low_bits == 2 and blocks.offset is not None else found
+        integers.copy_(torch.cat(packed, dim=2).flatten(2).view(torch.uint8))
+        stored = factors
     for values, to in zip(stored, numbers.view(torch.float16).split(TILE, -1), strict=True):
         padded = _pad(values, tiles * TILE - rows).view(tiles, TILE, count)
         to.copy_(padded.transpose(1, 2))
@@ -119,19 +122,13 @@ def _sparse(words: Tensor, bits: int) -> Tensor:
     return torch.stack(parts, dim=-2).flatten(1)
 
 
-def _integers(blocks: Blocks, tiles: int, layout: Layout, count: int) -> Tensor:
-    """The integers of two levels of scales: (tiles, blocks, bytes)."""
-    assert blocks.factors is not None
-    missing, found = tiles * TILE - len(blocks.scale), []
-    for values, factor in zip((blocks.scale, blocks.offset), blocks.factors.unbind(-1), strict=False):
-        assert values is not None
-        padded = _pad(values, missing, count * layout.count - values.shape[1]).view(tiles, TILE, count, -1)
-        factor = _pad(factor, missing).view(tiles, TILE, -1, 1)
-        ratio = torch.where(factor == 0, 0, padded / factor).round()  # `values` are multiples of `factor`
-        found.append(ratio.nan_to_num(0, 0, 0).to(torch.int8).permute(0, 2, 3, 1))  # (tiles, blocks, groups, 16)
-    if layout.low_bits == 2 and len(found) == 2:
-        found = [found[0] | found[1] << 4]
-    return torch.cat(found, dim=2).flatten(2).view(torch.uint8)
+def _integers(scale: Tensor, factor: Tensor, tiles: int, count: int, each: int) -> Tensor:
+    """The integers of which scales are multiples: (N, groups), (N, blocks) -> (tiles, blocks, each, 16)."""
+    missing = tiles * TILE - len(scale)
+    padded = _pad(scale, missing, count * each - scale.shape[1]).view(tiles, TILE, count, each)
+    factor = _pad(factor, missing).view(tiles, TILE, count, 1)
+    ratio = torch.where(factor == 0, 0, padded / factor).round().nan_to_num(0, 0, 0)
+    return ratio.to(torch.int8).permute(0, 2, 3, 1)
 
 
 def _pad(values: Tensor, rows: int, columns: int = 0, value: int = 0) -> Tensor:
