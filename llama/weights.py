@@ -83,7 +83,7 @@ def memory_footprint(
         format, in_file = formats[kind]
         reordered = storage.layout != checkpoint.layout and name.endswith(ROTATED)
         if format is not None:
-            size = -(-shape[0] // TILE) * tile_bytes(shape[1], *format)
+            size = -(-shape[0] // TILE) * tile_bytes(shape[1], format)
             unchanged = in_file and not copies and checkpoint.tiles(name) is not None
         else:
             size = math.prod(shape) * storage.dtype.itemsize

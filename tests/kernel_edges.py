@@ -65,7 +65,7 @@ def quantization() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             weight = normal(n, k, seed=n + k).to(dtype)
             tiles = kernels.quantize_to_tiles(weight, (1.0,), *kind[:3])
-            blocks = unpack(tiles, n, k, *kind)
+            blocks = unpack(tiles, n, k, kind)
             steps = blocks.scale.repeat_interleave(blocks.group or k, 1)[:, :k].double()
             gap = (blocks.weight.double() - weight.double()).abs()
             # Rounding the scale and the offset to float16 moves the ends of the range.
@@ -73,7 +73,7 @@ def quantization() -> None:
             assert bool((gap <= room).all()), (kind, n, k, dtype)
             kernels.quantize_to_tiles(weight, (1.0, 0.9, 0.8), *kind[:3])
             weight[n - 1, k - 1] = WRONG[n % 3]
-            scales = scales_of(kernels.quantize_to_tiles(weight, (1.0,), *kind[:3]), k, *kind[:3])
+            scales = scales_of(kernels.quantize_to_tiles(weight, (1.0,), *kind[:3]), k, kind)
             assert int((~scales[:, :, 0].isfinite()).sum()) == 1, (kind, n, k, dtype)
 
 

@@ -333,7 +333,7 @@ def test_the_kernels_get_the_integers_and_scales_of_the_file(folder: Folder) -> 
     for ours, theirs in (("attention.wq", "self_attn.q_proj"), ("attention.wk", "self_attn.k_proj"),
                          ("attention.wo", "self_attn.o_proj"), ("feed_forward.w_down", "mlp.down_proj")):  # fmt: skip
         weight = read_quantized(checkpoint, f"layers.0.{ours}.weight", format, "interleaved")
-        blocks = unpack(weight.tiles(), *weight.shape, *format)
+        blocks = unpack(weight.tiles(), *weight.shape, format)
         expected = folder.model.get_parameter(f"model.layers.0.{theirs}.weight").detach().float()
         if ours in ("attention.wq", "attention.wk"):
             expected = to_interleaved_layout(expected, HEAD)

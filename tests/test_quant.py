@@ -47,8 +47,8 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_packing_is_lossless(kind: BlockFormat, shape: tuple[int, int]) -> None:
     blocks = random_blocks(*shape, *kind)
     tiles = pack(blocks)
-    assert tiles.shape == (-(-shape[0] // TILE), tile_bytes(shape[1], *kind))
-    back = unpack(tiles, *shape, *kind)
+    assert tiles.shape == (-(-shape[0] // TILE), tile_bytes(shape[1], kind))
+    back = unpack(tiles, *shape, kind)
     assert back.bits == blocks.bits
     assert back.group == blocks.group
     for ours, theirs in zip(back[:3], blocks[:3], strict=True):
@@ -60,7 +60,7 @@ def test_packing_is_lossless(kind: BlockFormat, shape: tuple[int, int]) -> None:
 def test_single_rows_equal_the_rows_of_the_weight(kind: BlockFormat, shape: tuple[int, int]) -> None:
     blocks = random_blocks(*shape, *kind)
     ids = torch.randint(shape[0], (9,), generator=torch.Generator().manual_seed(0))
-    rows = unpack_rows(pack(blocks), ids, shape[1], *kind)
+    rows = unpack_rows(pack(blocks), ids, shape[1], kind)
     torch.testing.assert_close(rows, blocks.weight[ids], rtol=1e-6, atol=1e-6)
     assert torch.equal(blocks.rows(ids).weight, blocks.weight[ids])
 
@@ -68,7 +68,7 @@ def test_single_rows_equal_the_rows_of_the_weight(kind: BlockFormat, shape: tupl
 @pytest.mark.parametrize("name", SCHEMES)
 def test_bits_per_weight_match_the_size_of_the_tiles(name: str) -> None:
     scheme = SCHEMES[name]
-    size = tile_bytes(4096, scheme.bits, scheme.group, scheme.offset) * 8 / (TILE * 4096)
+    size = tile_bytes(4096, scheme.format) * 8 / (TILE * 4096)
     assert size == pytest.approx(scheme.bits_per_weight, abs=0.01)
 
 
@@ -146,13 +146,13 @@ def test_the_kernel_quantizes_like_the_definition(name: str) -> None:
         for w in (weights, weights.bfloat16(), weights.half(), weights[:33, :131], weights.T[:50]):
             shape = tuple(w.shape)
             found = kernels.quantize_to_tiles(w, rounding.clips_of(scheme), *scheme[:3])
-            ours, theirs = (unpack(tiles, *shape, *scheme) for tiles in (found, pack(quantize(w, scheme))))
+            ours, theirs = (unpack(tiles, *shape, scheme) for tiles in (found, pack(quantize(w, scheme))))
             if not all(a is None or torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True)):
                 # two ranges have the same error, up to the order of summation
                 errors = [by_group((b.weight - w.float()).square(), scheme).sum(-1) for b in (ours, theirs)]
                 torch.testing.assert_close(*errors, rtol=1e-5, atol=1e-12)
                 assert float((ours.quants != theirs.quants).double().mean()) < 0.01
-            assert torch.equal(found[-1], pack(unpack(found, *shape, *scheme))[-1])  # the padding is the same too
+            assert torch.equal(found[-1], pack(unpack(found, *shape, scheme))[-1])  # the padding is the same too
 
 
 @needs_kernels
@@ -257,7 +257,7 @@ def test_blocks_are_read_unchanged(name: str) -> None:
     assert blocks.quants.dtype == torch.uint8
     assert int(blocks.quants.max()) < 2**blocks.bits
     torch.testing.assert_close(blocks.weight, expected, rtol=1e-6, atol=1e-7)
-    back = unpack(pack(blocks), *expected.shape, *blocks.format)
+    back = unpack(pack(blocks), *expected.shape, blocks.format)
     assert torch.equal(back.quants, blocks.quants)
     if name not in ROUNDED:
         assert torch.equal(back.weight, blocks.weight)
@@ -290,7 +290,7 @@ def test_a_range_of_columns_keeps_the_weights(name: str, part: slice) -> None:
     assert torch.equal(some.weight, blocks.weight[:, part])
     assert some.format == (blocks.format if part.start in (256, 512) else blocks.columns(slice(32)).format)
     assert torch.equal(joined([some.rows(slice(16)), some.rows(slice(16, None))]).weight, some.weight)
-    assert distance(unpack(pack(some), *some.quants.shape, *some.format).weight, some.weight) < 2**-10
+    assert distance(unpack(pack(some), *some.quants.shape, some.format).weight, some.weight) < 2**-10
 
 
 def test_a_scale_beyond_float16_is_refused(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_scale_beyond_float16_is_refused(tmp_path: Path) -> None:
         raw = np.full((16, 17), exponent, np.uint8)
         weight = QuantizedWeight.from_file(lambda rows, raw=raw: READERS["MXFP4"](raw[rows]), (16, 32))
         if text is None:
-            assert bool(unpack(weight.tiles(), 16, 32, *weight.format).weight.isfinite().all())
+            assert bool(unpack(weight.tiles(), 16, 32, weight.format).weight.isfinite().all())
             continue
         for read in (weight.tiles, weight.blocks):
             with pytest.raises(CheckpointError, match=text):

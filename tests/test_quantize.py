@@ -176,7 +176,7 @@ def test_the_file_matches_its_metadata(sources: dict[str, Path], tmp_path: Path,
         assert declared == {"shape": list(weight.shape), "bits": rule.bits, "group": rule.group, "offset": rule.offset}
         tiles = tensors[f"{stem}.tiles"]
         assert tiles.dtype == torch.uint8
-        found = unpack(tiles, *declared["shape"], rule.bits, rule.group, rule.offset).weight
+        found = unpack(tiles, *declared["shape"], BlockFormat(rule.bits, rule.group, rule.offset)).weight
         reference = rounding.quantize(weight, rule.format).weight
         assert distance(found, reference) < 1e-4  # two ranges may be equally good
         assert torch.equal(open_checkpoint(tmp_path / "q").tensor(name), found)
@@ -294,7 +294,7 @@ def test_rows_can_be_read_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) ->
     checkpoint, name = open_checkpoint(saved), "layers.0.feed_forward.w_up.weight"
     tiles = checkpoint.tiles(name)
     assert tiles is not None
-    weight = unpack(tiles, 100, 64, 4, 32, True).weight
+    weight = unpack(tiles, 100, 64, BlockFormat(4, 32, True)).weight
     for piece in (1, 17 * 64, 40 * 64, 2**20):
         monkeypatch.setattr(base, "PIECE", piece)
         assert torch.equal(checkpoint.tensor(name), weight)

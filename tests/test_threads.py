@@ -80,7 +80,9 @@ OPERATORS: dict[str, Callable[[], list[Tensor]]] = {
     "attend 1": lambda: attention(1, torch.bfloat16) + attention(1, torch.float32),
     "attend 5": lambda: attention(5, torch.bfloat16) + attention(5, torch.float32),
     "attend 40": lambda: attention(40, torch.bfloat16),
-    "quantize_to_tiles": lambda: [kernels.quantize_to_tiles(normal(250, 200), (1.0, 0.9), *kind[:3]) for kind in PLAIN_KINDS],
+    "quantize_to_tiles": lambda: [
+        kernels.quantize_to_tiles(normal(250, 200), (1.0, 0.9), *kind[:3]) for kind in PLAIN_KINDS
+    ],
     "add_norm, swiglu, rotate": rows_of_a_block,
 }
 

@@ -81,7 +81,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         if packed is None:
             return super().bits(name)
         format, shape = packed
-        tiles, nbytes = tiles_shape(shape, *format)
+        tiles, nbytes = tiles_shape(shape, format)
         return 8 * tiles * nbytes / (shape[0] * shape[1])
 
     def piece(self, name: str, rows: slice, columns: slice) -> Tensor:
@@ -103,7 +103,7 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
         first, last, _ = rows.indices(count)
         start = first // TILE * TILE
         tiles = super().tensor(name)[start // TILE : -(-last // TILE)]
-        return unpack(tiles, last - start, columns, *format).rows(slice(first - start, None))
+        return unpack(tiles, last - start, columns, format).rows(slice(first - start, None))
 
     def _packed(self, name: str) -> tuple[BlockFormat, tuple[int, int]] | None:
         """Format and shape of a weight that is stored as tiles; None for other weights."""
@@ -137,10 +137,10 @@ class QuantizedCheckpoint(HuggingFaceCheckpoint):
                 )
             return super()._check_stored(file, source)
         format, shape = _parse_format(file.metadata.get(source), f"{file.path}: the metadata of {source}")
-        if file.dtypes[source] != "U8" or file.shapes[source] != tiles_shape(shape, *format):
+        if file.dtypes[source] != "U8" or file.shapes[source] != tiles_shape(shape, format):
             raise CheckpointError(
                 f"{file.path}: {source} is {file.dtypes[source]} {file.shapes[source]}; expected U8"
-                f" {tiles_shape(shape, *format)} for a weight {shape} in {format}; the file is damaged, {AGAIN}"
+                f" {tiles_shape(shape, format)} for a weight {shape} in {format}; the file is damaged, {AGAIN}"
             )
         self._formats[source] = format, shape
 
@@ -158,7 +158,9 @@ def _parse_format(text: str | None, where: str) -> tuple[BlockFormat, tuple[int,
         shape = fields.get("shape")
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{error}; {AGAIN}") from error
-    supported = format.bits in (4, 8) and format.group in GROUPS and (format.group > 0 or format == (8, 0, False))
+    supported = (
+        format.bits in (4, 8) and format.group in GROUPS and (format.group > 0 or format == BlockFormat(8, 0, False))
+    )
     if not supported or fields.unknown():
         raise CheckpointError(
             f"{where} is {text!r:.120}; expected shape, offset, 4 or 8 bits and a group of"
@@ -201,7 +203,7 @@ def entries_of(model: Model, packed: Mapping[str, Packed]) -> tuple[dict[str, En
             continue
         format, read = packed[name]
         rows, columns = model.shapes[name]
-        shape = tiles_shape((rows, columns), *format)
+        shape = tiles_shape((rows, columns), format)
         theirs = theirs.removesuffix(".weight") + TILES
         entries[theirs] = Entry("U8", shape, shape[0] * shape[1], read)
         metadata[theirs] = json.dumps({"shape": [rows, columns], **dict(zip(FIELDS, format, strict=False))})

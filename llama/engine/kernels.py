@@ -281,8 +281,15 @@ def attend(
     return y.transpose(1, 2)
 
 
-def _fake_blocks(  # the parameters of the operator
-    x: Tensor, tiles: Tensor, bits: int, group: int, offset: bool, out_features: int, codebook: bool, levels: bool
+def _fake_blocks(
+    x: Tensor,
+    tiles: Tensor,
+    bits: int,
+    group: int,
+    offset: bool,
+    out_features: int,
+    codebook: bool = False,
+    levels: bool = False,
 ) -> Tensor:
     return x.new_empty(x.shape[0], out_features)
 

@@ -68,7 +68,7 @@ class TileLinear(nn.Module):
     @property
     def blocks(self) -> Blocks:
         """The weight, unpacked."""
-        return unpack(self.tiles, self.out_features, self.in_features, *self.format)
+        return unpack(self.tiles, self.out_features, self.in_features, self.format)
 
     @property
     def weight(self) -> Tensor:
@@ -94,7 +94,7 @@ class TileEmbedding(nn.Module):
     @property
     def blocks(self) -> Blocks:
         """The weight, unpacked."""
-        return unpack(self.tiles, self.num_embeddings, self.embedding_dim, *self.format)
+        return unpack(self.tiles, self.num_embeddings, self.embedding_dim, self.format)
 
     @property
     def weight(self) -> Tensor:
@@ -105,7 +105,7 @@ class TileEmbedding(nn.Module):
         ids = tokens.flatten()  # (n,)
         if int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings:
             raise IndexError(f"token ids must lie between 0 and {self.num_embeddings - 1}")
-        rows = unpack_rows(self.tiles, ids, self.embedding_dim, *self.format)  # (n, C)
+        rows = unpack_rows(self.tiles, ids, self.embedding_dim, self.format)  # (n, C)
         return rows.view(*tokens.shape, -1).to(self.dtype)
 
 

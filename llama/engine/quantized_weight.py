@@ -62,7 +62,7 @@ class QuantizedWeight:
                 return pack_rows(partial(rows, device=CPU), shape, format)
             parts = (read(part) for part in _pieces(shape, piece))
             out = _joined((kernels.quantize_to_tiles(part, clips_of(format), *format[:3]) for part in parts), shape[0])
-            ranges = [values.aminmax() for values in scales_of(out, shape[1], *format[:3]).unbind(2)]  # scale, offset
+            ranges = [values.aminmax() for values in scales_of(out, shape[1], format).unbind(2)]  # scale, offset
             check_scales(*(end for ends in ranges for end in ends))
             scale, *offset = (max(-float(low), float(high)) for low, high in ranges)
             if format.group:
@@ -95,7 +95,7 @@ class QuantizedWeight:
 
 def pack_rows(rows: Callable[[slice], Blocks], shape: tuple[int, int], format: BlockFormat) -> Tensor:
     """Pack a weight piece by piece, so that only one piece is in memory unpacked."""
-    out = torch.empty(-(-shape[0] // TILE), tile_bytes(shape[1], *format), dtype=torch.uint8)
+    out = torch.empty(-(-shape[0] // TILE), tile_bytes(shape[1], format), dtype=torch.uint8)
     for part in _pieces(shape, PACKED_PIECE):
         blocks = rows(part)
         check_overflow(blocks)

@@ -82,7 +82,7 @@ class Blocks(NamedTuple):
 
     @property
     def simple(self) -> Blocks:
-        """The same weight in 4 or 8 bits, with one level of scales and no codebook: a form that every layer supports."""
+        """The same weight in 4 or 8 bits, with one level of scales and no codebook: every layer supports that."""
         quants, bits = self.quants, 4 if self.bits <= 4 and self.values is None else 8
         if self.values is not None:
             quants = _looked_up(quants, self.values) + 128

@@ -93,7 +93,7 @@ class Integers(Matrix):
     def blocks(self, rows: slice) -> Blocks | None:
         if self.form is None:
             return None
-        bits, group, offset = self.form
+        bits, group, offset, *_ = self.form
         quants, scale = torch.from_numpy(self.quants(rows)), self.scale(rows)
         added = None
         if offset and self.zero is not None:

@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     """
 
     width: int
-    count: int
+    groups: int
     low_bits: int
     units: int
     low: int
@@ -41,11 +41,12 @@ class Layout(NamedTuple):
     def of(cls, format: BlockFormat) -> Layout:
         bits, group, offset, _, levels = format
         width, low_bits = group or PER_ROW, 8 if bits == 8 else 4 if bits >= 4 else 2
-        count = BLOCK // width if levels else 1
-        unit = 32 // (bits - low_bits) if bits > low_bits else count * width  # 64 bytes hold the other bits of a unit
-        integers = count * TILE * (1 + (offset and bits > 2)) if levels else 0
-        sizes = unit * TILE * low_bits // 8, unit * TILE * (bits - low_bits) // 8
-        return cls(width, count, low_bits, count * width // unit, *sizes, integers, 2 * TILE * (1 + offset) if group else 0)
+        groups = BLOCK // width if levels else 1
+        unit = 32 // (bits - low_bits) if bits > low_bits else groups * width  # 64 bytes hold the other bits of a unit
+        integers = groups * TILE * (1 + (offset and bits > 2)) if levels else 0
+        low, high = unit * TILE * low_bits // 8, unit * TILE * (bits - low_bits) // 8
+        numbers = 2 * TILE * (1 + offset) if group else 0
+        return cls(width, groups, low_bits, groups * width // unit, low, high, integers, numbers)
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +64,7 @@ class Layout(NamedTuple):
 
     def blocks(self, columns: int) -> int:
         """The blocks of a row."""
-        return -(-columns // (self.count * self.width))
+        return -(-columns // (self.groups * self.width))
 
 
 def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
@@ -71,9 +72,9 @@ def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
     format = blocks.format
     layout, bits = Layout.of(format), blocks.bits
     rows, columns = blocks.quants.shape
-    tiles, count, width = -(-rows // TILE), layout.blocks(columns), layout.count * layout.width
+    tiles, count, width = -(-rows // TILE), layout.blocks(columns), layout.groups * layout.width
     if out is None:
-        out = torch.empty(tiles, tile_bytes(columns, *format), dtype=torch.uint8)
+        out = torch.empty(tiles, tile_bytes(columns, format), dtype=torch.uint8)
     zero = 0 if blocks.offset is not None or blocks.values is not None else 2 ** (bits - 1)
     # numpy, since PyTorch would start threads, and several pieces are packed at once. A word is 4 bytes of a row; words
     # are copied in a quarter of the time of their bytes.
@@ -94,10 +95,10 @@ def pack(blocks: Blocks, out: Tensor | None = None) -> Tensor:
         return out
     if blocks.values is not None:
         out[:, -4 * TILE :] = (torch.tensor(blocks.values) + 128).repeat(4)
-    stored = (blocks.scale,) if blocks.offset is None else (blocks.scale, blocks.offset)
+    stored = [blocks.scale] if blocks.offset is None else [blocks.scale, blocks.offset]
     if blocks.factors is not None:
-        factors = blocks.factors.unbind(-1)
-        found = [_integers(*each, tiles, count, layout.count) for each in zip(stored, factors, strict=True)]
+        factors = list(blocks.factors.unbind(-1))
+        found = [_integers(*each, tiles, count, layout.groups) for each in zip(stored, factors, strict=True)]
         packed = [found[0] | found[1] << 4] if layout.low_bits == 2 and blocks.offset is not None else found
         integers.copy_(torch.cat(packed, dim=2).flatten(2).view(torch.uint8))
         stored = factors
@@ -136,27 +137,23 @@ def _pad(values: Tensor, rows: int, columns: int = 0, value: int = 0) -> Tensor:
     return F.pad(values, (0, columns, 0, rows), value=value) if rows or columns else values
 
 
-def tile_bytes(columns: int, bits: int, group: int, offset: bool, codebook: bool = False, levels: bool = False) -> int:
+def tile_bytes(columns: int, format: BlockFormat) -> int:
     """Bytes of one tile of a weight with `columns` columns."""
-    layout = Layout.of(BlockFormat(bits, group, offset, codebook, levels))
-    return layout.blocks(columns) * layout.nbytes + (4 * TILE if codebook or not group else 0)
+    layout = Layout.of(format)
+    return layout.blocks(columns) * layout.nbytes + (4 * TILE if format.codebook or not format.group else 0)
 
 
-def tiles_shape(
-    shape: tuple[int, int], bits: int, group: int, offset: bool, codebook: bool = False, levels: bool = False
-) -> tuple[int, int]:
+def tiles_shape(shape: tuple[int, int], format: BlockFormat) -> tuple[int, int]:
     """The shape of a packed weight: (tiles, bytes of a tile)."""
     rows, columns = shape
-    return -(-rows // TILE), tile_bytes(columns, bits, group, offset, codebook, levels)
+    return -(-rows // TILE), tile_bytes(columns, format)
 
 
-def scales_of(tiles: Tensor, columns: int, bits: int, group: int, offset: bool) -> Tensor:
-    """Scales and offsets of a weight with one level of scales: (tiles, groups, 1 or 2, 16); group 0: one for a row."""
-    return _numbers(tiles, columns, BlockFormat(bits, group, offset))
+def scales_of(tiles: Tensor, columns: int, format: BlockFormat) -> Tensor:
+    """Scales and offsets of groups (one group if a row has one scale), or the factors of two levels of scales.
 
-
-def _numbers(tiles: Tensor, columns: int, format: BlockFormat) -> Tensor:
-    """Scales and offsets of groups, or the factors of blocks: (tiles, groups or blocks, 1 or 2, 16)."""
+    Returns (tiles, groups or blocks, 1 or 2, 16).
+    """
     if not format.group:
         return tiles[:, -4 * TILE :].contiguous().view(torch.float32).view(-1, 1, 1, TILE)
     layout = Layout.of(format)
@@ -170,18 +167,13 @@ def _body(tiles: Tensor, columns: int, layout: Layout) -> Tensor:
     return tiles[:, : count * layout.nbytes].unflatten(1, (count, -1))
 
 
-def unpack(
-    tiles: Tensor, rows: int, columns: int, bits: int, group: int, offset: bool, codebook: bool = False, levels: bool = False
-) -> Blocks:
+def unpack(tiles: Tensor, rows: int, columns: int, format: BlockFormat) -> Blocks:
     """The inverse of `pack`, for a weight (rows, columns)."""
-    return _unpacked(tiles, columns, BlockFormat(bits, group, offset, codebook, levels)).rows(slice(rows))
+    return _unpacked(tiles, columns, format).rows(slice(rows))
 
 
-def unpack_rows(
-    tiles: Tensor, ids: Tensor, columns: int, bits: int, group: int, offset: bool, codebook: bool = False, levels: bool = False
-) -> Tensor:
+def unpack_rows(tiles: Tensor, ids: Tensor, columns: int, format: BlockFormat) -> Tensor:
     """Rows `ids` (n,) of a packed weight, dequantized: (n, columns) float32. Reads only the tiles of these rows."""
-    format = BlockFormat(bits, group, offset, codebook, levels)
     return _unpacked(tiles[ids // TILE], columns, format, ids % TILE).weight
 
 
@@ -200,14 +192,20 @@ def _unpacked(tiles: Tensor, columns: int, format: BlockFormat, lanes: Tensor | 
     quants = bits(0, layout.low, layout.low_bits)
     if layout.high:
         quants = quants | bits(layout.low, layout.high, format.bits - layout.low_bits) << layout.low_bits
-    numbers, factors = by_rows(_numbers(tiles, columns, format), 3).float(), None  # (N, groups or blocks, 1 or 2)
+    numbers, factors = by_rows(scales_of(tiles, columns, format), 3).float(), None  # (N, groups or blocks, 1 or 2)
     if format.levels:
-        packed = packed.unflatten(-1, (-1, layout.count, TILE))  # (tiles, blocks, 1 or 2, groups, 16)
+        packed = packed.unflatten(-1, (-1, layout.groups, TILE))  # (tiles, blocks, 1 or 2, groups, 16)
         if layout.low_bits == 2 and format.offset:
             packed = torch.cat((packed & 15, packed >> 4), dim=2)
         integers, factors = by_rows(packed, 4).view(torch.int8), numbers  # (N, blocks, 1 or 2, groups)
         products = (integers * factors[..., None]).transpose(2, 3)
         numbers = products.flatten(1, 2)[:, : -(-columns // format.group)]
-    values = tuple((tiles[0, -16:].int() - 128).tolist()) if format.codebook else None
-    offset = numbers[..., 1] if format.offset else None
-    return Blocks(quants[:, :columns].contiguous(), numbers[..., 0], offset, format.bits, format.group, values, factors)
+    quants, scale, offset = quants[:, :columns], numbers[..., 0], numbers[..., 1] if format.offset else None
+    if not format.codebook:
+        return Blocks(quants.contiguous(), scale, offset, format.bits, format.group, None, factors)
+    values = tiles[0, -TILE:]
+    if lanes is not None:  # without leaving PyTorch, so that torch.compile can trace it
+        return Blocks(values[quants.int()], scale, None, 8, format.group)
+    return Blocks(
+        quants.contiguous(), scale, None, format.bits, format.group, tuple((values.int() - 128).tolist()), factors
+    )
