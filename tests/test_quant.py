@@ -338,6 +338,40 @@ def test_a_model_decodes_with_the_files_blocks(tmp_path: Path, name: str, form: 
     assert distance(steps, exact(tokens)) < 0.03
 
 
+def random_weights(array: np.ndarray, type: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Random blocks of a type, with weights of a usual size; other types than those of READERS are cast."""
+    rows, columns = array.shape if array.ndim == 2 else (1, len(array))
+    if type.name not in READERS:
+        return array.astype(np.float32)
+    blocks = columns // gguf.constants.GGML_QUANT_SIZES[type][0]
+    raw = random_raw(type.name, rows, blocks).reshape(rows, blocks, -1)
+    at, width = SCALES.get(type.name, (0, 2))
+    if type.name == "MXFP4":
+        raw[:, :, 0] = raw[:, :, 0] % 4 + 118
+    elif width:
+        size = np.sqrt(columns * np.mean(gguf.quants.dequantize(raw.reshape(rows, -1), type) ** 2))
+        halves = np.ascontiguousarray(raw[:, :, at : at + width]).view(np.float16)
+        raw[:, :, at : at + width] = (halves / size).astype(np.float16).view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", [name for name in READERS if name not in (*LARGER, "Q4_0", "Q4_1", "Q8_0")])
+def test_every_type_is_computed_as_it_is(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(256, 2, 4, 2, 64, 512, 320, max_seq_len=64, tie_embeddings=True)
+    monkeypatch.setattr(gguf.quants, "quantize", random_weights)
+    path = tiny.write_gguf(tmp_path / "x.gguf", config, tiny.weights(config), quantization=name)
+    model = llama.load(path, device="cpu", dtype="bfloat16").model
+    exact = load_model(path, device="cpu", dtype="float32")
+    for layer, module in [(n, m) for n, m in model.named_modules() if isinstance(m, TileLinear)]:
+        assert torch.equal(module.weight, exact.get_submodule(layer).weight), layer
+    assert torch.equal(model.tok_embeddings.weight, exact.tok_embeddings.weight)
+    tokens, cache = tiny.random_tokens(20, config), model.new_cache()
+    steps = torch.cat([model(tokens[:, i : i + 1], cache=cache) for i in range(20)], dim=1)
+    assert distance(model(tokens), exact(tokens)) < 0.02
+    assert distance(steps, exact(tokens)) < 0.03
+
+
 @needs_kernels
 @pytest.mark.slow
 def test_decoding_with_blocks_is_near_float32_for_the_default_model(default_gguf: Path, default_llm: Llama) -> None:
@@ -379,7 +413,7 @@ def test_a_cast_of_the_model_leaves_quants_and_scales_unchanged() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [(8, 32, False), (4, 32, True), (8, 0, False)])
+@pytest.mark.parametrize("kind", [KINDS[0], BlockFormat(4, 32, True), BlockFormat(8, 0, False)])
 def test_the_reference_layer_compiles(kind: BlockFormat) -> None:
     layer = BlockLinear(random_blocks(48, 96, *kind))
     x = normal(1, 96)

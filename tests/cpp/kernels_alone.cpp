@@ -2,7 +2,7 @@
 //
 //     kernels_alone [THREADS] > FILE
 //
-// A result is a line with its name, its type and its sizes, and then its numbers. tests/test_neon.py compares the results of two builds.
+// A result is a line with its name, its type and its sizes, and then its numbers. tests/test_arm.py compares the results of two builds.
 
 #include <cstdio>
 #include <string>
@@ -62,20 +62,55 @@ Tensor integers(int64_t rows, int64_t columns, int64_t group, int low, int high)
 
 struct Kind {
     int64_t bits, group;
-    bool offset;
-    std::string name() const { return std::to_string(bits) + " bits, group " + std::to_string(group) + (offset ? ", offset" : ""); }
+    bool offset, codebook = false, levels = false;
+    std::string name() const {
+        return std::to_string(bits) + " bits, group " + std::to_string(group) + (offset ? ", offset" : "") + (codebook ? ", codebook" : "") +
+               (levels ? ", levels" : "");
+    }
+    Shape shape(int64_t K) const { return shape_of(K, bits, group, offset, codebook, levels); }
 };
 
-// Products in panels, whether or not this build prefers them.
-template <typename T>
-Tensor panels_of(const Tensor& x, const Tensor& tiles, const Kind& kind, int64_t N) {
-    const int64_t M = x.size(0), K = x.size(1);
-    Tensor y = torch::stable::new_empty(x, {M, N});
-    with_format(kind.bits, kind.group, kind.offset, [&]<int BITS, bool OFFSET, bool PER_ROW>() {
-        product_in_panels<T, BITS, OFFSET, PER_ROW>((const T*)x.const_data_ptr(), M, K, (const uint8_t*)tiles.const_data_ptr(),
-                                                    shape_of(K, kind.bits, kind.group, kind.offset), (T*)y.mutable_data_ptr(), N);
-    });
-    return y;
+// The panel of a tile. `linear_blocks` multiplies panels only with AMX.
+Tensor panel_of_tile(const uint8_t* tile, int64_t K, const Kind& kind) {
+    const Shape shape = kind.shape(K);
+    const int64_t inputs = (shape.groups * shape.group + 31) / 32 * 32;
+    Tensor panel({inputs, 16}, BFloat16);
+    const auto run = with_format(kind.bits, kind.group, kind.offset, kind.codebook, kind.levels, []<Format F>() { return panel_from<F>; });
+    run(tile, shape, 0, shape.groups, inputs, (uint32_t*)panel.mutable_data_ptr());
+    return panel;
+}
+
+// Tiles of a weight (37, 200) with random bits, and float16 numbers between 1/4 and 1/2 with any sign.
+Tensor random_tiles(const Kind& kind) {
+    const Shape shape = kind.shape(200);
+    Tensor tiles = random_tensor({3, shape.tile}, Byte);
+    const int64_t numbers = 32 * (1 + kind.offset), count = shape.groups * shape.group / (kind.levels ? BLOCK : shape.group);
+    for (int64_t t = 0; t < 3; t++) {
+        auto* tile = (uint8_t*)tiles.mutable_data_ptr() + t * shape.tile;
+        for (int64_t b = 0; b < count; b++)
+            for (int64_t i = 1; i < numbers; i += 2) {
+                uint8_t& high = tile[b * shape.stride + (kind.levels ? i : shape.stride - numbers + i)];
+                high = 0x34 | (high & 0x83);
+            }
+        for (int64_t i = 16; kind.codebook && i < 64; i++) tile[shape.tile - 64 + i] = tile[shape.tile - 64 + i % 16];
+    }
+    return tiles;
+}
+
+void write_products(const std::string& name, const Tensor& tiles, const Kind& kind, ScalarType type) {
+    const auto [bits, group, offset, codebook, levels] = kind;
+    for (int64_t M : {1, 2, 3, 27}) {
+        const Tensor x = random_tensor({M, 200}, type);
+        write("product, " + name + ", rows " + std::to_string(M), linear_blocks(x, tiles, bits, group, offset, 37, codebook, levels));
+    }
+    if (type == Float) write("panel, " + name, panel_of_tile((const uint8_t*)tiles.const_data_ptr(), 200, kind));
+}
+
+void weights_as_in_files() {
+    for (const Kind& kind : {Kind{5, 32, false}, {5, 32, true}, {4, 16, false, true}, {4, 32, false, true}, {4, 32, false, true, true},
+                             {2, 16, true, false, true}, {3, 16, false, false, true}, {4, 32, true, false, true}, {5, 32, true, false, true},
+                             {6, 16, false, false, true}})
+        write_products(kind.name(), random_tiles(kind), kind, Float);
 }
 
 void weights_in_few_bits() {
@@ -86,32 +121,27 @@ void weights_in_few_bits() {
     for (int64_t group : {16, 32, 64, 128})
         for (bool offset : {false, true}) kinds.push_back({4, group, offset});
     for (const Kind& kind : kinds) {
-        const auto [bits, group, offset] = kind;
+        const auto [bits, group, offset, codebook, levels] = kind;
         const int64_t width = group ? group : 64;
         for (ScalarType type : {Float, BFloat16}) {
             const std::string name = kind.name() + (type == Float ? "" : ", bfloat16");
             const Tensor w = random_tensor({37, 200}, type), tiles = quantize_to_tiles(w, clips, bits, group, offset);
             write("tiles, " + name, tiles);
-            for (int64_t M : {1, 2, 3, 27}) {
-                const Tensor x = random_tensor({M, 200}, type);
-                write("product, " + name + ", rows " + std::to_string(M), linear_blocks(x, tiles, bits, group, offset, 37));
-            }
-            const Tensor x = random_tensor({29, 200}, type);
-            write("panels, " + name, type == Float ? panels_of<float>(x, tiles, kind, 37) : panels_of<bf16>(x, tiles, kind, 37));
+            write_products(name, tiles, kind, type);
         }
         // With scales of 1, products are integers. Only an exact sum is right.
         const int high = offset ? (1 << bits) - 1 : (1 << (bits - 1)) - 1, low = offset ? 0 : -high;
         const Tensor x = integers(27, 256, width, -127, 127), w = integers(48, 256, width, low, high);
         const Tensor tiles = quantize_to_tiles(w, one, bits, group, offset);
         write("integers x, " + kind.name(), x), write("integers w, " + kind.name(), w);
-        write("integers y, " + kind.name(), linear_blocks(x, tiles, bits, group, offset, 48));
-        write("integers y of one row, " + kind.name(), linear_blocks(torch::stable::narrow(x, 0, 0, 1), tiles, bits, group, offset, 48));
+        write("integers y, " + kind.name(), linear_blocks(x, tiles, bits, group, offset, 48, codebook, levels));
+        write("integers y of one row, " + kind.name(), linear_blocks(torch::stable::narrow(x, 0, 0, 1), tiles, bits, group, offset, 48, codebook, levels));
     }
 }
 
 void rows_in_8_bits() {
     const Tensor x = random_tensor({1, 200}, Float);
-    const Shape s = shape_of(200, 8, 32, false);
+    const Shape s = Kind{8, 32, false}.shape(200);
     Tensor q({s.groups * s.group}, Char), start({s.groups}, Long), scale({s.groups}, Float), sum({s.groups}, Float);
     std::vector<int32_t> starts(s.groups);
     to_8_bits((const float*)x.const_data_ptr(), 200, s, 1, (int8_t*)q.mutable_data_ptr(), (float*)scale.mutable_data_ptr(), starts.data(),
@@ -169,6 +199,7 @@ void elementwise() {
 int main(int count, char** arguments) {
     torch::stable::threads = count > 1 ? uint32_t(std::atoi(arguments[1])) : 1;
     weights_in_few_bits();
+    weights_as_in_files();
     rows_in_8_bits();
     products_in_bfloat16();
     attention();
