@@ -368,7 +368,7 @@ def test_every_type_is_computed_as_it_is(tmp_path: Path, name: str, monkeypatch:
     assert torch.equal(model.tok_embeddings.weight, exact.tok_embeddings.weight)
     tokens, cache = tiny.random_tokens(20, config), model.new_cache()
     steps = torch.cat([model(tokens[:, i : i + 1], cache=cache) for i in range(20)], dim=1)
-    assert distance(model(tokens), exact(tokens)) < 0.02
+    assert distance(model(tokens), exact(tokens)) < 0.03
     assert distance(steps, exact(tokens)) < 0.03
 
 

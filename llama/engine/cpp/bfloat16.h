@@ -19,16 +19,12 @@ using torch::stable::Tensor;
 namespace {
 
 // Rows of the weight that are read at once. They are in different pages: some processors read these in parallel, others only one at full speed.
-#if defined(__AMX_BF16__)
-constexpr int STREAMS = 4;
-#else
-constexpr int STREAMS = 1;
-#endif
+constexpr int ROWS_AT_ONCE = AHEAD ? 4 : 1;
 
 // R rows of the weight times M rows of x. Where AHEAD says so, the next R rows are prefetched.
 template <int M, int R>
 void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[M]) {
-    constexpr int SUMS = M == 1 && STREAMS == 1 ? 2 : 1;  // independent sums hide the latency
+    constexpr int SUMS = M == 1 && ROWS_AT_ONCE == 1 ? 2 : 1;  // independent sums hide the latency
     f32x16 acc[R][M][SUMS] = {};
     int64_t k = 0;
     for (; k + 32 * SUMS <= K; k += 32 * SUMS)
@@ -48,7 +44,7 @@ void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[M]) {
 
 template <int M>
 void few_rows(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t N, int64_t K) {
-    constexpr int R = STREAMS;
+    constexpr int R = ROWS_AT_ONCE;
     for_each_part((N + R - 1) / R, R * K * sizeof(bf16), [=](int64_t part) {
         for (int64_t n = part * R, end = std::min(N, n + R); n < end;) {
             const int64_t now = end - n == R ? R : 1;

@@ -50,6 +50,7 @@ constexpr int64_t AHEAD = 1024;
 #else
 constexpr int64_t AHEAD = 0;
 #endif
+constexpr int STREAMS = AHEAD ? 2 : 1;  // tiles that are read at once for one row of x: other processors read one stream at full speed
 
 // How a weight is stored.
 struct Format {
@@ -230,57 +231,70 @@ inline void load_factors(const uint8_t* block, const Shape& s, f32x16* factors) 
     for (int64_t i = 0; AHEAD && i < 320; i += 64) __builtin_prefetch(block + AHEAD + i);
 }
 
-// Group i of a block of each of TILES tiles, `apart` bytes apart, times M rows, added to `total`. g: the number of the group.
-template <Format F, int M, int TILES>
-inline void group_product(const uint8_t* block, int64_t apart, const Shape& s, int64_t i, const f32x16 (*factors)[2], const Codebook& values,
-                          const Row* rows, int64_t g, f32x16 (*total)[M]) {
+// GROUPS groups, from group i of a block on, of each of TILES tiles, `apart` bytes apart, times M rows, added to `total`. g: the number of
+// the first group.
+template <Format F, int M, int TILES, int GROUPS>
+inline void groups_product(const uint8_t* block, int64_t apart, const Shape& s, int64_t i, const f32x16 (*factors)[2], const Codebook& values,
+                           const Row* rows, int64_t g, f32x16 (*total)[M]) {
     constexpr int SUMS = M == 1 && F.group() != 16 ? 2 : 1;  // independent sums hide the latency of dot4
     constexpr int64_t STEP = Group<F>::STEP;
     const int64_t group = group_of<F>(s);
-    i32x16 acc[TILES][SUMS][M];
-    const int8_t* x[M];
-    for (int m = 0; m < M; m++) {
-        for (int j = 0; j < TILES; j++) {
-            acc[j][0][m] = i32x16{} + rows[m].start[g];
-            for (int n = 1; n < SUMS; n++) acc[j][n][m] = i32x16{};
+    i32x16 acc[TILES * GROUPS][SUMS][M];
+    Group<F> groups[TILES * GROUPS];
+    for (int p = 0; p < TILES * GROUPS; p++) {
+        const int j = p / GROUPS, next = p % GROUPS;
+        groups[p] = Group<F>(block + j * apart + (F.levels ? 0 : next * s.stride), s, F.levels ? i + next : 0, factors[j]);
+        for (int m = 0; m < M; m++) {
+            acc[p][0][m] = i32x16{} + rows[m].start[g + next];
+            for (int n = 1; n < SUMS; n++) acc[p][n][m] = i32x16{};
         }
-        x[m] = rows[m].x + g * group;
     }
-    Group<F> groups[TILES];
-    for (int j = 0; j < TILES; j++) groups[j] = Group<F>(block + j * apart, s, i, factors[j]);
 #pragma GCC unroll 4
     for (int64_t k = 0; k < group; k += STEP)
-        for (int j = 0; j < TILES; j++) {
-            if (AHEAD && M <= 4 && !F.wide) groups[j].prefetch(k);
+        for (int p = 0; p < TILES * GROUPS; p++) {
+            if (AHEAD && M <= 4 && !F.wide) groups[p].prefetch(k);
             u32x16 fours[STEP / 4];
-            groups[j].weights(k, fours);
+            groups[p].weights(k, fours);
+            const int64_t at = (g + p % GROUPS) * group + k;
             for (int n = 0; n < STEP / 4; n++) {
                 if (F.codebook) fours[n] = values(fours[n]);
-                for (int m = 0; m < M; m++) acc[j][n % SUMS][m] = dot4<F.bytes()>(acc[j][n % SUMS][m], fours[n], load<int32_t>(x[m] + k + 4 * n));
+                for (int m = 0; m < M; m++) acc[p][n % SUMS][m] = dot4<F.bytes()>(acc[p][n % SUMS][m], fours[n], load<int32_t>(rows[m].x + at + 4 * n));
             }
         }
-    for (int j = 0; j < TILES; j++)
+    for (int p = 0; p < TILES * GROUPS; p++)
         for (int m = 0; m < M; m++) {
-            for (int n = 1; n < SUMS; n++) acc[j][0][m] += acc[j][n][m];
-            total[j][m] += __builtin_convertvector(acc[j][0][m], f32x16) * (F.per_row ? f32x16{} + rows[m].scale[g] : groups[j].scale * rows[m].scale[g]);
-            if (F.offset) total[j][m] += groups[j].offset * rows[m].sum[g];
+            const float scale = rows[m].scale[g + p % GROUPS];
+            for (int n = 1; n < SUMS; n++) acc[p][0][m] += acc[p][n][m];
+            total[p / GROUPS][m] += __builtin_convertvector(acc[p][0][m], f32x16) * (F.per_row ? f32x16{} + scale : groups[p].scale * scale);
+            if (F.offset) total[p / GROUPS][m] += groups[p].offset * rows[m].sum[g + p % GROUPS];
         }
 }
 
-// TILES tiles, `apart` bytes apart, times M rows of x -> y (TILES, M).
-template <Format F, int M, int TILES>
+// TILES tiles, `apart` bytes apart, GROUPS groups at a time, times M rows of x -> y (TILES, M).
+template <Format F, int M, int TILES, int GROUPS = 1>
 void tile_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y) {
     const uint8_t* const end = tile + s.tile - 64;
     const Codebook values(end);
     f32x16 total[TILES][M] = {}, factors[TILES][2];
-    for (int64_t g = 0; g < s.groups; tile += s.stride) {
+    const int64_t of_block = F.levels ? groups_of_a_block<F>(s) : GROUPS;  // even
+    for (int64_t g = 0; g < s.groups; tile += F.levels ? s.stride : GROUPS * s.stride) {
         for (int j = 0; j < TILES; j++) load_factors<F>(tile + j * apart, s, factors[j]);
-        for (int64_t i = 0; i < groups_of_a_block<F>(s); i++, g++) group_product<F, M, TILES>(tile, apart, s, i, factors, values, rows, g, total);
+        if (g + of_block > s.groups) {  // the last of an odd number
+            groups_product<F, M, TILES, 1>(tile, apart, s, 0, factors, values, rows, g++, total);
+            break;
+        }
+        for (int64_t i = 0; i < of_block; i += GROUPS, g += GROUPS) groups_product<F, M, TILES, GROUPS>(tile, apart, s, i, factors, values, rows, g, total);
     }
     for (int j = 0; j < TILES; j++) {
         const f32x16 scale = F.per_row ? load<f32x16>(end + j * apart) : f32x16{} + 1.0f;
         for (int m = 0; m < M; m++) y[j * M + m] = total[j][m] * scale;
     }
+}
+
+// For one row of x. A group in 4 bits has too few operations to hide their latency, so two are multiplied at a time, in one tile or in two.
+template <Format F>
+void one_row_product(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y) {
+    tile_product<F, 1, STREAMS, STREAMS == 1 && F.bits < 8 ? 2 : 1>(tile, apart, s, rows, y);
 }
 
 // Widens groups `first` to first + count of a tile to 8 bits, with float32 scales and offsets: the format wide_form<F>().
@@ -321,7 +335,7 @@ void widen_groups(const uint8_t* tile, const Shape& s, int64_t first, int64_t co
 // The functions for a format: they belong to no dtype of x, so each of them is compiled once.
 struct Functions {
     int32_t zero;  // what the integer dot products count as 0
-    void (*pair)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
+    void (*one_row)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
     struct {
         int64_t count;
         void (*run)(const uint8_t* tile, int64_t apart, const Shape& s, const Row* rows, f32x16* y);
@@ -339,10 +353,10 @@ inline const Functions& functions_of() {
     if constexpr (F.narrow()) {
         static constexpr Format W = wide_form<F>();
         static const Functions wide{zero_of<W>(), nullptr, {{12, tile_product<W, 12, 1>}, {4, tile_product<W, 4, 1>}}};
-        static const Functions functions{zero_of<F>(), tile_product<F, 1, 2>, {{4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}}, widen_groups<F>, &wide, F.offset};
+        static const Functions functions{zero_of<F>(), one_row_product<F>, {{4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}}, widen_groups<F>, &wide, F.offset};
         return functions;
     } else {
-        static const Functions functions{zero_of<F>(), tile_product<F, 1, 2>, {{12, tile_product<F, 12, 1>}, {8, tile_product<F, 8, 1>},
+        static const Functions functions{zero_of<F>(), one_row_product<F>, {{12, tile_product<F, 12, 1>}, {8, tile_product<F, 8, 1>},
                                                               {4, tile_product<F, 4, 1>}, {2, tile_product<F, 2, 1>}, {1, tile_product<F, 1, 1>}}};
         return functions;
     }
@@ -388,10 +402,10 @@ void product(const T* x, int64_t M, int64_t K, const uint8_t* tiles, const Shape
     const int64_t count_of_tiles = (N + ROWS - 1) / ROWS;
     const auto write = [&](const f32x16& sums, int64_t m, int64_t t) { store(sums, y + m * N + t * ROWS, std::min(ROWS, N - t * ROWS)); };
     if (M == 1) {
-        for_each_part((count_of_tiles + 1) / 2, 2 * s.tile, [&](int64_t pair) {  // two tiles at once, read in parallel
-            const int64_t t = 2 * pair, two = t + 1 < count_of_tiles;  // a last tile alone is multiplied twice
+        for_each_part((count_of_tiles + STREAMS - 1) / STREAMS, STREAMS * s.tile, [&](int64_t unit) {
+            const int64_t t = STREAMS * unit, two = STREAMS == 2 && t + 1 < count_of_tiles;  // a last tile alone is multiplied twice
             f32x16 out[2];
-            f.pair(tiles + t * s.tile, two * s.tile, s, rows.data(), out);
+            f.one_row(tiles + t * s.tile, two * s.tile, s, rows.data(), out);
             for (int64_t j = 0; j <= two; j++) write(out[j], 0, t + j);
         });
         return;
