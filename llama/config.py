@@ -32,8 +32,8 @@ class ModelConfig:
     attention_bias  True if wq, wk, wv and wo add a bias; no official LLaMA does
     qkv_bias        True if wq, wk and wv add a bias, whether or not wo does; Qwen2's wo does not
     mlp_bias        True if w_gate, w_up and w_down add a bias; no official LLaMA does
-    no_rope_layers  the layers that do not rotate queries and keys, ascending from 0 (SmolLM3; NoPE, arXiv:2305.19466)
-    sliding_window  None, or how many tokens back attention sees (Mistral 7B v0.1); the model runs up to there
+    no_rope_layers  indices of the layers that do not rotate queries and keys, ascending (SmolLM3; arXiv:2305.19466)
+    sliding_window  None, or how many tokens attention looks back (Mistral 7B v0.1); it limits the context
     """
 
     dim: int

@@ -284,7 +284,7 @@ def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:
     kinds = {checkpoint.stored(name) for name in checkpoint.shapes if checkpoint.changed(name)} - {*FLOATS.values()}
     if kinds and options.quantize is None and options.dtype in (None, "auto"):
         raise UsageError(
-            f"{checkpoint.path} is quantized ({', '.join(sorted(kinds))}), and quantizing again would lose most of an"
+            f"{checkpoint.path} is quantized ({', '.join(sorted(kinds))}), and quantizing again would lose most of the"
             f" adapter; use the unquantized model, or --dtype bfloat16 to dequantize the weights it changes"
         )
 

@@ -210,8 +210,8 @@ FORMS: dict[str, Form] = {
 class RotaryEmb(nn.Module):
     """`apply_rotary_emb` in one of FORMS, as a module: xq (B, T, H, D), xk (B, T, KV, D) -> the same shapes.
 
-    In a layer without RoPE, `rotates` is False: q and k are not changed, but like rotated ones they leave in the
-    interleaved order, so that cached keys are the same in every form.
+    In a layer without RoPE, `rotates` is False: q and k are not rotated, but they are returned in the interleaved order
+    like rotated ones, so that cached keys are the same in every form.
     """
 
     def __init__(self, form: str = "complex", rotates: bool = True):

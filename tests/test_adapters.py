@@ -412,12 +412,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"init_lora_weights": "new"}, "init_lora_weights is 'new'"),
     ({"use_something": True}, "sets use_something, which is unknown and may change the result"),
-    ({"r": 3}, "gives it the rank 3"),
+    ({"r": 3}, "states rank 3"),
     ({"r": 0}, "a rank must be an integer from 1"),
     ({"r": 10**400}, "a rank must be an integer from 1"),
     ({"lora_alpha": 10**400}, "an alpha must be a number"),
     ({"lora_alpha": "x"}, "lora_alpha must be a finite number"),
-    ({"rank_pattern": {"q_proj": 2}}, "gives it the rank 2"),
+    ({"rank_pattern": {"q_proj": 2}}, "states rank 2"),
     ({"rank_pattern": ["q_proj"]}, "rank_pattern must be an object"),
     ({"alpha_pattern": {"q_proj": None}}, "an alpha must be a number"),
     ({"bias": "some"}, "bias is 'some'"),
@@ -436,7 +436,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": r"(.*)\1"}, "can't be used"),
     ({"target_modules": "x{2000}"}, "can't be used"),
     ({"rank_pattern": {"(x+)+y": 4}}, "can't be used"),
-    ({"modules_to_save": ["lm_head"]}, "lacks lm_head.weight, which was trained by its configuration"),
+    ({"modules_to_save": ["lm_head"]}, "lacks lm_head.weight, which was trained according to adapter_config.json"),
     ({"modules_to_save": "lm_head"}, "modules_to_save must be a list of names"),
 ]
 
@@ -459,16 +459,16 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing pair": (lambda s: [s.pop(k) for k in list(s) if FIRST in k], rf"has no matrices for {FIRST}.*1 missing, 0 un"),
     "one of two": (lambda s: s.pop(f"base_model.model.{FIRST}.lora_A.weight"), "only one of the two matrices"),
     "another module": (set_tensor("model.layers.7.mlp.w.lora_A.weight", torch.ones(4, 4)), "only one of the two"),
-    "extra": (set_tensor("model.layers.0.extra.weight", torch.ones(4)), "neither its configuration nor its base"),
-    "bias": (set_tensor(f"{FIRST}.base_layer.bias", torch.ones(64)), "neither its configuration nor its base"),
+    "extra": (set_tensor("model.layers.0.extra.weight", torch.ones(4)), "its configuration and its base do not have"),
+    "bias": (set_tensor(f"{FIRST}.base_layer.bias", torch.ones(64)), "its configuration and its base do not have"),
     "dora": (set_tensor(f"{FIRST}.lora_magnitude_vector", torch.ones(64)), "belongs to a DoRA adapter"),
     "no prefix": (lambda s: s.update({"x.lora_A.weight": torch.ones(4, 4)}), "is not a part of a LoRA"),
     "integers": (set_tensor(f"{FIRST}.lora_A.weight", torch.ones(4, 64, dtype=torch.int8)), "is stored as I8"),
-    "vector": (set_tensor(f"{FIRST}.lora_A.weight", torch.ones(4)), "gives it the rank 4"),
+    "vector": (set_tensor(f"{FIRST}.lora_A.weight", torch.ones(4)), "states rank 4"),
     "width": (set_tensor(f"{FIRST}.lora_A.weight", torch.ones(4, 60)), "was trained on another model"),
     "height": (set_tensor(f"{FIRST}.lora_B.weight", torch.ones(32, 4)), "was trained on another model"),
     "not finite": (set_tensor(f"{FIRST}.lora_B.weight", torch.full((64, 4), math.nan)), "not finite"),
-    "resized": (set_tensor("model.embed_tokens.weight", torch.ones(322, 64)), r"\(322, 64\).*\(320, 64\).*was resized"),
+    "resized": (set_tensor("model.embed_tokens.weight", torch.ones(322, 64)), r"\(320, 64\).*\(322, 64\).*was resized"),
 }  # fmt: skip
 
 
@@ -483,24 +483,24 @@ def test_tensors_that_do_not_fit_are_refused(bases, adapter: Path, case: str) ->
 def test_another_base_is_refused_by_its_shapes(adapter: Path, tmp_path: Path) -> None:
     for name, changes in (("wide", {"hidden_size": 96, "head_dim": 16}), ("deep", {"num_hidden_layers": 3})):
         test_huggingface.write(tmp_path / name, **changes)
-        with pytest.raises(CheckpointError, match=r"trained on another model|of another model"):
+        with pytest.raises(CheckpointError, match=r"trained on another model|belongs to another model"):
             logits(tmp_path / name, adapters=adapter)
 
 
 def test_complete_tensors_have_no_scale_and_no_rival(bases, tmp_path: Path) -> None:
     lora = Lora(bases("plain"))
     path = lora.write(tmp_path / "saved", **saved("lm_head")(lora))
-    with pytest.raises(UsageError, match=r"replaces lm_head.weight completely.*use the scale 1"):
+    with pytest.raises(UsageError, match=r"replaces lm_head.weight completely, so its scale must be 1, got 0\.5"):
         logits(bases("plain"), adapters=f"{path}:0.5")
-    with pytest.raises(CheckpointError, match=r"replaces lm_head.weight, which .* changes too"):
+    with pytest.raises(CheckpointError, match=r"replaces lm_head.weight, which .* also changes"):
         logits(bases("plain"), adapters=[path, path])
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("nowhere", "there is no such folder"),
-        ("nowhere:2", "nowhere: there is no such folder"),
+        ("nowhere", "nowhere does not exist"),
+        ("nowhere:2", "nowhere does not exist"),
         ("{}:x", "the scale 'x' is not a number"),
         ("{}:nan", "must be a finite number"),
         ("{}:1e999", "must be a finite number"),
@@ -560,7 +560,7 @@ def test_a_cut_or_damaged_adapter_is_refused_or_harmless(bases, tmp_path: Path, 
 
 def test_an_adapter_as_model_is_refused_with_the_option(adapter: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"holds an adapter, not a model; pass its base model by --model.*--adapter"
+        CheckpointError, match=r"contains an adapter, not a model; pass its base model by --model.*--adapter"
     ):
         open_checkpoint(adapter)
 

@@ -183,7 +183,11 @@ def test_templates_that_do_not_fit_are_errors(clearllama: Run, meta: Path, tmp_p
     (tmp_path / "other.json").write_text('{"a": 1}')
     for choice, code, message in (
         ("llama2", 1, b"the chat format llama2 needs <s> and </s>, which this vocabulary lacks"),
-        ("llama4", 2, b"--chat-template must be auto, none, llama2, llama3, codellama-70b or a file"),
+        (
+            "llama4",
+            2,
+            b"--chat-template must be auto, none, llama2, llama3, codellama-70b or an existing file, got 'llama4'",
+        ),
         (str(tmp_path / "broken.jinja"), 1, b"the chat template: "),
         (str(tmp_path / "other.json"), 1, b"does not contain the message"),
     ):

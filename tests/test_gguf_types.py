@@ -177,7 +177,7 @@ def test_quantizing_twice_is_a_warning(source: Path, tmp_path: Path) -> None:
 
 def test_what_can_not_be_written_is_refused(source: Path, tmp_path: Path) -> None:
     for options, says in (
-        ({"to": "hf", "quantize": "q8_0"}, "writes the types of GGUF, and --to hf has none"),
+        ({"to": "hf", "quantize": "q8_0"}, "is for GGUF files, not for --to hf"),
         ({"to": "gguf", "quantize": "q3_k"}, "unknown quantization of GGUF files 'q3_k'; known: q8_0, q4_0, q4_k"),
         ({"to": "gguf", "quantize": "q8_0", "dtype": torch.float16}, "leave --dtype out"),
     ):

@@ -79,7 +79,7 @@ def test_three_quantizations(clearllama: Run, server: Hub, env: dict[str, str]) 
     assert resolve("org/three:q8_0", env).endswith("tiny-Q8_0.gguf")
     assert "HF_HUB_OFFLINE is set" in resolve("org/three:Q2_K", offline)
     assert (
-        b"this command does not download models: clearllama pull org/far"
+        b"this command does not download models; run 'clearllama pull org/far' first"
         in clearllama("plan", "-m", "org/far", "--gpus", "1xH100", env=env).stderr
     )
     assert "org/three has no GGUF file of type Q5_K_M; it has Q2_K, Q4_K_M, Q8_0: name one" in resolve(
@@ -322,8 +322,8 @@ def test_a_gated_repository_says_so_before_and_after(clearllama: Run, server: Hu
     result = clearllama("inspect", "org/three", env=env)
     first, last = result.stderr.decode().splitlines()
     assert first == (
-        f"fetching org/three (tiny-Q4_K_M.gguf, 0 MB to download, licence tiny-licence, gated: the licence is accepted"
-        f" on {server.url}/org/three)"
+        f"fetching org/three (tiny-Q4_K_M.gguf, 0 MB to download, licence tiny-licence, gated: accept the licence on"
+        f" {server.url}/org/three)"
     )
     assert last.startswith("clearllama: error: there is no file or folder 'org/three'; org/three is gated: accept")
     assert resolve("org/three", {**env, "HF_TOKEN": "right"}).endswith("tiny-Q4_K_M.gguf")

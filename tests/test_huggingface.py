@@ -434,7 +434,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: edit(d, model_type="gpt2"),
         "model_type is 'gpt2'; only llama, .* can be run; try transformers",
     ),
-    "layer types": (lambda d: edit(d, layer_types=["sliding_attention"] * 2), "has full_attention in every layer"),
+    "layer types": (lambda d: edit(d, layer_types=["sliding_attention"] * 2), "must be a list of full_attention, got"),
     "multiplier": (lambda d: edit(d, residual_multiplier=0.22), "residual_multiplier is 0.22"),
     "typo": (lambda d: edit(d, num_key_value_head=2), "'num_key_value_head'; was 'num_key_value_heads' meant"),
     "head huge": (lambda d: edit(d, head_dim=2_000_000_000), "head_dim must be at most 65536"),
@@ -469,7 +469,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no family": (lambda d: edit(d, remove=("model_type", "architectures")), "model_type is missing"),
     "quantized": (lambda d: edit(d, quantization_config={"quant_method": "aqlm"}), "quantized .'aqlm': AQLM"),
-    "window": (lambda d: edit(d, sliding_window=4096), "sliding_window is 4096"),
+    "window": (lambda d: edit(d, sliding_window=4096), "sliding_window of a llama model must be null, got 4096"),
     "activation": (lambda d: edit(d, hidden_act="gelu"), "hidden_act is 'gelu'"),
     "dim string": (lambda d: edit(d, hidden_size="64"), "hidden_size must be an integer, got '64' .a string."),
     "dim fraction": (lambda d: edit(d, hidden_size=64.0), "hidden_size must be an integer, got 64.0"),
@@ -535,7 +535,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
             [f.unlink() for f in d.glob("*.safetensors*")]
             and save_file({"a": torch.ones(1)}, d / "adapter_model.safetensors")
         ),
-        "holds an adapter",
+        "contains an adapter",
     ),
 }
 

@@ -292,7 +292,7 @@ def test_a_vocabulary_cut_off_at_the_end_of_a_line_is_an_error(tmp_path: Path) -
     folder = make_tiny.make(tmp_path, "llama-3-8b")
     lines = (folder / "tokenizer.model").read_bytes().splitlines(keepends=True)
     (folder / "tokenizer.model").write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(LlamaError, match="767 tokens and the embedding 768 rows; the file is cut off"):
+    with pytest.raises(LlamaError, match="767 tokens, but the embedding has 768 rows; the file is truncated"):
         llama.load(folder)
 
 
@@ -309,7 +309,7 @@ def test_an_embedding_may_have_a_quarter_more_rows_than_tokens_but_not_more(
         checkpoint.config = dataclasses.replace(checkpoint.config, vocab_size=count)
         assert checkpoint.tokenizer() is tokenizer
     checkpoint.config = dataclasses.replace(checkpoint.config, vocab_size=rows + 1)
-    with pytest.raises(LlamaError, match=f"{tokens} tokens and the embedding {rows + 1} rows"):
+    with pytest.raises(LlamaError, match=f"{tokens} tokens, but the embedding has {rows + 1} rows"):
         checkpoint.tokenizer()
 
 

@@ -151,8 +151,8 @@ REFUSED = {
     "no system": (START + "{% if message['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}{{ message['content'] }}"
                   "{% endfor %}", "no exact translation for Ollama: the model's chat template failed"),
     "last": (START + "{{ message['content'] }}{% if loop.last %}END{% endif %}|{% endfor %}", "depend on the messages after it"),
-    "numbered": (START + "{{ loop.index }}{{ message['content'] }}|{% endfor %}", "more than to put fixed texts"),
-    "upper": (START + "{{ message['content'] | upper }}|{% endfor %}", "more than to put fixed texts"),
+    "numbered": (START + "{{ loop.index }}{{ message['content'] }}|{% endfor %}", "more than put fixed texts"),
+    "upper": (START + "{{ message['content'] | upper }}|{% endfor %}", "more than put fixed texts"),
     "twice": (START + "{{ message['content'] * 2 }}|{% endfor %}", "does not write the content of each message once"),
     "braces": ("{{ '{' + '{x' }}" + tiny.CHATML, "it writes braces"),
     "unprintable": ("\u200b" + tiny.CHATML, "a Modelfile can't hold the text"),

@@ -44,7 +44,7 @@ def test_the_parent_folder_of_one_model(clearllama: Run, root: Path, tmp_path: P
     (parent / "notes").mkdir()
     result = clearllama("generate", "-m", str(parent), "-n", "2", "--raw", TEXT)
     assert result.returncode == 0, result.stderr
-    line = f"clearllama: warning: {parent} has no model itself; using {parent / 'Llama3.2-1B'}"
+    line = f"clearllama: warning: {parent} is not a model, but contains one; using {parent / 'Llama3.2-1B'}"
     assert line in result.stderr.decode().splitlines()
     direct = clearllama("generate", "-m", str(parent / "Llama3.2-1B"), "-n", "2", "--raw", TEXT)
     assert result.stdout == direct.stdout
@@ -59,7 +59,7 @@ def test_original_below_a_folder_of_the_hub(root: Path) -> None:
     shutil.copy(root / "hf" / "tokenizer.json", hub)
     checkpoint = open_checkpoint(hub)
     assert checkpoint.format == "Meta"
-    assert checkpoint.warnings[0] == f"{hub} has no model itself; using {hub / 'original'}"
+    assert checkpoint.warnings[0] == f"{hub} is not a model, but contains one; using {hub / 'original'}"
     shutil.copy(root / "hf" / "model.safetensors", hub)
     assert (open_checkpoint(hub).format, list(open_checkpoint(hub).warnings)) == ("Hugging Face", [])
 
@@ -72,7 +72,7 @@ def test_a_folder_of_the_hubs_cache(root: Path) -> None:
     assert checkpoint.path == snapshot
     shutil.copytree(snapshot, snapshot.with_name("1" * 40))
     with pytest.raises(
-        CheckpointError, match=rf"has no model itself, but {snapshot} and {snapshot.parent}/1+ have one"
+        CheckpointError, match=rf"contains several: {snapshot} and {snapshot.parent}/1+; name one of them"
     ):
         open_checkpoint(root / "models--org--name")
 
@@ -89,7 +89,7 @@ def test_two_models_are_refused_with_both_names(clearllama: Run, root: Path) -> 
     assert (result.returncode, result.stdout) == (1, b"")
     names = f"{root / 'hf'}, {root / 'llama-2'} and {root / 'llama-3'}"
     assert result.stderr.decode() == (
-        f"clearllama: error: {root} has no model itself, but {names} have one each; name one of them\n"
+        f"clearllama: error: {root} is not a model, but contains several: {names}; name one of them\n"
     )
 
 
@@ -122,7 +122,7 @@ def test_the_tokenizer_of_a_folder_beside_is_not_used(root: Path) -> None:
     """It may be another model's, with as many tokens: Llama 2 and Mistral both have 32,000."""
     (root / "other").mkdir()
     shutil.move(root / "llama-3" / "tokenizer.model", root / "other")
-    with pytest.raises(TokenizerError, match="in it or near it"):
+    with pytest.raises(TokenizerError, match="in this folder or near it"):
         llama.load_tokenizer(root / "llama-3")
 
 
@@ -131,7 +131,9 @@ def test_a_folder_of_hugging_faces_uses_the_tokenizer_of_original(root: Path) ->
     expected = llama.load_tokenizer(folder).encode(TEXT)
     (folder / "tokenizer.json").unlink()
     shutil.rmtree(root / "llama-2")
-    with pytest.raises(TokenizerError, match=r"there is no tokenizer\.json or tokenizer\.model in it or near it"):
+    with pytest.raises(
+        TokenizerError, match=r"there is no tokenizer\.json or tokenizer\.model in this folder or near it"
+    ):
         llama.load_tokenizer(folder)  # a neighbour's tokenizer may be another model's
     (folder / "original").mkdir()
     shutil.copy(root / "llama-3" / "tokenizer.model", folder / "original")
@@ -150,7 +152,7 @@ def test_two_different_tokenizers_are_refused_and_two_equal_ones_are_not(root: P
     assert llama.load_tokenizer(folder).n_vocab == 768
     (folder / "b" / "tokenizer.model").write_bytes(b"".join(data.splitlines(keepends=True)[:-1]))
     names = " and ".join(re.escape(str(folder / name / "tokenizer.model")) for name in "ab")
-    with pytest.raises(TokenizerError, match=f"has no tokenizer, and {names} differ; name one with --tokenizer PATH"):
+    with pytest.raises(TokenizerError, match=f"and those near it differ: {names}; name one with --tokenizer PATH"):
         llama.load_tokenizer(folder)
     assert llama.load(folder, tokenizer=folder / "a", device="cpu").tokenizer.n_vocab == 768
 
@@ -189,10 +191,10 @@ def test_a_session_belongs_to_its_tokenizer(root: Path, tmp_path: Path) -> None:
     llm.generate(TEXT, max_new_tokens=2, session=session)
     session.save(tmp_path / "s", llm.model)
     Session.load(tmp_path / "s", llm.model, llm.tokenizer)
-    with pytest.raises(CheckpointError, match="was saved with another tokenizer, so its ids mean other text"):
+    with pytest.raises(CheckpointError, match="was saved with another tokenizer, so its ids mean different text"):
         Session.load(tmp_path / "s", swapped.model, swapped.tokenizer)
     loaded = Session.load(tmp_path / "s", swapped.model)  # compared by the first stream
-    with pytest.raises(UsageError, match="this session holds the ids of another tokenizer"):
+    with pytest.raises(UsageError, match="this session contains ids of another tokenizer"):
         swapped.generate(TEXT, max_new_tokens=2, session=loaded)
     again = llama.load(folder, device="cpu", dtype="float32")
     assert (

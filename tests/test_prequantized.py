@@ -530,7 +530,7 @@ def test_other_methods_are_refused_with_what_runs_them(tmp_path: Path, kind: Any
 
 CONFIGS = {
     "no bits": ({"quant_method": "gptq", "group_size": 128}, "the key bits is missing"),
-    "5 bits": (g(bits=5), r"bits is 5 .*; 2, 3, 4, 8 can be read"),
+    "5 bits": (g(bits=5), r"bits is 5 .*; supported: 2, 3, 4, 8; run"),
     "bits as text": (g(bits="4"), "bits must be an integer, got '4'"),
     "no group": ({"quant_method": "awq", "bits": 4}, "the key group_size is missing"),
     "group 0": (g(group_size=0), "group_size must be above 0, or -1"),

@@ -1,8 +1,9 @@
-"""Chat templates in Jinja for the families of formats.py, for checkpoint formats that can store a template.
+"""Jinja templates equivalent to the chat formats in formats.py, for checkpoint formats that can store a template.
 
-A template renders the text whose ids are those of the family's function. Only two inputs differ: Llama 3's text that
-begins with a line break, which merges with the two before it, and arguments of tool calls outside of ASCII, which the
-function escapes. The families' own templates on the hub strip every text; these do not, as in Meta's newest code.
+The text of a template has the ids that the format's function returns, except for two inputs: a Llama 3 message that
+begins with a line break, which merges with the two before it, and non-ASCII arguments of tool calls, which the function
+escapes.
+The published templates on the hub strip every message; these do not, like Meta's newest code.
 
 llama.cpp without its Jinja engine recognizes llama2 and llama3 by parts of the source, such as "bos_token + '[INST]".
 """
@@ -16,7 +17,7 @@ from ..errors import TemplateError
 from ..tokenizer import Tokenizer
 from .template import render
 
-# Stops at an order of roles that the format can't express
+# Rejects orders of roles that the format can't express
 TURNS = """\
 {%- if tools %}{{ raise_exception('this chat format has no tools: describe them in a system message') }}{% endif -%}
 {%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none -%}
@@ -79,7 +80,7 @@ LLAMA3 = """\
 {%- endif -%}
 """
 
-# SentencePiece puts a space before header and text, which the function encodes one by one; hence " \\n\\n ".
+# The function encodes header and text separately, so SentencePiece puts a space before each; hence " \\n\\n ".
 CODELLAMA_70B = (
     TURNS
     + """\
@@ -113,7 +114,7 @@ PROBE = "a message"
 
 
 def check_template(template: str, tokenizer: Tokenizer, where: str) -> None:
-    """Raise TemplateError unless a template renders a message of a user, with its text."""
+    """Raise TemplateError unless a template can render a user message, including its text."""
     try:
         text = render(template, [{"role": "user", "content": PROBE}], tokenizer)
     except TemplateError as error:

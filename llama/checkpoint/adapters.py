@@ -1,10 +1,10 @@
-"""Adapters: small changes of a checkpoint's weights, merged into each weight while it is read.
+"""Adapters: small changes to a checkpoint's weights, merged into each weight while it is read.
 
     merged = weight + scale * B A          (LoRA, arXiv:2106.09685)
 
 `AdaptedCheckpoint` is a checkpoint itself, so the loader, quantization, conversion and sharding read merged weights
-like any others. No second model is in memory: only the adapter, and the weight that is being read. The sum is computed
-in float32 and rounded once, when the weight is stored.
+like any others. Besides the model, only the adapter and the weight that is being read are in memory. The sum is
+computed in float32 and rounded once, when the weight is stored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Adapters = OneAdapter | Sequence[OneAdapter]
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change scale * up @ down of a matrix (out, in): down (r, in), up (out, r)."""
+    """The change scale * up @ down to a matrix (out, in): down (r, in), up (out, r)."""
 
     down: Tensor
     up: Tensor
@@ -85,7 +85,7 @@ FORMATS: list[tuple[Callable[[Path], bool], Callable[[], Callable[[Path, Checkpo
 def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
     """The checkpoint with adapters merged; `base` itself if there are none.
 
-    Raises UsageError for a bad scale, CheckpointError for an adapter that is damaged, no LoRA, or of another base.
+    Raises UsageError for a bad scale, CheckpointError if an adapter is damaged, not a LoRA, or does not fit the base.
     """
     one = isinstance(adapters, str | os.PathLike) or (len(adapters) == 2 and isinstance(adapters[1], int | float))
     chosen = [_parse(each) for each in cast("Sequence[OneAdapter]", [adapters] if one else adapters)]
@@ -93,7 +93,7 @@ def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
 
 
 def _parse(adapter: OneAdapter) -> tuple[Path, float]:
-    """Path and scale. A path that exists is never divided at its colon."""
+    """Split an adapter into path and scale. An existing path is never split at its colon."""
     path, scale = adapter if isinstance(adapter, tuple) else (adapter, 1.0)
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"an adapter must be a path, 'PATH:SCALE' or (path, scale), got {adapter!r:.80}")
@@ -110,11 +110,10 @@ def _parse(adapter: OneAdapter) -> tuple[Path, float]:
 
 
 def open_adapter(path: Path, base: Checkpoint) -> Adapter:
-    """Read an adapter. Raises CheckpointError if it is none, is damaged, or does not fit the base."""
+    """Read an adapter. Raises CheckpointError if it is not an adapter, is damaged, or does not fit the base."""
     if not path.exists():
         raise CheckpointError(
-            f"adapter {path}: there is no such folder; expected a PEFT folder with adapter_config.json, or a GGUF"
-            f" adapter"
+            f"adapter {path} does not exist; expected a PEFT folder with adapter_config.json, or a GGUF adapter (.gguf)"
         )
     for recognizes, reader in FORMATS:
         if recognizes(path):
@@ -127,8 +126,8 @@ def open_adapter(path: Path, base: Checkpoint) -> Adapter:
 class AdaptedCheckpoint(Checkpoint):
     """A checkpoint with adapters merged into its weights. See Checkpoint for the members.
 
-    If the base ties embedding and output and an adapter changes one of them, the model has both: the adapter was
-    trained with the other one unchanged.
+    If the base ties embedding and output and an adapter changes one of them, they are untied: the adapter was trained
+    with the other one unchanged.
     """
 
     def __init__(self, base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]):
@@ -153,33 +152,33 @@ class AdaptedCheckpoint(Checkpoint):
             made = len(low.up), low.down.shape[1]
             if low.up.shape[1] != len(low.down) or made != self.shapes.get(name):
                 raise CheckpointError(
-                    f"{where} changes {self.file_name(name)} by A {tuple(low.down.shape)} and B {tuple(low.up.shape)},"
-                    f" and the weight has shape {self.shapes.get(name)}; the adapter was trained on another model, name"
-                    f" that one by --model"
+                    f"{where} has A {tuple(low.down.shape)} and B {tuple(low.up.shape)} for {self.file_name(name)},"
+                    f" whose shape is {self.shapes.get(name)}; the adapter was trained on another model; pass that"
+                    f" model by --model"
                 )
         for name, tensor in adapter.replaced.items():
             if tuple(tensor.shape) != self.shapes.get(name):
-                resized = "; its vocabulary was resized" if name in (EMBEDDING, OUTPUT) else ""
+                resized = " (its vocabulary was resized)" if name in (EMBEDDING, OUTPUT) else ""
                 raise CheckpointError(
-                    f"{where} replaces {self.file_name(name)} by shape {tuple(tensor.shape)}, and the model has"
-                    f" {self.shapes.get(name)}{resized}: the adapter was trained on another model; merge it there with"
-                    f" peft (merge_and_unload) and load the result"
+                    f"{where} replaces {self.file_name(name)} of shape {self.shapes.get(name)} by shape"
+                    f" {tuple(tensor.shape)}{resized}; the adapter was trained on another model: merge it into that one"
+                    f" with peft (merge_and_unload) and load the result"
                 )
             others = [one for one, _ in self._adapters if one is not adapter and name in {*one.low_rank, *one.replaced}]
             if others:
                 raise CheckpointError(
-                    f"{where} replaces {self.file_name(name)}, which {others[0].path} changes too; use one of them"
+                    f"{where} replaces {self.file_name(name)}, which {others[0].path} also changes; use one of them"
                 )
         if adapter.replaced and scale != 1:
             raise UsageError(
-                f"{where} replaces {self.file_name(next(iter(adapter.replaced)))} completely, which the scale {scale:g}"
-                f" can't change; use the scale 1"
+                f"{where} replaces {self.file_name(next(iter(adapter.replaced)))} completely, so its scale must be 1,"
+                f" got {scale:g}"
             )
         for tensor in (*(part for low in adapter.low_rank.values() for part in (low.down, low.up)),
                        *adapter.replaced.values()):  # fmt: skip
             if not bool(torch.isfinite(tensor).all()):
                 raise CheckpointError(
-                    f"{where} holds values that are not finite; its training failed or the file is damaged, fetch it"
+                    f"{where} contains values that are not finite; its training failed or the file is damaged; fetch it"
                     f" again"
                 )
 
@@ -188,7 +187,7 @@ class AdaptedCheckpoint(Checkpoint):
         return {**self.base.about, "adapters": "; ".join(self.adapters)}
 
     def _source(self, name: str) -> str:
-        """The base's name of a weight, which may tie the output."""
+        """The name under which the base stores a weight; the embedding's if the output is tied to it."""
         return name if name in self.base.shapes else EMBEDDING
 
     def changed(self, name: str) -> bool:
@@ -213,7 +212,7 @@ class AdaptedCheckpoint(Checkpoint):
                 low = one.low_rank[name]
                 up, down = self._ordered(name, low.up, one)[rows].float(), low.down[:, columns].float()
                 step = max(1, PIECE // merged.shape[1])
-                for first in range(0, len(merged), step):  # in pieces, so that the product takes no memory of its own
+                for first in range(0, len(merged), step):  # in pieces, to save memory
                     merged[first : first + step].addmm_(up[first : first + step], down, alpha=scale * low.scale)
         return merged
 
@@ -264,7 +263,7 @@ def describe_ranks(low_rank: Mapping[str, LowRank], trained_on: str | None) -> s
 
 
 def _hash(adapters: Sequence[tuple[Adapter, float]]) -> str:
-    """A hash of the content of adapters and their scales, wherever their files lie."""
+    """A hash of the adapters' contents and scales; it does not depend on their paths."""
     digest = hashlib.sha256()
     for adapter, scale in adapters:
         digest.update(f"{adapter.layout} {scale!r}\n".encode())

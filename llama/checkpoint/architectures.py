@@ -1,4 +1,4 @@
-"""The architectures that are read besides Llama's, by their names in config.json and in GGUF.
+"""The supported architectures besides Llama's, by their names in config.json and in GGUF.
 
 Mistral is Llama with a sliding window in some versions, Qwen2 has biases on q, k and v, and SmolLM3 has layers without
 RoPE. Sources: transformers' configuration and modeling files of these families; llama.cpp 0.3.36 in llama-cpp-python,
@@ -26,7 +26,7 @@ class Family(NamedTuple):
     architecture          the only entry of `architectures`
     context, theta, tied  the defaults of max_position_embeddings, rope_theta and tie_word_embeddings
     bias_keys             whether attention_bias and mlp_bias have an effect
-    qkv_bias              whether q_proj, k_proj and v_proj add a bias in any case
+    qkv_bias              whether q_proj, k_proj and v_proj always add a bias
     window                the default of sliding_window
     """
 
@@ -53,7 +53,7 @@ INTERVAL = 4  # every fourth layer of a SmolLM3 has no RoPE; in GGUF this is fix
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 
-# Other families without "_" and "-", and what they have that the decoder has not
+# Other families (names without "_" and "-") -> what this decoder lacks to run them
 EXPERTS, VISION, NORMS = "a mixture of experts", "vision", "norms on queries and keys"
 OTHERS = {
     "mixtral": EXPERTS, "qwen2moe": EXPERTS, "qwen3moe": EXPERTS, "deepseek2": EXPERTS, "deepseekv2": EXPERTS,
@@ -78,22 +78,23 @@ def refusal(key: str, kind: object, known: Collection[str]) -> str:
 
 
 def every(interval: int, n_layers: int) -> tuple[int, ...]:
-    """Every layer whose number from 1 is a multiple of `interval`, as numbers from 0. Raises ConfigError."""
+    """Every `interval`-th layer, numbered from 0: interval - 1, 2 * interval - 1, ... Raises ConfigError."""
     integer("the number of layers", n_layers, 1, MOST_LAYERS, ConfigError)
     return tuple(range(interval - 1, n_layers, interval))
 
 
 def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
-    """The layers without RoPE. In the list of that name in config.json, 0 marks them and 1 a layer with RoPE.
+    """The layers without RoPE. In config.json's list of this name, 0 means a layer without RoPE and 1 one with it.
 
-    transformers' modeling_smollm3.py uses the values so, and its default list and llama.cpp's smollm3.cpp leave out
-    RoPE in the layers 3, 7, 11 and so on, although the name suggests the opposite (transformers' issue 43756).
+    The name suggests the opposite (transformers' issue 43756), but transformers' modeling_smollm3.py reads the list in
+    this way. Its default list and llama.cpp's smollm3.cpp also leave out RoPE in layers 3, 7, 11 and so on.
     """
     where, listed = fields.where, fields.get("no_rope_layers")
     if kind != "smollm3":
         if listed not in (None, []):
             raise ConfigError(
-                f"{where}: no_rope_layers is {listed!r:.60}, and model_type {kind} has no such layers; expected null"
+                f"{where}: no_rope_layers must be null for model_type {kind}, which has RoPE in every layer, got"
+                f" {listed!r:.60}"
             )
         return ()
     interval = fields.integer("no_rope_layer_interval", INTERVAL)
@@ -115,11 +116,11 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
     known = {FULL} if kind == "llama" else {FULL, SLIDING}
     if types is not None and (not isinstance(types, list) or set(map(str, types)) - known):
         raise ConfigError(
-            f"{where}: layer_types is {types!r:.80}; a {kind} model has {' or '.join(sorted(known))} in every layer"
+            f"{where}: layer_types of a {kind} model must be a list of {' or '.join(sorted(known))}, got {types!r:.80}"
         )
     if kind == "llama":
         if given is not None:
-            raise ConfigError(f"{where}: sliding_window is {describe(given)}, which is not a LLaMA; expected null")
+            raise ConfigError(f"{where}: sliding_window of a llama model must be null, got {describe(given)}")
         return None
     if kind != "mistral":
         last = fields.integer("max_window_layers", 28)
@@ -140,6 +141,6 @@ def window_warnings(config: ModelConfig) -> list[str]:
     if window == context:
         return []
     return [
-        f"the context ends at the model's sliding window, after {window:,} of {context:,} tokens; up to there full"
-        f" attention computes the same"
+        f"the context is limited to the model's sliding window, {window:,} of {context:,} tokens, because windows are"
+        f" not implemented; up to this length, full attention gives the same result"
     ]

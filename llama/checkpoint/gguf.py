@@ -81,7 +81,7 @@ TENSOR_TYPES = {
     40: ("NVFP4", 64, 36),
 }
 
-# Types without a reader: removed from llama.cpp, for intermediate results, for other tensors, or only 1 bit
+# Types that are not supported: removed from llama.cpp, not used for stored weights, or 1 bit
 OTHER_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 31: "Q4_0_4_4",
     32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 41: "Q1_0",
@@ -120,7 +120,7 @@ PLAIN_VALUES = {
 # Extra tensors: divisors of the RoPE frequencies
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-# NVFP4 has a factor for a complete weight, and one for its input, which is not quantized here
+# NVFP4 has one factor for the weight, and one for its input; the second is unused, as inputs are not quantized here
 FACTOR = re.compile(r"(.*)\.(scale|input_scale)")
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)")  # llama.cpp's name for a part of a split model
 
@@ -481,7 +481,7 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _factor(part: Part, name: str) -> float:
-    """The number in a tensor of one element. Raises CheckpointError if it is another tensor."""
+    """The only element of a tensor. Raises CheckpointError unless there is one, and it is finite."""
     count = math.prod(part.header.tensors[name].shape)
     value = float(part.tensor(name)) if count == 1 else math.nan
     if not math.isfinite(value):
@@ -560,12 +560,12 @@ def _config(
         )
     for key, plain in PLAIN_VALUES.items():
         if (value := _single(metadata, prefix + key, plain)) != plain:
-            raise ConfigError(f"{prefix}{key} is {value!r:.40}, which is not a LLaMA; expected {plain!r}")
+            raise ConfigError(f"{prefix}{key} is {value!r:.40}; expected {plain!r} for a LLaMA")
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     if number("vocab_size", shapes["tok_embeddings.weight"][0]) != shapes["tok_embeddings.weight"][0]:
         rows = shapes["tok_embeddings.weight"][0]
-        raise ConfigError(f"{prefix}vocab_size is {number('vocab_size')} and the embedding has {rows} rows")
+        raise ConfigError(f"{prefix}vocab_size is {number('vocab_size')}, but the embedding has {rows} rows")
     dim, n_heads = number("embedding_length"), number("attention.head_count")
     if not n_heads:
         raise ConfigError(f"{prefix}attention.head_count must be above 0")
@@ -597,12 +597,12 @@ def _config(
 
 
 def pre_warnings(metadata: Mapping[str, Any]) -> list[str]:
-    """A warning if a file does not name the rule by which its tokenizer splits words."""
+    """A warning if a file does not name its pre-tokenizer."""
     if metadata.get("tokenizer.ggml.model") != "gpt2" or metadata.get("tokenizer.ggml.pre") is not None:
         return []
     return [
-        "the file does not name its pre-tokenizer (no key tokenizer.ggml.pre), so words are split as in llama.cpp's"
-        " default; if answers are poor, fetch a newer conversion"
+        "the file does not name its pre-tokenizer (no key tokenizer.ggml.pre); using llama.cpp's default; if answers"
+        " are poor, fetch a newer conversion"
     ]
 
 

@@ -86,7 +86,7 @@ def write(
 
 
 def architecture(config: ModelConfig, has_tables: bool) -> str:
-    """The architecture under which llama.cpp computes the model, of those in LAYOUTS.
+    """The architecture of LAYOUTS under which llama.cpp can run the model.
 
     llama.cpp's architecture llama has optional biases; its qwen2 and smollm3 have no tables of RoPE divisors. Raises
     ConfigError if none of them fits.
@@ -94,8 +94,8 @@ def architecture(config: ModelConfig, has_tables: bool) -> str:
     if config.no_rope_layers:
         if config.no_rope_layers != every(INTERVAL, config.n_layers):
             raise ConfigError(
-                f"the layers without RoPE are {', '.join(map(str, config.no_rope_layers)):.60}, and in GGUF they are"
-                f" always {INTERVAL - 1}, {2 * INTERVAL - 1}, {3 * INTERVAL - 1} and so on; convert it to hf"
+                f"in GGUF, the layers without RoPE are always {INTERVAL - 1}, {2 * INTERVAL - 1}, {3 * INTERVAL - 1}"
+                f" and so on, got {', '.join(map(str, config.no_rope_layers)):.60}; convert it to hf"
             )
         if has_tables or config.mlp_bias or config.attention_bias:
             raise ConfigError("GGUF's smollm3 has no RoPE divisors, no mlp_bias and no bias of wo; convert it to hf")

@@ -518,7 +518,7 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
         adapters = [file for file in found if file.name.startswith("adapter_")]
         if found and len(adapters) == len(found):
             raise CheckpointError(
-                f"{folder} holds an adapter ({found[0].name}), not a model; pass its base model by --model, and this"
+                f"{folder} contains an adapter ({found[0].name}), not a model; pass its base model by --model, and this"
                 f" folder by --adapter"
             )
         if found:
@@ -533,7 +533,7 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
 
 
 def open_file(path: Path) -> WeightFile:
-    """A file of weights: safetensors by its ending, else a torch file. Raises CheckpointError."""
+    """A file of weights: safetensors if its suffix says so, otherwise a torch file. Raises CheckpointError."""
     return _open(_Safetensors if path.suffix == ".safetensors" else _TorchFile, path)
 
 

@@ -168,8 +168,8 @@ class MetaCheckpoint(Checkpoint):
         # Llama 3's control ids follow the last line of the file, so one missing line shifts all of them.
         if tokenizer.n_vocab < rows and (exact or rows > tokenizer.n_vocab + max(1024, tokenizer.n_vocab // 4)):
             raise CheckpointError(
-                f"{path}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding {rows} rows; the file is cut"
-                " off or another model's"
+                f"{path}: the tokenizer has {tokenizer.n_vocab} tokens, but the embedding has {rows} rows; the file is"
+                " truncated or belongs to another model; copy the one that was published with the weights"
             )
         return tokenizer
 

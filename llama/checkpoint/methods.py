@@ -1,7 +1,7 @@
 """Quantization methods of Hugging Face folders: from quantization_config and a layer's tensors to a matrix.
 
-A method is an entry of METHODS; a method that is not read is one of OTHERS, with what to do about it. Sources: the
-packages AutoGPTQ 0.7.1 and GPTQModel 7.7 (GPTQ), AutoAWQ 0.2.9, compressed-tensors 0.20, bitsandbytes 0.50, and
+METHODS has the supported methods; OTHERS has methods that are not supported, and the programs that run them. Sources:
+the packages AutoGPTQ 0.7.1 and GPTQModel 7.7 (GPTQ), AutoAWQ 0.2.9, compressed-tensors 0.20, bitsandbytes 0.50, and
 transformers 5.23 (fp8, fbgemm_fp8).
 """
 
@@ -25,7 +25,7 @@ from .huggingface import WeightFile
 REMEDY = "fetch the folder again, or get the weights in BF16"
 FLOATS, FLOAT8 = ("F16", "BF16", "F32"), ("F8_E4M3", "F8_E5M2")
 NO_ACTIVATIONS = "activations are not quantized here; the results are closer to those of the unquantized model"
-NO_CACHE = "the scales for a KV cache in 8 bits are not used"
+NO_CACHE = "the scales for an 8-bit KV cache are ignored"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Part:
         """The error for a tensor that is not as expected."""
         return CheckpointError(
             f"{self.file.path}: {self.source} is {self.dtype} {self.shape}; expected {expected}; the file is damaged"
-            f" or its config.json belongs to another model, {REMEDY}"
+            f" or its config.json belongs to another model; {REMEDY}"
         )
 
     def check(self, dtypes: Sequence[str], shape: tuple[int, ...], why: str = "") -> Part:
@@ -68,9 +68,9 @@ class Method(ABC):
     """How the weights of a folder are stored, by its quantization_config.
 
     name     display name
-    tensors  what follows a layer's name in the names of its tensors; `weight` may be one of them
-    unused   the same, for tensors that have no effect here -> the reason
-    notes    what is left out here
+    tensors  suffixes of a layer's tensors, the part of a name after the layer's; may include `weight`
+    unused   suffixes of tensors that have no effect here -> the reason
+    notes    parts of the configuration that have no effect here
     """
 
     name: str
@@ -83,32 +83,32 @@ class Method(ABC):
 
     @abstractmethod
     def matrix(self, parts: Parts, layer: str) -> tuple[Matrix, str]:
-        """The weight of a layer with these tensors, and how it is stored. Raises CheckpointError; reads little."""
+        """The weight that a layer's tensors store, and a name for how. Reads little. Raises CheckpointError."""
 
 
 def _part(parts: Parts, name: str, layer: str) -> Part:
     if name not in parts:
         other = next(iter(parts.values()))
         raise CheckpointError(
-            f"{other.file.path}: {layer}.{name} is missing, and {other.source} is there; the file is damaged, {REMEDY}"
+            f"{other.file.path}: {layer}.{name} is missing, but {other.source} is there; the file is damaged; {REMEDY}"
         )
     return parts[name]
 
 
 def _choice(fields: Fields, key: str, allowed: Sequence[Any], what_to_do: str) -> Any:
-    """A value of the configuration that must be one of a few, names in any case; the first if it is missing."""
+    """A value that must be one of `allowed`, ignoring case; the first of them if it is missing."""
     value = fields.get(key)
     if value is None:
         return allowed[0]
     same = value.lower() if isinstance(value, str) else value
     if not any(type(same) is type(choice) and same == choice for choice in allowed):
         choices = ", ".join(map(repr, allowed))
-        raise ConfigError(f"{fields.where}: {key} is {describe(value)}; {choices} can be read; {what_to_do}")
+        raise ConfigError(f"{fields.where}: {key} is {describe(value)}; supported: {choices}; {what_to_do}")
     return same
 
 
 def _group_size(fields: Fields, *keys: str) -> int:
-    """Columns of a group; -1: the complete row."""
+    """The number of columns in a group; -1 for a complete row."""
     key = next((key for key in keys if fields.get(key) is not None), keys[0])
     size = fields.integer(key)
     if size != -1 and not 0 < size < 2**31:
@@ -117,7 +117,7 @@ def _group_size(fields: Fields, *keys: str) -> int:
 
 
 def _order(part: Part | None, columns: int, group: int, groups: int) -> Tensor | None:
-    """The group of each column if the groups are not adjacent columns; otherwise None. Reads `columns` integers."""
+    """The group of each column; None if every group is adjacent columns. Reads `columns` integers."""
     if part is None:
         return None
     order = part.check(("I32", "I64"), (columns,)).read().long()
@@ -126,7 +126,7 @@ def _order(part: Part | None, columns: int, group: int, groups: int) -> Tensor |
     if int(order.min()) < 0 or int(order.max()) >= groups:
         raise CheckpointError(
             f"{part.file.path}: {part.source} has numbers from {int(order.min())} to {int(order.max())}; expected 0 to"
-            f" {groups - 1}, the groups of the scales; the file is damaged, {REMEDY}"
+            f" {groups - 1}, the groups of the scales; the file is damaged; {REMEDY}"
         )
     return order
 
@@ -138,7 +138,7 @@ GPU_LAYOUT = "other layouts are for GPU kernels: run it with vLLM, or get the re
 class GPTQ(Method):
     """qweight (K bits / 32, N), qzeros (G, N bits / 32), scales (G, N), and g_idx (K,), the group of each column.
 
-    Zero points of version 1 are stored reduced by 1: version 2 corrects that.
+    Version 1 stores each zero point minus 1, version 2 the zero point itself.
     """
 
     name = "GPTQ"
@@ -154,21 +154,21 @@ class GPTQ(Method):
         _choice(fields, "is_marlin_format", (False,), GPU_LAYOUT)
         _choice(fields, "pack_dtype", ("int32",), GPU_LAYOUT)
         if rotation := fields.get("rotation"):
-            raise ConfigError(f"{fields.where}: rotation is {describe(rotation)}; only models without one can be read")
-        self.mixed = bool(fields.get("dynamic"))  # layers with bits and groups of their own
+            raise ConfigError(f"{fields.where}: rotation is {describe(rotation)}; only models without it can be read")
+        self.mixed = bool(fields.get("dynamic"))  # layers may have different bits and groups
 
     def matrix(self, parts: Parts, layer: str) -> tuple[Matrix, str]:
-        """The weight of a layer. Bits and groups of mixed models follow from the shapes."""
+        """The weight of a layer. In mixed models, its bits and groups are computed from the shapes."""
         qweight, scales = _part(parts, "qweight", layer), _part(parts, "scales", layer)
         bits, why = self.bits, f"{self.bits} bits in groups of {self.group}"
         if len(qweight.shape) != 2 or len(scales.shape) != 2 or 0 in (*qweight.shape, *scales.shape):
-            raise qweight.wrong("a matrix, as the scales")
+            raise qweight.wrong("a matrix, and a matrix of scales")
         columns = qweight.shape[0] * 32 // bits
         if self.mixed and "g_idx" in parts:
             columns = (parts["g_idx"].shape or (0,))[0]
             bits, why = qweight.shape[0] * 32 // max(columns, 1), "the columns of g_idx"
         if bits not in (2, 3, 4, 8) or columns * bits != qweight.shape[0] * 32:
-            raise qweight.wrong(f"complete words of {why}")
+            raise qweight.wrong(f"rows that are whole words for {why}")
         rows, groups = qweight.shape[1], scales.shape[0]
         group = -(-columns // groups) if self.mixed else self.group if self.group > 0 else columns
         groups = -(-columns // group)
@@ -194,7 +194,7 @@ class GPTQ(Method):
 
 
 # ------------------------------------------------------------------------------------------------------------- AWQ
-AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # row of the integer in the lowest 4 bits of a word, in the next ones, ...
+AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # rows of the 4-bit integers in a word, lowest bits first
 
 
 class AWQ(Method):
@@ -223,7 +223,7 @@ class AWQ(Method):
         group = columns if self.group < 0 else min(self.group, columns)
         groups, why = -(-columns // group), f"groups of {self.group}"
         unit = 8 * (4 if group == 32 else 2 if group == 64 else 1)
-        width = -(-groups // unit) * unit  # groups of a row with their padding, in gemv
+        width = -(-groups // unit) * unit  # groups of a row, padded in gemv
         by_group = (rows, width) if self.by_rows else (groups, rows)
         qweight.check(("I32",), qweight.shape, why)
         scales = _part(parts, "scales", layer).check(FLOATS, by_group, why)
@@ -267,7 +267,7 @@ def _scaled_floats(
     forms = {} if only_blocks else forms
     forms |= {(-(-rows // down), -(-columns // across)): (down, across) for down, across in blocks}
     if scale.shape not in forms or scale.dtype not in (*FLOATS, "F8_E8M0"):
-        raise scale.wrong(f"a floating-point tensor {' or '.join(map(str, forms))}")
+        raise scale.wrong(f"a floating-point tensor of shape {' or '.join(map(str, forms))}")
     block = forms[scale.shape]
     count = -(-columns // block[1])
     return ScaledFloats((rows, columns), block, weight.read, lambda: scale.read().float().view(-1, count)), "FP8"
@@ -307,8 +307,8 @@ class FP8(Method):
 class CompressedTensors(Method):
     """Packed integers (weight_packed), or a weight in int8 or float8, with weight_scale and perhaps zero points.
 
-    weight_packed (N, K bits / 32), weight_zero_point (N bits / 32, G), weight_shape: N and K. In words, 2^(bits - 1)
-    means 0. Each layer has the bits of one of the groups of the configuration.
+    weight_packed (N, K bits / 32), weight_zero_point (N bits / 32, G), weight_shape: N and K. Packed integers are
+    offset by 2^(bits - 1). Each layer has the number of bits of one of the configuration's groups.
     """
 
     name = "compressed-tensors"
@@ -324,7 +324,7 @@ class CompressedTensors(Method):
         _choice(fields, "format", self.FORMATS, run)
         if fields.get("transform_config"):
             raise ConfigError(
-                f"{fields.where}: transform_config rotates the inputs of layers, which can't be read; {run}"
+                f"{fields.where}: transform_config rotates the inputs of layers, which is not supported; {run}"
             )
         if (sparsity := fields.mapping("sparsity_config")) and sparsity.get("format") not in (None, "dense"):
             _choice(Fields(sparsity, f"{fields.where}: sparsity_config"), "format", ("dense",), run)
@@ -415,12 +415,12 @@ def _groups(scale: Part, rows: int, columns: int) -> int:
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
     fits = scale.shape in ((), (1,), (1, 1), (rows,), (rows, groups))
     if scale.dtype not in FLOATS or not fits or not 0 < groups <= columns or columns % groups:
-        raise scale.wrong(f"a floating-point tensor with {rows} rows and a divisor of {columns} columns")
+        raise scale.wrong(f"a floating-point tensor with {rows} rows and a number of columns that divides {columns}")
     return groups
 
 
 def _rows_of(part: Part | None, rows: int, groups: int) -> Tensor:
-    """Scales or zero points as (N, G), whether the file has one for all, one for each row, or (N, G)."""
+    """Scales or zero points expanded to (N, G); the file has one number, one for each row, or (N, G)."""
     values = torch.zeros(1) if part is None else part.read()
     return values.view(-1, groups if values.numel() > 1 else 1).expand(rows, groups)
 
@@ -448,7 +448,7 @@ class BitsAndBytes(Method):
         if weight.dtype != "I8" or len(weight.shape) != 2:
             raise weight.wrong("a matrix of I8, or U8 with a quant_state")
         if (form := parts.get("weight_format")) is not None and int(form.check(("U8",), ()).read()) != 0:
-            raise form.wrong("the number 0, for rows; other layouts are for GPU kernels")
+            raise form.wrong("0, the layout by rows; other layouts are for GPU kernels")
         rows, columns = weight.shape
         largest = _part(parts, "SCB", layer).check(FLOATS, (rows,))
         matrix = Integers(
@@ -471,11 +471,13 @@ class BitsAndBytes(Method):
             nested = fields.integer("nested_blocksize") if "weight.nested_absmax" in parts else 0
             offset = fields.number("nested_offset") if nested else 0.0
         except ConfigError as error:
-            raise CheckpointError(f"{error}; the file is damaged, {REMEDY}") from None
+            raise CheckpointError(f"{error}; the file is damaged; {REMEDY}") from None
         if not isinstance(shape, list) or len(shape) != 2 or not all(is_integer(n) and 0 < n < 2**31 for n in shape):
             raise CheckpointError(f"{where}: shape must be two sizes, got {describe(shape)}; {REMEDY}")
         if not 0 < block < 2**31 or not 0 <= nested < 2**31 or not is_number(offset) or shape[1] % 2:
-            raise CheckpointError(f"{where}: sizes of blocks must be above 0 and rows even, got {fields.values!r:.120}")
+            raise CheckpointError(
+                f"{where}: block sizes must be above 0 and row lengths even, got {fields.values!r:.120}; {REMEDY}"
+            )
         if weight.file.nbytes(weight.source) != shape[0] * shape[1] // 2:
             raise weight.wrong(f"{shape[0] * shape[1] // 2} bytes for a weight {tuple(shape)}")
         blocks = -(-shape[0] * shape[1] // block)
@@ -543,5 +545,5 @@ def method_of(scheme: Mapping[str, Any], where: str) -> Method:
         raise ConfigError(
             f"{where}: the weights are quantized ({kind!r}: {what}), which can't be read; run it with {runs}, or {get}"
         )
-    found = "no quant_method" if kind is None else f"the quant_method {kind!r:.40}, which is unknown"
-    raise ConfigError(f"{where}: the weights are quantized, and there is {found}; {get}")
+    found = "is missing" if kind is None else f"{kind!r:.40} is unknown"
+    raise ConfigError(f"{where}: the weights are quantized, but the quant_method {found}; {get}")

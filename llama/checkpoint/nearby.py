@@ -1,4 +1,4 @@
-"""The tokenizer file of a checkpoint whose own folder has none: downloads put it elsewhere, or users moved it."""
+"""Find the tokenizer of a checkpoint whose folder has none: some downloads put it elsewhere, or users move it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from ..errors import TokenizerError
 from ..tokenizer import is_tokenizer
 
-MOST_FOLDERS = 100  # folders that are searched at a place
+MOST_FOLDERS = 100  # the most folders that are searched in one place
 REMEDY = "name one with --tokenizer PATH"
 
 
 def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
-    """A tokenizer file in a folder below, or in the folder above; the nearer place is used.
+    """Find a tokenizer file in a subfolder, else in the parent folder.
 
     names  the names of tokenizer files; the first in a folder is used
 
-    Folders beside this one are not searched: their tokenizers may be those of other models with as many tokens. Raises
-    TokenizerError if there is none, or if a place has different ones.
+    Sibling folders are not searched: another model's tokenizer may have the same number of tokens. Raises
+    TokenizerError if there is none, or if the first place that has any has different ones.
     """
     for place in (folders_in(folder), [folder.parent]):
         found: dict[str, Path] = {}
@@ -30,10 +30,10 @@ def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
             return next(iter(found.values()))
         if found:
             paths = " and ".join(str(path) for path in list(found.values())[:4])
-            raise TokenizerError(f"{folder} has no tokenizer, and {paths} differ; {REMEDY}")
+            raise TokenizerError(f"{folder} has no tokenizer, and those near it differ: {paths}; {REMEDY}")
     raise TokenizerError(
-        f"{folder}: there is no {' or '.join(names)} in it or near it; copy the one that was published with the"
-        f" weights, or {REMEDY}"
+        f"{folder}: there is no {' or '.join(names)} in this folder or near it; copy the one that was published with"
+        f" the weights, or {REMEDY}"
     )
 
 
@@ -42,7 +42,7 @@ def _file_in(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The first MOST_FOLDERS folders in a folder, without hidden ones; none if it can't be read."""
+    """The first MOST_FOLDERS subfolders that are not hidden; none if the folder can't be read."""
     try:
         return sorted(path for path in folder.iterdir() if path.name[:1] != "." and path.is_dir())[:MOST_FOLDERS]
     except OSError:

@@ -1,7 +1,7 @@
 """Opening a checkpoint: the format is detected from the content of the path, not from its name.
 
-If a folder is no checkpoint, but one folder below it is, that one is opened, with a warning. Such folders are what
-downloads leave: a folder for each of Meta's models, `original/` in a repository of the hub, a snapshot in its cache.
+If a folder is not a checkpoint but exactly one folder below it is, that one is opened, with a warning. Downloads create
+such folders: one for each of Meta's models, `original/` in a repository of the hub, a snapshot in its cache.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def _open(path: Path) -> Checkpoint:
             return readers[-1](path)  # a GGUF file or Meta's files beside a config.json
         if len(below) == 1:
             checkpoint = _open(below[0])
-            checkpoint.warnings = [f"{path} has no model itself; using {below[0]}", *checkpoint.warnings]
+            checkpoint.warnings = [f"{path} is not a model, but contains one; using {below[0]}", *checkpoint.warnings]
             return checkpoint
         if below:
-            raise CheckpointError(f"{path} has no model itself, but {_named(below)} have one each; name one of them")
+            raise CheckpointError(f"{path} is not a model, but contains several: {_named(below)}; name one of them")
         if readers:
             return readers[0](path)
         if stat.S_ISDIR(mode):
@@ -93,7 +93,7 @@ def _open(path: Path) -> Checkpoint:
 
 
 def find_below(folder: Path) -> list[Path]:
-    """The checkpoints in the folders below another, at most two levels down. A checkpoint is not searched."""
+    """The checkpoints at most two levels below a folder. Folders inside a checkpoint are not searched."""
     found: list[Path] = []
     level = folders_in(folder)
     for _ in range(2):
@@ -112,7 +112,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _lacks_weights(folder: Path) -> bool:
-    """Whether a folder has Hugging Face's configuration, but none of its weights: others may be in it or below it."""
+    """Whether a folder has Hugging Face's config.json without its weights; other formats may be in it or below it."""
     return huggingface.recognizes(folder) and not any(file.suffix in WEIGHTS for file in folder.iterdir())
 
 
@@ -131,7 +131,7 @@ def _explain_folder(path: Path, names: list[str]) -> str:
         except CheckpointError as error:
             return str(error)
     if "adapter_config.json" in names:
-        return f"{path} holds an adapter, not a model; pass its base model by --model, and this folder by --adapter"
+        return f"{path} contains an adapter, not a model; pass its base model by --model, and this folder by --adapter"
     if any(name.startswith("tokenizer") for name in names):
         return f"{path} holds a tokenizer and no model: expected config.json, params.json or a .gguf file"
     found = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

@@ -1,7 +1,7 @@
 """Reader of PEFT's LoRA folders: adapter_config.json, and adapter_model.safetensors or adapter_model.bin.
 
-A tensor of the files is a matrix A or B, or a complete weight or bias that was trained too. Everything that the
-configuration announces must be there, and nothing else: an adapter that is applied in part is another model.
+Each tensor is a matrix A or B, or a complete weight or bias that was trained too. The files must contain exactly the
+tensors that the configuration calls for: an adapter that is applied in part is another model.
 Source: huggingface/peft, src/peft/tuners/lora.
 """
 
@@ -39,7 +39,7 @@ NO_EFFECT = {
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core", "ensure_weight_tying",
     "runtime_config",
 }  # fmt: skip
-# Keys that change the result in a way that is not merged here, if they are set
+# Keys that, if set, change the result in a way that can't be merged here
 REFUSED = {
     "use_dora": "is a DoRA adapter, which also rescales every row of the merged weights",
     "fan_in_fan_out": "stores transposed weights (fan_in_fan_out), which no LLaMA has",
@@ -74,7 +74,7 @@ SLOW = "matching it could take too long"
 
 
 def read(folder: Path, base: Checkpoint) -> Adapter:
-    """The adapter in a folder. Raises CheckpointError if it is damaged, does not fit the base, or is no plain LoRA."""
+    """The adapter in a folder. Raises CheckpointError if it is damaged, not a plain LoRA, or does not fit the base."""
     if not (folder / CONFIG).is_file():
         found = ", ".join(sorted(file.name for file in folder.iterdir())[:4]) or "nothing"
         raise CheckpointError(f"adapter {folder} is not a PEFT adapter: expected {CONFIG}, found {found}")
@@ -88,15 +88,15 @@ def read(folder: Path, base: Checkpoint) -> Adapter:
         kept, biases = _names(fields, "modules_to_save") or [], _biases(fields, targets, base)
         _check_keys(fields, folder)
     except ConfigError as error:
-        raise CheckpointError(f"{error}; get another copy of the adapter") from None
+        raise CheckpointError(f"{error}; fetch the adapter again") from None
     pairs, complete = _sorted_tensors(folder)
     if pairs.keys() != set(targets):
         missing, extra = sorted(set(targets) - pairs.keys()), sorted(pairs.keys() - set(targets))
         what = f"has no matrices for {missing[0]}" if missing else f"has matrices for {extra[0]:.80}"
         asked = "which its configuration names" if missing else "which its configuration or its base does not have"
         raise CheckpointError(
-            f"adapter {folder} {what}, {asked} ({len(missing)} missing, {len(extra)} unexpected); it is cut off, or of"
-            f" another model"
+            f"adapter {folder} {what}, {asked} ({len(missing)} missing, {len(extra)} unexpected); it is incomplete or"
+            f" belongs to another model; fetch it again"
         )
     low_rank = {}
     for module, pair in pairs.items():
@@ -180,7 +180,7 @@ def _names(fields: Fields, key: str) -> list[str] | None:
 
 
 def _targets(fields: Fields, modules: list[str], tied: bool) -> list[str]:
-    """The modules that have a LoRA by target_modules, exclude_modules, layers_to_transform and modules_to_save."""
+    """The modules that have a LoRA, from target_modules, exclude_modules, layers_to_transform and modules_to_save."""
     chosen, excluded = fields.get("target_modules"), fields.get("exclude_modules")
     layers, saved = fields.get("layers_to_transform"), _names(fields, "modules_to_save") or []
     pattern = fields.get("layers_pattern")
@@ -207,7 +207,7 @@ def _targets(fields: Fields, modules: list[str], tied: bool) -> list[str]:
 
 
 def _matcher(fields: Fields, key: str, modules: list[str]) -> Callable[[str], bool]:
-    """Whether a module is named by a key: 'all-linear', a regular expression, or a list of ends of names."""
+    """Whether a key selects a module (a function): 'all-linear', a regular expression or a list of suffixes."""
     value = fields.get(key)
     if isinstance(value, str) and value.lower() == "all-linear":
         return lambda module: _weight(module) not in (EMBEDDING, OUTPUT)
@@ -227,7 +227,7 @@ def _prefixes(module: str) -> set[str]:
 
 
 def _matches(patterns: Iterable[str], modules: list[str], where: str, before: str = "") -> dict[str, str]:
-    """{module: the first regular expression that matches its name}, for the modules that one matches.
+    """{module: the first regular expression that matches its name}; modules without a match are left out.
 
     Raises CheckpointError if matching could take long: tokenizer/patterns.py bounds the steps for one name, and the
     time for all names is limited.
@@ -243,7 +243,7 @@ def _matches(patterns: Iterable[str], modules: list[str], where: str, before: st
             steps += paths * float(longest) ** degree / math.factorial(degree)
             if steps > MOST_STEPS:
                 raise ValueError(SLOW)
-            with warnings.catch_warnings(action="ignore"):  # Python's remarks on unusual classes
+            with warnings.catch_warnings(action="ignore"):  # Python warns about unusual classes
                 compiled[pattern] = re.compile(complete)
         except (TokenizerError, ValueError, re.error, RecursionError, OverflowError) as error:
             raise _unusable(pattern, where, str(error)) from None
@@ -265,7 +265,7 @@ def _unusable(pattern: str, where: str, why: str) -> CheckpointError:
 
 
 class _Scales:
-    """Rank and scale of each module, by r, lora_alpha, rank_pattern, alpha_pattern and use_rslora."""
+    """Rank and scale of each module, from r, lora_alpha, rank_pattern, alpha_pattern and use_rslora."""
 
     def __init__(self, fields: Fields, modules: list[str]):
         self.rank, self.alpha = fields.integer("r", 8), fields.number("lora_alpha", 8)
@@ -300,7 +300,7 @@ def _sorted_tensors(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
     """{module: {"A" or "B": its matrix}}, as for a linear layer, and {key without prefix: a complete tensor}."""
     path = next((folder / name for name in WEIGHTS if (folder / name).exists() or (folder / name).is_symlink()), None)
     if path is None:
-        raise CheckpointError(f"adapter {folder} has a {CONFIG} and no {WEIGHTS[0]}; fetch that file")
+        raise CheckpointError(f"adapter {folder} has {CONFIG} but no {WEIGHTS[0]}; fetch that file")
     file = huggingface.open_file(path)
     pairs: dict[str, dict[str, Tensor]] = {}
     complete: dict[str, Tensor] = {}
@@ -333,8 +333,8 @@ def _low_rank(pair: Mapping[str, Tensor], rank: int, scale: float, where: str) -
     down, up = pair["A"], pair["B"]
     if down.dim() != 2 or up.dim() != 2 or len(down) != rank or up.shape[1] != rank:
         raise CheckpointError(
-            f"{where} has A {tuple(down.shape)} and B {tuple(up.shape)}, and {CONFIG} gives it the rank {rank}; the"
-            f" files belong to different adapters, fetch both again"
+            f"{where} has A {tuple(down.shape)} and B {tuple(up.shape)}, but {CONFIG} states rank {rank}; the files"
+            f" belong to different adapters; fetch both again"
         )
     return LowRank(down, up, scale)
 
@@ -360,18 +360,18 @@ def _replaced(
         # peft saves the embedding and the output too if the vocabulary was resized or one of them has a LoRA
         if name is None or name not in names or (name not in expected and name not in (EMBEDDING, OUTPUT)):
             raise CheckpointError(
-                f"adapter {folder} holds the tensor {key!r:.80}, which neither its configuration nor its base has; it"
-                f" belongs to another model"
+                f"adapter {folder} contains the tensor {key!r:.80}, which its configuration and its base do not have;"
+                f" it belongs to another model"
             )
         if name in expected or not _is_equal(tensor, base, name):
             replaced[name] = tensor
     if missing := sorted(expected - replaced.keys()):
         raise CheckpointError(
-            f"adapter {folder} lacks {to_file_name(missing[0], NAMES, LAYERS)}, which was trained by its configuration"
+            f"adapter {folder} lacks {to_file_name(missing[0], NAMES, LAYERS)}, which was trained according to {CONFIG}"
             f" ({len(missing)} missing); fetch it again, or save it with a newer peft"
         )
     tied = base.config.tie_embeddings and EMBEDDING in replaced and OUTPUT not in replaced
-    if tied and not is_kept(EMBEDDING):  # saved, not trained as a copy: it is the tied weight itself
+    if tied and not is_kept(EMBEDDING):  # saved as the tied weight itself, not trained as a copy
         replaced[OUTPUT] = replaced[EMBEDDING]
     return replaced
 
@@ -387,7 +387,7 @@ def _is_equal(tensor: Tensor, base: Checkpoint, name: str) -> bool:
 def _unused(folder: Path, base: Checkpoint) -> list[str]:
     """A warning if the adapter has a chat template that differs from its base's."""
     template: Any = None
-    with contextlib.suppress(CheckpointError, OSError):  # a damaged document of this kind is not used either
+    with contextlib.suppress(CheckpointError, OSError):  # the template is not used, so a damaged file does not matter
         if (folder / "chat_template.jinja").is_file():
             with open(folder / "chat_template.jinja", encoding="utf-8", errors="replace") as file:
                 template = file.read(LARGEST)

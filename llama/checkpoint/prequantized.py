@@ -25,7 +25,7 @@ from .huggingface import CONFIG, LAYERS, NAMES, HuggingFaceCheckpoint, WeightFil
 from .methods import Method, Part, method_of
 
 SCHEMES = ("quantization_config", "compression_config")  # the second name is compressed-tensors' before 0.5
-OLD = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # the same, when it had a file of its own
+OLD = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # older: a file of its own
 
 
 def recognizes(folder: Path) -> bool:
@@ -56,7 +56,7 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
     def __init__(self, folder: Path):
         self._matrices: dict[str, Matrix] = {}
         self._labels: dict[str, str] = {}
-        self._parts: dict[str, dict[str, Part]] = {}  # layer in the files -> what follows its name -> tensor
+        self._parts: dict[str, dict[str, Part]] = {}  # layer in the files -> suffix -> tensor
         super().__init__(folder)
         self.format = f"Hugging Face, quantized by {self._method.name}"
         self.shapes = {**self.shapes, **{name: matrix.shape for name, matrix in self._matrices.items()}}
@@ -122,10 +122,10 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
         return super()._config(fields)
 
     def _check_quantization(self, scheme: Mapping[str, Any] | None, where: str) -> None:
-        """`_config` has checked it."""
+        """Do nothing: `_config` has checked it."""
 
     def _layer_and_part(self, source: str) -> tuple[str, str] | None:
-        """The layer and what follows its name in the name of a tensor; None if the method has no such tensors."""
+        """The layer and the suffix of a tensor's name; None if the method has no such suffix."""
         for kind in sorted({*self._method.tensors, *self._method.unused}, key=len, reverse=True):
             if source.endswith(f".{kind}"):
                 return source.removesuffix(f".{kind}"), kind
@@ -178,7 +178,7 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
         self._drop_zero_biases()
         if not self._matrices:
             self.warnings.append(
-                f"{CONFIG} describes weights quantized by {self._method.name}, and all weights are floating-point; they"
+                f"{CONFIG} describes weights quantized by {self._method.name}, but all weights are floating-point; they"
                 f" are used as they are"
             )
 
@@ -191,12 +191,12 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
             kind = Counter(self._labels[name] for name in ordered).most_common(1)[0][0]
             self.warnings.append(
                 f"{len(ordered)} of {len(self._matrices)} quantized weights are {kind}: neighbouring inputs have"
-                f" different scales, which the 4-bit kernels can't use; these weights are dequantized and take the"
-                f" memory of unquantized ones; a version without act order (desc_act false) takes a quarter"
+                f" different scales, which the 4-bit kernels can't use, so these weights are dequantized and take as"
+                f" much memory as unquantized ones; a version without act order (desc_act false) takes a quarter of it"
             )
 
     def _drop_zero_biases(self) -> None:
-        """Remove biases of zeros that the configuration does not have: some versions of AutoGPTQ saved them."""
+        """Remove zero biases that the configuration does not mention: some versions of AutoGPTQ saved them."""
         for name in [name for name in self._sources if name.endswith(".bias")]:
             config, of_qkv = self.config, name.endswith((".wq.bias", ".wk.bias", ".wv.bias"))
             expected = (

@@ -32,9 +32,9 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
         "-m",
         default=None if optional else default_model(),
         metavar="PATH_OR_NAME",
-        help="a folder in Meta's or Hugging Face's format, a .gguf file, a known name, or ORG/NAME[:QUANT] of the"
+        help="a folder in Meta's or Hugging Face's format, a .gguf file, a known name, or ORG/NAME[:QUANT] on the"
         " Hugging Face hub, which is downloaded on first use"
-        + (" (default: CLEARLLAMA_MODEL, now %(default)s)" if not optional else ""),
+        + (" (set by CLEARLLAMA_MODEL; default: %(default)s)" if not optional else ""),
     )
     add_adapter_option(group)
     add_tokenizer_option(group)
@@ -198,8 +198,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         default="auto",
         metavar="NAME|FILE",
-        help="the chat template to write: llama2, llama3, codellama-70b, none, or a file in Jinja (default: auto, the"
-        " source's, and for a folder from Meta that of its vocabulary)",
+        help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the"
+        " source's template, or for a folder in Meta's format the one that fits its vocabulary)",
     )
 
 
@@ -213,7 +213,7 @@ def chat_template(args: argparse.Namespace) -> str:
         return name
     if not Path(name).exists():
         raise UsageError(
-            f"--chat-template must be auto, none, {', '.join(TEMPLATES)} or a file, and there is no file {name!r:.80}"
+            f"--chat-template must be auto, none, {', '.join(TEMPLATES)} or an existing file, got {name!r:.80}"
         )
     return read_text(Path(name))
 

@@ -46,7 +46,7 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
 
 
 def load_model(args: argparse.Namespace) -> Transformer:
-    """Load the model as `load` does, without a tokenizer; one that the options name is checked."""
+    """Load the model as `load` does, but without its tokenizer; a tokenizer that --tokenizer names is only checked."""
     from .. import loader
     from ..engine import parallel
 

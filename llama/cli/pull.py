@@ -13,9 +13,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "pull",
         help="download a model",
         description="Download a model and print its path. A named model goes into the cache folder (CLEARLLAMA_CACHE)."
-        " From a repository on the Hugging Face hub, only the files that clearllama reads are downloaded, into its"
-        " cache (HF_HOME), and checked. -m ORG/NAME does the same on first use; pull also gets newer versions. The"
-        " access token comes from HF_TOKEN or 'hf auth login'.",
+        " From a repository on the Hugging Face hub, only the files that clearllama reads are downloaded, into the"
+        " hub's cache (HF_HOME), and verified. -m ORG/NAME does the same on first use; pull also gets newer versions."
+        " The access token comes from HF_TOKEN or 'hf auth login'.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -102,7 +102,7 @@ class KernelRunner(Runner):
             return self.run_blocks(model, tokens, positions, keys, end, cache)
 
     def fits(self, rows: int) -> bool:
-        """Whether the kernels run so many rows. Without AMX, many rows times a bfloat16 weight are PyTorch's work."""
+        """Whether the kernels run this many rows. Without AMX, PyTorch multiplies many rows by a bfloat16 weight."""
         return self.known and (self.packed or rows <= FEW_ROWS or self.any_rows)
 
     def threads(self, rows: int) -> contextlib.AbstractContextManager[None]:

@@ -83,7 +83,7 @@ class Session:
         if tokenizer is not None and tokenizer is not self._tokenizer:
             if not _same_tokenizer(self._tokenizer, tokenizer):
                 raise UsageError(
-                    "this session holds the ids of another tokenizer, which mean other text; create a session for each"
+                    "this session contains ids of another tokenizer; create a separate session for each tokenizer"
                 )
             self._tokenizer = tokenizer
         # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
@@ -154,7 +154,7 @@ class Session:
     def load(cls, path: str | os.PathLike[str], model: Transformer, tokenizer: Tokenizer | None = None) -> Session:
         """Load a session from a file, to continue it with this model.
 
-        tokenizer  the model's, to compare it at once; without it, the first stream that uses the session compares it
+        tokenizer  the model's tokenizer, to check it now; without it, the first stream that uses the session checks it
 
         Raises CheckpointError if the file is damaged, is not a session, or belongs to another model (with the setting
         that differs) or tokenizer, ContextLengthError if it does not fit into the model's context.
@@ -166,8 +166,8 @@ class Session:
         _compare(source, about["settings"], settings_of(model))
         if tokenizer is not None and not _same_tokenizer(ids_of, tokenizer):
             raise CheckpointError(
-                f"{source} was saved with another tokenizer, so its ids mean other text; load the same one"
-                " (--tokenizer)"
+                f"{source} was saved with another tokenizer, so its ids mean different text; load the model with the"
+                " same tokenizer (--tokenizer)"
             )
         count = _length(source, file)
         if count > model.max_seq_len:
@@ -226,7 +226,7 @@ class Session:
 
 # ------------------------------------------------------------------------------------------------------ the checks
 def _same_tokenizer(known: Tokenizer | str | None, other: Tokenizer) -> bool:
-    """Whether a tokenizer is the known one, or none is known, as in the files of older versions."""
+    """Whether a tokenizer is the recorded one. True if none is recorded, as in files of older versions."""
     return known is None or (known.digest() if isinstance(known, Tokenizer) else known) == other.digest()
 
 

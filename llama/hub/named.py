@@ -74,7 +74,7 @@ def find(name: str) -> Path | None:
 
 
 def default_model() -> str:
-    """The model of commands and functions that are given none: CLEARLLAMA_MODEL, or DEFAULT."""
+    """The model of commands and functions that are not given one: CLEARLLAMA_MODEL, or DEFAULT."""
     return os.environ.get("CLEARLLAMA_MODEL") or DEFAULT
 
 
@@ -104,7 +104,7 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
         if not fetch:
             raise CheckpointError(
                 f"there is no file or folder {name!r}, and the Hugging Face cache has no complete model of that name;"
-                f" this command does not download models: clearllama pull {name}"
+                f" this command does not download models; run 'clearllama pull {name}' first"
             )
         try:
             return pull(name, quiet=quiet)

@@ -25,11 +25,11 @@ LABEL = re.compile(
     r"(?<![A-Z0-9])((?:UD-)?(?:I?Q|TQ)\d(?:_[A-Z0-9]+)*|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4)(?![A-Z0-9_])",
     re.IGNORECASE,
 )
-OTHER = re.compile(r"(?i)(^|[-_.])(mmproj|imatrix)")  # GGUF files that belong to a model and are none
+OTHER = re.compile(r"(?i)(^|[-_.])(mmproj|imatrix)")  # GGUF files that accompany a model but are not one
 
 
 def models(names: Iterable[str]) -> list[str]:
-    """The GGUF models among the paths of files, each by its first file; files that are no models are left out."""
+    """The GGUF models among the paths of files, each represented by its first file; other files are left out."""
     found: dict[str, str] = {}
     for path in sorted(names):
         name = path.rpartition("/")[2]
@@ -54,11 +54,11 @@ def named(names: Iterable[str], quant: str) -> list[str]:
 
 
 def choose(names: Collection[str], quant: str, where: str) -> list[str]:
-    """All files of one model; empty if there is no model and none is asked for.
+    """All files of the chosen model; empty if there is no model and `quant` is empty.
 
     quant  a quantization; "": DEFAULT, else the one with the nearest number of bits per weight
 
-    Raises CheckpointError if no model has this quantization, or if the choice is between different models.
+    Raises CheckpointError if no model has this quantization, or if there are different models to choose from.
     """
     every = models(names)
     if quant:
@@ -100,7 +100,7 @@ def _model(path: str) -> str:
 
 
 def _distance(path: str) -> tuple[float | str, ...]:
-    """How far a model is from DEFAULT, in bits per weight; of two, the larger is nearer. Unknown ones are last."""
+    """Sort key: distance from DEFAULT in bits per weight. On a tie the larger is first; unknown ones are last."""
     own = label(path)
     known = own.removeprefix("UD-")
     while known and known not in BITS:

@@ -2,7 +2,7 @@
 
 This file chooses the files of a repository that are needed to run it, and turns every error into one line with its
 remedy. transfer.py fetches and checks a file; huggingface_hub handles tokens and the links in its cache. A repository's
-code is not fetched. A revision gets its name in the cache last, so a partial copy can't be loaded.
+code is not fetched. The name of a revision is written to the cache last, so a partial copy can't be loaded.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _download(id: HubId, force: bool, check: bool, meta: bool, quiet: bool) -> P
         return store / "blobs" / file.etag if file.etag else store / "snapshots" / info.sha / file.path
 
     def get(file: RemoteFile, progress: Callable[[int], Any] = lambda done: None) -> Path:
-        """Fetch one file, checked if its ETag is known; the library has another way for the largest files."""
+        """Fetch one file, and verify it if its ETag is known. The largest files need the library's own function."""
         if not file.etag or (file.size or 0) > constants.MAX_HTTP_DOWNLOAD_SIZE:
             return Path(hf_hub_download(id.repo, file.path, revision=info.sha, force_download=force))
         path = target(file)
@@ -276,20 +276,20 @@ def _explanation(id: HubId, info: Any, paths: list[str], files: Collection[str],
     if licence == "other":
         licence = card.get("license_name")
     known = isinstance(licence, str) and re.fullmatch(r"[\w.+ -]{1,60}", licence)
-    gate = f", gated: the licence is accepted on {_page(id)}" if getattr(info, "gated", False) else ""
+    gate = f", gated: accept the licence on {_page(id)}" if getattr(info, "gated", False) else ""
     size = f"{needed / 10**6:,.0f} MB to download, licence {licence if known else 'not stated'}{gate}"
     return f"fetching {id} ({what}{_nearest(id, paths, files)}, {size})"
 
 
 def _nearest(id: HubId, paths: list[str], names: Collection[str]) -> str:
-    """A note if a GGUF model of another quantization than the default was chosen from several; else ""."""
+    """A note if a quantization other than the default was chosen from several GGUF models; else ""."""
     own = quants.label(min(paths)) if _is_gguf(paths) else ""
     chosen = not id.quant and not id.path.endswith(".gguf") and len(quants.models(names)) > 1
     return f", the nearest to {quants.DEFAULT}" if chosen and own not in ("", quants.DEFAULT) else ""
 
 
 def cached_note(id: HubId, path: Path) -> str:
-    """What to say about the GGUF file that a name without a quantization means in the cache; "" if nothing."""
+    """A line naming the cached GGUF file that a name without a quantization selects; "" if it is the default."""
     if path.suffix != ".gguf" or id.quant or id.path.endswith(".gguf"):
         return ""
     own = quants.label(path.name)
@@ -352,7 +352,7 @@ def _check_linked(link: Path, file: RemoteFile) -> None:
         return
     for path in (link, stored):
         path.unlink(missing_ok=True)
-    raise CheckpointError(f"{file.path} arrived damaged: its size or checksum is not the listed one; try again")
+    raise CheckpointError(f"{file.path} arrived damaged: its size or checksum differs from the listed one; try again")
 
 
 def _is_gguf(chosen: list[str]) -> bool:

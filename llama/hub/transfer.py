@@ -1,4 +1,4 @@
-"""Fetch a file of the Hugging Face hub: resumed where an earlier transfer stopped, checked before it gets its name.
+"""Fetch a file from the Hugging Face hub: resume an interrupted transfer, and verify the file before it gets its name.
 
 huggingface_hub transfers the bytes. Its own downloads start over after an interruption, and compare only sizes.
 """
@@ -21,7 +21,7 @@ from ..system.temporary import locked
 PARTIAL = ".clearllama.incomplete"  # ends the name of a partial file; the library's tools recognize its last part
 LOCK = ".clearllama"
 CHUNK = 2**20
-ALGORITHMS = {64: "sha256", 40: "git"}  # length of an ETag -> how the hub computes it: of large files, of small ones
+ALGORITHMS = {64: "sha256", 40: "git"}  # length of an ETag -> its algorithm, for large files and for small ones
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ def fetch(
     progress: Callable[[int], Any],
     waiting: Callable[[], None],
 ) -> None:
-    """Write a file with a known ETag to `target`, unless it is there; the target appears checked or not at all.
+    """Fetch a file with a known ETag to `target`, unless it is there. The target appears only once it is verified.
 
     force     fetch it even if it is there
-    progress  called with the number of bytes that are here
+    progress  called with the number of bytes that have arrived
     waiting   called before waiting for another process that fetches the same file
 
-    A partial file next to the target is continued. Raises CheckpointError if the content does not match the ETag.
+    A partial file next to the target is resumed. Raises CheckpointError if the content does not match the ETag.
     """
     from huggingface_hub.file_download import http_get
 
@@ -75,11 +75,11 @@ def fetch(
                 return
             size = part.stat().st_size
             part.unlink()
-            if not start:  # else the earlier transfer may have left the wrong bytes
+            if not start:  # otherwise the wrong bytes may be from the earlier transfer
                 break
     raise CheckpointError(
         f"{file.path} arrived damaged: expected checksum {file.etag[:16]}…, got {found[:16]}…, {size:,} bytes; the file"
-        " was removed, try again"
+        " was removed; try again"
     )
 
 
@@ -101,7 +101,7 @@ def _partial_size(part: Path, most: int | None) -> int:
 
 
 def remove_partial(folder: Path, etags: Collection[str]) -> None:
-    """Remove the partial files of other versions, whose ETags are not among those given, unless they are in use."""
+    """Remove partial files of other versions (their ETags are not among `etags`), unless they are in use."""
     for part in folder.glob(f"*{PARTIAL}"):
         target = part.with_name(part.name.removesuffix(PARTIAL))
         if target.name not in etags:
@@ -110,7 +110,7 @@ def remove_partial(folder: Path, etags: Collection[str]) -> None:
 
 
 def checksum(path: Path, etag: str) -> str:
-    """The checksum of a file of the kind that an ETag is; the ETag itself if it is no checksum."""
+    """The checksum of a file, of the same kind as an ETag; the ETag itself if it is not a checksum."""
     if not re.fullmatch(r"[0-9a-f]+", etag) or len(etag) not in ALGORITHMS:
         return etag
     return file_sum(path, ALGORITHMS[len(etag)])
@@ -150,7 +150,7 @@ class _Sink:
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: int, quiet: bool) -> Iterator[Callable[[int], Any]]:
-    """A progress bar on stderr, unless `quiet` or if stderr is no terminal. Yields the function that updates it."""
+    """A progress bar on stderr, unless `quiet` or if stderr is not a terminal. Yields the function that updates it."""
     if quiet or not sys.stderr.isatty():
         yield lambda done: None
         return

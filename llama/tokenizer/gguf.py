@@ -129,7 +129,7 @@ class ByteLevelTokenizer(GGUFTokenizer):
         pre = metadata.get("tokenizer.ggml.pre", DEFAULT)
         if not isinstance(pre, str) or pre not in PRE:
             raise TokenizerError(
-                f"{where}: pre-tokenizer {pre!r:.60} is not supported, and another would split text into other words;"
+                f"{where}: pre-tokenizer {pre!r:.60} is not supported, and another one would split text differently;"
                 f" supported: {', '.join(PRE)}; use the model's Hugging Face folder, or run it in llama.cpp"
             )
         rule = PRE[pre]

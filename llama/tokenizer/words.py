@@ -1,7 +1,7 @@
 """The rules by which byte-level vocabularies split text into words, under the names of the key tokenizer.ggml.pre.
 
-Each rule is that of the model's own tokenizer.json, so words are those of the training. llama.cpp approximates some
-of them; docs/checkpoints.md has the differences.
+Each rule is that of the model's own tokenizer.json, so text is split as in training. llama.cpp approximates some of
+the rules; docs/checkpoints.md lists the differences.
 Sources: llama.cpp 0.3.36 in llama-cpp-python, src/llama-vocab.cpp, with the expressions of the published files in its
 comments; mistral-common's tekken files; transformers' tokenization_qwen2.py; HuggingFaceTB/SmolLM2, tokenizer.json.
 """
@@ -53,7 +53,7 @@ def smollm() -> pre_tokenizers.PreTokenizer:
 
 
 def split(*patterns: str, then: Sequence[Any] = ()) -> Words:
-    """Split by each pattern in turn: the matches and the text between them are the words for the next one."""
+    """Split by each pattern in turn: the next pattern splits both the matches and the text between them."""
 
     def words() -> pre_tokenizers.PreTokenizer:
         steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
@@ -68,7 +68,7 @@ class Rule(NamedTuple):
     """How text becomes words, and words become tokens.
 
     words          returns the pre-tokenizer
-    ignore_merges  a word that is a token is not merged
+    ignore_merges  a word that is itself a token is used directly, without merges
     add_bos        the default of tokenizer.ggml.add_bos_token
     nfc            text is composed first (Unicode's form NFC); llama.cpp does not do this
     """

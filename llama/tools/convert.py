@@ -115,7 +115,7 @@ def convert(
     to             "meta", "hf" (folders) or "gguf" (a file)
     shards         number of weight files in a folder; 0: one for Meta, as few as needed for Hugging Face
     dtype          dtype of the matrices; None keeps the stored one
-    quantize       for GGUF: a kind of gguf_types.MIXES that quantizes the matrices
+    quantize       for GGUF: the entry of gguf_types.MIXES by which the matrices are quantized
     adapters       LoRA adapters to merge, as for `llama.load`
     modelfile      for GGUF: also write TARGET.Modelfile, with which `ollama create` imports the file
     tokenizer      a file or folder with the tokenizer to write in place of the source's own
@@ -197,8 +197,8 @@ def check_quantize(to: str, quantize: str | None, dtype: torch.dtype | None) -> 
     checks.choice("quantization of GGUF files", quantize, MIXES)
     if to != "gguf":
         raise UsageError(
-            f"--quantize {quantize} writes the types of GGUF, and --to {to} has none; write --to gguf, or a folder of"
-            f" this program's own by 'clearllama quantize'"
+            f"--quantize {quantize} is for GGUF files, not for --to {to}; use --to gguf, or 'clearllama quantize' for a"
+            f" folder in clearllama's own format"
         )
     if dtype is not None:
         raise UsageError(f"--quantize {quantize} decides how weights are stored; leave --dtype out")

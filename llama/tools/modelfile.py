@@ -1,8 +1,8 @@
 """The Modelfile with which `ollama create` imports a GGUF file: FROM, TEMPLATE, PARAMETER.
 
-Ollama's templates are Go's, and chat templates are Jinja programs. A template is translated if it only puts fixed texts
-around each message: the texts are found by rendering a few conversations, and the translation must render longer ones
-equally. Messages must not begin or end with white space, which Jinja can strip and Go can't.
+Ollama uses Go templates; chat templates are Jinja programs. A template is translated if it only puts fixed texts around
+each message. These texts are found by rendering a few conversations, and the translation must render longer ones to the
+same text. Messages must not begin or end with white space, which Jinja can strip and Go can't.
 Sources: ollama, docs/modelfile.md, parser/parser.go, template/template.go.
 """
 
@@ -62,7 +62,7 @@ def translated(template: str, tokenizer: Tokenizer) -> str:
         turns = _turns(rendered)
         for messages in CONVERSATIONS:
             if turns.render(messages) != rendered(messages, True):
-                raise _Refused("it does more than to put fixed texts around each message")
+                raise _Refused("it does more than put fixed texts around each message")
         days = {rendered(CONVERSATIONS[0], True, datetime.datetime(2020, month, 3)) for month in (1, 2)}
         if len(days) > 1:
             raise _Refused("it writes the date")
@@ -99,7 +99,7 @@ class Turns:
         return (self.first, *self.system, *self.user, *self.assistant, self.prompt)
 
     def render(self, messages: Messages) -> str:
-        """What `go` renders."""
+        """The text that the template `go` renders."""
         text = ""
         for i, message in enumerate(messages):
             before, after = {"system": self.system, "user": self.user, "assistant": self.assistant}[message["role"]]

@@ -18,10 +18,10 @@ using torch::stable::Tensor;
 
 namespace {
 
-// Rows of the weight that are read at once. They are in different pages: some processors read these in parallel, others only one at full speed.
+// Rows of the weight that are read at once. They are in different pages. Some processors read several pages in parallel, others only one at full speed.
 constexpr int ROWS_AT_ONCE = AHEAD ? 4 : 1;
 
-// R rows of the weight times M rows of x. Where AHEAD says so, the next R rows are prefetched.
+// R rows of the weight times M rows of x. If AHEAD is not 0, the next R rows are prefetched.
 template <int M, int R>
 void rows_product(const bf16* x, const bf16* w, int64_t K, float (*y)[M]) {
     constexpr int SUMS = M == 1 && ROWS_AT_ONCE == 1 ? 2 : 1;  // independent sums hide the latency

@@ -42,7 +42,7 @@ constexpr bool HAS_TILES = true;
 // Gives this thread eight tile registers of 16 rows of 64 bytes.
 struct TileRegisters {
     TileRegisters() {
-        // Static, since GCC 12 believes that the instruction reads 8 bytes only, and omits writing the others to a local variable.
+        // Static: GCC 12 assumes that the instruction reads only 8 bytes, and would not store the other bytes of a local variable.
         alignas(64) static const struct {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -53,13 +53,13 @@ struct TileRegisters {
     ~TileRegisters() { _tile_release(); }
 };
 
-// Rows of x, of which a tile register holds 16 rows x 32 inputs; the distances between rows, and between tiles below and beside each other.
+// Rows of x; a tile register holds 16 rows x 32 inputs. Distances: from row to row, from a tile to the one below it, to the one beside it.
 struct TiledRows {
     const bf16* data;
     int64_t stride, down, along;
 };
 
-// 32 or 16 rows of x times two panels, which are `apart` numbers apart; added to y, or written to it. A panel of 32 inputs fills a register.
+// 32 (BOTH) or 16 rows of x times two panels `apart` numbers apart. The result is added to y or overwrites it. 32 inputs of a panel fill a register.
 template <bool BOTH>
 inline void tile_rows(const TiledRows& x, const uint32_t* panels, int64_t apart, int64_t K, bool add, float* y, int64_t width) {
     float* const corner[4] = {y, y + 16, y + 16 * width, y + 16 * width + 16};

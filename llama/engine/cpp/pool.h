@@ -208,7 +208,7 @@ void for_each_unit(int64_t count, const F& body) {
     pool.run(count, thread_count(), body);
 }
 
-// The same for short units that read `bytes` of memory in order: a thread takes several at once.
+// The same for short units, each of which reads `bytes` of memory in order: a thread takes several at once.
 constexpr int64_t PART = 1 << 15;  // bytes
 template <typename F>
 void for_each_part(int64_t count, int64_t bytes, const F& body) {
