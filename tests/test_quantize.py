@@ -134,6 +134,9 @@ def test_this_holds_for_every_source_and_the_other_layout(
 ) -> None:
     proof = quantize(sources[source], tmp_path / "q", "int4")
     loaded, expected = built(tmp_path / "q", rope="half"), built(sources[source], "int4", "half")
+    if source == "gguf, Q5_1":  # its embedding is saved in 8 bits, with the same weights
+        assert torch.equal(loaded.tok_embeddings.weight, expected.tok_embeddings.weight)
+        expected.set_submodule("tok_embeddings", loaded.tok_embeddings)
     assert contents(loaded) == contents(expected)
     assert torch.equal(loaded(TOKENS), expected(TOKENS))
     before = ("meta, float8", "meta, QLoRA", "gguf, Q5_1")
@@ -241,7 +244,7 @@ def test_quantized_weights_of_a_gguf_are_kept_if_the_scheme_has_their_format(
             stored_values = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
             output = name == "output.weight" or (tied and name == "tok_embeddings.weight")
             rule = scheme_for("output" if output else name, SCHEMES[scheme])
-            keeps = meaning == rule.format or (name == "tok_embeddings.weight" and not tied)
+            keeps = BlockFormat(*meaning) == rule.format or (name == "tok_embeddings.weight" and not tied)
             assert torch.equal(new.tensor(name), stored_values) == keeps, name
             assert keeps or distance(new.tensor(name), stored_values) < 0.15
             again += not keeps

@@ -218,7 +218,7 @@ struct Group {
             if (F.high()) fours[i] |= (shift < 0 ? high_bits << uint32_t(-shift) : high_bits >> uint32_t(shift)) & HIGH;
         }
     }
-    void prefetch(int64_t k) const {
+    [[gnu::always_inline]] void prefetch(int64_t k) const {  // GCC would drop calls of a function that only prefetches
         for (int64_t i = 0; i < STEP * F.low() / 32; i++) __builtin_prefetch(low + k * ROWS * F.low() / 8 + AHEAD + 64 * i);
         if (F.high() && k == 0) __builtin_prefetch(high + AHEAD);  // of the next
     }
