@@ -60,7 +60,7 @@ def keys_of(config: ModelConfig, size: int, tokens: int) -> int:
 
 
 # Stored type -> bits per weight in the layers and in the output layer. A scale and an offset have 16 bits per 32 weights.
-STORED = {"F32": (16, 16), "Q8_0": (8.5, 8.5), "Q4_0": (4.5, 4.5), "Q4_1": (5, 5), "Q5_1": (9, 9)}
+STORED = {"F32": (16, 16), "Q8_0": (8.5, 8.5), "Q4_0": (4.5, 4.5), "Q4_1": (5, 5), "Q5_1": (6, 6)}
 QUANTIZED = {
     "int8": (9, 9),
     "int8-sym": (8.5, 8.5),
