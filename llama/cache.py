@@ -252,6 +252,12 @@ class KVCache:
             for buffer in layer.buffers:
                 buffer[target, :, :length] = buffer[source, :, :length]
 
+    def swap_rows(self, a: int, b: int, length: int) -> None:
+        """Exchange the first `length` tokens of two rows."""
+        for layer in self.layers:
+            for buffer in layer.buffers:
+                buffer[[a, b], :, :length] = buffer[[b, a], :, :length]
+
     def clear_row(self, row: int) -> None:
         """Set a row to zero, since NaN must not stay in a masked slot (see LayerCache.empty)."""
         for layer in self.layers:

@@ -6,9 +6,10 @@ The KV cache keeps the keys and values of all of them. text.py does the same fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from . import checks
 from .cache import KVCache
 from .errors import ContextLengthError, NumericalError, UsageError
 from .model import Transformer
-from .sampling import LARGEST_LOGIT, SamplingParams, choose, extreme
+from .sampling import LARGEST_LOGIT, Constraint, History, SamplingParams, choose, extreme
 
 # Explains, given the ids of a text, where its numbers stop being finite. engine/nonfinite.py has one.
 Diagnosis = Callable[[Sequence[int]], str]
@@ -27,12 +28,14 @@ Diagnosis = Callable[[Sequence[int]], str]
 class Token:
     """One new token. `logprob` is its log-probability in the model's own distribution, before any filter.
 
-    A stop id is yielded too, as the last token, with stop=True.
+    top is {id: log-probability} of the most probable tokens, most probable first, as many as were requested. A stop id
+    is yielded too, as the last token, with stop=True.
     """
 
     id: int
     logprob: float | None
     stop: bool
+    top: Mapping[int, float] = field(default_factory=dict)
 
 
 @torch.inference_mode()
@@ -42,19 +45,28 @@ def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: in
     chunk is 256 by default, and 2,048 on CUDA, where fewer tokens do not keep the device busy. Each chunk is passed the
     length of the complete text, so that a RoPE that depends on the length uses the same frequencies for all of it.
     """
-    chunk = (2048 if cache.device.type == "cuda" else 256) if chunk is None else checks.integer("prefill chunk", chunk)
     if not tokens:
         raise UsageError("prefill needs at least one token")
+    for hidden in prefill_chunks(model, tokens, cache, chunk):  # (1, T, C)
+        last = hidden[:, -1]  # (1, C): only the last token needs logits
+    return model.output(last)[0].float()  # (V,)
+
+
+@torch.inference_mode()
+def prefill_chunks(
+    model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: int | None = None
+) -> Iterator[Tensor]:
+    """The chunks of `prefill`: the hidden states (1, T, C) of each, when it is in the cache."""
+    chunk = (2048 if cache.device.type == "cuda" else 256) if chunk is None else checks.integer("prefill chunk", chunk)
     length = cache.length + len(tokens)
     cache.reserve(length)  # at once, so that the cache does not grow, and copy, in between
     for start in range(0, len(tokens), chunk):
         part = torch.tensor([tokens[start : start + chunk]], device=cache.device)  # (1, T)
-        h = model.hidden(part, cache=cache, length=length)  # (1, T, C)
-    return model.output(h[:, -1])[0].float()  # (V,): only the last token needs logits
+        yield model.hidden(part, cache=cache, length=length)  # (1, T, C)
 
 
 @torch.inference_mode()
-def generate(
+def generate(  # many parameters, since an answer has no other state
     model: Transformer,
     prompt: Sequence[int],
     params: SamplingParams,
@@ -63,6 +75,8 @@ def generate(
     n_vocab: int | None = None,
     cache: KVCache | None = None,
     logprobs: bool = False,
+    top_logprobs: int = 0,
+    constraint: Constraint | None = None,
     chunk: int | None = None,
     diagnose: Diagnosis | None = None,
 ) -> Iterator[Token]:
@@ -71,7 +85,9 @@ def generate(
     prompt    ids; at least one. The first cache.length of them are in the cache and are not fed again
     n_vocab   ids from here on are never chosen: rows of the embedding without a token in the vocabulary
     cache     the KV cache to use and to leave filled; default: a new one
-    diagnose  explains logits that are not finite, for the error message
+    top_logprobs  the number of most probable tokens in Token.top
+    constraint    limits the tokens; it serves one answer
+    diagnose      explains logits that are not finite, for the error message
 
     Raises ContextLengthError if the prompt leaves no room for one new token, NumericalError if a logit is not finite.
     """
@@ -82,12 +98,21 @@ def generate(
     if cache is None:
         cache = model.new_cache(len(text) + room)
     generator = random_generator(params, cache.device)
-    seen = seen_ids(text, params, n_vocab, cache.device)  # (N,)
+    history = history_of(text, len(text), params, n_vocab, cache.device)
+    tops: deque[tuple[Tensor, Tensor]] = deque()  # (k,) log-probabilities and ids of each token, until it is yielded
 
     def pick(logits: Tensor) -> tuple[Tensor, ...]:  # (V,) -> id (1,), extreme (1,), log-probability (1,) if requested
-        nonlocal seen
-        choice = choose(logits[:n_vocab], params, seen, generator, logprobs)
-        seen = None if seen is None else torch.cat((seen, choice[0]))
+        nonlocal history
+        logits = logits[:n_vocab]
+        choice = choose(
+            logits, params, history, generator, logprobs, None if constraint is None else constraint.allowed()
+        )
+        if history is not None:
+            history = History(torch.cat((history.ids, choice[0])), history.start)
+        if top_logprobs:
+            tops.append(most_probable(logits, top_logprobs))
+        if constraint is not None:
+            constraint.advance(int(choice[0]))
         return choice
 
     logits = prefill(model, text[cache.length :], cache, chunk)  # (V,)
@@ -95,7 +120,7 @@ def generate(
         for step, (id, top, *logprob) in enumerate(steps):
             check_extreme(top, f"new token {step + 1}", text, diagnose)
             text.append(id)
-            yield Token(id, logprob[0] if logprob else None, id in stop_ids)
+            yield Token(id, logprob[0] if logprob else None, id in stop_ids, top_of(tops.popleft()) if tops else {})
             if id in stop_ids:
                 return
 
@@ -113,6 +138,8 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
     vocab_size = model.config.vocab_size
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         raise UsageError(f"prompt ids must lie between 0 and {vocab_size - 1}, got {min(prompt)} to {max(prompt)}")
+    if params.logit_bias and max(params.logit_bias) >= vocab_size:
+        raise UsageError(f"ids of logit_bias must lie between 0 and {vocab_size - 1}, got {max(params.logit_bias)}")
     room = min(params.max_new_tokens, context - len(prompt))
     if room and cache is not None and cache.length >= len(prompt):
         raise UsageError(f"the cache holds {cache.length} tokens, so none of the {len(prompt)} prompt tokens is new")
@@ -129,11 +156,26 @@ def random_generator(params: SamplingParams, device: torch.device) -> torch.Gene
     return generator
 
 
-def seen_ids(text: Sequence[int], params: SamplingParams, n_vocab: int | None, device: torch.device) -> Tensor | None:
-    """The ids (N,) that the repetition penalty applies to; None if there is no penalty."""
-    if params.repetition_penalty == 1:
+def history_of(
+    text: Sequence[int], start: int, params: SamplingParams, n_vocab: int | None, device: torch.device
+) -> History | None:
+    """The text as `sampling.probs` needs it, without ids beyond n_vocab; None if the parameters do not depend on it."""
+    if params.plain:
         return None
-    return torch.tensor([id for id in text if n_vocab is None or id < n_vocab], device=device, dtype=torch.long)
+    known = [id for id in text if n_vocab is None or id < n_vocab]
+    start = sum(n_vocab is None or id < n_vocab for id in text[:start])
+    return History(torch.tensor(known, device=device, dtype=torch.long), start)
+
+
+def most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest log-probabilities of logits (.., V), and their ids: (.., k) each."""
+    values, ids = logits.float().log_softmax(-1).topk(min(k, logits.shape[-1]))
+    return values, ids
+
+
+def top_of(found: tuple[Tensor, Tensor]) -> dict[int, float]:
+    """{id: log-probability} from `most_probable` of logits (V,)."""
+    return dict(zip(found[1].tolist(), found[0].tolist(), strict=True))
 
 
 def check_finite(logits: Tensor, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:

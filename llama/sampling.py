@@ -7,16 +7,21 @@ same one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from . import checks
+from .errors import UsageError
 
-ORDER = "repetition penalty, temperature, top-k, top-p, min-p"
+ORDER = "penalties, logit bias, processors, grammar, temperature, top-k, top-p, min-p"
 LARGEST_SEED = 2**63 - 1
+
+# processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
+Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,11 @@ class SamplingParams:
     min_p               keep tokens at least this fraction as probable as the most probable one; 0 is off
     repetition_penalty  divide positive (multiply negative) logits of tokens in the text, prompt included; 1 is off
                         (arXiv:1909.05858)
+    presence_penalty    subtracted from the logit of every token that is in the answer; 0 is off
+    frequency_penalty   subtracted from a token's logit once for each time that it is in the answer; 0 is off. Both
+                        penalties are those of OpenAI's API: tokens of the prompt do not count
+    logit_bias          {id: value added to its logit}; -100 practically excludes an id
+    processors          functions f(ids, logits) -> logits, called in order: ids (N,) of prompt and answer, logits (V,)
     seed                seed of the draws; None: a random one
     """
 
@@ -39,6 +49,10 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    processors: Sequence[Processor] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -48,6 +62,15 @@ class SamplingParams:
         checks.number("top_p", self.top_p, 0.0, 1.0)
         checks.number("min_p", self.min_p, 0.0, 1.0)
         checks.number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        checks.number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        checks.number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if not isinstance(self.logit_bias, Mapping):
+            raise UsageError(f"logit_bias must be a mapping from ids to numbers, got {checks.shown(self.logit_bias)}")
+        for id, bias in self.logit_bias.items():
+            checks.integer("an id of logit_bias", id, 0)
+            checks.number(f"logit_bias of id {id}", bias, -1000.0, 1000.0)
+        if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
+            raise UsageError(f"processors must be a list of functions, got {checks.shown(self.processors)}")
         if self.seed is not None:
             checks.integer("seed", self.seed, 0, LARGEST_SEED)
 
@@ -55,12 +78,64 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < 1e-5 or self.top_k == 1
 
+    @property
+    def plain(self) -> bool:
+        """Whether the logits are used as they are, apart from temperature and the filters after it."""
+        return not any(enabled(self) for _, enabled in EDITS)
+
+
+class History(NamedTuple):
+    """The text so far: ids (.., N) int64 on the device of the logits. The answer begins at `start`."""
+
+    ids: Tensor
+    start: int
+
+
+class Constraint(Protocol):
+    """Limits the tokens of one answer, for example to a grammar (generation/structured.py)."""
+
+    def allowed(self) -> Tensor:
+        """Which tokens may come next: (V,) bool on the CPU. At least one is allowed."""
+
+    def advance(self, id: int) -> None:
+        """Append a token to the answer. After a stop id, nothing changes any more."""
+
 
 # ------------------------------------------------------------------------------------------------------ filters
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make the ids in `seen` (.., N) less probable. logits (.., V)."""
     before = logits.gather(-1, seen)  # (.., N)
     return logits.scatter(-1, seen, torch.where(before > 0, before / penalty, before * penalty))
+
+
+def count_penalties(logits: Tensor, answer: Tensor, presence: float, frequency: float) -> Tensor:
+    """Subtract `presence` once and `frequency` each time that an id is in `answer` (.., N). logits (.., V).
+
+    The formula is OpenAI's: logit[j] - count[j] * frequency - (count[j] > 0) * presence.
+    """
+    count = torch.zeros_like(logits).scatter_add(-1, answer, torch.ones_like(answer, dtype=logits.dtype))  # (.., V)
+    return logits - count * frequency - (count > 0) * presence
+
+
+def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
+    """Add each bias to the logit of its id. logits (.., V); ids without a logit are never chosen anyway."""
+    known = {id: value for id, value in bias.items() if id < logits.shape[-1]}
+    ids = torch.tensor(list(known), device=logits.device, dtype=torch.long)  # (N,)
+    return logits.index_add(-1, ids, logits.new_tensor(list(known.values())).expand(*logits.shape[:-1], -1))
+
+
+def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Tensor:
+    """Apply the user's functions to logits (V,). Raises UsageError unless each returns logits with a finite maximum."""
+    for processor in processors:
+        found = processor(ids, logits)
+        if not isinstance(found, Tensor) or found.shape != logits.shape:
+            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise UsageError(f"a processor must return logits of shape {tuple(logits.shape)}, got {got}")
+        top = float(found.amax())
+        if not math.isfinite(top) and math.isfinite(float(logits.amax())):
+            raise UsageError(f"a processor must leave a finite largest logit, got {top}")
+        logits = found
+    return logits
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
@@ -84,7 +159,23 @@ def min_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
 
 
-# (filter, whether the parameters enable it), applied in this order
+# (change of the logits, whether the parameters enable it), applied in this order, before a grammar
+EDITS: list[tuple[Callable[[Tensor, SamplingParams, History], Tensor], Callable[[SamplingParams], bool]]] = [
+    (
+        lambda logits, params, text: repetition_penalty(logits, text.ids, params.repetition_penalty),
+        lambda params: params.repetition_penalty != 1,
+    ),
+    (
+        lambda logits, params, text: count_penalties(
+            logits, text.ids[..., text.start :], params.presence_penalty, params.frequency_penalty
+        ),
+        lambda params: params.presence_penalty != 0 or params.frequency_penalty != 0,
+    ),
+    (lambda logits, params, text: add_bias(logits, params.logit_bias), lambda params: bool(params.logit_bias)),
+    (lambda logits, params, text: process(logits, text.ids, params.processors), lambda params: bool(params.processors)),
+]
+
+# (filter, whether the parameters enable it), applied in this order, after a grammar
 FILTERS: list[tuple[Callable[[Tensor, SamplingParams], Tensor], Callable[[SamplingParams], bool]]] = [
     (lambda logits, params: logits / params.temperature, lambda params: params.temperature != 1),
     (lambda logits, params: top_k(logits, params.top_k), lambda params: params.top_k > 0),
@@ -107,15 +198,23 @@ def extreme(logits: Tensor) -> Tensor:
     return torch.where(low > -LARGEST_LOGIT, top, low)
 
 
-def probs(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
+def edit(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:
+    """The logits (.., V) after penalties, bias and processors, with -inf for tokens that `allowed` (V,) excludes."""
+    logits = logits.float()
+    if text is not None:
+        for apply, enabled in EDITS:
+            if enabled(params):
+                logits = apply(logits, params, text)
+    return logits if allowed is None else logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+
+
+def probs(logits: Tensor, params: SamplingParams, text: History | None = None, allowed: Tensor | None = None) -> Tensor:
     """The distribution of the next token: logits (.., V) -> probabilities (.., V), float32.
 
-    seen (.., N) are the ids for the repetition penalty. Greedy parameters give a one-hot distribution; of equal
-    logits, the lowest id is chosen.
+    text is needed unless params.plain; allowed (V,) bool is a mask; processors see one row. Greedy parameters give a
+    one-hot distribution; of equal logits, the lowest id is chosen.
     """
-    logits = logits.float()
-    if seen is not None and params.repetition_penalty != 1:
-        logits = repetition_penalty(logits, seen, params.repetition_penalty)
+    logits = edit(logits, params, text, allowed)
     if params.greedy:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
     for apply, enabled in FILTERS:
@@ -143,17 +242,19 @@ def draw(probabilities: Tensor, generator: torch.Generator | None = None) -> Ten
 def choose(
     logits: Tensor,
     params: SamplingParams,
-    seen: Tensor | None = None,
+    text: History | None = None,
     generator: torch.Generator | None = None,
     logprobs: bool = False,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if requested.
 
-    Nothing waits for the device: NaN chooses an arbitrary id, which the extreme reveals (`generate.check_extreme`).
+    text and allowed are those of `probs`. Nothing waits for the device: NaN chooses an arbitrary id, which the extreme
+    reveals (`generate.check_extreme`).
     """
-    if params.greedy and seen is None:
-        next_id = logits.argmax(keepdim=True)  # (1,)
+    if params.greedy:
+        next_id = edit(logits, params, text, allowed).argmax(keepdim=True)  # (1,)
     else:
-        next_id = draw(probs(logits, params, seen)[None], generator)  # (1,)
+        next_id = draw(probs(logits, params, text, allowed)[None], generator)  # (1,)
     top = extreme(logits)[None]  # (1,)
     return (next_id, top, logits.log_softmax(-1)[next_id]) if logprobs else (next_id, top)

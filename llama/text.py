@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, overload
+from threading import Event as Flag
+from typing import Any, Protocol, overload
 
+from . import checks
 from .chat import encode_chat
 from .engine.nonfinite import locate
 from .errors import LlamaError, NumericalError, UsageError
 from .generate import generate
-from .generation.answer import Answer, Completion, Piece, Stats, StopText
-from .generation.batch import Batch, Ended, Request, Started, TokenEvent
+from .generation.answer import Answer, Completion, Piece, Prompt, Stats, StopText
+from .generation.batch import Batch, Ended, PromptScored, Request, Source, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
 from .model import Transformer
@@ -25,17 +28,28 @@ __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
 BATCH_SIZE = 16  # answers in progress at once
 
+MOST_ANSWERS = 1024  # to one prompt
+MOST_TOP_LOGPROBS = 1024
 MOST_STOPS, LONGEST_STOP = 256, 1000  # stop strings, and characters of one
+
+
+class PromptQueue(Protocol):
+    """A queue of prompts for `Llama.answers`; queue.Queue is one."""
+
+    def get(self, block: bool) -> Prompt | None:
+        """The next prompt, or None if there will be no more. Raises queue.Empty if there is none now, unless block."""
 
 
 class Llama:
     """A model and its tokenizer, created by `llama.load`.
 
     Sampling options of all methods, with defaults: max_new_tokens=256, temperature=0.0 (greedy), top_k=0, top_p=1.0,
-    min_p=0.0, repetition_penalty=1.0, seed=None; sampling.SamplingParams describes them. Further options: stop=[...],
-    strings that end the text; logprobs=True; draft="ngram", or draft=a smaller Llama or Transformer with the same
-    vocabulary, which is faster if the draft predicts the text well; draft_tokens, the maximum number of drafted tokens
-    per pass (generation/speculative.py).
+    min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, processors=[],
+    seed=None; sampling.SamplingParams describes them. Further options: stop=[...], strings that end the text;
+    logprobs=True; top_logprobs=k, log-probabilities of the k most probable tokens as well; schema=, regex= or grammar=,
+    which the answer will match (generation/structured.py); draft="ngram", or draft=a smaller Llama or Transformer with
+    the same vocabulary, which is faster if the draft predicts the text well; draft_tokens, the maximum number of
+    drafted tokens per pass (generation/speculative.py).
 
     Threads may call it at once, and each gets the answer it would get alone. A Session or a Draft serves one stream at
     a time; a second stream raises UsageError.
@@ -58,43 +72,74 @@ class Llama:
         self.adapters, self.warnings = tuple(adapters), tuple(warnings)
 
     @overload
-    def generate(self, prompt: str, **options: Any) -> Completion: ...
+    def generate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
     @overload
-    def generate(self, prompt: Sequence[str], **options: Any) -> list[Completion]: ...
-    def generate(self, prompt: str | Sequence[str], **options: Any) -> Completion | list[Completion]:
+    def generate(self, prompt: Sequence[str], *, n: None = None, **options: Any) -> list[Completion]: ...
+    @overload
+    def generate(self, prompt: str, *, n: int, **options: Any) -> list[Completion]: ...
+    @overload
+    def generate(self, prompt: Sequence[str], *, n: int, **options: Any) -> list[list[Completion]]: ...
+    def generate(
+        self, prompt: str | Sequence[str], *, n: int | None = None, **options: Any
+    ) -> Completion | list[Completion] | list[list[Completion]]:
         """Continue raw text; a begin-of-text id is added if the model was trained with one.
 
         A list of prompts returns a list of completions, the same as one by one. batch_size of them (default: 16) run at
         once; with a draft or a session, they run one after the other. The first error ends all of them; its message
-        gives the number of the prompt.
+        gives the number of the prompt. With n, each prompt gets a list of n completions, with the seeds seed, seed + 1
+        and so on.
         """
         if isinstance(prompt, str):
-            return _last(self.stream(prompt, **options))
+            if n is None:
+                return _last(self.stream(prompt, **options))
+            return self._complete([self.tokenizer.encode_prompt(prompt)], n, options)[0]
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
         for number, one in enumerate(prompt):
             if not isinstance(one, str):
-                with _named(number, prompt):
+                with _named(number, len(prompt)):
                     raise UsageError(f"a prompt must be a string, got {type(one).__name__}")
-        batch_size = options.pop("batch_size", BATCH_SIZE)
-        if any(options.get(name) is not None for name in ("draft", "draft_tokens", "session")):
+        alone = any(options.get(name) is not None for name in ("draft", "draft_tokens", "session"))
+        if alone and n is None:
             one_by_one = []
             for number, one in enumerate(prompt):
-                with _named(number, prompt):
+                with _named(number, len(prompt)):
                     one_by_one.append(_last(self.stream(one, **options)))
             return one_by_one
-        options = {name: value for name, value in options.items() if name not in ("draft", "draft_tokens", "session")}
-        pairs = []
+        encoded = []
         for number, one in enumerate(prompt):
-            with _named(number, prompt):
-                pairs.append((self.tokenizer.encode_prompt(one), options))
+            with _named(number, len(prompt)):
+                encoded.append(self.tokenizer.encode_prompt(one))
+        found = self._complete(encoded, 1 if n is None else n, options)
+        return found if n is not None else [one for (one,) in found]
+
+    def _complete(self, prompts: Sequence[Sequence[int]], n: int, options: Mapping[str, Any]) -> list[list[Completion]]:
+        """n completions of each prompt, as one batch."""
+        checks.integer("n", n, 1, MOST_ANSWERS)
+        options = dict(options)
+        batch_size = options.pop("batch_size", BATCH_SIZE)
+        for name in ("draft", "draft_tokens", "session"):
+            if options.pop(name, None) is not None:
+                raise UsageError(f"{name} serves one answer at a time: leave n out")
+        seed = options.get("seed")
+        if n > 1 and seed is None:
+            seed = secrets.randbelow(LARGEST_SEED)
+        if seed is not None:
+            checks.integer("seed", seed, 0, LARGEST_SEED)
+        pairs = []
+        for prompt in prompts:
+            for i in range(n):
+                pairs.append(
+                    (prompt, options if seed is None else {**options, "seed": (seed + i) % (LARGEST_SEED + 1)})
+                )
         done: list[Completion | None] = [None] * len(pairs)
         for number, piece in self.stream_batch(pairs, batch_size=batch_size):
             if isinstance(piece, LlamaError):
-                with _named(number, prompt):
+                with _named(number // n, len(prompts)):
                     raise piece
             done[number] = piece.completion
-        return [completion for completion in done if completion is not None]
+        found = [completion for completion in done if completion is not None]
+        return [found[i : i + n] for i in range(0, len(found), n)]
 
     def stream(self, prompt: str, **options: Any) -> Generator[Piece]:
         """`generate` as a stream of pieces, whose texts joined are the completion's text."""
@@ -102,19 +147,41 @@ class Llama:
             raise UsageError(f"prompt must be a string, got {type(prompt).__name__}")
         return self.stream_ids(self.tokenizer.encode_prompt(prompt), **options)
 
+    @overload
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        n: None = None,
         **options: Any,
-    ) -> Completion:
-        """The assistant's answer to messages [{"role": "user", "content": "..."}, ...].
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        n: int,
+        **options: Any,
+    ) -> list[Completion]: ...
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        n: int | None = None,
+        **options: Any,
+    ) -> Completion | list[Completion]:
+        """The assistant's answer to messages [{"role": "user", "content": "..."}, ...], or with n a list of n answers.
 
         The model's template formats them, or the built-in format named by `chat_format`. tools are JSON schemas of
-        functions that the assistant may call; its calls are part of the text.
+        functions that the assistant may call; its calls are part of the text (chat/tool_calls.py parses them).
         """
-        return _last(self.stream_chat(messages, tools=tools, **options))
+        if n is None:
+            return _last(self.stream_chat(messages, tools=tools, **options))
+        prompt = encode_chat(self.tokenizer, self.chat_template, messages, format=self.chat_format, tools=tools)
+        return self._complete([prompt], n, {"continues": False, **options})[0]
 
     def stream_chat(
         self,
@@ -131,57 +198,48 @@ class Llama:
         self,
         prompt: Sequence[int],
         *,
-        stop: str | Sequence[str] | None = None,
-        logprobs: bool = False,
         session: Session | None = None,
         draft: str | Llama | Transformer | Draft | None = None,
         draft_tokens: int | None = None,
-        continues: bool = True,
-        **sampling: Any,
+        **options: Any,
     ) -> Generator[Piece]:
         """Prompt ids in, pieces of text out; the methods above use it.
 
         session    keeps the KV cache for the next call; a speculative.Draft as `draft` also keeps its own
-        continues  True: the text is what the new ids append to the prompt's text. False: it is a separate text, as in a
-                   chat, without the space that SentencePiece adds before every text
+        continues  True (default): the text is what the new ids append to the prompt's text. False: it is a separate
+                   text, as in a chat, without the space that SentencePiece adds before every text
 
         Invalid options raise UsageError here, not at the first piece.
         """
         if not isinstance(session, Session | None):
             raise UsageError(f"session must be a Session, got {type(session).__name__}")
-        params = self._params(sampling)
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
-        prompt = token_ids(prompt)
-        begin = partial(Answer, self.tokenizer, prompt, _check_stops(stop), continues=continues)
-        return self._stream(prompt, params, begin, logprobs, session, guesses)
+        prepared = self.prepare(prompt, options)
+        if guesses is not None and prepared.request.constraint is not None:
+            raise UsageError("an answer with a schema, regex or grammar can't be drafted: leave draft out")
+        return self._stream(prepared, session, guesses)
 
-    def _stream(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        begin: Callable[[], Answer],
-        logprobs: bool,
-        session: Session | None,
-        draft: Draft | None,
-    ) -> Generator[Piece]:
-        cache = None if session is None else session.reuse(self.model, prompt, self.tokenizer)
+    def _stream(self, prompt: Prompt, session: Session | None, draft: Draft | None) -> Generator[Piece]:
+        ids, params, logprobs, top_logprobs, constraint, *_ = prompt.request
+        cache = None if session is None else session.reuse(self.model, ids, self.tokenizer)
         cached = 0 if cache is None else cache.length
-        answer = begin()
-        plain = partial(generate, diagnose=partial(locate, self.model))
+        answer = prompt.begin()
+        plain = partial(generate, constraint=constraint, diagnose=partial(locate, self.model))
         tokens = (plain if draft is None else partial(speculate, draft=draft))(
             self.model,
-            prompt,
+            ids,
             params,
             stop_ids=self.tokenizer.stop_ids,
             n_vocab=self.tokenizer.n_vocab,
             cache=cache,
             logprobs=logprobs,
+            top_logprobs=top_logprobs,
         )
         nonfinite = False
         try:
             for token in tokens:
                 if text := answer.feed(token):
-                    yield Piece(text)
+                    yield Piece(text, token=token)
                 if answer.done:
                     break
         except NumericalError:
@@ -190,9 +248,20 @@ class Llama:
         finally:
             tokens.close()  # type: ignore[attr-defined]
             if session is not None:
-                session.give_back(prompt + answer.ids, nonfinite)
+                session.give_back([*ids, *answer.ids], nonfinite)
         drafted, accepted = (0, 0) if draft is None else (draft.drafted, draft.accepted)
         yield answer.end(params, cached=cached, logprobs=logprobs, drafted=drafted, accepted=accepted)
+
+    def prepare(self, prompt: Sequence[int], options: Mapping[str, Any]) -> Prompt:
+        """Check the options of a prompt, those of the class without draft. Raises UsageError."""
+        sampling, ids = dict(options), token_ids(prompt)
+        stops = _check_stops(sampling.pop("stop", None))
+        begin = partial(Answer, self.tokenizer, ids, stops, continues=sampling.pop("continues", True))
+        top = checks.integer("top_logprobs", sampling.pop("top_logprobs", 0), 0, MOST_TOP_LOGPROBS)
+        logprobs = checks.boolean("logprobs", sampling.pop("logprobs", False)) or top > 0
+        scored = checks.boolean("prompt_logprobs", sampling.pop("prompt_logprobs", False))
+        params = self._params(sampling)
+        return Prompt(Request(ids, params, logprobs, top, None, scored, Flag()), begin)
 
     def stream_batch(
         self, prompts: Iterable[tuple[Sequence[int], Mapping[str, Any]]], *, batch_size: int = BATCH_SIZE
@@ -204,43 +273,66 @@ class Llama:
         There is a piece for each token, so its text may be empty. A prompt that can't be run, or whose logits are not
         finite, yields its error instead of its last piece; invalid options raise UsageError.
         """
-        settings: dict[int, tuple[Callable[[], Answer], SamplingParams, bool]] = {}  # by the number of the prompt
+        numbers: dict[Prompt, int] = {}
 
-        def request(number: int, prompt: Sequence[int], options: Mapping[str, Any]) -> Request:
-            sampling, prompt = dict(options), token_ids(prompt)
-            stops, logprobs = _check_stops(sampling.pop("stop", None)), sampling.pop("logprobs", False)
-            begin = partial(Answer, self.tokenizer, prompt, stops, continues=sampling.pop("continues", True))
-            params = self._params(sampling)
-            settings[number] = begin, params, logprobs
-            return Request(prompt, params, logprobs)
+        def prepare(number: int, pair: tuple[Sequence[int], Mapping[str, Any]]) -> Prompt:
+            prompt = self.prepare(*pair)
+            numbers[prompt] = number
+            return prompt
 
-        requests: Iterable[Request] = (request(number, *pair) for number, pair in enumerate(prompts))
+        prepared: Iterable[Prompt] = (prepare(number, pair) for number, pair in enumerate(prompts))
         if isinstance(prompts, Sequence):
-            requests = list(requests)
+            prepared = list(prepared)
+        for prompt, piece in self.answers(prepared, batch_size=batch_size):
+            ended = isinstance(piece, LlamaError) or piece.completion is not None
+            yield numbers.pop(prompt) if ended else numbers[prompt], piece
+
+    def answers(
+        self, prompts: Iterable[Prompt] | PromptQueue, *, batch_size: int = BATCH_SIZE
+    ) -> Iterator[tuple[Prompt, Piece | LlamaError]]:
+        """`stream_batch` for prompts from `prepare`, in an iterable or in a queue: (the prompt, its next piece).
+
+        A queue.Queue may get prompts from other threads while the answers are read, and None at the end. Setting
+        prompt.request.cancelled ends an answer before its next token.
+        """
+        running: dict[int, Prompt] = {}  # by the number of the request
+        numbers = itertools.count()
+
+        def request(prompt: Prompt) -> Request:
+            running[next(numbers)] = prompt
+            return prompt.request
+
+        requests: Iterable[Request] | Source
+        if not isinstance(prompts, Iterable):
+            requests = _Requests(prompts, request)
+        else:
+            requests = [*map(request, prompts)] if isinstance(prompts, Sequence) else map(request, prompts)
         stop_ids, n_vocab = self.tokenizer.stop_ids, self.tokenizer.n_vocab
         batch = Batch(self.model, requests, slots=batch_size, stop_ids=stop_ids, n_vocab=n_vocab)
         answers: dict[int, tuple[Answer, int]] = {}
         for event in batch:
             number = event.number
+            prompt = running[number]
             match event:
                 case Started():
-                    begin, _, _ = settings[number]
-                    answers[number] = begin(), event.cached
+                    answers[number] = prompt.begin(), event.cached
+                case PromptScored():
+                    yield prompt, Piece("", prompt=event.tokens)
                 case TokenEvent():
                     answer = answers[number][0]
                     text = answer.feed(event.token)
                     if not event.token.stop:
-                        yield number, Piece(text)
+                        yield prompt, Piece(text, token=event.token)
                     if answer.done:
                         batch.finish(number)
                 case Ended():
-                    _, params, logprobs = settings.pop(number)
+                    del running[number]
                     if event.error is not None:
                         answers.pop(number, None)
-                        yield number, event.error
+                        yield prompt, event.error
                     else:
                         answer, cached = answers.pop(number)
-                        yield number, answer.end(params, cached=cached, logprobs=logprobs)
+                        yield prompt, answer.end(prompt.request.params, cached=cached, logprobs=prompt.request.logprobs)
 
     def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """The sampling options, with a seed. Raises UsageError for an unknown option."""
@@ -248,7 +340,7 @@ class Llama:
         if unknown := sampling.keys() - known:
             raise UsageError(
                 f"unknown option {sorted(unknown)[0]!r}; known:"
-                f" {', '.join(sorted(known | {'stop', 'logprobs', 'draft', 'draft_tokens'}))}"
+                f" {', '.join(sorted(known | {'stop', 'logprobs', 'top_logprobs', 'n', 'draft', 'draft_tokens'}))}"
             )
         params = SamplingParams(**{**self.sampling, **sampling})
         if params.seed is None:
@@ -256,13 +348,26 @@ class Llama:
         return params
 
 
+class _Requests:
+    """A queue of prompts as the source of a batch."""
+
+    def __init__(self, prompts: PromptQueue, request: Callable[[Prompt], Request]):
+        self.prompts, self.request = prompts, request
+
+    def get(self, block: bool) -> Request | None:
+        prompt = self.prompts.get(block)
+        return None if prompt is None else self.request(prompt)
+
+
 @contextmanager
-def _named(number: int, prompts: Sequence[object]) -> Iterator[None]:
-    """Prefix an error with the prompt it is about: number counts from 0, the message from 1."""
+def _named(number: int, count: int) -> Iterator[None]:
+    """Prefix an error with the prompt it is about, if there are several: number counts from 0, the message from 1."""
     try:
         yield
     except LlamaError as error:
-        raise type(error)(f"prompt {number + 1} of {len(prompts)}: {error}") from error
+        if count == 1:
+            raise
+        raise type(error)(f"prompt {number + 1} of {count}: {error}") from error
 
 
 def _last(pieces: Iterator[Piece]) -> Completion:

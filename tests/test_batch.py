@@ -16,7 +16,7 @@ from llama.cache import KVCache
 from llama.engine import compiled, kernels
 from llama.engine.linears import quantize_
 from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageError
-from llama.generate import Token, generate, prefill
+from llama.generate import Token, generate, prefill_chunks
 from llama.generation import batch
 from llama.generation.batch import Batch, Ended, Request, Started, TokenEvent
 from llama.model import Runner, Transformer
@@ -312,7 +312,9 @@ def test_no_requests_yield_no_events() -> None:
 def test_a_shared_prefix_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     net, fed = tiny.model(), []
     monkeypatch.setattr(
-        batch, "prefill", lambda model, tokens, *rest: (fed.append(len(tokens)), prefill(model, tokens, *rest))[1]
+        batch,
+        "prefill_chunks",
+        lambda model, tokens, *rest: (fed.append(len(tokens)), prefill_chunks(model, tokens, *rest))[1],
     )
     system = tiny.random_tokens(50, seed=1)[0].tolist()
     requests = [Request([*system, 7, i, 9], SamplingParams(max_new_tokens=5)) for i in range(7)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -20,7 +22,7 @@ from llama import sampling
 from llama.cli import arguments
 from llama.errors import LlamaError, NumericalError, UsageError
 from llama.generate import check_finite, generate
-from llama.sampling import SamplingParams, probs, sample
+from llama.sampling import History, SamplingParams, probs, sample
 
 from . import tiny
 
@@ -90,7 +92,7 @@ def test_the_filters_in_order_equal_those_of_transformers(
         expected = TopPLogitsWarper(p)(seen, expected)
     if m:
         expected = MinPLogitsWarper(m)(seen, expected)
-    torch.testing.assert_close(probs(logits, params, seen), expected.softmax(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(probs(logits, params, History(seen, 0)), expected.softmax(-1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
@@ -266,7 +268,61 @@ def test_the_filters_treat_each_row_as_if_it_were_alone(shape: tuple[int, ...], 
     logits = torch.randn(shape, generator=generator) * torch.arange(1, shape[0] + 1).view(-1, *[1] * (len(shape) - 1))
     seen = torch.randint(shape[-1], (*shape[:-1], 2), generator=generator)
     params = SamplingParams(**options)
-    together = probs(logits, params, seen)
+    together = probs(logits, params, History(seen, 1))
     for row, alone, ids in zip(together.flatten(0, -2), logits.flatten(0, -2), seen.flatten(0, -2), strict=True):
-        torch.testing.assert_close(row, probs(alone, params, ids), rtol=0, atol=1e-7)
+        torch.testing.assert_close(row, probs(alone, params, History(ids, 1)), rtol=0, atol=1e-7)
     assert len(torch.unique(together.flatten(0, -2), dim=0)) > 1
+
+
+# ------------------------------------------------------------------------------------- what clients of the API send
+def test_count_penalties_are_the_formula_of_openais_api() -> None:
+    """logit[j] - count[j] * frequency - (count[j] > 0) * presence, over the answer and not the prompt."""
+    logits, answer = torch.randn(9), [3, 3, 3, 0, 8]
+    params = SamplingParams(temperature=0.7, presence_penalty=0.3, frequency_penalty=-1.2)
+    got = probs(logits, params, History(torch.tensor([1, 2, *answer]), 2))
+    expected = [float(logits[j]) - answer.count(j) * -1.2 - (j in answer) * 0.3 for j in range(9)]
+    torch.testing.assert_close(got, (torch.tensor(expected) / 0.7).softmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_bias_is_added_as_transformers_adds_it(temperature: float) -> None:
+    logits, bias = torch.randn(1, 20), {4: 2.5, 7: -100.0, 19: 100.0, 21: 5.0}
+    expected = SequenceBiasLogitsProcessor([[[id], value] for id, value in bias.items() if id < 20])(
+        torch.zeros(1, 1, dtype=torch.long), logits
+    )
+    params = SamplingParams(temperature=temperature, logit_bias=bias)
+    got = sampling.edit(logits[0], params, History(torch.tensor([1]), 1))
+    torch.testing.assert_close(got, expected[0])
+    assert int(sampling.choose(logits[0], params, History(torch.tensor([1]), 1))[0]) == 19
+
+
+def test_a_mask_leaves_the_renormalized_distribution() -> None:
+    logits, allowed = torch.randn(30), torch.rand(30) < 0.3
+    params = SamplingParams(temperature=1.0)
+    free = probs(logits, params)
+    masked = probs(logits, params, allowed=allowed)
+    torch.testing.assert_close(masked, torch.where(allowed, free, 0) / free[allowed].sum())
+    everything = torch.ones(30, dtype=torch.bool)
+    for options in ({}, {"temperature": 0.8, "top_p": 0.5}):
+        params = SamplingParams(**options)
+        assert torch.equal(probs(logits, params, allowed=everything), probs(logits, params))
+    # The mask comes before top-k: the k most probable of the allowed tokens.
+    assert int((probs(logits, SamplingParams(temperature=1.0, top_k=3), allowed=allowed) > 0).sum()) == 3
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": 1e9},
+        {"logit_bias": [1]},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {-1: 1}},
+        {"logit_bias": {1: float("inf")}},
+        {"processors": "f"},
+    ],
+)
+@pytest.mark.row("L01")
+def test_invalid_values_are_usage_errors(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        SamplingParams(**bad)

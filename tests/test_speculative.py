@@ -32,7 +32,7 @@ from llama.generation.speculative import (
     speculate,
 )
 from llama.model import Transformer
-from llama.sampling import SamplingParams, probs
+from llama.sampling import History, SamplingParams, probs
 from llama.text import Llama, Session
 
 from . import tiny
@@ -243,7 +243,7 @@ def all_answers(model: Transformer, prompt: list[int], params: SamplingParams) -
     logits = model(texts)[:, len(prompt) - 1 : -1]  # (V^DEPTH, DEPTH, V)
     chance = torch.ones(len(answers), dtype=torch.float64)
     for i in range(DEPTH):
-        p = probs(logits[:, i], params, seen=texts[:, : len(prompt) + i])
+        p = probs(logits[:, i], params, History(texts[:, : len(prompt) + i], len(prompt)))
         chance *= p.gather(1, answers[:, i : i + 1])[:, 0]
     return chance
 
@@ -264,6 +264,7 @@ def p_value(counts: Tensor, expected: Tensor) -> float:
     [
         ("ngram", {"temperature": 1.0}),
         ("scripted", {"temperature": 1.0, "repetition_penalty": 1.8}),
+        ("scripted", {"temperature": 1.0, "presence_penalty": 0.9, "frequency_penalty": 0.7}),
         # Slow, since the cases above and the test of the acceptance rule cover filters, penalties and drafts already.
         pytest.param("model", {"temperature": 0.7, "top_k": 3}, marks=pytest.mark.slow),
         pytest.param("model", {"temperature": 1.3, "top_p": 0.8}, marks=pytest.mark.slow),
@@ -280,7 +281,7 @@ def test_answers_follow_the_models_distribution(
     monkeypatch.setattr(Draft, "length", lambda self: self.most)  # draft as many tokens as possible
     model, runs = tiny.model(SMALL, 4), 800
     prompt = [0, 1, 2, 3, 4, 2, 0, 3, 1, 1, 4, 0, 0, 2, 2, 1, 3, 3, 4, 4, 1, 0, 4, 3, 2, 3, 0, 1]
-    if "repetition_penalty" in options:
+    if len(options) > 1 and "top_k" not in options:
         prompt = [0, 1, 2, 0, 1]  # 3 and 4 are new, so each token changes the next distribution
     draft: Draft = {
         "ngram": NGramDraft,

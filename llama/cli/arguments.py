@@ -114,8 +114,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
     """Add the sampling options. An option that is not set is None: the checkpoint's default or the fallback applies."""
     group = parser.add_argument_group(
         "sampling",
-        "applied in this order: repetition penalty, temperature, top-k, top-p, min-p, one draw. The defaults come from"
-        f" the checkpoint's generation_config.json; without that file: {fallback}",
+        "applied in this order: penalties, logit bias, processors, grammar, temperature, top-k, top-p, min-p, one draw."
+        f" The defaults come from the checkpoint's generation_config.json; without that file: {fallback}",
     )
     group.add_argument(
         "--max-new-tokens",
@@ -145,10 +145,36 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
         metavar="R",
         help="values above 1 make tokens already in the text less likely; 1 is off",
     )
+    group.add_argument(
+        "--presence-penalty",
+        type=float,
+        metavar="P",
+        help="subtracted from the logit of each token that is in the answer; 0 is off",
+    )
+    group.add_argument(
+        "--frequency-penalty",
+        type=float,
+        metavar="P",
+        help="subtracted from a token's logit for each time that it is in the answer; 0 is off",
+    )
+    group.add_argument(
+        "--logit-bias",
+        action="append",
+        default=[],
+        type=bias,
+        metavar="ID=B",
+        help="add B to the logit of a token id, for example 42=-100 to exclude it; may be repeated",
+    )
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: random)")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
     )
+
+
+def bias(text: str) -> tuple[int, float]:
+    """Parse ID=B of --logit-bias."""
+    id, _, value = text.partition("=")
+    return int(id), float(value)
 
 
 def add_draft_options(parser: argparse.ArgumentParser) -> None:
@@ -230,8 +256,11 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling options as keyword arguments of Llama.generate, with their ranges checked."""
     from ..sampling import SamplingParams
 
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *penalties, "seed")
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.logit_bias:
+        options["logit_bias"] = dict(args.logit_bias)
     SamplingParams(**options)
     if "" in args.stop:
         raise UsageError("--stop must not be empty")

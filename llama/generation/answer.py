@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..generate import Token
 from ..sampling import SamplingParams
 from ..tokenizer import Decoder, Tokenizer
+from .batch import Request
 
 FinishReason = Literal["stop", "length"]
 
@@ -49,10 +50,16 @@ class Stats:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of streamed text: complete characters, possibly none. The last piece has the Completion."""
+    """A part of streamed text: complete characters, possibly none. The last piece has the Completion.
+
+    token   the new token that the piece is about, if any; its text may come with a later piece
+    prompt  the tokens of the prompt with log-probabilities, before the first new token, if they were requested
+    """
 
     text: str
     completion: Completion | None = None
+    token: Token | None = None
+    prompt: list[Token] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,7 @@ class Completion:
     tokens         the new ids only, without the final stop id, but including those of a stop string
     finish_reason  "stop" (a stop id or stop string) or "length" (max_new_tokens, or the context is full)
     logprobs       natural log-probability of each of `tokens` in the model's own distribution, if requested
+    top_logprobs   for each of `tokens` {id: log-probability} of the most probable tokens, if requested
     """
 
     text: str
@@ -70,6 +78,7 @@ class Completion:
     finish_reason: FinishReason
     logprobs: list[float] | None
     stats: Stats
+    top_logprobs: list[Mapping[int, float]] | None = None
 
 
 class StopText:
@@ -115,6 +124,14 @@ class StopText:
         return len(self.buffer) - max(lengths, default=0)
 
 
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt whose options are checked: the request for the batch, and the answer to begin with it."""
+
+    request: Request
+    begin: Callable[[], Answer]
+
+
 class Answer:
     """An answer in progress: call `feed` with each token until it is `done`, then `end`.
 
@@ -130,6 +147,7 @@ class Answer:
         self.done = False
         self._decoder, self._stop_text = Decoder(tokenizer, prompt if continues else ()), StopText(stops)
         self._scores: list[float] = []
+        self._tops: list[Mapping[int, float]] = []
         self._texts: list[str] = []
         self._started = self._last = time.perf_counter()
         self._first: float | None = None
@@ -145,6 +163,8 @@ class Answer:
         self.ids.append(token.id)
         if token.logprob is not None:
             self._scores.append(token.logprob)
+        if token.top:
+            self._tops.append(token.top)
         self._texts.append(self._stop_text.feed(self._decoder.feed(token.id)))
         self.done = self._stop_text.found
         return self._texts[-1]
@@ -170,4 +190,6 @@ class Answer:
         )
         finish: FinishReason = "stop" if self.done else "length"
         scores = self._scores if logprobs else None
-        return Piece(text, Completion("".join([*self._texts, text]), self.ids, finish, scores, stats))
+        return Piece(
+            text, Completion("".join([*self._texts, text]), self.ids, finish, scores, stats, self._tops or None)
+        )

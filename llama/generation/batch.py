@@ -10,17 +10,21 @@ that row alone, and from then on each step decodes it together with the others.
 Each row has its own positions, mask and random generator, so its answer is the one it would get alone. If a prompt
 shares a prefix with the contents of a row (often a system prompt), the row's keys and values are reused.
 
-Every step has the same shape: one row per slot, over all positions for which the cache has memory, with a mask. The
-shape changes only when the cache grows, and at the end, when no prompt waits any more: then the remaining rows move to
-the front, and a step runs that many rows, rounded up to a power of two.
+Prompts are fed one at a time, in chunks, with a step of the others after each chunk; so a long prompt delays an answer
+in progress only by a chunk per token, and a prompt that waits for a similar one finds its keys.
+
+Every step has the same shape: one row per slot up to the last one in use, rounded up to a power of two, over all
+positions for which the cache has memory, with a mask. While no prompt waits, the rows in use move to the front.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from queue import Empty
+from threading import Event as Flag
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,31 +34,67 @@ from ..cache import KVCache
 from ..engine.cuda_graphs import PendingTokens
 from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
-from ..generate import Token, check_extreme, generate, prefill, random_generator, room_for, seen_ids
+from ..generate import (
+    Token,
+    check_extreme,
+    generate,
+    history_of,
+    most_probable,
+    prefill_chunks,
+    random_generator,
+    room_for,
+    top_of,
+)
 from ..model import Transformer
-from ..sampling import SamplingParams, choose, extreme
+from ..sampling import Constraint, History, SamplingParams, choose, extreme
 from .prefix import shared_prefix
 
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix is not worth copying from another row
 CHUNK = 256  # maximum tokens of a prompt in one pass
 MOST_SLOTS = 4096
+RESERVED = 1024  # new tokens for which a request reserves memory; a longer answer gets it when it needs it
+
+
+NEVER = Flag()  # of requests that nobody cancels
 
 
 class Request(NamedTuple):
-    """A prompt, as ids, and the parameters of its answer. logprobs as in `generate.generate`."""
+    """A prompt, as ids, and the parameters of its answer. logprobs, top_logprobs, constraint as in `generate.generate`.
+
+    prompt_logprobs  the tokens of the prompt get log-probabilities too, so none of it comes from another row
+    cancelled        may be set by another thread: the request ends before the next step
+    """
 
     prompt: Sequence[int]
     params: SamplingParams
     logprobs: bool = False
+    top_logprobs: int = 0
+    constraint: Constraint | None = None
+    prompt_logprobs: bool = False
+    cancelled: Flag = NEVER
 
 
-# The events of request `number` (from 0), in this order: Started, any number of TokenEvents, Ended. A request that
-# can't be run only has Ended.
+class Source(Protocol):
+    """Where requests come from, for example a queue.Queue."""
+
+    def get(self, block: bool) -> Request | None:
+        """The next request, or None if there will be no more. Raises queue.Empty if there is none now, unless block."""
+
+
+# The events of request `number` (from 0), in this order: Started, PromptScored if it was requested, any number of
+# TokenEvents, Ended. A request that can't be run only has Ended.
 class Started(NamedTuple):
     """The request has a slot. The keys of the first `cached` tokens of its prompt were already in the cache."""
 
     number: int
     cached: int
+
+
+class PromptScored(NamedTuple):
+    """The tokens of the prompt. The first has no log-probability."""
+
+    number: int
+    tokens: list[Token]
 
 
 class TokenEvent(NamedTuple):
@@ -71,7 +111,7 @@ class Ended(NamedTuple):
     error: LlamaError | None
 
 
-Event = Started | TokenEvent | Ended
+Event = Started | PromptScored | TokenEvent | Ended
 
 
 @dataclass
@@ -82,7 +122,7 @@ class ActiveSequence:
     request: Request
     room: int  # maximum number of new tokens
     generator: torch.Generator
-    seen: Tensor | None  # (N,) ids for the repetition penalty
+    history: History | None
     done: bool = False
     generated: int = 0
 
@@ -95,6 +135,7 @@ class Slot:
         self.next = 0
         self.sequence: ActiveSequence | None = None
         self.nonfinite = False  # an error ended its sequence, so it may hold NaN
+        self.used = 0  # the number of the request that used it last, from 1
 
     def shares(self, prompt: Sequence[int]) -> int:
         """The number of leading tokens of a prompt that it holds; 0 for a prefix that is not worth copying."""
@@ -105,7 +146,7 @@ class Slot:
 class Batch:
     """An iterator over events, to be used once; it ends when every request has ended.
 
-    requests  read one at a time, whenever a slot is free
+    requests  read one at a time, whenever a slot is free: an iterable, or a Source, which may be empty for some time
     slots     maximum number of answers in progress
     stop_ids, n_vocab  as in `generate.generate`
 
@@ -117,7 +158,7 @@ class Batch:
     def __init__(
         self,
         model: Transformer,
-        requests: Iterable[Request],
+        requests: Iterable[Request] | Source,
         *,
         slots: int,
         stop_ids: Collection[int] = (),
@@ -129,7 +170,8 @@ class Batch:
         if isinstance(requests, Sequence):  # then the required sizes are known
             needs = (len(request.prompt) + request.params.max_new_tokens for request in requests)
             slots, longest = max(1, min(slots, len(requests))), min(longest, max(needs, default=1))
-        self.requests = enumerate(requests)
+        self.source: Source | None = Iterated(iter(requests)) if isinstance(requests, Iterable) else requests
+        self.count = 0  # requests read so far
         self.slots = [Slot() for _ in range(slots)]
         self.longest = longest  # no request needs more positions
         self._begun = False
@@ -149,65 +191,130 @@ class Batch:
             return
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
         self.rows: KVCache | None = None  # view of the cache rows that a step uses
-        waiting = True  # whether there may be requests without a slot
+        feeding: Generator[Event | None] | None = None  # feeds a prompt; yields None after a chunk
         while True:
-            while waiting and (free := [slot for slot in self.slots if slot.sequence is None]):
-                if (found := next(self.requests, None)) is None:
-                    waiting = False
+            yield from self._drop_cancelled()
+            active = any(slot.sequence for slot in self.slots)
+            if feeding is None and (free := [slot for slot in self.slots if slot.sequence is None]):
+                if (request := self._next_request(block=not active)) is not None:
+                    feeding = self._admit(self.count - 1, request, free)
+                elif not active and self.source is None:
+                    return
                 else:
-                    yield from self._admit(*found, free)
-            if not any(slot.sequence for slot in self.slots):
-                return
-            if not waiting:
-                self._shrink()
-            yield from self._step()
+                    self._shrink()
+            if feeding is not None:
+                for event in feeding:
+                    if event is None:
+                        break
+                    yield event
+                else:
+                    feeding = None
+                    if self.source is not None:
+                        continue  # the next prompt, if one waits
+            if any(slot.sequence for slot in self.slots):
+                yield from self._step()
+
+    def _next_request(self, block: bool) -> Request | None:
+        """The next request; None if there is none now, or none any more."""
+        if self.source is None:
+            return None
+        try:
+            request = self.source.get(block)
+        except Empty:
+            return None
+        if request is None:
+            self.source = None
+            return None
+        self.count += 1
+        return request
+
+    def _drop_cancelled(self) -> Iterator[Event]:
+        for slot in self.slots:
+            if (sequence := slot.sequence) is not None and sequence.request.cancelled.is_set():
+                slot.sequence = None
+                yield Ended(sequence.number, None)
 
     # ---------------------------------------------------------------------------------------- a request gets a slot
-    def _admit(self, number: int, request: Request, free: Sequence[Slot]) -> Iterator[Event]:
-        prompt = list(request.prompt)
+    def _admit(self, number: int, request: Request, free: Sequence[Slot]) -> Generator[Event | None]:
+        prompt, params = list(request.prompt), request.params
         try:
-            room = room_for(self.model, prompt, request.params, None)
+            room = room_for(self.model, prompt, params, None)
         except LlamaError as error:
             yield Ended(number, error)
             return
         source = max(self.slots, key=lambda slot: (slot.shares(prompt), slot in free))
-        cached = source.shares(prompt)
-        slot = source if source in free else free[0]
+        cached = 0 if request.prompt_logprobs else source.shares(prompt)
+        # A slot with the prefix, or else the one that was not used for the longest time.
+        slot = source if cached and source in free else min(free, key=lambda slot: slot.used)
+        slot.used = number + 1
         yield Started(number, cached)
-        if room == 0:
+        if request.cancelled.is_set() or (room == 0 and not request.prompt_logprobs):
             yield Ended(number, None)
             return
         try:
-            logits = self._feed(prompt, slot, source, cached, len(prompt) + room)
+            self.cache.reserve(len(prompt) + min(room, RESERVED))
+            scored: list[Token] = []
+            for hidden in self._feed(prompt, slot, source, cached):  # (1, T, C)
+                if request.prompt_logprobs:
+                    scored += self._score(prompt, len(slot.ids), hidden, request.top_logprobs)
+                if request.cancelled.is_set():
+                    yield Ended(number, None)
+                    return
+                if len(slot.ids) < len(prompt):
+                    yield None
+            with torch.inference_mode():
+                logits = self.model.output(hidden[:, -1])[0].float()[: self.n_vocab]  # (V,)
         except LlamaError as error:
+            slot.ids, slot.nonfinite = [], True
             yield Ended(number, error)
             return
+        if request.prompt_logprobs:
+            yield PromptScored(number, scored)
+        if room == 0:
+            yield Ended(number, None)
+            return
         device = self.cache.device
-        seen = seen_ids(prompt, request.params, self.n_vocab, device)
-        slot.sequence = ActiveSequence(number, request, room, random_generator(request.params, device), seen)
+        history = history_of(prompt, len(prompt), params, self.n_vocab, device)
+        slot.sequence = ActiveSequence(number, request, room, random_generator(params, device), history)
         yield from self._choose_next(slot, logits, None)
 
-    @torch.inference_mode()
-    def _feed(self, prompt: list[int], slot: Slot, source: Slot, cached: int, end: int) -> Tensor:
-        """Feed a prompt into a slot, copying its cached prefix: logits (V,) after its last token."""
-        self.cache.reserve(end)
+    def _feed(self, prompt: list[int], slot: Slot, source: Slot, cached: int) -> Iterator[Tensor]:
+        """Feed a prompt into a slot, copying its cached prefix: the hidden states (1, T, C) of each chunk."""
         target = self.slots.index(slot)
-        if slot.nonfinite:
-            self.cache.clear_row(target)
-        if cached and source is not slot:
-            self.cache.copy_row(self.slots.index(source), target, cached)
-        slot.ids, slot.nonfinite = [], True  # until the prefill is complete
+        with torch.inference_mode():
+            if slot.nonfinite:
+                self.cache.clear_row(target)
+            if cached and source is not slot:
+                self.cache.copy_row(self.slots.index(source), target, cached)
+        slot.ids, slot.nonfinite = prompt[:cached], False
         rest = prompt[cached:]
         chunk = None  # the default of prefill
         if self.cache.device.type == "cpu":  # chunks of equal size, since a short one takes as long as a longer one
             chunk = -(-len(rest) // -(-len(rest) // CHUNK))
-        logits = prefill(self.model, rest, self.cache.rows(target, target + 1, cached), chunk)
-        slot.ids, slot.nonfinite = prompt, False
-        return logits[: self.n_vocab]
+        for hidden in prefill_chunks(self.model, rest, self.cache.rows(target, target + 1, cached), chunk):
+            slot.ids = prompt[: len(slot.ids) + hidden.shape[1]]
+            yield hidden
+
+    @torch.inference_mode()
+    def _score(self, prompt: list[int], fed: int, hidden: Tensor, top: int) -> list[Token]:
+        """The tokens that the last chunk of prompt[:fed] predicts, and the first token. hidden: (1, T, C)."""
+        logits = self.model.output(hidden)[0].float()[:, : self.n_vocab]  # (T, V)
+        start = fed - len(logits)
+        scored = [Token(prompt[0], None, False)] if start == 0 else []
+        logprobs, extremes = logits.log_softmax(-1), extreme(logits).tolist()  # (T, V), (T,)
+        values, ids = most_probable(logits, max(top, 1))  # (T, k)
+        for row, id in enumerate(prompt[start + 1 : fed + 1]):
+            check_extreme(extremes[row], f"prompt token {start + row + 2}", prompt, partial(locate, self.model))
+            logprob = float(logprobs[row, id]) if id < logprobs.shape[-1] else -torch.inf
+            scored.append(Token(id, logprob, False, top_of((values[row], ids[row])) if top else {}))
+        return scored
 
     # ------------------------------------------------------------------------------------------- a step of all slots
     def _step(self) -> Iterator[Event]:
         """One token for each row."""
+        yield from self._grow()
+        if not any(slot.sequence for slot in self.slots):
+            return
         logits = self._next_logits()  # (B, V)
         best = PendingTokens([(logits.argmax(-1), extreme(logits))]).read()  # (id, extreme) of each row, in one wait
         for slot, row_logits, (id, top) in list(zip(self.slots, logits, best, strict=False)):
@@ -215,11 +322,22 @@ class Batch:
                 slot.ids.append(slot.next)
                 yield from self._choose_next(slot, row_logits, (id, top))
 
+    def _grow(self) -> Iterator[Event]:
+        """Make room for one more token in each row. If the memory is not free, the longest answer ends."""
+        while active := [slot for slot in self.slots if slot.sequence]:
+            longest = max(active, key=lambda slot: len(slot.ids))
+            try:
+                self.cache.reserve(len(longest.ids) + 1)
+                return
+            except LlamaError as error:
+                sequence, longest.sequence = longest.sequence, None
+                yield Ended(sequence.number, error)  # type: ignore[union-attr]
+
     @torch.inference_mode()
     def _next_logits(self) -> Tensor:
-        """Feed the next id of every row: (B, V). An idle slot is fed id 0 at position 0."""
+        """Feed the next id of every row: (B, V). An idle row repeats its first id, whose key does not change."""
         device, B = self.cache.device, self._width
-        fed = [(slot.next, len(slot.ids)) if slot.sequence else (0, 0) for slot in self.slots[:B]]
+        fed = [(slot.next, len(slot.ids)) if slot.sequence else ([*slot.ids, 0][0], 0) for slot in self.slots[:B]]
         # (B, 1) each, contiguous, since compiled code assumes the strides of its arguments
         tokens, positions = torch.tensor(fed, device=device).T.contiguous().unsqueeze(-1)
         positions = (
@@ -239,14 +357,14 @@ class Batch:
     def _shrink(self) -> None:
         """Move the last rows to free slots at the front, if that halves the rows of a step."""
         used = [i for i, slot in enumerate(self.slots) if slot.sequence]
-        if self._width <= 1 << (len(used) - 1).bit_length():
+        if not used or self._width <= 1 << (len(used) - 1).bit_length():
             return
         free = [i for i in range(len(used)) if not self.slots[i].sequence]
         for target, source in zip(free, reversed(used), strict=False):
             if self.slots[target].nonfinite:
                 self.cache.clear_row(target)
                 self.slots[target].nonfinite = False
-            self.cache.copy_row(source, target, len(self.slots[source].ids))
+            self.cache.swap_rows(target, source, max(len(self.slots[i].ids) for i in (target, source)))
             self.slots[target], self.slots[source] = self.slots[source], self.slots[target]
 
     def _choose_next(self, slot: Slot, logits: Tensor, best: tuple[int, float] | None) -> Iterator[Event]:
@@ -270,44 +388,71 @@ class Batch:
         if sequence.done or token.stop or sequence.generated == sequence.room:
             slot.sequence = None
             yield Ended(sequence.number, None)
-        elif sequence.seen is not None:
-            sequence.seen = torch.cat((sequence.seen, sequence.seen.new_tensor([token.id])))
+        elif (history := sequence.history) is not None:
+            sequence.history = History(torch.cat((history.ids, history.ids.new_tensor([token.id]))), history.start)
 
     def _choose(
         self, sequence: ActiveSequence, logits: Tensor, best: tuple[int, float] | None, text: Sequence[int]
     ) -> Token:
-        params, logprob = sequence.request.params, None
-        if best is not None and params.greedy and sequence.seen is None:
+        _, params, logprobs, top_logprobs, constraint, *_ = sequence.request
+        logprob = None
+        if best is not None and params.greedy and sequence.history is None and constraint is None:
             id, top = best
-            logprob = float(logits.log_softmax(-1)[id]) if sequence.request.logprobs else None
+            logprob = float(logits.log_softmax(-1)[id]) if logprobs else None
         else:
-            choice = choose(logits, params, sequence.seen, sequence.generator, sequence.request.logprobs)
+            allowed = None if constraint is None else constraint.allowed()
+            choice = choose(logits, params, sequence.history, sequence.generator, logprobs, allowed)
             id, top = int(choice[0]), float(choice[1])
-            logprob = float(choice[2]) if sequence.request.logprobs else None
+            logprob = float(choice[2]) if logprobs else None
         check_extreme(top, f"new token {sequence.generated + 1}", text, partial(locate, self.model))
-        return Token(id, logprob, id in self.stop_ids)
+        if constraint is not None:
+            constraint.advance(id)
+        tops = top_of(most_probable(logits, top_logprobs)) if top_logprobs else {}
+        return Token(id, logprob, id in self.stop_ids, tops)
 
     # ------------------------------------------------------------------------------------------ one request at a time
     def _one_by_one(self) -> Iterator[Event]:
-        for number, (prompt, params, logprobs) in self.requests:
-            slot, error = self.slots[0], None
-            slot.sequence = sequence = ActiveSequence(number, Request(prompt, params), 0, torch.Generator(), None)
-            tokens = generate(
-                self.model,
-                prompt,
-                params,
-                stop_ids=self.stop_ids,
-                n_vocab=self.n_vocab,
-                logprobs=logprobs,
-                diagnose=partial(locate, self.model),
-            )
+        slot = self.slots[0]
+        while (request := self._next_request(block=True)) is not None:
+            number, error = self.count - 1, None
+            slot.sequence = sequence = ActiveSequence(number, request, 0, torch.Generator(), None)
             yield Started(number, 0)
             try:
-                for token in tokens:
+                if request.prompt_logprobs:
+                    yield PromptScored(number, self._score_alone(list(request.prompt), request.top_logprobs))
+                for token in generate(
+                    self.model,
+                    request.prompt,
+                    request.params,
+                    stop_ids=self.stop_ids,
+                    n_vocab=self.n_vocab,
+                    logprobs=request.logprobs,
+                    top_logprobs=request.top_logprobs,
+                    constraint=request.constraint,
+                    diagnose=partial(locate, self.model),
+                ):
                     yield TokenEvent(number, token)
-                    if sequence.done:
+                    if sequence.done or request.cancelled.is_set():
                         break
             except LlamaError as found:
                 error = found
             slot.sequence = None
             yield Ended(number, error)
+
+    def _score_alone(self, prompt: list[int], top: int) -> list[Token]:
+        """`PromptScored` for a prompt with a cache of its own."""
+        scored: list[Token] = []
+        cache = self.model.new_cache(len(prompt))
+        for hidden in prefill_chunks(self.model, prompt, cache):
+            scored += self._score(prompt, cache.length, hidden, top)
+        return scored
+
+
+class Iterated:
+    """An iterator as a Source, which is never empty before its end."""
+
+    def __init__(self, requests: Iterator[Request]):
+        self.requests = requests
+
+    def get(self, block: bool) -> Request | None:
+        return next(self.requests, None)

@@ -29,7 +29,7 @@ from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
-from ..generate import Token, check_finite, prefill, random_generator, room_for, seen_ids
+from ..generate import Token, check_finite, history_of, most_probable, prefill, random_generator, room_for, top_of
 from ..model import Transformer
 from ..sampling import SamplingParams, probs, sample
 from .prefix import shared_prefix
@@ -76,7 +76,7 @@ def residual(p: Tensor, drafted: DraftToken) -> Tensor:
     return torch.where(total > 0, rest / total, p)  # if p exceeds q nowhere, they are equal up to rounding
 
 
-def speculate(
+def speculate(  # the parameters of generate.generate
     model: Transformer,
     prompt: Sequence[int],
     params: SamplingParams,
@@ -86,6 +86,7 @@ def speculate(
     n_vocab: int | None = None,
     cache: KVCache | None = None,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     chunk: int | None = None,
 ) -> Iterator[Token]:
     """`generate.generate` with a draft: the same tokens if greedy, otherwise the same distribution of tokens.
@@ -102,7 +103,7 @@ def speculate(
 
     def distribution(logits: Tensor, text: Sequence[int], name: str, of: Transformer) -> Tensor:
         check_finite(logits, f"{name} {len(text) - len(prompt) + 1}", text, partial(locate, of))
-        return probs(logits, params, seen_ids(text, params, n_vocab, logits.device))
+        return probs(logits, params, history_of(text, len(prompt), params, n_vocab, logits.device))
 
     def pick(logits: Tensor, text: Sequence[int]) -> DraftToken:
         q = distribution(logits[:n_vocab], text, "the draft model for new token", draft.model or model)
@@ -125,7 +126,9 @@ def speculate(
                 if not accepted:
                     cache.trim(len(tokens))  # drop the tokens that were drafted after these
                 tokens.append(id)
-                yield Token(id, float(row.log_softmax(-1)[id]) if logprobs else None, id in stop_ids)
+                logprob = float(row.log_softmax(-1)[id]) if logprobs else None
+                top = top_of(most_probable(row, top_logprobs)) if top_logprobs else {}
+                yield Token(id, logprob, id in stop_ids, top)
                 if id in stop_ids or len(tokens) == end:
                     return
                 if not accepted:

@@ -28,7 +28,7 @@ from llama.errors import ContextLengthError, LlamaError, NumericalError, UsageEr
 from llama.generate import check_extreme, generate, prefill
 from llama.generation.batch import Batch, Ended, Request, TokenEvent
 from llama.model import Runner
-from llama.sampling import LARGEST_LOGIT, SamplingParams, choose, probs
+from llama.sampling import LARGEST_LOGIT, History, SamplingParams, choose, probs
 from llama.text import Llama, Session
 from llama.weights import to_layout
 
@@ -302,7 +302,7 @@ def test_every_combination_of_filters_leaves_a_token_to_sample(
     """Probabilities sum to 1 for any largest logit, and the sampled token has a positive probability."""
     logits = torch.tensor(values)
     params = SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=m, repetition_penalty=penalty)
-    seen = torch.arange(len(values)) if penalty != 1 else None
+    seen = History(torch.arange(len(values)), 0) if penalty != 1 else None
     if not max(map(abs, values)) < LARGEST_LOGIT or any(map(math.isnan, values)):
         with pytest.raises(NumericalError, match="new token 5 "):
             check_extreme(float(choose(logits, params, seen, torch.Generator())[1]), "new token 5")

@@ -1,0 +1,292 @@
+"""A batch that reads from a queue: requests arrive at any time, and each gets the answer it would get alone."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from llama.errors import MemoryLimitError, UsageError
+from llama.generate import Token, generate
+from llama.generation import batch
+from llama.generation.batch import Batch, Ended, Event, PromptScored, Request, Started, TokenEvent
+from llama.model import Runner, Transformer
+from llama.sampling import SamplingParams
+from llama.text import Llama
+from tests import tiny
+
+
+def alone(net: Transformer, request: Request) -> list[int]:
+    return [token.id for token in generate(net, request.prompt, request.params)]
+
+
+class Feed:
+    """A Source that hands out requests at given steps, and checks that it is asked to block only if nothing runs."""
+
+    def __init__(self, arrivals: list[tuple[int, Request]]):
+        self.arrivals, self.step, self.running = arrivals, 0, 0
+
+    def get(self, block: bool) -> Request | None:
+        assert block == (self.running == 0)
+        if not self.arrivals:
+            if block:
+                return None
+            raise queue.Empty
+        when, request = self.arrivals[0]
+        if when > self.step and not block:
+            raise queue.Empty
+        self.arrivals.pop(0)
+        return request
+
+
+def run(net: Transformer, arrivals: list[tuple[int, Request]], slots: int) -> tuple[list[list[int]], list[Event]]:
+    feed = Feed(list(arrivals))
+    events, tokens = [], [[] for _ in arrivals]  # type: ignore[var-annotated]
+    for event in Batch(net, feed, slots=slots):
+        events.append(event)
+        match event:
+            case Started():
+                feed.running += 1
+            case TokenEvent(number, token):
+                tokens[number].append(token.id)
+                feed.step += 1
+            case Ended(_, error):
+                assert error is None
+                feed.running -= 1
+    return tokens, events
+
+
+def arriving(seed: int, count: int) -> list[tuple[int, Request]]:
+    """Requests with gaps, of which many continue an earlier one, as the turns of a conversation do."""
+    rng, made, at = random.Random(seed), [], 0  # type: ignore[var-annotated]
+    for i in range(count):
+        at += rng.choice([0, 0, 1, 9, 200])
+        start = list(rng.choice(made)[1].prompt) if made and rng.random() < 0.6 else []
+        prompt = (start + [rng.randrange(320) for _ in range(rng.randint(1, 30))])[-200:]
+        options = rng.choice([{}, {"temperature": 1.5}, {"presence_penalty": 1.0, "frequency_penalty": 0.5}])
+        made.append((at, Request(prompt, SamplingParams(max_new_tokens=rng.randint(1, 14), seed=i, **options))))
+    return made
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 8])
+def test_requests_that_arrive_at_any_time_get_the_answers_they_get_alone(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "CHUNK", 16)  # several chunks a prompt, with steps of the others between them
+    net, arrivals = tiny.model(), arriving(slots, 30)
+    tokens, events = run(net, arrivals, slots)
+    assert tokens == [alone(net, request) for _, request in arrivals]
+    assert sum(event.cached > 0 for event in events if isinstance(event, Started)) >= 3
+
+
+def test_an_idle_row_keeps_its_keys() -> None:
+    """A conversation waits while another one is answered for many steps, then continues with its cached keys."""
+    net, first = tiny.model(), tiny.random_tokens(40, seed=3)[0].tolist()
+    again = Request([*first, 9, 9], SamplingParams(max_new_tokens=8))
+    arrivals = [
+        (0, Request(first, SamplingParams(max_new_tokens=2))),
+        (0, Request([7, 8], SamplingParams(max_new_tokens=30))),
+        (20, again),
+    ]
+    tokens, events = run(net, arrivals, 2)
+    assert [event.cached for event in events if isinstance(event, Started)] == [0, 0, 40]
+    assert tokens[2] == alone(net, again)
+
+
+def test_the_least_recently_used_slot_is_taken() -> None:
+    """Two conversations in turn, in a batch of three slots: neither loses its keys to the other."""
+    net = tiny.model()
+    talks = [tiny.random_tokens(40, seed=i)[0].tolist() for i in range(2)]
+    arrivals = [(100 * i, Request(talks[i % 2] + [i] * i, SamplingParams(max_new_tokens=2))) for i in range(6)]
+    _, events = run(net, arrivals, 3)
+    assert [event.cached >= 40 for event in events if isinstance(event, Started)] == [False, False] + [True] * 4
+
+
+def test_a_long_prompt_does_not_hold_up_an_answer_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "CHUNK", 10)
+    net = tiny.model()
+    arrivals = [
+        (0, Request([1, 2], SamplingParams(max_new_tokens=40))),
+        (5, Request(tiny.random_tokens(100)[0].tolist(), SamplingParams(max_new_tokens=1))),
+    ]
+    _, events = run(net, arrivals, 2)
+    numbers = [event.number for event in events]
+    started, ended = numbers.index(1), len(numbers) - numbers[::-1].index(1)
+    assert numbers[started:ended].count(0) >= 9  # a token for each chunk but the last
+
+
+def test_one_answer_in_many_slots_costs_steps_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    real = Runner.next_logits
+    monkeypatch.setattr(Runner, "next_logits", lambda *args: (widths.append(len(args[2])), real(*args))[1])
+    net = tiny.model()
+    params = SamplingParams(max_new_tokens=5)
+    arrivals = [(0, Request([i, i], params)) for i in range(8)]
+    arrivals += [(1000 + i, Request([i, 3], SamplingParams(max_new_tokens=20))) for i in range(3)]
+    run(net, arrivals[:8], 8)
+    widths.clear()
+    tokens, _ = run(net, [*arrivals[:8], (1000, Request([5, 3], SamplingParams(max_new_tokens=20)))], 8)
+    assert widths[-19:] == [1] * 19
+    assert tokens[-1] == alone(net, Request([5, 3], SamplingParams(max_new_tokens=20)))
+
+
+# ------------------------------------------------------------------------------------------------------ cancellation
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.row("L03")
+def test_a_cancelled_request_frees_its_slot_before_the_next_step(slots: int) -> None:
+    net, flag = tiny.model(), threading.Event()
+    params = SamplingParams(max_new_tokens=50)
+    requests = [Request([1, 2], params, cancelled=flag), *(Request([3, i], params) for i in range(slots))]
+    events, seen = [], 0
+    for event in Batch(net, requests, slots=slots):
+        events.append(event)
+        if isinstance(event, TokenEvent) and event.number == 0:
+            seen += 1
+            if seen == 4:
+                flag.set()
+    assert seen in (4, 5)  # 5 if the token of the running step was already chosen
+    assert [sum(isinstance(e, TokenEvent) and e.number == n for e in events) for n in range(1, slots + 1)] == [
+        50
+    ] * slots
+
+
+@pytest.mark.row("L03")
+def test_a_cancelled_prompt_is_not_fed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "CHUNK", 10)
+    net, flag, fed = tiny.model(), threading.Event(), []
+    real = net.hidden
+    net.hidden = lambda tokens, **o: (fed.append(tokens.shape[1]), len(fed) == 3 and flag.set(), real(tokens, **o))[2]  # type: ignore[method-assign,assignment,func-returns-value]
+    requests = [Request(tiny.random_tokens(100)[0].tolist(), SamplingParams(max_new_tokens=5), cancelled=flag)]
+    assert [type(event) for event in Batch(net, requests, slots=1)] == [Started, Ended]
+    assert len(fed) == 3
+
+
+# ----------------------------------------------------------------------------------------------------- prompt scores
+@pytest.mark.parametrize("chunk", [1, 7, 256])
+@pytest.mark.row("L05")
+def test_scores_of_a_prompt_equal_those_of_one_pass(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "CHUNK", chunk)
+    net, prompt = tiny.model(), tiny.random_tokens(30, seed=4)[0].tolist()
+    expected = net(torch.tensor([prompt]))[0].log_softmax(-1)  # (T, V)
+    requests = [
+        Request(prompt, SamplingParams(max_new_tokens=2)),  # its keys must not be reused: they have no scores
+        Request(prompt, SamplingParams(max_new_tokens=3), True, 4, prompt_logprobs=True),
+        Request(prompt, SamplingParams(max_new_tokens=0), prompt_logprobs=True),
+    ]
+    events = list(Batch(net, requests, slots=2))
+    scored = {event.number: event.tokens for event in events if isinstance(event, PromptScored)}
+    assert set(scored) == {1, 2}
+    for tokens in scored.values():
+        assert [token.id for token in tokens] == prompt
+        assert tokens[0].logprob is None
+        found = torch.tensor([token.logprob for token in tokens[1:]])
+        torch.testing.assert_close(found, expected[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+    for at, token in enumerate(scored[1][1:]):
+        assert list(token.top) == expected[at].topk(4).indices.tolist()
+        assert list(token.top.values()) == sorted(token.top.values(), reverse=True)
+    assert all(not token.top for token in scored[2])
+    assert sum(isinstance(event, TokenEvent) and event.number == 1 for event in events) == 3
+
+
+def test_top_logprobs_are_the_largest_of_the_models_distribution() -> None:
+    net, prompt = tiny.model(), [3, 1, 4]
+    params = SamplingParams(max_new_tokens=6, temperature=2.0, top_k=3, seed=1, logit_bias={5: 50.0})
+    batched = [e.token for e in Batch(net, [Request(prompt, params, True, 5)], slots=1) if isinstance(e, TokenEvent)]
+    single = list(generate(net, prompt, params, logprobs=True, top_logprobs=5))
+    text = list(prompt)
+    for one, other in zip(batched, single, strict=True):
+        expected = net(torch.tensor([text]))[0, -1].log_softmax(-1).topk(5)
+        for token in (one, other):
+            assert list(token.top) == expected.indices.tolist()
+            torch.testing.assert_close(torch.tensor(list(token.top.values())), expected.values)
+        assert one.id == other.id
+        text.append(one.id)
+
+
+# ------------------------------------------------------------------------------------------------- memory, n, options
+def test_if_memory_runs_out_the_longest_answer_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama.cache.FIRST_SLOTS", 16)
+    monkeypatch.setattr(batch, "RESERVED", 1)
+    net = tiny.model()
+
+    def refuse(size: int, slots: int, device: torch.device) -> None:
+        if slots > 32:
+            raise MemoryLimitError("no memory for more")
+
+    net.runner.check_memory = refuse
+    requests = [Request([1] * 10, SamplingParams(max_new_tokens=60)), Request([2], SamplingParams(max_new_tokens=20))]
+    events = list(Batch(net, iter(requests), slots=2))
+    ends = {event.number: event.error for event in events if isinstance(event, Ended)}
+    assert isinstance(ends[0], MemoryLimitError)
+    assert ends[1] is None
+    assert sum(isinstance(event, TokenEvent) and event.number == 0 for event in events) == 32 - 10 + 1
+
+
+def test_n_answers_have_consecutive_seeds(tiny_llm: Llama) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 1.5}
+    together = tiny_llm.generate("abc", n=3, seed=5, **options)
+    assert [c.tokens for c in together] == [tiny_llm.generate("abc", seed=5 + i, **options).tokens for i in range(3)]
+    assert [c.stats.seed for c in together] == [5, 6, 7]
+    several = tiny_llm.generate(["abc", "de"], n=2, seed=5, **options)
+    assert [[c.tokens for c in row] for row in several] == [
+        [tiny_llm.generate(text, seed=5 + i, **options).tokens for i in range(2)] for text in ("abc", "de")
+    ]
+    assert len({tuple(c.tokens) for c in tiny_llm.generate("abc", n=4, **options)}) > 1
+    for n in (0, -1, 1.5, True, 10**6):
+        with pytest.raises(UsageError, match="n must be"):
+            tiny_llm.generate("abc", n=n)  # type: ignore[call-overload]
+
+
+def test_processors_see_the_text_and_change_the_choice(tiny_llm: Llama) -> None:
+    seen: list[list[int]] = []
+
+    def record(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        seen.append(ids.tolist())
+        return logits
+
+    def never_twice(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(0, ids, -torch.inf)
+
+    prompt = tiny_llm.tokenizer.encode_prompt("abc")
+    found = tiny_llm.generate("abc", max_new_tokens=12, processors=[record, never_twice])
+    assert seen == [prompt + found.tokens[:i] for i in range(len(seen))]
+    text: list[int] = list(prompt)
+    for id in found.tokens:
+        logits = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab]
+        assert id == max((i for i in range(len(logits)) if i not in text), key=lambda i: float(logits[i]))
+        text.append(id)
+    assert tiny_llm.generate(["abc"], max_new_tokens=12, processors=[never_twice])[0].tokens == found.tokens
+    for bad, message in [
+        (lambda ids, logits: logits[:3], "shape"),
+        (lambda ids, logits: None, "NoneType"),
+        (lambda ids, logits: logits - torch.inf, "finite"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            tiny_llm.generate("abc", processors=[bad])
+    with pytest.raises(UsageError, match="processors"):
+        tiny_llm.generate("abc", processors=[3])
+
+
+def test_tokens_of_a_stopped_answer_do_not_leak_into_the_next() -> None:
+    """Cancelled requests leave rows that later requests reuse."""
+    net, rng = tiny.model(), random.Random(5)
+    requests, flags = [], []
+    base = tiny.random_tokens(30, seed=9)[0].tolist()
+    for i in range(20):
+        flags.append(threading.Event())
+        params = SamplingParams(max_new_tokens=10, temperature=rng.choice([0, 1.3]), seed=i)
+        requests.append(Request([*base[: rng.randint(17, 30)], i], params, cancelled=flags[-1]))
+    tokens: list[list[Token]] = [[] for _ in requests]
+    for event in Batch(net, iter(requests), slots=3):
+        if isinstance(event, TokenEvent):
+            tokens[event.number].append(event.token)
+            if event.number % 3 == 0 and len(tokens[event.number]) == event.number % 5 + 1:
+                flags[event.number].set()
+    for number, request in enumerate(requests):
+        got = [token.id for token in tokens[number]]
+        assert got == alone(net, request)[: len(got)]
+        assert len(got) == 10 or number % 3 == 0
