@@ -115,31 +115,20 @@ class Llama:
 
     def _complete(self, prompts: Sequence[Sequence[int]], n: int, options: Mapping[str, Any]) -> list[list[Completion]]:
         """n completions of each prompt, as one batch."""
-        checks.integer("n", n, 1, MOST_ANSWERS)
         options = dict(options)
         batch_size = options.pop("batch_size", BATCH_SIZE)
         for name in ("draft", "draft_tokens", "session"):
             if options.pop(name, None) is not None:
                 raise UsageError(f"{name} serves one answer at a time: leave n out")
-        seed = options.get("seed")
-        if n > 1 and seed is None:
-            seed = secrets.randbelow(LARGEST_SEED)
-        if seed is not None:
-            checks.integer("seed", seed, 0, LARGEST_SEED)
-        pairs = []
-        for prompt in prompts:
-            for i in range(n):
-                pairs.append(
-                    (prompt, options if seed is None else {**options, "seed": (seed + i) % (LARGEST_SEED + 1)})
-                )
-        done: list[Completion | None] = [None] * len(pairs)
-        for number, piece in self.stream_batch(pairs, batch_size=batch_size):
+        prepared = [one for prompt in prompts for one in self.prepare(prompt, options, n)]
+        done: dict[Prompt, Completion] = {}
+        for one, piece in self.answers(prepared, batch_size=batch_size):
             if isinstance(piece, LlamaError):
-                with _named(number // n, len(prompts)):
+                with _named(prepared.index(one) // n, len(prompts)):
                     raise piece
-            done[number] = piece.completion
-        found = [completion for completion in done if completion is not None]
-        return [found[i : i + n] for i in range(0, len(found), n)]
+            if piece.completion is not None:
+                done[one] = piece.completion
+        return [[done[one] for one in prepared[i : i + n]] for i in range(0, len(prepared), n)]
 
     def stream(self, prompt: str, **options: Any) -> Generator[Piece]:
         """`generate` as a stream of pieces, whose texts joined are the completion's text."""
@@ -214,7 +203,7 @@ class Llama:
         if not isinstance(session, Session | None):
             raise UsageError(f"session must be a Session, got {type(session).__name__}")
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
-        prepared = self.prepare(prompt, options)
+        (prepared,) = self.prepare(prompt, options)
         if guesses is not None and prepared.request.constraint is not None:
             raise UsageError("an answer with a schema, regex or grammar can't be drafted: leave draft out")
         return self._stream(prepared, session, guesses)
@@ -252,8 +241,11 @@ class Llama:
         drafted, accepted = (0, 0) if draft is None else (draft.drafted, draft.accepted)
         yield answer.end(params, cached=cached, logprobs=logprobs, drafted=drafted, accepted=accepted)
 
-    def prepare(self, prompt: Sequence[int], options: Mapping[str, Any]) -> Prompt:
-        """Check the options of a prompt, those of the class without draft. Raises UsageError."""
+    def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Prompt]:
+        """n prompts for `answers`, with the seeds seed, seed + 1, .. Options are those of the class without draft.
+
+        Raises UsageError for an invalid option.
+        """
         sampling, ids = dict(options), token_ids(prompt)
         stops = _check_stops(sampling.pop("stop", None))
         begin = partial(Answer, self.tokenizer, ids, stops, continues=sampling.pop("continues", True))
@@ -261,7 +253,11 @@ class Llama:
         logprobs = checks.boolean("logprobs", sampling.pop("logprobs", False)) or top > 0
         scored = checks.boolean("prompt_logprobs", sampling.pop("prompt_logprobs", False))
         params = self._params(sampling)
-        return Prompt(Request(ids, params, logprobs, top, None, scored, Flag()), begin)
+        prompts = []
+        for i in range(checks.integer("n", n, 1, MOST_ANSWERS)):
+            seeded = dataclasses.replace(params, seed=((params.seed or 0) + i) % (LARGEST_SEED + 1))
+            prompts.append(Prompt(Request(ids, seeded, logprobs, top, None, scored, Flag()), begin))
+        return prompts
 
     def stream_batch(
         self, prompts: Iterable[tuple[Sequence[int], Mapping[str, Any]]], *, batch_size: int = BATCH_SIZE
@@ -276,7 +272,7 @@ class Llama:
         numbers: dict[Prompt, int] = {}
 
         def prepare(number: int, pair: tuple[Sequence[int], Mapping[str, Any]]) -> Prompt:
-            prompt = self.prepare(*pair)
+            (prompt,) = self.prepare(*pair)
             numbers[prompt] = number
             return prompt
 

@@ -33,7 +33,7 @@ DECODER = [
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"study", "tools"},
+    {"study", "tools", "server"},
     {"text", "loader"},
     {"generation", "weights"},
     {"engine"},

@@ -28,6 +28,7 @@ from . import (
     pull,
     quantize,
     ranks,
+    serve,
     signals,
     streams,
     study,
@@ -38,6 +39,7 @@ from . import (
 COMMANDS = (
     generate,
     chat,
+    serve,
     inspect,
     plan,
     convert,

@@ -1,0 +1,126 @@
+"""clearllama serve: an HTTP server in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+from pathlib import Path
+
+from ..checks import integer
+from ..errors import LlamaError, UsageError
+from . import arguments, loading, streams
+
+KEY = "CLEARLLAMA_API_KEY"
+
+
+def add_parser(commands: arguments.Subparsers) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer HTTP requests in the form of OpenAI's API",
+        description="Serve a model over HTTP in the form of OpenAI's API: /v1/chat/completions, /v1/completions and"
+        " /v1/models, also /health and /metrics (docs/serving.md). All requests share one batch.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
+    parser.add_argument("--api-key", metavar="FILE", help=f"a file with the key that clients send (or set {KEY})")
+    parser.add_argument(
+        "--no-auth", action="store_true", help="accept requests without a key from other machines, with --host"
+    )
+    parser.add_argument("--name", help="the model's name in requests (default: the name of its file or folder)")
+    parser.add_argument(
+        "--parallel", type=int, default=16, metavar="N", help="answers in progress at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--queue", type=int, default=128, metavar="N", help="answers that may wait; then clients get 429 (default: 128)"
+    )
+    parser.add_argument(
+        "--timeout", type=int, default=3600, metavar="S", help="most seconds for a request (default: %(default)s)"
+    )
+    arguments.add_chat_format(parser)
+    arguments.add_output_options(parser)
+    arguments.add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import uvicorn
+
+        from ..server.app import Limits, Protocol, Server
+    except ImportError as error:
+        raise LlamaError(f"serving needs {error.name}: pip install 'clearllama[serve]'") from None
+    from ..server.engine import Engine
+
+    integer("--port", args.port, 0, 65535)
+    integer("--parallel", args.parallel, 1, 1024)
+    integer("--queue", args.queue, 1, 100_000)
+    integer("--timeout", args.timeout, 1, 10**6)
+    key, local = api_key(args.api_key), is_loopback(args.host)
+    if not local and key is None and not args.no_auth:
+        raise UsageError(
+            f"--host {args.host} lets other machines in: name a file with a key (--api-key FILE, or {KEY}), or say"
+            " --no-auth"
+        )
+    listener = bind(args.host, args.port)
+    llm = loading.load(args)
+    if args.chat_format != "auto":
+        llm.chat_format = args.chat_format
+    name = args.name or loading.model_name(args.model)
+    engine = Engine(llm, args.parallel, args.queue)
+    app = Server(llm, engine, name, key, Limits(seconds=args.timeout)).app(
+        ["localhost", "127.0.0.1", "[::1]", args.host] if local else None
+    )
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=2 * (args.parallel + args.queue) + 64,
+        h11_max_incomplete_event_size=2**16,
+    )
+    server = uvicorn.Server(config)
+    host, port = listener.getsockname()[:2]
+    streams.info(args, f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends")
+    try:
+        server.run([listener])
+    finally:
+        engine.close(finish=not server.force_exit)
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address. Raises UsageError if that is in use or not an address of this machine."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from None
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def api_key(path: str | None) -> str | None:
+    """The key in a file or in the environment. Raises UsageError for an empty one."""
+    if path is not None:
+        key, source = streams.read_text(Path(path)).strip(), path
+    else:
+        key, source = os.environ.get(KEY, "").strip(), KEY
+        if KEY not in os.environ:
+            return None
+    if not key or not key.isascii() or not key.isprintable():
+        raise UsageError(f"{source}: expected a key of printable ASCII characters")
+    return key

@@ -1,0 +1,1 @@
+"""An HTTP server in the form of OpenAI's API: requests, one continuous batch for all of them, responses."""

@@ -1,0 +1,290 @@
+"""The endpoints: /health, /metrics, /v1/models, /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from queue import Full
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..errors import ContextLengthError, LlamaError, TemplateError, TokenizerError, UsageError
+from ..generation.answer import Piece
+from ..text import Llama
+from .engine import Engine, Job
+from .requests import Call, UnknownModel, parse_body, parse_chat, parse_text
+from .responses import Choice, Spelling, header, merged, usage
+
+log = logging.getLogger(__name__)
+
+RETRY = {"Retry-After": "2"}  # seconds; about the time of a short answer
+AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
+REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # what the request is to blame for
+CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
+DISCONNECTED = 499  # the status of a response that nobody waits for
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may take.
+
+    body       bytes of a request
+    receive    seconds until a request has arrived completely
+    seconds    of a request, from its arrival to the end of its answer
+    """
+
+    body: int = 2**23
+    receive: float = 30.0
+    seconds: float = 3600.0
+
+
+class Server:
+    """A model behind HTTP. `model` is its name in requests; `key` the API key, or None."""
+
+    def __init__(self, llm: Llama, engine: Engine, model: str, key: str | None, limits: Limits):
+        self.llm, self.engine, self.model, self.key, self.limits = llm, engine, model, key, limits
+        self.spelling = Spelling(llm.tokenizer)
+        self.started = int(time.time())
+        self.statuses: Counter[tuple[str, int]] = Counter()  # responses by path and status
+        self.tokens: Counter[str] = Counter()
+
+    def app(self, hosts: list[str] | None) -> Starlette:
+        """The application. hosts: the only values of the Host header that are accepted; None: any."""
+        app = Starlette(
+            routes=[
+                Route("/health", self._counted(self.health, open_to_all=True)),
+                Route("/metrics", self._counted(self.metrics)),
+                Route("/v1/models", self._counted(self.models)),
+                Route("/v1/chat/completions", self._counted(self.chat), methods=["POST"]),
+                Route("/v1/completions", self._counted(self.text), methods=["POST"]),
+            ],
+            exception_handlers={HTTPException: _no_endpoint},
+        )
+        if hosts is not None:  # or a web page could reach this server under a name of its own (DNS rebinding)
+            app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+        return app
+
+    def _counted(self, endpoint: Callable[[Request], Any], open_to_all: bool = False) -> Callable[[Request], Any]:
+        """The endpoint with authorization, errors as JSON, the count of statuses, and a line in the log."""
+
+        async def handle(request: Request) -> Response:
+            began = time.perf_counter()
+            try:
+                if not open_to_all:
+                    self._authorize(request)
+                response: Response = await endpoint(request)
+            except (HTTPException, LlamaError) as failed:
+                response = _refusal(failed)
+            except ClientDisconnect:
+                response = Response(status_code=DISCONNECTED)
+            self.statuses[request.url.path, response.status_code] += 1
+            if request.method == "POST":
+                seconds = time.perf_counter() - began
+                log.info("%s %s %d %.2f s", request.method, request.url.path, response.status_code, seconds)
+            return response
+
+        return handle
+
+    def _authorize(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
+            raise HTTPException(401, "the API key is missing or wrong: send Authorization: Bearer KEY", AUTHENTICATE)
+
+    # ------------------------------------------------------------------------------------------------- small endpoints
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"} if self.engine.thread.is_alive() else {"status": "stopped"})
+
+    async def models(self, request: Request) -> Response:
+        card = {"id": self.model, "object": "model", "created": self.started, "owned_by": "clearllama"}
+        card["max_model_len"] = self.llm.model.max_seq_len
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def metrics(self, request: Request) -> Response:
+        """Counters and gauges in Prometheus' text format."""
+        lines = ["# TYPE clearllama_requests_total counter"]
+        for (path, status), count in sorted(self.statuses.items()):
+            lines.append(f'clearllama_requests_total{{path="{path}",status="{status}"}} {count}')
+        for name in ("prompt_tokens", "cached_tokens", "new_tokens"):
+            lines += [f"# TYPE clearllama_{name}_total counter", f"clearllama_{name}_total {self.tokens[name]}"]
+        for name, value in (("running", len(self.engine.running)), ("waiting", self.engine.queue.qsize())):
+            lines += [f"# TYPE clearllama_answers_{name} gauge", f"clearllama_answers_{name} {value}"]
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    # ----------------------------------------------------------------------------------------------------- completions
+    async def chat(self, request: Request) -> Response:
+        return await self._complete(request, parse_chat)
+
+    async def text(self, request: Request) -> Response:
+        return await self._complete(request, parse_text)
+
+    async def _complete(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], Call]) -> Response:
+        raw = await self._body(request)
+        call = await asyncio.to_thread(lambda: parse(parse_body(raw), self.llm, self.model))
+        answers = Answers(self, call, chat=parse is parse_chat)
+        if call.stream:
+            return Stream(answers)
+        whole, gone = asyncio.create_task(answers.whole()), asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not whole.done():
+                raise ClientDisconnect
+            return JSONResponse(whole.result())
+        finally:
+            whole.cancel()
+            gone.cancel()
+            answers.cancel()
+
+    async def _body(self, request: Request) -> bytes:
+        """The body of a request. Raises RequestError if it is too large, too slow, or not declared as JSON."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a web page of another origin can't send this type without permission
+            raise HTTPException(415, f"Content-Type must be application/json, got {kind!r:.80}")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.receive):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.limits.body:
+                        raise HTTPException(413, f"the body has more than {self.limits.body:,} bytes")
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {self.limits.receive:g} s") from None
+        return bytes(body)
+
+
+class Answers:
+    """The answers to one call. The constructor queues them; `cancel` ends them, and may be called at any time."""
+
+    def __init__(self, server: Server, call: Call, chat: bool):
+        loop, self.arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | LlamaError]]()
+
+        def deliver(index: int) -> Callable[[Piece | LlamaError], object]:
+            return lambda piece: loop.call_soon_threadsafe(self.arrived.put_nowait, (index, piece))
+
+        self.server, self.call, self.chat = server, call, chat
+        self.jobs = [Job(prompt.request, prompt.begin, deliver(i)) for i, prompt in enumerate(call.prompts)]
+        self.choices = [Choice(call, i, server.spelling, chat) for i in range(len(self.jobs))]
+        self.head = header(server.model, chat, call.stream)
+        try:
+            server.engine.submit(self.jobs)
+        except Full:
+            raise HTTPException(429, "the server is busy: its queue is full; try again later", RETRY) from None
+
+    def cancel(self) -> None:
+        self.server.engine.cancel(self.jobs)
+
+    async def deltas(self) -> AsyncIterator[dict[str, Any]]:
+        """The parts of all choices in the order in which they are made. Raises LlamaError if one fails."""
+        try:
+            async with asyncio.timeout(self.server.limits.seconds):
+                while any(choice.completion is None for choice in self.choices):
+                    index, piece = await self.arrived.get()
+                    if isinstance(piece, LlamaError):
+                        raise piece
+                    if (delta := self.choices[index].delta(piece)) is not None:
+                        yield delta
+        except TimeoutError:
+            raise HTTPException(504, f"the answer took more than {self.server.limits.seconds:g} s") from None
+
+    def usage(self) -> dict[str, Any]:
+        """Counts of tokens, which are also added to the server's."""
+        counts = usage([choice.completion for choice in self.choices if choice.completion is not None], self.call.n)
+        self.server.tokens["prompt_tokens"] += counts["prompt_tokens"]
+        self.server.tokens["new_tokens"] += counts["completion_tokens"]
+        self.server.tokens["cached_tokens"] += counts["prompt_tokens_details"]["cached_tokens"]
+        return counts
+
+    async def whole(self) -> dict[str, Any]:
+        """The body of a response that is not a stream."""
+        parts: list[list[dict[str, Any]]] = [[] for _ in self.choices]
+        async for delta in self.deltas():
+            parts[delta["index"]].append(delta)
+        return {**self.head, "choices": [merged(part, self.chat) for part in parts], "usage": self.usage()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The body of a stream of server-sent events."""
+        extra: dict[str, Any] = {"usage": None} if self.call.usage else {}
+        try:
+            for i in range(len(self.choices) * self.chat):
+                opening = {"index": i, "delta": {"role": "assistant", "content": ""}}
+                yield _event({**self.head, "choices": [{**opening, "logprobs": None, "finish_reason": None}], **extra})
+            async for delta in self.deltas():
+                yield _event({**self.head, "choices": [delta], **extra})
+            counts = self.usage()
+            if self.call.usage:
+                yield _event({**self.head, "choices": [], "usage": counts})
+            yield b"data: [DONE]\n\n"
+        except (HTTPException, LlamaError) as failed:  # the status was sent before
+            yield _event(json.loads(bytes(_refusal(failed).body)))
+
+
+class Stream(StreamingResponse):
+    """Server-sent events of answers, which end when the client goes away, even before the first event."""
+
+    def __init__(self, answers: Answers):
+        super().__init__(answers.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self.answers = answers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.answers.cancel()
+
+
+class Protocol(H11Protocol):
+    """uvicorn's protocol, which closes a connection that does not send a complete head in time."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.deadline = self.loop.call_later(Limits.receive, transport.abort)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None:  # uvicorn's own timeout closes the connection if no second request follows
+            self.deadline.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.deadline.cancel()
+        super().connection_lost(exc)
+
+
+def _event(value: Any) -> bytes:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client goes away. The body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal(failed: HTTPException | LlamaError) -> Response:
+    """OpenAI's error object, with the status that fits."""
+    if isinstance(failed, HTTPException):
+        status, message, headers = failed.status_code, failed.detail, failed.headers
+    else:
+        status, message, headers = 400 if isinstance(failed, REFUSED) else 500, str(failed), None
+    if isinstance(failed, UnknownModel):
+        status = 404
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    code = CODES.get(type(failed))
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status, headers)
+
+
+async def _no_endpoint(request: Request, raised: Exception) -> Response:
+    status = getattr(raised, "status_code", 404)
+    return _refusal(HTTPException(status, f"{request.method} {request.url.path!r:.80}: no such endpoint"))

@@ -1,0 +1,246 @@
+"""The bodies of requests: JSON in the form of OpenAI's API, checked completely, to prompts and their options.
+
+A field or a value that is not supported is an error that names it: nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import checks
+from ..chat import check_messages, encode_chat
+from ..chat.messages import check_tools
+from ..checkpoint.documents import parse_json
+from ..checks import shown
+from ..errors import CheckpointError, ContextLengthError, UsageError
+from ..generation.answer import Prompt
+from ..text import Llama
+
+DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
+MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
+TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SHARED = ("model", "max_tokens", "n", "seed", "stop", "stream", "stream_options", "logit_bias", "logprobs", "user")
+CHAT = ("messages", "max_completion_tokens", "top_logprobs", "response_format", "tools", "tool_choice")
+CHAT_FIELDS = (*CHAT, "parallel_tool_calls", *SHARED, *SAMPLING)
+TEXT_FIELDS = ("prompt", "echo", "suffix", *SHARED, *SAMPLING)
+
+
+@dataclass
+class Call:
+    """A checked request.
+
+    prompts  one for each answer: prompt i // n, answer i % n
+    top      alternatives for each token in the response
+    echoed   the texts of the prompts, if they are part of the response
+    """
+
+    n: int
+    stream: bool
+    usage: bool  # a chunk with the usage ends the stream
+    prompts: list[Prompt] = field(default_factory=list)
+    logprobs: bool = False
+    top: int = 0
+    echoed: list[str] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    several_calls: bool = True
+
+
+class UnknownModel(UsageError):
+    """The request is for another model."""
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    try:
+        return parse_json(raw, "the body")
+    except CheckpointError as error:  # the rest of its message is for files
+        raise UsageError(str(error).split(";")[0]) from None
+
+
+def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
+    """Check a body of /v1/chat/completions and encode its messages. Raises a LlamaError."""
+    body = _fields(body, CHAT_FIELDS, model)
+    options, call = _shared(body, llm)
+    limit = body.get("max_tokens", body.get("max_completion_tokens", llm.model.max_seq_len))
+    if body.get("max_completion_tokens", limit) != limit:
+        raise UsageError("max_tokens and max_completion_tokens differ: give one of them")
+    options["max_new_tokens"] = _tokens(limit, llm)
+    call.logprobs = checks.boolean("logprobs", body.get("logprobs", False))
+    call.top = checks.integer("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
+    if call.top and not call.logprobs:
+        raise UsageError("top_logprobs needs logprobs: true")
+    if not isinstance(messages := body.get("messages"), list):
+        raise UsageError(f"messages must be a list of messages, got {shown(messages)}")
+    tools = _tools(body)
+    schema = _response_format(body.get("response_format"))
+    if tools and (choice := body.get("tool_choice", "auto")) != "none":
+        call.tools, forced = tools, _forced(choice, tools)
+        call.several_calls = checks.boolean("parallel_tool_calls", body.get("parallel_tool_calls", True))
+        if forced is not None and schema is not None:
+            raise UsageError("response_format and a tool_choice that requires a call exclude each other")
+        schema = schema or forced
+    options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "continues": False}
+    if schema is not None:
+        options["schema"] = schema
+    messages = check_messages([_message(message) for message in messages])
+    ids = encode_chat(llm.tokenizer, llm.chat_template, messages, format=llm.chat_format, tools=call.tools)
+    _prepare(call, [ids], options, llm)
+    return call
+
+
+def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
+    """Check a body of /v1/completions and encode its prompts. Raises a LlamaError."""
+    body = _fields(body, TEXT_FIELDS, model)
+    options, call = _shared(body, llm)
+    options["max_new_tokens"] = _tokens(body.get("max_tokens", DEFAULT_TOKENS), llm)
+    call.logprobs = "logprobs" in body
+    call.top = checks.integer("logprobs", body.get("logprobs", 0), 0, MOST_LOGPROBS)
+    echo = checks.boolean("echo", body.get("echo", False))
+    if echo and "suffix" in body:
+        raise UsageError("echo and suffix exclude each other")
+    ids = _prompts(body.get("prompt"), body.get("suffix"), llm)
+    if echo:
+        call.echoed = [llm.tokenizer.decode(one) for one in ids]
+    options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "prompt_logprobs": echo and call.logprobs}
+    _prepare(call, ids, options, llm)
+    return call
+
+
+# ------------------------------------------------------------------------------------------------------- single fields
+def _fields(body: Mapping[str, Any], known: Sequence[str], model: str) -> dict[str, Any]:
+    """The fields that are not null. Raises UsageError for an unknown one."""
+    if unknown := [name for name in body if name not in known]:
+        raise UsageError(f"unknown field {unknown[0]!r:.80}; known: {', '.join(known)}")
+    body = {name: value for name, value in body.items() if value is not None}
+    if body.get("model", model) != model:
+        raise UnknownModel(f"unknown model {shown(body['model'])}; this server has {model!r}")
+    if not isinstance(body.get("user", ""), str):
+        raise UsageError("user must be a string")
+    return body
+
+
+def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
+    """The options of `Llama.prepare` that both endpoints have, and a Call to complete."""
+    options = {name: body[name] for name in (*SAMPLING, "seed", "stop") if name in body}
+    if not llm.sampling:
+        options.setdefault("temperature", 1.0)  # the default of OpenAI's API
+    bias = body.get("logit_bias", {})
+    if not isinstance(bias, dict) or not all(re.fullmatch("[0-9]{1,9}", key) for key in bias):
+        raise UsageError("logit_bias must be an object whose keys are token ids")
+    options["logit_bias"] = {int(key): value for key, value in bias.items()}
+    more, stream = body.get("stream_options", {}), checks.boolean("stream", body.get("stream", False))
+    if not isinstance(more, dict) or more.keys() - {"include_usage"} or (more and not stream):
+        raise UsageError("stream_options must be an object with the key include_usage, and needs stream: true")
+    n = checks.integer("n", body.get("n", 1), 1, MOST_ANSWERS)
+    return options, Call(n, stream, checks.boolean("include_usage", more.get("include_usage", False)))
+
+
+def _prepare(call: Call, prompts: Sequence[Sequence[int]], options: dict[str, Any], llm: Llama) -> None:
+    """Add the prompts to a call: one for each answer, with consecutive seeds."""
+    context = llm.model.max_seq_len
+    for ids in prompts:
+        if len(ids) >= context:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens and the context holds {context}, the answer included"
+            )
+        call.prompts += llm.prepare(ids, options, call.n)
+
+
+def _tokens(limit: object, llm: Llama) -> int:
+    return checks.integer("max_tokens", limit, 0, llm.model.max_seq_len)
+
+
+def _prompts(prompt: Any, suffix: Any, llm: Llama) -> list[list[int]]:
+    """The ids of `prompt`: a text, ids, or a list of either."""
+    several, ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list), []
+    for one in prompt if several else [prompt]:
+        if isinstance(one, str):
+            ids.append(llm.tokenizer.encode_prompt(one) if suffix is None else llm.tokenizer.encode_infill(one, suffix))
+        elif isinstance(one, list) and one and suffix is None:
+            ids.append([checks.integer("a token id", id, 0, llm.model.config.vocab_size - 1) for id in one])
+        else:
+            raise UsageError(f"prompt must be a text, a list of token ids, or a list of those; got {shown(one)}")
+    return ids
+
+
+def _message(message: Any) -> Any:
+    """A message without nulls, with its parts of text joined; `check_messages` refuses all other forms."""
+    if not isinstance(message, dict):
+        return message
+    message = {key: value for key, value in message.items() if value is not None}
+    parts = message.get("content")
+    if isinstance(parts, list):
+        for part in parts:
+            if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
+                raise UsageError(f"a part of content must be {{type: text, text: ..}}, got {shown(part)}")
+        message["content"] = "".join(str(part["text"]) for part in parts)
+    return message
+
+
+# ------------------------------------------------------------------------------------------------- tools and schemas
+def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    if "tools" not in body:
+        if body.get("tool_choice", "none") != "none" or "parallel_tool_calls" in body:
+            raise UsageError("tool_choice and parallel_tool_calls need tools")
+        return None
+    tools = check_tools(body["tools"]) or []
+    checks.integer("the number of tools", len(tools), 1, MOST_TOOLS)
+    for tool in tools:
+        function = tool.get("function")
+        if tool.keys() != {"type", "function"} or tool["type"] != "function" or not isinstance(function, dict):
+            raise UsageError(f"a tool must be {{type: function, function: {{..}}}}, got {shown(tool)}")
+        if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
+            raise UsageError(f"unknown key {sorted(unknown)[0]!r:.80} of a function")
+        name = function.get("name")
+        if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
+            raise UsageError(f"the name of a function must match {TOOL_NAME}, got {shown(name)}")
+        if not isinstance(function.get("parameters", {}), dict):
+            raise UsageError(f"parameters of {name} must be a JSON schema, got {shown(function['parameters'])}")
+    return tools
+
+
+def _forced(choice: object, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The schema of an answer that must call one of the tools, or the named one; None for "auto"."""
+    if choice == "auto":
+        return None
+    functions = [tool["function"] for tool in tools]
+    if isinstance(choice, dict):
+        functions = [one for one in functions if choice == {"type": "function", "function": {"name": one["name"]}}]
+    elif choice != "required":
+        functions = []
+    if not functions:
+        raise UsageError(
+            f'tool_choice must be "none", "auto", "required" or {{type: function, function: {{name}}}} with the name of'
+            f" a tool, got {shown(choice)}"
+        )
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": one["name"]}, "parameters": one.get("parameters", {"type": "object"})},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for one in functions
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _response_format(form: Any) -> dict[str, Any] | None:
+    """The schema of the answer; None for plain text."""
+    if form is None or form == {"type": "text"}:
+        return None
+    if form == {"type": "json_object"}:
+        return {"type": "object"}
+    if isinstance(form, dict) and form.keys() == {"type", "json_schema"} and form["type"] == "json_schema":
+        named = form["json_schema"] if isinstance(form["json_schema"], dict) else {}
+        known = not named.keys() - {"name", "description", "schema", "strict"}
+        if known and isinstance(named.get("schema"), dict):
+            return dict(named["schema"])
+    raise UsageError(
+        "response_format must be {type: text}, {type: json_object} or {type: json_schema, json_schema: {name, schema}},"
+        f" got {shown(form)}"
+    )
