@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..errors import ContextLengthError, LlamaError, TemplateError, TokenizerError, UsageError
 from ..generation.answer import Piece
 from ..text import Llama
-from .engine import Engine, Job
+from .engine import Engine
 from .requests import Call, UnknownModel, parse_body, parse_chat, parse_text
 from .responses import Choice, Spelling, header, merged, usage
 
@@ -119,7 +119,8 @@ class Server:
             lines.append(f'clearllama_requests_total{{path="{path}",status="{status}"}} {count}')
         for name in ("prompt_tokens", "cached_tokens", "new_tokens"):
             lines += [f"# TYPE clearllama_{name}_total counter", f"clearllama_{name}_total {self.tokens[name]}"]
-        for name, value in (("running", len(self.engine.running)), ("waiting", self.engine.queue.qsize())):
+        waiting = self.engine.queue.qsize()
+        for name, value in (("running", len(self.engine.listeners) - waiting), ("waiting", waiting)):
             lines += [f"# TYPE clearllama_answers_{name} gauge", f"clearllama_answers_{name} {value}"]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
@@ -174,16 +175,15 @@ class Answers:
             return lambda piece: loop.call_soon_threadsafe(self.arrived.put_nowait, (index, piece))
 
         self.server, self.call, self.chat = server, call, chat
-        self.jobs = [Job(prompt.request, prompt.begin, deliver(i)) for i, prompt in enumerate(call.prompts)]
-        self.choices = [Choice(call, i, server.spelling, chat) for i in range(len(self.jobs))]
+        self.choices = [Choice(call, i, server.spelling, chat) for i in range(len(call.prompts))]
         self.head = header(server.model, chat, call.stream)
         try:
-            server.engine.submit(self.jobs)
+            server.engine.submit({prompt: deliver(i) for i, prompt in enumerate(call.prompts)})
         except Full:
             raise HTTPException(429, "the server is busy: its queue is full; try again later", RETRY) from None
 
     def cancel(self) -> None:
-        self.server.engine.cancel(self.jobs)
+        self.server.engine.cancel(self.call.prompts)
 
     async def deltas(self) -> AsyncIterator[dict[str, Any]]:
         """The parts of all choices in the order in which they are made. Raises LlamaError if one fails."""

@@ -1,10 +1,9 @@
-"""The batch of a server: one thread runs the model, and event loops hand it jobs through a queue."""
+"""The batch of a server: one thread runs the model, and event loops hand it prompts through a queue."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from queue import Full, Queue
 from threading import Thread
 
@@ -14,72 +13,56 @@ from ..text import Llama
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, eq=False)
-class Job(Prompt):
-    """A prompt, and the function that receives the pieces of its answer; the engine's thread calls it."""
-
-    deliver: Callable[[Piece | LlamaError], object]
+Listener = Callable[[Piece | LlamaError], object]  # receives the pieces of an answer; the engine's thread calls it
 
 
 class Engine:
-    """Runs jobs in one continuous batch (generation/batch.py).
+    """Runs prompts in one continuous batch (generation/batch.py).
 
     slots    maximum number of answers in progress
-    waiting  maximum number of jobs without a slot
+    waiting  maximum number of prompts without a slot
     """
 
     def __init__(self, llm: Llama, slots: int, waiting: int):
-        self.llm, self.slots = llm, slots
-        self.queue: Queue[Job | None] = Queue(waiting)
-        self.running: set[Job] = set()
-        self.closed = False
+        self.llm, self.slots, self.closed = llm, slots, False
+        self.queue: Queue[Prompt | None] = Queue(waiting)
+        self.listeners: dict[Prompt, Listener] = {}  # of prompts that wait or run
         self.thread = Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all jobs. Raises queue.Full, and queues none, if they do not fit. Call it from one thread only."""
-        if len(jobs) > self.queue.maxsize - self.queue.qsize():
+    def submit(self, prompts: Mapping[Prompt, Listener]) -> None:
+        """Queue all prompts. Raises queue.Full, and queues none, if they do not fit. Call it from one thread only."""
+        if len(prompts) > self.queue.maxsize - self.queue.qsize():
             raise Full
-        for job in jobs:
-            self.queue.put_nowait(job)
+        self.listeners.update(prompts)
+        for prompt in prompts:
+            self.queue.put_nowait(prompt)
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
-        """End jobs: those in progress before their next token. Jobs that have ended are ignored."""
-        for job in jobs:
-            job.request.cancelled.set()
-        with self.queue.mutex:
-            for job in jobs:
-                if job in self.queue.queue:
-                    self.queue.queue.remove(job)
+    def cancel(self, prompts: Sequence[Prompt]) -> None:
+        """End answers before their next token. Prompts whose answers have ended are ignored."""
+        for prompt in prompts:
+            prompt.request.cancelled.set()
+            with self.queue.mutex:
+                if waits := prompt in self.queue.queue:
+                    self.queue.queue.remove(prompt)
+            if waits:
+                self.listeners.pop(prompt, None)
 
-    def close(self, finish: bool = True) -> None:
-        """End the thread, after all jobs if `finish`."""
+    def close(self, finish: bool) -> None:
+        """End the thread: after all answers, or before the next token."""
         self.closed = True
         if not finish:
-            self.cancel([*self.running, *(job for job in self.queue.queue if job is not None)])
+            self.cancel([*self.listeners])
         self.queue.put(None)
         self.thread.join()
-
-    def get(self, block: bool) -> Job | None:
-        """The next job for the batch (text.PromptQueue)."""
-        job = self.queue.get(block)
-        if job is not None:
-            self.running.add(job)
-        return job
 
     def _run(self) -> None:
         while not self.closed or self.queue.qsize():
             try:
-                for prompt, piece in self.llm.answers(self, batch_size=self.slots):
-                    assert isinstance(prompt, Job)  # get() returns nothing else
-                    if isinstance(piece, LlamaError) or piece.completion is not None:
-                        self.running.discard(prompt)
-                    prompt.deliver(piece)
-            except (
-                Exception
-            ) as error:  # memory ran out, for example: these jobs fail, and the next ones get a new cache
+                for prompt, piece in self.llm.answers(self.queue, batch_size=self.slots):
+                    ended = isinstance(piece, LlamaError) or piece.completion is not None
+                    (self.listeners.pop(prompt) if ended else self.listeners[prompt])(piece)
+            except Exception as error:  # memory ran out, for example: the next prompts get a new cache
                 log.error("the batch failed: %s", type(error).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
-                for job in self.running:
-                    job.deliver(LlamaError(f"the model could not be run: {type(error).__name__}"))
-                self.running.clear()
+                for prompt in [prompt for prompt in [*self.listeners] if prompt not in self.queue.queue]:
+                    self.listeners.pop(prompt)(LlamaError(f"the model could not be run: {type(error).__name__}"))

@@ -55,6 +55,7 @@ class UnknownModel(UsageError):
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises UsageError."""
     try:
         return parse_json(raw, "the body")
     except CheckpointError as error:  # the rest of its message is for files

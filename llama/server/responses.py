@@ -120,10 +120,12 @@ class Choice:
 
 
 def top_of(token: Token, count: int) -> list[tuple[int, float]]:
+    """The alternatives to a token that a response shows."""
     return list(token.top.items())[:count]
 
 
 def number(logprob: float) -> float:
+    """A log-probability as JSON can hold it."""
     return max(logprob, LOWEST)
 
 
