@@ -1,0 +1,54 @@
+"""A server in this process, on a free port of this machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import openai
+import uvicorn
+
+from llama.cli import serve
+from llama.server.app import Limits, Protocol, Server
+from llama.server.engine import Engine
+from llama.text import Llama
+
+
+class Running:
+    """A server that runs. `url` is its address without a path."""
+
+    def __init__(self, llm: Llama, slots: int, waiting: int, key: str | None, limits: Limits):
+        self.engine = Engine(llm, slots, waiting)
+        self.server = Server(llm, self.engine, "tiny", key, limits)
+        listener = serve.bind("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(
+            self.server.app(["127.0.0.1", "localhost"]), http=Protocol, lifespan="off", log_config=None, ws="none"
+        )
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.uvicorn.run, args=([listener],), daemon=True)
+        self.thread.start()
+        while not self.uvicorn.started:
+            time.sleep(0.01)
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def close(self) -> None:
+        self.uvicorn.should_exit = True
+        self.thread.join()
+        self.engine.close(finish=False)
+
+
+@contextmanager
+def running(
+    llm: Llama, slots: int = 16, waiting: int = 64, key: str | None = None, limits: Limits | None = None
+) -> Iterator[Running]:
+    server = Running(llm, slots, waiting, key, limits or Limits())
+    try:
+        yield server
+    finally:
+        server.close()
