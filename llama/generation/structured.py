@@ -1,0 +1,391 @@
+"""Structured output: a JSON schema, a regular expression or a grammar decides which tokens may come next.
+
+    grammar = compile_grammar(tokenizer, "json_schema", {"type": "object", ...})     once
+    constraint = grammar.constraint()                                                for each answer
+    logits = logits.masked_fill(~constraint.allowed(), -inf)                         for each token
+    constraint.advance(id)
+
+The masks are exact: a token is allowed if and only if its bytes continue the answer towards a text that the grammar
+accepts, however a tokenizer would divide that text. So greedy decoding is the argmax under the mask, and sampling draws
+from the model's distribution, renormalized. llguidance computes the masks (github.com/guidance-ai/llguidance).
+
+With a draft, no state is rolled back: the mask is applied to the model's distribution at the token that is verified,
+and `advance` is called with each token that is kept. The draft's own distribution may be masked or not.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..errors import UsageError
+from ..tokenizer import Tokenizer, token_ids
+from . import grammar_check
+from .grammar_check import LIMITS, SECONDS, SPACE
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+LONGEST = 2**20  # characters of a schema, regular expression or grammar
+KEPT = 64  # compiled grammars of a tokenizer
+WAIT = 30.0  # seconds for the child process, which is limited to less CPU time
+
+# JSON allows any amount of white space between its tokens. A small model may repeat it without end, so a run of white
+# space has at most this many characters: enough for 15 levels, indented by 4.
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+
+# Without this, llguidance allows only one way to divide a text that is certain to come next into tokens
+EXACT = '%llguidance {"no_forcing": true}'
+
+# Options of a rule in llguidance's Lark that would be ignored, or that need tokens to be withdrawn
+NOT_SUPPORTED = {
+    "temperature": "set the temperature of the answer instead",
+    "stop": "use suffix=... or lazy instead",
+}
+
+SEARCH = 0.1  # seconds for the search for one complete answer
+# Bytes that probably lead to the end of an answer, the best first
+FIRST = b"\"'}])0123456789enltrufasabcdghijkmopqvwxyz"
+
+
+# ------------------------------------------------------------------------------------------------ kinds of grammars
+class Source(NamedTuple):
+    """A grammar in llguidance's JSON form, the JSON schema in it or None, and whether it may name control tokens."""
+
+    grammar: dict[str, Any]
+    schema: Any = None
+    names_control: bool = False
+
+
+def _json_schema(source: Any) -> Source:
+    """The answer is a JSON value that meets a schema, given as a mapping or as JSON text."""
+    try:
+        schema = json.loads(source) if isinstance(source, str) else json.loads(json.dumps(source, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the JSON schema is not valid JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise UsageError(f"a JSON schema must be an object, true or false, got {checks.shown(schema)}")
+    if schema is False:
+        raise UsageError("no answer meets the JSON schema false; the schema {} allows every value")
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise UsageError("the JSON schema has the key x-guidance, an option of llguidance that is set here; remove it")
+    options = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
+    answer = {**(schema if isinstance(schema, dict) else {}), "x-guidance": options}
+    start = {"lark_grammar": f"{EXACT}\nstart: @answer"}
+    return Source({"grammars": [start, {"name": "answer", "json_schema": answer}]}, schema)
+
+
+def _regex(source: Any) -> Source:
+    """The complete answer matches a regular expression (docs.rs/regex: no look-around, no references back)."""
+    from llguidance import LLMatcher
+
+    lark = json.loads(LLMatcher.grammar_from_regex(_text("regular expression", source)))["grammars"][0]["lark_grammar"]
+    return Source({"grammars": [{"lark_grammar": f"{lark}\n{EXACT}"}]})
+
+
+def _lark(source: Any) -> Source:
+    """The answer meets a grammar in llguidance's form of Lark. It may name control tokens: <|python_tag|>."""
+    text = _text("grammar", source)
+    for options in re.findall(r"^[ \t]*[?!]?[\w-]+(?:::_)?[ \t]*\[([^\]\n]*)\]", text, re.MULTILINE):
+        for name, remedy in NOT_SUPPORTED.items():
+            if re.search(rf"\b{name}[ \t]*=", options):
+                raise UsageError(f"the grammar sets {name}= for a rule, which is not supported; {remedy}")
+    return Source({"grammars": [{"lark_grammar": f"{text}\n{EXACT}"}]}, names_control=True)
+
+
+def _text(what: str, source: Any) -> str:
+    if not isinstance(source, str):
+        raise UsageError(f"a {what} must be a string, got {checks.shown(source)}")
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the {what} is not valid Unicode: it has a lone surrogate") from None
+    return source
+
+
+# Kind of grammar -> its name in messages, and the function that converts it
+KINDS: dict[str, tuple[str, Callable[[Any], Source]]] = {
+    "json_schema": ("JSON schema", _json_schema),
+    "regex": ("regular expression", _regex),
+    "grammar": ("grammar", _lark),
+}
+
+
+# -------------------------------------------------------------------------------------------------------- vocabulary
+class Vocabulary:
+    """A tokenizer's tokens in llguidance's form, and the grammars compiled for it.
+
+    If the tokenizer strips a leading space, each token that begins with a space is there a second time without it, with
+    an id from n_vocab on: the first token of an answer stands for that text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        from llguidance import LLTokenizer
+
+        if not tokenizer.stop_ids:
+            raise UsageError(
+                "this vocabulary has no end-of-text token, so an answer could not end where a grammar ends"
+            )
+        self.n_vocab, self.control, self.stop_ids = tokenizer.n_vocab, dict(tokenizer.control), tokenizer.stop_ids
+        self.strips = tokenizer.strips_leading_space
+        self.plain = [tokenizer.token_bytes(id) for id in range(self.n_vocab)]
+        for id in self.control.values():
+            self.plain[id] = b""
+        # No text in UTF-8 has the byte 0xFF, which marks control tokens in llguidance
+        tokens = [b"" if token.startswith(b"\xff") else token for token in self.plain]
+        spaced = [id for id, token in enumerate(tokens) if token.startswith(b" ")] if self.strips else []
+        for name, id in self.control.items():
+            tokens[id] = b"\xff" + name.encode()
+        self.tokens = tokens + [tokens[id][1:] for id in spaced]
+        self.without_space = {id: self.n_vocab + i for i, id in enumerate(spaced)}
+        self.spaced = torch.tensor(spaced, dtype=torch.long)  # (n_spaced,)
+        self.only_space = torch.tensor([id for id in spaced if tokens[id] == b" "], dtype=torch.long)
+        stops = sorted(self.stop_ids)
+        self.library = LLTokenizer(cast(Any, grammar_check.Vocabulary(self.tokens, stops[0])), eos_token=stops)
+        self.stops = torch.zeros(self.n_vocab, dtype=torch.bool)  # (n_vocab,)
+        self.stops[stops] = True
+        self.compile = functools.lru_cache(KEPT)(functools.partial(_compile, self))
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A new matcher. Copies of one share a cache that has a limit, so each answer gets its own."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        return LLMatcher(self.library, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+
+    def mask(self, matcher: LLMatcher) -> Tensor:
+        """The tokens (n_vocab + len(spaced),) bool that a matcher allows next. Raises UsageError if it fails."""
+        words = np.empty((self.library.vocab_size + 31) // 32, np.uint32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():  # the mask would allow the stop ids
+            raise UsageError(_failed(matcher.get_error()))
+        bits = np.unpackbits(words.astype("<u4", copy=False).view(np.uint8), bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))[: self.library.vocab_size]
+
+    @functools.cached_property
+    def rank(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The order of all ids in a search: short tokens first, and of these by FIRST. (vocab_size,)"""
+        keys = [(len(token), FIRST.find(token[:1]) % 256, id) for id, token in enumerate(self.tokens)]
+        return np.argsort([id for *_, id in sorted(keys)])
+
+    def can_complete(self, matcher: LLMatcher) -> bool:
+        """Whether the tokens can spell an answer. True if a search of limited length has no result."""
+        trail, end = [(matcher, self._following(matcher, first=True))], time.perf_counter() + SEARCH
+        while trail and time.perf_counter() < end:
+            state, ids = trail[-1]
+            if state.is_accepting():
+                return True
+            id = next(ids, None)
+            if id is None:
+                trail.pop()
+                continue
+            state = state.deep_copy()
+            if state.consume_token(id):
+                trail.append((state, self._following(state)))
+        return bool(trail)
+
+    def _following(self, matcher: LLMatcher, first: bool = False) -> Iterator[int]:
+        """The ids that a matcher allows next, in the order of the search; none if it fails."""
+        try:
+            mask = self.mask(matcher).numpy()
+        except UsageError:
+            return
+        ids = np.flatnonzero(mask if first else mask[: self.n_vocab])
+        if len(ids):
+            yield int(ids[self.rank[ids].argmin()])
+            yield from map(int, ids[self.rank[ids].argsort()[1:]])
+
+
+VOCABULARIES: weakref.WeakKeyDictionary[Tokenizer, Vocabulary] = weakref.WeakKeyDictionary()
+LOCK = threading.Lock()
+
+
+def _vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    """The vocabulary of a tokenizer, built once."""
+    with LOCK:
+        if tokenizer not in VOCABULARIES:
+            VOCABULARIES[tokenizer] = Vocabulary(tokenizer)
+        return VOCABULARIES[tokenizer]
+
+
+# ---------------------------------------------------------------------------------------------------------- grammars
+def compile_grammar(tokenizer: Tokenizer, kind: str, source: str | bool | Mapping[str, Any]) -> Grammar:
+    """A grammar for the answers of a model with this tokenizer; compiled once for each source.
+
+    kind    one of KINDS: "json_schema", "regex" or "grammar"
+    source  the text; a JSON schema may be a mapping
+
+    A child process compiles it first, so that a hostile grammar costs at most SECONDS and SPACE. Raises UsageError if
+    the source is not valid, is not supported, exceeds a limit, or allows no answer that the vocabulary can spell, and
+    if llguidance is not installed.
+    """
+    what, convert = KINDS[checks.choice("kind of grammar", kind, KINDS)]
+    if importlib.util.find_spec("llguidance") is None:
+        raise UsageError(
+            f"a {what} for the answer needs a package that is not installed: pip install 'clearllama[structured]'"
+        )
+    if isinstance(source, str) and len(source) > LONGEST:
+        raise UsageError(f"the {what} has {len(source):,} characters, expected at most {LONGEST:,}")
+    grammar, schema, names_control = convert(source)
+    return _vocabulary(tokenizer).compile(what, json.dumps(grammar), json.dumps(schema), names_control)
+
+
+def _compile(vocabulary: Vocabulary, what: str, grammar: str, schema: str, names_control: bool) -> Grammar:
+    """Compile a grammar in llguidance's JSON form."""
+    control = json.dumps(vocabulary.control if names_control else {})
+    if len(grammar) > 2 * LONGEST:  # escaped
+        raise UsageError(f"the {what} has more than {LONGEST:,} characters")
+    answer = _tried(what, f'{{"grammar": {grammar}, "schema": {schema}, "control": {control}}}')
+    if answer["error"]:
+        raise UsageError(_invalid(what, answer["error"]))
+    matcher = vocabulary.matcher(grammar)
+    if matcher.is_error() or not vocabulary.can_complete(matcher):
+        raise UsageError(
+            f"no answer meets the {what}, or the tokens of this model can't spell one;"
+            f" {_reason(matcher.get_error()) or 'check the characters that it requires'}"
+        )
+    return Grammar(vocabulary, grammar, tuple(answer["ignored"]))
+
+
+def _tried(what: str, request: str) -> dict[str, Any]:
+    """The answer of the child process. Raises UsageError if a limit ends it."""
+    import llguidance
+
+    folder = Path(llguidance.__file__).parents[1]
+    command = [sys.executable, "-I", "-S", grammar_check.__file__, str(folder)]
+    try:
+        done = subprocess.run(command, input=request, capture_output=True, text=True, encoding="utf-8", timeout=WAIT)
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"compiling the {what} took more than {WAIT:g} seconds; simplify it") from None
+    except OSError as error:
+        raise UsageError(f"grammars are tried in a child process, which could not be started: {error}") from None
+    if done.returncode == 0 and done.stdout:
+        return json.loads(done.stdout)
+    if -done.returncode == getattr(signal, "SIGPROF", 0):
+        raise UsageError(
+            f"compiling the {what} took more than {SECONDS:g} seconds; simplify it: a large multipleOf, or a long"
+            " repetition inside another, may be the cause"
+        )
+    raise UsageError(f"the {what} is nested too deeply, or needs more than {SPACE >> 20} MiB; simplify it")
+
+
+def _reason(message: str) -> str:
+    """The part of llguidance's message that says what is wrong."""
+    if message.startswith("NoExtension"):
+        return "it allows no text"
+    parsed = re.search(r"^error: (.*)$", message, re.MULTILINE)  # of the library for regular expressions
+    text = parsed[1] if parsed else message.replace("<non-verbose/>", "")
+    return " ".join(text.split())[:300]
+
+
+def _invalid(what: str, message: str) -> str:
+    """What is wrong with a source, given llguidance's message."""
+    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", message):
+        keys = found[1].replace('"', "")
+        return f"the {what} uses {keys}, which is not supported; remove it, and check the finished answer"
+    if found := re.fullmatch(r"Unsatisfiable schema: (.*)", message, re.DOTALL):
+        return f"no answer meets the {what}: {_reason(found[1])}"
+    return f"the {what} can't be used: {_reason(message)}"
+
+
+def _failed(message: str) -> str:
+    """Why no token can be allowed, given llguidance's message."""
+    if message.startswith("NoExtension"):
+        return "no token can continue the answer: the grammar requires text that the tokens of this model can't spell"
+    return f"the grammar is too complex at this point of the answer: {_reason(message)}; simplify it"
+
+
+class Grammar:
+    """A compiled grammar, made by `compile_grammar`. Threads may share it.
+
+    ignored  keywords of a JSON schema that JSON Schema does not define; they have no effect
+    """
+
+    def __init__(self, vocabulary: Vocabulary, text: str, ignored: tuple[str, ...]):
+        self._vocabulary, self._text, self.ignored = vocabulary, text, ignored
+
+    def constraint(self, before: Sequence[int] = ()) -> Constraint:
+        """The constraint of a new answer.
+
+        before  ids whose text the answer continues, as for `tokenizer.Decoder`: the prompt, or nothing in a chat. If
+                they have no text, the decoder strips the answer's first space, and the constraint does too.
+        """
+        vocabulary = self._vocabulary
+        begun = any(vocabulary.plain[id] for id in token_ids(before) if 0 <= id < vocabulary.n_vocab)
+        return Constraint(vocabulary, vocabulary.matcher(self._text), vocabulary.strips and not begun)
+
+
+class Constraint:
+    """The tokens that may come next in one answer. Not for several threads at once.
+
+    n_vocab  number of ids
+    """
+
+    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, at_start: bool):
+        self.n_vocab = vocabulary.n_vocab
+        self._vocabulary, self._matcher, self._at_start = vocabulary, matcher, at_start
+        self._allowed: Tensor | None = None
+        self._ended = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the grammar accepts the answer so far."""
+        return self._ended or self._matcher.is_accepting()
+
+    def allowed(self) -> Tensor:
+        """The ids that may come next: (n_vocab,) bool, on the CPU. Do not write to it.
+
+        These are the stop ids alone if nothing can follow a complete answer. Raises UsageError if no id can follow, or
+        if llguidance reaches a limit.
+        """
+        if self._allowed is None:
+            self._allowed = self._vocabulary.stops if self._finished else self._masked()
+        return self._allowed
+
+    @property
+    def _finished(self) -> bool:
+        return self._ended or (self._matcher.is_stopped() and self._matcher.is_accepting())
+
+    def _masked(self) -> Tensor:
+        mask, spaced = self._vocabulary.mask(self._matcher), self._vocabulary.spaced
+        allowed = mask[: self.n_vocab]
+        if self._at_start:
+            allowed[spaced] = mask[self.n_vocab :]
+            allowed[self._vocabulary.only_space] = True
+        return allowed
+
+    def advance(self, id: int) -> None:
+        """Add an id to the answer; a stop id ends it. Raises UsageError if the id is not allowed."""
+        if not 0 <= id < self.n_vocab or not self.allowed()[id]:
+            raise UsageError(f"token {checks.shown(id)} can't come next in an answer that meets the grammar")
+        vocabulary, token = self._vocabulary, id
+        if id in vocabulary.stop_ids and self.complete:
+            self._ended = True
+            return
+        if self._at_start and vocabulary.plain[id]:
+            self._at_start = False
+            token = vocabulary.without_space.get(id, id)
+        if vocabulary.tokens[token] and not self._matcher.consume_token(token):
+            raise UsageError(_failed(self._matcher.get_error()))
+        self._allowed = None
+
+    def copy(self) -> Constraint:
+        """An independent constraint in the same state."""
+        copy = Constraint(self._vocabulary, self._matcher.deep_copy(), self._at_start)
+        copy._allowed, copy._ended = self._allowed, self._ended
+        return copy
