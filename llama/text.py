@@ -20,6 +20,7 @@ from .generation.answer import Answer, Completion, Piece, Prompt, Stats, StopTex
 from .generation.batch import Batch, Ended, PromptScored, Request, Source, Started, TokenEvent
 from .generation.session import Session
 from .generation.speculative import Draft, make_draft, speculate
+from .generation.structured import Grammar, compile_grammar
 from .model import Transformer
 from .sampling import LARGEST_SEED, SamplingParams
 from .tokenizer import Tokenizer, token_ids
@@ -28,6 +29,8 @@ __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
 BATCH_SIZE = 16  # answers in progress at once
 
+GRAMMARS = {"schema": "json_schema", "regex": "regex", "grammar": "grammar"}  # option -> kind (structured.KINDS)
+OTHER_OPTIONS = ("stop", "logprobs", "top_logprobs", "n", "draft", "draft_tokens")
 MOST_ANSWERS = 1024  # to one prompt
 MOST_TOP_LOGPROBS = 1024
 MOST_STOPS, LONGEST_STOP = 256, 1000  # stop strings, and characters of one
@@ -45,11 +48,15 @@ class Llama:
 
     Sampling options of all methods, with defaults: max_new_tokens=256, temperature=0.0 (greedy), top_k=0, top_p=1.0,
     min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, processors=[],
-    seed=None; sampling.SamplingParams describes them. Further options: stop=[...], strings that end the text;
-    logprobs=True; top_logprobs=k, log-probabilities of the k most probable tokens as well; schema=, regex= or grammar=,
-    which the answer will match (generation/structured.py); draft="ngram", or draft=a smaller Llama or Transformer with
-    the same vocabulary, which is faster if the draft predicts the text well; draft_tokens, the maximum number of
-    drafted tokens per pass (generation/speculative.py).
+    seed=None; sampling.SamplingParams describes them. Further options:
+
+    stop            [...], strings that end the text
+    logprobs        True: log-probabilities of the tokens; top_logprobs=k: of the k most probable ones as well
+    schema          a JSON schema or a pydantic model that the answer meets; or regex="...", or grammar="..." in Lark
+                    (generation/structured.py)
+    draft           "ngram", or a smaller Llama or Transformer with the same vocabulary, which is faster if it predicts
+                    the text well; draft_tokens: the maximum number of drafted tokens per pass
+                    (generation/speculative.py)
 
     Threads may call it at once, and each gets the answer it would get alone. A Session or a Draft serves one stream at
     a time; a second stream raises UsageError.
@@ -248,16 +255,30 @@ class Llama:
         """
         sampling, ids = dict(options), token_ids(prompt)
         stops = _check_stops(sampling.pop("stop", None))
-        begin = partial(Answer, self.tokenizer, ids, stops, continues=sampling.pop("continues", True))
+        continues = checks.boolean("continues", sampling.pop("continues", True))
+        begin = partial(Answer, self.tokenizer, ids, stops, continues=continues)
         top = checks.integer("top_logprobs", sampling.pop("top_logprobs", 0), 0, MOST_TOP_LOGPROBS)
         logprobs = checks.boolean("logprobs", sampling.pop("logprobs", False)) or top > 0
         scored = checks.boolean("prompt_logprobs", sampling.pop("prompt_logprobs", False))
+        grammar = self._grammar({name: sampling.pop(name, None) for name in GRAMMARS})
         params = self._params(sampling)
         prompts = []
         for i in range(checks.integer("n", n, 1, MOST_ANSWERS)):
             seeded = dataclasses.replace(params, seed=((params.seed or 0) + i) % (LARGEST_SEED + 1))
-            prompts.append(Prompt(Request(ids, seeded, logprobs, top, None, scored, Flag()), begin))
+            constraint = None if grammar is None else grammar.constraint(ids if continues else ())
+            prompts.append(Prompt(Request(ids, seeded, logprobs, top, constraint, scored, Flag()), begin))
         return prompts
+
+    def _grammar(self, sources: Mapping[str, Any]) -> Grammar | None:
+        """The grammar that one of the options GRAMMARS gives."""
+        given = {name: source for name, source in sources.items() if source is not None}
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} exclude each other: an answer has one grammar")
+        for name, source in given.items():
+            if isinstance(source, type) and hasattr(source, "model_json_schema"):  # a model of pydantic
+                source = source.model_json_schema()
+            return compile_grammar(self.tokenizer, GRAMMARS[name], source)
+        return None
 
     def stream_batch(
         self, prompts: Iterable[tuple[Sequence[int], Mapping[str, Any]]], *, batch_size: int = BATCH_SIZE
@@ -336,7 +357,7 @@ class Llama:
         if unknown := sampling.keys() - known:
             raise UsageError(
                 f"unknown option {sorted(unknown)[0]!r}; known:"
-                f" {', '.join(sorted(known | {'stop', 'logprobs', 'top_logprobs', 'n', 'draft', 'draft_tokens'}))}"
+                f" {', '.join(sorted({*known, *GRAMMARS, *OTHER_OPTIONS}))}"
             )
         params = SamplingParams(**{**self.sampling, **sampling})
         if params.seed is None:

@@ -474,7 +474,7 @@ def test_runs_that_are_killed_repeatedly_complete_the_same_file(main: Command, t
 def test_an_interrupt_reports_how_far_an_output_is(
     main: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to_file: bool
 ) -> None:
-    real = Llama.stream_batch
+    real = Llama.answers
 
     def interrupted(*args: Any, **options: Any) -> Iterator[Any]:
         for number, piece in real(*args, **options):
@@ -482,7 +482,7 @@ def test_an_interrupt_reports_how_far_an_output_is(
             if piece.completion is not None:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(Llama, "stream_batch", interrupted)
+    monkeypatch.setattr(Llama, "answers", interrupted)
     source, target = write(tmp_path / "in", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out"
     output = ["--output", str(target)] if to_file else []
     assert cli.main(["generate", "--prompts", str(source), *output, "-n", "1", "--batch-size", "1"]) == 130

@@ -169,6 +169,33 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
     )
+    add_grammar_options(parser)
+
+
+def add_grammar_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that limit the answer to a grammar."""
+    group = parser.add_argument_group(
+        "structured output",
+        "the answer meets the schema, expression or grammar: each token is chosen among those that can lead there"
+        " (needs the extra structured; docs/structured.md)",
+    )
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--json-schema", metavar="FILE", help="a file with a JSON schema")
+    one.add_argument("--regex", metavar="EXPRESSION", help="a regular expression for the complete answer")
+    one.add_argument(
+        "--grammar", metavar="FILE", help="a file with a context-free grammar in llguidance's form of Lark"
+    )
+
+
+def grammar_options(args: argparse.Namespace) -> dict[str, str]:
+    """The grammar options as keyword arguments of Llama.generate."""
+    from .streams import read_text
+
+    if args.json_schema is not None:
+        return {"schema": read_text(Path(args.json_schema))}
+    if args.grammar is not None:
+        return {"grammar": read_text(Path(args.grammar))}
+    return {} if args.regex is None else {"regex": args.regex}
 
 
 def bias(text: str) -> tuple[int, float]:
@@ -264,7 +291,7 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     SamplingParams(**options)
     if "" in args.stop:
         raise UsageError("--stop must not be empty")
-    return {**options, "stop": args.stop}
+    return {**options, "stop": args.stop, **grammar_options(args)}
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:

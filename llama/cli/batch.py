@@ -23,10 +23,14 @@ from ..errors import LlamaError, UsageError
 from . import answers, arguments, loading, record, streams
 
 if TYPE_CHECKING:
+    from ..generation.answer import Prompt
     from ..text import Completion, Llama
     from ..tokenizer import Tokenizer
 
-SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIES, "seed")
+GRAMMARS = ("schema", "regex", "grammar")
+SAMPLING = (*NUMBERS, "stop", "logit_bias", *GRAMMARS)
 KEYS = ("id", "prompt", "messages", "system", *SAMPLING)
 NOT_WITH_PROMPTS = ("text", "prompt", "suffix", "draft", "draft_tokens", "load_session", "save_session")
 REFRESH = 0.5  # seconds between updates of the progress bar
@@ -105,8 +109,12 @@ def parse(line: bytes, number: int, source: str) -> Item:
     if "system" in values and "messages" in values:
         raise UsageError(f"{here}: a system message belongs in messages; leave system out")
     options = {key: values[key] for key in SAMPLING if key in values}
+    if "logit_bias" in options:
+        options["logit_bias"] = {int(id): bias for id, bias in options["logit_bias"].items()}
     try:
-        SamplingParams(**{key: value for key, value in options.items() if key != "stop"})
+        if sum(key in options for key in GRAMMARS) > 1:
+            raise UsageError(f"expected at most one of {', '.join(GRAMMARS)}")
+        SamplingParams(**{key: value for key, value in options.items() if key not in ("stop", *GRAMMARS)})
         check_content(values.get("messages"))
         if "messages" in values:
             check_messages(values["messages"])
@@ -135,6 +143,10 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "messages": (list, "a list"),
     "system": (str, "a string"),
     "stop": ((str, list), "a string or a list of strings"),
+    "logit_bias": (dict, "an object of token ids and numbers"),
+    "schema": (dict, "a JSON schema"),
+    "regex": (str, "a string"),
+    "grammar": (str, "a string"),
 }
 
 
@@ -143,9 +155,11 @@ def _check_types(values: dict[str, Any], here: str) -> None:
     for key, (kind, expected) in TYPES.items():
         if key in values and (not isinstance(values[key], kind) or isinstance(values[key], bool)):
             raise UsageError(f"{here}: {key} must be {expected}, got {shown(values[key])}")
-    for key in SAMPLING:
-        if key != "stop" and key in values and not is_number(values[key]):
+    for key in NUMBERS:
+        if key in values and not is_number(values[key]):
             raise UsageError(f"{here}: {key} must be a number, got {shown(values[key])}")
+    if not all(id.isdecimal() and len(id) < 10 for id in values.get("logit_bias", {})):
+        raise UsageError(f"{here}: the keys of logit_bias must be token ids, got {shown(values['logit_bias'])}")
     stop = values.get("stop", [])
     if not all(isinstance(text, str) and text for text in ([stop] if isinstance(stop, str) else stop)):
         raise UsageError(f"{here}: stop must be one or more strings that are not empty, got {shown(stop)}")
@@ -402,6 +416,7 @@ def run(args: argparse.Namespace) -> int:
         kept = Kept() if args.fresh else output.answers(lines, source)
         llm = loading.load(args)
         raw = pick_form(args, llm)
+        llm.prepare([0], options)  # a grammar that is not valid ends the run before it begins
         if args.output is not None:
             chat = {"raw": raw, "system": args.system}
             settings = record.settings_of(llm, {**options, "logprobs": args.logprobs}, chat)
@@ -461,20 +476,19 @@ def answer_all(
     streams.info(args, f"each prompt is {form}; {min(size, len(lines) - done)} run at once")
     ready: dict[int, dict[str, Any]] = {}  # line (from 0) -> an answer that is not written yet
     items: dict[int, Item] = {}  # line -> a prompt that is being run
-    line_of: list[int] = []  # number of a prompt in the batch -> its line
+    line_of: dict[Prompt, int] = {}
 
-    def prompts() -> Iterator[tuple[list[int], dict[str, Any]]]:
+    def prompts() -> Iterator[Prompt]:
         for at in range(done, len(lines)):
             item = parse(lines[at], at + 1, source)
+            own = {**line_options(options, item, at + 1, args.logprobs), "continues": raw and "prompt" in item.input}
             try:
-                ids = encode_item(llm, item, args.system, raw)
+                (prompt,) = llm.prepare(encode_item(llm, item, args.system, raw), own)
             except LlamaError as error:
                 ready[at] = failed(item, error)
                 continue
-            items[at] = item
-            line_of.append(at)
-            continues = raw and "prompt" in item.input
-            yield ids, {**line_options(options, item, at + 1, args.logprobs), "continues": continues}
+            items[at], line_of[prompt] = item, at
+            yield prompt
 
     tokens = errors = 0
     with progress(args, len(lines), done) as show:
@@ -489,12 +503,12 @@ def answer_all(
             show(done, tokens)
 
         try:
-            for number, piece in llm.stream_batch(prompts(), batch_size=size):
+            for prompt, piece in llm.answers(prompts(), batch_size=size):
                 if isinstance(piece, LlamaError):
-                    at = line_of[number]
+                    at = line_of.pop(prompt)
                     ready[at] = failed(items.pop(at), piece)
                 elif piece.completion is not None:
-                    at = line_of[number]
+                    at = line_of.pop(prompt)
                     ready[at] = answered(items.pop(at), piece.completion)
                 else:
                     tokens += 1
@@ -533,6 +547,8 @@ def line_options(options: dict[str, Any], item: Item, number: int, logprobs: boo
     merged = {**options, "logprobs": logprobs}
     if "seed" in merged:
         merged["seed"] = (merged["seed"] + number - 1) % 2**63
+    if any(name in item.options for name in GRAMMARS):  # it replaces a grammar of another kind
+        merged = {name: value for name, value in merged.items() if name not in GRAMMARS}
     return {**merged, **item.options}
 
 

@@ -41,8 +41,9 @@ def settings_of(llm: Llama, options: dict[str, Any], chat: dict[str, Any]) -> di
     """
     from ..generation import session
     from ..sampling import SamplingParams
+    from ..text import GRAMMARS
 
-    own = {key: value for key, value in options.items() if key not in ("stop", "logprobs")}
+    own = {key: value for key, value in options.items() if key not in ("stop", "logprobs", *GRAMMARS)}
     sampling = dataclasses.asdict(SamplingParams(**{**llm.sampling, **own}))
     settings = {
         **session.settings_of(llm.model),
@@ -58,6 +59,7 @@ def settings_of(llm: Llama, options: dict[str, Any], chat: dict[str, Any]) -> di
         **sampling,
         "stop": options.get("stop", []),
         "logprobs": options.get("logprobs", False),
+        **{name: options[name] for name in GRAMMARS if name in options},
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
