@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TypeGuard
 
 from .errors import LlamaError, UsageError
@@ -59,6 +59,12 @@ def choice(name: str, value: object, known: Collection[str], error: type[LlamaEr
     if not isinstance(value, str) or value not in known:
         raise error(f"unknown {name} {shown(value)}; known: {', '.join(known)}")
     return value
+
+
+def known_ids(ids: Iterable[int], size: int) -> None:
+    """Raise UsageError for the first id that is not in a vocabulary of `size` ids."""
+    if (unknown := next((id for id in ids if not 0 <= id < size), None)) is not None:
+        raise UsageError(f"token id {unknown} is not in the vocabulary of {size:,} ids, 0 to {size - 1}")
 
 
 def shown(value: object) -> str:

@@ -22,6 +22,8 @@ from .sampling import LARGEST_LOGIT, Constraint, History, SamplingParams, choose
 
 # Explains, given the ids of a text, where its numbers stop being finite. engine/nonfinite.py has one.
 Diagnosis = Callable[[Sequence[int]], str]
+# Called after each chunk of a prompt with the number of tokens fed so far, and of all tokens to feed.
+Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,13 @@ class Token:
 
 
 @torch.inference_mode()
-def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: int | None = None) -> Tensor:
+def prefill(
+    model: Transformer,
+    tokens: Sequence[int],
+    cache: KVCache,
+    chunk: int | None = None,
+    progress: Progress | None = None,
+) -> Tensor:
     """Feed ids into the model, `chunk` at a time to bound the memory; return the logits (V,) after the last id.
 
     chunk is 256 by default, and 2,048 on CUDA, where fewer tokens do not keep the device busy. Each chunk is passed the
@@ -47,8 +55,12 @@ def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: in
     """
     if not tokens:
         raise UsageError("prefill needs at least one token")
+    done = 0
     for hidden in prefill_chunks(model, tokens, cache, chunk):  # (1, T, C)
         last = hidden[:, -1]  # (1, C): only the last token needs logits
+        done += hidden.shape[1]
+        if progress is not None:
+            progress(done, len(tokens))
     return model.output(last)[0].float()  # (V,)
 
 
@@ -79,6 +91,7 @@ def generate(  # many parameters, since an answer has no other state
     constraint: Constraint | None = None,
     chunk: int | None = None,
     diagnose: Diagnosis | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Token]:
     """Yield new tokens until a stop id, max_new_tokens, or the end of the context.
 
@@ -88,6 +101,7 @@ def generate(  # many parameters, since an answer has no other state
     top_logprobs  the number of most probable tokens in Token.top
     constraint    limits the tokens; it serves one answer
     diagnose      explains logits that are not finite, for the error message
+    progress      see `Progress`
 
     Raises ContextLengthError if the prompt leaves no room for one new token, NumericalError if a logit is not finite.
     """
@@ -115,7 +129,7 @@ def generate(  # many parameters, since an answer has no other state
             constraint.advance(int(choice[0]))
         return choice
 
-    logits = prefill(model, text[cache.length :], cache, chunk)  # (V,)
+    logits = prefill(model, text[cache.length :], cache, chunk, progress)  # (V,)
     with closing(model.runner.decode(model, logits, cache, room, pick)) as steps:
         for step, (id, top, *logprob) in enumerate(steps):
             check_extreme(top, f"new token {step + 1}", text, diagnose)
@@ -135,11 +149,8 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
             f"the prompt has {len(prompt)} tokens and the context holds {context}, the answer included;"
             f" shorten the prompt or raise --max-seq-len"
         )
-    vocab_size = model.config.vocab_size
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise UsageError(f"prompt ids must lie between 0 and {vocab_size - 1}, got {min(prompt)} to {max(prompt)}")
-    if params.logit_bias and max(params.logit_bias) >= vocab_size:
-        raise UsageError(f"ids of logit_bias must lie between 0 and {vocab_size - 1}, got {max(params.logit_bias)}")
+    checks.known_ids(prompt, model.config.vocab_size)
+    checks.known_ids(params.logit_bias, model.config.vocab_size)
     room = min(params.max_new_tokens, context - len(prompt))
     if room and cache is not None and cache.length >= len(prompt):
         raise UsageError(f"the cache holds {cache.length} tokens, so none of the {len(prompt)} prompt tokens is new")

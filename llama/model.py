@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import checks
 from .attention import ATTENTION, Attend, causal_mask
 from .cache import KVCache, LayerCache, MemoryCheck
 from .config import ModelConfig
@@ -134,13 +135,18 @@ class Transformer(nn.Module):
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
+    def extra_repr(self) -> str:  # the first line of repr(model)
+        return f"{self.config.n_params:,} parameters, context {self.max_seq_len:,}, {self.norm.weight.dtype}"
+
     def forward(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """Logits of the next token after each token: (B, T) int64 -> (B, T, V) float32.
 
         positions  (T,) or (B, T) int64; None: after the cached tokens, or from 0 if there is no cache
         cache      stores the new keys and values and supplies the old ones
-        Raises ContextLengthError if a position is beyond the cache or max_seq_len.
+        Raises UsageError for an unknown id, ContextLengthError for a position beyond the cache or max_seq_len.
         """
+        if type(tokens) is Tensor and tokens.numel() and not (tokens.is_meta or torch.compiler.is_compiling()):
+            checks.known_ids((int(tokens.min()), int(tokens.max())), self.config.vocab_size)
         return self.output(self.hidden(tokens, positions, cache)).float()
 
     def hidden(
@@ -190,13 +196,7 @@ class Runner:
         self.cache_kind, self.check_memory = cache_kind, check_memory
 
     def run(
-        self,
-        model: Transformer,
-        tokens: Tensor,
-        positions: Tensor,
-        keys: Tensor | None,
-        end: int,
-        cache: KVCache | None,
+        self, model: Transformer, tokens: Tensor, positions: Tensor, keys: Tensor | None, end: int, cache: Cache
     ) -> Tensor:
         """All blocks and the last norm: tokens (B, T) at positions (T,) or (B, T), all below `end` -> (B, T, C).
 

@@ -13,9 +13,11 @@ from typing import Any, Protocol, overload
 
 from . import checks
 from .chat import encode_chat
+from .engine.linears import describe_quantization
 from .engine.nonfinite import locate
+from .engine.placement import describe_devices
 from .errors import LlamaError, NumericalError, UsageError
-from .generate import generate
+from .generate import Progress, generate
 from .generation.answer import Answer, Completion, Piece, Prompt, Stats, StopText
 from .generation.batch import Batch, Ended, PromptScored, Request, Source, Started, TokenEvent
 from .generation.session import Session
@@ -78,6 +80,13 @@ class Llama:
         self.sampling = dict(sampling or {})
         self.adapters, self.warnings = tuple(adapters), tuple(warnings)
 
+    def __repr__(self) -> str:
+        quantized = describe_quantization(self.model)
+        weights = f", {quantized} weights" if quantized else ""
+        chat = self.chat_format or ("template" if self.chat_template else "none")
+        where = describe_devices(self.model)
+        return f"Llama({self.model.extra_repr()}{weights}, {where}, {self.tokenizer}, chat: {chat})"
+
     @overload
     def generate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
     @overload
@@ -87,9 +96,12 @@ class Llama:
     @overload
     def generate(self, prompt: Sequence[str], *, n: int, **options: Any) -> list[list[Completion]]: ...
     def generate(
-        self, prompt: str | Sequence[str], *, n: int | None = None, **options: Any
+        self, prompt: str | Sequence[str], *, n: int | None = None, parse_special: bool = False, **options: Any
     ) -> Completion | list[Completion] | list[list[Completion]]:
         """Continue raw text; a begin-of-text id is added if the model was trained with one.
+
+        parse_special=True reads control strings in the text, such as <|im_end|>, as control tokens. Without it, text
+        never becomes a control token. Use it only for text that you wrote.
 
         A list of prompts returns a list of completions, the same as one by one. batch_size of them (default: 16) run at
         once; with a draft or a session, they run one after the other. The first error ends all of them; its message
@@ -98,8 +110,8 @@ class Llama:
         """
         if isinstance(prompt, str):
             if n is None:
-                return _last(self.stream(prompt, **options))
-            return self._complete([self.tokenizer.encode_prompt(prompt)], n, options)[0]
+                return _last(self.stream(prompt, parse_special=parse_special, **options))
+            return self._complete([self.tokenizer.encode_prompt(prompt, parse_special)], n, options)[0]
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}")
         for number, one in enumerate(prompt):
@@ -111,12 +123,12 @@ class Llama:
             one_by_one = []
             for number, one in enumerate(prompt):
                 with _named(number, len(prompt)):
-                    one_by_one.append(_last(self.stream(one, **options)))
+                    one_by_one.append(_last(self.stream(one, parse_special=parse_special, **options)))
             return one_by_one
         encoded = []
         for number, one in enumerate(prompt):
             with _named(number, len(prompt)):
-                encoded.append(self.tokenizer.encode_prompt(one))
+                encoded.append(self.tokenizer.encode_prompt(one, parse_special))
         found = self._complete(encoded, 1 if n is None else n, options)
         return found if n is not None else [one for (one,) in found]
 
@@ -137,11 +149,14 @@ class Llama:
                 done[one] = piece.completion
         return [[done[one] for one in prepared[i : i + n]] for i in range(0, len(prepared), n)]
 
-    def stream(self, prompt: str, **options: Any) -> Generator[Piece]:
-        """`generate` as a stream of pieces, whose texts joined are the completion's text."""
+    def stream(self, prompt: str, *, parse_special: bool = False, **options: Any) -> Generator[Piece]:
+        """`generate` as a stream of pieces, whose texts joined are the completion's text.
+
+        str(piece) is its text: `for piece in llm.stream(prompt): print(piece, end="", flush=True)`.
+        """
         if not isinstance(prompt, str):
             raise UsageError(f"prompt must be a string, got {type(prompt).__name__}")
-        return self.stream_ids(self.tokenizer.encode_prompt(prompt), **options)
+        return self.stream_ids(self.tokenizer.encode_prompt(prompt, parse_special), **options)
 
     @overload
     def chat(
@@ -197,6 +212,7 @@ class Llama:
         session: Session | None = None,
         draft: str | Llama | Transformer | Draft | None = None,
         draft_tokens: int | None = None,
+        progress: Progress | None = None,
         **options: Any,
     ) -> Generator[Piece]:
         """Prompt ids in, pieces of text out; the methods above use it.
@@ -204,6 +220,7 @@ class Llama:
         session    keeps the KV cache for the next call; a speculative.Draft as `draft` also keeps its own
         continues  True (default): the text is what the new ids append to the prompt's text. False: it is a separate
                    text, as in a chat, without the space that SentencePiece adds before every text
+        progress   called while the prompt is computed: progress(number of tokens done, number of tokens to compute)
 
         Invalid options raise UsageError here, not at the first piece.
         """
@@ -213,9 +230,11 @@ class Llama:
         (prepared,) = self.prepare(prompt, options)
         if guesses is not None and prepared.request.constraint is not None:
             raise UsageError("an answer with a schema, regex or grammar can't be drafted: leave draft out")
-        return self._stream(prepared, session, guesses)
+        return self._stream(prepared, session, guesses, progress)
 
-    def _stream(self, prompt: Prompt, session: Session | None, draft: Draft | None) -> Generator[Piece]:
+    def _stream(
+        self, prompt: Prompt, session: Session | None, draft: Draft | None, progress: Progress | None
+    ) -> Generator[Piece]:
         ids, params, logprobs, top_logprobs, constraint, *_ = prompt.request
         cache = None if session is None else session.reuse(self.model, ids, self.tokenizer)
         cached = 0 if cache is None else cache.length
@@ -230,6 +249,7 @@ class Llama:
             cache=cache,
             logprobs=logprobs,
             top_logprobs=top_logprobs,
+            progress=progress,
         )
         nonfinite = False
         try:

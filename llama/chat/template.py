@@ -34,14 +34,6 @@ OUTPUT = 2**20  # bytes that a template may write in addition to four times the 
 WAIT = 60.0  # seconds of real time, in case CPU time can't be limited (Windows) or the machine is very busy
 
 
-# Unicode's White_Space, which the `tokenizers` library strips; Python's strip() removes more
-WHITE_SPACE = (
-    "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
-    "\u2028\u2029\u202f\u205f\u3000"
-)
-NEITHER = (False, False)
-
-
 def encode_template(
     tokenizer: Tokenizer,
     template: str,
@@ -57,20 +49,9 @@ def encode_template(
             raise UsageError(
                 f"message {i}: continues needs the chat format llama3; a template decides itself how a message ends"
             )
-    ids: list[int] = []
     controls = {text: id for text, id in tokenizer.control.items() if text}
     values = _values(tokenizer, messages, tools, add_generation_prompt)
-    pieces = _rendered(template, values, controls, now)
-    for i, (piece, is_control) in enumerate(pieces):
-        if is_control:
-            ids.append(controls[piece])
-            continue
-        if i and tokenizer.strips.get(pieces[i - 1][0], NEITHER)[1]:
-            piece = piece.lstrip(WHITE_SPACE)
-        if pieces[i + 1 :] and tokenizer.strips.get(pieces[i + 1][0], NEITHER)[0]:
-            piece = piece.rstrip(WHITE_SPACE)
-        ids += tokenizer.encode_chat_text(piece, first=i == 0)
-    return ids
+    return tokenizer.encode_pieces(_rendered(template, values, controls, now))
 
 
 def render(

@@ -16,6 +16,14 @@ from .batch import Request
 FinishReason = Literal["stop", "length"]
 
 
+SHOWN = 60  # characters of a text in the repr of its object
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text, for a repr."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
 @dataclass(frozen=True)
 class Stats:
     """Counts and times of a generation. Times are in seconds; speeds in tokens per second, or None if not measured.
@@ -54,6 +62,8 @@ class Piece:
 
     token   the new token that the piece is about, if any; its text may come with a later piece
     prompt  the tokens of the prompt with log-probabilities, before the first new token, if they were requested
+
+    str(piece) is the text.
     """
 
     text: str
@@ -61,10 +71,13 @@ class Piece:
     token: Token | None = None
     prompt: list[Token] | None = None
 
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished generation.
+    """A finished generation. str(completion) is the text.
 
     text           the new text only, cut before a stop string
     tokens         the new ids only, without the final stop id, but including those of a stop string
@@ -79,6 +92,14 @@ class Completion:
     logprobs: list[float] | None
     stats: Stats
     top_logprobs: list[Mapping[int, float]] | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return (
+            f"Completion({shortened(self.text)!r}, {len(self.tokens):,} tokens, finish_reason={self.finish_reason!r})"
+        )
 
 
 class StopText:

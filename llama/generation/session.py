@@ -59,6 +59,9 @@ class Session:
     _owner: tuple[ref[Transformer], dict[str, Any]] | None = field(default=None, init=False, repr=False, compare=False)
     _tokenizer: Tokenizer | str | None = field(default=None, init=False, repr=False, compare=False)  # str: its digest
 
+    def __repr__(self) -> str:
+        return f"Session({len(self.tokens):,} tokens, {len(self.messages):,} messages)"
+
     def reuse(self, model: Transformer, prompt: Sequence[int], tokenizer: Tokenizer | None = None) -> KVCache:
         """The cache, trimmed to the prefix it shares with `prompt`, without the prompt's last token.
 

@@ -29,7 +29,17 @@ from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
-from ..generate import Token, check_finite, history_of, most_probable, prefill, random_generator, room_for, top_of
+from ..generate import (
+    Progress,
+    Token,
+    check_finite,
+    history_of,
+    most_probable,
+    prefill,
+    random_generator,
+    room_for,
+    top_of,
+)
 from ..model import Transformer
 from ..sampling import SamplingParams, probs, sample
 from .prefix import shared_prefix
@@ -88,6 +98,7 @@ def speculate(  # the parameters of generate.generate
     logprobs: bool = False,
     top_logprobs: int = 0,
     chunk: int | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Token]:
     """`generate.generate` with a draft: the same tokens if greedy, otherwise the same distribution of tokens.
 
@@ -113,7 +124,8 @@ def speculate(  # the parameters of generate.generate
     try:
         if len(tokens) == end:
             return
-        logits, drafted = prefill(model, tokens[cache.length :], cache, chunk)[None], list[DraftToken]()  # (1, V), none
+        logits = prefill(model, tokens[cache.length :], cache, chunk, progress)[None]  # (1, V)
+        drafted = list[DraftToken]()
         while True:
             for row, token in zip_longest(logits[:, :n_vocab], drafted):  # after the last token, after each drafted one
                 p = distribution(row, tokens, "new token", model)

@@ -6,13 +6,21 @@ import codecs
 import hashlib
 import json
 import operator
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from ..checks import shown
+from ..checks import known_ids, shown
 from ..errors import TokenizerError, UsageError
 from .common import MID, PRE, SUF
+
+# Unicode's White_Space, which the `tokenizers` library strips; Python's strip() removes more
+WHITE_SPACE = (
+    "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+    "\u2028\u2029\u202f\u205f\u3000"
+)
+NEITHER = (False, False)
 
 LONGEST_PARTIAL = 3  # an incomplete character in UTF-8 has at most three bytes
 
@@ -53,9 +61,9 @@ def token_ids(ids: Iterable[object]) -> list[int]:
 class Tokenizer(ABC):
     """Text to ids and ids to text.
 
-    Text never becomes a control id: every vocabulary encodes "<|im_end|>" as plain characters. Only code appends
-    control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/. bos_id, eos_id and the stop ids that
-    have a token are control ids.
+    Text never becomes a control id, except on request (`parse_special`): every vocabulary encodes "<|im_end|>" as plain
+    characters. Only code appends control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/. bos_id,
+    eos_id and the stop ids that have a token are control ids.
 
     kind                  a description of the vocabulary
     n_vocab               number of ids; every id is smaller
@@ -76,6 +84,13 @@ class Tokenizer(ABC):
     stop_ids: frozenset[int]
     strips_leading_space = False
     strips: Mapping[str, tuple[bool, bool]] = MappingProxyType({})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.kind}, {self.n_vocab:,} ids, {len(self.control):,} of them control ids)"
+
+    def __call__(self, text: str, bos: bool = False, eos: bool = False, *, parse_special: bool = False) -> list[int]:
+        """Return `encode` of the same arguments."""
+        return self.encode(text, bos, eos, parse_special=parse_special)
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
@@ -98,14 +113,46 @@ class Tokenizer(ABC):
         data = json.dumps(content, default=lambda x: x.hex() if isinstance(x, bytes) else x.tolist()).encode()
         return hashlib.sha256(data).hexdigest()
 
-    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate."""
-        ids = self._encode(_valid(text))
+    def encode(self, text: str, bos: bool = False, eos: bool = False, *, parse_special: bool = False) -> list[int]:
+        """Ids of a text, with bos before and eos after it if requested. Raises TokenizerError on a lone surrogate.
+
+        parse_special  True: control strings in the text become control ids. Only for text that you wrote yourself
+        """
+        ids = self.encode_pieces(self.split_control(_valid(text))) if parse_special else self._encode(_valid(text))
         return self._marker(bos, self.bos_id, "begin") + ids + self._marker(eos, self.eos_id, "end")
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a raw prompt, with bos if `add_bos` is set. An empty prompt is bos alone, if there is a bos."""
-        return self.encode(text, bos=self.add_bos or (not text and self.bos_id is not None))
+    def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
+        """Ids of a raw prompt, with bos if `add_bos` is set. An empty prompt is bos alone, if there is a bos.
+
+        parse_special  as in `encode`; a text that begins with the control string of bos gets no second bos
+        """
+        ids = self.encode(text, parse_special=parse_special)
+        if ids and ids[0] == self.bos_id:
+            return ids
+        return self._marker(self.add_bos or (not text and self.bos_id is not None), self.bos_id, "begin") + ids
+
+    def split_control(self, text: str) -> list[tuple[str, bool]]:
+        """A text split at its control strings: (part, whether it is one). The first and longest match wins."""
+        names = sorted(filter(None, self.control), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+        return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        """Ids of the parts of a text: of a control string its own id, of the text between two of them plain ids.
+
+        White space beside a control string is dropped where `strips` says so.
+        """
+        ids: list[int] = []
+        for i, (piece, is_control) in enumerate(pieces):
+            if is_control:
+                ids.append(self.control[piece])
+                continue
+            if i and self.strips.get(pieces[i - 1][0], NEITHER)[1]:
+                piece = piece.lstrip(WHITE_SPACE)
+            if pieces[i + 1 :] and self.strips.get(pieces[i + 1][0], NEITHER)[0]:
+                piece = piece.rstrip(WHITE_SPACE)
+            ids += self.encode_chat_text(piece, first=i == 0)
+        return ids
 
     def encode_infill(self, prefix: str, suffix: str) -> list[int]:
         """Ids of a Code Llama prompt for the text between a prefix and a suffix.
@@ -140,10 +187,10 @@ class Tokenizer(ABC):
         return "".join([decoder.feed(id) for id in token_ids(ids)]) + decoder.end()
 
     def _check_id(self, id: int) -> int:
-        """The id as an int. Raises UsageError for another type, TokenizerError if it is not in the vocabulary."""
+        """The id as an int. Raises UsageError if it is not an integer, or not in the vocabulary."""
         id = token_id(id)
         if not 0 <= id < self.n_vocab:
-            raise TokenizerError(f"token ids must be between 0 and {self.n_vocab - 1}, got {id}")
+            known_ids([id], self.n_vocab)
         return id
 
     def _marker(self, enabled: bool, id: int | None, name: str) -> list[int]:

@@ -418,8 +418,8 @@ TOKENIZERS: tuple[Defect, ...] = (
         "E11",
         "begin-of-text is added before a template's own",
         "llama/chat/template.py",
-        "    ids: list[int] = []\n",
-        "    ids: list[int] = tokenizer.encode('', bos=True)\n",
+        "    return tokenizer.encode_pieces(",
+        "    return tokenizer.encode('', bos=True) + tokenizer.encode_pieces(",
     ),
     Defect(
         "E12",
