@@ -4,12 +4,50 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 from . import streams
 
 if TYPE_CHECKING:
     from ..text import Completion, Stats
+
+
+class PromptBar:
+    """A progress bar on stderr for a prompt that takes long: pass it as `progress`, and use it as a context.
+
+    It appears only on a terminal, without --quiet, after DELAY seconds, and is removed when the prompt is done. One
+    object serves one prompt after another.
+    """
+
+    DELAY = 1.5  # seconds after the first chunk
+
+    def __init__(self, args: argparse.Namespace):
+        self._shown = not args.quiet and sys.stderr.isatty()
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._shown and self._bar is None and done < total:
+            from tqdm import tqdm
+
+            settings = {"desc": "prompt", "unit": "tok", "leave": False, "delay": self.DELAY, "dynamic_ncols": True}
+            self._bar = tqdm(total=total, initial=done, **settings)
+        elif self._bar is not None:
+            self._bar.update(done - self._bar.n)
+        if done == total:
+            self.close()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+    def __enter__(self) -> PromptBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def show_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> None:

@@ -32,7 +32,10 @@ NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIE
 GRAMMARS = ("schema", "regex", "grammar")
 SAMPLING = (*NUMBERS, "stop", "logit_bias", *GRAMMARS)
 KEYS = ("id", "prompt", "messages", "system", *SAMPLING)
-NOT_WITH_PROMPTS = ("text", "prompt", "suffix", "draft", "draft_tokens", "load_session", "save_session")
+NOT_WITH_PROMPTS = (
+    *("text", "prompt", "file", "suffix", "parse_special"),
+    *("draft", "draft_tokens", "load_session", "save_session"),
+)
 REFRESH = 0.5  # seconds between updates of the progress bar
 
 

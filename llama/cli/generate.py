@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import sys
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from . import answers, arguments, batch, drafts, loading, ranks, sessions, streams
+from .prompt import add_prompt_options, read_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from ..text import Piece
+    from ..tokenizer import Tokenizer
+
+NOT_RAW = (
+    "--parse-special needs --raw without --suffix and --chat-format: in a chat, text never becomes a control token"
+)
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -26,10 +30,16 @@ def add_parser(commands: arguments.Subparsers) -> None:
         usage="%(prog)s [options] [PROMPT]",
         allow_abbrev=False,
     )
-    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt (default or '-': standard input)")
-    parser.add_argument("--prompt", "-p", metavar="PROMPT", help="the prompt, given as an option")
+    add_prompt_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--raw", action="store_true", help="continue the prompt without a chat template")
+    parser.add_argument(
+        "--parse-special",
+        action="store_true",
+        default=None,
+        help="with --raw: read control tokens that are written in the prompt, such as <|im_end|>, as control tokens;"
+        " without it they are plain text",
+    )
     arguments.add_chat_format(parser)
     parser.add_argument(
         "--suffix", metavar="TEXT", help="fill in the text between PROMPT and this suffix (Code Llama infilling)"
@@ -58,11 +68,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--logprobs needs --json or --prompts")
     if args.suffix is not None and (args.system is not None or args.chat_format != "auto"):
         raise UsageError("--suffix continues plain text: leave --system and --chat-format out")
+    if args.parse_special and (args.suffix is not None or args.system is not None or args.chat_format != "auto"):
+        raise UsageError(NOT_RAW)
     options = arguments.sampling_options(args)
     drafts.check_draft(args)
     sessions.check_session(args)
     llm = loading.load(args, lambda tokenizer: len(tokenizer.encode_prompt(prompt)) + args.max_new_tokens)
     options["draft"] = drafts.load_draft(args, llm.model)
+    shown = options["progress"] = answers.PromptBar(args)
     session = options["session"] = sessions.load_session(args, llm)
     if session is not None and session.messages:
         streams.info(args, "this prompt is not part of the session's conversation; clearllama chat continues it")
@@ -72,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
     if raw and args.system is not None:
         raise UsageError("--system needs a chat: leave --raw out, or name a format with --chat-format")
+    if args.parse_special and not raw:
+        raise UsageError(NOT_RAW)
     if args.suffix is not None:
         streams.info(args, "filling in the text between prompt and suffix")
         ids = llm.tokenizer.encode_infill(prompt, args.suffix)
@@ -80,8 +95,12 @@ def run(args: argparse.Namespace) -> int:
         reason = "--raw" if args.raw else "the model has no chat template"
         if not args.raw and llm.chat_format is not None:
             reason += f"; for a chat model: --chat-format {llm.chat_format}"
-        streams.info(args, f"the prompt is continued as plain text ({reason})")
-        pieces = llm.stream(prompt, logprobs=args.logprobs, **options)
+        special = bool(args.parse_special)
+        form = "text with control tokens" if special else "plain text"
+        streams.info(args, f"the prompt is continued as {form} ({reason})")
+        if not special and (found := control_strings(llm.tokenizer, prompt)):
+            streams.info(args, f"the prompt contains {found} as plain text; --parse-special reads control tokens")
+        pieces = llm.stream(prompt, parse_special=special, logprobs=args.logprobs, **options)
     else:
         form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"
         streams.info(args, f"the prompt is one user message in {form} (--raw continues it as plain text)")
@@ -89,9 +108,15 @@ def run(args: argparse.Namespace) -> int:
         messages.append({"role": "user", "content": prompt})
         pieces = llm.stream_chat(messages, logprobs=args.logprobs, **options)
 
-    with sessions.saving(args, session, llm.model):
+    with sessions.saving(args, session, llm.model), shown:
         answer(args, prompt, pieces)
     return 0
+
+
+def control_strings(tokenizer: Tokenizer, text: str) -> str:
+    """The first three control strings in a text, separated by commas; empty if there is none."""
+    found = dict.fromkeys(part for part, is_control in tokenizer.split_control(text) if is_control)
+    return ", ".join(list(found)[:3])
 
 
 def answer(args: argparse.Namespace, prompt: str, pieces: Generator[Piece]) -> None:
@@ -109,21 +134,3 @@ def answer(args: argparse.Namespace, prompt: str, pieces: Generator[Piece]) -> N
     elif completion.text:
         streams.write("\n")
     answers.show_stats(args, completion.stats, completion.finish_reason)
-
-
-def read_prompt(args: argparse.Namespace) -> str:
-    """Read the prompt from the argument, from -p or from a pipe. Raises UsageError rather than wait at a terminal."""
-    if args.text is not None and args.prompt is not None:
-        raise UsageError("the prompt was given twice, as an argument and with --prompt; give it once")
-    prompt: str | None = args.text if args.text is not None else args.prompt
-    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
-        raise UsageError(
-            f'no prompt: clearllama {args.command} "your text", or pipe it in; for a conversation, clearllama chat'
-        )
-    if prompt is None or prompt == "-":
-        return streams.read_stdin()
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:  # Python decodes bytes outside the locale's encoding to lone surrogates
-        return streams.decode(os.fsencode(prompt), "the prompt")  # the bytes may be valid UTF-8 in another locale
-    return prompt

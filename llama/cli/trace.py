@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 
 from ..errors import UsageError
-from . import arguments, generate, loading, streams
+from . import arguments, loading, streams
+from .prompt import add_prompt_options, read_prompt
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -21,8 +22,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         usage="%(prog)s [options] [PROMPT]",
         allow_abbrev=False,
     )
-    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the text (default or '-': standard input)")
-    parser.add_argument("--prompt", "-p", metavar="PROMPT", help="the text, given as an option")
+    add_prompt_options(parser, "text")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: one file, works offline")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers as one JSON object")
     parser.add_argument(
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None and args.json is not None and args.html.resolve() == args.json.resolve():
         raise UsageError(f"--html and --json both name {args.html}; one would overwrite the other")
     arguments.check_one_device(args, "trace")
-    prompt = generate.read_prompt(args)
+    prompt = read_prompt(args)
     scaling = arguments.rope_scaling(args)
     unchanged = copy.copy(args)  # the RoPE options are interventions, so the model is loaded without them
     unchanged.rope_scaling = unchanged.rope_factor = unchanged.rope_theta = None

@@ -1,0 +1,63 @@
+"""The prompt of a command: an argument, files, standard input, or several of them with a blank line between."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from ..errors import UsageError
+from . import piped, streams
+
+
+def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> None:
+    """Add PROMPT, --prompt and --file. `what` is the word for it in the help."""
+    parser.add_argument("text", nargs="?", metavar="PROMPT", help=f"the {what} (default or '-': standard input)")
+    parser.add_argument("--prompt", "-p", metavar="PROMPT", help=f"the {what}, given as an option")
+    parser.add_argument(
+        "--file",
+        "-f",
+        action="append",
+        metavar="FILE",
+        help=f"read the {what} from a file ('-': standard input); may be repeated. A PROMPT, files and piped text are"
+        " joined in this order, with a blank line between",
+    )
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """Read all parts of the prompt. Raises UsageError if there is none, rather than wait at a terminal."""
+    if args.text is not None and args.prompt is not None:
+        raise UsageError("the prompt was given twice, as an argument and with --prompt; give it once")
+    given: str | None = args.text if args.text is not None else args.prompt
+    files: list[str] = args.file or []
+    if given is None and not files:
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise UsageError(
+                f'no prompt: clearllama {args.command} "your text", or pipe it in; for a conversation, clearllama chat'
+            )
+        return streams.read_stdin()
+    if [given, *files].count("-") > 1:
+        raise UsageError("standard input was named twice; give '-' once")
+    parts = [] if given is None else [streams.read_stdin() if given == "-" else decoded(given)]
+    parts += [streams.read_stdin() if name == "-" else read_file(name) for name in files]
+    if "-" not in (given, *files):
+        parts.append(piped.text_beside_prompt(args))
+    return "\n\n".join(part for part in parts if part)
+
+
+def decoded(text: str) -> str:
+    """An argument as text. Raises UsageError if its bytes are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python decodes bytes outside the locale's encoding to lone surrogates
+        return streams.decode(os.fsencode(text), "the prompt")  # the bytes may be valid UTF-8 in another locale
+    return text
+
+
+def read_file(name: str) -> str:
+    """The text of a prompt file without its last newline. Raises UsageError if it is empty or unreadable."""
+    text = streams.read_text(Path(name)).removesuffix("\n")
+    if not text:
+        raise UsageError(f"--file {name} is empty; expected the text of the prompt")
+    return text
