@@ -32,6 +32,7 @@ from . import (
     signals,
     streams,
     study,
+    suggestions,
     trace,
     verify,
 )
@@ -104,12 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")  # such a terminal cannot redraw a line
     parser = build_parser()
     try:
+        suggestions.check(parser, sys.argv[1:] if argv is None else argv)
         args, rest = parser.parse_known_args(argv)
         if rest:
+            command = suggestions.commands_of(parser)[args.command]
+            message = suggestions.unrecognized(rest, suggestions.options_of(command))
             hint = "; a prompt of several words needs quotes, a prompt that starts with - needs -- before it"
-            Parser(prog=f"{parser.prog} {args.command}").error(
-                f"unrecognized arguments: {' '.join(rest)}" + hint * (args.command in PROMPTED)
-            )
+            command.error(message or f"unrecognized arguments: {' '.join(rest)}" + hint * (args.command in PROMPTED))
     except SystemExit as left:  # --help, --version and usage errors; their text may still be in the buffer
         try:
             streams.write_raw("")

@@ -224,7 +224,8 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that save the KV cache and load it again."""
     group = parser.add_argument_group(
         "session",
-        "the KV cache in a file: a later prompt with the same prefix reuses it (docs/long-contexts.md)",
+        "the KV cache in a file: a later prompt with the same prefix reuses it (docs/long-contexts.md). If both options"
+        " name the same file, the first run creates it",
     )
     group.add_argument("--load-session", metavar="FILE", help="continue from a saved session")
     group.add_argument(

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from ..text import Piece
     from ..tokenizer import Tokenizer
 
-NOT_RAW = (
-    "--parse-special needs --raw without --suffix and --chat-format: in a chat, text never becomes a control token"
-)
-
 
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
@@ -68,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--logprobs needs --json or --prompts")
     if args.suffix is not None and (args.system is not None or args.chat_format != "auto"):
         raise UsageError("--suffix continues plain text: leave --system and --chat-format out")
-    if args.parse_special and (args.suffix is not None or args.system is not None or args.chat_format != "auto"):
-        raise UsageError(NOT_RAW)
+    if args.parse_special and not args.raw:
+        raise UsageError("--parse-special needs --raw: in a chat, text never becomes a control token")
+    if args.parse_special and args.suffix is not None:
+        raise UsageError("--suffix reads the prompt as plain text: leave --parse-special out")
     options = arguments.sampling_options(args)
     drafts.check_draft(args)
     sessions.check_session(args)
@@ -85,8 +83,6 @@ def run(args: argparse.Namespace) -> int:
     raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
     if raw and args.system is not None:
         raise UsageError("--system needs a chat: leave --raw out, or name a format with --chat-format")
-    if args.parse_special and not raw:
-        raise UsageError(NOT_RAW)
     if args.suffix is not None:
         streams.info(args, "filling in the text between prompt and suffix")
         ids = llm.tokenizer.encode_infill(prompt, args.suffix)

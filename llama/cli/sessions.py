@@ -23,10 +23,18 @@ def check_session(args: argparse.Namespace) -> None:
         return
     from ..generation.session import check_target, open_session
 
-    if args.load_session is not None:
+    if args.load_session is not None and not is_new(args):
         open_session(Path(args.load_session))
     if args.save_session is not None:
         check_target(Path(args.save_session))
+
+
+def is_new(args: argparse.Namespace) -> bool:
+    """Whether both options name the same file and it does not exist: then the first run creates it."""
+    if args.load_session is None or args.save_session is None:
+        return False
+    load, save = Path(args.load_session), Path(args.save_session)
+    return load.resolve() == save.resolve() and not load.exists() and not load.is_symlink()
 
 
 def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
@@ -36,7 +44,9 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
     from ..generation.session import Session, check_model
 
     check_model(llm.model)
-    if args.load_session is None:
+    if is_new(args):
+        streams.info(args, f"{args.load_session} does not exist yet: starting a new session, to be saved there")
+    if args.load_session is None or is_new(args):
         return Session()
     session = Session.load(args.load_session, llm.model, llm.tokenizer)
     messages = f" and {len(session.messages)} messages" if session.messages else ""
