@@ -266,7 +266,7 @@ def test_every_setting_runs_in_its_own_process_and_a_failure_ends_no_other(file:
     contexts = ["--prompt-tokens", "254,20", "--new-tokens", "3", "--reps", "1"]
     assert main(["bench", "-m", str(file), *contexts, "--dtype", "float32", "--json", "-q"]) == 1
     out, err = capsys.readouterr()
-    too_long, fits = map(json.loads, out.splitlines())
+    too_long, fits = json.loads(out)
     message = "--prompt-tokens 254 and --new-tokens 3 exceed the context of 256"
     same = {"engine": "clearllama", "model": "wide.gguf", "dtype": "float32", "compile": False, "batch": 1}
     assert {**same, "quantize": None, "context": 254}.items() <= too_long.items()

@@ -60,7 +60,7 @@ def test_inspect_describes_a_folder_of_meta(clearllama: Run, meta: Path) -> None
     assert result.returncode == 0
     facts = json.loads(result.stdout)
     assert facts["format"] == "Meta"
-    assert list(facts["files"]) == ["consolidated.00.pth", "consolidated.01.pth"]
+    assert list(facts["file_bytes"]) == ["consolidated.00.pth", "consolidated.01.pth"]
     assert facts["rope_scaling"]["factor"] == 8.0
     assert facts["rope_bands"] == {"unchanged": 4, "in_between": 1, "slowed_most": 3}
     assert facts["chat_template"] is False

@@ -330,7 +330,7 @@ def test_the_other_commands_read_the_folder(sources: dict[str, Path], tmp_path: 
     assert facts["mismatches"] == facts["warnings"] == []
     plain = 5 * 128 * 4
     assert facts["stored_bytes"] == {
-        "int8-g32+offset": sum(facts["files"].values()) - headers(target) - plain,
+        "int8-g32+offset": sum(facts["file_bytes"].values()) - headers(target) - plain,
         "F32": plain,
     }
     assert main(["verify", str(target), "--tensors"]) == 0

@@ -80,7 +80,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--profile", type=Path, metavar="DIR", help="write a torch.profiler trace and show the ten slowest operators"
     )
     quality.add_options(parser)
-    arguments.add_output_options(parser, json="one JSON object per setting")
+    arguments.add_output_options(parser, json="one JSON object; for several settings, an array of them")
     parser.set_defaults(run=run)
 
 
@@ -193,7 +193,7 @@ def measure(args: argparse.Namespace, setting: Setting) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------------- many settings
 def _run_each(args: argparse.Namespace, chosen: list[Setting]) -> int:
-    """Measure each setting in its own process and write its line at once. Returns 1 if any failed."""
+    """Measure each setting in its own process and write its result at once. Returns 1 if any failed."""
     failed, costs = 0, []
     if not args.json:
         streams.write(COLUMNS)
@@ -208,11 +208,13 @@ def _run_each(args: argparse.Namespace, chosen: list[Setting]) -> int:
             facts["context"] = facts.pop("prompt_tokens")
             result = {"engine": "clearllama", "model": Path(args.model).name, **facts, **result}
         if args.json:
-            streams.write_json(result)
+            streams.write_raw(("[" if number == 1 else ",\n") + streams.json_text(result))
         else:
             streams.write(_row(result))
             if "profile" in result:
                 costs.append((own["profile"], result["profile"]))
+    if args.json:
+        streams.write_raw("]\n")
     for folder, found in costs:
         _write_costs(found, folder)
     if failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from typing import TYPE_CHECKING, Any
 
 from ..checks import integer
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 BYTES = {"float32": 4, "bfloat16": 2}
 BOUNDS = {"context": LARGEST_SIZE, "batch": 4096}  # what a configuration and `generate --batch-size` accept
+IN_TOKENS = ("max_seq_len", "sliding_window")
+LABELS = {"file_bytes": "files", "stored_bytes": "stored", "weight_bytes": "weights", "kv_cache_bytes": "kv_cache"}
 NEXT = "\n" + " " * 19  # starts another line of the same value
 
 
@@ -39,7 +42,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--batch", type=int, default=1, metavar="N", help="sequences for the memory estimate (default: 1)"
     )
     arguments.add_tokenizer_option(parser)
-    arguments.add_output_options(parser, json="one JSON object")
+    arguments.add_output_options(parser, json="one JSON object, with sizes in bytes")
     parser.set_defaults(run=run)
 
 
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         streams.write_json(facts)
     else:
         for label, value in facts.items():
-            streams.write(f"{label.replace('_', ' '):<18} {_text(value)}\n")
+            streams.write(f"{LABELS.get(label, label).replace('_', ' '):<18} {_text(value, label)}\n")
     return 1 if facts["mismatches"] else 0
 
 
@@ -85,7 +88,7 @@ def describe(checkpoint: Checkpoint, context: int, batch: int) -> dict[str, Any]
         "chat_template": checkpoint.chat_template is not None,
         "chat_format": _chat_format(checkpoint),
         "sampling": dict(checkpoint.sampling),
-        "files": dict(checkpoint.parts),
+        "file_bytes": dict(checkpoint.parts),
         "stored_bytes": stored,
         "weight_bytes": {dtype: size * config.n_params for dtype, size in BYTES.items()},
         "kv_cache_bytes": {
@@ -150,16 +153,34 @@ def _shortened(value: Any) -> Any:
     return f"{len(value)} numbers from {min(value):g} to {max(value):g}" if isinstance(value, list) else value
 
 
-def _text(value: Any) -> str:
-    """Format a value: digits in groups of three, and one line per entry if there are many.
+def _text(value: Any, label: str = "") -> str:
+    """Format a value: digits in groups of three, with the unit of its label, one line per entry if there are many.
 
     Line breaks in names from a file are replaced, because a new line could look like another fact.
     """
     if isinstance(value, dict):
-        items = [f"{streams.one_line(key)} {_text(item)}".strip() for key, item in value.items()]
+        items = [f"{_key(key, label)} {_text(item, label)}".strip() for key, item in value.items()]
         return (NEXT if len(", ".join(items)) > 100 else ", ").join(items) or "none"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return NEXT.join(streams.one_line(str(item)) for item in value) or "none"
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
-    return f"{value:,}" if isinstance(value, int) else streams.one_line(str(value))
+    if isinstance(value, int):
+        return bytes_text(value) if label.endswith("_bytes") else f"{value:,}{' tokens' * (label in IN_TOKENS)}"
+    whole = isinstance(value, float) and value.is_integer() and value < 1e15
+    return f"{int(value):,}" if whole else streams.one_line(str(value))
+
+
+def _key(key: str, label: str) -> str:
+    """A key of a mapping. One with spaces gets a colon, and the tokens of a cache are written in groups of three."""
+    if label == "kv_cache_bytes":
+        key = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", key)
+    return streams.one_line(key) + ":" * (" " in key)
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes with a unit: 1500000 -> '1.5 MB'. A MB has 1,000,000 bytes, as in the sizes of downloads."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} bytes"

@@ -105,12 +105,17 @@ def write_raw(text: str) -> None:
 
 
 def write_json(value: Any) -> None:
-    """Write a value as one line of JSON; escaped to ASCII where stdout is not UTF-8."""
+    """Write a value as one line of JSON. With --json, a command writes one value to stdout and nothing else."""
+    write_raw(json_text(value) + "\n")
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON for stdout: escaped to ASCII where stdout is not UTF-8."""
     ascii_only = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
     text = json.dumps(value, ensure_ascii=ascii_only, allow_nan=False)
     if sys.stdout.isatty():  # JSON escapes the control characters below U+0020, but not the others
         text = "".join(f"\\u{ord(c):04x}" if is_control(c) else c for c in text)
-    write_raw(text + "\n")
+    return text
 
 
 # --------------------------------------------------------------------------------------------------------------- files

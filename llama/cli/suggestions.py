@@ -96,7 +96,7 @@ def check(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
         known = options_of(commands[first])
         for word in words[1 : words.index("--") if "--" in words else None]:
             long = re.fullmatch(r"-[A-Za-z][A-Za-z_-]+(=.*)?", word, re.DOTALL)
-            if long and exact(word, known) not in (None, "--help"):
+            if long and exact(word, known):
                 commands[first].error(f"{unrecognized([word], known)}")
     elif first:
         import difflib

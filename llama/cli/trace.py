@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 from pathlib import Path
 
 from ..errors import UsageError
 from . import arguments, loading, streams
 from .prompt import add_prompt_options, read_prompt
+
+STDOUT = Path("-")
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -24,7 +27,14 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     add_prompt_options(parser, "text")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: one file, works offline")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers as one JSON object")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        type=Path,
+        metavar="FILE",
+        help="write all numbers as one JSON object to a file, or to standard output in place of the summary",
+    )
     parser.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="refuse longer texts (default: %(default)s)"
     )
@@ -49,11 +59,14 @@ def run(args: argparse.Namespace) -> int:
     if args.max_tokens < 1:
         raise UsageError(f"--max-tokens must be at least 1, got {args.max_tokens}")
     for option, file in (("--html", args.html), ("--json", args.json)):
-        if file is not None:
+        if file not in (None, STDOUT):
             streams.check_file(option, file)
     if args.html is not None and args.json is not None and args.html.resolve() == args.json.resolve():
         raise UsageError(f"--html and --json both name {args.html}; one would overwrite the other")
     arguments.check_one_device(args, "trace")
+    at_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if args.json not in (None, STDOUT) and (args.text, args.prompt, args.file) == (None, None, None) and at_terminal:
+        raise UsageError(f"no prompt: {str(args.json)!r} was read as the FILE of --json; put the PROMPT first")
     prompt = read_prompt(args)
     scaling = arguments.rope_scaling(args)
     unchanged = copy.copy(args)  # the RoPE options are interventions, so the model is loaded without them
@@ -98,13 +111,18 @@ def run(args: argparse.Namespace) -> int:
     }
     facts = trace.facts(traced, llm.tokenizer, about)
     if args.json is not None:
-        text = json.dumps(facts | {"attention": trace.attention_rows(traced.weights)}, allow_nan=False) + "\n"
+        facts_and_maps = facts | {"attention": trace.attention_rows(traced.weights)}
+    if args.json not in (None, STDOUT):
+        text = json.dumps(facts_and_maps, allow_nan=False) + "\n"
         streams.write_file(args.json, text)
         streams.info(args, f"{args.json}: {len(text) / 1000:,.0f} kB")
     if args.html is not None:
         text = trace_page.render(facts, trace.packed_maps(traced.weights))
         streams.write_file(args.html, text)
         streams.info(args, f"{args.html}: {len(text.encode()) / 1000:,.0f} kB; open it in a browser")
+    if args.json == STDOUT:
+        streams.write_json(facts_and_maps)
+        return 0
     streams.write(trace.summary(facts))
     if args.html is None and args.json is None:
         streams.info(args, "--html FILE writes a page for a browser")
