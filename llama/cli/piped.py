@@ -4,8 +4,9 @@
 on to every command. Reading that would take lines from a `while read` loop or from a script that a shell reads, or
 would wait for an end that never comes. So standard input is left alone if
 
-- the program that started the command has the same one (Linux), or a part of a file was read before;
-- it is a pipe or socket without data, unless another program than the callers of this command writes it (Linux).
+- it is a file, and a part of it was read before;
+- it is a pipe or socket, and the program that started the command has the same one (found on Linux only);
+- it is a pipe or socket without data, unless another program than the callers of this command writes it (the same).
 
 With `-` as prompt or file, these rules do not apply.
 """
@@ -56,7 +57,7 @@ def not_ours(args: argparse.Namespace, descriptor: int) -> str | None:
     if stat.S_ISREG(status.st_mode) and os.lseek(descriptor, 0, os.SEEK_CUR) > 0:
         return "a part of the file was read before"
     piped = stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode)
-    if (piped or stat.S_ISREG(status.st_mode)) and (name := reader_before(status)) is not None:
+    if piped and (name := reader_before(status)) is not None:  # of a file, dash has the same one while it waits
         return f"{name}, which started this command, has the same one"
     if piped and not has_data(descriptor, WAIT):
         if not has_other_writer(status):
