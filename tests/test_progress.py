@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
+import torch
 import tqdm
 
-from llama.cli import batch, convert, study, verify
+from llama.cli import answers, batch, convert, study, verify
 from llama.hub import transfer
+from llama.text import Llama, Session
+from llama.tokenizer.gguf import from_metadata
+
+from . import tiny
+from .conftest import Run
 
 
 class Bar:
@@ -91,3 +100,73 @@ def test_the_bar_of_a_batch_is_drawn_twice_a_second_and_at_the_end(
             now = 100.0 + seconds
             show(done, 50)
     assert bars[0].drawn == [6, 8, 10]
+
+
+# --------------------------------------------------------------------------------------------------- a long prompt
+@pytest.mark.parametrize("length", [1, 256, 257, 600])
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_the_progress_of_a_prompt_counts_the_tokens_that_the_model_has_seen(length: int, draft: str | None) -> None:
+    """A hook counts the tokens independently."""
+    model, seen, shown = tiny.model(dataclasses.replace(tiny.CONFIG, max_seq_len=1000)), [], []
+    llm = Llama(model, from_metadata(tiny.byte_vocabulary(), "x"))
+    model.tok_embeddings.register_forward_hook(lambda layer, args, out: seen.append(args[0].numel()))
+    prompt = torch.arange(length).remainder(300).tolist()
+    session = Session()
+
+    def progress(done: int, total: int) -> None:
+        assert done == sum(seen)
+        shown.append((done, total))
+
+    first = list(llm.stream_ids(prompt, max_new_tokens=1, session=session, draft=draft, progress=progress))
+    assert shown == [(min(end, length), length) for end in range(256, length + 256, 256)]
+    shown.clear(), seen.clear()
+    again = list(llm.stream_ids([*prompt, 7, 8], max_new_tokens=1, session=session, progress=progress))
+    assert shown == [(2, 2)]  # the rest is in the session's cache
+    assert first[-1].completion is not None
+    assert again[-1].completion is not None
+
+
+def test_the_bar_of_a_prompt_appears_for_long_prompts_only_and_is_removed(
+    bars: list[Bar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Bar] = []
+    monkeypatch.setattr(Bar, "close", lambda bar: closed.append(bar))
+    with answers.PromptBar(argparse.Namespace(quiet=False)) as show:
+        show(9, 9)
+        assert not bars
+        for done in (256, 512, 600):
+            show(done, 600)
+        assert (bars[0].n, bars[0].total, closed) == (600, 600, bars)
+        show(256, 300)  # the next prompt has its own bar
+        assert len(bars) == 2
+    assert closed == bars
+    with answers.PromptBar(argparse.Namespace(quiet=True)) as show:
+        show(256, 600)
+    assert len(bars) == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a terminal")
+def test_a_terminal_shows_the_bar_and_then_only_the_answer(clearllama: Run, tiny_gguf: Path) -> None:
+    code = "from llama.cli import answers, main; answers.PromptBar.DELAY = 0; raise SystemExit(main())"
+    words = ["generate", "--raw", "a" * 900, "-m", str(tiny_gguf), "-n", "4", "--max-seq-len", "1000", "--temp", "0"]
+    child = pexpect.spawn(sys.executable, ["-c", code, *words, "--device", "cpu"], encoding="utf-8", timeout=60)
+    written = child.read()
+    child.close()
+    assert child.exitstatus == 0, written
+    assert "/900 [" in written
+    lines = screen(written)
+    (start,) = (at for at, line in enumerate(lines) if "continued as plain text" in line)
+    assert "900 prompt tokens" in lines[-1]
+    assert "prompt:" not in "".join(lines[start + 1 : -1])
+    assert b"/900 [" not in clearllama(*words).stderr
+
+
+def screen(written: str) -> list[str]:
+    """The lines of a terminal after a program has written to it: a carriage return goes to the start of the line."""
+    lines = []
+    for line in written.replace("\r\n", "\n").removesuffix("\n").split("\n"):
+        cells = ""
+        for part in line.split("\r"):
+            cells = part + cells[len(part) :]
+        lines.append(cells.rstrip())
+    return lines
