@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 import llama
 import llama.tools.convert
+from llama.cli import inspect
 from llama.hub import families
 
 from .conftest import Run
@@ -69,6 +71,32 @@ def test_inspect_describes_a_folder_of_meta(clearllama: Run, meta: Path) -> None
     assert facts["kv_cache_bytes"]["bfloat16, 100 tokens x 3"] == 3 * 100 * 2 * 2 * 2 * 8 * 16
     assert facts["mismatches"] == []
     assert any("factor" in line for line in facts["decided_here"])
+
+
+SIZES = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def test_inspect_shows_the_numbers_of_the_json_with_units(clearllama: Run, meta: Path) -> None:
+    facts = json.loads(clearllama("inspect", str(meta), "--json", "--context", "12345").stdout)
+    text = clearllama("inspect", str(meta), "--context", "12345").stdout.decode()
+    shown = dict(zip(facts, re.split(r"\n(?! )", text), strict=False))
+    assert re.split(r"\s{2,}", shown["max_seq_len"]) == ["max seq len", f"{facts['max_seq_len']:,} tokens"]
+    assert shown["parameters"].endswith(f" {facts['parameters']:,}")
+    assert shown["rope_theta"].endswith(" 500,000")
+    for label in ("file_bytes", "stored_bytes", "weight_bytes", "kv_cache_bytes"):
+        found = re.findall(r"([\d,.]+) (bytes|kB|MB|GB)", shown[label])
+        sizes = [float(number.replace(",", "")) * SIZES[unit] for number, unit in found]
+        assert sizes == [pytest.approx(size, rel=0.05) for size in facts[label].values()], shown[label]
+        assert all(float(number.replace(",", "")) < 1000 for number, _ in found)
+    assert "bfloat16, 12,345 tokens x 1: " in shown["kv_cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (1_500_000, "1.5 MB"), (16_060_522_496, "16.1 GB")],
+)
+def test_bytes_have_a_unit(count: int, text: str) -> None:
+    assert inspect.bytes_text(count) == text
 
 
 def test_inspect_lists_every_mismatch(clearllama: Run, meta: Path, tmp_path: Path) -> None:

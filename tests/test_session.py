@@ -369,6 +369,30 @@ def test_session_options_are_checked_before_the_model(clearllama: Run, tmp_path:
             assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_session_named_by_both_options_is_created_and_then_continued(
+    clearllama: Run, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    model = ("generate", "-m", str(tiny_gguf), "--dtype", "float32", "--raw", "-n", "6", "--json")
+    at, same = tmp_path / "s", tmp_path / "x" / ".." / "s"
+    (tmp_path / "x").mkdir()
+    both = ("--load-session", str(at), "--save-session", str(same))
+    first, second = (clearllama(*model, WORDS, *both) for _ in range(2))
+    new = f"{at} does not exist yet: starting a new session, to be saved there"
+    assert (new in first.stderr.decode(), new in second.stderr.decode()) == (True, False)
+    a, b = (json.loads(done.stdout) for done in (first, second))
+    assert a["tokens"] == b["tokens"] == json.loads(clearllama(*model, WORDS).stdout)["tokens"]
+    assert (a["stats"]["cached_tokens"], b["stats"]["cached_tokens"]) == (0, b["prompt_tokens"] - 1)
+    for options in (("--load-session", "s"), ("--load-session", "s", "--save-session", "t")):
+        missing = clearllama(*model, WORDS, *options, cwd=tmp_path / "x")
+        assert (missing.returncode, missing.stdout) == (1, b"")
+        assert missing.stderr.decode() == "clearllama: error: s: No such file or directory\n"
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    dangling = clearllama(
+        *model, WORDS, "--load-session", str(tmp_path / "link"), "--save-session", str(tmp_path / "link")
+    )
+    assert (dangling.returncode, b"No such file" in dangling.stderr) == (1, True)
+
+
 @pytest.mark.row("I06")
 def test_an_interrupted_answer_is_saved(
     tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
