@@ -173,7 +173,12 @@ def test_the_given_tokenizer_replaces_the_own_one(
     result = clearllama("convert", str(folder), str(tmp_path / "new"), "--to", "hf", "--tokenizer", str(own))
     assert result.returncode == 0, result.stderr
     assert llama.load_tokenizer(tmp_path / "new").encode(TEXT) == llama.load_tokenizer(own).encode(TEXT)
-    for path, message in ((tmp_path / "no", "No such file"), (default_gguf, "do not belong together")):
+    (tmp_path / "text").write_text("not a vocabulary\n")
+    for path, message in (
+        (tmp_path / "no", r"no has no usable tokenizer: expected a tokenizer\.model.*No such file"),
+        (tmp_path / "text", r"text has no usable tokenizer: expected a tokenizer\.model"),
+        (default_gguf, "do not belong together"),
+    ):
         with pytest.raises(LlamaError, match=message):
             llama.load(folder, tokenizer=path, device="cpu")
     assert open_checkpoint(tiny_gguf, tiny_gguf).tokenizer().n_vocab == open_checkpoint(tiny_gguf).tokenizer().n_vocab

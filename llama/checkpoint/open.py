@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import CheckpointError, LlamaError
+from ..errors import CheckpointError, LlamaError, TokenizerError
 from ..tokenizer import Tokenizer, is_tokenizer, open_tokenizer
 from . import gguf, huggingface, meta, prequantized, quantized, torchfile
 from .base import Checkpoint
@@ -41,7 +41,13 @@ def open_checkpoint(path: str | Path, tokenizer: str | os.PathLike[str] | None =
     """
     checkpoint = _open(Path(path))
     if tokenizer is not None:
-        given = read_tokenizer(Path(tokenizer))
+        try:
+            given = read_tokenizer(Path(tokenizer))
+        except CheckpointError as error:
+            raise TokenizerError(
+                f"{tokenizer} has no usable tokenizer: expected a tokenizer.model, a tokenizer.json, a GGUF file, or a"
+                f" folder with one of them ({error})"
+            ) from None
         meta.check_vocabulary(given, checkpoint.config, str(tokenizer))
         checkpoint.given = given
     return checkpoint
