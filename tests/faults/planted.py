@@ -510,9 +510,9 @@ CHAT: tuple[Defect, ...] = (
     Defect(
         "H05",
         "a control string in a user's text becomes a control id",
-        "llama/chat/template.py",
-        "    ids: list[int] = []\n",
-        "    marked = substituted = rendered(str)\n    ids: list[int] = []\n",
+        "llama/chat/sandbox.py",
+        "    own = controls.texts\n",
+        "    marked = substituted = rendered(str)\n    own = controls.texts\n",
     ),
 )
 
