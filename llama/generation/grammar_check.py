@@ -22,8 +22,9 @@ SECONDS = 2.0  # of CPU time; large schemas in use take less than 1 s
 SPACE = 768 * MIB  # address space beyond that of the started process
 STACK = 4 * MIB  # half of what threads usually have on Linux
 
-# Limits of llguidance that differ from its defaults: 250,000 states of 1 to 2 kB take too much memory
-LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
+# Limits of llguidance that differ from its defaults. 2,000 items allow an object about 500 optional properties; 250,000
+# states take 250 to 500 MB. Verbose errors repeat the grammar.
+LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "max_lexer_states": 50_000, "verbose_errors": False}
 
 # The keywords of JSON Schema, from draft 4 to 2020-12 (json-schema.org), and of OpenAPI 3 (spec.openapis.org)
 KEYWORDS = frozenset(

@@ -15,8 +15,10 @@ and `advance` is called with each token that is kept. The draft's own distributi
 
 from __future__ import annotations
 
+import codecs
 import functools
 import importlib.util
+import itertools
 import json
 import re
 import signal
@@ -36,6 +38,7 @@ from torch import Tensor
 from .. import checks
 from ..errors import UsageError
 from ..tokenizer import Tokenizer, token_ids
+from ..tokenizer.base import LONGEST_PARTIAL
 from . import grammar_check
 from .grammar_check import LIMITS, SECONDS, SPACE
 
@@ -59,7 +62,8 @@ NOT_SUPPORTED = {
     "stop": "use suffix=... or lazy instead",
 }
 
-SEARCH = 0.1  # seconds for the search for one complete answer
+DEAD_END = "NoExtension"  # how llguidance's message begins if the grammar allows no token
+SEARCH = 0.05  # seconds for the search for one complete answer
 # Bytes that probably lead to the end of an answer, the best first
 FIRST = b"\"'}])0123456789enltrufasabcdghijkmopqvwxyz"
 
@@ -144,14 +148,12 @@ class Vocabulary:
             )
         self.n_vocab, self.control, self.stop_ids = tokenizer.n_vocab, dict(tokenizer.control), tokenizer.stop_ids
         self.strips = tokenizer.strips_leading_space
-        self.plain = [tokenizer.token_bytes(id) for id in range(self.n_vocab)]
-        for id in self.control.values():
-            self.plain[id] = b""
+        self.text = [tokenizer.token_bytes(id) for id in range(self.n_vocab)]
         # No text in UTF-8 has the byte 0xFF, which marks control tokens in llguidance
-        tokens = [b"" if token.startswith(b"\xff") else token for token in self.plain]
-        spaced = [id for id, token in enumerate(tokens) if token.startswith(b" ")] if self.strips else []
+        tokens = [b"" if text.startswith(b"\xff") else text for text in self.text]
         for name, id in self.control.items():
             tokens[id] = b"\xff" + name.encode()
+        spaced = [id for id, token in enumerate(tokens) if self.strips and token.startswith(b" ")]
         self.tokens = tokens + [tokens[id][1:] for id in spaced]
         self.without_space = {id: self.n_vocab + i for i, id in enumerate(spaced)}
         self.spaced = torch.tensor(spaced, dtype=torch.long)  # (n_spaced,)
@@ -204,6 +206,8 @@ class Vocabulary:
         try:
             mask = self.mask(matcher).numpy()
         except UsageError:
+            if not matcher.get_error().startswith(DEAD_END):
+                raise
             return
         ids = np.flatnonzero(mask if first else mask[: self.n_vocab])
         if len(ids):
@@ -269,24 +273,34 @@ def _tried(what: str, request: str) -> dict[str, Any]:
     folder = Path(llguidance.__file__).parents[1]
     command = [sys.executable, "-I", "-S", grammar_check.__file__, str(folder)]
     try:
-        done = subprocess.run(command, input=request, capture_output=True, text=True, encoding="utf-8", timeout=WAIT)
+        done = subprocess.run(
+            command,
+            input=request,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=WAIT,
+            start_new_session=True,
+        )
     except subprocess.TimeoutExpired:
         raise UsageError(f"compiling the {what} took more than {WAIT:g} seconds; simplify it") from None
     except OSError as error:
         raise UsageError(f"grammars are tried in a child process, which could not be started: {error}") from None
     if done.returncode == 0 and done.stdout:
         return json.loads(done.stdout)
-    if -done.returncode == getattr(signal, "SIGPROF", 0):
+    if -done.returncode == getattr(signal, "SIGPROF", None):
         raise UsageError(
             f"compiling the {what} took more than {SECONDS:g} seconds; simplify it: a large multipleOf, or a long"
             " repetition inside another, may be the cause"
         )
+    if done.returncode > 0:
+        raise UsageError(f"the {what} could not be tried in a child process: {_reason(done.stderr[-300:])}")
     raise UsageError(f"the {what} is nested too deeply, or needs more than {SPACE >> 20} MiB; simplify it")
 
 
 def _reason(message: str) -> str:
     """The part of llguidance's message that says what is wrong."""
-    if message.startswith("NoExtension"):
+    if message.startswith(DEAD_END):
         return "it allows no text"
     parsed = re.search(r"^error: (.*)$", message, re.MULTILINE)  # of the library for regular expressions
     text = parsed[1] if parsed else message.replace("<non-verbose/>", "")
@@ -298,6 +312,8 @@ def _invalid(what: str, message: str) -> str:
     if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", message):
         keys = found[1].replace('"', "")
         return f"the {what} uses {keys}, which is not supported; remove it, and check the finished answer"
+    if message.startswith("oneOf"):
+        return f"the {what} uses oneOf for schemas that one value may meet at once, which is not supported; use anyOf"
     if found := re.fullmatch(r"Unsatisfiable schema: (.*)", message, re.DOTALL):
         return f"no answer meets the {what}: {_reason(found[1])}"
     return f"the {what} can't be used: {_reason(message)}"
@@ -305,7 +321,7 @@ def _invalid(what: str, message: str) -> str:
 
 def _failed(message: str) -> str:
     """Why no token can be allowed, given llguidance's message."""
-    if message.startswith("NoExtension"):
+    if message.startswith(DEAD_END):
         return "no token can continue the answer: the grammar requires text that the tokens of this model can't spell"
     return f"the grammar is too complex at this point of the answer: {_reason(message)}; simplify it"
 
@@ -325,9 +341,15 @@ class Grammar:
         before  ids whose text the answer continues, as for `tokenizer.Decoder`: the prompt, or nothing in a chat. If
                 they have no text, the decoder strips the answer's first space, and the constraint does too.
         """
-        vocabulary = self._vocabulary
-        begun = any(vocabulary.plain[id] for id in token_ids(before) if 0 <= id < vocabulary.n_vocab)
-        return Constraint(vocabulary, vocabulary.matcher(self._text), vocabulary.strips and not begun)
+        vocabulary, utf8 = self._vocabulary, codecs.getincrementaldecoder("utf-8")("replace")
+        texts = (vocabulary.text[id] for id in reversed(token_ids(before)) if 0 <= id < vocabulary.n_vocab)
+        last = list(itertools.islice(filter(None, texts), LONGEST_PARTIAL))
+        utf8.decode(b"".join(last[::-1]))
+        if utf8.getstate()[0]:
+            raise UsageError(
+                "the prompt ends inside a character, so no answer can meet a grammar; end it after a character"
+            )
+        return Constraint(vocabulary, vocabulary.matcher(self._text), vocabulary.strips and not last)
 
 
 class Constraint:
@@ -366,7 +388,7 @@ class Constraint:
         allowed = mask[: self.n_vocab]
         if self._at_start:
             allowed[spaced] = mask[self.n_vocab :]
-            allowed[self._vocabulary.only_space] = True
+            allowed[self._vocabulary.only_space] = bool((allowed & ~self._vocabulary.stops).any())
         return allowed
 
     def advance(self, id: int) -> None:
@@ -375,9 +397,9 @@ class Constraint:
             raise UsageError(f"token {checks.shown(id)} can't come next in an answer that meets the grammar")
         vocabulary, token = self._vocabulary, id
         if id in vocabulary.stop_ids and self.complete:
-            self._ended = True
+            self._allowed, self._ended = None, True
             return
-        if self._at_start and vocabulary.plain[id]:
+        if self._at_start and vocabulary.text[id]:
             self._at_start = False
             token = vocabulary.without_space.get(id, id)
         if vocabulary.tokens[token] and not self._matcher.consume_token(token):
