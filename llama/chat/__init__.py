@@ -16,6 +16,7 @@ from .families import TEMPLATES, check_template
 from .formats import CHAT_FORMATS, ChatFormat, chat_format_of, codellama70b, llama2, llama3
 from .messages import ROLES, Message, ToolCall, check_messages, check_tools
 from .template import encode_template, render
+from .tool_calls import ToolCallStream, call_marks, parse_tool_calls
 
 __all__ = [
     "CHAT_FORMATS",
@@ -24,6 +25,8 @@ __all__ = [
     "ChatFormat",
     "Message",
     "ToolCall",
+    "ToolCallStream",
+    "call_marks",
     "chat_format_of",
     "check_messages",
     "check_template",
@@ -31,6 +34,7 @@ __all__ = [
     "encode_chat",
     "llama2",
     "llama3",
+    "parse_tool_calls",
     "render",
 ]
 

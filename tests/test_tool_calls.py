@@ -1,0 +1,318 @@
+"""Function calls in an assistant's text: formats, streams in any division, malformed and huge texts."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama.chat import ToolCall, check_messages
+from llama.chat.formats import _llama3_call
+from llama.chat.tool_calls import LONGEST, ToolCallStream, call_marks, parse_tool_calls
+from llama.errors import UsageError
+from llama.tokenizer.gguf import from_metadata
+
+from . import tiny
+
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "get_weather"}},
+    {"name": "brave_search"},
+    {"name": "a-b.c"},
+]
+
+Found = tuple[str, list[tuple[str, dict[str, Any]]]]
+
+
+def names_of(calls: list[ToolCall]) -> list[tuple[str, dict[str, Any]]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def parsed(text: str, tools: Any = TOOLS) -> Found:
+    content, calls = parse_tool_calls(text, tools)
+    return content, names_of(calls)
+
+
+def streamed(pieces: list[str], tools: Any = TOOLS) -> Found:
+    stream = ToolCallStream(tools)
+    events = [event for piece in pieces for event in stream.feed(piece)] + stream.end()
+    return (
+        "".join(event for event in events if isinstance(event, str)),
+        names_of([event for event in events if not isinstance(event, str)]),
+    )
+
+
+F: tuple[str, dict[str, Any]] = ("f", {"a": 1})
+FORMATS = [
+    ('{"name": "f", "parameters": {"a": 1}}', "", [F]),
+    ('{"name": "f", "arguments": {"a": 1}}', "", [F]),
+    ('{"type": "function", "name": "f", "parameters": {"a": 1}}', "", [F]),
+    ('{"name": "f", "parameters": "{\\"a\\": 1}"}', "", [F]),
+    ('\n {"name": "f", "parameters": {"a": 1}};{"name": "f", "parameters": {"a": 1}}; {"name": "f", "arguments": {}}\n', "", [F, F, ("f", {})]),
+    ('{"name": "f", "parameters": {"a": 1}}\n{"name": "a-b.c", "parameters": {}}', "", [F, ("a-b.c", {})]),
+    ('{"name": "f", "parameters": {"a": 1}}\n\nDone. ', "\n\nDone. ", [F]),
+    ('{"name": "f", "parameters": {"a": 1}}; done', "; done", [F]),
+    ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", [F]),
+    ('I will look.\n<|python_tag|> {"name": "f", "parameters": {"a": 1}}', "I will look.", [F]),
+    ('<|python_tag|>[f(a=1)]', "", [F]),
+    ('[f(a=1)]', "", [F]),
+    ('[ f(a=1), get_weather(city="S]F", at=\'it\\\'s\', on=[True, None, -1.5, {"k": (1,)}]) ]', "",
+     [F, ("get_weather", {"city": "S]F", "at": "it's", "on": [True, None, -1.5, {"k": [1]}]})]),
+    ('[f()]', "", [("f", {})]),
+    ('[f(a=true, b=null)]', "", [("f", {"a": True, "b": None})]),
+    ('brave_search.call(query="who, when?")', "", [("brave_search", {"query": "who, when?"})]),
+    ('<|python_tag|>brave_search.call(query="x")', "", [("brave_search", {"query": "x"})]),
+    ('[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]', "", [F, ("f", {})]),
+    ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "", [F]),
+    ('Yes. [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', "Yes.", [F]),
+    ('[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]get_weather[ARGS]{"a": {}}', "", [F, ("get_weather", {"a": {}})]),
+    ('<function=f>{"a": 1}</function>', "", [F]),
+    ('Sure <function=a-b.c>\n{"a": "</function>"}\n</function> ok', "Sure ok", [("a-b.c", {"a": "</function>"})]),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [F]),
+    ('Hm.\n\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n', "Hm.", [F, ("f", {})]),
+    ('<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]</tool_call>', "", [F, ("f", {})]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>', "", [("f", {"a": "1\n2"})]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [F]),  # the model stopped without the closing mark
+    ('<function=f>{"a": 1}', "", [F]),
+    ('<<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "<", [F]),
+    ('br<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "br", [F]),
+    ('<tool_call><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "<tool_call>", [F]),
+    ('{"x": <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '{"x":', [F]),
+    ('{"name": "f", "parameters": {"s": "}{\\"<tool_call>", "n": [1.5e3, -2, true, null, [[]]]}}', "",
+     [("f", {"s": '}{"<tool_call>', "n": [1500.0, -2, True, None, [[]]]})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), FORMATS, ids=[text[:60] for text, _, _ in FORMATS])
+def test_formats(text: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    assert parsed(text) == (content, calls)
+    assert streamed(list(text)) == (content, calls)
+    assert parsed(text, None) == parsed(text, []) == (text, [])
+
+
+TEXTS = [
+    "", " ", "Hello.\n", "  { a }", '{"a": 1}', '{"name": "Tom", "parameters": {}}', '{"name": "f"}', '{"name": "f", "parameters": [1]}',
+    '{"name": "f", "parameters": {}, "more": 1}', '{"name": "f", "parameters": {}, "arguments": {}}', '{"name": 1, "parameters": {}}',
+    '{"type": "object", "name": "f", "parameters": {}}', '{"name": "f", "parameters": {', '{"name": "f", "parameters": {"a": 01}}',
+    '{"name": "f" "parameters": {}}', '{"name": "f", "parameters": {}]', '{"name": "f", "parameters": {"a": NaN}}',
+    '{"name": "f", "parameters": {"a": 1e999}}', '{"name": "f", "parameters": {"a": "\\ud800"}}', '{"name": "f", "parameters": {"a": "\\x"}}',
+    'Call {"name": "f", "parameters": {}}', 'See [f(a=1)]', '[f(1)]', "[f(a=1, a=2)]", "[f(**x)]", "[f(a=g())]", "[f(a=b)]", "[f(a=1j)]",
+    "[f(a=b'')]", "[f(a={1: 2})]", "[f(a={1, 2})]", "[f(a=1)", "[f(a=1e999)]", "[f(a='x\ny')]", "[f(a=1)}", "[f]", "[]", "[1, 2]", "[g(a=1)]",
+    "[f(a=1), g()]", "[f(a=1)(b=2)]", "[f(a=...)]", "[f(a=f'{x}')]", "f(a=1)", "brave_search(query='x')", "brave_search.call('x')",
+    "brave_search.call(query=x)", '[{"name": "f", "arguments": {}}, 1]', '[{"name": "f", "arguments": {}}, {"name": "no", "arguments": {}}]',
+    "<tool_call>", "<tool_call>f</tool_call>", '<tool_call>{"name": "f", "arguments": {}}<tool_call>', '<tool_call>{"name": "f"</tool_call>',
+    "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>", "<tool_call>[]</tool_call>", '<function=no>{"a": 1}</function>', "<function=f>[]</function>",
+    '<function=f>{"a": 1}</fun', "<function=", "[TOOL_CALLS]", '[TOOL_CALLS] no{"a": 1}', "[TOOL_CALLS] [1]", '[TOOL_CALLS]f[ARG]{"a": 1}',
+    "<|python_tag|>print(1)", "<|python_tag|>", "a < b > c [d] {e} ;", "\x1f x \x85", '; {"name": "f"}', "{" * 100, "[" * 100, '{"a":' * 100,
+    '{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}", "[f(a=" + "9" * 5000 + ")]", "[f(a=" + "-" * 5000 + "1)]", "[f(a=" + "1+" * 5000 + "1)]",
+    "[f(a=" + "(" * 150 + ")" * 150 + ")]", '{"name": "f", "parameters": {"a": ' + "[" * 70 + "]" * 70 + "}}", "[f(a='\\N{x}')]", "[f(a='\0')]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=[f"{text[:40]!r} {len(text)}" for text in TEXTS])
+def test_everything_else_stays_text(text: str) -> None:
+    assert parsed(text) == (text, [])
+    assert streamed(list(text)) == (text, [])
+
+
+# ---------------------------------------------------------------------------------------------------------- streams
+PIECES = (
+    [text for text, _, _ in FORMATS]
+    + TEXTS[:60]
+    + [" ", "\n", ";", "<", "[", "{", "}", "]", "Hello", "é", "<|python_tag|>", "[TOOL_CALLS]"]
+)
+
+
+@st.composite
+def divisions(draw: st.DrawFn) -> tuple[str, list[str]]:
+    text = "".join(draw(st.lists(st.sampled_from(PIECES), max_size=5)))
+    for _ in range(draw(st.integers(0, 3))):  # a damaged text
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(st.sampled_from(["", '"', "}", "x", " ", "<"])) + text[at + draw(st.integers(0, 2)) :]
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return text, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(divisions())
+def test_the_division_into_pieces_does_not_matter(case: tuple[str, list[str]]) -> None:
+    text, pieces = case
+    found = parsed(text)
+    assert streamed(pieces) == found
+    assert streamed(list(text)) == found
+
+
+@settings(max_examples=100, deadline=None)
+@given(divisions())
+def test_text_is_complete_and_in_order(case: tuple[str, list[str]]) -> None:
+    """The content is the text without some parts, which contain a call or white space."""
+    text, pieces = case
+    content, calls = streamed(pieces)
+    remaining = iter(text)
+    assert all(character in remaining for character in content)
+    if not calls:
+        assert content == text
+    else:
+        assert len(re.sub(r"\s", "", content)) <= len(re.sub(r"\s", "", text)) - 3 * len(calls)
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), FORMATS, ids=[text[:60] for text, _, _ in FORMATS])
+def test_half_a_call_is_never_shown(text: str, content: str, calls: list[Any]) -> None:
+    """What the stream has shown after any beginning of a text is the beginning of the content of the whole text."""
+    stream, shown = ToolCallStream(TOOLS), ""
+    for at, character in enumerate(text):
+        for event in stream.feed(character):
+            assert not isinstance(event, str) or (shown := shown + event) is not None
+        assert content.startswith(shown), text[: at + 1]
+
+
+def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
+    stream = ToolCallStream(TOOLS)
+    assert stream.feed("Hello wor") == ["Hello wor"]
+    assert stream.feed("ld, a <b> ") == ["ld, a <b>"]
+    assert stream.feed("[link](x)") == [" [link](x)"]
+    assert stream.feed("<tool_") == []
+    assert stream.held == "<tool_"
+    assert stream.feed("box>") == ["<tool_box>"]
+    assert ToolCallStream(TOOLS).feed("[Note: ") == ["[Note:"]
+    assert ToolCallStream(TOOLS).feed("{x} ") == ["{x}"]
+
+
+# ------------------------------------------------------------------------------------------- valid calls round trip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+ARGUMENTS = st.dictionaries(
+    st.from_regex(r"[a-z]{1,6}", fullmatch=True).filter(
+        lambda name: (
+            name
+            not in (
+                "in",
+                "is",
+                "if",
+                "or",
+                "as",
+                "not",
+                "and",
+                "for",
+                "def",
+                "del",
+                "try",
+                "from",
+                "with",
+                "else",
+                "elif",
+                "pass",
+                "class",
+                "while",
+                "yield",
+                "async",
+                "await",
+                "break",
+                "raise",
+                "global",
+                "import",
+                "lambda",
+                "return",
+                "assert",
+                "except",
+            )
+        )
+    ),
+    VALUES,
+    max_size=4,
+)
+
+
+def as_python(name: str, arguments: dict[str, Any]) -> str:
+    return f"[{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]"
+
+
+WRITERS: dict[str, Any] = {
+    "llama": lambda name, args: json.dumps({"name": name, "parameters": args}),
+    "this package": lambda name, args: _llama3_call({"type": "function", "function": {"name": name, "arguments": args}}, 0),
+    "unicode": lambda name, args: json.dumps({"name": name, "arguments": args}, ensure_ascii=False, indent=1),
+    "function": lambda name, args: f"<function={name}>{json.dumps(args)}</function>",
+    "hermes": lambda name, args: f"<tool_call>\n{json.dumps({'name': name, 'arguments': args})}\n</tool_call>",
+    "mistral": lambda name, args: f"[TOOL_CALLS]{name}{json.dumps(args)}",
+    "python": as_python,
+}  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None)
+@given(arguments=ARGUMENTS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_value_comes_back(writer: str, arguments: dict[str, Any]) -> None:
+    assert parsed(WRITERS[writer]("get_weather", arguments)) == ("", [("get_weather", arguments)])
+
+
+def test_calls_are_messages() -> None:
+    content, calls = parse_tool_calls(
+        'Hm <tool_call>{"name": "f", "arguments": {"a": 1}, "id": "x"}</tool_call>', TOOLS
+    )
+    (message,) = check_messages([{"role": "assistant", "content": content, "tool_calls": calls}])
+    assert (
+        message["tool_calls"]
+        == calls
+        == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "x"}]
+    )
+
+
+def test_a_group_with_a_function_that_is_not_declared_is_text() -> None:
+    text = '{"name": "f", "parameters": {}};{"name": "g", "parameters": {}}'
+    assert parsed(text) == (';{"name": "g", "parameters": {}}', [("f", {})])
+
+
+@pytest.mark.parametrize("tool", [{}, {"function": {}}, {"name": 3}, {"function": "f"}, {"name": ""}])
+def test_a_tool_without_a_name_is_an_error(tool: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="must have a function with a name"):
+        ToolCallStream([tool])
+
+
+# ------------------------------------------------------------------------------------------------------ huge texts
+HUGE = {
+    "brackets": "[" * 24_000, "braces": "{" * 24_000, "marks": "<tool_call>" * 2_400, "halves": "<tool_" * 4_800, "spaces": " " * 24_000,
+    "space and marks": "  <" * 7_200, "a string": '{"name": "f", "parameters": {"a": "' + "x" * 24_000, "numbers": '<tool_call>{"a": ' + "1" * 24_000,
+    "objects": '{"a": [' * 4_800, "calls": '{"name": "f", "parameters": {}}' * 720, "python": "[f(a=" + "[" * 12_000, "quotes": '"' * 24_000,
+    "mistral": "[TOOL_CALLS]" * 2_000, "nested": '<tool_call>{"a": "' * 1_200, "semicolons": ";" * 24_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_texts_take_linear_time(name: str) -> None:
+    def seconds(text: str) -> float:
+        start = time.process_time()
+        streamed(list(text))
+        return time.process_time() - start
+
+    part = HUGE[name][: len(HUGE[name]) // 4]
+    assert seconds(HUGE[name]) < 0.5 + 12 * seconds(part)  # 16 times if quadratic
+
+
+def test_a_group_of_calls_has_a_longest_length() -> None:
+    for size, calls in ((LONGEST - 100, 1), (LONGEST + 1, 0)):
+        text = '{"name": "f", "parameters": {"a": "' + "x" * size + '"}}'
+        content, found = parsed(text)
+        assert len(found) == calls
+        assert content == ("" if calls else text)
+
+
+# ------------------------------------------------------------------------------------------------- control tokens
+def test_marks_are_the_control_tokens_without_text() -> None:
+    vocabulary = tiny.byte_vocabulary()
+    base = len(vocabulary["tokenizer.ggml.tokens"])
+    named = ["<|python_tag|>", "[TOOL_CALLS]", "<tool_call>", "<|eom_id|>"]
+    vocabulary["tokenizer.ggml.tokens"] += named
+    vocabulary["tokenizer.ggml.token_type"] += [3, 3, 4, 3]  # <tool_call> is user-defined, so it has text
+    tokenizer = from_metadata(vocabulary, "tiny")
+    assert call_marks(tokenizer) == {base: "<|python_tag|>", base + 1: "[TOOL_CALLS]"}
+    assert [tokenizer.decode([base + i]) for i in range(4)] == ["", "", "<tool_call>", ""]
+    assert base + 3 in tokenizer.stop_ids
+    assert base not in tokenizer.stop_ids
