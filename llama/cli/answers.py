@@ -50,8 +50,8 @@ class PromptBar:
         self.close()
 
 
-def show_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> None:
-    """Write token counts, speed and seed of an answer to stderr."""
+def show_stats(args: argparse.Namespace, stats: Stats, finish_reason: str, label: str = "") -> None:
+    """Write token counts, speed and seed of an answer to stderr, after a label."""
 
     def speed(tps: float | None) -> str:
         return f" ({tps:,.0f} tok/s)" if tps else ""
@@ -62,7 +62,7 @@ def show_stats(args: argparse.Namespace, stats: Stats, finish_reason: str) -> No
     new = f"{stats.new_tokens} new{speed(stats.decode_tps)}"
     if args.draft is not None:
         new += f", {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted"
-    streams.info(args, f"{prompt}, {new}, finish: {finish_reason}, seed {stats.seed}")
+    streams.info(args, f"{label}{prompt}, {new}, finish: {finish_reason}, seed {stats.seed}")
 
 
 def as_dict(completion: Completion) -> dict[str, Any]:

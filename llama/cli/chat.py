@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import difflib
 import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
-from ..system.temporary import write_atomically
-from . import answers, arguments, drafts, loading, ranks, sessions, streams
+from . import answers, arguments, drafts, history, loading, ranks, sessions, streams, terminal, turns
 
 if TYPE_CHECKING:
+    from ..generation.answer import Completion
     from ..generation.session import Session
+    from ..text import Llama
 
-HELP = """\
-/help          show this list
-/clear         start a new conversation with the same system message
-/system TEXT   set the system message and start a new conversation; without TEXT, remove it
-/save FILE     write the conversation to a new JSON file
-/exit          leave (also Ctrl-D)
-Ctrl-C stops an answer; the part shown so far stays in the conversation."""
+Message = dict[str, Any]
 
-LONGEST_TURN = 2**24  # bytes of a line read from a pipe
+LEAVE = ("/exit", "/quit", "/bye")
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -32,13 +30,25 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "chat",
         help="have a conversation with a model",
         description="Have a conversation with an instruct model; /help lists its commands. From a pipe, each line is"
-        " one turn.",
+        ' one turn, and so are several lines between """ and """; an empty line separates the answers.',
         usage="%(prog)s [options]",
         allow_abbrev=False,
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     arguments.add_chat_format(parser)
-    arguments.add_output_options(parser)
+    parser.add_argument(
+        "--drop-oldest",
+        action="store_true",
+        help="when the context is full, drop the oldest turns without asking; the system message is kept",
+    )
+    parser.add_argument(
+        "--no-history", action="store_true", help="neither read nor write the history of what was typed in chats"
+    )
+    arguments.add_output_options(
+        parser,
+        json="one JSON object per answer, as generate does: prompt, text, tokens, prompt_tokens, finish_reason,"
+        " logprobs, stats",
+    )
     arguments.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
     arguments.add_model_options(parser)
     arguments.add_draft_options(parser)
@@ -66,137 +76,343 @@ def run(args: argparse.Namespace) -> int:
         streams.info(args, f"chat format: {llm.chat_format}")
     if not llm.sampling and "temperature" not in options:
         options = {"temperature": 0.6, "top_p": 0.9, **options}
-    streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
     session = sessions.load_session(args, llm)
-    if args.system is not None and session is not None and session.messages:
-        raise UsageError("the session continues its own conversation: leave --system out, or use /system")
-    chat = Chat(llm, args.system, session)
-    if chat.messages:
-        streams.info(args, f"continuing the conversation of {len(chat.messages)} messages; /clear starts a new one")
-    with sessions.saving(args, chat.session, llm.model):
-        return converse(args, chat, options)
+    begun = session is not None and has_turns(session.messages)
+    if args.system is not None and begun:
+        raise UsageError(
+            f"--system can't change the conversation in {args.load_session}; leave --system out, or begin a new"
+            " conversation with /system TEXT"
+        )
+    source = keyboard(args) if sys.stdin.isatty() else terminal.Pipe()
+    chat = Chat(args, llm, options, source, session)
+    streams.info(args, "/help lists the commands, /exit or Ctrl-D leaves")
+    if begun:
+        streams.info(args, f"continuing the conversation of {counted(chat.messages)}; /clear starts a new one")
+    with sessions.saving(args, lambda: chat.session, llm.model):
+        return converse(args, chat)
 
 
-def converse(args: argparse.Namespace, chat: Chat, options: dict[str, Any]) -> int:
-    """Answer turns until the input ends or the user leaves. Returns 1 if a turn failed and the input is no terminal."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (line editing and history for input())
+def keyboard(args: argparse.Namespace) -> terminal.Keyboard:
+    """The keyboard, with the history of earlier chats unless --no-history is set."""
+
+    def warn(message: str) -> None:
+        streams.info(args, message)
+
+    return terminal.Keyboard(history.History(None, warn) if args.no_history else history.open_history(warn))
+
+
+def converse(args: argparse.Namespace, chat: Chat) -> int:
+    """Answer turns until the input ends or the user leaves. Returns 1 if a turn failed that nobody typed."""
     failed = False
     while True:
         try:
-            line = read_turn()
+            turn = turns.read_turn(chat.source.read)
         except EOFError:
-            if sys.stdin.isatty():
-                streams.write("\n")
+            if chat.source.typed:
+                streams.write_stderr("")
             return int(failed)
-        except KeyboardInterrupt:  # while typing: discard the line
-            streams.write("\n")
+        except KeyboardInterrupt:  # while typing: discard the turn
+            streams.write_stderr("")
             continue
-        if not line:
+        except UsageError as error:
+            if not chat.source.typed:
+                raise
+            streams.error(streams.describe(error))
             continue
+        if not turn.text:
+            continue
+        chat.source.remember(turn.entered)
+        if turn.command and turn.text in LEAVE:
+            return int(failed)
         try:
-            if line.startswith("/"):
-                if not chat.command(line):
-                    return int(failed)
+            if turn.command:
+                chat.command(turn.text)
             else:
-                chat.answer(args, line, options)
+                chat.ask(turn.text)
+        except KeyboardInterrupt:  # before the answer began
+            streams.write_stderr("")
         except ParallelError:  # a process is gone, so no turn can follow
             raise
         except (LlamaError, MemoryError, RuntimeError) as error:  # the turn failed; the conversation continues
             if args.debug:
                 raise
-            failed = not sys.stdin.isatty()
-            hint = "; /clear starts a new conversation" if isinstance(error, ContextLengthError) else ""
-            streams.error(streams.describe(error) + hint)
+            failed = not chat.source.typed
+            message = streams.describe(error)
+            if args.json and not turn.command:
+                streams.write_json({"prompt": turn.text, "error": message})
+            streams.error(("" if turn.command else chat.label) + message)
 
 
-def read_turn() -> str:
-    """Read the next line. Raises EOFError at the end, UsageError for an endless line or one that is not UTF-8."""
-    if sys.stdin.isatty():
-        return input("> ").strip()
-    line = sys.stdin.buffer.readline(LONGEST_TURN + 1)
-    if not line:
-        raise EOFError
-    if len(line) > LONGEST_TURN:
-        raise UsageError(f"a line of standard input has more than {LONGEST_TURN // 2**20} MiB or is endless")
-    return streams.decode(line, "a line of standard input").strip()
+def has_turns(messages: Sequence[Message]) -> bool:
+    """Whether messages hold more than a system message."""
+    return any(message["role"] != "system" for message in messages)
+
+
+def counted(items: Sequence[object], noun: str = "message") -> str:
+    """A number with its noun: '1 message'."""
+    return f"{len(items)} {noun}{'s' * (len(items) != 1)}"
 
 
 class Chat:
-    """One conversation: its messages and its KV cache."""
+    """One conversation: its messages and its KV cache, and where its turns come from."""
 
-    def __init__(self, llm: Any, system: str | None, session: Session | None = None):
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        llm: Llama,
+        options: dict[str, Any],
+        source: terminal.Source,
+        session: Session | None = None,
+    ):
         from ..generation.session import Session
 
-        self.llm, self.system = llm, system
-        self.session = Session() if session is None else session
-        if self.messages and self.messages[0]["role"] == "system":
-            self.system = self.messages[0]["content"]
-        elif not self.messages:
-            self.begin()
+        self.args, self.llm, self.options, self.source = args, llm, options, source
+        self.session, self.system = Session() if session is None else session, args.system
+        self.questions = self.answers = 0  # asked and answered so far
+        self.resume(self.session)
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[Message]:
         """The messages of the session, which saves them with the cache."""
         return self.session.messages
 
-    def begin(self) -> None:
-        if self.system is not None:
-            self.messages.append({"role": "system", "content": self.system})
+    @property
+    def label(self) -> str:
+        """The number of the last question, if it comes from a pipe: 'turn 2: '."""
+        return "" if self.source.typed else f"turn {self.questions}: "
 
-    def clear(self) -> None:
+    def resume(self, session: Session) -> None:
+        """Continue a session. The system message of its conversation, if it has one, is used from now on."""
+        self.session = session
+        own = next((message["content"] for message in session.messages[:1] if message["role"] == "system"), None)
+        if has_turns(session.messages):
+            self.system = own
+            return
+        if self.system is None:
+            self.system = own
+        session.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def restart(self) -> str:
+        """Forget the conversation. Returns what happened: empty if there was none."""
+        had = has_turns(self.messages)
         self.session.forget()
-        self.begin()
+        self.resume(self.session)
+        return "started a new conversation" if had else ""
 
-    def answer(self, args: argparse.Namespace, text: str, options: dict[str, Any]) -> None:
+    # ------------------------------------------------------------------------------------------------- questions
+    def ask(self, text: str) -> None:
         """Answer one message. An error leaves the conversation unchanged; Ctrl-C keeps the part of the answer shown."""
-        turn = [*self.messages, {"role": "user", "content": text}]
-        stream = self.llm.stream_chat(turn, session=self.session, **options)
-        answer, completion = "", None
-        try:
-            for piece in stream:
-                streams.write(piece.text)
-                answer += piece.text
-                completion = piece.completion
-        except KeyboardInterrupt:
-            stream.close()
-        streams.write("\n")
-        self.session.messages = [*turn, {"role": "assistant", "content": answer}]
-        if completion is None:
-            streams.info(args, "stopped")
-        else:
-            answers.show_stats(args, completion.stats, completion.finish_reason)
+        self.complete([*self.messages, {"role": "user", "content": text}], self.options)
 
-    def command(self, line: str) -> bool:
-        """Run a /command. Returns False if it ends the conversation."""
+    def complete(self, messages: list[Message], options: dict[str, Any]) -> None:
+        """Write the answer to messages that end with a question. They and the answer become the conversation."""
+        self.questions += 1
+        messages, prompt = self.fit(messages)
+        answer, completion = "", None
+        separator = "\n" if self.answers and not self.source.typed else ""
+        stream = self.llm.stream_ids(prompt, continues=False, session=self.session, **options)
+        with contextlib.closing(stream), self.source.hidden() as poll:
+            with contextlib.suppress(KeyboardInterrupt):
+                for piece in stream:
+                    if not self.args.json:
+                        streams.write(separator + piece.text)
+                        separator = ""
+                    answer += piece.text
+                    completion = piece.completion
+                    poll()
+            self.answers += 1
+            self.session.messages = [*messages, {"role": "assistant", "content": answer}]
+            if self.args.json:
+                streams.write_json({"prompt": messages[-1]["content"], **fields(answer, completion)})
+            else:
+                streams.write(separator + "\n")
+        if completion is None:
+            streams.info(self.args, f"{self.label}stopped")
+        else:
+            answers.show_stats(self.args, completion.stats, completion.finish_reason, self.label)
+
+    def encode(self, messages: list[Message]) -> list[int]:
+        """The prompt ids of messages, ending with the start of an answer."""
+        from ..chat import encode_chat
+
+        return encode_chat(self.llm.tokenizer, self.llm.chat_template, messages, format=self.llm.chat_format)
+
+    def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """The messages and their prompt ids, without the oldest turns if the context is full and the user agrees.
+
+        The context counts as full if the answer would have less than an eighth of it. Then so many turns are dropped
+        that it has a quarter. Raises ContextLengthError if they are not dropped and the prompt does not fit.
+        """
+        prompt, context = self.encode(messages), self.llm.model.max_seq_len
+
+        def is_roomy(prompt: list[int], share: int) -> bool:
+            return len(prompt) + min(self.options["max_new_tokens"], context // share) <= context
+
+        questions = [at for at, message in enumerate(messages) if message["role"] == "user"]
+        if is_roomy(prompt, 8) or len(questions) < 2:
+            return messages, prompt
+        system = messages[: int(messages[0]["role"] == "system")]
+        shorter = [[*system, *messages[at:]] for at in questions]
+        encoded = {len(shorter) - 1: self.encode(shorter[-1])}
+
+        def fits(number: int) -> bool:
+            encoded[number] = self.encode(shorter[number])
+            return is_roomy(encoded[number], 4)
+
+        dropped = bisect_left(range(len(shorter) - 1), True, lo=1, key=fits)
+        if len(encoded[dropped]) >= context:  # the last question alone is too long
+            return messages, prompt
+        oldest = f"the {dropped} oldest turns" if dropped > 1 else "the oldest turn"
+        rest = ", and keep the system message" if system else ""
+        size = f"{len(prompt):,} tokens, and the context holds {context:,}, the answer included"
+        if self.args.drop_oldest or self.source.ask(f"The conversation has {size}. Drop {oldest}{rest}?"):
+            fewer = f"{len(prompt) - len(encoded[dropped]):,} tokens"
+            kept = "; the system message is kept" if system else ""
+            streams.info(self.args, f"{self.label}dropped {oldest} ({fewer}){kept}")
+            return shorter[dropped], encoded[dropped]
+        if len(prompt) >= context:
+            raise ContextLengthError(
+                f"the conversation has {size}; --drop-oldest drops the oldest turns, /clear starts a new conversation"
+            )
+        return messages, prompt
+
+    # -------------------------------------------------------------------------------------------------- commands
+    def command(self, line: str) -> None:
+        """Run a /command. Raises UsageError for an unknown one or a wrong argument."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
-        if name in ("/exit", "/quit", "/bye"):
-            return False
-        if name == "/clear":
-            self.clear()
-            streams.write_stderr("started a new conversation")
-        elif name == "/system":
-            self.system = rest or None
-            self.clear()
-            action = "set" if self.system else "removed"
-            streams.write_stderr(f"{action} the system message and started a new conversation")
-        elif name == "/save":
-            streams.write_stderr(streams.one_line(self.save(rest)))
-        else:
-            streams.write_stderr(HELP if name == "/help" else f"unknown command {name}\n{HELP}")
-        return True
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, [*COMMANDS, *LEAVE], 1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(
+                f"unknown command {name}; {meant}/help lists the commands, and // begins a message with a slash"
+            )
+        command = COMMANDS[name]
+        if rest and not command.argument:
+            raise UsageError(f"{name} takes no argument, got {rest!r:.80}")
+        if not rest and command.required:
+            raise UsageError(f"expected a name: {name} {command.argument}")
+        if reply := command.run(self, rest):
+            streams.write_stderr("\n".join(map(streams.one_line, reply.split("\n"))))
+
+    def help(self, rest: str) -> str:
+        """The text of /help."""
+        return HELP
+
+    def clear(self, rest: str) -> str:
+        """Start a new conversation with the same system message."""
+        return self.restart() or "there is no conversation yet"
+
+    def set_system(self, text: str) -> str:
+        """Set or remove the system message and start a new conversation."""
+        if not text and self.system is None:
+            return "there is no system message to remove"
+        self.system = text or None
+        done = "set the system message" if text else "removed the system message"
+        # What was said under the old message is no part of a conversation under the new one.
+        return f"{done} and {restarted}" if (restarted := self.restart()) else done
+
+    def retry(self, rest: str) -> str:
+        """Answer the last question again."""
+        messages = self.messages[: self.last_question() + 1]
+        options = {name: value for name, value in self.options.items() if name != "seed"}
+        self.complete(messages, options)
+        if {**self.llm.sampling, **options}.get("temperature", 0) == 0:
+            return "the temperature is 0, so the answer to a question is the same each time"
+        return ""
+
+    def undo(self, rest: str) -> str:
+        """Remove the last question and its answer, also from the cache."""
+        del self.messages[self.last_question() :]
+        self.trim()
+        left = [message for message in self.messages if message["role"] == "user"]
+        return f"removed the last question and its answer; {counted(left, 'question')} left"
+
+    def last_question(self) -> int:
+        """The index of the last user message. Raises UsageError if there is none."""
+        for at in reversed(range(len(self.messages))):
+            if self.messages[at]["role"] == "user":
+                return at
+        raise UsageError("there is no question yet")
+
+    def trim(self) -> None:
+        """Remove what does not belong to the messages from the cache, so that it is not saved."""
+        if not has_turns(self.messages):  # some templates need a question
+            self.restart()
+            return
+        self.session.reuse(self.llm.model, self.encode(self.messages), self.llm.tokenizer)
+        self.session.give_back(self.session.tokens, nonfinite=False)
 
     def save(self, name: str) -> str:
-        """Write the messages to a new file. Returns a line that reports the result."""
-        if not name:
-            return "usage: /save FILE"
-        try:
-            path = Path(name).expanduser()
-            text = json.dumps(self.messages, ensure_ascii=False, indent=1)
-            write_atomically(path, text.encode(), new=True)
-        except FileExistsError:
-            return f"{path} already exists; choose another name"
-        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: unknown ~user; ValueError: NUL in the name
-            return f"{name} was not written: {getattr(error, 'strerror', None) or error}"
-        return f"wrote {len(self.messages)} messages to {path}"
+        """Save the session. A file is replaced only if the user agrees and it is a session."""
+        from ..generation.session import check_target
+
+        path = path_of(name)
+        exists = path.exists()
+        if exists:
+            check_target(path)
+            if not self.source.ask(f"{path} exists. Replace it?"):
+                raise UsageError(f"{path} exists and was not replaced; name another file")
+        size = self.session.save(path, self.llm.model, new=not exists)
+        return f"{path}: saved {sessions.contents(self.session)}, {size / 1e6:,.1f} MB"
+
+    def load(self, name: str) -> str:
+        """Continue the conversation of a file."""
+        from ..generation.session import Session, check_model
+
+        path = path_of(name)
+        check_model(self.llm.model)
+        session = Session.load(path, self.llm.model, self.llm.tokenizer)
+        self.resume(session)
+        return f"{path}: loaded {sessions.contents(session)}"
+
+
+def path_of(name: str) -> Path:
+    """The path of a typed name, which may begin with ~. Raises UsageError if it can't be one."""
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # an unknown user
+        raise UsageError(f"{name}: {error}") from None
+    if "\0" in name:
+        raise UsageError(f"{name}: the name of a file can't contain NUL")
+    return path
+
+
+def fields(answer: str, completion: Completion | None) -> dict[str, Any]:
+    """The JSON fields of an answer; None: it was interrupted, so most of them are not known."""
+    if completion is not None:
+        return answers.as_dict(completion)
+    unknown = dict.fromkeys(("text", "tokens", "prompt_tokens", "finish_reason", "logprobs", "stats"))
+    return {**unknown, "text": answer, "finish_reason": "interrupted"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what it does and returns a report of, its argument, and its line in /help."""
+
+    run: Callable[[Chat, str], str]
+    help: str
+    argument: str = ""
+    required: bool = False
+
+
+COMMANDS = {
+    "/help": Command(Chat.help, "show this list"),
+    "/retry": Command(Chat.retry, "answer the last question again, with another random seed"),
+    "/undo": Command(Chat.undo, "remove the last question and its answer"),
+    "/clear": Command(Chat.clear, "start a new conversation with the same system message"),
+    "/system": Command(
+        Chat.set_system, "set the system message and start a new conversation; without TEXT, remove it", "TEXT"
+    ),
+    "/save": Command(Chat.save, "save the conversation; --load-session FILE also continues it", "FILE", True),
+    "/load": Command(Chat.load, "continue a saved conversation", "FILE", True),
+}
+
+HELP = "\n".join(
+    [
+        *(f"{f'{name} {command.argument}':14} {command.help}" for name, command in COMMANDS.items()),
+        "/exit          leave (also Ctrl-D)",
+        'A message of several lines is pasted, or begins and ends with """. // begins a message with a slash.',
+        "Ctrl-C stops an answer; the part shown so far stays in the conversation.",
+    ]
+)

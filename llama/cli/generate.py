@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         messages.append({"role": "user", "content": prompt})
         pieces = llm.stream_chat(messages, logprobs=args.logprobs, **options)
 
-    with sessions.saving(args, session, llm.model), shown:
+    with sessions.saving(args, lambda: session, llm.model), shown:
         answer(args, prompt, pieces)
     return 0
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from . import streams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ..generation.session import Session
     from ..model import Transformer
@@ -49,22 +49,30 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
     if args.load_session is None or is_new(args):
         return Session()
     session = Session.load(args.load_session, llm.model, llm.tokenizer)
-    messages = f" and {len(session.messages)} messages" if session.messages else ""
-    streams.info(args, f"{args.load_session}: loaded {len(session.tokens):,} tokens{messages}")
+    streams.info(args, f"{args.load_session}: loaded {contents(session)}")
     return session
 
 
+def contents(session: Session) -> str:
+    """The number of tokens and messages of a session."""
+    messages = f" and {len(session.messages)} messages" if session.messages else ""
+    return f"{len(session.tokens):,} tokens{messages}"
+
+
 @contextlib.contextmanager
-def saving(args: argparse.Namespace, session: Session | None, model: Transformer) -> Iterator[None]:
-    """Save the session after the block if --save-session is set, also when a signal ends the block."""
+def saving(args: argparse.Namespace, session: Callable[[], Session | None], model: Transformer) -> Iterator[None]:
+    """Save the session after the block if --save-session is set, also when a signal ends the block.
+
+    session  returns the session to save, since a chat may load another one
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, BrokenPipeError):
         if args.save_session is not None:
             streams.write_stderr("")  # the answer ended in the middle of a line
-        _save_session(args, session, model)
+        _save_session(args, session(), model)
         raise
-    _save_session(args, session, model)
+    _save_session(args, session(), model)
 
 
 def _save_session(args: argparse.Namespace, session: Session | None, model: Transformer) -> None:

@@ -29,7 +29,7 @@ from ..checkpoint.write import raw_bytes
 from ..engine.linears import describe_quantization
 from ..errors import CheckpointError, ContextLengthError, UsageError
 from ..model import Transformer
-from ..system.temporary import check_writable, keep_mode, own_temporary
+from ..system.temporary import check_writable, keep_mode, move_new, own_temporary
 from ..tokenizer import Tokenizer
 from .prefix import shared_prefix
 
@@ -114,8 +114,10 @@ class Session:
         if self.cache is not None:
             self.cache.trim(0)
 
-    def save(self, path: str | os.PathLike[str], model: Transformer) -> int:
+    def save(self, path: str | os.PathLike[str], model: Transformer, *, new: bool = False) -> int:
         """Write the session to a file atomically, replacing an older session; return the size in bytes.
+
+        new  raise CheckpointError rather than replace a session
 
         Raises UsageError if there is nothing to save, `path` is another file (check_target, check_model), or the
         session belongs to another model, CheckpointError if the file can't be written. An existing file is then
@@ -148,7 +150,7 @@ class Session:
                     os.fsync(file.fileno())
                 size = written.stat().st_size
                 keep_mode(written, resolved, 0o600)  # a conversation is private
-                os.replace(written, resolved)
+                (move_new if new else os.replace)(written, resolved)
         except OSError as error:
             raise CheckpointError(f"{target}: {error.strerror or error}; the session was not saved") from error
         return size

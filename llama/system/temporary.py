@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import glob
 import os
 import platform
@@ -107,40 +108,39 @@ def _is_gone(pid: int) -> bool:
     return False
 
 
-def write_atomically(
-    target: Path, content: bytes, prefix: str = ".writing", *, new: bool = False, follow: bool = True
-) -> None:
+def write_atomically(target: Path, content: bytes, prefix: str = ".writing", *, follow: bool = True) -> None:
     """Write a file in one step: a reader sees the old content or the complete new content.
 
     An existing file keeps its permissions.
 
-    new     raise FileExistsError rather than replace a file
     follow  write to the target of a symbolic link; False: replace the link
 
     A target that is not a regular file (a pipe, a terminal, /dev/stdout) is written to directly. Raises OSError.
     """
-    if not new and (_is_device(target) or (target.exists() and not target.is_file())):
+    if _is_device(target) or (target.exists() and not target.is_file()):
         target.write_bytes(content)
         return
-    path = target if new or not follow else target.resolve()
+    path = target.resolve() if follow else target
     with own_temporary(path.parent, prefix) as work:
         made = work / path.name
         with open(made, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        if not new:
-            keep_mode(made, path)
-            os.replace(made, path)
-            return
-        try:
-            os.link(made, path)  # unlike a rename, a link never replaces a file
-        except FileExistsError:
-            raise
-        except OSError:  # not every file system has links
-            if os.path.lexists(path):
-                raise FileExistsError(f"{path} exists") from None
-            os.replace(made, path)
+        keep_mode(made, path)
+        os.replace(made, path)
+
+
+def move_new(made: Path, path: Path) -> None:
+    """Move a finished file to a path on the same disk. Raises FileExistsError rather than replace a file."""
+    try:
+        os.link(made, path)  # unlike a rename, a link never replaces a file
+    except FileExistsError:
+        raise
+    except OSError:  # not every file system has links
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(made, path)
 
 
 def keep_mode(made: Path, target: Path, new: int | None = None) -> None:

@@ -152,9 +152,9 @@ WRITES = (
         "F03",
         "a file is written in place",
         "llama/system/temporary.py",
-        """    path = target if new or not follow else target.resolve()
+        """    path = target.resolve() if follow else target
 """,
-        """    path = target if new or not follow else target.resolve()
+        """    path = target.resolve() if follow else target
     path.write_bytes(content)
     return
 """,

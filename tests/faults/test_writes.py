@@ -596,7 +596,8 @@ def test_links_stay_links_and_pipes_are_written_to(source: Path, tmp_path: Path)
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_bytes() == b"new"
     with pytest.raises(FileExistsError):
-        temporary.write_atomically(tmp_path / "link", b"newer", new=True)
+        temporary.move_new(tmp_path / "file", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
     os.mkfifo(tmp_path / "pipe")
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_bytes()))

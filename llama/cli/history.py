@@ -1,0 +1,103 @@
+"""The messages and commands that were typed at earlier chats, in a file of the user's state folder.
+
+Each line of the file is one entry as a JSON string, since an entry may have several lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..system.folders import make_folder
+from ..system.temporary import write_atomically
+
+MOST_ENTRIES, MOST_BYTES = 1000, 2**20  # the newest ones are kept
+
+
+def open_history(warn: Callable[[str], None]) -> History:
+    """The history of this user."""
+    import platformdirs
+
+    try:
+        path = Path(platformdirs.user_state_dir("clearllama")).expanduser() / "chat-history.jsonl"
+    except RuntimeError:  # HOME is not set and the system does not know this user
+        warn("what you type is not kept for later chats: the home folder is not known; set HOME")
+        return History(None, warn)
+    return History(path, warn)
+
+
+class History:
+    """The entries of a file, which only its owner can read. The file is made with the first entry.
+
+    path     None: entries are not kept after this process
+    warn     called with the reason, once, if the file can't be read or written; entries are then not kept
+    """
+
+    def __init__(self, path: Path | None, warn: Callable[[str], None]):
+        self.path, self._warn = path, warn
+        self.entries = self._read() if path else []
+
+    def add(self, entry: str) -> bool:
+        """Add an entry. Returns False if it is the same as the one before."""
+        if self.entries[-1:] == [entry]:
+            return False
+        self.entries.append(entry)
+        if self.path is not None:
+            try:
+                make_folder(self.path.parent)
+                handle = os.open(
+                    self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o600
+                )
+                with open(handle, "ab") as file:
+                    if stat.S_ISREG(os.fstat(handle).st_mode) and hasattr(os, "fchmod"):
+                        os.fchmod(handle, 0o600)
+                    file.write(_line(entry))
+            except OSError as error:
+                self._fail(error)
+        return True
+
+    def _read(self) -> list[str]:
+        """The entries of the file. A file that is too large is shortened. Lines that are not entries are ignored."""
+        path = self.path
+        try:
+            if path is None or not path.is_file():  # also a device
+                return []
+            data = path.read_bytes()
+            found = [entry for line in data.splitlines() if (entry := _entry(line)) is not None]
+            kept = newest(found)
+            if len(kept) < len(found):
+                write_atomically(path, b"".join(map(_line, kept)), ".history")
+            return kept
+        except OSError as error:
+            self._fail(error)
+            return []
+
+    def _fail(self, error: OSError) -> None:
+        self._warn(f"what you type is not kept for later chats: {self.path}: {error.strerror or error}")
+        self.path = None
+
+
+def newest(entries: Sequence[str]) -> list[str]:
+    """The last entries, within both limits."""
+    size, first = 0, len(entries)
+    while first > 0 and len(entries) - first < MOST_ENTRIES:
+        size += len(_line(entries[first - 1]))
+        if size > MOST_BYTES:
+            break
+        first -= 1
+    return list(entries[first:])
+
+
+def _line(entry: str) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
+
+
+def _entry(line: bytes) -> str | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, str) else None
