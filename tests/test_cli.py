@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pexpect
 import pytest
 
 from llama import cli
+from llama.generation.session import open_session
 from llama.text import Llama
 from llama.tokenizer.common import BYTE_OF
 
@@ -379,19 +381,20 @@ def test_bench_json_has_the_documented_keys(clearllama: Run, tiny_gguf: Path) ->
 
 # ------------------------------------------------------------------------------------------------------------ chat
 def test_chat_reads_turns_from_a_pipe(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "talk.json"
+    saved = tmp_path / "talk"
     lines = f"hello\nthe\n/save {saved}\n/save {saved}\n/clear\n/what\n/help\n/exit\nnever read\n"
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", "--seed", "1", stdin=lines.encode(), cwd=tmp_path)
-    assert result.returncode == 0
-    messages = json.loads(saved.read_text())
+    assert result.returncode == 1  # the second /save and /what failed
+    _, about = open_session(saved)
+    messages = about["messages"]
     assert [m["role"] for m in messages] == ["user", "assistant"] * 2
-    assert messages[1]["content"] in result.stdout.decode()
+    assert result.stdout.decode() == f"{messages[1]['content']}\n\n{messages[3]['content']}\n"
     stderr = result.stderr.decode()
-    assert f"wrote 4 messages to {saved}" in stderr
-    assert "already exists" in stderr
+    assert re.search(rf"{saved}: saved \d+ tokens and 4 messages", stderr)
+    assert f"{saved} exists and was not replaced" in stderr
     assert "unknown command /what" in stderr
     assert "unknown command /help" not in stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["talk.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["talk"]
 
 
 def test_a_full_stderr_does_not_end_a_chat(clearllama: Run, tiny_gguf: Path) -> None:
@@ -399,15 +402,17 @@ def test_a_full_stderr_does_not_end_a_chat(clearllama: Run, tiny_gguf: Path) -> 
     plain, full = (
         clearllama(*args, stdin=b"hello\n/clear\n/save\nthe\n", streams={2: to}) for to in ("/dev/null", "/dev/full")
     )
-    assert full.returncode == plain.returncode == 0
+    assert full.returncode == plain.returncode == 1  # /save has no name
     assert full.stdout == plain.stdout
 
 
 def test_chat_continues_after_a_file_name_that_cannot_be_written(clearllama: Run, tiny_gguf: Path) -> None:
     lines = "hello\n/save ~nosuchuser/x\n/save a\0b\n/save /no/such/folder/x\n/save\nhello\n"
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
-    assert result.returncode == 0
-    assert result.stderr.count(b"was not written") == 3
+    assert result.returncode == 1
+    assert result.stderr.count(b": error: ") == 4
+    for message in (b"~nosuchuser/x: ", b"can't contain NUL", b"/no/such/folder is not a folder", b"/save FILE"):
+        assert result.stderr.count(message) == 1
     assert result.stderr.count(b"prompt tokens") == 2
 
 
@@ -423,7 +428,8 @@ def test_chat_continues_after_a_turn_that_is_too_long(clearllama: Run, tiny_gguf
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
     assert result.returncode == 1  # a turn of a pipe failed
     assert result.stderr.count(b"context holds 256") == 1
-    assert b"/clear starts a new conversation" in result.stderr
+    assert b"error: turn 2: the prompt has" in result.stderr
+    assert b"/clear" not in result.stderr  # would not help
     assert result.stderr.count(b"prompt tokens") == 2
 
 

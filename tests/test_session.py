@@ -424,14 +424,14 @@ def test_a_conversation_continues_in_another_process(clearllama: Run, tiny_gguf:
     first = clearllama("chat", *options, "--system", "the", "--save-session", at, stdin=b"hello\n")
     second = clearllama("chat", *options, "--load-session", at, "--save-session", at, stdin=b"the hello\n")
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert both.stdout == first.stdout + second.stdout
+    assert both.stdout == first.stdout + b"\n" + second.stdout  # an empty line separates answers
     assert "continuing the conversation of 3 messages" in second.stderr.decode()
     assert "of them from the session" in second.stderr.decode()
     llm = loader.load(tiny_gguf, dtype="float32", device="cpu")
     assert [m["role"] for m in Session.load(at, llm.model).messages] == ["system", *["user", "assistant"] * 2]
     refused = clearllama("chat", *options, "--load-session", at, "--system", "other", stdin=b"hello\n")
     assert refused.returncode == 2
-    assert "leave --system out" in refused.stderr.decode()
+    assert f"--system can't change the conversation in {at}; leave --system out" in refused.stderr.decode()
 
 
 def test_a_cleared_conversation_is_not_in_the_file(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
