@@ -35,27 +35,26 @@ def read_turn(read: Callable[[bool], str]) -> Turn:
 
     Raises EOFError if there is no turn left, UsageError if the input ends inside of a block.
     """
-    line = (entered := read(True)).strip()
-    if line.startswith(QUOTES) and ("\n" not in line or _ends_block(line)):
-        while not _ends_block(line):
+    entered = read(True)
+    line = entered.strip()
+    ends = len(line) >= 2 * len(QUOTES) and line.endswith(QUOTES)
+    if line.startswith(QUOTES) and (ends or "\n" not in line):
+        lines = [entered]
+        while not ends:
             try:
-                more = read(False)
+                lines.append(read(False))
             except EOFError:
                 raise UsageError(
                     f"the message that begins with {QUOTES} has no end; expected {QUOTES} at the end of a line"
                 ) from None
-            entered, line = f"{entered}\n{more}", f"{line}\n{more}".rstrip()
-        return Turn(_without_empty_ends(line[3:-3]), False, entered)
+            ends = lines[-1].rstrip().endswith(QUOTES)
+        entered = "\n".join(lines)
+        return Turn(_without_empty_ends(entered.strip()[3:-3]), False, entered)
     if "\n" in line:  # pasted, so that a slash at its start is part of the text
         return Turn(_without_empty_ends(entered), False, entered)
     if line.startswith("//"):
         return Turn(line[1:], False, entered)
     return Turn(line, line.startswith("/"), entered)
-
-
-def _ends_block(text: str) -> bool:
-    """Whether a block, which begins with the quotes, is complete."""
-    return len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES)
 
 
 def _without_empty_ends(text: str) -> str:
