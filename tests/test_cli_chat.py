@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
+import random
 import re
 import signal
 import stat
 import sys
 import termios
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,8 @@ from pexpect.fdpexpect import fdspawn
 from llama import loader
 from llama.chat import encode_chat
 from llama.cli import history, terminal, turns
-from llama.errors import UsageError
+from llama.cli.chat import Chat
+from llama.errors import ContextLengthError, UsageError
 from llama.generation.session import Session, open_session
 from llama.text import Llama
 from llama.tokenizer.common import BYTE_OF
@@ -173,6 +177,12 @@ def test_typing_during_an_answer_waits_for_the_next_prompt(start: Start, letters
     chat.child.send("again" + ENTER)
     chat.child.expect_exact("aaaa")
     assert termios.tcgetattr(chat.side) != chat.before
+    termios.tcsetattr(chat.side, termios.TCSANOW, chat.before)  # as a shell may after SIGSTOP
+    os.kill(chat.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 10
+    while chat.echoes() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not chat.echoes()
     os.kill(chat.pid, signal.SIGTERM)
     assert chat.end() == 143
     assert termios.tcgetattr(chat.side) == chat.before
@@ -192,8 +202,7 @@ def test_a_stopped_answer_leaves_the_terminal_to_the_shell() -> None:
     script = 'set -m; "$0" -c "$1"; stty -a; fg > /dev/null; stty -a'
     child = pexpect.spawn("/bin/sh", ["-c", script, sys.executable, code], encoding="utf-8", timeout=30)
     child.expect_exact("hidden")
-    child.send("one")
-    child.send("\x1a")
+    child.send("one\x1a")  # Ctrl-Z, which would discard what the program has not read yet
     child.expect(r"\sicanon\s")
     child.expect(r"\secho\s")
     child.expect("-extproc|extproc|\r\n.*\r\n")  # the end of the settings
@@ -342,9 +351,9 @@ def test_retry_samples_with_a_new_seed(clearllama: Run, tiny_gguf: Path, tiny_ll
 def test_dropping_turns_answers_as_if_they_had_not_been(
     clearllama: Run, tiny_gguf: Path, tiny_llm: Llama, tmp_path: Path
 ) -> None:
-    """The fewest turns that leave a quarter of the context, or max_new_tokens, for the answer."""
+    """The fewest turns that leave a quarter of the context for the answer, once it has less than an eighth."""
     asked = [letter * 12 for letter in "bcdefghi"]
-    args = ("-n", "20", "--system", "the", "--json")
+    args = ("-n", "100", "--system", "the", "--json")
     refused = talk(clearllama, tiny_gguf, *asked, args=args, code=1)
     hint = "--drop-oldest drops the oldest turns, /clear starts a new conversation"
     assert hint in json.loads(refused.stdout.splitlines()[-1])["error"]
@@ -359,16 +368,18 @@ def test_dropping_turns_answers_as_if_they_had_not_been(
         question = {"role": "user", "content": asked[number]}
         assert messages[0] == complete[0]
         assert [*complete, question][-len(messages) + 1 :] == messages[1:]
-        expected = tiny_llm.chat(messages, max_new_tokens=20)
+        expected = tiny_llm.chat(messages, max_new_tokens=100)
         assert (answer["text"], answer["tokens"]) == (expected.text, expected.tokens)
         prompt = answer["prompt_tokens"]
         if dropped := (len(complete) + 1 - len(messages)) // 2:
-            assert prompt + 20 <= 256
+            assert prompt + 64 <= 256
             more = [complete[0], *complete[2 * dropped - 1 :], question]
-            assert len(encode_chat(tiny_llm.tokenizer, tiny_llm.chat_template, more)) + 20 > 256
+            assert len(encode_chat(tiny_llm.tokenizer, tiny_llm.chat_template, more)) + 64 > 256
+        assert prompt + 32 <= 256
         dropped_in_all += dropped
         complete = [*messages, last]
-    assert len(re.findall(r"turn \d: dropped the oldest turn", done.stderr.decode())) == dropped_in_all >= 2
+    reports = re.findall(r"turn \d: dropped the (?:(\d+) )?oldest turns?", done.stderr.decode())
+    assert sum(int(count or 1) for count in reports) == dropped_in_all >= 2
 
 
 def test_system_messages_speak_of_conversations_that_exist(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
@@ -398,6 +409,15 @@ def test_system_messages_speak_of_conversations_that_exist(clearllama: Run, tiny
     plain = talk(clearllama, tiny_gguf, "hello", args=(*system, "--json"))
     assert json.loads(begun.stdout)["tokens"] == json.loads(plain.stdout)["tokens"]
     assert "continuing" not in begun.stderr.decode()
+    # Nor has one that Python saved with a system message alone.
+    llm = loader.load(tiny_gguf, dtype="float32", device="cpu")
+    session = Session(messages=[{"role": "system", "content": "be"}])
+    llm.generate("hello", max_new_tokens=2, session=session)
+    session.save(text, llm.model)
+    for options, expected in ((system, plain), ((), fresh)):
+        again = talk(clearllama, tiny_gguf, "hello", args=(*options, "--json", "--load-session", text))
+        assert json.loads(again.stdout)["tokens"] == json.loads(expected.stdout)["tokens"]
+        assert "continuing" not in again.stderr.decode()
 
 
 def test_a_loaded_conversation_continues_like_the_saved_one(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
@@ -418,6 +438,51 @@ def test_a_loaded_conversation_continues_like_the_saved_one(clearllama: Run, tin
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
+class Asked(terminal.Pipe):
+    """A source that answers every question in one way."""
+
+    def __init__(self, agrees: bool):
+        super().__init__()
+        self.agrees, self.questions = agrees, 0
+
+    def ask(self, question: str) -> bool:
+        self.questions += 1
+        return self.agrees
+
+
+def test_how_many_turns_are_dropped(tiny_llm: Llama) -> None:
+    """Compared with trying every number of turns, for random conversations in a context of 256 tokens."""
+    rng, dropped = random.Random(0), Counter[int]()
+    for _ in range(150):
+        new_tokens, agrees, count = rng.choice((5, 200, 200)), rng.random() < 0.8, rng.randint(1, 4)
+        messages = [{"role": "system", "content": "the"}] * rng.randint(0, 1)
+        for _ in range(count):
+            messages += [{"role": role, "content": "x" * rng.randint(0, 100)} for role in ("user", "assistant")]
+        messages.pop()
+        if rng.random() < 0.1:
+            messages[-1] = {"role": "user", "content": "x" * 250}  # does not fit alone
+        system = [message for message in messages if message["role"] == "system"]
+        turns_alone = messages[len(system) :]
+        kept = [[*system, *turns_alone[2 * number :]] for number in range(count)]
+        sizes = [len(encode_chat(tiny_llm.tokenizer, tiny_llm.chat_template, one)) for one in kept]
+        full = sizes[0] + min(new_tokens, 32) > 256 and count > 1 and sizes[-1] < 256
+        roomy = [number for number in range(1, count) if sizes[number] + min(new_tokens, 64) <= 256]
+        expected = ([*roomy, count - 1][0] if agrees else 0) if full else 0
+
+        args = argparse.Namespace(system=None, drop_oldest=False, quiet=True)
+        source = Asked(agrees)
+        chat = Chat(args, tiny_llm, {"max_new_tokens": new_tokens}, source)
+        if full and not agrees and sizes[0] >= 256:
+            with pytest.raises(ContextLengthError, match="--drop-oldest drops"):
+                chat.fit(messages)
+        else:
+            found, prompt = chat.fit(messages)
+            assert (found, len(prompt)) == (kept[expected], sizes[expected])
+            dropped[expected] += 1
+        assert source.questions == full
+    assert {0, 1, 2, 3} <= dropped.keys()
+
+
 @pytest.mark.parametrize(
     ("lines", "text", "command"),
     [

@@ -321,6 +321,17 @@ def test_a_full_disk_leaves_the_old_session_unchanged(saved: Path) -> None:
     assert [path.name for path in saved.parent.iterdir()] == ["s"]
 
 
+def test_a_new_session_does_not_replace_a_file(saved: Path) -> None:
+    before, model = saved.read_bytes(), tiny.model(LONG)
+    other = filled(model, [5, 6])
+    with pytest.raises(CheckpointError, match="File exists; the session was not saved"):
+        other.save(saved, model, new=True)
+    assert saved.read_bytes() == before
+    other.save(saved.with_name("other"), model, new=True)
+    assert Session.load(saved.with_name("other"), model).tokens == [5, 6]
+    assert saved.with_name("other").stat().st_mode & 0o777 == 0o600
+
+
 def test_an_empty_session_or_one_in_use_is_not_saved(tiny_llm: Llama, tmp_path: Path) -> None:
     session = Session()
     with pytest.raises(UsageError, match="no tokens yet"):
