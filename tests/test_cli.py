@@ -407,10 +407,12 @@ def test_a_full_stderr_does_not_end_a_chat(clearllama: Run, tiny_gguf: Path) -> 
 
 
 def test_chat_continues_after_a_file_name_that_cannot_be_written(clearllama: Run, tiny_gguf: Path) -> None:
-    lines = "hello\n/save ~nosuchuser/x\n/save a\0b\n/save /no/such/folder/x\n/save\nhello\n"
+    lines = "hello\n/save ~nosuchuser/x\n/save a\0b\n/save /no/such/folder/x\n/save\n"
+    lines += "/save " + "x" * 300 + "\n/load " + "x" * 300 + "\nhello\n"
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
     assert result.returncode == 1
-    assert result.stderr.count(b": error: ") == 4
+    assert result.stderr.count(b": error: ") == 6
+    assert result.stderr.count(b"File name too long") == 2
     for message in (b"~nosuchuser/x: ", b"can't contain NUL", b"/no/such/folder is not a folder", b"/save FILE"):
         assert result.stderr.count(message) == 1
     assert result.stderr.count(b"prompt tokens") == 2
@@ -450,6 +452,7 @@ def test_chat_at_a_terminal(default_gguf: Path) -> None:
         "2000",
         "--system",
         "Be brief.",
+        "--no-history",
     ]
     child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60)
     child.expect("> ")

@@ -35,6 +35,8 @@ from . import tiny
 from .conftest import Run
 from .forked import Forked
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = ("--dtype", "float32", "--device", "cpu", "--temp", "0")
 UP, ENTER = "\x1b[A", "\r"
 SPEED = r"finish: \w+, seed \d+"
@@ -299,13 +301,17 @@ def test_answers_over_a_pipe_are_told_apart(clearllama: Run, tiny_gguf: Path, ti
 
 
 def test_a_block_without_an_end_and_wrong_commands_are_errors(clearllama: Run, tiny_gguf: Path) -> None:
-    done = talk(clearllama, tiny_gguf, "/retr", "/xyzzy", "/clear now", "/undo", '"""hello', "the", code=2)
+    lines = ("/retr", "/xyzzy", "/clear now", "/undo", "/exit now", "/byte", '"""hello', "the")
+    done = talk(clearllama, tiny_gguf, *lines, code=2)
+    assert talk(clearllama, tiny_gguf, "/quit", '"""never read').stdout == b""
     errors = [line.removeprefix("clearllama: error: ") for line in done.stderr.decode().splitlines() if "error" in line]
     assert [error.split(";")[0] for error in errors] == [
         "unknown command /retr",
         "unknown command /xyzzy",
         "/clear takes no argument, got 'now'",
         "there is no question yet",
+        "/exit takes no argument, got 'now'",
+        "unknown command /byte",
         'the message that begins with """ has no end',
     ]
     assert "; did you mean /retry? /help lists the commands" in errors[0]
@@ -352,7 +358,7 @@ def test_dropping_turns_answers_as_if_they_had_not_been(
     clearllama: Run, tiny_gguf: Path, tiny_llm: Llama, tmp_path: Path
 ) -> None:
     """The fewest turns that leave a quarter of the context for the answer, once it has less than an eighth."""
-    asked = [letter * 12 for letter in "bcdefghi"]
+    asked = [letter * 12 for letter in "bcdef"]
     args = ("-n", "100", "--system", "the", "--json")
     refused = talk(clearllama, tiny_gguf, *asked, args=args, code=1)
     hint = "--drop-oldest drops the oldest turns, /clear starts a new conversation"

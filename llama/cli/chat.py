@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-LEAVE = ("/exit", "/quit", "/bye")
+ALIASES = {"/quit": "/exit", "/bye": "/exit"}
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -122,11 +123,11 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
         if not turn.text:
             continue
         chat.source.remember(turn.entered)
-        if turn.command and turn.text in LEAVE:
-            return int(failed)
         try:
             if turn.command:
                 chat.command(turn.text)
+                if chat.left:
+                    return int(failed)
             else:
                 chat.ask(turn.text)
         except KeyboardInterrupt:  # before the answer began
@@ -169,6 +170,7 @@ class Chat:
         self.args, self.llm, self.options, self.source = args, llm, options, source
         self.session, self.system = Session() if session is None else session, args.system
         self.questions = self.answers = 0  # asked and answered so far
+        self.left = False  # whether the user has left
         self.resume(self.session)
 
     @property
@@ -280,9 +282,9 @@ class Chat:
     def command(self, line: str) -> None:
         """Run a /command. Raises UsageError for an unknown one or a wrong argument."""
         name, _, rest = line.partition(" ")
-        rest = rest.strip()
+        name, rest = ALIASES.get(name, name), rest.strip()
         if name not in COMMANDS:
-            near = difflib.get_close_matches(name, [*COMMANDS, *LEAVE], 1)
+            near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], 1)
             meant = f"did you mean {near[0]}? " if near else ""
             raise UsageError(
                 f"unknown command {name}; {meant}/help lists the commands, and // begins a message with a slash"
@@ -291,13 +293,18 @@ class Chat:
         if rest and not command.argument:
             raise UsageError(f"{name} takes no argument, got {rest!r:.80}")
         if not rest and command.required:
-            raise UsageError(f"expected a name: {name} {command.argument}")
+            raise UsageError(f"{name} needs the name of a file: {name} {command.argument}")
         if reply := command.run(self, rest):
             streams.write_stderr("\n".join(map(streams.one_line, reply.split("\n"))))
 
     def help(self, rest: str) -> str:
         """The text of /help."""
         return HELP
+
+    def leave(self, rest: str) -> str:
+        """End the chat."""
+        self.left = True
+        return ""
 
     def clear(self, rest: str) -> str:
         """Start a new conversation with the same system message."""
@@ -348,8 +355,7 @@ class Chat:
         from ..generation.session import check_target
 
         path = path_of(name)
-        exists = path.exists()
-        if exists:
+        if exists := os.path.lexists(path):
             check_target(path)
             if not self.source.ask(f"{path} exists. Replace it?"):
                 raise UsageError(f"{path} exists and was not replaced; name another file")
@@ -375,6 +381,10 @@ def path_of(name: str) -> Path:
         raise UsageError(f"{name}: {error}") from None
     if "\0" in name:
         raise UsageError(f"{name}: the name of a file can't contain NUL")
+    try:
+        path.exists()
+    except OSError as error:  # too long, or in a folder without permission
+        raise UsageError(f"{path}: {error.strerror or error}") from None
     return path
 
 
@@ -406,12 +416,12 @@ COMMANDS = {
     ),
     "/save": Command(Chat.save, "save the conversation; --load-session FILE also continues it", "FILE", True),
     "/load": Command(Chat.load, "continue a saved conversation", "FILE", True),
+    "/exit": Command(Chat.leave, "leave (also Ctrl-D)"),
 }
 
 HELP = "\n".join(
     [
         *(f"{f'{name} {command.argument}':14} {command.help}" for name, command in COMMANDS.items()),
-        "/exit          leave (also Ctrl-D)",
         'A message of several lines is pasted, or begins and ends with """. // begins a message with a slash.',
         "Ctrl-C stops an answer; the part shown so far stays in the conversation.",
     ]

@@ -14,19 +14,23 @@ from pathlib import Path
 from ..system.folders import make_folder
 from ..system.temporary import write_atomically
 
+NOT_KEPT = "what you type is not kept for later chats"
 MOST_ENTRIES, MOST_BYTES = 1000, 2**20  # the newest ones are kept
 
 
 def open_history(warn: Callable[[str], None]) -> History:
     """The history of this user."""
-    import platformdirs
-
     try:
+        import platformdirs
+
         path = Path(platformdirs.user_state_dir("clearllama")).expanduser() / "chat-history.jsonl"
     except RuntimeError:  # HOME is not set and the system does not know this user
-        warn("what you type is not kept for later chats: the home folder is not known; set HOME")
-        return History(None, warn)
-    return History(path, warn)
+        warn(f"{NOT_KEPT}: the home folder is not known; set HOME")
+    except ImportError:
+        warn(f"{NOT_KEPT}: the package platformdirs is missing; pip install platformdirs")
+    else:
+        return History(path, warn)
+    return History(None, warn)
 
 
 class History:
@@ -76,7 +80,7 @@ class History:
             return []
 
     def _fail(self, error: OSError) -> None:
-        self._warn(f"what you type is not kept for later chats: {self.path}: {error.strerror or error}")
+        self._warn(f"{NOT_KEPT}: {self.path}: {error.strerror or error}")
         self.path = None
 
 
