@@ -131,7 +131,7 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
             else:
                 chat.ask(turn.text)
         except KeyboardInterrupt:  # before the answer began
-            streams.write_stderr("")
+            streams.info(args, f"{'' if turn.command else chat.label}stopped; the conversation is unchanged")
         except ParallelError:  # a process is gone, so no turn can follow
             raise
         except (LlamaError, MemoryError, RuntimeError) as error:  # the turn failed; the conversation continues
