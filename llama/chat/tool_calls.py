@@ -13,7 +13,8 @@ The first four have no mark, so they count only at the start of an answer, and a
 they count anywhere. Only functions that are declared count. Everything else stays text.
 
 Control tokens have no text (see `Decoder`), so <|python_tag|>, [TOOL_CALLS] and <|eom_id|> are not in an answer's text.
-An answer that begins with one is recognized without it; `call_marks` returns the ids to insert for calls after other text.
+An answer that begins with one is recognized without it; `call_marks` returns the ids to insert for calls after other
+text.
 
 Sources: meta-llama/llama-models prompt_format.md of Llama 3.1, 3.2 and 4; mistral-common, its instruct tokenizers;
 NousResearch/Hermes-Function-Calling; HuggingFaceTB/SmolLM2 and SmolLM3 chat templates; vLLM's documentation on tools.

@@ -212,8 +212,9 @@ class Chat:
         messages, prompt = self.fit(messages)
         answer, completion = "", None
         separator = "\n" if self.answers and not self.source.typed else ""
-        stream = self.llm.stream_ids(prompt, continues=False, session=self.session, **options)
-        with contextlib.closing(stream), self.source.hidden() as poll:
+        bar = answers.PromptBar(self.args)
+        stream = self.llm.stream_ids(prompt, continues=False, session=self.session, progress=bar, **options)
+        with bar, contextlib.closing(stream), self.source.hidden() as poll:
             with contextlib.suppress(KeyboardInterrupt):
                 for piece in stream:
                     if not self.args.json:
