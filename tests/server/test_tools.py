@@ -1,0 +1,174 @@
+"""Tools and structured output through the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from llama.generation.answer import Completion, Piece, Stats
+from llama.server.requests import Call
+from llama.server.responses import Choice, Spelling, merged
+from llama.text import Llama
+from tests.server.serving import Running, running
+
+MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Paris", "Rome"]
+    degrees: int = pydantic.Field(ge=0, le=40)
+
+
+SCHEMA = {**Weather.model_json_schema(), "additionalProperties": False}
+NOTHING = {"type": "object", "additionalProperties": False}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now", "description": "The time", "parameters": NOTHING}},
+]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llm: Llama) -> Iterator[Running]:
+    with running(tiny_llm) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return server.client()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pydantic_model_is_parsed_from_the_answer(client: openai.OpenAI, seed: int) -> None:
+    found = client.chat.completions.parse(
+        model="tiny", messages=MESSAGES, response_format=Weather, temperature=1.5, seed=seed, max_tokens=150
+    )
+    assert isinstance(found.choices[0].message.parsed, Weather)
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_json_objects_and_schemas_are_met_in_streams(client: openai.OpenAI) -> None:
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "w", "schema": SCHEMA},
+    }
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format=form, temperature=1.5, seed=1, max_tokens=150, stream=True
+    )
+    Weather.model_validate_json("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+    found = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=150, seed=3
+    )
+    text = found.choices[0].message.content or ""
+    assert text.lstrip().startswith("{")
+    assert found.choices[0].finish_reason == "length" or isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize("choice", ["required", "weather", "now"])
+def test_a_required_call_is_made(client: openai.OpenAI, choice: str) -> None:
+    named: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    for seed in range(3):
+        found = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, tools=TOOLS, tool_choice=named, temperature=1.5, seed=seed, max_tokens=150
+        ).choices[0]
+        assert found.finish_reason == "tool_calls"
+        assert not (found.message.content or "").strip()
+        assert found.message.tool_calls is not None
+        (call,) = found.message.tool_calls
+        assert call.type == "function"
+        assert choice in ("required", call.function.name)
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "weather":
+            Weather.model_validate(arguments)
+        else:
+            assert arguments == {}
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            tools=TOOLS,
+            tool_choice=named,
+            temperature=1.5,
+            seed=seed,
+            max_tokens=150,
+            stream=True,
+        )
+        parts = [part for chunk in stream for part in chunk.choices[0].delta.tool_calls or []]
+        (part,) = parts
+        assert part.index == 0
+        assert part.function is not None
+        assert (part.function.name, part.function.arguments) == (call.function.name, call.function.arguments)
+    answer: Any = [
+        *MESSAGES,
+        found.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    client.chat.completions.create(model="tiny", messages=answer, tools=TOOLS, max_tokens=3)
+
+
+def deltas(tiny_llm: Llama, texts: list[str], several: bool = True) -> list[dict[str, Any]]:
+    """The deltas of an answer that the model gives in these pieces."""
+    call = Call(1, True, False, tools=TOOLS, several_calls=several)
+    choice = Choice(call, 0, Spelling(tiny_llm.tokenizer), chat=True)
+    end = Completion("".join(texts), [], "stop", None, Stats(1, 0, 0, 0, 0, 0))
+    pieces = [*map(Piece, texts), Piece("", end)]
+    return [delta for piece in pieces if (delta := choice.delta(piece)) is not None]
+
+
+CALLS = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "now", "parameters": {}}'
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_half_a_call_is_never_shown(tiny_llm: Llama, size: int) -> None:
+    found = deltas(tiny_llm, [CALLS[i : i + size] for i in range(0, len(CALLS), size)])
+    message = merged(found, chat=True)["message"]
+    assert message["content"] is None
+    assert [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]
+    ] == [
+        ("weather", {"city": "Rome"}),
+        ("now", {}),
+    ]
+    assert found[-1]["finish_reason"] == "tool_calls"
+    assert not any(delta["delta"].get("content") for delta in found)
+    indexes = [call["index"] for delta in found for call in delta["delta"].get("tool_calls", [])]
+    assert indexes == [0, 1]
+
+
+def test_one_call_only_if_parallel_calls_are_off(tiny_llm: Llama) -> None:
+    message = merged(deltas(tiny_llm, [CALLS], several=False), chat=True)["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+
+
+@pytest.mark.parametrize("text", ["It is sunny.", '{"name": "unknown", "parameters": {}}', '{"name": "weather"', ""])
+def test_text_that_is_no_call_is_complete(tiny_llm: Llama, text: str) -> None:
+    choice = merged(deltas(tiny_llm, list(text)), chat=True)
+    assert choice["message"]["content"] == text
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tool_choice": "required"}, "need tools"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}, "name of a function"),
+        ({"tools": [{"type": "retrieval"}]}, "a tool must be"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
+            "schema",
+        ),
+    ],
+)
+@pytest.mark.row("L01")
+def test_invalid_tools_and_schemas_are_refused(client: openai.OpenAI, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, **options)
