@@ -5,19 +5,18 @@
     python scripts/compare_server.py clearllama=http://127.0.0.1:8001 llama-server=http://127.0.0.1:8002
 
 In each round, every server in turn answers the same questions from 1 client, then from N clients at once. A server that
-is not measured is idle. Ratios are the first server's tokens a second to the other's in the same round. Needs httpx.
+is not measured is idle. Ratios are the first server's tokens a second to the other's in the same round. Needs openai.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
 from dataclasses import dataclass
 
-import httpx
+import openai
 
 TOPICS = (
     "rivers", "llamas", "bread", "glass", "wind", "paper", "salt", "trains",
@@ -34,39 +33,34 @@ class Run:
     slowest: float
 
 
-async def ask(client: httpx.AsyncClient, url: str, model: str, question: str, tokens: int) -> tuple[int, float]:
+async def ask(client: openai.AsyncOpenAI, model: str, question: str, tokens: int) -> tuple[int, float]:
     """One streamed answer: (new tokens, seconds to the first one)."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
     began, first, count = time.perf_counter(), 0.0, 0
-    async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            if not first and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
-                first = time.perf_counter() - began
-            if chunk.get("usage"):
-                count = chunk["usage"]["completion_tokens"]
+    stream = await client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": question}],
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    async for chunk in stream:
+        if not first and chunk.choices and chunk.choices[0].delta.content:
+            first = time.perf_counter() - began
+        if chunk.usage:
+            count = chunk.usage.completion_tokens
     return count, first
 
 
 async def measure(url: str, clients: int, tokens: int, round: int) -> Run:
     """Let a number of clients ask at once."""
-    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=clients)) as client:
-        model = (await client.get(f"{url}/v1/models")).json()["data"][0]["id"]
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600) as client:
+        model = (await client.models.list()).data[0].id
         questions = [
             f"Explain {TOPICS[i % len(TOPICS)]} in detail, part {round * clients + i}." for i in range(clients)
         ]
         began = time.perf_counter()
-        found = await asyncio.gather(*(ask(client, url, model, question, tokens) for question in questions))
+        found = await asyncio.gather(*(ask(client, model, question, tokens) for question in questions))
         seconds = time.perf_counter() - began
     firsts = [first for _, first in found]
     return Run(sum(count for count, _ in found) / seconds, statistics.median(firsts), max(firsts))
