@@ -416,14 +416,14 @@ def _last(pieces: Iterator[Piece]) -> Completion:
 
 def _check_stops(stop: str | Sequence[str] | None) -> list[str]:
     if not isinstance(stop, str | Sequence | None):
-        raise UsageError(f"stop must be a string or a list of strings, got {stop!r:.80}")
+        raise UsageError(f"stop must be a string or a list of strings, got {checks.shown(stop)}")
     stops = [stop] if isinstance(stop, str) else list(stop or ())
-    if len(stops) > MOST_STOPS or any(isinstance(text, str) and len(text) > LONGEST_STOP for text in stops):
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise UsageError(f"a stop string must be a non-empty string, got {checks.shown(text)}")
+    if len(stops) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in stops):
         raise UsageError(
             f"expected at most {MOST_STOPS} stop strings of at most {LONGEST_STOP} characters, since each new token is"
             f" compared with all of them; got {len(stops)}, the longest with {max(map(len, stops))} characters"
         )
-    for text in stops:
-        if not isinstance(text, str) or not text:
-            raise UsageError(f"a stop string must be a non-empty string, got {text!r}")
     return stops

@@ -153,14 +153,15 @@ def _plain_json(value: dict[str, Any], what: str) -> dict[str, Any]:
         copy: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{what} must be JSON-serializable: {error}") from None
-    if _deeper(copy, DEEPEST_JSON):
+    if deeper(copy, DEEPEST_JSON):
         raise UsageError(f"{what} must not be nested deeper than {DEEPEST_JSON} levels")
     return copy
 
 
-def _deeper(value: Any, levels: int) -> bool:
+def deeper(value: Any, levels: int) -> bool:
+    """Whether lists and mappings are nested deeper than so many levels."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return inner is not None and (levels == 0 or any(_deeper(item, levels - 1) for item in inner))
+    return inner is not None and (levels == 0 or any(deeper(item, levels - 1) for item in inner))
 
 
 def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:

@@ -5,6 +5,7 @@ A field or a value that is not supported is an error that names it: nothing is i
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 from .. import checks
 from ..chat import check_messages, encode_chat
-from ..chat.messages import check_tools
+from ..chat.messages import check_tools, deeper
 from ..checkpoint.documents import parse_json
 from ..checks import shown
 from ..errors import CheckpointError, ContextLengthError, UsageError
@@ -21,6 +22,9 @@ from ..text import Llama
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
+MOST_PROMPTS = 1024  # times n
+DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
+LONGEST_TOKEN = 128  # characters; a text of more than that times the context is refused before it is encoded
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -57,19 +61,22 @@ class UnknownModel(UsageError):
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises UsageError."""
     try:
-        return parse_json(raw, "the body")
+        body = parse_json(raw, "the body")
     except CheckpointError as error:  # the rest of its message is for files
         raise UsageError(str(error).split(";")[0]) from None
+    if deeper(body, DEEPEST):
+        raise UsageError(f"the body must not be nested deeper than {DEEPEST} levels")
+    return body
 
 
 def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     """Check a body of /v1/chat/completions and encode its messages. Raises a LlamaError."""
     body = _fields(body, CHAT_FIELDS, model)
     options, call = _shared(body, llm)
-    limit = body.get("max_tokens", body.get("max_completion_tokens", llm.model.max_seq_len))
-    if body.get("max_completion_tokens", limit) != limit:
+    limits = {_tokens(name, body[name], llm) for name in ("max_tokens", "max_completion_tokens") if name in body}
+    if len(limits) > 1:
         raise UsageError("max_tokens and max_completion_tokens differ: give one of them")
-    options["max_new_tokens"] = _tokens(limit, llm)
+    options["max_new_tokens"] = limits.pop() if limits else llm.model.max_seq_len
     call.logprobs = checks.boolean("logprobs", body.get("logprobs", False))
     call.top = checks.integer("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
     if call.top and not call.logprobs:
@@ -78,9 +85,9 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
         raise UsageError(f"messages must be a list of messages, got {shown(messages)}")
     tools = _tools(body)
     schema = _response_format(body.get("response_format"))
+    call.several_calls = checks.boolean("parallel_tool_calls", body.get("parallel_tool_calls", True))
     if tools and (choice := body.get("tool_choice", "auto")) != "none":
         call.tools, forced = tools, _forced(choice, tools)
-        call.several_calls = checks.boolean("parallel_tool_calls", body.get("parallel_tool_calls", True))
         if forced is not None and schema is not None:
             raise UsageError("response_format and a tool_choice that requires a call exclude each other")
         schema = schema or forced
@@ -88,8 +95,9 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     if schema is not None:
         options["schema"] = schema
     messages = check_messages([_message(message) for message in messages])
+    _check_characters(len(json.dumps([messages, call.tools], ensure_ascii=False)), llm)
     ids = encode_chat(llm.tokenizer, llm.chat_template, messages, format=llm.chat_format, tools=call.tools)
-    _prepare(call, [ids], options, llm)
+    call.prompts = llm.prepare(_fitting(ids, llm), options, call.n)
     return call
 
 
@@ -97,17 +105,17 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     """Check a body of /v1/completions and encode its prompts. Raises a LlamaError."""
     body = _fields(body, TEXT_FIELDS, model)
     options, call = _shared(body, llm)
-    options["max_new_tokens"] = _tokens(body.get("max_tokens", DEFAULT_TOKENS), llm)
+    options["max_new_tokens"] = _tokens("max_tokens", body.get("max_tokens", DEFAULT_TOKENS), llm)
     call.logprobs = "logprobs" in body
     call.top = checks.integer("logprobs", body.get("logprobs", 0), 0, MOST_LOGPROBS)
     echo = checks.boolean("echo", body.get("echo", False))
     if echo and "suffix" in body:
         raise UsageError("echo and suffix exclude each other")
-    ids = _prompts(body.get("prompt"), body.get("suffix"), llm)
+    ids = _prompts(body.get("prompt"), body.get("suffix"), call.n, llm)
     if echo:
         call.echoed = [llm.tokenizer.decode(one) for one in ids]
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "prompt_logprobs": echo and call.logprobs}
-    _prepare(call, ids, options, llm)
+    call.prompts = [prompt for one in ids for prompt in llm.prepare(one, options, call.n)]
     return call
 
 
@@ -130,7 +138,7 @@ def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
     bias = body.get("logit_bias", {})
-    if not isinstance(bias, dict) or not all(re.fullmatch("[0-9]{1,9}", key) for key in bias):
+    if not isinstance(bias, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,8}", key) for key in bias):
         raise UsageError("logit_bias must be an object whose keys are token ids")
     options["logit_bias"] = {int(key): value for key, value in bias.items()}
     more, stream = body.get("stream_options", {}), checks.boolean("stream", body.get("stream", False))
@@ -140,29 +148,40 @@ def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     return options, Call(n, stream, checks.boolean("include_usage", more.get("include_usage", False)))
 
 
-def _prepare(call: Call, prompts: Sequence[Sequence[int]], options: dict[str, Any], llm: Llama) -> None:
-    """Add the prompts to a call: one for each answer, with consecutive seeds."""
+def _fitting(ids: list[Any], llm: Llama) -> list[Any]:
+    """The ids themselves. Raises ContextLengthError if there are too many."""
+    if len(ids) >= (context := llm.model.max_seq_len):
+        raise ContextLengthError(
+            f"the prompt has {len(ids)} tokens and the context holds {context}, the answer included"
+        )
+    return ids
+
+
+def _tokens(name: str, limit: object, llm: Llama) -> int:
+    return checks.integer(name, limit, 0, llm.model.max_seq_len)
+
+
+def _check_characters(count: int, llm: Llama) -> None:
+    """Refuse a text that can't fit into the context before it is encoded, which takes seconds for megabytes."""
     context = llm.model.max_seq_len
-    for ids in prompts:
-        if len(ids) >= context:
-            raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens and the context holds {context}, the answer included"
-            )
-        call.prompts += llm.prepare(ids, options, call.n)
+    if count > LONGEST_TOKEN * context:
+        raise ContextLengthError(f"the prompt has {count:,} characters and the context holds {context} tokens")
 
 
-def _tokens(limit: object, llm: Llama) -> int:
-    return checks.integer("max_tokens", limit, 0, llm.model.max_seq_len)
-
-
-def _prompts(prompt: Any, suffix: Any, llm: Llama) -> list[list[int]]:
+def _prompts(prompt: Any, suffix: Any, n: int, llm: Llama) -> list[list[int]]:
     """The ids of `prompt`: a text, ids, or a list of either."""
     several, ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list), []
+    if not isinstance(suffix, str | None):
+        raise UsageError(f"suffix must be a string, got {shown(suffix)}")
+    checks.integer("the number of prompts times n", len(prompt) * n if several else n, 1, MOST_PROMPTS)
     for one in prompt if several else [prompt]:
         if isinstance(one, str):
-            ids.append(llm.tokenizer.encode_prompt(one) if suffix is None else llm.tokenizer.encode_infill(one, suffix))
+            _check_characters(len(one) + len(suffix or ""), llm)
+            found = llm.tokenizer.encode_prompt(one) if suffix is None else llm.tokenizer.encode_infill(one, suffix)
+            ids.append(_fitting(found, llm))
         elif isinstance(one, list) and one and suffix is None:
-            ids.append([checks.integer("a token id", id, 0, llm.model.config.vocab_size - 1) for id in one])
+            last = llm.model.config.vocab_size - 1
+            ids.append([checks.integer("a token id of prompt", id, 0, last) for id in _fitting(one, llm)])
         else:
             raise UsageError(f"prompt must be a text, a list of token ids, or a list of those; got {shown(one)}")
     return ids
@@ -176,9 +195,11 @@ def _message(message: Any) -> Any:
     parts = message.get("content")
     if isinstance(parts, list):
         for part in parts:
-            if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
+            if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
                 raise UsageError(f"a part of content must be {{type: text, text: ..}}, got {shown(part)}")
-        message["content"] = "".join(str(part["text"]) for part in parts)
+            if not isinstance(part["text"], str):
+                raise UsageError(f"the text of a part of content must be a string, got {shown(part['text'])}")
+        message["content"] = "".join(part["text"] for part in parts)
     return message
 
 
@@ -201,6 +222,9 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             raise UsageError(f"the name of a function must match {TOOL_NAME}, got {shown(name)}")
         if not isinstance(function.get("parameters", {}), dict):
             raise UsageError(f"parameters of {name} must be a JSON schema, got {shown(function['parameters'])}")
+        for key, kind, what in (("description", str, "a string"), ("strict", bool, "true or false")):
+            if not isinstance(value := function.get(key), kind | None):
+                raise UsageError(f"{key} of {name} must be {what}, got {shown(value)}")
     return tools
 
 
@@ -238,8 +262,9 @@ def _response_format(form: Any) -> dict[str, Any] | None:
         return {"type": "object"}
     if isinstance(form, dict) and form.keys() == {"type", "json_schema"} and form["type"] == "json_schema":
         named = form["json_schema"] if isinstance(form["json_schema"], dict) else {}
-        known = not named.keys() - {"name", "description", "schema", "strict"}
-        if known and isinstance(named.get("schema"), dict):
+        kinds = {"name": str, "description": str | None, "schema": dict, "strict": bool | None}
+        known = not named.keys() - kinds.keys()
+        if known and "schema" in named and all(isinstance(value, kinds[key]) for key, value in named.items()):
             return dict(named["schema"])
     raise UsageError(
         "response_format must be {type: text}, {type: json_object} or {type: json_schema, json_schema: {name, schema}},"
