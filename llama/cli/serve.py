@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import uvicorn
 
-        from ..server.app import Limits, Protocol, Server
+        from ..server.app import Limits, Server, configuration
     except ImportError as error:
         raise LlamaError(f"serving needs {error.name}: pip install 'clearllama[serve]'") from None
     from ..server.engine import Engine
@@ -73,19 +73,9 @@ def run(args: argparse.Namespace) -> int:
     app = Server(llm, engine, name, key, Limits(seconds=args.timeout)).app(
         ["localhost", "127.0.0.1", "[::1]", args.host] if local else None
     )
-    config = uvicorn.Config(
-        app,
-        http=Protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        limit_concurrency=2 * (args.parallel + args.queue) + 64,
-        h11_max_incomplete_event_size=2**16,
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(configuration(app, args.parallel + args.queue))
     host, port = listener.getsockname()[:2]
+    listener.listen()  # from now on clients can connect
     streams.info(args, f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends")
     try:
         server.run([listener])

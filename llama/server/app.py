@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from queue import Full
 from typing import Any
@@ -19,6 +19,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
+from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import ContextLengthError, LlamaError, TemplateError, TokenizerError, UsageError
@@ -34,6 +36,7 @@ RETRY = {"Retry-After": "2"}  # seconds; about the time of a short answer
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # what the request is to blame for
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
+HEAD = 2**16  # bytes of a request's head, and of the requests that a client sends before it has the response
 DISCONNECTED = 499  # the status of a response that nobody waits for
 
 
@@ -73,6 +76,8 @@ class Server:
             ],
             exception_handlers={HTTPException: _no_endpoint},
         )
+        app.router.redirect_slashes = False  # the address in a redirection would come from the client
+        app.add_middleware(OneLength)
         if hosts is not None:  # or a web page could reach this server under a name of its own (DNS rebinding)
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
         return app
@@ -86,10 +91,10 @@ class Server:
                 if not open_to_all:
                     self._authorize(request)
                 response: Response = await endpoint(request)
-            except (HTTPException, LlamaError) as failed:
-                response = _refusal(failed)
             except ClientDisconnect:
                 response = Response(status_code=DISCONNECTED)
+            except Exception as failed:
+                response = _refusal(failed)
             self.statuses[request.url.path, response.status_code] += 1
             if request.method == "POST":
                 seconds = time.perf_counter() - began
@@ -105,7 +110,8 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------- small endpoints
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"} if self.engine.thread.is_alive() else {"status": "stopped"})
+        alive = self.engine.thread.is_alive()
+        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
     async def models(self, request: Request) -> Response:
         card = {"id": self.model, "object": "model", "created": self.started, "owned_by": "clearllama"}
@@ -226,7 +232,7 @@ class Answers:
             if self.call.usage:
                 yield _event({**self.head, "choices": [], "usage": counts})
             yield b"data: [DONE]\n\n"
-        except (HTTPException, LlamaError) as failed:  # the status was sent before
+        except Exception as failed:  # the status was sent before
             yield _event(json.loads(bytes(_refusal(failed).body)))
 
 
@@ -244,21 +250,62 @@ class Stream(StreamingResponse):
             self.answers.cancel()
 
 
+class OneLength:
+    """Middleware that refuses a request whose length is given in two ways: a proxy may read another one."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        app = self.app
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            app = _refusal(HTTPException(400, "Content-Length excludes Transfer-Encoding", {"Connection": "close"}))
+        await app(scope, receive, send)
+
+
 class Protocol(H11Protocol):
-    """uvicorn's protocol, which closes a connection that does not send a complete head in time."""
+    """uvicorn's protocol, with limits on what a client may leave incomplete, and on the number of connections."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.deadline = self.loop.call_later(Limits.receive, transport.abort)
+        if self.limit_concurrency is not None and len(self.connections) > 2 * self.limit_concurrency:
+            transport.abort()  # the system's limit on open files would stop other parts of the program too
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self.cycle is not None:  # uvicorn's own timeout closes the connection if no second request follows
-            self.deadline.cancel()
+        if self.cycle is None or self.cycle.response_complete:
+            return  # the head of the next request, or a body that nobody waits for, is still to come
+        self.deadline.cancel()
+        if not self.cycle.more_body:  # reading goes on, since it tells when the client goes away
+            if len(self.conn.trailing_data[0]) > HEAD:
+                self.transport.abort()
+            self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        self.deadline.cancel()
+        self.deadline = self.loop.call_later(Limits.receive, self.transport.abort)
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.deadline.cancel()
         super().connection_lost(exc)
+
+
+def configuration(app: ASGIApp, answers: int) -> Config:
+    """uvicorn's configuration for a server of at most so many answers at once, in progress or waiting."""
+    return Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",  # a client can cause all others
+        access_log=False,
+        server_header=False,
+        limit_concurrency=2 * answers + 64,
+        h11_max_incomplete_event_size=HEAD,
+    )
 
 
 def _event(value: Any) -> bytes:
@@ -271,12 +318,16 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _refusal(failed: HTTPException | LlamaError) -> Response:
+def _refusal(failed: Exception) -> Response:
     """OpenAI's error object, with the status that fits."""
+    headers: Mapping[str, str] | None = None
     if isinstance(failed, HTTPException):
         status, message, headers = failed.status_code, failed.detail, failed.headers
+    elif isinstance(failed, LlamaError):
+        status, message = 400 if isinstance(failed, REFUSED) else 500, str(failed)
     else:
-        status, message, headers = 400 if isinstance(failed, REFUSED) else 500, str(failed), None
+        log.error("a request failed: %s", type(failed).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
+        status, message = 500, f"the server failed: {type(failed).__name__}"
     if isinstance(failed, UnknownModel):
         status = 404
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -287,4 +338,5 @@ def _refusal(failed: HTTPException | LlamaError) -> Response:
 
 async def _no_endpoint(request: Request, raised: Exception) -> Response:
     status = getattr(raised, "status_code", 404)
-    return _refusal(HTTPException(status, f"{request.method} {request.url.path!r:.80}: no such endpoint"))
+    what = f"{request.method} {request.scope['path']!r:.80}: no such endpoint"
+    return _refusal(HTTPException(status, what, getattr(raised, "headers", None)))

@@ -11,7 +11,7 @@ import openai
 import uvicorn
 
 from llama.cli import serve
-from llama.server.app import Limits, Protocol, Server
+from llama.server.app import Limits, Server, configuration
 from llama.server.engine import Engine
 from llama.text import Llama
 
@@ -25,10 +25,8 @@ class Running:
         listener = serve.bind("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(
-            self.server.app(["127.0.0.1", "localhost"]), http=Protocol, lifespan="off", log_config=None, ws="none"
-        )
-        self.uvicorn = uvicorn.Server(config)
+        app = self.server.app(["127.0.0.1", "localhost"])
+        self.uvicorn = uvicorn.Server(configuration(app, slots + waiting))
         self.thread = threading.Thread(target=self.uvicorn.run, args=([listener],), daemon=True)
         self.thread.start()
         while not self.uvicorn.started:
