@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from queue import Full
 from typing import Any
 
+import h11
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -177,14 +181,15 @@ class Answers:
     def __init__(self, server: Server, call: Call, chat: bool):
         loop, self.arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | LlamaError]]()
 
-        def deliver(index: int) -> Callable[[Piece | LlamaError], object]:
-            return lambda piece: loop.call_soon_threadsafe(self.arrived.put_nowait, (index, piece))
+        def deliver(index: int, piece: Piece | LlamaError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended before the engine
+                loop.call_soon_threadsafe(self.arrived.put_nowait, (index, piece))
 
         self.server, self.call, self.chat = server, call, chat
         self.choices = [Choice(call, i, server.spelling, chat) for i in range(len(call.prompts))]
         self.head = header(server.model, chat, call.stream)
         try:
-            server.engine.submit({prompt: deliver(i) for i, prompt in enumerate(call.prompts)})
+            server.engine.submit({prompt: partial(deliver, i) for i, prompt in enumerate(call.prompts)})
         except Full:
             raise HTTPException(429, "the server is busy: its queue is full; try again later", RETRY) from None
 
@@ -268,7 +273,7 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.deadline = self.loop.call_later(Limits.receive, transport.abort)
+        self.deadline = self.loop.call_later(Limits.receive, self._late)
         if self.limit_concurrency is not None and len(self.connections) > 2 * self.limit_concurrency:
             transport.abort()  # the system's limit on open files would stop other parts of the program too
 
@@ -284,8 +289,21 @@ class Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         self.deadline.cancel()
-        self.deadline = self.loop.call_later(Limits.receive, self.transport.abort)
+        self.deadline = self.loop.call_later(Limits.receive, self._late)
         super().on_response_complete()
+
+    def _late(self, before: float = math.inf) -> None:
+        """Close the connection, unless the client has read more of the last response since `before` bytes were left."""
+        if 0 < (left := self.transport.get_write_buffer_size()) < before:
+            self.deadline = self.loop.call_later(Limits.receive, self._late, left)
+        else:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except h11.LocalProtocolError:  # from the response to a malformed request that has a response already
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.deadline.cancel()

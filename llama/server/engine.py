@@ -61,8 +61,19 @@ class Engine:
             try:
                 for prompt, piece in self.llm.answers(self.queue, batch_size=self.slots):
                     ended = isinstance(piece, LlamaError) or piece.completion is not None
-                    (self.listeners.pop(prompt) if ended else self.listeners[prompt])(piece)
-            except Exception as error:  # memory ran out, for example: the next prompts get a new cache
+                    (self.listeners.pop if ended else self.listeners.get)(prompt, _nobody)(piece)
+            except BaseException as error:  # memory ran out, or a library of Rust panicked: go on with a new cache
                 log.error("the batch failed: %s", type(error).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
-                for prompt in [prompt for prompt in [*self.listeners] if prompt not in self.queue.queue]:
-                    self.listeners.pop(prompt)(LlamaError(f"the model could not be run: {type(error).__name__}"))
+                self._fail(LlamaError(f"the model could not be run: {type(error).__name__}"))
+
+    def _fail(self, error: LlamaError) -> None:
+        """Deliver an error to all answers in progress; if there are none, to the next prompt."""
+        with self.queue.mutex:
+            failed: list[Prompt | None] = [prompt for prompt in [*self.listeners] if prompt not in self.queue.queue]
+        for prompt in failed or [self.queue.get()]:
+            if prompt is not None:
+                self.listeners.pop(prompt, _nobody)(error)
+
+
+def _nobody(piece: Piece | LlamaError) -> None:
+    """The listener of an answer that nobody waits for."""
