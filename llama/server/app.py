@@ -40,6 +40,7 @@ RETRY = {"Retry-After": "2"}  # seconds; about the time of a short answer
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # what the request is to blame for
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
+PARSED = 4  # requests at once
 HEAD = 2**16  # bytes of a request's head, and of the requests that a client sends before it has the response
 DISCONNECTED = 499  # the status of a response that nobody waits for
 
@@ -49,11 +50,13 @@ class Limits:
     """What a client may take.
 
     body       bytes of a request
+    bodies     bytes of all requests that are not parsed yet
     receive    seconds until a request has arrived completely
     seconds    of a request, from its arrival to the end of its answer
     """
 
     body: int = 2**23
+    bodies: int = 2**28
     receive: float = 30.0
     seconds: float = 3600.0
 
@@ -67,6 +70,8 @@ class Server:
         self.started = int(time.time())
         self.statuses: Counter[tuple[str, int]] = Counter()  # responses by path and status
         self.tokens: Counter[str] = Counter()
+        self.received = 0  # bytes of bodies that are not parsed yet
+        self.parsing = asyncio.Semaphore(PARSED)
 
     def app(self, hosts: list[str] | None) -> Starlette:
         """The application. hosts: the only values of the Host header that are accepted; None: any."""
@@ -108,8 +113,9 @@ class Server:
         return handle
 
     def _authorize(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        right = self.key is None or hmac.compare_digest(given.encode(), self.key.encode())
+        if not right or (self.key is not None and kind.lower() != "bearer"):
             raise HTTPException(401, "the API key is missing or wrong: send Authorization: Bearer KEY", AUTHENTICATE)
 
     # ------------------------------------------------------------------------------------------------- small endpoints
@@ -142,8 +148,7 @@ class Server:
         return await self._complete(request, parse_text)
 
     async def _complete(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], Call]) -> Response:
-        raw = await self._body(request)
-        call = await asyncio.to_thread(lambda: parse(parse_body(raw), self.llm, self.model))
+        call = await self._call(request, parse)
         answers = Answers(self, call, chat=parse is parse_chat)
         if call.stream:
             return Stream(answers)
@@ -158,8 +163,8 @@ class Server:
             gone.cancel()
             answers.cancel()
 
-    async def _body(self, request: Request) -> bytes:
-        """The body of a request. Raises RequestError if it is too large, too slow, or not declared as JSON."""
+    async def _call(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], Call]) -> Call:
+        """The call that a request describes. Raises HTTPException if it is too large or slow, or not JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page of another origin can't send this type without permission
             raise HTTPException(415, f"Content-Type must be application/json, got {kind!r:.80}")
@@ -168,11 +173,17 @@ class Server:
             async with asyncio.timeout(self.limits.receive):
                 async for part in request.stream():
                     body += part
+                    self.received += len(part)
                     if len(body) > self.limits.body:
                         raise HTTPException(413, f"the body has more than {self.limits.body:,} bytes")
+                    if self.received > self.limits.bodies:
+                        raise HTTPException(429, "the server is busy: too many large requests; try again later", RETRY)
+            async with self.parsing:  # parsing takes up to 30 times the memory of the body
+                return await asyncio.to_thread(lambda: parse(parse_body(bytes(body)), self.llm, self.model))
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {self.limits.receive:g} s") from None
-        return bytes(body)
+        finally:
+            self.received -= len(body)
 
 
 class Answers:
