@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         import uvicorn
 
-        from ..server.app import Limits, Server, configuration
+        from ..server.app import Server
+        from ..server.connections import Limits, configuration
     except ImportError as error:
         raise LlamaError(f"serving needs {error.name}: pip install 'clearllama[serve]'") from None
     from ..server.engine import Engine

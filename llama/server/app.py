@@ -7,16 +7,13 @@ import contextlib
 import hmac
 import json
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from queue import Full
 from typing import Any
 
-import h11
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -24,12 +21,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
-from uvicorn import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import ContextLengthError, LlamaError, TemplateError, TokenizerError, UsageError
 from ..generation.answer import Piece
 from ..text import Llama
+from .connections import Limits
 from .engine import Engine
 from .requests import Call, UnknownModel, parse_body, parse_chat, parse_text
 from .responses import Choice, Spelling, header, merged, usage
@@ -41,24 +37,7 @@ AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # what the request is to blame for
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
 PARSED = 4  # requests at once
-HEAD = 2**16  # bytes of a request's head, and of the requests that a client sends before it has the response
 DISCONNECTED = 499  # the status of a response that nobody waits for
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a client may take.
-
-    body       bytes of a request
-    bodies     bytes of all requests that are not parsed yet
-    receive    seconds until a request has arrived completely
-    seconds    of a request, from its arrival to the end of its answer
-    """
-
-    body: int = 2**23
-    bodies: int = 2**28
-    receive: float = 30.0
-    seconds: float = 3600.0
 
 
 class Server:
@@ -277,64 +256,6 @@ class OneLength:
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             app = _refusal(HTTPException(400, "Content-Length excludes Transfer-Encoding", {"Connection": "close"}))
         await app(scope, receive, send)
-
-
-class Protocol(H11Protocol):
-    """uvicorn's protocol, with limits on what a client may leave incomplete, and on the number of connections."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.deadline = self.loop.call_later(Limits.receive, self._late)
-        if self.limit_concurrency is not None and len(self.connections) > 2 * self.limit_concurrency:
-            transport.abort()  # the system's limit on open files would stop other parts of the program too
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        if self.cycle is None or self.cycle.response_complete:
-            return  # the head of the next request, or a body that nobody waits for, is still to come
-        self.deadline.cancel()
-        if not self.cycle.more_body:  # reading goes on, since it tells when the client goes away
-            if len(self.conn.trailing_data[0]) > HEAD:
-                self.transport.abort()
-            self.flow.resume_reading()
-
-    def on_response_complete(self) -> None:
-        self.deadline.cancel()
-        self.deadline = self.loop.call_later(Limits.receive, self._late)
-        super().on_response_complete()
-
-    def _late(self, before: float = math.inf) -> None:
-        """Close the connection, unless the client has read more of the last response since `before` bytes were left."""
-        if 0 < (left := self.transport.get_write_buffer_size()) < before:
-            self.deadline = self.loop.call_later(Limits.receive, self._late, left)
-        else:
-            self.transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            super().data_received(data)
-        except h11.LocalProtocolError:  # from the response to a malformed request that has a response already
-            self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.deadline.cancel()
-        super().connection_lost(exc)
-
-
-def configuration(app: ASGIApp, answers: int) -> Config:
-    """uvicorn's configuration for a server of at most so many answers at once, in progress or waiting."""
-    return Config(
-        app,
-        http=Protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="critical",  # a client can cause all others
-        access_log=False,
-        server_header=False,
-        limit_concurrency=2 * answers + 64,
-        h11_max_incomplete_event_size=HEAD,
-    )
 
 
 def _event(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""The address space that this process may use, checked before torch is imported.
+"""The address space that this process may use, checked before torch is imported, and its open files.
 
 The import maps all of torch's libraries. If the limit of the shell (ulimit -v) is too low for them, the import fails
 in one of several ways, and some of them abort the process without a Python error.
@@ -19,6 +19,7 @@ MIB = 2**20
 OTHER_IMPORTS = 160 * MIB
 PER_CORE = 40 * MIB
 MOST_CORES = 64
+MOST_FILES = 2**14  # more are not needed
 TO_RUN = 192 * MIB  # with less left, reading a vocabulary may abort: Rust aborts when an allocation fails
 
 
@@ -30,6 +31,20 @@ def address_limit() -> int | None:
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+def open_files() -> int:
+    """The number of files that this process may have open, after its limit was raised as far as the system allows."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return MOST_FILES
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, most = (MOST_FILES if one == resource.RLIM_INFINITY else one for one in limits)
+    wanted = max(limit, min(most, MOST_FILES))
+    if wanted > limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
+    return wanted
 
 
 def import_bytes() -> int:

@@ -11,7 +11,8 @@ import openai
 import uvicorn
 
 from llama.cli import serve
-from llama.server.app import Limits, Server, configuration
+from llama.server.app import Server
+from llama.server.connections import Limits, configuration
 from llama.server.engine import Engine
 from llama.text import Llama
 
