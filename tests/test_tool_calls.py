@@ -96,7 +96,7 @@ def test_formats(text: str, content: str, calls: list[tuple[str, dict[str, Any]]
 
 
 TEXTS = [
-    "", " ", "Hello.\n", "  { a }", '{"a": 1}', '{"name": "Tom", "parameters": {}}', '{"name": "f"}', '{"name": "f", "parameters": [1]}',
+    "", " ", "Hello.\n", "  { a }", '{"a": 1}', '{"name": "Tom", "parameters": {}}', '{"name": "f"}', '{"name": "f", "parameters": [1]}', '{"name": "f", "parameters": "' + '[' * 300 + ']' * 300 + '"}', '{"name": "f", "id": 1, "parameters": {}}',
     '{"name": "f", "parameters": {}, "more": 1}', '{"name": "f", "parameters": {}, "arguments": {}}', '{"name": 1, "parameters": {}}',
     '{"type": "object", "name": "f", "parameters": {}}', '{"name": "f", "parameters": {', '{"name": "f", "parameters": {"a": 01}}',
     '{"name": "f" "parameters": {}}', '{"name": "f", "parameters": {}]', '{"name": "f", "parameters": {"a": NaN}}',
@@ -177,7 +177,7 @@ def test_text_is_shown_as_soon_as_it_can_be_no_call() -> None:
     assert stream.feed("ld, a <b> ") == ["ld, a <b>"]
     assert stream.feed("[link](x)") == [" [link](x)"]
     assert stream.feed("<tool_") == []
-    assert stream.held == "<tool_"
+    assert stream.pending == "<tool_"
     assert stream.feed("box>") == ["<tool_box>"]
     assert ToolCallStream(TOOLS).feed("[Note: ") == ["[Note:"]
     assert ToolCallStream(TOOLS).feed("{x} ") == ["{x}"]

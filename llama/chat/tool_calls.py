@@ -13,8 +13,7 @@ The first four have no mark, so they count only at the start of an answer, and a
 they count anywhere. Only functions that are declared count. Everything else stays text.
 
 Control tokens have no text (see `Decoder`), so <|python_tag|>, [TOOL_CALLS] and <|eom_id|> are not in an answer's text.
-An answer that begins with one is recognized without it; `call_marks` returns the ids to insert for calls after other
-text.
+An answer that begins with one is recognized without it. For calls after other text, insert what `call_marks` returns.
 
 Sources: meta-llama/llama-models prompt_format.md of Llama 3.1, 3.2 and 4; mistral-common, its instruct tokenizers;
 NousResearch/Hermes-Function-Calling; HuggingFaceTB/SmolLM2 and SmolLM3 chat templates; vLLM's documentation on tools.
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple
 from ..errors import UsageError
 from ..tokenizer import Tokenizer
 from .formats import LLAMA3_TOOLS
-from .messages import DEEPEST_JSON, FunctionCall, ToolCall, check_tools
+from .messages import DEEPEST_JSON, ToolCall, check_messages, check_tools
 
 LONGEST = 2**18  # characters of one group of calls; longer ones are text
 
@@ -219,23 +218,22 @@ def _value(text: str) -> Any:
 
 
 def _object(value: Any) -> ToolCall:
-    """The call that an object describes. Its arguments may be JSON text."""
-    if not isinstance(value, dict) or not value.keys() <= {"type", "id", "name", "arguments", "parameters"}:
+    """The call that an object describes."""
+    if not isinstance(value, dict) or ("arguments" in value) == ("parameters" in value):
         raise ValueError
-    if value.get("type", "function") != "function" or ("arguments" in value) == ("parameters" in value):
-        raise ValueError
-    arguments = value.get("arguments", value.get("parameters"))
-    call = _call(value.get("name"), _value(arguments) if isinstance(arguments, str) else arguments)
-    if isinstance(value.get("id"), str) and value["id"]:
-        call["id"] = value["id"]
-    return call
+    return _checked({{"parameters": "arguments"}.get(key, key): item for key, item in value.items()})
 
 
-def _call(name: Any, arguments: Any) -> ToolCall:
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise ValueError
-    json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()  # neither infinity nor a lone surrogate
-    return ToolCall(type="function", function=FunctionCall(name=name, arguments=arguments))
+def _call(name: str, arguments: Any) -> ToolCall:
+    return _checked({"name": name, "arguments": arguments})
+
+
+def _checked(call: dict[str, Any]) -> ToolCall:
+    """A call that is valid in a message. UsageError is a ValueError."""
+    (message,) = check_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    (checked,) = message["tool_calls"]
+    json.dumps(checked, ensure_ascii=False).encode()  # without lone surrogates
+    return checked
 
 
 def _python_calls(text: str) -> list[ToolCall]:
@@ -247,8 +245,8 @@ def _python_calls(text: str) -> list[ToolCall]:
     for call in tree.elts if isinstance(tree, ast.List) else [tree]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError
-        arguments = {keyword.arg: _literal_value(keyword.value) for keyword in call.keywords}
-        if len(arguments) != len(call.keywords) or None in arguments:  # a name twice, or **
+        arguments = {keyword.arg: _literal_value(keyword.value) for keyword in call.keywords if keyword.arg}
+        if len(arguments) != len(call.keywords):  # a name twice, or **
             raise ValueError
         found.append(_call(ast.unparse(call.func).removesuffix(".call"), arguments))
     return found
@@ -323,8 +321,8 @@ class ToolCallStream:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None):
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
-        self._alive: list[tuple[Format, Reader]] = []  # formats that the held text may have
-        self._held: list[str] = []  # pieces of a possible call
+        self._alive: list[tuple[Format, Reader]] = []  # formats that the pending text may have
+        self._pending: list[str] = []  # pieces of a possible call
         self._length = 0  # characters of them
         self._space: list[str] = []  # white space that a call may follow
         self._only_calls = True  # there is no text yet
@@ -332,24 +330,24 @@ class ToolCallStream:
         self._events: list[Event] = []
 
     @property
-    def held(self) -> str:
+    def pending(self) -> str:
         """The text that may be the beginning of a call."""
-        return "".join(self._held)
+        return "".join(self._pending)
 
     def feed(self, text: str) -> list[Event]:
         """Add text; return the text and the calls that are certain."""
         at = 0
         while at < len(text):
             at = self._continue(text, at) if self._alive else self._search(text, at)
-        return self._taken()
+        return self._collected()
 
     def end(self) -> list[Event]:
-        """The events at the end of the answer: the held text is a call if only its closing mark is missing."""
+        """The events at the end of the answer: the pending text is a call if only its closing mark is missing."""
         self._finish(next((calls for format, _ in self._alive if (calls := self._read(format))), None))
         if not self._after_call and any(self._space):
             self._events.append("".join(self._space))
         self._space = []
-        return self._taken()
+        return self._collected()
 
     def _search(self, text: str, at: int) -> int:
         """Pass on text up to a character with which a call may begin, and process it. Returns the index after it."""
@@ -368,7 +366,7 @@ class ToolCallStream:
         return max(after, start + 1)
 
     def _continue(self, text: str, start: int) -> int:
-        """Add characters to the held text until it is a call or can't become one. Returns the index after them."""
+        """Add characters to the pending text until it is a call or can't become one. Returns the index after them."""
         for at in range(start, len(text)):
             alive = []
             for format, reader in self._alive if self._length + at - start < LONGEST else ():
@@ -378,32 +376,32 @@ class ToolCallStream:
                 except NotACall:
                     continue
                 except StopIteration:
-                    self._hold(text[start : at + 1])
+                    self._keep(text[start : at + 1])
                     self._finish(self._read(format))
                     return at + 1
             if not alive:
-                self._hold(text[start:at])
+                self._keep(text[start:at])
                 self._finish(None)
                 return at
             self._alive = alive
-        self._hold(text[start:])
+        self._keep(text[start:])
         return len(text)
 
-    def _hold(self, text: str) -> None:
-        self._held.append(text)
+    def _keep(self, text: str) -> None:
+        self._pending.append(text)
         self._length += len(text)
 
     def _read(self, format: Format) -> list[ToolCall] | None:
-        """The calls that the held text has in a format; None if it has none, or one of a function not declared."""
+        """The calls that the pending text has in a format; None if it has none, or one of a function not declared."""
         try:
-            calls = format.read(self.held.removeprefix(format.mark).strip())
+            calls = format.read(self.pending.removeprefix(format.mark).strip())
         except ERRORS:
             return None
         return calls if calls and all(call["function"]["name"] in self.names for call in calls) else None
 
     def _finish(self, calls: list[ToolCall] | None) -> None:
-        """Turn the held text into calls, or into text."""
-        text, self._held, self._length, self._alive = self.held, [], 0, []
+        """Turn the pending text into calls, or into text."""
+        text, self._pending, self._length, self._alive = self.pending, [], 0, []
         if calls is None:
             self._text(text)
         else:
@@ -417,7 +415,7 @@ class ToolCallStream:
             self._space, self._only_calls, self._after_call = [], False, False
         self._space.append(text[len(body) :])
 
-    def _taken(self) -> list[Event]:
+    def _collected(self) -> list[Event]:
         """The events so far; neighbouring texts are joined."""
         events, self._events = self._events, []
         return [
