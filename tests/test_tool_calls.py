@@ -109,8 +109,8 @@ TEXTS = [
     "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>", "<tool_call>[]</tool_call>", '<function=no>{"a": 1}</function>', "<function=f>[]</function>",
     '<function=f>{"a": 1}</fun', "<function=", "[TOOL_CALLS]", '[TOOL_CALLS] no{"a": 1}', "[TOOL_CALLS] [1]", '[TOOL_CALLS]f[ARG]{"a": 1}',
     "<|python_tag|>print(1)", "<|python_tag|>", "a < b > c [d] {e} ;", "\x1f x \x85", '; {"name": "f"}', "{" * 100, "[" * 100, '{"a":' * 100,
-    '{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}", "[f(a=" + "9" * 5000 + ")]", "[f(a=" + "-" * 5000 + "1)]", "[f(a=" + "1+" * 5000 + "1)]",
-    "[f(a=" + "(" * 150 + ")" * 150 + ")]", '{"name": "f", "parameters": {"a": ' + "[" * 70 + "]" * 70 + "}}", "[f(a='\\N{x}')]", "[f(a='\0')]",
+    '{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}", "[f(a=" + "9" * 5000 + ")]", "[f(a=" + "-" * 5000 + "1)]", "[f(a=" + "-" * 20_000 + "1)]", "[f(a=" + "1+" * 5000 + "1)]",
+    "[f(a=" + "[" * 150 + "]" * 150 + ")]", '{"name": "f", "parameters": {"a": ' + "[" * 70 + "]" * 70 + "}}", "[f(a='\\N{x}')]", "[f(a='\0')]",
 ]  # fmt: skip
 
 

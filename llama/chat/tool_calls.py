@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ..errors import UsageError
 from ..tokenizer import Tokenizer
 from .formats import LLAMA3_TOOLS
-from .messages import DEEPEST_JSON, ToolCall, check_messages, check_tools
+from .messages import ToolCall, check_messages, check_tools
 
 LONGEST = 2**18  # characters of one group of calls; longer ones are text
 
@@ -45,7 +45,7 @@ Reader = Generator[None, str, None]  # gets one character at a time; returns at 
 
 
 class NotACall(Exception):
-    """The text is no call, or one that is too long or too deeply nested."""
+    """The text is no call."""
 
 
 # ----------------------------------------------------------------------------------- where a group of calls ends
@@ -77,13 +77,11 @@ def _name(first: str, end: str, names: Collection[str]) -> Generator[None, str, 
     return character
 
 
-def _string(quote: str, lines: bool) -> Reader:
-    """The rest of a string. lines: it may have line breaks."""
+def _string(quote: str) -> Reader:
+    """The rest of a string."""
     while (character := (yield)) != quote:
         if character == "\\":
-            character = yield
-        if character == "\n" and not lines:
-            raise NotACall
+            yield
 
 
 CLOSING = {"{": "}", "[": "]", "(": ")"}
@@ -98,10 +96,10 @@ def _json(opened: str) -> Reader:
             continue
         if character in "}]" and character == stack.pop():
             last = "v"
-        elif character in ",:" and last == "v":
+        elif character in ",:":
             last = character
         elif character == '"' and last in "{[,:":
-            yield from _string(character, lines=True)
+            yield from _string(character)
             last = "v"
         elif character in "{[" and last in "[,:":
             stack.append(CLOSING[character])
@@ -109,8 +107,6 @@ def _json(opened: str) -> Reader:
         elif (character.isalnum() or character in "+-.") and last in "[,:v":  # a part of a number, or of true
             last = "v"
         else:
-            raise NotACall
-        if len(stack) > DEEPEST_JSON:
             raise NotACall
 
 
@@ -122,10 +118,8 @@ def _python(opened: str) -> Reader:
         if character in CLOSING:
             stack.append(CLOSING[character])
         elif character in "\"'":
-            yield from _string(character, lines=False)
+            yield from _string(character)
         elif character in ")]}" and character != stack.pop():
-            raise NotACall
-        if len(stack) > DEEPEST_JSON:
             raise NotACall
 
 
@@ -191,7 +185,7 @@ def _closing(mark: str) -> Reader:
 
 # -------------------------------------------------------------------------------------------- what the calls are
 # These functions get a complete group of calls. They raise one of ERRORS if it is none.
-ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # MemoryError: of Python's parser
+ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # Python's parser runs out of its own stack
 
 
 def _calls(text: str) -> list[ToolCall]:
@@ -221,7 +215,7 @@ def _object(value: Any) -> ToolCall:
     """The call that an object describes."""
     if not isinstance(value, dict) or ("arguments" in value) == ("parameters" in value):
         raise ValueError
-    return _checked({{"parameters": "arguments"}.get(key, key): item for key, item in value.items()})
+    return _checked({"arguments" if key == "parameters" else key: item for key, item in value.items()})
 
 
 def _call(name: str, arguments: Any) -> ToolCall:
@@ -245,8 +239,8 @@ def _python_calls(text: str) -> list[ToolCall]:
     for call in tree.elts if isinstance(tree, ast.List) else [tree]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError
-        arguments = {keyword.arg: _literal_value(keyword.value) for keyword in call.keywords if keyword.arg}
-        if len(arguments) != len(call.keywords):  # a name twice, or **
+        arguments = {str(keyword.arg): _literal_value(keyword.value) for keyword in call.keywords}
+        if len(arguments) != len(call.keywords) or "None" in arguments:  # a name twice, or **
             raise ValueError
         found.append(_call(ast.unparse(call.func).removesuffix(".call"), arguments))
     return found
@@ -266,10 +260,7 @@ def _literal_value(node: ast.expr) -> Any:
         if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key, _ in items):
             raise ValueError
         return {ast.literal_eval(key): value for key, value in items if key is not None}
-    value = ast.literal_eval(node)
-    if not isinstance(value, str | int | float | None):
-        raise ValueError
-    return value
+    return ast.literal_eval(node)
 
 
 def _mistral_calls(text: str) -> list[ToolCall]:

@@ -387,8 +387,9 @@ class Constraint:
         mask, spaced = self._vocabulary.mask(self._matcher), self._vocabulary.spaced
         allowed = mask[: self.n_vocab]
         if self._at_start:
+            text_follows = bool((allowed & ~self._vocabulary.stops).any())
             allowed[spaced] = mask[self.n_vocab :]
-            allowed[self._vocabulary.only_space] = bool((allowed & ~self._vocabulary.stops).any())
+            allowed[self._vocabulary.only_space] = text_follows
         return allowed
 
     def advance(self, id: int) -> None:
