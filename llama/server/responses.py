@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from ..chat.tool_calls import ToolCallStream
+from ..chat.tool_calls import ToolCallStream, call_marks
 from ..generate import Token
 from ..generation.answer import Completion, Piece
 from ..tokenizer import Tokenizer
@@ -21,7 +21,7 @@ class Spelling:
     """The text of each token by itself: "bytes:\\xe2" if it is not UTF-8; a control token is spelled by its name."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.raw = tokenizer.token_bytes
+        self.raw, self.call_marks = tokenizer.token_bytes, call_marks(tokenizer)
         self.names = {id: name for name, id in tokenizer.control.items()}
 
     def __call__(self, id: int) -> str:
@@ -83,9 +83,9 @@ class Choice:
             content = {"delta": {**({"content": text} if text else {}), **({"tool_calls": calls} if calls else {})}}
         return {"index": self.index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    @staticmethod
-    def _events(calls: ToolCallStream, piece: Piece) -> list[Any]:
-        return [*calls.feed(piece.text), *(calls.end() if piece.completion is not None else [])]
+    def _events(self, calls: ToolCallStream, piece: Piece) -> list[Any]:
+        mark = "" if piece.token is None else self.spelling.call_marks.get(piece.token.id, "")
+        return [*calls.feed(mark + piece.text), *(calls.end() if piece.completion is not None else [])]
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         if self.chat:

@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 
+from llama.generate import Token
 from llama.generation.answer import Completion, Piece, Stats
 from llama.server.requests import Call
 from llama.server.responses import Choice, Spelling, merged
@@ -137,6 +138,23 @@ def test_half_a_call_is_never_shown(tiny_llm: Llama, size: int) -> None:
     assert not any(delta["delta"].get("content") for delta in found)
     indexes = [call["index"] for delta in found for call in delta["delta"].get("tool_calls", [])]
     assert indexes == [0, 1]
+
+
+def test_a_control_token_that_marks_a_call_is_read_as_its_mark(tiny_llm: Llama) -> None:
+    call = Call(1, True, False, tools=TOOLS)
+    spelling = Spelling(tiny_llm.tokenizer)
+    spelling.call_marks = {7: "<|python_tag|>"}
+    choice = Choice(call, 0, spelling, chat=True)
+    end = Completion("", [], "stop", None, Stats(1, 0, 0, 0, 0, 0))
+    pieces = [
+        Piece("Let me see. "),
+        Piece("", token=Token(7, None, False)),
+        Piece('{"name": "now", "parameters": {}}'),
+        Piece("", end),
+    ]
+    message = merged([delta for piece in pieces if (delta := choice.delta(piece)) is not None], chat=True)["message"]
+    assert message["content"].strip() == "Let me see."
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
 
 
 def test_one_call_only_if_parallel_calls_are_off(tiny_llm: Llama) -> None:
