@@ -46,6 +46,7 @@ EXTRAS = {
     "study": "drawing the figures of the study",
     "completion": "--print-completion",
     "structured": "answers that meet a JSON schema, a regular expression or a grammar",
+    "eval": "clearllama evaluate",
 }  # extra -> what needs it
 REPORT = "don't trust text generated here; reinstall torch and clearllama, try CLEARLLAMA_KERNELS=off, report it"
 NO_COMPILER = "install a C++ compiler (g++ or clang++), or name it in CXX"

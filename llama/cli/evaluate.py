@@ -1,0 +1,180 @@
+"""clearllama evaluate: the tasks of EleutherAI's lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..checks import integer, positive
+from ..errors import UsageError
+from . import arguments, loading, streams
+
+BATCH_SIZE = 16
+
+
+def add_parser(commands: arguments.Subparsers) -> None:
+    parser = commands.add_parser(
+        "evaluate",
+        help="score a model on the tasks of lm-evaluation-harness",
+        description="Evaluate a model on tasks of EleutherAI's lm-evaluation-harness (lm-eval). The scores are those of"
+        " the harness's own class for Hugging Face models with the same weights. Data sets are downloaded from the"
+        " Hugging Face hub; tasks with local files need no network (docs/evaluate.md).",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--tasks",
+        required=True,
+        metavar="NAME|FILE[,...]",
+        help="comma-separated: names of tasks or groups of lm-eval, patterns such as mmlu_*, .yaml files, and folders"
+        " of .yaml files",
+    )
+    parser.add_argument(
+        "--include-path", type=Path, metavar="FOLDER", help="a folder with further tasks, which can be named in --tasks"
+    )
+    parser.add_argument(
+        "--limit", type=float, metavar="N", help="use the first N examples of each task; below 1: this fraction of them"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=BATCH_SIZE,
+        metavar="N",
+        help="requests that run at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="worked examples in each prompt (default: the task's)"
+    )
+    group = parser.add_argument_group("chat models")
+    group.add_argument(
+        "--apply-chat-template", action="store_true", help="write each prompt as a chat message with the chat template"
+    )
+    group.add_argument(
+        "--no-fewshot-as-multiturn",
+        dest="fewshot_as_multiturn",
+        action="store_false",
+        help="write all worked examples in one message, not as turns of the chat",
+    )
+    group.add_argument("--system-instruction", metavar="TEXT", help="a system message, or text before each prompt")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output", type=Path, metavar="FILE", help="write the complete results of lm-eval as JSON")
+    group.add_argument(
+        "--log-samples",
+        action="store_true",
+        help="also write each request and its answer: samples_TASK_FILE.jsonl in the folder of --output",
+    )
+    arguments.add_output_options(parser, json="the complete results as one JSON object, in place of the table")
+    arguments.add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    batch_size = integer("--batch-size", args.batch_size, 1, 4096)
+    if args.limit is not None:
+        limit = positive("--limit", args.limit, 1e9)
+        if limit > 1 and not limit.is_integer():
+            raise UsageError(f"--limit must be a whole number, or a fraction below 1, got {limit:g}")
+    if args.num_fewshot is not None:
+        integer("--num-fewshot", args.num_fewshot, 0)
+    if not args.fewshot_as_multiturn and not args.apply_chat_template:
+        raise UsageError("--no-fewshot-as-multiturn needs --apply-chat-template")
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    if not names:
+        raise UsageError("--tasks is empty; name a task, such as --tasks arc_easy")
+    if args.include_path is not None and not args.include_path.is_dir():
+        raise UsageError(f"--include-path {args.include_path}: expected a folder")
+    if args.log_samples and args.output is None:
+        raise UsageError("--log-samples needs --output FILE")
+    if args.output is not None:
+        streams.check_file("--output", args.output)
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # `datasets` contacts a server even for local files
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the harness forks processes for standard errors
+    from ..tools import harness
+
+    with captured(args) as stderr:
+        tasks = harness.load_tasks(names, args.include_path)
+    llm = loading.load(args)
+    with captured(args) as stderr, progress(args, stderr) as show:
+        results = harness.evaluate(
+            llm,
+            tasks,
+            batch_size=batch_size,
+            limit=args.limit,
+            num_fewshot=args.num_fewshot,
+            apply_chat_template=args.apply_chat_template,
+            fewshot_as_multiturn=args.fewshot_as_multiturn,
+            system_instruction=args.system_instruction,
+            model_args={"model": args.model, "dtype": loading.dtype_name(llm.model), "quantize": args.quantize},
+            progress=show,
+        )
+    samples = results.pop("samples")
+    if args.output is not None:
+        for task, rows in samples.items() if args.log_samples else ():
+            streams.write_file(
+                args.output.with_name(f"samples_{task}_{args.output.stem}.jsonl"), harness.sample_lines(rows)
+            )
+        streams.write_file(args.output, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    if args.json:
+        streams.write_json(results)
+    else:
+        streams.write(harness.tables(results))
+    return 0
+
+
+@contextlib.contextmanager
+def captured(args: argparse.Namespace) -> Iterator[TextIO]:
+    """Keep the harness's own output off stdout, and off stderr unless that is a terminal. Yields stderr.
+
+    Log records of the harness and of this package are written to stderr, each as one line.
+    """
+    stderr = sys.stderr
+    shown: TextIO = stderr if stderr.isatty() and not args.quiet else io.StringIO()
+    for name, level in (("llama", "INFO"), ("lm_eval", "WARNING"), ("datasets", "ERROR"), ("huggingface_hub", "ERROR")):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [Lines(stderr)], False
+        log.setLevel("ERROR" if args.quiet else level)
+    try:
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+            yield stderr
+    finally:
+        streams.show_log(args.quiet)
+
+
+class Lines(logging.Handler):
+    """Write log records to a stream, each as one line."""
+
+    def __init__(self, stream: TextIO):
+        super().__init__()
+        self.stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        source = "lm-eval: " * (not record.name.startswith("llama"))
+        with contextlib.suppress(OSError):
+            print(source + streams.one_line(record.getMessage()), file=self.stream, flush=True)
+
+
+@contextlib.contextmanager
+def progress(args: argparse.Namespace, stderr: TextIO) -> Iterator[Any]:
+    """Yield a function that shows a progress bar for each kind of requests."""
+    from tqdm import tqdm
+
+    bars: dict[str, Any] = {}
+
+    def show(name: str, done: int, total: int) -> None:
+        if name not in bars:
+            off = args.quiet or not stderr.isatty()
+            bars[name] = tqdm(total=total, desc=name, unit="req", file=stderr, dynamic_ncols=True, disable=off)
+        bars[name].update(done - bars[name].n)
+
+    try:
+        yield show
+    finally:
+        for bar in bars.values():
+            bar.close()

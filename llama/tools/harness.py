@@ -1,0 +1,444 @@
+"""EleutherAI's lm-evaluation-harness (the package lm-eval) on any model that loads: its tasks, prompts and metrics.
+
+The results are those of the harness's own class for Hugging Face models, HFLM, with the same weights. `Requests` is the
+other side of its interface: requests in text, answered by likelihood.py and by Llama.stream_batch. Two of HFLM's rules
+differ from the rest of this package: control strings in a text become control tokens, and a text that begins with the
+begin-of-text string does not get a second one. lm-eval is imported only by the functions that need it.
+Interface: lm_eval/api/model.py; rules: lm_eval/models/huggingface.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..chat import TEMPLATES, render
+from ..chat.template import encode_pieces
+from ..checks import integer
+from ..errors import LlamaError, TemplateError, UsageError
+from ..text import Llama
+from ..tokenizer import Tokenizer
+from .likelihood import log_likelihoods
+
+OLDEST = (0, 4, 13)  # the oldest version of lm-eval that is tested
+SEED = 1234  # the harness's default for PyTorch; request n is sampled with seed SEED + n
+MAX_NEW_TOKENS = 256  # HFLM's, for tasks that set no limit
+TOP_K = 50  # transformers' default when it samples
+# generation_kwargs of a task, besides those that set the length and the end -> the options of Llama.stream_ids
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers marks the end of the last message by this text
+
+log = logging.getLogger(__name__)
+
+# Called with the name of a kind of requests, the number of requests done, and the number of all.
+Progress = Callable[[str, int, int], object]
+
+
+class Requests:
+    """Answers the requests of the harness. `language_model` combines it with the harness's class TemplateLM.
+
+    TemplateLM encodes each pair of context and continuation: trailing spaces of the context belong to the continuation,
+    and the ids of the continuation are those that it adds to the ids of the context.
+    """
+
+    cache_hook: Any  # of TemplateLM; it stores answers if the harness keeps a cache
+    backend = "causal"
+    max_gen_toks = MAX_NEW_TOKENS
+
+    def __init__(self, llm: Llama, batch_size: int, progress: Progress | None = None):
+        super().__init__()
+        self.llm, self.batch_size, self.progress = llm, batch_size, progress
+        self.truncated = 0  # requests that were longer than the context
+        self._encode = functools.lru_cache(4096)(functools.partial(encode_marked, llm.tokenizer, marks(llm.tokenizer)))
+
+    # ------------------------------------------------------------------------------------------------------ tokenizer
+    @property
+    def eot_token_id(self) -> int | None:
+        return self.llm.tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id before a text without context: begin of text, or end of text if the tokenizer names no other."""
+        tokenizer = self.llm.tokenizer
+        names_none = (
+            getattr(tokenizer, "settings", {}).get("bos_token", "") is None
+        )  # Qwen2's bos is in config.json only
+        id = tokenizer.eos_id if tokenizer.bos_id is None or names_none else tokenizer.bos_id
+        if id is None:
+            raise UsageError(
+                "the tokenizer has neither a begin-of-text nor an end-of-text token; this harness needs one"
+            )
+        return id
+
+    @property
+    def max_length(self) -> int:
+        return self.llm.model.max_seq_len
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.llm.tokenizer.digest()
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text. None adds begin of text if the model was trained with it and the text does not begin so."""
+        tokenizer = self.llm.tokenizer
+        ids: list[int] = self._encode(string)
+        if not tokenizer.add_bos or tokenizer.bos_id is None:
+            return ids
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(token_string(self.llm, tokenizer.bos_id) or "\0")
+        return [tokenizer.bos_id, *ids] if add_special_tokens else ids
+
+    # ---------------------------------------------------------------------------------------------------------- chat
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The Jinja source of the chat template."""
+        return template_of(self.llm) if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation. Without a generation prompt it ends inside the last message."""
+        written = functools.partial(render, template_of(self.llm), tokenizer=self.llm.tokenizer)
+        messages = [dict(message) for message in chat_history]
+        if not add_generation_prompt:
+            messages[-1]["content"] += TAG
+        try:
+            text = written(messages, add_generation_prompt=add_generation_prompt)
+        except TemplateError:
+            without = [message for message in messages if message["role"] != "system"]
+            if len(without) == len(messages):
+                raise
+            log.warning("the chat template rejects a system message, so it is left out, as HFLM does")
+            text = written(without, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        before, tag, after = text.rpartition(TAG.strip())
+        if not tag:
+            raise TemplateError("the chat template does not write the last message, so it can't be continued")
+        return before if after.startswith(" ") else before.rstrip()
+
+    # ------------------------------------------------------------------------------------------------ log-likelihoods
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """(log p of the continuation, whether it is greedy) of each pair. An empty continuation has log p 0."""
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        asked = [
+            i for i, request in enumerate(requests) if request.args[1] or request.args[0] != request.args[0].rstrip()
+        ]
+        answers = super().loglikelihood([requests[i] for i in asked], disable_tqdm=True)  # type: ignore[misc]
+        for i, answer in zip(asked, answers, strict=True):
+            found[i] = answer
+        return found
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        pairs = []
+        for (context, continuation), context_ids, ids in requests:
+            if not ids:
+                raise UsageError(
+                    f"the continuation {continuation!r:.80} adds no token to the context that ends in"
+                    f" {context[-40:]!r}; separate them by a space or a newline (target_delimiter of the task)"
+                )
+            pairs.append((context_ids or [self.prefix_token_id], ids))
+        found = self._score(pairs, "loglikelihood")
+        for (text, _, _), answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", text, answer)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
+        """log p of each text, in windows of the model's context; each id is predicted once."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows: list[tuple[list[int], list[int]]] = []
+        ends = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            windows += map(
+                make_disjoint_window, get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            )
+            ends.append(len(windows))
+        found = self._score(windows, "loglikelihood_rolling")
+        answers = []
+        for request, first, end in zip(requests, [0, *ends], ends, strict=False):
+            answers.append(math.fsum(logprob for logprob, _ in found[first:end]))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+        return answers
+
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]], name: str) -> list[tuple[float, bool]]:
+        self.truncated += sum(len(context) + len(ids) > self.max_length + 1 for context, ids in pairs)
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if self.progress is not None:
+                self.progress(name, done, len(pairs))
+
+        found = log_likelihoods(self.llm.model, pairs, batch_size=self.batch_size, progress=advance)
+        return [(one.logprob, one.greedy) for one in found]
+
+    # ----------------------------------------------------------------------------------------------------- generation
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
+        """The text that continues each context, up to the first stop string."""
+        prompts = []
+        for number, request in enumerate(requests):
+            context, settings = request.args
+            options = generation_options(self.llm, settings, SEED + number)
+            room = self.max_length - options["max_new_tokens"]
+            if room < 1:
+                raise UsageError(
+                    f"a task generates up to {options['max_new_tokens']} tokens, and the model's context of"
+                    f" {self.max_length} leaves no room for a prompt; use a task with a smaller max_gen_toks, or extend"
+                    " the context (--rope-scaling)"
+                )
+            ids = self.tok_encode(context)
+            self.truncated += len(ids) > room
+            prompts.append((ids[-room:], options))
+        order = sorted(range(len(prompts)), key=lambda i: prompts[i][0])  # equal beginnings share their keys and values
+        texts = [""] * len(prompts)
+        done = 0
+        for position, piece in self.llm.stream_batch([prompts[i] for i in order], batch_size=self.batch_size):
+            request = requests[order[position]]
+            if isinstance(piece, LlamaError):
+                raise type(piece)(f"request {order[position] + 1} of {len(requests)}: {piece}") from piece
+            if piece.completion is not None:
+                marks = control_stops(self.llm, request.args[1].get("until"))
+                ids = piece.completion.tokens
+                cut = next((i for i, id in enumerate(ids) if id in marks), None)
+                text = piece.completion.text
+                texts[order[position]] = text if cut is None else self.llm.tokenizer.decode(ids[:cut])
+                self.cache_hook.add_partial("generate_until", request.args, texts[order[position]])
+                done += 1
+                if self.progress is not None:
+                    self.progress("generate_until", done, len(requests))
+        return texts
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Facts about the model for the results."""
+        weights = self.llm.model.norm.weight
+        return {"model_dtype": str(weights.dtype).removeprefix("torch."), "model_device": str(weights.device)}
+
+
+def language_model(llm: Llama, batch_size: int, progress: Progress | None = None) -> Any:
+    """A model as the harness's own functions take it, such as lm_eval.simple_evaluate(model=...).
+
+    batch_size is the number of requests that run at once; progress is called with (name, requests done, all requests).
+    """
+    check_package()
+    from lm_eval.api.model import TemplateLM
+
+    return type("Clearllama", (Requests, TemplateLM), {})(llm, integer("the batch size", batch_size), progress)
+
+
+def check_package() -> None:
+    """Raise UsageError if lm-eval is missing or too old."""
+    try:
+        found = version("lm_eval")
+    except PackageNotFoundError:
+        found = "none"
+    if found == "none" or tuple(map(int, re.findall(r"[0-9]+", found)[:3])) < OLDEST:
+        raise UsageError(
+            f"evaluation needs lm-eval {'.'.join(map(str, OLDEST))} or newer, found {found}; run: pip install"
+            " 'clearllama[eval]'"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- texts
+def marks(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Finds the control strings of a vocabulary in a text, the longest first."""
+    names = sorted(filter(None, tokenizer.control), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
+
+
+def encode_marked(tokenizer: Tokenizer, pattern: re.Pattern[str], text: str) -> list[int]:
+    """Ids of a text whose control strings become control tokens, as in transformers."""
+    return encode_pieces(tokenizer, [(piece, i % 2 == 1) for i, piece in enumerate(pattern.split(text)) if piece])
+
+
+def token_string(llm: Llama, id: int | None) -> str:
+    """The control string of an id; empty if it has none."""
+    return next((name for name, other in llm.tokenizer.control.items() if other == id), "")
+
+
+def template_of(llm: Llama) -> str:
+    """The model's chat template, or the one that writes its built-in format. Raises TemplateError if it has neither."""
+    template = llm.chat_template or TEMPLATES.get(llm.chat_format or "")
+    if template is None:
+        raise TemplateError(
+            "this model has no chat template, so it is probably a base model: leave out the chat template"
+        )
+    return template
+
+
+# ------------------------------------------------------------------------------------------------------- generation
+def generation_options(llm: Llama, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """The generation_kwargs of a task as options of Llama.stream_ids. Raises UsageError for an unsupported one."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    values = dict(normalize_gen_kwargs(dict(settings), MAX_NEW_TOKENS))
+    options = {"max_new_tokens": values.pop("max_gen_toks"), "seed": seed, "continues": False}
+    end = token_string(llm, llm.tokenizer.eos_id)
+    options["stop"] = list(dict.fromkeys([*values.pop("until"), *([end] if end else [])]))
+    sample = values.pop("do_sample")
+    if values.get("num_beams") == 1:
+        del values["num_beams"]
+    if unknown := values.keys() - set(SAMPLING):
+        raise UsageError(
+            f"the task's generation_kwargs has {min(unknown)}, which is not supported; supported: until, max_gen_toks,"
+            f" do_sample, {', '.join(SAMPLING)}"
+        )
+    if not sample:
+        return options | {key: values[key] for key in values if key == "repetition_penalty"} | {"temperature": 0.0}
+    if not values.get("temperature"):
+        raise UsageError("the task's generation_kwargs has do_sample: true, which needs a temperature above 0")
+    return {"top_k": llm.sampling.get("top_k", TOP_K)} | options | values
+
+
+def control_stops(llm: Llama, until: str | Sequence[str] | None) -> set[int]:
+    """The control ids among the stop strings of a task: they have no text, so they are found by their ids."""
+    stops = [until] if isinstance(until, str) else until or ()
+    return {llm.tokenizer.control[stop] for stop in stops if stop in llm.tokenizer.control}
+
+
+# -------------------------------------------------------------------------------------------------------- evaluation
+def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[Any]:
+    """Tasks and groups of the harness with their data sets, by names, YAML files and folders of YAML files.
+
+    names         a name may be a pattern, such as mmlu_*
+    include_path  a folder with further tasks, which can be named like the harness's own
+
+    Raises UsageError for an unknown name, or if a task or its data set can't be loaded.
+    """
+    check_package()
+    from lm_eval.tasks import TaskManager
+
+    files: dict[str, list[str]] = {}  # name -> YAML files
+    for name in names:
+        if Path(name).is_dir():
+            files[name] = sorted(map(str, Path(name).glob("*.yaml")))
+            if not files[name]:
+                raise UsageError(f"--tasks {name}: the folder has no .yaml file")
+        elif Path(name).is_file():
+            files[name] = [name]
+        elif name.endswith((".yaml", ".yml")) or "/" in name:
+            raise UsageError(f"--tasks {name}: there is no such file or folder")
+    folders = [*filter(lambda name: Path(name).is_dir(), files), *([str(include_path)] if include_path else [])]
+    manager = TaskManager(include_path=folders, include_defaults=files.keys() != set(names))
+    found: list[Any] = []
+    for name in names:
+        specs = files.get(name) or manager.match_tasks([name])
+        if not specs:
+            near = difflib.get_close_matches(name, manager.all_tasks, 3)
+            hint = f"; similar: {', '.join(near)}" if near else ""
+            raise UsageError(f"--tasks {name}: lm-eval has no task of this name, and there is no such file{hint}")
+        found += [one for spec in specs for one in load_task(manager, spec)]
+    groups = [one for one in found if hasattr(one, "get_all_tasks")]
+    inside = {one.task_name for group in groups for one in group.get_all_tasks()}  # a folder or pattern matches both
+    inside |= {one.name for group in groups for one in group.get_all_groups() if one is not group}
+    unique = {getattr(one, "task_name", None) or one.name: one for one in found}
+    return [one for name, one in unique.items() if name not in inside]
+
+
+def load_task(manager: Any, spec: str) -> list[Any]:
+    """The group of a name or YAML file, or its tasks. Raises UsageError."""
+    try:
+        loaded = manager.load([spec])
+    except LlamaError:
+        raise
+    except Exception as error:  # lm-eval, datasets and the user's own YAML raise errors of any type
+        network = isinstance(error, ConnectionError) or "Offline" in type(error).__name__
+        remedy = "check the network, or name a task whose data are local files (docs/evaluate.md)"
+        cause = (
+            f"its data set can't be downloaded: {error}; {remedy}" if network else f"{type(error).__name__}: {error}"
+        )
+        raise UsageError(f"task {spec}: {cause}") from error
+    groups = list(loaded["groups"].values())
+    return groups[:1] or list(loaded["tasks"].values())
+
+
+def evaluate(
+    llm: Llama,
+    tasks: Sequence[Any],
+    *,
+    batch_size: int,
+    limit: float | None = None,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+    fewshot_as_multiturn: bool = True,
+    system_instruction: str | None = None,
+    model_args: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Evaluate a model on tasks of `load_tasks`: the harness's own results, with "samples", as plain JSON values.
+
+    limit       the number of examples of each task, or the fraction if below 1
+    model_args  what the results say about the model; "model" is its name
+
+    Raises UsageError for a request that can't be run, TemplateError if a chat template is needed and there is none.
+    """
+    if apply_chat_template:
+        template_of(llm)
+    for task in tasks:
+        if num_fewshot is not None and getattr(task, "task_name", None) and task.get_config("num_fewshot") == 0:
+            log.warning("task %s has num_fewshot: 0, which --num-fewshot does not override in lm-eval", task.task_name)
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.utils import handle_non_serializable, hash_string, sanitize_model_name
+
+    model, tracker = language_model(llm, batch_size, progress), EvaluationTracker()
+    results = simple_evaluate(
+        model=model,
+        tasks=list(tasks),
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        limit=limit,
+        evaluation_tracker=tracker,
+        system_instruction=system_instruction,
+        apply_chat_template=apply_chat_template,
+        fewshot_as_multiturn=fewshot_as_multiturn,
+    )
+    if model.truncated:
+        log.warning(
+            "%d requests were longer than the context of %d tokens; their beginnings were left out, as HFLM does",
+            model.truncated,
+            model.max_length,
+        )
+    tracker.general_config_tracker.log_end_time()
+    name = str((model_args or {}).get("model"))
+    results |= dataclasses.asdict(tracker.general_config_tracker)
+    results |= {"model_source": "clearllama", "model_name": name, "model_name_sanitized": sanitize_model_name(name)}
+    results["config"] |= {"model": "clearllama", "model_args": dict(model_args or {})}
+    results["task_hashes"] = {
+        task: hash_string("".join(one["doc_hash"] + one["prompt_hash"] + one["target_hash"] for one in samples))
+        for task, samples in results["samples"].items()
+    }
+    text = json.dumps(results, default=handle_non_serializable)
+    return json.loads(text, parse_constant=lambda _: None)  # NaN and infinity are not JSON
+
+
+def sample_lines(samples: Sequence[Mapping[str, Any]]) -> str:
+    """The samples of a task as the harness writes them: JSON lines, with the arguments of each request by name."""
+    from lm_eval.utils import sanitize_list
+
+    lines = []
+    for sample in samples:
+        arguments = {
+            f"gen_args_{i}": {f"arg_{j}": value for j, value in enumerate(values)}
+            for i, values in enumerate(sample["arguments"])
+        }
+        texts = {key: sanitize_list(sample[key]) for key in ("resps", "filtered_resps")}
+        row = {**sample, **texts, "arguments": arguments, "target": str(sample["target"])}
+        lines.append(json.dumps(row, ensure_ascii=False))
+    return "".join(line + "\n" for line in lines)
+
+
+def tables(results: Mapping[str, Any]) -> str:
+    """The scores of tasks and groups as the harness prints them."""
+    from lm_eval.utils import make_table
+
+    parts = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
+    return "\n".join(parts)
