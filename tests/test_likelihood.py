@@ -21,6 +21,8 @@ from llama.tools.likelihood import Likelihood, Text, log_likelihoods
 
 from . import tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 V = tiny.CONFIG.vocab_size
 Pair = tuple[list[int], list[int]]
 

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the harness forks processes for standard errors
     from ..tools import harness
 
-    with captured(args) as stderr:
+    with captured(args):
         tasks = harness.load_tasks(names, args.include_path)
     llm = loading.load(args)
     with captured(args) as stderr, progress(args, stderr) as show:
@@ -139,7 +139,7 @@ def captured(args: argparse.Namespace) -> Iterator[TextIO]:
     for name, level in (("llama", "INFO"), ("lm_eval", "WARNING"), ("datasets", "ERROR"), ("huggingface_hub", "ERROR")):
         log = logging.getLogger(name)
         log.handlers, log.propagate = [Lines(stderr)], False
-        log.setLevel("ERROR" if args.quiet else level)
+        log.handlers[0].setLevel("ERROR" if args.quiet else level)  # the packages set their loggers' levels themselves
     try:
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
             yield stderr

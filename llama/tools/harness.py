@@ -37,7 +37,7 @@ TOP_K = 50  # transformers' default when it samples
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers marks the end of the last message by this text
 
-log = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
 
 # Called with the name of a kind of requests, the number of requests done, and the number of all.
 Progress = Callable[[str, int, int], object]
@@ -58,6 +58,7 @@ class Requests:
         super().__init__()
         self.llm, self.batch_size, self.progress = llm, batch_size, progress
         self.truncated = 0  # requests that were longer than the context
+        self.no_system = False  # the chat template rejected a system message
         self._encode = functools.lru_cache(4096)(functools.partial(encode_marked, llm.tokenizer, marks(llm.tokenizer)))
 
     # ------------------------------------------------------------------------------------------------------ tokenizer
@@ -114,7 +115,9 @@ class Requests:
             without = [message for message in messages if message["role"] != "system"]
             if len(without) == len(messages):
                 raise
-            log.warning("the chat template rejects a system message, so it is left out, as HFLM does")
+            if not self.no_system:
+                LOG.warning("clearllama: the chat template rejects system messages, so they are left out, as by HFLM")
+            self.no_system = True
             text = written(without, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
@@ -269,7 +272,7 @@ def template_of(llm: Llama) -> str:
     template = llm.chat_template or TEMPLATES.get(llm.chat_format or "")
     if template is None:
         raise TemplateError(
-            "this model has no chat template, so it is probably a base model: leave out the chat template"
+            "this model has no chat template, so it is probably a base model: leave out --apply-chat-template"
         )
     return template
 
@@ -316,40 +319,54 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[A
     check_package()
     from lm_eval.tasks import TaskManager
 
-    files: dict[str, list[str]] = {}  # name -> YAML files
+    files: dict[str, dict[Path, dict[str, Any]]] = {}  # name -> YAML files and their content
     for name in names:
         if Path(name).is_dir():
-            files[name] = sorted(map(str, Path(name).glob("*.yaml")))
+            read = {path: read_yaml(path) for path in sorted(Path(name).glob("*.yaml"))}
+            files[name] = {path: config for path, config in read.items() if config.keys() & {"task", "group"}}
             if not files[name]:
-                raise UsageError(f"--tasks {name}: the folder has no .yaml file")
+                raise UsageError(f"--tasks {name}: expected a folder with .yaml files of tasks, found none")
         elif Path(name).is_file():
-            files[name] = [name]
+            files[name] = {Path(name): read_yaml(Path(name))}
         elif name.endswith((".yaml", ".yml")) or "/" in name:
             raise UsageError(f"--tasks {name}: there is no such file or folder")
-    folders = [*filter(lambda name: Path(name).is_dir(), files), *([str(include_path)] if include_path else [])]
-    manager = TaskManager(include_path=folders, include_defaults=files.keys() != set(names))
+    every = {path: config for read in files.values() for path, config in read.items()}
+    groups = {path: config["group"] for path, config in every.items() if "group" in config}
+    if files.keys() != set(names):
+        LOG.info("clearllama: reading lm-eval's list of tasks")
+    folders = dict.fromkeys([*(path.parent for path in groups), *([include_path] if include_path else [])])
+    manager = TaskManager(include_path=list(folders), include_defaults=files.keys() != set(names))
     found: list[Any] = []
     for name in names:
-        specs = files.get(name) or manager.match_tasks([name])
+        specs = [groups.get(path, str(path)) for path in files.get(name, ())] or manager.match_tasks([name])
         if not specs:
             near = difflib.get_close_matches(name, manager.all_tasks, 3)
             hint = f"; similar: {', '.join(near)}" if near else ""
             raise UsageError(f"--tasks {name}: lm-eval has no task of this name, and there is no such file{hint}")
         found += [one for spec in specs for one in load_task(manager, spec)]
-    groups = [one for one in found if hasattr(one, "get_all_tasks")]
-    inside = {one.task_name for group in groups for one in group.get_all_tasks()}  # a folder or pattern matches both
-    inside |= {one.name for group in groups for one in group.get_all_groups() if one is not group}
+    outer = [one for one in found if hasattr(one, "get_all_tasks")]
+    inside = {one.task_name for group in outer for one in group.get_all_tasks()}  # a folder or pattern matches both
+    inside |= {one.name for group in outer for one in group.get_all_groups()}
     unique = {getattr(one, "task_name", None) or one.name: one for one in found}
     return [one for name, one in unique.items() if name not in inside]
 
 
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The content of a YAML file, without its functions. Raises UsageError if it is not a YAML mapping."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    try:
+        config: dict[str, Any] = load_yaml(path, resolve_func=False)
+    except Exception as error:  # of the YAML parser, or of the file that it includes
+        raise UsageError(f"{path}: not a task of lm-eval: {error}") from error
+    return config
+
+
 def load_task(manager: Any, spec: str) -> list[Any]:
-    """The group of a name or YAML file, or its tasks. Raises UsageError."""
+    """The group of a name, or the tasks of a name or a YAML file. Raises UsageError."""
     try:
         loaded = manager.load([spec])
-    except LlamaError:
-        raise
-    except Exception as error:  # lm-eval, datasets and the user's own YAML raise errors of any type
+    except Exception as error:  # lm-eval, datasets and the user's own files raise errors of any type
         network = isinstance(error, ConnectionError) or "Offline" in type(error).__name__
         remedy = "check the network, or name a task whose data are local files (docs/evaluate.md)"
         cause = (
@@ -365,45 +382,39 @@ def evaluate(
     tasks: Sequence[Any],
     *,
     batch_size: int,
-    limit: float | None = None,
-    num_fewshot: int | None = None,
-    apply_chat_template: bool = False,
-    fewshot_as_multiturn: bool = True,
-    system_instruction: str | None = None,
     model_args: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Evaluate a model on tasks of `load_tasks`: the harness's own results, with "samples", as plain JSON values.
 
-    limit       the number of examples of each task, or the fraction if below 1
     model_args  what the results say about the model; "model" is its name
+    options     further arguments of lm_eval.simple_evaluate: limit, num_fewshot, apply_chat_template, ...
 
     Raises UsageError for a request that can't be run, TemplateError if a chat template is needed and there is none.
     """
-    if apply_chat_template:
+    if options.get("apply_chat_template"):
         template_of(llm)
     for task in tasks:
-        if num_fewshot is not None and getattr(task, "task_name", None) and task.get_config("num_fewshot") == 0:
-            log.warning("task %s has num_fewshot: 0, which --num-fewshot does not override in lm-eval", task.task_name)
+        if options.get("num_fewshot") and hasattr(task, "task_name") and task.get_config("num_fewshot") == 0:
+            LOG.warning("clearllama: task %s has num_fewshot: 0, which lm-eval does not override", task.task_name)
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
+    from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, hash_string, sanitize_model_name
 
     model, tracker = language_model(llm, batch_size, progress), EvaluationTracker()
     results = simple_evaluate(
         model=model,
         tasks=list(tasks),
-        num_fewshot=num_fewshot,
         batch_size=batch_size,
-        limit=limit,
         evaluation_tracker=tracker,
-        system_instruction=system_instruction,
-        apply_chat_template=apply_chat_template,
-        fewshot_as_multiturn=fewshot_as_multiturn,
+        task_manager=TaskManager(include_defaults=False),  # the default reads all 14,000 task files
+        **options,
     )
     if model.truncated:
-        log.warning(
-            "%d requests were longer than the context of %d tokens; their beginnings were left out, as HFLM does",
+        LOG.warning(
+            "clearllama: %d requests were longer than the context of %d tokens; their beginnings were left out, as by HFLM",
             model.truncated,
             model.max_length,
         )

@@ -1,0 +1,480 @@
+"""`clearllama evaluate` against lm-eval's own class for Hugging Face models, HFLM, with the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+
+os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # read when `datasets` is imported
+pytest.importorskip("lm_eval")
+
+import datasets
+from lm_eval.api.instance import Instance
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from llama import loader
+from llama.cli import main
+from llama.errors import ContextLengthError, TemplateError, UsageError
+from llama.text import Llama
+from llama.tools import harness
+from llama.tools.convert import convert
+from scripts import make_tiny
+
+from . import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WINDOW = 64
+KINDS = ("llama-2-7b", "llama-3.1-8b", "chatml")
+TEXT = " ".join(make_tiny.TEXT.split())
+BATCH_SIZES = (1, 3, 16)
+
+
+class Model(NamedTuple):
+    """One set of random weights, as this package and as transformers load it."""
+
+    llm: Llama
+    oracle: Any  # HFLM
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """SentencePiece and tiktoken in Meta's files, which add begin of text, and a GGUF file that does not."""
+    root = tmp_path_factory.mktemp("harness")
+    if request.param == "chatml":  # no id without a token: transformers would choose it, this package does not
+        size = len(tiny.byte_vocabulary()["tokenizer.ggml.tokens"])
+        source = tiny.write_gguf(root / "tiny.gguf", dataclasses.replace(tiny.CONFIG, vocab_size=size))
+    else:
+        source = make_tiny.make(root / "meta", request.param)
+    convert(source, root / "hf", "hf")
+    llm = loader.load(source, dtype="float32", device="cpu", max_seq_len=WINDOW)
+    # Its cache of logits confuses requests of one text that begin at different ids.
+    options: dict[str, Any] = {"batch_size": 3, "max_length": WINDOW, "logits_cache": False}
+    return Model(llm, HFLM(pretrained=str(root / "hf"), dtype="float32", device="cpu", **options))
+
+
+@pytest.fixture(autouse=True)
+def _own_data_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=one, idx=0) for one in arguments]
+
+
+def controls(llm: Llama) -> tuple[str, str]:
+    """The strings of begin of text and of another control token."""
+    names = {id: name for name, id in llm.tokenizer.control.items()}
+    return names[llm.tokenizer.bos_id or 0], names[max(llm.tokenizer.stop_ids)]
+
+
+def texts(llm: Llama) -> list[str]:
+    bos, end = controls(llm)
+    return [
+        *("", " ", "the dog", " the dog", "the dog ", "a\n\n b", "über 😀", f"{bos}the dog", f" {bos} the"),
+        *(f"the{end}dog", f"{end}", f"the {end} dog{end}{bos}", "<|nothing|> [INST]", TEXT),
+    ]
+
+
+def pairs(llm: Llama) -> list[tuple[str, str]]:
+    """Contexts and continuations with everything that HFLM has a rule for."""
+    bos, end = controls(llm)
+    found = [(TEXT[7 * i : 7 * i + n], choice) for i, n in ((1, 9), (2, 30), (3, 60), (4, 300))
+             for choice in (" the", " a", " dog and man", " x")]  # fmt: skip
+    return [
+        *found,
+        *(("", " the dog"), ("", "the"), ("", f"{bos}a dog"), (f"{bos}the", " dog"), (f"the{end} dog", f" man{end}")),
+        *(("the dog  ", " bites"), ("the dog ", "bites"), ("the dog\n \n", "bites"), ("the dog", "  "), ("  x", "\n")),
+        ("the dog ", ""),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ per request
+def test_ids_are_those_of_transformers(model: Model) -> None:
+    ours, oracle = harness.language_model(model.llm, 1), model.oracle
+    assert ours.prefix_token_id == oracle.prefix_token_id
+    assert ours.eot_token_id == oracle.eot_token_id
+    for text in texts(model.llm):
+        for special in (None, False, True):
+            assert ours.tok_encode(text, special) == oracle.tok_encode(text, special), (text, special)
+
+
+def test_log_likelihoods(model: Model) -> None:
+    requests = instances("loglikelihood", *pairs(model.llm))
+    expected = model.oracle.loglikelihood(requests, disable_tqdm=True)
+    for batch_size in BATCH_SIZES:
+        ours = harness.language_model(model.llm, batch_size)
+        found = ours.loglikelihood(requests)
+        assert [one[1] for one in found] == [one[1] for one in expected]
+        assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=5e-5)
+        assert ours.truncated >= 4
+
+
+def test_greedy_continuations_and_the_longest(model: Model) -> None:
+    """A continuation may fill the window; then one id of context remains."""
+    ours, oracle = harness.language_model(model.llm, 4), model.oracle
+    requests = []
+    for context in ([1, 5, 9], [1, 30, 7, 7], [1, *range(3, 90)]):
+        ids = list(context)
+        for _ in range(4):
+            ids.append(int(oracle.model(torch.tensor([ids[-WINDOW:]])).logits[0, -1].argmax()))
+            requests.append((("", ""), context, ids[len(context) :]))
+    requests.append((("", ""), list(range(3, 90)), list(range(4, 4 + WINDOW))))
+    found = ours._loglikelihood_tokens(requests)
+    expected = oracle._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert [one[1] for one in found] == [one[1] for one in expected]
+    assert sum(one[1] for one in found) >= 8
+    assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=5e-5)
+
+
+def test_requests_of_one_text_that_begin_at_different_ids(model: Model) -> None:
+    ours, oracle = harness.language_model(model.llm, 4), model.oracle
+    requests = [(("", ""), [1, 5, 6, 7], [8, 9]), (("", ""), [1, 5], [6, 7, 8, 9]), (("", ""), [1, 5, 6], [7, 8, 2])]
+    found = ours._loglikelihood_tokens(requests)
+    expected = oracle._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=5e-5)
+
+
+def test_rolling_log_likelihoods(model: Model) -> None:
+    requests = instances("loglikelihood_rolling", *((text,) for text in (*texts(model.llm), TEXT[:60], TEXT * 2)))
+    expected = model.oracle.loglikelihood_rolling(requests, disable_tqdm=True)
+    for batch_size in BATCH_SIZES:
+        found = harness.language_model(model.llm, batch_size).loglikelihood_rolling(requests)
+        assert found == pytest.approx(expected, abs=1e-3, rel=1e-7)
+
+
+def test_generated_texts(model: Model) -> None:
+    if "SentencePiece" in model.llm.tokenizer.kind:
+        pytest.skip("random weights produce bytes that are not UTF-8, which the two packages decode differently")
+    free = model.oracle.generate_until(
+        instances("generate_until", *((TEXT[9 * i :][:40], {"until": [], "max_gen_toks": 20}) for i in range(3)))
+    )
+    assert all(len(text) > 8 for text in free)
+    requests = instances(
+        "generate_until",
+        *((TEXT[9 * i :][:40], {"until": [text[5:7]], "max_gen_toks": 20}) for i, text in enumerate(free)),
+        *(
+            (TEXT[9 * i :][:40], {"until": text[4], "do_sample": False, "max_tokens": 20})
+            for i, text in enumerate(free)
+        ),
+        (TEXT, {"until": ["\n\n"], "max_gen_toks": 24, "temperature": 0.0}),
+        (TEXT[:50], {"until": ["\n\n", *controls(model.llm)], "max_gen_toks": 30, "repetition_penalty": 1.3}),
+    )
+    expected = model.oracle.generate_until(requests)
+    assert expected[0] == free[0].split(free[0][5:7])[0]
+    for batch_size in BATCH_SIZES:
+        assert harness.language_model(model.llm, batch_size).generate_until(requests) == expected
+
+
+def test_chat_prompts(model: Model) -> None:
+    oracle, ours = model.oracle, harness.language_model(model.llm, 1)
+    if model.llm.chat_template is None:  # Meta's files have none, so the one of the built-in format is used
+        template = ours.chat_template(True)
+        assert template
+        oracle.tokenizer.chat_template = template
+    history = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "the dog "},
+        {"role": "assistant", "content": "bites "},
+        {"role": "user", "content": "the man?"},
+    ]
+    for messages in (history, history[1:], history[-1:]):
+        text = ours.apply_chat_template(messages)
+        assert text == oracle.apply_chat_template(messages)
+        assert ours.tok_encode(text) == oracle.tok_encode(text)
+    started = [*history, {"role": "assistant", "content": "Answer: "}]
+    assert ours.apply_chat_template(started, False) == oracle.apply_chat_template(started, False)
+
+
+# ---------------------------------------------------------------------------------------------------- whole tasks
+def write_task(folder: Path, name: str, rows: Sequence[dict[str, Any]], **config: Any) -> Path:
+    """Write a task with local data."""
+    folder.mkdir(exist_ok=True)
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "metadata": {"version": 1},
+        **config,
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return folder / f"{name}.yaml"
+
+
+def metric(name: str, **rest: Any) -> list[dict[str, Any]]:
+    return [{"metric": name, "aggregation": "mean", "higher_is_better": True, **rest}]
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """A folder with a multiple-choice task, a perplexity task and a generation task."""
+    folder = tmp_path / "tasks"
+    words = TEXT.split()
+    choices = [
+        {"q": " ".join(words[i : i + 6 + i]), "choices": [words[i + 6 + i], words[i], "x y"], "answer": i % 3}
+        for i in range(8)
+    ]
+    write_task(
+        folder, "choice", choices, output_type="multiple_choice", doc_to_text="{{q}}", doc_to_choice="{{choices}}",
+        doc_to_target="answer", num_fewshot=1, fewshot_split="test",
+        metric_list=[*metric("acc"), *metric("acc_norm")],
+    )  # fmt: skip
+    write_task(
+        folder, "rolling", [{"text": TEXT[:n]} for n in (40, 200, 700)], output_type="loglikelihood_rolling",
+        doc_to_text="", doc_to_target="{{text}}",
+        metric_list=metric("bits_per_byte", aggregation="bits_per_byte", higher_is_better=False),
+    )  # fmt: skip
+    write_task(
+        folder, "until", choices, output_type="generate_until", doc_to_text="{{q}}", doc_to_target="{{choices[0]}}",
+        generation_kwargs={"until": ["\n"], "max_gen_toks": 6, "do_sample": False}, metric_list=metric("exact_match"),
+    )  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("model", ["chatml"], indirect=True)
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_scores_of_tasks(model: Model, tasks: Path, chat: bool) -> None:
+    found = harness.evaluate(
+        model.llm, harness.load_tasks([str(tasks)]), batch_size=4, apply_chat_template=chat, bootstrap_iters=20
+    )
+    expected = simple_evaluate(
+        model=model.oracle,
+        tasks=harness.load_tasks([str(tasks / f"{name}.yaml") for name in ("choice", "rolling", "until")]),
+        apply_chat_template=chat,
+        bootstrap_iters=20,
+        task_manager=TaskManager(include_defaults=False),
+    )
+    assert expected is not None
+    assert found["results"].keys() == {"choice", "rolling", "until"}
+    for task, scores in expected["results"].items():
+        ours = found["results"][task]
+        assert ours.keys() == scores.keys()
+        for name, score in scores.items():
+            assert ours[name] == (pytest.approx(score, rel=1e-5) if isinstance(score, float) else score), (task, name)
+        for one, other in zip(found["samples"][task], expected["samples"][task], strict=True):
+            assert one["doc_hash"] == other["doc_hash"]
+            assert one["prompt_hash"] == other["prompt_hash"]
+    assert found["task_hashes"].keys() == found["results"].keys()
+    assert (found["config"]["model"], found["chat_template"] is not None) == ("clearllama", chat)
+
+
+def test_a_group_includes_its_tasks(tasks: Path) -> None:
+    both = tasks / "both.yaml"
+    both.write_text(yaml.safe_dump({"group": "both", "task": ["choice", "until"]}))
+    (tasks / "included.yaml").write_text("output_type: multiple_choice\n")
+    loaded = harness.load_tasks([str(tasks)])
+    assert [getattr(one, "task_name", None) or one.name for one in loaded] == ["both", "rolling"]
+    [group] = harness.load_tasks([str(both)])
+    assert [one.task_name for one in group.get_all_tasks()] == ["choice", "until"]
+    for content, message in (
+        ("- a", "not a task of lm-eval: Expected YAML dict"),
+        ("a: [", "not a task of lm-eval"),
+        ("b: 1", "Unknown"),
+    ):
+        both.write_text(content)
+        with pytest.raises(UsageError, match=message):
+            harness.load_tasks([str(both)])
+
+
+def run(*arguments: str) -> int:
+    return main(["evaluate", *arguments])
+
+
+def test_the_command(tiny_gguf: Path, tasks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "results.json"
+    model = ("-m", str(tiny_gguf), "--dtype", "float32", "--max-seq-len", "64")
+    names = f"{tasks / 'choice.yaml'},{tasks / 'until.yaml'}"
+    assert run("--tasks", names, "--limit", "4", "--output", str(output), "--log-samples", "--json", *model) == 0
+    out, err = capfd.readouterr()
+    results = json.loads(out)
+    assert results == json.loads(output.read_text())
+    assert results["n-samples"]["choice"] == {"original": 8, "effective": 4}
+    assert results["config"]["model_args"]["model"] == str(tiny_gguf)
+    assert "were longer than the context of 64 tokens; their beginnings were left out" in err
+    assert "Traceback" not in err
+    lines = (tmp_path / "samples_choice_results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["doc_id"] for line in lines] == [0, 1, 2, 3]
+    assert run("--tasks", str(tasks / "choice.yaml"), "--limit", "2", "-q", *model) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("|Tasks |")
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", ","], "--tasks is empty"),
+        (["--tasks", "a.yaml"], "--tasks a.yaml: there is no such file or folder"),
+        (["--tasks", "{tmp}"], "expected a folder with .yaml files of tasks, found none"),
+        (["--tasks", "x", "--limit", "0"], "--limit must be a number above 0"),
+        (["--tasks", "x", "--limit", "1.5"], "--limit must be a whole number, or a fraction below 1, got 1.5"),
+        (["--tasks", "x", "--batch-size", "0"], "--batch-size must be an integer from 1"),
+        (["--tasks", "x", "--num-fewshot", "-1"], "--num-fewshot must be an integer of at least 0"),
+        (["--tasks", "x", "--log-samples"], "--log-samples needs --output FILE"),
+        (["--tasks", "x", "--output", "{tmp}"], "expected a file in an existing folder"),
+        (["--tasks", "x", "--include-path", "{tmp}/none"], "none: expected a folder"),
+        (["--tasks", "x", "--no-fewshot-as-multiturn"], "--no-fewshot-as-multiturn needs --apply-chat-template"),
+    ],
+)
+def test_usage_errors(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*(one.replace("{tmp}", str(tmp_path)) for one in arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("found", [None, "0.4.9.1"])
+def test_a_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(harness, "version", version)
+    with pytest.raises(UsageError, match=rf"lm-eval 0.4.13 or newer, found {found or 'none'}.*'clearllama\[eval\]'"):
+        harness.load_tasks(["arc_easy"])
+
+
+def test_a_data_set_that_can_not_be_fetched(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(**_: Any) -> None:
+        raise ConnectionError("Couldn't reach 'json' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(UsageError, match=r"choice.yaml: its data set can't be downloaded: Couldn't reach"):
+        harness.load_tasks([str(tasks / "choice.yaml")])
+    monkeypatch.undo()
+    (tasks / "choice.jsonl").unlink()
+    with pytest.raises(UsageError, match=r"choice.yaml: FileNotFoundError: Unable to find"):
+        harness.load_tasks([str(tasks / "choice.yaml")])
+
+
+# ------------------------------------------------------------------------------------- what HFLM ends in an assertion
+@pytest.mark.parametrize("model", ["chatml"], indirect=True)
+def test_requests_that_end_hflm(model: Model) -> None:
+    ours, oracle = harness.language_model(model.llm, 4), model.oracle
+    long = TEXT[:400]
+    assert len(model.llm.tokenizer.encode(long)) > WINDOW
+    for pair in (("the", ""), (" ", "dog"), ("", ""), ("h", "e"), ("the", long)):
+        with pytest.raises((AssertionError, IndexError)):
+            oracle.loglikelihood(instances("loglikelihood", pair), disable_tqdm=True)
+    requests = instances("loglikelihood", ("the", ""), ("", ""), (" ", "dog"), ("", " dog"))
+    empty, nothing, space, expected = ours.loglikelihood(requests)
+    assert empty == nothing == (0.0, True)
+    assert space == expected
+    with pytest.raises(UsageError, match=r"'e' adds no token to the context that ends in 'h'"):
+        ours.loglikelihood(instances("loglikelihood", ("h", "e")))
+    with pytest.raises(ContextLengthError, match=r"a continuation has .* tokens and the model's context 64"):
+        ours.loglikelihood(instances("loglikelihood", ("the", long)))
+    with pytest.raises(UsageError, match="generates up to 64 tokens, and the model's context of 64"):
+        ours.generate_until(instances("generate_until", ("the", {"until": [], "max_gen_toks": 64})))
+
+
+@pytest.mark.parametrize("model", ["chatml"], indirect=True)
+def test_generation_options(model: Model) -> None:
+    def options(**settings: Any) -> dict[str, Any]:
+        return harness.generation_options(model.llm, settings, 7)
+
+    greedy = {"max_new_tokens": 256, "temperature": 0.0, "seed": 7, "continues": False}
+    assert options() == {**greedy, "stop": ["<|im_end|>"]}
+    assert options(until="x", max_gen_toks=3, temperature=0.5, do_sample=False, num_beams=1, top_p=0.5) == {
+        **greedy, "max_new_tokens": 3, "stop": ["x", "<|im_end|>"]
+    }  # fmt: skip
+    sampled = options(until=["x"], do_sample=True, temperature=0.8, top_p=0.95)
+    assert {key: sampled[key] for key in ("temperature", "top_p", "top_k")} == {
+        "temperature": 0.8, "top_p": 0.95, "top_k": 50
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="num_beams, which is not supported; supported: until"):
+        options(num_beams=10)
+    with pytest.raises(UsageError, match="needs a temperature above 0"):
+        options(do_sample=True)
+
+
+@pytest.mark.parametrize("model", ["chatml"], indirect=True)
+def test_sampled_answers_repeat_and_differ(model: Model) -> None:
+    ours = harness.language_model(model.llm, 4)
+    request = ("the dog", {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5})
+    first = ours.generate_until(instances("generate_until", *[request] * 4))
+    assert first == ours.generate_until(instances("generate_until", *[request] * 4))
+    assert len(set(first)) == 4
+
+
+@pytest.mark.parametrize("model", ["chatml"], indirect=True)
+def test_a_control_token_ends_an_answer(model: Model) -> None:
+    """A stop string that is a control token has no text, so it is found by its id."""
+    llm, request = model.llm, ("the dog", {"until": ["<|im_start|>"], "max_gen_toks": 30})
+    start = llm.tokenizer.control["<|im_start|>"]
+    weight = llm.model.output.weight
+    row, free = weight[start].clone(), llm.generate("the dog", max_new_tokens=8, temperature=0.0).tokens
+    weight[start] = 2 * weight[free[-1]]  # so it has the largest logit where the last of these ids had it
+    try:
+        ids = llm.generate("the dog", max_new_tokens=30, temperature=0.0).tokens
+        answer = harness.language_model(llm, 1).generate_until(instances("generate_until", request))
+    finally:
+        weight[start] = row
+    assert answer == [llm.tokenizer.decode(ids[: ids.index(start)])]
+    assert len(llm.tokenizer.decode(ids)) > len(answer[0]) > 0
+
+
+def test_a_model_without_a_template(tiny_llm: Llama, tasks: Path) -> None:
+    bare = Llama(tiny_llm.model, tiny_llm.tokenizer)
+    with pytest.raises(TemplateError, match=r"no chat template.*leave out --apply-chat-template"):
+        harness.evaluate(bare, [], batch_size=1, apply_chat_template=True)
+
+
+@pytest.mark.slow
+def test_the_default_model(default_gguf: Path, default_llm: Llama, tasks: Path, tmp_path: Path) -> None:
+    """A trained model, with its chat template. HFLM's float32 softmax of 49,152 logits is off by 1e-5 for each id."""
+    convert(default_gguf, tmp_path / "hf", "hf", dtype=torch.float32)
+    oracle = HFLM(pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", batch_size=4, softmax_dtype="float64")
+    ours = harness.language_model(default_llm, 16)
+    texts = ["Water freezes at", "The capital of France is Paris. The capital of Italy is", TEXT[:300]]
+    choices = [" Rome", " 0 degrees Celsius.", " a", "\nThe dog bites the man."]
+    requests = instances("loglikelihood", *((text, choice) for text in (*texts, "") for choice in choices))
+    found, expected = ours.loglikelihood(requests), oracle.loglikelihood(requests, disable_tqdm=True)
+    assert [one[1] for one in found] == [one[1] for one in expected]
+    assert any(one[1] for one in found)
+    assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=1e-3)
+    requests = instances("loglikelihood_rolling", (TEXT,))
+    assert ours.loglikelihood_rolling(requests) == pytest.approx(oracle.loglikelihood_rolling(requests), abs=1e-3)
+    chats = [ours.apply_chat_template([{"role": "user", "content": f"{text}?"}]) for text in texts]
+    assert chats[0] == oracle.apply_chat_template([{"role": "user", "content": f"{texts[0]}?"}])
+    requests = instances("generate_until", *((text, {"until": ["."], "max_gen_toks": 20}) for text in (*texts, *chats)))
+    assert ours.generate_until(requests) == oracle.generate_until(requests)
+
+
+@pytest.mark.slow
+def test_names_and_no_network(tiny_gguf: Path, tasks: Path, tmp_path: Path) -> None:
+    """In processes of their own: the second must not look up any address."""
+    with pytest.raises(UsageError, match=r"no task of this name.*similar: .*arc_easy"):
+        harness.load_tasks(["arc_esy"])
+    code = (
+        "import socket, sys\n"
+        "def refuse(*args, **kwargs): print('LOOKUP', args, file=sys.stderr); raise socket.gaierror(-3, 'none')\n"
+        "socket.getaddrinfo = socket.socket.connect = refuse\n"
+        "from llama.cli import main\n"
+        f"sys.exit(main(['evaluate', '--tasks', {str(tasks)!r}, '-m', {str(tiny_gguf)!r}, '--max-seq-len', '64']))"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env["HF_HOME"] = str(tmp_path / "home")
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert "LOOKUP" not in done.stderr
+    assert "|choice" in done.stdout
+    assert socket.getaddrinfo.__module__ == "socket"
