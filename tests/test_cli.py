@@ -197,7 +197,12 @@ def test_the_hint_about_quotes_is_only_for_commands_with_a_prompt(
 ) -> None:
     for command in cli.COMMANDS:
         name = command.__name__.rsplit(".", 1)[1]
-        needed = {"convert": ["a", "b", "--to", "hf"], "plan": ["-m", "a", "--gpus", "H100"], "pull": ["a"]}
+        needed = {
+            "convert": ["a", "b", "--to", "hf"],
+            "plan": ["-m", "a", "--gpus", "H100"],
+            "pull": ["a"],
+            "evaluate": ["--tasks", "a"],
+        }
         with pytest.raises(SystemExit) as left:
             cli.main([name, *needed.get(name, []), *(["a"] * 2 if name not in needed else []), "--no-such-thing"])
         assert left.value.code == 2

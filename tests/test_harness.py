@@ -28,7 +28,7 @@ from lm_eval.tasks import TaskManager
 
 from llama import loader
 from llama.cli import main
-from llama.errors import ContextLengthError, TemplateError, UsageError
+from llama.errors import ContextLengthError, LlamaError, TemplateError, UsageError
 from llama.text import Llama
 from llama.tools import harness
 from llama.tools.convert import convert
@@ -358,12 +358,29 @@ def test_a_data_set_that_can_not_be_fetched(tasks: Path, monkeypatch: pytest.Mon
         raise ConnectionError("Couldn't reach 'json' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(UsageError, match=r"choice.yaml: its data set can't be downloaded: Couldn't reach"):
+    with pytest.raises(LlamaError, match=r"choice.yaml: its data set can't be downloaded: Couldn't reach"):
         harness.load_tasks([str(tasks / "choice.yaml")])
     monkeypatch.undo()
     (tasks / "choice.jsonl").unlink()
     with pytest.raises(UsageError, match=r"choice.yaml: FileNotFoundError: Unable to find"):
         harness.load_tasks([str(tasks / "choice.yaml")])
+
+
+def test_a_task_that_runs_code_is_refused(tasks: Path) -> None:
+    file = write_task(
+        tasks, "code", [{"q": "a"}], output_type="generate_until", doc_to_text="{{q}}", doc_to_target="a",
+        unsafe_code=True, metric_list=metric("exact_match"),
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="task code runs code that the model writes"):
+        harness.load_tasks([str(file)])
+
+
+def test_a_text_without_context_needs_a_token() -> None:
+    llm = loader.load(Path(__file__).parents[1] / "checkpoints/tiny-kjv", dtype="float32", device="cpu")
+    ours = harness.language_model(llm, 2)
+    assert len(ours.loglikelihood(instances("loglikelihood", ("In the", " beginning")))) == 1
+    with pytest.raises(UsageError, match="needs a begin-of-text or end-of-text token"):
+        ours.loglikelihood(instances("loglikelihood", ("", "In the")))
 
 
 # ------------------------------------------------------------------------------------- what HFLM ends in an assertion

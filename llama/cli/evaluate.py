@@ -111,7 +111,12 @@ def run(args: argparse.Namespace) -> int:
             apply_chat_template=args.apply_chat_template,
             fewshot_as_multiturn=args.fewshot_as_multiturn,
             system_instruction=args.system_instruction,
-            model_args={"model": args.model, "dtype": loading.dtype_name(llm.model), "quantize": args.quantize},
+            model_args={
+                "model": args.model,
+                "dtype": loading.dtype_name(llm.model),
+                "quantize": args.quantize,
+                "adapters": list(llm.adapters),
+            },
             progress=show,
         )
     samples = results.pop("samples")
@@ -136,15 +141,19 @@ def captured(args: argparse.Namespace) -> Iterator[TextIO]:
     """
     stderr = sys.stderr
     shown: TextIO = stderr if stderr.isatty() and not args.quiet else io.StringIO()
-    for name, level in (("llama", "INFO"), ("lm_eval", "WARNING"), ("datasets", "ERROR"), ("huggingface_hub", "ERROR")):
+    levels = {"llama": "INFO", "lm_eval": "WARNING", "datasets": "ERROR", "huggingface_hub": "ERROR"}
+    before = {}
+    for name, level in levels.items():
         log = logging.getLogger(name)
+        before[log] = log.handlers, log.propagate
         log.handlers, log.propagate = [Lines(stderr)], False
         log.handlers[0].setLevel("ERROR" if args.quiet else level)  # the packages set their loggers' levels themselves
     try:
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
             yield stderr
     finally:
-        streams.show_log(args.quiet)
+        for log, (handlers, propagate) in before.items():
+            log.handlers, log.propagate = handlers, propagate
 
 
 class Lines(logging.Handler):

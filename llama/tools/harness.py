@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from ..chat import TEMPLATES, render
-from ..chat.template import encode_pieces
 from ..checks import integer
 from ..errors import LlamaError, TemplateError, UsageError
 from ..text import Llama
-from ..tokenizer import Tokenizer
 from .likelihood import log_likelihoods
 
 OLDEST = (0, 4, 13)  # the oldest version of lm-eval that is tested
@@ -59,7 +57,7 @@ class Requests:
         self.llm, self.batch_size, self.progress = llm, batch_size, progress
         self.truncated = 0  # requests that were longer than the context
         self.no_system = False  # the chat template rejected a system message
-        self._encode = functools.lru_cache(4096)(functools.partial(encode_marked, llm.tokenizer, marks(llm.tokenizer)))
+        self._encode = functools.lru_cache(4096)(functools.partial(llm.tokenizer.encode, parse_special=True))
 
     # ------------------------------------------------------------------------------------------------------ tokenizer
     @property
@@ -76,7 +74,8 @@ class Requests:
         id = tokenizer.eos_id if tokenizer.bos_id is None or names_none else tokenizer.bos_id
         if id is None:
             raise UsageError(
-                "the tokenizer has neither a begin-of-text nor an end-of-text token; this harness needs one"
+                "a text without context needs a begin-of-text or end-of-text token, and the vocabulary has neither;"
+                " use a task whose prompts have a context, or name another --tokenizer"
             )
         return id
 
@@ -251,17 +250,6 @@ def check_package() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- texts
-def marks(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Finds the control strings of a vocabulary in a text, the longest first."""
-    names = sorted(filter(None, tokenizer.control), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
-
-
-def encode_marked(tokenizer: Tokenizer, pattern: re.Pattern[str], text: str) -> list[int]:
-    """Ids of a text whose control strings become control tokens, as in transformers."""
-    return encode_pieces(tokenizer, [(piece, i % 2 == 1) for i, piece in enumerate(pattern.split(text)) if piece])
-
-
 def token_string(llm: Llama, id: int | None) -> str:
     """The control string of an id; empty if it has none."""
     return next((name for name, other in llm.tokenizer.control.items() if other == id), "")
@@ -314,7 +302,7 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[A
     names         a name may be a pattern, such as mmlu_*
     include_path  a folder with further tasks, which can be named like the harness's own
 
-    Raises UsageError for an unknown name, or if a task or its data set can't be loaded.
+    Raises UsageError for an unknown name or a task that can't be loaded, LlamaError if a download fails.
     """
     check_package()
     from lm_eval.tasks import TaskManager
@@ -363,16 +351,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def load_task(manager: Any, spec: str) -> list[Any]:
-    """The group of a name, or the tasks of a name or a YAML file. Raises UsageError."""
+    """The group of a name, or the tasks of a name or a YAML file.
+
+    Raises UsageError, or LlamaError if the network is at fault.
+    """
     try:
         loaded = manager.load([spec])
     except Exception as error:  # lm-eval, datasets and the user's own files raise errors of any type
-        network = isinstance(error, ConnectionError) or "Offline" in type(error).__name__
-        remedy = "check the network, or name a task whose data are local files (docs/evaluate.md)"
-        cause = (
-            f"its data set can't be downloaded: {error}; {remedy}" if network else f"{type(error).__name__}: {error}"
-        )
-        raise UsageError(f"task {spec}: {cause}") from error
+        if isinstance(error, ConnectionError) or "Offline" in type(error).__name__:
+            raise LlamaError(
+                f"task {spec}: its data set can't be downloaded: {error}; check the network, or name a task whose data"
+                " are local files (docs/evaluate.md)"
+            ) from error
+        raise UsageError(f"task {spec}: {type(error).__name__}: {error}") from error
+    for name, task in loaded["tasks"].items():
+        for attribute, what in (("UNSAFE_CODE", "runs code that the model writes"), ("MULTIMODAL", "has images")):
+            if getattr(task, attribute, False):
+                raise UsageError(f"task {name} {what}, which this command does not support; use lm-eval itself")
     groups = list(loaded["groups"].values())
     return groups[:1] or list(loaded["tasks"].values())
 
@@ -414,7 +409,7 @@ def evaluate(
     )
     if model.truncated:
         LOG.warning(
-            "clearllama: %d requests were longer than the context of %d tokens; their beginnings were left out, as by HFLM",
+            "clearllama: %d requests were longer than the context of %d tokens; their beginnings were left out",
             model.truncated,
             model.max_length,
         )
