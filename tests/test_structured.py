@@ -85,13 +85,14 @@ def expected(tokenizer: Tokenizer, ids: Sequence[int], is_prefix: Any, is_member
         for id in range(tokenizer.n_vocab)
         if id not in control and tokenizer.token_bytes(id) and is_prefix(text_of(tokenizer, [*ids, id]))
     }
-    if is_member(text_of(tokenizer, ids)):
-        more = any(text_of(tokenizer, [*ids, id]) != text_of(tokenizer, ids) for id in after)
+    text = text_of(tokenizer, ids)
+    if is_member(text):
+        more = any(is_prefix(text + bytes([byte])) for byte in range(256))
         return after | tokenizer.stop_ids if more else set(tokenizer.stop_ids)
     return after
 
 
-def same_masks(tokenizer: Tokenizer, grammar: Grammar, is_prefix: Any, is_member: Any, most: int = 120) -> int:
+def same_masks(tokenizer: Tokenizer, grammar: Grammar, is_prefix: Any, is_member: Any, most: int = 60) -> int:
     """Compare the masks at up to `most` answers, breadth first. Returns their number."""
     queue: list[tuple[list[int], Constraint]] = [([], grammar.constraint())]
     for count, (ids, constraint) in enumerate(queue):  # the list grows
@@ -140,7 +141,7 @@ def test_masks_of_finite_languages(tokenizer: Tokenizer, members: list[str]) -> 
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.text('ab é"漢\n', max_size=6), min_size=1, max_size=5, unique=True),
     st.lists(st.text('ab é"漢\n', min_size=1, max_size=3).map(str.encode), max_size=8),
@@ -149,7 +150,7 @@ def test_masks_of_finite_languages(tokenizer: Tokenizer, members: list[str]) -> 
 def test_masks_of_any_finite_language(members: list[str], pieces: list[bytes], strips: bool) -> None:
     tokenizer = Listed([*pieces, *(bytes([byte]) for byte in set('ab é"漢\n'.encode()))], strips)
     grammar = compile_grammar(tokenizer, "grammar", "start: " + " | ".join(map(LARK, members)))
-    same_masks(tokenizer, grammar, *language(*members), most=60)
+    same_masks(tokenizer, grammar, *language(*members), most=30)
 
 
 PATTERNS = [
@@ -158,8 +159,13 @@ PATTERNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tokenizer", [PLAIN, STRIPPING], ids=["plain", "strips the first space"])
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    ("pattern", "tokenizer"),
+    [
+        *((pattern, PLAIN) for pattern in PATTERNS),
+        *((pattern, STRIPPING) for pattern in (r"a*b", r"[^a]{1,3}", r" *a", r" a b", r"[\n ]a")),
+    ],
+)
 def test_masks_of_regular_expressions(tokenizer: Tokenizer, pattern: str) -> None:
     """Compared with partial matches of the package `regex`. It knows text, so an incomplete character is completed."""
     compiled = regex.compile(pattern)
@@ -191,7 +197,7 @@ def test_masks_of_a_context_free_grammar(tokenizer: Tokenizer) -> None:
         return re.fullmatch(rb"a*(\{(\}b*)?)?", data) is not None and data.count(b"b") <= data.count(b"a")
 
     grammar = compile_grammar(tokenizer, "grammar", 'start: "a" start "b" | "{}"')
-    assert same_masks(tokenizer, grammar, is_prefix, is_member) == 120
+    assert same_masks(tokenizer, grammar, is_prefix, is_member) == 60
 
 
 @pytest.mark.parametrize("tokenizer", [PLAIN, STRIPPING], ids=["plain", "strips the first space"])
@@ -211,7 +217,7 @@ def test_masks_of_a_json_value_with_white_space() -> None:
         return data.isascii() and compiled.fullmatch(data.decode(), **partial) is not None
 
     grammar = compile_grammar(PLAIN, "json_schema", schema)
-    assert same_masks(PLAIN, grammar, lambda data: matches(data, partial=True), matches) == 120
+    assert same_masks(PLAIN, grammar, lambda data: matches(data, partial=True), matches) == 60
     runs = grammar.constraint()
     runs.advance(4 + PIECES.index(b"["))
     for _ in range(64):
@@ -344,7 +350,7 @@ def test_every_division_of_a_valid_answer_is_allowed(kinds: dict[str, Tokenizer]
     grammar = compile_grammar(tokenizer, "json_schema", SCHEMA)
     for value, style in itertools.product(VALUES, [{}, {"indent": 4}, {"separators": (",", ":")}]):
         text = json.dumps(value, ensure_ascii=False, **style)  # type: ignore[arg-type]
-        for _ in range(3):
+        for _ in range(2):
             assert accepts(grammar.constraint(), divided(tokenizer, text.encode(), dice))
         assert accepts(grammar.constraint(), tokenizer.encode(text))
         assert not accepts(grammar.constraint(), tokenizer.encode(text[:-1]))
@@ -479,10 +485,17 @@ def check_answers(schema: dict[str, Any], tokenizer: Tokenizer, answers: int, mo
     return len(texts)
 
 
-def test_every_completed_answer_meets_its_schema(kinds: dict[str, Tokenizer]) -> None:
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 40), pytest.param(40, 300, marks=pytest.mark.slow)], ids=["a few", "many"]
+)
+def test_every_completed_answer_meets_its_schema(
+    kinds: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, first: int, count: int
+) -> None:
     """Random schemas; the validator is the package jsonschema."""
-    counts = [check_answers(Schemas(seed).whole(), kinds[KIND[seed % 6]], 2, 100) for seed in range(130)]
-    assert sum(count > 0 for count in counts) >= 100
+    monkeypatch.setattr(structured, "STEPS", 50)
+    seeds = range(first, first + count)
+    counts = [check_answers(Schemas(seed).whole(), kinds[KIND[seed % 6]], 2, 100) for seed in seeds]
+    assert sum(found > 0 for found in counts) > 0.75 * count
 
 
 @pytest.mark.slow

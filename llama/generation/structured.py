@@ -63,7 +63,7 @@ NOT_SUPPORTED = {
 }
 
 DEAD_END = "NoExtension"  # how llguidance's message begins if the grammar allows no token
-SEARCH = 0.05  # seconds for the search for one complete answer
+STEPS, SEARCH = 500, 1.0  # steps and seconds of the search for one complete answer
 # Bytes that probably lead to the end of an answer, the best first
 FIRST = b"\"'}])0123456789enltrufasabcdghijkmopqvwxyz"
 
@@ -188,9 +188,11 @@ class Vocabulary:
     def can_complete(self, matcher: LLMatcher) -> bool:
         """Whether the tokens can spell an answer. True if a search of limited length has no result."""
         trail, end = [(matcher, self._following(matcher, first=True))], time.perf_counter() + SEARCH
-        while trail and time.perf_counter() < end:
+        for _ in range(STEPS):
+            if not trail:
+                return False
             state, ids = trail[-1]
-            if state.is_accepting():
+            if state.is_accepting() or time.perf_counter() > end:
                 return True
             id = next(ids, None)
             if id is None:
@@ -199,7 +201,7 @@ class Vocabulary:
             state = state.deep_copy()
             if state.consume_token(id):
                 trail.append((state, self._following(state)))
-        return bool(trail)
+        return True
 
     def _following(self, matcher: LLMatcher, first: bool = False) -> Iterator[int]:
         """The ids that a matcher allows next, in the order of the search; none if it fails."""
