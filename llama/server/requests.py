@@ -221,10 +221,12 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name):
             raise UsageError(f"the name of a function must match {TOOL_NAME}, got {shown(name)}")
         if not isinstance(function.get("parameters", {}), dict):
-            raise UsageError(f"parameters of {name} must be a JSON schema, got {shown(function['parameters'])}")
+            raise UsageError(
+                f"parameters of the function {name} must be a JSON schema, got {shown(function['parameters'])}"
+            )
         for key, kind, what in (("description", str, "a string"), ("strict", bool, "true or false")):
             if not isinstance(value := function.get(key), kind | None):
-                raise UsageError(f"{key} of {name} must be {what}, got {shown(value)}")
+                raise UsageError(f"{key} of the function {name} must be {what}, got {shown(value)}")
     return tools
 
 

@@ -8,4 +8,5 @@ Inputs of past findings are kept in found/NAME; the default tests try them again
 """
 
 # To add a harness, add a file with a class Harness to this folder, and its name here.
-NAMES = ("gguf", "config", "safetensors", "torchfile", "checklist", "tokenizer", "template", "prompts", "session")
+READERS = ("gguf", "config", "safetensors", "torchfile", "checklist", "tokenizer", "template", "prompts", "session")
+NAMES = (*READERS, "requests")

@@ -37,7 +37,7 @@ def mutate(data: bytes, others: Sequence[bytes], words: Sequence[bytes], chance:
     for _ in range(chance.choice((1, 1, 1, 2, 3, 6))):
         way = chance.randrange(12)
         if way < 3:
-            data = _json_node(data, chance)
+            data = json_node(data, chance)
         elif way < 6:
             data = _bytes(data, chance)
         elif way < 8:
@@ -108,7 +108,7 @@ def _splice(data: bytes, other: bytes, chance: random.Random) -> bytes:
     return _insert(data, other[start:end], chance)
 
 
-def _json_node(data: bytes, chance: random.Random) -> bytes:
+def json_node(data: bytes, chance: random.Random) -> bytes:
     """Change a node of the first JSON document in the input. latin-1 preserves all bytes around it."""
     text = data.decode("latin-1")
     start = min((at for at in (text.find("{"), text.find("[")) if at >= 0), default=-1)

@@ -110,6 +110,7 @@ DEFECTS: dict[str, tuple[str, Any]] = {
     "template": ("llama.chat.template._rendered", _spelled),
     "prompts": ("llama.checkpoint.documents.parse_json", unchecked("line")),
     "session": ("llama.generation.session.parse_json", unchecked("about")),
+    "requests": ("llama.server.requests._fields", lambda body, known, model: {k: body[k] for k in body if body[k]}),
 }
 
 
