@@ -178,6 +178,8 @@ class Answers:
         self.server, self.call, self.chat = server, call, chat
         self.choices = [Choice(call, i, server.spelling, chat) for i in range(len(call.prompts))]
         self.head = header(server.model, chat, call.stream)
+        if len(call.prompts) > (most := server.engine.queue.maxsize):
+            raise UsageError(f"n times the number of prompts is {len(call.prompts)}; this server takes at most {most}")
         try:
             server.engine.submit({prompt: partial(deliver, i) for i, prompt in enumerate(call.prompts)})
         except Full:

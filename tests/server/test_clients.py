@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -221,12 +222,18 @@ def test_a_key_is_required_if_there_is_one(tiny_llm: Llama) -> None:
 
 @pytest.mark.row("L06")
 def test_a_full_queue_is_429_with_retry_after(tiny_llm: Llama) -> None:
+    slow = tiny_llm.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.01))
     with running(tiny_llm, slots=1, waiting=2) as server:
         client = server.client()
-        stream = client.completions.create(model="tiny", prompt="abc", max_tokens=100, stream=True)
+        stream = client.completions.create(model="tiny", prompt="abc", max_tokens=200, stream=True)
         next(iter(stream))
+        waiting = client.completions.create(model="tiny", prompt="abc", n=2, stream=True)
         with pytest.raises(openai.RateLimitError) as refused:
-            client.completions.create(model="tiny", prompt="abc", n=3)
+            client.completions.create(model="tiny", prompt="abc")
         assert int(refused.value.response.headers["Retry-After"]) > 0
         stream.close()
+        waiting.close()
+        slow.remove()
+        with pytest.raises(openai.BadRequestError, match="at most 2"):
+            client.completions.create(model="tiny", prompt="abc", n=3)
         assert client.completions.create(model="tiny", prompt="abc", n=2, max_tokens=1).choices[1].index == 1
