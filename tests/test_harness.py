@@ -25,6 +25,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
 
 from llama import loader
 from llama.cli import main
@@ -111,6 +112,18 @@ def test_ids_are_those_of_transformers(model: Model) -> None:
     for text in texts(model.llm):
         for special in (None, False, True):
             assert ours.tok_encode(text, special) == oracle.tok_encode(text, special), (text, special)
+
+
+def test_a_tokenizer_without_begin_of_text(tmp_path: Path, tiny_gguf: Path) -> None:
+    """As in Qwen2's folders, config.json names an id of begin of text, and tokenizer_config.json has none."""
+    convert(tiny_gguf, tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": None}))
+    llm = loader.load(tmp_path / "hf", dtype="float32", device="cpu")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.bos_token_id is None
+    assert llm.tokenizer.bos_id == 1
+    assert harness.language_model(llm, 1).prefix_token_id == theirs.eos_token_id == 2
 
 
 def test_log_likelihoods(model: Model) -> None:

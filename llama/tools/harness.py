@@ -68,10 +68,9 @@ class Requests:
     def prefix_token_id(self) -> int:
         """The id before a text without context: begin of text, or end of text if the tokenizer names no other."""
         tokenizer = self.llm.tokenizer
-        names_none = (
-            getattr(tokenizer, "settings", {}).get("bos_token", "") is None
-        )  # Qwen2's bos is in config.json only
-        id = tokenizer.eos_id if tokenizer.bos_id is None or names_none else tokenizer.bos_id
+        settings = getattr(tokenizer, "settings", {})  # of Qwen2: bos_token is null, and config.json names an id
+        own = settings.get("bos_token", "") is not None
+        id = tokenizer.bos_id if own and tokenizer.bos_id is not None else tokenizer.eos_id
         if id is None:
             raise UsageError(
                 "a text without context needs a begin-of-text or end-of-text token, and the vocabulary has neither;"
