@@ -140,7 +140,8 @@ def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
     bias = body.get("logit_bias", {})
     if not isinstance(bias, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,8}", key) for key in bias):
         raise UsageError("logit_bias must be an object whose keys are token ids")
-    options["logit_bias"] = {int(key): value for key, value in bias.items()}
+    last = llm.model.config.vocab_size - 1
+    options["logit_bias"] = {checks.integer("an id of logit_bias", int(key), 0, last): bias[key] for key in bias}
     more, stream = body.get("stream_options", {}), checks.boolean("stream", body.get("stream", False))
     if not isinstance(more, dict) or more.keys() - {"include_usage"} or (more and not stream):
         raise UsageError("stream_options must be an object with the key include_usage, and needs stream: true")

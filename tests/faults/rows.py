@@ -14,6 +14,7 @@ GROUPS = {
     "I": "process and terminal",
     "J": "memory, devices, dtypes",
     "K": "several processes",
+    "L": "requests and clients of the server",
 }
 
 ROWS = {
@@ -160,6 +161,15 @@ ROWS = {
     "K04": "processes with different options",
     "K05": "nccl without a GPU",
     "K06": "listening on other interfaces than loopback",
+    "L01": "absurd numbers of answers, tokens, scores, stop strings",
+    "L02": "bodies and heads that are large, slow, malformed, deeply nested or of wrong types",
+    "L03": "clients that go away while they send, wait or receive",
+    "L04": "templates, code and control strings in a request",
+    "L05": "scores of the prompt",
+    "L06": "unknown models, addresses and hosts, wrong keys, many clients at once",
+    "L07": "an error while the model runs",
+    "L08": "connections: too many, incomplete, pipelined, with two lengths, never read",
+    "L09": "signals to the server and to its clients",
 }
 
 SILENT = {
