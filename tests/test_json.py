@@ -33,6 +33,7 @@ Words = Callable[[str, Path], tuple[str, ...]]  # a model and a free folder -> t
 SMALL = ("--prompt-tokens", "8", "--new-tokens", "2", "--reps", "1", "--dtype", "float32")
 RUNS: dict[str, Words] = {
     "generate": lambda model, new: ("generate", "-m", model, "hello", "-n", "3", "--logprobs"),
+    "chat": lambda model, new: ("chat", "-m", model, "-n", "3"),
     "inspect": lambda model, new: ("inspect", model),
     "plan": lambda model, new: ("plan", "-m", model, "--gpus", "1xH100", "--context", "64"),
     "convert": lambda model, new: ("convert", model, str(new / "x.gguf"), "--to", "gguf"),
@@ -59,6 +60,7 @@ WRONG: dict[str, Words] = {
     "verify": lambda model, new: ("verify", "no-such-model"),
     "perplexity": lambda model, new: ("perplexity", str(new / "text"), "-m", model, "--window", "9999"),
     "generate": lambda model, new: ("generate", "-m", "no-such-model", "hello"),
+    "chat": lambda model, new: ("chat", "-m", "no-such-model"),
     "plan": lambda model, new: ("plan", "-m", model, "--gpus", "1xNone"),
     "convert": lambda model, new: ("convert", model, str(new / "text"), "--to", "gguf"),
     "quantize": lambda model, new: ("quantize", model, str(new / "x"), "--scheme", "none-such"),
@@ -98,7 +100,8 @@ def new(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_json_is_one_value_on_stdout(clearllama: Run, tiny_gguf: Path, new: Path, name: str) -> None:
-    done = clearllama(*RUNS[name](str(tiny_gguf), new), "--json")
+    turn = b"hello\n" if name == "chat" else None  # each turn is a value
+    done = clearllama(*RUNS[name](str(tiny_gguf), new), "--json", stdin=turn)
     assert done.returncode in (0, 1), done
     assert isinstance(value_of(done), dict)
     assert not any(line.startswith((b"{", b"[")) for line in done.stderr.splitlines())
