@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import os
 import random
 import re
 import time
+import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -582,6 +585,32 @@ def test_a_vocabulary_without_an_end_is_an_error() -> None:
     tokenizer.stop_ids = frozenset()
     with pytest.raises(UsageError, match="has no end-of-text token"):
         compile_grammar(tokenizer, "regex", "a")
+
+
+def test_tokens_have_a_longest_length() -> None:
+    limit = structured.LONGEST_TOKEN
+    longest = 4
+    assert longest in ids_of(compile_grammar(Listed([b"a" * limit, b"a"]), "regex", "a+").constraint().allowed())
+    with pytest.raises(UsageError, match="a token of 1,025 bytes"):
+        compile_grammar(Listed([b"a" * (limit + 1), b"a"]), "regex", "a+")
+
+
+def test_threads_share_a_grammar(kinds: dict[str, Tokenizer]) -> None:
+    tokenizer = kinds["tiktoken"]
+    grammar = compile_grammar(tokenizer, "json_schema", SCHEMA)
+    texts = [json.dumps(value, ensure_ascii=False, indent=indent) for value in VALUES for indent in (None, 2)] * 4
+    made = [grammar.constraint() for _ in texts]  # in another thread than the one that uses it
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(accepts, made, map(tokenizer.encode, texts)))
+
+
+def test_a_vocabulary_is_freed_with_its_tokenizer() -> None:
+    tokenizer = Listed([b"a"])
+    constraint = compile_grammar(tokenizer, "regex", "a").constraint()
+    kept = weakref.ref(structured.VOCABULARIES[tokenizer])
+    del tokenizer, constraint
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_prompt_that_ends_inside_a_character_is_an_error() -> None:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 LONGEST = 2**20  # characters of a schema, regular expression or grammar
 KEPT = 64  # compiled grammars of a tokenizer
+LONGEST_TOKEN = 1024  # bytes; llguidance fails with a longer one
 WAIT = 30.0  # seconds for the child process, which is limited to less CPU time
 
 # JSON allows any amount of white space between its tokens. A small model may repeat it without end, so a run of white
@@ -149,6 +150,11 @@ class Vocabulary:
         self.n_vocab, self.control, self.stop_ids = tokenizer.n_vocab, dict(tokenizer.control), tokenizer.stop_ids
         self.strips = tokenizer.strips_leading_space
         self.text = [tokenizer.token_bytes(id) for id in range(self.n_vocab)]
+        if (longest := max(map(len, self.text))) > LONGEST_TOKEN:
+            raise UsageError(
+                f"this vocabulary has a token of {longest:,} bytes, and llguidance takes at most {LONGEST_TOKEN:,}, so"
+                " answers can't be constrained"
+            )
         # No text in UTF-8 has the byte 0xFF, which marks control tokens in llguidance
         tokens = [b"" if text.startswith(b"\xff") else text for text in self.text]
         for name, id in self.control.items():
