@@ -33,6 +33,7 @@ from ..rope import RotaryEmb
 from ..system.folders import cache_folder, is_private, load_code
 from . import kernels
 from .cpu_runner import GATE_UP, QKV, FusedBlock, KernelRunner
+from .hooks import HookWatch
 from .linears import FEW_ROWS, BlockLinear, FewRowsLinear, TileLinear
 from .no_rope import unrotated
 
@@ -53,6 +54,7 @@ class CompiledRunner(KernelRunner):
 
     def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(model, cache_kind, check_memory)
+        self.hooked = HookWatch("the compiled step", logging.WARNING)
         if model.rope.form == "complex":
             raise UsageError("compiled code runs the real form of RoPE; load the model with rope='real'")
         blocks: list[TransformerBlock] = list(model.layers)  # type: ignore[arg-type]
@@ -79,8 +81,8 @@ class CompiledRunner(KernelRunner):
         end: int,
         cache: KVCache | None,
     ) -> Tensor:
-        step = None
-        if cache is not None and keys is not None and cache.layers[0].end is None and tokens.shape[1] == 1:
+        step, whole = None, self.unchanged() and not self.hooked(model)
+        if whole and cache is not None and keys is not None and cache.layers[0].end is None and tokens.shape[1] == 1:
             if len(tokens) == 1 and positions.dim() == 1:
                 step = self.step
             elif len(tokens) >= FEWEST_ROWS and positions.dim() == 2:  # a position for each row

@@ -4,7 +4,7 @@ A block with packed weights is one operation (cpp/block.h); with other weights, 
 them run on the kernels' threads, for one token, a prompt or a batch, and round their results where model.py does.
 Packed weights that read the same x are joined and multiplied at once; the model's layers become views of them.
 
-If layers were replaced or have hooks, the model runs as model.py is written.
+If layers were replaced or the model has hooks, it runs as model.py is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
 from ..attention import causal_mask
 from ..cache import KVCache, LayerCache, MemoryCheck
@@ -23,6 +22,7 @@ from ..model import Choose, Runner, Transformer
 from ..quant.tiles import TILE
 from . import kernels
 from .cpu_attention import kernel_attention
+from .hooks import HookWatch
 from .linears import FEW_ROWS, FewRowsLinear, TileLinear
 from .no_rope import unrotated
 
@@ -80,11 +80,10 @@ class KernelRunner(Runner):
         self.blocks = [FusedBlock.of(block, join) for block in model.layers]
         self.known, self.any_rows = runs(model), kernels.has_tiles()
         self.packed = all(isinstance(layer, TileLinear) for layer in linears(model.layers))
-        self.modules = [  # every module, and the dictionary that contains it
-            (parent._modules, name, child)
-            for parent in model.layers.modules()
-            for name, child in parent._modules.items()
-            if child is not None
+        self.hooked = HookWatch("the fused C++ kernels")
+        self.modules = [  # every module that the kernels stand for, and the dictionary that contains it
+            *((model._modules, name, model._modules[name]) for name in ("layers", "norm")),
+            *((parent._modules, *item) for parent in model.layers.modules() for item in parent._modules.items()),
         ]
 
     def run(
@@ -96,7 +95,7 @@ class KernelRunner(Runner):
         end: int,
         cache: KVCache | None,
     ) -> Tensor:
-        if not self.fits(tokens.numel()) or not self.unchanged():
+        if not self.fits(tokens.numel()) or not self.unchanged() or self.hooked(model):
             return super().run(model, tokens, positions, keys, end, cache)
         with kernels.own_threads():
             return self.run_blocks(model, tokens, positions, keys, end, cache)
@@ -151,13 +150,8 @@ class KernelRunner(Runner):
             return super().next_logits(model, tokens, positions, cache)
 
     def unchanged(self) -> bool:
-        """Whether the model still has the layers that it had, and no hooks."""
-        if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
-            return False
-        return all(
-            modules.get(name) is child and not child._forward_hooks and not child._forward_pre_hooks
-            for modules, name, child in self.modules
-        )
+        """Whether the model still has the layers that it had."""
+        return all(modules.get(name) is child for modules, name, child in self.modules)
 
     def module_by_module(self) -> Runner:
         return Runner(self.cache_kind, self.check_memory)

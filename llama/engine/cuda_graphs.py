@@ -20,19 +20,23 @@ from torch import Tensor
 
 from ..cache import KVCache, MemoryCheck
 from ..model import Choose, Runner, Transformer
+from .hooks import HookWatch
 
 STRIDE = 4  # steps whose tokens are read together
 AHEAD = 2  # such groups that may be in flight while one is read
 
 
 class GraphRunner(Runner):
-    """Decodes a text or a batch by replaying CUDA graphs; eagerly if the RoPE frequencies depend on the length.
+    """Decodes a text or a batch by replaying CUDA graphs.
+
+    It decodes eagerly if the RoPE frequencies depend on the length, or if the model has hooks, which no replay calls.
 
     Threads may share a runner: `turn` lets one pass at a time use the buffers of the graphs.
     """
 
     def __init__(self, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(cache_kind, check_memory)
+        self.hooked = HookWatch("CUDA graphs")
         self._steps: WeakKeyDictionary[KVCache, GraphStep] = WeakKeyDictionary()
         self._lock = RLock()
         self._last: torch.cuda.Event | None = None  # recorded at the end of the previous pass
@@ -40,7 +44,7 @@ class GraphRunner(Runner):
     def decode(
         self, model: Transformer, logits: Tensor, cache: KVCache, steps: int, choose: Choose
     ) -> Generator[list[Any]]:
-        if cache.batch != 1 or model.rope.by_length:
+        if cache.batch != 1 or model.rope.by_length or self.hooked(model):
             yield from super().decode(model, logits, cache, steps, choose)
             return
         start, yielded = cache.length, 0
@@ -136,7 +140,8 @@ class GraphStep:
     """
 
     def __init__(self, runner: GraphRunner, cache: KVCache, positions: Tensor):
-        self._launch, self._turn, self.device = runner.launch_logits, runner.turn, cache.device
+        self._launch, self._turn, self._hooked = runner.launch_logits, runner.turn, runner.hooked
+        self.device = cache.device
         self.tokens = torch.zeros(cache.batch, 1, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(positions)
         self._captures = self.device.type == "cuda"
@@ -147,7 +152,7 @@ class GraphStep:
 
     def next_logits(self, model: Transformer, cache: KVCache) -> Tensor:
         """Return the logits after `tokens`, and cache their keys and values. The next call overwrites the logits."""
-        if not self._captures:
+        if not self._captures or self._hooked(model):
             self._step(model, cache)
             return self._logits
         with self._turn(self.device):

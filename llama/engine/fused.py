@@ -2,13 +2,14 @@
 
 A block is six kernels for one token. For a prompt it is four matrix products and flash attention, with four small
 kernels in between. Weights that read the same x are joined and multiplied at once; the model's own layers become views
-of the joined weights, so nothing is stored twice. Everything else (batches, positions out of order, a cache in 8 bits)
-runs as the model is written.
+of the joined weights, so nothing is stored twice. Everything else (batches, positions out of order, a cache in 8 bits,
+a model with hooks) runs as the model is written.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ..model import Runner, Transformer, TransformerBlock
 from ..rope import FreqsCis
 from . import triton_kernels as kernels
 from .cuda_graphs import GraphRunner
+from .hooks import HookWatch
 from .linears import BlockLinear
 from .no_rope import unrotated
 from .triton_kernels import Splits, Weight
@@ -49,6 +51,7 @@ class FusedRunner(GraphRunner):
 
     def __init__(self, model: Transformer, cache_kind: str = "model", check_memory: MemoryCheck | None = None):
         super().__init__(cache_kind, check_memory)
+        self.hooked = HookWatch("the fused kernels and CUDA graphs", logging.WARNING)
         check_model(model)
         config, like = model.config, model.norm.weight
         self.eps, self.heads = config.norm_eps, config.n_heads
@@ -91,8 +94,8 @@ class FusedRunner(GraphRunner):
         return kernels.rms_norm(h, model.norm.weight, self.eps)[None]
 
     def fits(self, model: Transformer, cache: KVCache) -> bool:
-        """Whether the kernels read and write this cache: one text, keys and values in the model's dtype."""
-        return cache.batch == 1 and cache.kind == "model" and not model.rope.by_length
+        """Whether the kernels may run: one text, keys and values in the model's dtype, a model without hooks."""
+        return cache.batch == 1 and cache.kind == "model" and not model.rope.by_length and not self.hooked(model)
 
     def launch_logits(self, model: Transformer, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Logits (1, V) float32 after one token. CUDA graphs capture this: only values depend on the position."""

@@ -291,8 +291,9 @@ def _traits(model: Transformer) -> dict[str, Any]:
         "kv_cache": model.runner.cache_kind,
         "device": model.norm.weight.device.type,
     }
-    if (adapters := getattr(model, "adapters", None)) is not None:  # the buffer that the loader adds
-        settings["adapters"] = bytes(adapters.tolist()).hex()[:16]
+    for name in ("adapters", "patched"):  # buffers that the loader and a patch (study/inside.py) add
+        if (identity := getattr(model, name, None)) is not None:
+            settings[name] = bytes(identity.tolist()).hex()[:16]
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=dict))
     return plain
 

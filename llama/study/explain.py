@@ -29,6 +29,7 @@ from ..errors import UsageError
 from ..model import Transformer
 from ..rope_scaling import kind_of
 from ..weights import random_model
+from .inside import activations
 from .report import Check, Report, below
 
 Array = np.ndarray[Any, Any]
@@ -106,12 +107,6 @@ def _recorded(net: Transformer, layer: int) -> Iterator[dict[str, Tensor]]:
     seen: dict[str, Tensor] = {}
     block: Any = net.layers[layer]
 
-    def keep(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: seen.update({name: output})
-
-    def keep_input(name: str) -> Callable[..., None]:
-        return lambda module, inputs: seen.update({name: inputs[0]})
-
     def attend(q: Tensor, k: Any, v: Any, mask: Tensor | None = None) -> Tensor:
         seen["q'"], seen["k'"] = q, k
         with _SoftmaxRecorder(seen):
@@ -119,25 +114,17 @@ def _recorded(net: Transformer, layer: int) -> Iterator[dict[str, Tensor]]:
         seen["y"] = y
         return y
 
-    outputs = {
-        "e": net.tok_embeddings,
-        "x": block.attention_norm,
-        "q": block.attention.wq,
-        "k": block.attention.wk,
-        "v": block.attention.wv,
-        "o": block.attention.wo,
-        "z": block.ffn_norm,
-        "f": block.feed_forward,
-        "h'": block,
+    sites = {
+        **{"e": "embed", "h": "resid_pre", "x": "attn_in", "q": "q", "k": "k", "v": "v", "o": "attn_out"},
+        **{"a": "resid_mid", "z": "mlp_in", "f": "mlp_out", "h'": "resid_post"},
     }
+    names = {letter: name if name == "embed" else f"{name}.{layer}" for letter, name in sites.items()}
     with contextlib.ExitStack() as stack:
-        for name, module in outputs.items():
-            stack.callback(module.register_forward_hook(keep(name)).remove)
-        stack.callback(block.register_forward_pre_hook(keep_input("h")).remove)
-        stack.callback(block.ffn_norm.register_forward_pre_hook(keep_input("a")).remove)
         stack.callback(block.set_submodule, "attention.attend", block.attention.attend)
         block.set_submodule("attention.attend", attention.Attend(attend))
+        tensors = stack.enter_context(activations(net, names.values()))
         yield seen
+    seen |= {letter: tensors[name] for letter, name in names.items()}
 
 
 def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Array]:
@@ -145,7 +132,7 @@ def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Arr
     with torch.inference_mode(), _recorded(net, layer) as seen:
         net(torch.tensor([ids], device=net.tok_embeddings.weight.device))
     for name in "qkv":
-        by_head = seen[name].unflatten(-1, (-1, net.config.head_dim)).transpose(1, 2)  # (1, heads, T, D)
+        by_head = seen[name].transpose(1, 2)  # (1, heads, T, D)
         half = net.rope.layout == "half" and name != "v"
         seen[name] = rope.half_to_interleaved(by_head) if half else by_head
     return {name: tensor[0].double().cpu().numpy() for name, tensor in seen.items()}

@@ -23,6 +23,7 @@ from ..errors import UsageError
 from ..model import Transformer
 from ..rope import Rope
 from ..rope_scaling import with_rope
+from .inside import Place, patch
 
 
 @contextlib.contextmanager
@@ -32,28 +33,20 @@ def ablated(model: Transformer, heads: Iterable[tuple[int, int]]) -> Iterator[No
     heads are query heads; the key/value heads that they share are not changed. Layers have their original numbers
     under `only_layers`. Raises UsageError on a layer that does not run or a head that does not exist.
     """
-    by_layer: dict[int, set[int]] = {}
+    heads, by_layer = set(heads), dict[int, set[int]]()
     for layer, head in heads:
         _check_head(layer, head, model.config)
         by_layer.setdefault(layer, set()).add(head)
     blocks: list[Any] = list(model.layers)
-    running = {block.attention.layer: block.attention for block in blocks}
+    running = [block.attention.layer for block in blocks]
     if missing := sorted(set(by_layer) - set(running)):
         raise UsageError(f"layer {missing[0]} does not run, so its heads can't be ablated; only {_span(running)}")
-    with contextlib.ExitStack() as stack:
-        for layer, numbers in by_layer.items():
-            hook = _zero_heads(sorted(numbers), model.config.head_dim)
-            stack.callback(running[layer].wo.register_forward_pre_hook(hook).remove)
+
+    def zeroed(z: Tensor, at: Place) -> Tensor:  # (B, T, H, D)
+        return z.index_fill(2, torch.tensor(sorted(by_layer[at.layer]), device=z.device), 0)  # type: ignore[index]
+
+    with patch(model, {f"z.{layer}": zeroed for layer in by_layer}, f"heads {sorted(heads)} ablated"):
         yield
-
-
-def _zero_heads(heads: Sequence[int], head_dim: int) -> Any:
-    def hook(wo: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        by_head = inputs[0].unflatten(-1, (-1, head_dim)).clone()  # (B, T, H, D)
-        by_head[..., heads, :] = 0
-        return (by_head.flatten(-2),)  # (B, T, H * D)
-
-    return hook
 
 
 @contextlib.contextmanager

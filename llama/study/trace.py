@@ -1,7 +1,6 @@
 """Record one forward pass: surprisals, the logit lens, attention weights, and the angles of RoPE.
 
-Forward hooks on the blocks record the residual stream, and hooks on each block's `attend` the attention weights. The
-logits equal those of the untraced model, bit for bit.
+The tensors are recorded as in inside.py. The logits equal those of the untraced model, bit for bit.
 
 Letters: T tokens, L layers that ran, H query heads, D head_dim, C model dim, V vocabulary. Logarithms are natural, so
 surprisals and divergences are in nats, unless a name contains bits.
@@ -13,18 +12,18 @@ import base64
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import reference_weights
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..tokenizer import Tokenizer
+from .inside import Activations, activations
 from .intervene import Intervention
 from .measures import turns
 
@@ -34,42 +33,40 @@ from .measures import turns
 class Recording:
     """The record of a forward pass, layer by layer; for a batch, of its first row.
 
-    layers      numbers of the blocks that ran
-    hidden      (T, C) each: the embedding, then the output of each block
-    weights     (H, T, T) float32 each: row t has the weights of token t on tokens 0 .. t
-    pair_norms  (H, D/2) float64 each, see `pair_norms`
+    layers  numbers of the blocks that run, in their order; a block may run several times
     """
 
-    layers: list[int] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    pair_norms: list[Tensor] = field(default_factory=list)
+    layers: list[int]
+    tensors: Activations
+
+    def _rows(self, name: str) -> list[Tensor]:
+        """The first row of a tensor of each layer."""
+        calls = {layer: iter(self.tensors.calls[f"{name}.{layer}"]) for layer in self.layers}
+        return [next(calls[layer])[0] for layer in self.layers]
+
+    @property
+    def hidden(self) -> list[Tensor]:
+        """(T, C) each: the embedding, then the output of each block."""
+        return [self.tensors["embed"][0], *self._rows("resid_post")]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """(H, T, T) float32 each: row t has the weights of token t on tokens 0 .. t."""
+        return self._rows("pattern")
+
+    @property
+    def pair_norms(self) -> list[Tensor]:
+        """(H, D/2) float64 each, see `pair_norms`."""
+        rotated = zip(self._rows("rot_q"), self._rows("rot_k"), strict=True)
+        return [pair_norms(q.transpose(0, 1), k.transpose(0, 1)) for q, k in rotated]
 
 
 @contextlib.contextmanager
 def recording(model: Transformer) -> Iterator[Recording]:
     """Record the next forward pass, which must be of a complete text without a cache."""
-    seen = Recording()
-
-    def embedded(module: Any, inputs: Any, output: Tensor) -> None:
-        seen.hidden.append(output[0])
-
-    def ran(block: Any, inputs: Any, output: Tensor) -> None:
-        seen.layers.append(block.attention.layer)
-        seen.hidden.append(output[0])
-
-    def attended(attend: Any, inputs: Any, output: Tensor) -> None:
-        q, k, _, mask = inputs
-        seen.weights.append(reference_weights(q, k, mask)[0])
-        seen.pair_norms.append(pair_norms(q[0], k[0]))
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(model.tok_embeddings.register_forward_hook(embedded).remove)
-        blocks: list[Any] = list(model.layers)
-        for block in blocks:
-            stack.callback(block.register_forward_hook(ran).remove)
-            stack.callback(block.attention.attend.register_forward_hook(attended).remove)
-        yield seen
+    blocks: list[Any] = list(model.layers)
+    with activations(model, ["embed", "resid_post.*", "pattern.*", "rot_q.*", "rot_k.*"]) as tensors:
+        yield Recording([block.attention.layer for block in blocks], tensors)
 
 
 def pair_norms(q: Tensor, k: Tensor) -> Tensor:

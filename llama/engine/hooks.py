@@ -1,0 +1,53 @@
+"""Whether a model has forward hooks, for runners that compute without calling its modules.
+
+A hook sees or changes what a module computes (study/inside.py). The operations of cpp/, a compiled step, a CUDA graph
+and the Triton kernels call no modules. So their runners ask before each pass, and run module by module if there are
+hooks.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.utils.hooks import RemovableHandle
+
+LOG = logging.getLogger(__name__)
+
+
+class HookWatch:
+    """Called with a model, returns whether it has forward hooks. The first time that it has, one line is logged.
+
+    PyTorch numbers all hooks of a process. While no hook was added, a model without hooks is not searched again, so
+    that a call takes less than a microsecond.
+
+    instead  what does not run while there are hooks, for the line
+    level    of the line: WARNING if the user has asked for what does not run
+    """
+
+    def __init__(self, instead: str, level: int = logging.INFO):
+        self.instead, self.level = instead, level
+        self._searched: int | None = None  # the number of the next hook when the model was searched last
+        self._found = self._logged = False
+
+    def __call__(self, model: nn.Module) -> bool:
+        following = RemovableHandle.next_id
+        if self._found or following != self._searched:
+            self._found = has_hooks(model)
+            self._searched = following
+        if self._found and not self._logged:
+            self._logged = True
+            LOG.log(
+                self.level,
+                "clearllama: the model has forward hooks, so it runs module by module, without %s",
+                self.instead,
+            )
+        return self._found
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether a forward hook is registered on a module of the model, or on all modules of the process."""
+    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+        return True
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
