@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from llama.quant.blocks import BlockFormat, Blocks
 from llama.quant.rounding import quantize
 from llama.quant.schemes import SCHEMES, scheme_for
 from llama.sampling import SamplingParams, choose
+from llama.study.inside import activations
 
 from . import tiny
 from .fake_cuda import CUDA, FakeKernel, FakeRuntime, WaitError, Watch, fake_mode, to_fake
@@ -187,6 +189,34 @@ def test_a_speculative_round_is_one_pass(mode: FakeTensorMode, runtime: FakeRunt
     assert 0 < draft.accepted < draft.drafted  # both outcomes occurred
     assert len(passes) == 1 + 12 - draft.accepted or len(passes) == 12 - draft.accepted
     assert watch.reads <= 4 * (12 + draft.drafted)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_hooks_run_in_every_step_and_no_graph_is_replayed(
+    mode: FakeTensorMode, runtime: FakeRuntime, launches: Kernels, caplog: pytest.LogCaptureFixture, fused: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = a_model(mode)
+    with watched(mode, lambda dtype: 1.0):
+        if fused:
+            model.runner = FusedRunner(model)
+        cache = model.new_cache(100)
+        launches.clear()
+        with activations(model, ["resid_post.1", "final_norm"]) as seen:
+            assert len(list(generate(model, PROMPT, SamplingParams(max_new_tokens=9), cache=cache))) == 9
+        assert [x.shape[1] for x in seen.calls["resid_post.1"]] == [len(PROMPT)] + [1] * 8
+        assert len(seen.calls["final_norm"]) == 9
+        assert (runtime.graphs, runtime.replays, launches) == (0, 0, [])
+        requests = [Request(PROMPT[: 3 + i], SamplingParams(max_new_tokens=5)) for i in range(4)]
+        with activations(model, "layers.0") as seen:
+            list(Batch(model, requests, slots=4))
+        assert [x.shape[:2] for x in seen.calls["layers.0"]][-4:] == [(4, 1)] * 4
+        assert (runtime.graphs, runtime.replays, launches) == (0, 0, [])
+        cache = model.new_cache(100)
+        list(generate(model, PROMPT, SamplingParams(max_new_tokens=9), cache=cache))
+        assert runtime.replays == 8  # without hooks, the graphs are used again
+    lines = [record for record in caplog.records if "hooks" in record.getMessage()]
+    assert [record.levelno for record in lines] == [logging.WARNING if fused else logging.INFO]
 
 
 @pytest.mark.parametrize("devices", [["cpu", "cuda:0"], ["cuda:0", "cuda:1"]])

@@ -31,6 +31,7 @@ from . import (
     ranks,
     serve,
     signals,
+    steer,
     streams,
     study,
     suggestions,
@@ -54,6 +55,7 @@ COMMANDS = (
     perplexity,
     study,
     trace,
+    steer,
     explain,
 )
 

@@ -220,6 +220,28 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft-tokens", type=int, metavar="N", help="most tokens to propose at once (default: 10)")
 
 
+def add_steer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that steer the model by a control vector."""
+    group = parser.add_argument_group(
+        "steering",
+        "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/inside.md)",
+    )
+    group.add_argument("--steer", metavar="FILE", help="a GGUF control vector, also one of llama.cpp or repeng")
+    group.add_argument("--steer-scale", type=float, metavar="S", help="factor of the vector (default: 1)")
+    group.add_argument("--steer-layers", metavar="FIRST:END", help="steer only these layers: 8:16 is layers 8 to 15")
+
+
+def check_steer(args: argparse.Namespace) -> None:
+    """Raise UsageError if an option needs --steer, or if --steer is given with --compile."""
+    for name in ("steer_scale", "steer_layers"):
+        if args.steer is None and getattr(args, name) is not None:
+            raise UsageError(f"{option(name)} needs --steer FILE")
+    if args.steer_scale is not None:
+        number("--steer-scale", args.steer_scale, -1e6, 1e6)
+    if args.steer is not None and args.compile:
+        raise UsageError("--steer changes what layers return, which compiled code can't: leave --compile out")
+
+
 def add_session_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that save the KV cache and load it again."""
     group = parser.add_argument_group(

@@ -52,6 +52,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     arguments.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
     arguments.add_model_options(parser)
+    arguments.add_steer_options(parser)
     arguments.add_draft_options(parser)
     arguments.add_session_options(parser)
     ranks.add_options(parser)

@@ -48,6 +48,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     arguments.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
     arguments.add_model_options(parser)
+    arguments.add_steer_options(parser)
     batch.add_options(parser)
     arguments.add_draft_options(parser)
     arguments.add_session_options(parser)

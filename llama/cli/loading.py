@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..model import Transformer
+    from ..study.steering import ControlVector
     from ..text import Llama
     from ..tokenizer import Tokenizer
 
@@ -25,6 +27,13 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     from .. import loader
     from ..engine import parallel
 
+    vector = None
+    if hasattr(args, "steer"):
+        arguments.check_steer(args)
+        if args.steer is not None:
+            from ..study import steering
+
+            vector = steering.ControlVector.read(args.steer)
     started = time.perf_counter()
     with parallel.all_succeed(getattr(args, "world", None)):
         llm = loader.load(
@@ -42,7 +51,21 @@ def load(args: argparse.Namespace, tokens: Callable[[Tokenizer], int] | None = N
     if llm.sampling:
         defaults = ", ".join(f"{key} {value}" for key, value in llm.sampling.items())
         streams.info(args, f"sampling defaults of the checkpoint: {defaults}; options override them")
+    if vector is not None:
+        _steer(args, llm.model, vector)
     return llm
+
+
+def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) -> None:
+    """Steer the model until the process ends."""
+    from ..study import intervene, steering
+
+    scale = 1.0 if args.steer_scale is None else args.steer_scale
+    layers = None if args.steer_layers is None else intervene.parse_layers(args.steer_layers, model.config)
+    args.steering = contextlib.ExitStack()  # kept, since a context manager that is deleted ends
+    used = args.steering.enter_context(steering.steer(model, vector, scale, layers))
+    span = f"layers {used[0]} to {used[-1]}" if len(used) > 1 else f"layer {used[0]}"
+    streams.info(args, f"steering: {args.steer}, scale {scale:g}, {span}")
 
 
 def load_model(args: argparse.Namespace) -> Transformer:

@@ -103,6 +103,7 @@ def environment() -> tuple[int, int] | None:
 ONE_PROCESS_ONLY = (
     "compile",
     "gpu_layers",
+    "steer",
     "save_session",
     "load_session",
 )  # a session would have one rank's keys only

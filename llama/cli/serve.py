@@ -42,6 +42,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     arguments.add_chat_format(parser)
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
+    arguments.add_steer_options(parser)
     parser.set_defaults(run=run)
 
 

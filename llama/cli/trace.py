@@ -6,13 +6,19 @@ import argparse
 import copy
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from . import arguments, loading, streams
 from .prompt import add_prompt_options, read_prompt
 
 STDOUT = Path("-")
+
+if TYPE_CHECKING:
+    from ..study.intervene import Intervention
+    from ..text import Llama
 
 
 def add_parser(commands: arguments.Subparsers) -> None:
@@ -51,6 +57,13 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     group.add_argument("--layers", metavar="FIRST:END", help="run only these layers: 0:8 is layers 0 to 7")
     group.add_argument("--no-rope", action="store_true", help="do not rotate queries and keys")
+    group = parser.add_argument_group("activation patching")
+    group.add_argument(
+        "--patch-from",
+        metavar="TEXT",
+        help="put the residual stream of TEXT into the run on PROMPT, at each layer and token, and show how much of the"
+        " difference between their answers it restores; TEXT must have as many tokens as PROMPT",
+    )
     arguments.add_model_options(parser, dtype="float32")
     parser.set_defaults(run=run)
 
@@ -100,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
             " square); shorten the text or raise --max-tokens"
         )
     traced = trace.trace(llm.model, ids, intervention)
+    patched = {} if args.patch_from is None else {"patching": patching_facts(llm, args.patch_from, ids, intervention)}
     about = {
         "model": loading.model_name(args.model),
         "prompt": prompt,
@@ -109,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         "n_kv_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
     }
-    facts = trace.facts(traced, llm.tokenizer, about)
+    facts = trace.facts(traced, llm.tokenizer, about) | patched
     if args.json is not None:
         facts_and_maps = facts | {"attention": trace.attention_rows(traced.weights)}
     if args.json not in (None, STDOUT):
@@ -127,3 +141,20 @@ def run(args: argparse.Namespace) -> int:
     if args.html is None and args.json is None:
         streams.info(args, "--html FILE writes a page for a browser")
     return 0
+
+
+def patching_facts(llm: Llama, text: str, ids: Sequence[int], intervention: Intervention) -> dict[str, Any]:
+    """The patching grid from another text to the traced one, under the same intervention."""
+    from ..study import patching
+    from ..study.trace import spelled
+
+    source = llm.tokenizer.encode_prompt(text)
+    if len(source) != len(ids):
+        parts = [" | ".join(spelled(llm.tokenizer, id) for id in one)[:400] for one in (source, ids)]
+        raise UsageError(
+            f"--patch-from must have as many tokens as the prompt, got {len(source)} and {len(ids)}: {parts[0]!r} and"
+            f" {parts[1]!r}; reword one of them"
+        )
+    with intervention.on(llm.model):
+        grid = patching.patching_grid(llm.model, source, ids)
+    return patching.facts(grid, {id: spelled(llm.tokenizer, id) for id in {*source, *ids, *grid.answers}})

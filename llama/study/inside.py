@@ -269,8 +269,8 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
     """Replace tensors whenever the model runs: {name or pattern: function(x, at) -> the new tensor}.
 
     x is the tensor in the shape of SITES, and `at` a Place. The result must have the shape of x; it is converted to the
-    dtype and device of x. x may be changed in place and returned. Functions for the same tensor run in the order in
-    which they were given.
+    dtype and device of x. x itself must not be changed in place, since it may also be recorded. Functions for the same
+    tensor run in the order in which they were given.
 
     identity  says what is changed, for sessions: keys and values computed under a patch are reused only under a patch
               with the same identity; None: only within this `with` block

@@ -26,6 +26,7 @@ from ..tokenizer import Tokenizer
 from .inside import Activations, activations
 from .intervene import Intervention
 from .measures import turns
+from .patching import LEGEND, cell
 
 
 # ------------------------------------------------------------------------------------------------- one forward pass
@@ -364,6 +365,8 @@ def summary(facts: Mapping[str, Any]) -> str:
             cells = f"{tokens['surprisal'][t] / math.log(2):>6.2f}{was}  {tokens['rank'][t]:>6,}"
             expected = best(tokens["next_ids"][t - 1], tokens["next_p"][t - 1], 3)
         lines.append(f"{t:>5}  {cells}  {quoted(id):<16} {expected}".rstrip())
+    if patching := facts.get("patching"):
+        lines += _grid(patching)
     lines += ["", f"next: {best(tokens['next_ids'][-1], tokens['next_p'][-1], 5)}"]
     if change is not None:
         before = change["before"]
@@ -381,6 +384,22 @@ def summary(facts: Mapping[str, Any]) -> str:
         f" pair 0 {rope['turns'][0]:.3g} times, the last {rope['turns'][-1]:.2g} times"
     )
     return "\n".join(lines) + "\n"
+
+
+def _grid(patching: Mapping[str, Any]) -> list[str]:
+    """The patching grid, one row for each token and one character for each layer."""
+    own, other = patching["answers"][1], patching["answers"][0]
+    layers, rows = patching["layers"], zip(*patching["restored"], strict=True)
+    lines = [
+        "",
+        "patching: the residual stream of the other text, before one layer at one token, in the run on this text",
+        f"share of the logit difference {show(other)} - {show(own)} that this restores: {LEGEND}",
+        f"token  layers {layers[0]} to {layers[-1]}",
+    ]
+    for t, (row, now, then) in enumerate(zip(rows, patching["target"], patching["source"], strict=True)):
+        replaced = "" if now == then else f" from {show(then)}"
+        lines.append(f"{t:>5}  {''.join(map(cell, row))}  {show(now)}{replaced}")
+    return lines
 
 
 def _on_heads(layers: Sequence[int], heads: Mapping[str, Any], length: int) -> str:

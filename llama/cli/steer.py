@@ -1,0 +1,73 @@
+"""clearllama steer: make a control vector from two prompts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..errors import UsageError
+from . import arguments, loading, streams
+
+
+def add_parser(commands: arguments.Subparsers) -> None:
+    parser = commands.add_parser(
+        "steer",
+        help="make a control vector from two prompts",
+        description="Run the model on two prompts and write the difference of their residual streams, after each layer"
+        " at the last token, as a GGUF control vector. --steer of generate, chat and serve adds it to the layers'"
+        " outputs, and so does --control-vector of llama.cpp.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--positive",
+        action="append",
+        required=True,
+        metavar="TEXT",
+        help="the prompt to move towards; may be repeated, each with its --negative: then the mean of the differences",
+    )
+    parser.add_argument(
+        "--negative", action="append", required=True, metavar="TEXT", help="the prompt to move away from"
+    )
+    parser.add_argument("--output", "-o", type=Path, required=True, metavar="FILE", help="the file to write (.gguf)")
+    parser.add_argument("--raw", action="store_true", help="use the prompts as plain text, without a chat template")
+    arguments.add_chat_format(parser)
+    arguments.add_output_options(parser)
+    arguments.add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if len(args.positive) != len(args.negative):
+        raise UsageError(
+            f"expected a --negative for each --positive, got {len(args.positive)} --positive and"
+            f" {len(args.negative)} --negative"
+        )
+    if args.compile:
+        raise UsageError("steer reads what layers return, which compiled code can't: leave --compile out")
+    streams.check_file("--output", args.output)
+    from ..chat import encode_chat
+    from ..study import steering
+
+    llm = loading.load(args)
+    if args.chat_format != "auto":
+        llm.chat_format = args.chat_format
+    plain = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
+
+    def encoded(prompt: str) -> list[int]:
+        if plain:
+            return llm.tokenizer.encode_prompt(prompt)
+        messages = [{"role": "user", "content": prompt}]
+        return encode_chat(llm.tokenizer, llm.chat_template, messages, format=llm.chat_format)
+
+    pairs = [(encoded(one), encoded(other)) for one, other in zip(args.positive, args.negative, strict=True)]
+    vector = steering.control_vector(llm.model, pairs)
+    try:
+        vector.write(args.output)
+    except OSError as error:
+        raise UsageError(f"--output {args.output}: {error.strerror or error}") from None
+    of_pairs = f", the mean of {len(pairs)} pairs" if len(pairs) > 1 else ""
+    streams.write(
+        f"{args.output}: {len(vector.directions)} directions of {llm.model.config.dim} numbers, for layers 1 to"
+        f" {max(vector.directions)}{of_pairs}\n"
+    )
+    return 0

@@ -1,0 +1,159 @@
+"""Steering: add a vector to the residual stream after each layer (arXiv:2308.10248, arXiv:2310.01405).
+
+    vector = control_vector(model, [(happy_ids, sad_ids)])
+    with steer(model, vector, scale=0.1):
+        llm.generate("How was your day?")
+
+The file format is llama.cpp's GGUF control vector, which repeng also writes: a tensor direction.N (C,) float32 is added
+to the output of layer N, times the scale. Layers count from 0, and layer 0 has no direction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.gguf import Part
+from ..checks import number
+from ..errors import CheckpointError, UsageError
+from ..model import Transformer
+from ..system.temporary import write_atomically
+from ..text import Llama
+from .inside import Place, activations, patch, transformer
+
+ARCHITECTURE = "controlvector"
+LARGEST_SCALE = 1e6
+
+
+@dataclass(frozen=True)
+class ControlVector:
+    """directions: layer -> (C,) float32, the vector to add to the layer's output."""
+
+    directions: Mapping[int, Tensor]
+
+    def digest(self) -> str:
+        """sha256 of the directions."""
+        found = hashlib.sha256()
+        for layer, direction in sorted(self.directions.items()):
+            found.update(f"{layer} {tuple(direction.shape)}\n".encode() + direction.cpu().numpy().tobytes())
+        return found.hexdigest()
+
+    @classmethod
+    def read(cls, path: str | Path) -> ControlVector:
+        """Read a GGUF control vector. Raises CheckpointError if it is damaged or another kind of file."""
+        part = Part(Path(path))
+        found = part.header.metadata.get("general.architecture")
+        if found != ARCHITECTURE:
+            raise CheckpointError(
+                f"{path} is not a control vector: general.architecture is {found!r:.40}, expected {ARCHITECTURE!r};"
+                " pass a model by --model, an adapter by --adapter"
+            )
+        directions = {}
+        for name, info in part.header.tensors.items():
+            match = re.fullmatch(r"direction\.([1-9][0-9]{0,5})", name)
+            if match is None or len(info.shape) != 1 or info.type != 0:
+                raise CheckpointError(
+                    f"{path}: tensor {name:.80} of shape {info.shape} is not a direction; expected direction.N, N from"
+                    " 1, with one axis and type F32: make the vector again"
+                )
+            directions[int(match[1])] = direction = part.tensor(name).clone()
+            if not bool(torch.isfinite(direction).all()):
+                raise CheckpointError(f"{path}: {name} has numbers that are not finite; make the vector again")
+        if not directions:
+            raise CheckpointError(f"{path}: the control vector has no directions; make it again")
+        return cls(directions)
+
+    def write(self, path: str | Path) -> None:
+        """Write a GGUF control vector, completely or not at all. Raises OSError."""
+        import gguf
+
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "vector.gguf"
+            writer = gguf.GGUFWriter(made, ARCHITECTURE)
+            writer.add_string(f"{ARCHITECTURE}.model_hint", "llama")
+            writer.add_uint32(f"{ARCHITECTURE}.layer_count", len(self.directions))
+            for layer, direction in sorted(self.directions.items()):
+                writer.add_tensor(f"direction.{layer}", direction.cpu().numpy())
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+            content = made.read_bytes()
+        write_atomically(Path(path), content)
+
+
+@torch.no_grad()
+def control_vector(model: Transformer | Llama, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> ControlVector:
+    """The difference of the residual streams after two prompts, for each layer but 0; the mean over several pairs.
+
+    pairs  (ids of the prompt to move towards, ids of the prompt to move away from). The residual stream is read at the
+           last token, after each layer. The difference keeps its length.
+
+    Raises UsageError if there are no pairs, or if a prompt has no tokens.
+    """
+    model = transformer(model)
+    layers, sums, count = range(1, len(model.layers)), dict[int, Tensor](), 0
+    if not layers:
+        raise UsageError("a control vector starts at layer 1, and this model has only layer 0")
+    for pair in pairs:
+        for ids, sign in zip(pair, (1, -1), strict=True):
+            if not ids:
+                raise UsageError("a prompt of the control vector has no tokens; pass some text")
+            with activations(model, [f"resid_post.{layer}" for layer in layers]) as seen:
+                model.hidden(torch.tensor([ids], device=model.tok_embeddings.weight.device))
+            for layer in layers:
+                last = sign * seen[f"resid_post.{layer}"][0, -1].double().cpu()  # (C,)
+                sums[layer] = sums[layer] + last if layer in sums else last
+        count += 1
+    if not count:
+        raise UsageError("a control vector needs at least one pair of prompts")
+    return ControlVector({layer: (total / count).float() for layer, total in sums.items()})
+
+
+@contextlib.contextmanager
+def steer(
+    model: Transformer | Llama, vector: ControlVector, scale: float = 1.0, layers: Sequence[int] | None = None
+) -> Iterator[list[int]]:
+    """Add scale times the directions to the outputs of their layers, at every token; layers: only these.
+
+    Yields the numbers of the layers that are steered.
+
+    Raises UsageError if the scale is not finite, or if the vector does not fit the model.
+    """
+    model = transformer(model)
+    number("the scale of a control vector", scale, -LARGEST_SCALE, LARGEST_SCALE)
+    check_fit(model, vector)
+    used = sorted(vector.directions) if layers is None else sorted({*layers} & {*vector.directions})
+    if not used:
+        raise UsageError(f"the control vector has no direction for these layers; it has {_layers(vector)}")
+    moves = {layer: scale * vector.directions[layer] for layer in used}  # (C,) float32 each
+
+    def add(h: Tensor, at: Place) -> Tensor:
+        return h.float() + moves[at.layer].to(h.device)  # type: ignore[index]
+
+    changes = {f"resid_post.{layer}": add for layer in used}
+    with patch(model, changes, f"control vector {vector.digest()}, scale {float(scale)}, layers {used}"):
+        yield used
+
+
+def check_fit(model: Transformer, vector: ControlVector) -> None:
+    """Raise UsageError if a vector has directions of another size, or for layers that the model does not have."""
+    C, last = model.config.dim, model.config.n_layers - 1
+    for layer, direction in vector.directions.items():
+        if layer > last or direction.shape != (C,):
+            raise UsageError(
+                f"direction.{layer} of the control vector has {len(direction)} numbers; expected {C} for layers 1 to"
+                f" {last} of this model: the vector was made for another model"
+            )
+
+
+def _layers(vector: ControlVector) -> str:
+    return f"layers {min(vector.directions)} to {max(vector.directions)}"

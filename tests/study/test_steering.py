@@ -1,0 +1,240 @@
+"""A control vector equals a bias on every layer's output; its file is llama.cpp's and repeng's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from llama import study
+from llama.cli import main
+from llama.errors import CheckpointError, LlamaError, UsageError
+from llama.generation.session import settings_of
+from llama.study.steering import check_fit
+from llama.text import Llama
+
+from .. import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DEEP = dataclasses.replace(tiny.CONFIG, n_layers=4)
+TOKENS = tiny.random_tokens(11)
+
+
+def a_vector(layers: range = range(1, 4), dim: int = 64) -> study.ControlVector:
+    generator = torch.Generator().manual_seed(5)
+    return study.ControlVector({layer: torch.randn(dim, generator=generator) for layer in layers})
+
+
+def foreign(path: Path, architecture: str = "controlvector", **tensors: np.ndarray) -> Path:
+    """A file as repeng writes it, with the tensors direction.N for the keywords direction_N."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_string(f"{architecture}.model_hint", "mistral")
+    writer.add_uint32(f"{architecture}.layer_count", len(tensors))
+    for name, tensor in tensors.items():
+        writer.add_tensor(name.replace("_", ".", 1), tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# -------------------------------------------------------------------------------------------------------------- model
+@pytest.mark.parametrize("layers", [None, range(2, 4)])
+def test_steering_equals_a_bias_of_the_last_matrix_of_each_layer(layers: range | None) -> None:
+    model, biased = tiny.model(DEEP), tiny.model(DEEP)
+    vector = a_vector()
+    for layer in layers or range(1, 4):
+        biased.layers[layer].feed_forward.w_down.bias = torch.nn.Parameter(-0.7 * vector.directions[layer], False)
+    with study.steer(model, vector, -0.7, layers) as steered:
+        found = model(TOKENS)
+    assert steered == [*(layers or range(1, 4))]
+    torch.testing.assert_close(found, biased(TOKENS), rtol=0, atol=1e-4)
+    assert float((found - model(TOKENS)).abs().max()) > 0.1
+
+
+def test_the_vector_is_the_mean_difference_after_each_layer_at_the_last_token() -> None:
+    model = tiny.model(DEEP)
+    pairs = [([5, 6, 7], [8, 9]), ([1, 2], [3, 4, 5, 6])]
+    vector = study.control_vector(model, pairs)
+    assert sorted(vector.directions) == [1, 2, 3]
+    for layer in vector.directions:
+        short = tiny.model(dataclasses.replace(DEEP, n_layers=layer + 1))
+        short.load_state_dict({n: t for n, t in tiny.weights(DEEP).items() if n in short.state_dict()})
+        short.set_submodule("norm", torch.nn.Identity())
+        one, other = (torch.stack([short.hidden(torch.tensor([pair[i]]))[0, -1] for pair in pairs]) for i in (0, 1))
+        torch.testing.assert_close(vector.directions[layer], (one - other).mean(0), rtol=0, atol=1e-5)
+
+
+def test_scale_one_at_the_last_layer_moves_the_last_logits_from_one_prompt_to_the_other() -> None:
+    model = tiny.model(DEEP)
+    one, other = [5, 6, 7], [8, 9, 3]
+    with study.steer(model, study.control_vector(model, [(one, other)]), 1.0, [3]):
+        moved = model(torch.tensor([other]))[0, -1]
+    torch.testing.assert_close(moved, model(torch.tensor([one]))[0, -1], rtol=0, atol=1e-4)
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    model = tiny.model(DEEP).bfloat16()
+    with study.activations(model, "resid_post.2") as before:
+        model(TOKENS)
+    with study.steer(model, a_vector(), 3.0, [2]), study.activations(model, "resid_post.2") as after:
+        model(TOKENS)
+    expected = (before["resid_post.2"].float() + 3.0 * a_vector().directions[2]).bfloat16()
+    assert torch.equal(after["resid_post.2"], expected)
+
+
+def test_the_same_steering_is_the_same_model_for_sessions() -> None:
+    model = tiny.model(DEEP)
+
+    def settings(scale: float, layers: list[int] | None = None) -> dict[str, Any]:
+        with study.steer(model, a_vector(), scale, layers):
+            return settings_of(model)
+
+    plain = settings_of(model)
+    assert settings(1.0) == settings(1.0)
+    assert len({json.dumps(each) for each in (plain, settings(1.0), settings(2.0), settings(1.0, [2]))}) == 4
+    assert settings_of(model) == plain
+
+
+@pytest.mark.parametrize(
+    ("vector", "scale", "layers", "message"),
+    [
+        (
+            a_vector(dim=32),
+            1.0,
+            None,
+            "direction.1 of the control vector has 32 numbers; expected 64 for",
+        ),
+        (a_vector(range(3, 5)), 1.0, None, "direction.4 .*made for another model"),
+        (a_vector(range(1, 3)), 1.0, [3], "no direction for these layers; it has layers 1 to 2"),
+        (a_vector(), float("nan"), None, "scale of a control vector must be a number"),
+    ],
+)
+def test_a_vector_that_does_not_fit_is_refused(
+    vector: study.ControlVector, scale: float, layers: list[int] | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message), study.steer(tiny.model(DEEP), vector, scale, layers):
+        pass
+
+
+# --------------------------------------------------------------------------------------------------------------- file
+def test_the_file_is_read_by_the_gguf_package_and_comes_back_equal(tmp_path: Path) -> None:
+    path, vector = tmp_path / "v.gguf", a_vector()
+    vector.write(path)
+    found = gguf.GGUFReader(path)
+    assert found.fields["general.architecture"].contents() == "controlvector"
+    assert found.fields["controlvector.layer_count"].contents() == 3
+    assert {t.name: (t.tensor_type.name, t.shape.tolist()) for t in found.tensors} == {
+        f"direction.{layer}": ("F32", [64]) for layer in (1, 2, 3)
+    }
+    for tensor in found.tensors:
+        assert np.array_equal(tensor.data, vector.directions[int(tensor.name.split(".")[1])].numpy())
+    again = study.ControlVector.read(path)
+    assert again.digest() == vector.digest()
+    assert all(torch.equal(again.directions[layer], vector.directions[layer]) for layer in (1, 2, 3))
+
+
+def test_a_file_of_repeng_is_read_in_any_order_of_layers(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32)
+    path = foreign(tmp_path / "v.gguf", direction_3=rows[1], direction_1=rows[0])
+    vector = study.ControlVector.read(path)
+    check_fit(tiny.model(DEEP), vector)
+    assert np.array_equal(vector.directions[3].numpy(), rows[1])
+
+
+ROW = np.ones(64, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "architecture", "message"),
+    [
+        ({"direction_1": ROW}, "llama", "not a control vector: general.architecture is 'llama'"),
+        ({"direction_0": ROW}, "controlvector", "direction.0 of shape .* expected direction.N, N from 1"),
+        ({"other_1": ROW}, "controlvector", "other.1"),
+        ({"direction_1": ROW.astype(np.float16)}, "controlvector", "type F32"),
+        ({"direction_1": ROW.reshape(8, 8)}, "controlvector", "one axis"),
+        ({"direction_1": ROW * np.nan}, "controlvector", "not finite"),
+        ({}, "controlvector", "no directions"),
+    ],
+)
+def test_other_files_are_refused(
+    tmp_path: Path, tensors: dict[str, np.ndarray], architecture: str, message: str
+) -> None:
+    path = foreign(tmp_path / "v.gguf", architecture, **tensors)
+    with pytest.raises(CheckpointError, match=message):
+        study.ControlVector.read(path)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "v.gguf"
+    a_vector().write(path)
+    content = path.read_bytes()
+    for part in (b"", content[:3], content[:100], content[:-8]):
+        path.write_bytes(part)
+        with pytest.raises(LlamaError):
+            study.ControlVector.read(path)
+    with pytest.raises(CheckpointError, match="No such file"):
+        study.ControlVector.read(tmp_path / "none.gguf")
+
+
+# ------------------------------------------------------------------------------------------------------------ command
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(list(args))
+    return code, *capsys.readouterr()
+
+
+def test_the_command_makes_a_vector_and_generate_applies_it(
+    tiny_gguf: Path, tiny_llm: Llama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "v.gguf"
+    model = ("-m", str(tiny_gguf), "--dtype", "float32", "--device", "cpu")
+    made = run(capsys, "steer", "--positive", "hello", "--negative", "the", "-o", str(path), *model, "-q")
+    assert made == (0, f"{path}: 1 directions of 64 numbers, for layers 1 to 1\n", "")
+    one, other = (tiny_llm.tokenizer.encode_prompt(text) for text in ("hello", "the"))
+    raw = tmp_path / "raw.gguf"
+    assert run(capsys, "steer", "--raw", "--positive", "hello", "--negative", "the", "-o", str(raw), *model)[0] == 0
+    expected = study.control_vector(tiny_llm, [(one, other)])
+    found = study.ControlVector.read(raw).directions[1]
+    torch.testing.assert_close(found, expected.directions[1], rtol=0, atol=1e-5)
+    assert not torch.equal(study.ControlVector.read(path).directions[1], found)
+    greedy = ("--raw", "--temp", "0", "-n", "8", "--json")
+    code, out, err = run(capsys, "generate", "hello", *model, *greedy, "--steer", str(raw), "--steer-scale", "-9")
+    assert code == 0
+    assert f"steering: {raw}, scale -9, layer 1" in err
+    with study.steer(tiny_llm, study.ControlVector.read(raw), -9.0):
+        expected_tokens = tiny_llm.generate("hello", max_new_tokens=8).tokens
+    assert json.loads(out)["tokens"] == expected_tokens != tiny_llm.generate("hello", max_new_tokens=8).tokens
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("generate", "x", "--steer", "FILE", "--compile"), "leave --compile out"),
+        (("generate", "x", "--steer-scale", "2"), "--steer-scale needs --steer FILE"),
+        (("chat", "--steer-layers", "0:1"), "--steer-layers needs --steer FILE"),
+        (("generate", "x", "--steer", "FILE", "--steer-scale", "inf"), "--steer-scale must be a number"),
+        (("generate", "x", "--steer", "FILE", "--steer-layers", "0:1"), "no direction for these layers"),
+        (("generate", "x", "--steer", "FILE", "--steer-layers", "0:9"), "after the last layer"),
+        (("generate", "x", "--steer", "FILE", "--tensor-parallel", "2"), "--steer does not support several processes"),
+        (("steer", "--positive", "a", "--positive", "b", "--negative", "c", "-o", "NEW"), "got 2 --positive and 1"),
+        (("steer", "--positive", "a", "--negative", "c", "-o", "NEW", "--compile"), "leave --compile out"),
+        (("steer", "--positive", "a", "--negative", "c", "-o", "/nowhere/at.all"), "existing folder"),
+    ],
+)
+def test_wrong_options_are_one_line_and_exit_2(
+    tiny_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
+) -> None:
+    a_vector(range(1, 2)).write(tmp_path / "v.gguf")
+    files = {"FILE": str(tmp_path / "v.gguf"), "NEW": str(tmp_path / "new.gguf")}
+    code, out, err = run(capsys, *(files.get(word, word) for word in args), "-m", str(tiny_gguf), "-q")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert message in err
+    assert not (tmp_path / "new.gguf").exists()
