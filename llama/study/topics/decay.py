@@ -202,7 +202,7 @@ def decay_draw(data: Data, canvas: Canvas) -> None:
         axes.semilogx(data["distance"][rows], data["value"][rows], label=name, **style)
     axes.set_xlim(1, int(data["distance"].max()))
     axes.set_xlabel("distance (tokens, log scale)")
-    axes.set_ylabel("bound / value at 0; score / maximum")
+    axes.set_ylabel("bound, relative to distance 0; score, to its maximum")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=2)
 
 
@@ -212,9 +212,9 @@ TOPIC = Topic(
         Figure(
             "decay",
             "RoFormer's bound on a score, averaged over bins of distances. In heads of many pairs it falls on average,"
-            " and its mean is larger for a larger base (001-12, 001-14, E15). The bound is drawn without its factor"
+            " and its mean is larger for a larger base. The bound is drawn without its factor"
             " that depends on q and k. The thin line is the score of a key that was built for one distance; it is"
-            " highest there (E15b).",
+            " highest there.",
             decay_data,
             decay_draw,
         ),

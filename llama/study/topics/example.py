@@ -217,8 +217,8 @@ def rotation2d_draw(data: Data, canvas: Canvas) -> None:
                 axes.plot([0, data["turned x1"][row]], [0, data["turned x2"][row]], color="#999999", linewidth=0.8)
             _label(axes, data, row)
         axes.set_aspect("equal")
-        axes.set_xlabel("$x_1$")
-        axes.set_ylabel("$x_2$")
+        axes.set_xlabel("first entry of the pair")
+        axes.set_ylabel("second entry of the pair")
     panels[0].axhline(0, color="#cccccc", linewidth=0.6, zorder=0)
     panels[0].axvline(0, color="#cccccc", linewidth=0.6, zorder=0)
     panels[0].set_xlim(-125, 125)
@@ -255,8 +255,7 @@ TOPIC = Topic(
         Figure(
             "example",
             "One head of one token, step by step (sample 0, token 1, head 1), and on the left the shape of the batch."
-            " The marked pair 28, 29 becomes 28 + 29i, is rotated by 0.01 radians and ends as 27.7086, 29.2785"
-            " (000-46 to 000-50).",
+            " The marked pair 28, 29 becomes 28 + 29i, is rotated by 0.01 radians and ends as 27.7086, 29.2785.",
             example_data,
             example_draw,
             size=(7.5, 5.4),
@@ -265,7 +264,7 @@ TOPIC = Topic(
             "rotation2d",
             "RoFormer's first figure with the values of the example, head 1 of sample 0. Hollow: before the rotation;"
             " filled: after it. A pair keeps its length. The angle grows with the position, and falls from pair to"
-            " pair (000-37, 000-25).",
+            " pair.",
             rotation2d_data,
             rotation2d_draw,
             size=(7.5, 4.5),
@@ -273,7 +272,7 @@ TOPIC = Topic(
         Figure(
             "change",
             "The angle of a pair falls with its index; the change of its entries does not. Pair 0 returns to its"
-            " start after 6.28 positions, while pair 1 is furthest from its start after 31 (000-53, E08).",
+            " start after 6.28 positions, while pair 1 is furthest from its start after 31.",
             change_data,
             change_draw,
         ),

@@ -174,7 +174,7 @@ def draw(table: Data, canvas: Canvas) -> None:
     left.set_xlabel("distance + 1 (tokens)")
     left.set_ylabel("mean attention weight")
     right.set_xlabel("pair i (0 turns fastest)")
-    right.set_ylabel("share of |q_i||k_i| over all pairs")
+    right.set_ylabel("share of the pair in the products of lengths")
     right.set_ylim(bottom=0)
     right.legend(title="mean over heads")
 
@@ -186,8 +186,7 @@ TOPIC = Topic(
             "attention_by_distance",
             "Grey: single heads. Left: most weight is on near tokens, but heads differ by orders of magnitude at a"
             " given distance. Token 0 is left out, since many heads use it as a sink. Right: how much each pair can"
-            " add to a score; the most used pairs are the first that do not finish a turn within the context"
-            " (001-15, 001-16).",
+            " add to a score; the most used pairs are the first that do not finish a turn within the context.",
             data,
             draw,
             size=(8.0, 3.8),

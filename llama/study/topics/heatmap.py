@@ -147,7 +147,7 @@ def heatmap_data(head_dim: int = 64, theta: float = 10000.0, context: int = 64) 
 def heatmap_draw(data: Data, canvas: Canvas) -> None:
     panels = canvas.subplots(1, 2, sharey=True)
     shape = int(data["position"].max()) + 1, int(data["column"].max()) + 1
-    titles = {"right": "the correct table", "note 002": "the table of note 002 (wrong)"}
+    titles = {"right": "the correct table", "note 002": "a wrong table, as often printed"}
     images = []
     for axes, (table, title) in zip(panels, titles.items(), strict=True):
         values = data["value"][data["table"] == table].reshape(shape)  # (N, d)
@@ -245,8 +245,8 @@ TOPIC = Topic(
         Figure(
             "heatmap",
             "Each row is a position. Left: the correct table, with fast columns on the left and nearly constant ones on"
-            " the right (003-14). Right: the table of note 002. Its speeds fall twice as fast, so that most columns"
-            " hardly change, and sine and cosine of a pair have different speeds (E24, E25).",
+            " the right. Right: a wrong table. Its speeds fall twice as fast, so that most columns"
+            " hardly change, and sine and cosine of a pair have different speeds.",
             heatmap_data,
             heatmap_draw,
             size=(7.5, 4.2),
@@ -255,7 +255,7 @@ TOPIC = Topic(
             "hands",
             "Six entries are three hands; their tips at positions 0 to 12. With the sine on the x axis and the cosine"
             " on the y axis, a hand starts at twelve o'clock and moves clockwise. The first makes almost two turns, the"
-            " second moves by half a radian, the third hardly moves (004-05, 004-06, E49).",
+            " second moves by half a radian, the third hardly moves.",
             hands_data,
             hands_draw,
             size=(7.5, 3.5),
@@ -263,7 +263,7 @@ TOPIC = Topic(
         Figure(
             "euler",
             "Euler's formula, e^(it) = cos t + i sin t. Left: in the complex plane it is a point on the unit circle."
-            " Right: over t it is a helix, whose projections are the cosine and the sine (000-22, 004-09).",
+            " Right: over t it is a helix, whose projections are the cosine and the sine.",
             euler_data,
             euler_draw,
             size=(7.5, 3.9),

@@ -163,7 +163,7 @@ TOPIC = Topic(
             "order",
             "Attention weights of four words in two orders; the frame marks how much dog attends to cat. Without"
             " positions the right panel is the left one with first and last word exchanged: every pair of words keeps"
-            " its weight. With RoPE the weights depend on the positions of the words (000-03).",
+            " its weight. With RoPE the weights depend on the positions of the words.",
             order_data,
             order_draw,
             size=(7.0, 6.6),

@@ -134,8 +134,7 @@ TOPIC = Topic(
         Figure(
             "ppl",
             "Positions to the right of the line did not occur in training. Unchanged frequencies fail there. PI is"
-            " equally poor at all positions. NTK-aware x4 is worse than YaRN x4 before 4x. YaRN x4 works up to 4x"
-            " (001-32..35, E21).",
+            " equally poor at all positions. NTK-aware x4 is worse than YaRN x4 before 4x. YaRN x4 works up to 4x.",
             _of(_data),
             draw,
         ),

@@ -220,7 +220,7 @@ TOPIC = Topic(
             "precision",
             "The largest error of cos and sin over the pairs of a head, by position. In float32 it grows with the"
             " position and stays small. Frequencies or positions rounded to bfloat16 before the product make the angle"
-            " useless within a thousand tokens. Rounding cos and sin after the product adds a constant error (E30).",
+            " useless within a thousand tokens. Rounding cos and sin after the product adds a constant error.",
             precision_data,
             precision_draw,
         ),

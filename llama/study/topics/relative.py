@@ -272,8 +272,7 @@ TOPIC = Topic(
             "relative",
             "Scores of one token at every position, for ten positions m of the query. RoPE: all ten curves agree, and"
             " differ before and after the query. ALiBi: all agree, and are symmetric. Additive encodings, sinusoidal or"
-            " learned (here random): each m has another curve. Without an encoding the score is constant (000-19, E47,"
-            " E48).",
+            " learned (here random): each m has another curve. Without an encoding the score is constant.",
             relative_data,
             relative_draw,
             size=(7.5, 5.2),
@@ -282,7 +281,7 @@ TOPIC = Topic(
             "toeplitz",
             "Scores of one token at every position. If a score depends only on the distance, each diagonal has one"
             " value. This holds for the plain product of two sinusoidal codes and for RoPE. In a layer the codes are"
-            " multiplied by W_q and W_k and mixed with the token, so diagonals are not constant (004-12, E47).",
+            " multiplied by W_q and W_k and mixed with the token, so diagonals are not constant.",
             toeplitz_data,
             toeplitz_draw,
             size=(7.5, 6.4),

@@ -240,7 +240,7 @@ TOPIC = Topic(
             "The divisor of each frequency, by method. Only the shaded pairs need the full factor: they meet new"
             " angles. PI is constant. NTK-aware is a power that reaches the factor only at the last pair. YaRN and"
             " llama3 rise where pairs make few turns. Dynamic with factor s overshoots to s^2 - s + 1 at s times the"
-            " length (001-23, E21, E23, E55).",
+            " length.",
             divisor_data,
             divisor_draw,
         ),
@@ -248,7 +248,7 @@ TOPIC = Topic(
             "ramps",
             "YaRN's ramp between unchanged and divided pairs. In the code it is linear in the pair's index, from the"
             " pair with 32 turns to the pair with 1 turn; in the paper it is linear in the turns. Checkpoints are"
-            " trained with the code's ramp. llama3 is the paper's formula with 4 turns instead of 32 (OK12).",
+            " trained with the code's ramp. llama3 is the paper's formula with 4 turns instead of 32.",
             ramps_data,
             ramps_draw,
         ),

@@ -133,8 +133,8 @@ def jacobian_draw(data: Data, canvas: Canvas) -> None:
         axes.set_title(f"scores {scores}")
         axes.set_xticks(range(3), range(1, 4))
         axes.set_yticks(range(3), range(1, 4))
-        axes.set_xlabel("score j")
-    panels[0].set_ylabel("weight i")
+        axes.set_xlabel("the score that changes")
+    panels[0].set_ylabel("the weight that responds")
     canvas.colorbar(images[0], ax=panels, label="derivative (weight per score)", shrink=0.75)
 
 
@@ -145,7 +145,7 @@ TOPIC = Topic(
             "jacobian",
             "Derivative of weight i by score j. Left, similar scores: all weights change. Middle, one score far above"
             " the others: no weight changes, and there is no gradient. Right, large but equal scores: the same as at 0,"
-            " so only differences of scores matter (003-05, 003-06, E37).",
+            " so only differences of scores matter.",
             jacobian_data,
             jacobian_draw,
             size=(7.5, 3.4),

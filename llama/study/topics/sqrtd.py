@@ -168,7 +168,7 @@ def sqrtd_draw(data: Data, canvas: Canvas) -> None:
         "norm": "mean norm of the Jacobian",
     }
     for axes, (what, label) in zip(panels, names.items(), strict=True):
-        for i, (kind, formula) in enumerate((("raw", "q . k"), ("scaled", "q . k / sqrt(D)"))):
+        for i, (kind, formula) in enumerate((("raw", "without the division"), ("scaled", "divided by sqrt(D)"))):
             axes.plot(data["width"], data[f"{what} {kind}"], marker=MARKERS[i], label=formula, **LINES[i])
         axes.set_xscale("log", base=2)
         axes.set_xticks(data["width"], data["width"])
@@ -188,7 +188,7 @@ TOPIC = Topic(
             "sqrtd",
             f"Random queries and {KEYS} random keys each. Without the division the variance grows as D, the largest"
             " weight approaches 1, and from D = 64 on the derivative of softmax vanishes. Divided by sqrt(D), all three"
-            " are constant (003-08, 003-09).",
+            " are constant.",
             sqrtd_data,
             sqrtd_draw,
             size=(7.5, 3.4),

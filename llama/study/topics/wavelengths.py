@@ -216,8 +216,8 @@ TOPIC = Topic(
         Figure(
             "wavelengths",
             "Tokens in which a pair makes one turn. Unscaled, the pairs above the line of the trained length have not"
-            " met every angle (001-16, E55). PI lengthens all waves by the same factor, NTK-aware by a factor that"
-            " grows with the pair, YaRN and llama3 only the slow ones (003-12, 001-18, 001-23).",
+            " met every angle. PI lengthens all waves by the same factor, NTK-aware by a factor that"
+            " grows with the pair, YaRN and llama3 only the slow ones.",
             wavelengths_data,
             wavelengths_draw,
         ),
@@ -225,7 +225,7 @@ TOPIC = Topic(
             "seen_arc",
             "Grey: angles that a pair met in training. Outline: angles met at the target length, hatched where they"
             " are new; below, both arcs in radians. Fast pairs have seen all angles. PI and YaRN keep each slow pair"
-            " within the grey arc; under NTK-aware all slow pairs but the last leave it (001-16, 001-19, E21, E55).",
+            " within the grey arc; under NTK-aware all slow pairs but the last leave it.",
             seen_arc_data,
             seen_arc_draw,
             size=(7.0, 5.6),
