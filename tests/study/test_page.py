@@ -138,7 +138,7 @@ START = {
     "dim": 128,
     "trained": 2048,
     "stretch": 4.0,
-    "method": "ntk",
+    "method": "default",
     "m": 100,
     "n": 88,
     "pair": 41,
@@ -238,6 +238,51 @@ def test_scores_equal_numpys_and_depend_only_on_the_distance(
 
 
 @pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=20)
+@given(state=setting())
+def test_the_product_of_the_arrows_equals_numpys_and_the_librarys(
+    js: Engine, method: str, state: dict[str, Any]
+) -> None:
+    state = {**state, "method": method}
+    assume(not on_an_edge(state))
+    m, n = state["m"], state["n"]
+    _, inv_freq, factor = by_numpy(state)
+    found = js("Rope.product($0, $1, $2, $3)", m, n, inv_freq.tolist(), factor)
+    rounding = 1e-15 * (m + 10) * factor**2
+    np.testing.assert_allclose(found["each"], factor**2 * np.cos((m - n) * inv_freq), rtol=0, atol=10 * rounding)
+    mean = float(measures.mean_cosine(torch.tensor(inv_freq), torch.tensor([m - n])))
+    assert found["sum"] == pytest.approx(found["most"] * mean, abs=10 * rounding * len(inv_freq))
+    assert found["most"] == pytest.approx(factor**2 * state["dim"] / 2)
+
+
+@given(angle=st.floats(-1e4, 1e4))
+@example(angle=math.pi)
+@example(angle=0.0)
+def test_a_reduced_angle_is_the_same_direction_within_half_a_turn(js: Engine, angle: float) -> None:
+    reduced = js("Rope.reduced($0)", angle)
+    assert -math.pi < reduced <= math.pi
+    assert (math.cos(reduced), math.sin(reduced)) == pytest.approx((math.cos(angle), math.sin(angle)), abs=1e-11)
+
+
+@given(
+    m=st.integers(0, 500), n=st.integers(0, 500), angle=st.floats(-99, 99), w=st.floats(1e-4, 1),
+    arrow=st.sampled_from(["q", "k", "both"]),
+)  # fmt: skip
+def test_a_turned_arrow_moves_its_token_by_the_angle(
+    js: Engine, m: int, n: int, angle: float, w: float, arrow: str
+) -> None:
+    n, m = sorted((m, n))
+    last, tokens = 600, math.floor(angle / w + 0.5)
+    found = js("Rope.turned({m: $0, n: $1}, $2, $3, $4, $5)", m, n, arrow, angle, w, last)
+    expected = {
+        "q": lambda: (x := min(max(m + tokens, 0), last), min(n, x)),
+        "k": lambda: (max(m, x := min(max(n + tokens, 0), last)), x),
+        "both": lambda: (m + (x := min(max(tokens, -n), last - m)), n + x),
+    }[arrow]()
+    assert (found["m"], found["n"]) == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("m", "n"), [(0, 0), (7, 0), (8, 5)])
 def test_scores_equal_those_of_apply_rotary_emb(js: Engine, method: str, m: int, n: int) -> None:
     state = {**START, "method": method}
@@ -292,7 +337,7 @@ def test_which_pairs_meet_angles_that_did_not_occur_in_training(
 
 
 def test_the_numbers_of_the_notes(js: Engine) -> None:
-    ntk, yarn = js("Rope.pairs($0)", START), js("Rope.pairs($0)", {**START, "method": "yarn"})
+    ntk, yarn = js("Rope.pairs($0)", {**START, "method": "ntk"}), js("Rope.pairs($0)", {**START, "method": "yarn"})
     assert ntk["divisors"][41] == pytest.approx(2.46, abs=0.005)  # E21
     assert ntk["divisors"][62] == pytest.approx(3.91, abs=0.005)
     assert ntk["divisors"][63] == pytest.approx(4, rel=1e-12)  # 001-30
@@ -348,7 +393,7 @@ def test_the_page_rejects_what_the_library_rejects(js: Engine, arguments: str, p
         ("dim", "NaN", "got NaN"),
         ("dim", "258", "from 8 to 256; got 258"),
         ("dim", "64.5", "got 64.5"),
-        ("base", "Infinity", "base b must be a number from 1000 to 10000000; got Infinity"),
+        ("base", "Infinity", "base θ must be a number from 1000 to 10000000; got Infinity"),
         ("base", "999", "got 999"),
         ("base", "0x2710", "got 0x2710"),
         ("base", "1e400", "got 1e400"),
@@ -369,7 +414,7 @@ def test_an_invalid_field_has_an_error_message(js: Engine, name: str, text: str,
 
 def test_a_field_with_a_text_that_is_not_a_number_is_not_called_empty(js: Engine) -> None:
     error = js("Rope.read('base', '', $0, true)", START)["error"]
-    assert error == "base b must be a number from 1000 to 10000000; the text is too large or not a number"
+    assert error == "base θ must be a number from 1000 to 10000000; the text is too large or not a number"
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e6", 1e6), (" 20000 ", 2e4), ("1000.5", 1000.5), ("+1e3", 1000)])
@@ -406,7 +451,7 @@ def test_no_address_breaks_the_page(js: Engine, address: str) -> None:
 def test_invalid_keys_of_an_address_are_listed(js: Engine) -> None:
     answer = js("Rope.fromHash('#dim=7&method=best&stretch=8&colour=red')")
     assert sorted(answer["ignored"]) == ["colour", "dim", "method"]
-    assert (answer["state"]["dim"], answer["state"]["stretch"], answer["state"]["method"]) == (128, 8, "ntk")
+    assert (answer["state"]["dim"], answer["state"]["stretch"], answer["state"]["method"]) == (128, 8, "default")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from playwright.sync_api import Browser, Page
 
 import llama
@@ -155,7 +156,7 @@ MOVES = {
     "trained": PICTURES,
     "stretch": PICTURES,
     "m": ("clock", "scores"),
-    "n": ("scores",),
+    "n": ("clock", "scores"),
     "pair": ("clock", "waves", "divisors", "arcs"),
     "length": PICTURES,  # under dynamic
 }
@@ -213,15 +214,23 @@ def test_the_drawn_coordinates_match_the_numbers(show: Open, address: str) -> No
     before = llama.inverse_frequencies(state["dim"], state["base"])[0].double()
     after = llama.inverse_frequencies(state["dim"], state["base"], scaling)[0].double()
 
-    shown = [int(word.split()[1]) for word in texts(tab, "clock") if word.startswith("pair ")]
-    for kind, inv_freq in (("old", before), ("new", after)):
-        hands = tab.eval_on_selector_all(
-            f"#clock line.{kind}",
-            "(lines) => lines.map(({x1, y1, x2, y2}) =>"
-            " Math.atan2(y1.baseVal.value - y2.baseVal.value, x2.baseVal.value - x1.baseVal.value))",
-        )
-        for pair, angle in zip(shown, hands, strict=True):
-            assert math.cos(angle - state["m"] * float(inv_freq[pair])) > 0.9995, (kind, pair)
+    shown = [int(word.split()[1]) for word in texts(tab, "clock") if re.fullmatch(r"pair \d+", word)]
+    assert len(shown) == 6
+    for arrow, position in (("q", state["m"]), ("k", state["n"])):
+        for pair, angle in zip(shown, angles(tab, arrow), strict=True):
+            assert math.cos(angle - position * float(after[pair])) > 0.9995, (arrow, pair)
+    cosines = torch.cos((state["m"] - state["n"]) * after)  # (D/2,)
+    rounding = 1e-7 * max(10, state["m"] - state["n"])  # the library's frequencies are float32
+    height = axis(tab, "clock", "−1", "1", float)
+    bars = tab.eval_on_selector_all(
+        "#clock rect.bar", "(all) => all.map((b) => [b.y.baseVal.value, b.height.baseVal.value, b.dataset.value])"
+    )
+    for (top, tall, value), cosine in zip(bars, cosines.tolist(), strict=True):
+        assert float(value) == pytest.approx(cosine, abs=rounding)
+        assert sorted((top, top + tall)) == pytest.approx(sorted((height(0), height(cosine))), abs=0.2)
+    factor = llama.inverse_frequencies(state["dim"], state["base"], scaling)[1]
+    total = factor**2 * state["dim"] / 2 * float(measures.mean_cosine(after, torch.tensor([state["m"] - state["n"]])))
+    assert number(tab.inner_text("#clock .sum").split()[-1]) == pytest.approx(total, abs=1e-3 + rounding * len(cosines))
 
     height = axis(tab, "divisors", "1", str(round(state["stretch"])), math.log)
     points = curve(tab, "#divisors path.new")
@@ -242,6 +251,16 @@ def test_the_drawn_coordinates_match_the_numbers(show: Open, address: str) -> No
     stairs = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", outline or "")]
     for y, met in zip(stairs[::2], measures.seen_arc(after, end).tolist(), strict=True):
         assert y == pytest.approx(height(met / (2 * math.pi)), abs=0.2)
+
+
+def angles(tab: Page, arrow: str) -> list[float]:
+    """The angles of the arrows "q" or "k", one per dial, in radians, counter-clockwise from the right."""
+    found: list[float] = tab.eval_on_selector_all(
+        f"#clock line.arrow-{arrow}",
+        "(lines) => lines.map(({x1, y1, x2, y2}) =>"
+        " Math.atan2(y1.baseVal.value - y2.baseVal.value, x2.baseVal.value - x1.baseVal.value))",
+    )
+    return found
 
 
 def number(text: str) -> float:
@@ -267,7 +286,7 @@ def axis(tab: Page, picture: str, low: str, high: str, scale: Callable[[float], 
         )
         for word in (low, high)
     }
-    value = {"1": 1.0, "½": 0.5, "1k": 1000.0}
+    value = {"1": 1.0, "½": 0.5, "1k": 1000.0, "−1": -1.0}
     a, b = (scale(value.get(word) or float(word)) for word in (low, high))
     return lambda x: at[low] + (at[high] - at[low]) * (scale(x) - a) / (b - a)
 
@@ -370,6 +389,9 @@ def test_the_guided_path_sets_the_page_and_shows_where_to_look(show: Open) -> No
         figure = item.get_attribute("data-figure")
         assert tab.evaluate("document.getElementById('note').nextElementSibling.id") == figure
         methods.append(state_of(tab)["method"])
+        words = " ".join((item.text_content() or "").split())  # a text stands once on the screen
+        assert tab.inner_text(".note-text") in words
+        assert not item.query_selector(".look").is_visible()  # type: ignore[union-attr]
     assert methods == ["default", "linear", "ntk", "yarn", "llama3"]
     tab.click("#note [data-go='-1']")
     settle(tab)
@@ -388,6 +410,76 @@ def test_a_click_in_a_picture_follows_a_pair_and_sets_a_distance(show: Open) -> 
     tab.locator("#scores .pick").first.click(position={"x": 1, "y": 50})
     settle(tab)
     assert state_of(tab)["m"] == state_of(tab)["n"]
+
+
+# ------------------------------------------------------------------------------------------------- the first picture
+@pytest.mark.parametrize(
+    "viewport", [{"width": 1280, "height": 900}, {"width": 390, "height": 844}], ids=["wide", "phone"]
+)
+def test_the_dials_stand_under_the_title_without_a_scaling(show: Open, viewport: Any) -> None:
+    tab = show("", viewport)
+    title, dials = tab.locator("h1").bounding_box(), tab.locator("#clock .plot").bounding_box()
+    assert title is not None
+    assert dials is not None
+    assert dials["y"] - (title["y"] + title["height"]) < 60
+    lowest = max(
+        tab.eval_on_selector_all("#clock .turn-both", "(all) => all.map((d) => d.getBoundingClientRect().bottom)")
+    )
+    assert lowest < viewport["height"] / 2  # all of them are on the first screen
+    assert state_of(tab)["method"] == "default"
+    assert tab.locator("#clock .dot-old").count() == 0
+    assert tab.locator("h2:has-text('Five things')").count() == 1
+
+
+def drag(tab: Page, arrow: str, pair: int, by: float) -> None:
+    """Drag the tip of an arrow, or for "both" a place of the dial without an arrow, by an angle in radians."""
+    grip = tab.locator(f"#clock circle[data-arrow={arrow}][data-pair='{pair}']")
+    grip.scroll_into_view_if_needed()
+    centre, tip, radius = grip.evaluate(
+        """(e) => { const s = e.ownerSVGElement.getBoundingClientRect(), b = e.getBoundingClientRect();
+        const centre = [s.x + Number(e.dataset.x), s.y + Number(e.dataset.y)];
+        return [centre, [b.x + b.width / 2, b.y + b.height / 2], b.width / 2]; }"""
+    )
+    start = math.atan2(centre[1] - tip[1], tip[0] - centre[0])
+    if arrow == "both":
+        start, taken = 2.6, 0.97 * radius
+    else:
+        taken = math.hypot(tip[0] - centre[0], tip[1] - centre[1])
+    steps = max(2, math.ceil(abs(by) / 0.3))
+    places = [start + by * step / steps for step in range(steps + 1)]
+    for number_, angle in enumerate(places):
+        tab.mouse.move(centre[0] + taken * math.cos(angle), centre[1] - taken * math.sin(angle))
+        if number_ == 0:
+            tab.mouse.down()
+    tab.mouse.up()
+    settle(tab)
+
+
+@pytest.mark.parametrize("viewport", [WIDE, pytest.param(PHONE, marks=SLOW)], ids=["wide", "phone"])
+def test_an_arrow_that_is_dragged_moves_its_token(show: Open, viewport: Any) -> None:
+    tab = show("#method=linear&m=200&n=100", viewport)
+    w = float(llama.inverse_frequencies(128, 10000.0, page.scaling_of("linear", 4.0, 2048))[0][8])
+    sum_ = tab.inner_text("#clock .sum")
+    for arrow, by, m, n in (
+        ("both", 9 * w, 209, 109),  # q . k stays the same
+        ("q", 40 * w, 249, 109),  # more than a turn of pair 0, half a turn of pair 8
+        ("k", -30 * w, 249, 79),
+        ("k", 200 * w, 279, 279),  # a token sees only earlier ones, so k pushes q
+        ("both", -300 * w, 0, 0),  # the first position ends the drag
+    ):
+        drag(tab, arrow, 8, by)
+        assert (state_of(tab)["m"], state_of(tab)["n"]) == (m, n), arrow
+        assert (tab.inner_text("#clock .sum") == sum_) == (n == 109 and m == 209)
+        if m == n:
+            assert number(tab.inner_text("#clock .sum").split()[-1]) == 64
+    assert tab.evaluate("getSelection().toString()") == ""
+
+
+def test_a_finger_can_drag_an_arrow_and_still_scroll(show: Open) -> None:
+    tab = show("#m=40&n=30", PHONE, has_touch=True)
+    action = "(e) => getComputedStyle(e).touchAction"
+    assert tab.locator("#clock .grip").first.evaluate(action) == "none"
+    assert tab.locator("#clock .turn-both").first.evaluate(action) == "pan-y"
 
 
 # -------------------------------------------------------------------------------------------------------- accessibility
@@ -500,7 +592,8 @@ def test_the_focused_element_has_an_outline(show: Open) -> None:
             break  # after the last element, the page has the focus
         names.append(name)
         assert outline == "solid", name
-    expected = {"method", "reset", "theme", "copy", "play", "shift", *(n for n in MOVES if n != "length")}
+    buttons = {"reset", "theme", "copy", "Move both by one token", "Move q by one token", "Go too far"}
+    expected = {"method", "shift", *buttons, *(n for n in MOVES if n != "length")}
     assert expected <= set(names)
 
 
@@ -520,34 +613,65 @@ def test_pictures_have_descriptions_and_do_not_rely_on_colour_alone(show: Open) 
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_with_motion_the_page_opens_moving_and_ends_at_its_start(show: Open) -> None:
+    tab = show(motion="no-preference")
+    early = angles(tab, "q")[0]
+    for _ in range(200):
+        tab.wait_for_timeout(25)
+        if math.cos(angles(tab, "q")[0] - 100) > 0.99999:
+            break
+    assert math.cos(early - 100) < 0.999  # pair 0 turns by one radian a token, so it ends at 100 radians
+    tab.wait_for_timeout(300)
+    assert math.cos(angles(tab, "q")[0] - 100) > 0.9995
+    assert (state_of(tab)["m"], state_of(tab)["n"]) == (100, 88)
+
+
 def test_with_reduced_motion_nothing_is_animated(show: Open) -> None:
     tab = show("#m=5&n=0")
     tab.click(".path li:nth-child(5) button")
     settle(tab)
     assert state_of(tab)["base"] == 500000  # at once
     tab.click("#note [data-go='0']")
-    start = state_of(tab)["m"]
-    tab.click("#play")
-    assert state_of(tab)["m"] == start + 1
+    start = state_of(tab)
+    tab.click("[data-play=both]")
     tab.wait_for_timeout(400)
-    assert state_of(tab)["m"] == start + 1
+    assert (state_of(tab)["m"], state_of(tab)["n"]) == (start["m"] + 1, start["n"] + 1)
+    tab.click("[data-play=q]")
+    settle(tab)
+    assert (state_of(tab)["m"], state_of(tab)["n"]) == (start["m"] + 2, start["n"] + 1)
+    inv_freq = llama.inverse_frequencies(128, 500000.0, page.scaling_of("llama3", 8.0, 8192))[0]
+    at_once = (start["m"] + 2) * float(inv_freq[0])
+    assert math.cos(angles(tab, "q")[0] - at_once) > 0.9995
     assert tab.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
 
 
 @pytest.mark.slow
 def test_with_motion_the_tokens_run_and_stop_and_settings_are_animated(show: Open) -> None:
     tab = show("#m=5&n=0", motion="no-preference")
-    tab.click("#play")
+    before = tab.inner_text("#clock .sum")
+    tab.click("[data-play=both]")
     until(tab, "Number(document.getElementById('m').value) >= 7")
-    assert tab.inner_text("#play") == "Stop"
-    tab.click("#play")
-    stopped = state_of(tab)["m"]
-    tab.wait_for_timeout(300)
-    assert state_of(tab)["m"] == stopped
+    assert tab.inner_text("[data-play=both]") == "Stop"
+    assert tab.inner_text("#clock .sum") == before
+    tab.click("[data-play=both]")
+    stopped = state_of(tab)
+    assert stopped["m"] - stopped["n"] == 5
+    tab.wait_for_timeout(400)
+    assert state_of(tab) == stopped
+    tab.click("[data-play=q]")
+    until(tab, f"Number(document.getElementById('m').value) >= {stopped['m'] + 2}")
+    tab.click("[data-play=q]")
+    assert state_of(tab)["n"] == stopped["n"]
+    tab.evaluate(
+        "const base = document.getElementById('base'); window.bases = [];"
+        "window.watch = setInterval(() => bases.push(Number(base.value)), 5)"
+    )
     tab.click(".path li:nth-child(5) button")
-    until(tab, "document.getElementById('base').value !== '10000'")
-    assert 10000 < state_of(tab)["base"] < 500000
     until(tab, "document.getElementById('base').value === '500000'")
+    bases = tab.evaluate("(clearInterval(watch), bases)")
+    assert any(10000 < base < 500000 for base in bases)
+    assert bases == sorted(bases)
     until(tab, "location.hash.includes('base=500000')")
 
 
@@ -562,7 +686,7 @@ def test_without_javascript_the_explanation_is_shown(show: Open) -> None:
 
 
 def test_in_print_the_pictures_and_the_setting_are_shown(show: Open) -> None:
-    tab = show(color_scheme="dark")
+    tab = show("#method=ntk", color_scheme="dark")
     tab.emulate_media(media="print")
     assert not tab.is_visible(".side")
     assert tab.inner_text("#print-setting").startswith("Setting: method NTK-aware, s = 4")

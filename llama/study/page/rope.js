@@ -152,6 +152,33 @@ const Rope = (() => {
     return turnedQ.reduce((sum, x, i) => sum + x * turnedK[i], 0) / Math.sqrt(2 * invFreq.length);
   }
 
+  /** The angle x reduced to (-pi, pi]. */
+  function reduced(x) {
+    const rest = x - TURN * Math.floor(x / TURN); // [0, 2 pi)
+    return rest > Math.PI ? rest - TURN : rest;
+  }
+
+  /** q . k of two vectors with one unit arrow per pair, all along the first axis: {each (D/2), sum, most}.
+
+      q is rotated to position m and k to position n, both multiplied by `factor`. most is the value at m = n. */
+  function product(m, n, invFreq, factor = 1) {
+    const arrows = invFreq.flatMap(() => [1, 0]);
+    const [q, k] = [rotate(arrows, m, invFreq, factor), rotate(arrows, n, invFreq, factor)];
+    const each = invFreq.map((_, i) => q[2 * i] * k[2 * i] + q[2 * i + 1] * k[2 * i + 1]);
+    return { each, sum: each.reduce((a, b) => a + b, 0), most: factor * factor * invFreq.length };
+  }
+
+  /** The positions {m, n} after an arrow of a pair with frequency w was turned by `angle`: "q", "k" or "both".
+
+      A token sees only itself and earlier ones, so q pushes k down and k pushes q up; `last` is the last position. */
+  function turned({ m, n }, arrow, angle, w, last) {
+    const by = Math.round(angle / w) || 0; // not -0
+    const [lowest, highest] = { q: [-m, last - m], k: [-n, last - n], both: [-n, last - m] }[arrow];
+    const tokens = clamp(by, lowest, highest);
+    if (arrow === "both") return { m: m + tokens, n: n + tokens };
+    return arrow === "q" ? { m: m + tokens, n: Math.min(n, m + tokens) } : { m: Math.max(m, n + tokens), n: n + tokens };
+  }
+
   /** Coefficients of a score: it is the sum over i of  along[i] cos(distance w_i) + across[i] sin(distance w_i). */
   function scoreParts(q, k, pairs, factor = 1) {
     const scale = (factor * factor) / Math.sqrt(2 * pairs);
@@ -176,9 +203,9 @@ const Rope = (() => {
   }
 
   // --------------------------------------------------------------------------------------------- the page's settings
-  const START = { base: 10000, dim: 128, trained: 2048, stretch: 4, method: "ntk", m: 100, n: 88, pair: 41, shift: 1000, length: 8192 };
+  const START = { base: 10000, dim: 128, trained: 2048, stretch: 4, method: "default", m: 100, n: 88, pair: 41, shift: 1000, length: 8192 };
   const NAMES = {
-    base: "base b",
+    base: "base θ",
     dim: "head_dim d",
     trained: "trained length L",
     stretch: "stretch s",
@@ -342,7 +369,7 @@ const Rope = (() => {
 
   return {
     TURN, METHODS, START, NAMES,
-    inverseFrequencies, scalingOf, wavelengths, turnsPassed, seenArc, divisors, meanCosine, rotate, score, scoreParts,
-    scoresAt, pairs, target, limits, read, change, toHash, fromHash, selfCheck,
+    inverseFrequencies, scalingOf, wavelengths, turnsPassed, seenArc, divisors, meanCosine, rotate, reduced, product, turned,
+    score, scoreParts, scoresAt, pairs, target, limits, read, change, toHash, fromHash, selfCheck,
   };
 })();

@@ -143,11 +143,13 @@
   }
 
   // ------------------------------------------------------------------------------------------- picture 1: the clock
-  /** The pairs that have a dial: six, or all if there are fewer; evenly spread, and including the selected pair. */
-  function dials(state) {
+  const FAST = [0.125, 0.25, 0.375, 0.5, 0.64, 0.9, 0.07]; // parts of the pairs, for picture 1
+  const SLOW = [0.25, 0.5, 0.75, 0.64, 0.1, 0.9, 0.35]; // for picture 4
+  /** The pairs that have a dial: six, or all if there are fewer; the first, the last, the selected and those at `parts`. */
+  function dials(state, parts = SLOW) {
     const pairs = state.dim / 2;
     const shown = new Set([0, pairs - 1, state.pair]);
-    for (const part of [0.25, 0.5, 0.75, 0.64, 0.1, 0.9, 0.35]) if (shown.size < 6) shown.add(Math.floor(part * pairs));
+    for (const part of parts) if (shown.size < 6) shown.add(Math.floor(part * pairs));
     return [...shown].sort((a, b) => a - b);
   }
 
@@ -159,33 +161,71 @@
     return { columns, radius, height: rowHeight * Math.ceil(count / columns), center: (k) => [(k % columns) * cell + cell / 2, Math.floor(k / columns) * rowHeight + radius + 10] };
   }
 
+  /** An arrow from the centre (x, y), its letter at the tip, and the area in which a pointer can take it. */
+  function arrow(x, y, r, angle, name, letter, pair) {
+    const [neck, left, right] = [polar(x, y, r - 9, angle), polar(x, y, r - 10, angle + 5 / r), polar(x, y, r - 10, angle - 5 / r)];
+    const tip = polar(x, y, r, angle);
+    const grip = { "data-arrow": name, "data-pair": pair, "data-x": x, "data-y": y };
+    return {
+      shape: line(x, y, ...neck, `arrow-${name}`) + closed([tip, left, right], `head-${name}`),
+      letter: text(...letter, name, { class: `halo arrow-name${name === "q" ? " new-text" : " strong"}`, "text-anchor": "middle", "dominant-baseline": "central" }),
+      grip: line(x, y, ...tip, "grip", grip) + dot(...tip, 13, "grip", grip),
+    };
+  }
+
   /** For example ", 5 under PI"; empty without a scaling. */
   const under = (state, words) => (state.method === "default" ? "" : `, ${words} under ${LABEL[state.method]}`);
 
   const polar = (x, y, r, angle) => [x + r * Math.cos(angle), y - r * Math.sin(angle)]; // counter-clockwise from the right
 
   const pictures = {
-    clock(state, now) {
-      const shown = dials(state);
+    /** `at` is {m, n} as drawn, which are not whole numbers while the arrows move from one token to the next. */
+    clock(state, now, at = state) {
+      const shown = dials(state, FAST);
       const width = svgWidth("clock");
-      const grid = dialGrid(width, shown.length, 74);
+      const grid = dialGrid(width, shown.length, 82);
+      const unscaled = state.method === "default";
+      const distance = at.m - at.n;
       const inside = shown.map((pair, k) => {
         const [x, y] = grid.center(k);
-        const [oldR, newR] = [grid.radius, grid.radius * 0.74];
-        const parts = [dot(x, y, oldR, "grid"), dot(x, y, newR, "grid"), line(x, y, x + oldR, y, "grid")];
-        for (let back = Math.min(7, state.m); back >= 0; back--) {
+        const w = now.invFreq[pair];
+        const [outer, r] = [grid.radius + 4, grid.radius - 4];
+        const [q, key] = [at.m * w, at.n * w];
+        const between = Rope.reduced(distance * w);
+        const steps = Array.from({ length: 25 }, (_, j) => polar(x, y, 0.42 * r, key + (between * j) / 24));
+        const whole = tag("circle", { cx: x, cy: y, r: outer, class: "turn-both", "data-arrow": "both", "data-pair": pair, "data-x": x, "data-y": y });
+        const parts = [whole, dot(x, y, r, "grid"), line(x, y, x + r, y, "grid"), closed([[x, y], ...steps], "band")];
+        for (let back = Math.min(7, Math.floor(at.m)); back >= 0; back--) {
           const fade = { opacity: 1 - back * 0.1 };
-          parts.push(dot(...polar(x, y, oldR, (state.m - back) * now.before[pair]), back ? 2.6 : 4, "dot-old", fade));
-          parts.push(dot(...polar(x, y, newR, (state.m - back) * now.invFreq[pair]), back ? 3 : 4.6, "dot-new", fade));
+          if (!unscaled) parts.push(dot(...polar(x, y, outer + 2, (at.m - back) * now.before[pair]), 2.6, "dot-old", fade));
+          parts.push(dot(...polar(x, y, r, (at.m - back) * w), 3, "dot-new", fade));
         }
-        const [oldTip, newTip] = [polar(x, y, oldR - 4, state.m * now.before[pair]), polar(x, y, newR - 3, state.m * now.invFreq[pair])];
-        parts.push(line(x, y, ...oldTip, "old"), line(x, y, ...newTip, "new"), dot(x, y, 2.5, "dot-new"));
-        const below = y + oldR + 23;
+        const side = between < 0 ? 1 : -1; // the letter of k on the side away from q
+        const arrows = [
+          arrow(x, y, 0.74 * r, key, "k", polar(x, y, 0.62 * r, key + side * (14 / (0.62 * r))), pair),
+          arrow(x, y, r - 1, q, "q", polar(x, y, 0.84 * r, q - side * (13 / r)), pair),
+        ];
+        parts.push(...arrows.map((a) => a.shape), dot(x, y, 2.5, "dot-new"), ...arrows.map((a) => a.letter), ...arrows.map((a) => a.grip).reverse());
+        const below = y + grid.radius + 25;
+        const angle = Math.abs((between * 180) / Math.PI);
+        const few = width < 560 ? 2 : 3;
+        const step = (radians) => `${figures((radians * 180) / Math.PI, few)}°`;
         parts.push(text(x, below, `pair ${pair}`, { "text-anchor": "middle", class: pair === state.pair ? "strong" : "" }));
-        parts.push(text(x, below + 17, degrees(now.before[pair]), { "text-anchor": "middle" }));
-        parts.push(text(x, below + 34, degrees(now.invFreq[pair]), { "text-anchor": "middle", class: "new-text" }));
+        parts.push(text(x, below + 17, unscaled ? `${step(w)} a token` : `${step(now.before[pair])} → ${step(w)}`, { "text-anchor": "middle" }));
+        parts.push(text(x, below + 34, `cos ${angle >= 1 ? Math.round(angle) : figures(angle, 2)}° = ${signed(Math.cos(between), 2)}`, { "text-anchor": "middle", class: "new-text" }));
         return parts.join("");
       });
+      const pairs = state.dim / 2;
+      const box = { left: width < 480 ? 26 : 32, right: width - 4, top: grid.height + 30, bottom: grid.height + 98 };
+      const x = pairAxis(box, pairs);
+      const y = { at: linear(-1, 1, box.bottom, box.top), ticks: [-1, 0, 1], name: (t) => signed(t, 0), title: width < 480 ? "what each pair adds: cos((m − n) ωᵢ)" : "what each of the pairs adds to q · k: cos((m − n) ωᵢ)" };
+      const half = Math.min(6, (0.76 * (x.at(1) - x.at(0))) / 2);
+      inside.push(frame(box, x, y));
+      now.invFreq.forEach((w, i) => {
+        const top = y.at(Math.cos(distance * w));
+        inside.push(tag("rect", { x: x.at(i) - half, width: 2 * half, y: Math.min(top, y.at(0)), height: Math.abs(top - y.at(0)), class: shown.includes(i) ? "bar" : "bar soft", "data-value": Math.cos(distance * w).toPrecision(9) }));
+      });
+      inside.push(line(box.left, y.at(0), box.right, y.at(0), "axis"), pickArea(box, pairs));
       const s = times(state.stretch);
       const last = state.dim / 2 - 1;
       const name = LABEL[state.method];
@@ -204,13 +244,14 @@
       const slowed = () => `${name} leaves ${hands(count(kept), "fastest")} unchanged and slows ${hands(count(divided), "slowest")} ${s} times`;
       const claim = nothing && state.method !== "default" ? `${name} changes nothing here: every hand keeps its speed` : claims[state.method]();
       const [a, b] = [now.before[state.pair], now.invFreq[state.pair]];
+      const dot_ = Rope.product(state.m, state.n, now.invFreq, now.attentionFactor);
       return {
         claim,
-        svg: picture(width, grid.height, inside),
-        label: `${shown.length} dials with two hands at position ${integer(state.m)}. ${shown
-          .map((pair) => `Pair ${pair}: ${degrees(now.before[pair])} per token unscaled${under(state, degrees(now.invFreq[pair]))}`)
-          .join(". ")}.`,
-        readout: `Under each dial: degrees per token, unscaled${state.method === "default" ? " twice, since there is no scaling" : ` and under ${name}`}. At position ${integer(state.m)} pair ${state.pair} is at <b>${figures(state.m * a, 4)} rad</b> unscaled${under(state, `<b>${figures(state.m * b, 4)} rad</b>`)}.`,
+        svg: picture(width, box.bottom + 44, inside),
+        label: `${shown.length} dials, each with the arrows of q at position ${integer(state.m)} and k at position ${integer(state.n)}. ${shown
+          .map((pair) => `Pair ${pair}: ${degrees(now.before[pair])} per token unscaled${under(state, degrees(now.invFreq[pair]))}, cosine ${signed(Math.cos((state.m - state.n) * now.invFreq[pair]), 3)}`)
+          .join(". ")}. The sum over all ${last + 1} pairs is ${signed(dot_.sum, 2)}.`,
+        readout: `<b class="sum">q · k = ${signed(dot_.sum, 3)}</b> of at most ${times(dot_.most)}: ${now.attentionFactor === 1 ? "the sum" : `a² = ${figures(now.attentionFactor ** 2, 5)} times the sum`} over ${last + 1} pairs at distance <i>m</i> − <i>n</i> = ${integer(state.m - state.n)}. Pair ${state.pair} of q is at ${figures(state.m * a, 4)} rad${unscaled ? "" : ` unscaled, ${figures(state.m * b, 4)} rad under ${name}`}.`,
       };
     },
 
@@ -267,7 +308,7 @@
       const pairs = state.dim / 2;
       const all = Object.fromEntries(Rope.METHODS.map((method) => [method, method === state.method ? now.divisors : Rope.pairs(state, method).divisors]));
       const top = Math.max(2, ...Object.values(all).flat());
-      const y = { at: log(0.93, top * 1.18, box.bottom, box.top), name: (t) => times(t), title: "divisor θ / θ′ (logarithmic)" };
+      const y = { at: log(0.93, top * 1.18, box.bottom, box.top), name: (t) => times(t), title: "divisor ω / ω′ (logarithmic)" };
       y.ticks = [1, 2, 4, 8, 16, 32].filter((t) => t <= top * 1.01);
       const s = state.stretch;
       if (!y.ticks.some((t) => Math.abs(Math.log2(t / s)) < 0.3)) y.ticks.push(s);
@@ -493,8 +534,8 @@
   function table(state, now) {
     const columns = [
       ["pair", (i) => i],
-      ["θ (rad/token)", (i) => now.before[i].toPrecision(8)],
-      ["θ′ (rad/token)", (i) => now.invFreq[i].toPrecision(8)],
+      ["ω (rad/token)", (i) => now.before[i].toPrecision(8)],
+      ["ω′ (rad/token)", (i) => now.invFreq[i].toPrecision(8)],
       ["divisor", (i) => now.divisors[i].toPrecision(8)],
       ["wavelength (tokens)", (i) => now.waves[i].toPrecision(8)],
       ["stretched wavelength", (i) => now.wavesAfter[i].toPrecision(8)],
@@ -532,7 +573,7 @@
     }
     for (const [name, slider] of Object.entries(SLIDERS)) {
       const hint = slider.hint ? ` <small>${slider.hint}</small>` : "";
-      byId(name === "shift" ? "shifting" : "fields").insertAdjacentHTML(
+      byId({ shift: "shifting", m: "positions", n: "positions" }[name] ?? "fields").insertAdjacentHTML(
         "beforeend",
         `<div class="field" data-field="${name}"><label for="${name}" id="${name}-label">${Rope.NAMES[name]}${hint}</label>
           <input type="number" id="${name}" aria-describedby="${name}-error" step="${name === "base" ? 1000 : name === "stretch" ? 0.5 : slider.step}">
@@ -578,9 +619,10 @@
     }
     document.querySelector('[data-field="length"]').hidden = state.method !== "dynamic"; // no other method uses it
     byId("stretch-remark").hidden = state.method !== "dynamic";
+    byId("key-old").hidden = state.method === "default";
     document.querySelector(`input[value="${state.method}"]`).checked = true;
-    const summary = `${SHORT[state.method]}, s = ${times(state.stretch)}, b = ${integer(state.base)}, d = ${state.dim}, L = ${integer(state.trained)}`;
-    byId("summary").textContent = [SHORT[state.method], `s ${times(state.stretch)}`, `b ${short(state.base)}`, `d ${state.dim}`, `L ${integer(state.trained)}`].join(" · ");
+    const summary = `${SHORT[state.method]}, s = ${times(state.stretch)}, θ = ${integer(state.base)}, d = ${state.dim}, L = ${integer(state.trained)}`;
+    byId("summary").textContent = [SHORT[state.method], `s ${times(state.stretch)}`, `θ ${short(state.base)}`, `d ${state.dim}`, `L ${integer(state.trained)}`].join(" · ");
     byId("print-setting").textContent = `Setting: method ${summary}, m = ${integer(state.m)}, n = ${integer(state.n)}, pair ${state.pair}`;
     const entry = document.querySelector(`#glossary [data-method="${state.method}"]`);
     if (byId("explanation").dataset.method !== state.method) {
@@ -605,16 +647,18 @@
     history.replaceState(null, "", `#${Rope.toHash(state)}`);
   }
 
+  const show = (node, html) => {
+    if (node.shown !== html) node.innerHTML = node.shown = html;
+  };
+
   function draw() {
     cancelAnimationFrame(queued);
     queued = 0;
     const now = Rope.pairs(state);
-    const made = Object.entries(pictures).map(([id, make]) => [id, make(state, now)]); // drawing changes the layout, so all pictures are made before one is drawn
+    follow();
+    const made = Object.entries(pictures).map(([id, make]) => [id, make(state, now, id === "clock" ? seen : state)]); // drawing changes the layout, so all pictures are made before one is drawn
     for (const [id, { claim, svg, label, readout }] of made) {
       const section = byId(id);
-      const show = (node, html) => {
-        if (node.shown !== html) node.innerHTML = node.shown = html;
-      };
       show(section.querySelector(".plot"), svg);
       show(section.querySelector(".readout"), readout);
       section.querySelector(".claim").textContent = claim;
@@ -651,21 +695,93 @@
     motion = requestAnimationFrame(step);
   }
 
-  let running = 0;
-  function play() {
-    const on = () => {
-      if (state.m + 1 < Rope.target(state)) set({ m: state.m + 1 });
-      else if (running) play();
+  // Picture 1 draws the arrows at `seen`, which follows m and n of the state over a short time, token by token.
+  const [TOKEN, OPENING, FAR] = [250, 2500, 16]; // ms for one step, ms for the opening, tokens that are not followed
+  let seen = null; // {m, n} as drawn
+  let goal = null; // where `seen` is going
+  let following = 0;
+  function follow() {
+    const to = { m: state.m, n: state.n };
+    if (following && goal.m === to.m && goal.n === to.n && !calm.matches) return;
+    cancelAnimationFrame(following);
+    const from = seen ?? to;
+    const duration = goal ? TOKEN : OPENING;
+    const far = Math.max(Math.abs(to.m - from.m), Math.abs(to.n - from.n));
+    [seen, goal, following] = [from, to, 0];
+    if (calm.matches || held || far === 0 || far > FAR) {
+      seen = to;
+      return;
+    }
+    const began = performance.now();
+    const step = (time) => {
+      const part = Math.min(1, Math.max(0, (time - began) / duration));
+      seen = part < 1 ? { m: from.m + part * (to.m - from.m), n: from.n + part * (to.n - from.n) } : to;
+      const { svg, label } = pictures.clock(state, Rope.pairs(state), seen);
+      const plot = document.querySelector("#clock .plot");
+      show(plot, svg);
+      plot.firstElementChild.setAttribute("aria-label", label);
+      following = part < 1 ? requestAnimationFrame(step) : 0;
     };
-    if (running) {
-      clearInterval(running);
-      running = 0;
-    } else if (calm.matches) on(); // reduced motion: one token per click
-    else running = setInterval(on, 125);
+    following = requestAnimationFrame(step);
+  }
+
+  const PLAY = { both: { run: "Move both tokens", step: "Move both by one token" }, q: { run: "Move q away from k", step: "Move q by one token" } };
+  const players = [...document.querySelectorAll("[data-play]")];
+  let running = 0;
+  let played = "";
+  function stop() {
+    clearInterval(running);
+    running = 0;
+    nameOfPlay();
+  }
+  function play(what) {
+    const on = () => {
+      if (state.m + 1 < Rope.target(state)) set({ m: state.m + 1, n: what === "both" ? state.n + 1 : state.n });
+      else stop();
+    };
+    const again = running && played === what;
+    stop();
+    if (again) return;
+    played = what;
+    on();
+    if (!calm.matches) running = setInterval(on, TOKEN); // reduced motion: one token per click
     nameOfPlay();
   }
   function nameOfPlay() {
-    byId("play").textContent = running ? "Stop" : calm.matches ? "Next token" : "Let the tokens run";
+    for (const button of players) {
+      const names = PLAY[button.dataset.play];
+      button.textContent = running && played === button.dataset.play ? "Stop" : calm.matches ? names.step : names.run;
+    }
+  }
+
+  // Drag in picture 1: turn an arrow of a pair, or both of them, and with them their tokens.
+  let held = null; // {arrow, w, x, y, from: {m, n}, at, angle}
+  const angleAt = (event, { x, y }) => {
+    const svg = document.querySelector("#clock .plot svg").getBoundingClientRect();
+    return Math.atan2(svg.top + y - event.clientY, event.clientX - svg.left - x);
+  };
+  function hold(event) {
+    const grip = event.target.closest?.("[data-arrow]");
+    if (!grip || event.button !== 0) return;
+    stop();
+    const { arrow: name, pair, x, y } = grip.dataset;
+    held = { arrow: name, w: Rope.pairs(state).invFreq[pair], x: Number(x), y: Number(y), from: { m: state.m, n: state.n }, angle: 0 };
+    held.at = angleAt(event, held);
+    byId("clock").querySelector(".plot").setPointerCapture(event.pointerId); // the picture is replaced while it moves
+    byId("clock").classList.add("held");
+    event.preventDefault(); // no selection of text
+  }
+  function drag(event) {
+    if (!held) return;
+    const at = angleAt(event, held);
+    held.angle += Rope.reduced(at - held.at);
+    held.at = at;
+    const last = state.method === "dynamic" ? state.length - 1 : Rope.target(state) - 1;
+    set(Rope.turned(held.from, held.arrow, held.angle, held.w, last));
+  }
+  function release() {
+    held = null;
+    byId("clock").classList.remove("held");
   }
 
   // ------------------------------------------------------------------------------------------------------ guided path
@@ -688,8 +804,9 @@
 
   function buildPath() {
     steps.forEach((item, k) => {
-      item.insertAdjacentHTML("beforeend", `<button type="button" aria-label="Show me: ${item.querySelector("h3").textContent}">Show me</button>`);
-      item.querySelector("button").addEventListener("click", () => go(k));
+      const title = item.querySelector("h3");
+      title.innerHTML = `<button type="button">${title.innerHTML}</button>`;
+      title.firstElementChild.addEventListener("click", () => go(k));
     });
     byId("note").addEventListener("click", (event) => {
       const by = event.target.dataset.go;
@@ -748,6 +865,7 @@
     }
     node.classList.toggle("bad", !result.agrees);
     node.setAttribute("role", result.agrees ? "status" : "alert");
+    if (!result.agrees) document.querySelector("header").append(node); // above everything
     node.textContent = result.agrees
       ? `numbers agree with the library (${result.settings} settings, largest relative difference ${result.worst.toExponential(1)}, which is the library's rounding to float32)`
       : `numbers DISAGREE with the library (${result.error ?? `${result.settings} settings, relative difference ${result.worst}`}): do not trust this page`;
@@ -773,10 +891,13 @@
   narrow.addEventListener("change", fold);
   nameOfPlay();
   calm.addEventListener("change", () => {
-    if (running) play();
-    nameOfPlay();
+    stop();
   });
-  byId("play").addEventListener("click", play);
+  for (const button of players) button.addEventListener("click", () => play(button.dataset.play));
+  const dials_ = document.querySelector("#clock .plot");
+  dials_.addEventListener("pointerdown", hold);
+  dials_.addEventListener("pointermove", drag);
+  for (const kind of ["pointerup", "pointercancel", "lostpointercapture"]) dials_.addEventListener(kind, release);
   byId("reset").addEventListener("click", () => glide({ ...Rope.START }));
   byId("copy").addEventListener("click", copy);
   byId("numbers").addEventListener("toggle", () => set({}));
@@ -789,6 +910,7 @@
     lastWidth = width;
   }).observe(document.querySelector("main"));
   addEventListener("beforeprint", () => draw());
+  if (!location.hash) seen = { m: Rope.START.m - 10, n: Rope.START.n - 10 }; // the page opens with both tokens in motion
   load();
   draw();
   document.documentElement.dataset.ready = "yes";
