@@ -32,6 +32,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
         allow_abbrev=False,
     )
     add_prompt_options(parser, "text")
+    parser.add_argument(
+        "--sample", action="store_true", help="trace a text of about 40 tokens that ships with clearllama"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: one file, works offline")
     parser.add_argument(
         "--json",
@@ -57,6 +60,12 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     group.add_argument("--layers", metavar="FIRST:END", help="run only these layers: 0:8 is layers 0 to 7")
     group.add_argument("--no-rope", action="store_true", help="do not rotate queries and keys")
+    group.add_argument(
+        "--against",
+        metavar="METHOD",
+        help="with --rope-scaling: compare with this scaling instead of the unchanged model, as KIND:FACTOR, for"
+        " example linear:4",
+    )
     group = parser.add_argument_group("activation patching")
     group.add_argument(
         "--patch-from",
@@ -78,17 +87,32 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--html and --json both name {args.html}; one would overwrite the other")
     arguments.check_one_device(args, "trace")
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
-    if args.json not in (None, STDOUT) and (args.text, args.prompt, args.file) == (None, None, None) and at_terminal:
+    if (
+        args.json not in (None, STDOUT)
+        and (args.text, args.prompt, args.file) == (None, None, None)
+        and not args.sample
+        and at_terminal
+    ):
         raise UsageError(f"no prompt: {str(args.json)!r} was read as the FILE of --json; put the PROMPT first")
-    prompt = read_prompt(args)
+    if args.sample and (args.text, args.prompt, args.file) != (None, None, None):
+        raise UsageError("--sample is the text, and a prompt was given too; leave one of them out")
+    from ..study.trace import SAMPLE
+
+    prompt = SAMPLE if args.sample else read_prompt(args)
     scaling = arguments.rope_scaling(args)
     unchanged = copy.copy(args)  # the RoPE options are interventions, so the model is loaded without them
     unchanged.rope_scaling = unchanged.rope_factor = unchanged.rope_theta = None
     from ..rope_scaling import reach, with_rope
     from ..study import intervene, trace, trace_page
+    from ..study.perplexity import scaling_of
 
     # Report wrong options before the model is loaded.
     intervene.Intervention(no_rope=args.no_rope, theta=args.rope_theta, scaling=scaling)
+    against = None
+    if args.against is not None:
+        if scaling is None:
+            raise UsageError("--against compares two scalings: add --rope-scaling, for example --rope-scaling yarn")
+        against = intervene.Intervention(scaling=scaling_of(args.against))
     for text in args.ablate_head:
         intervene.head_numbers(text)
     if args.layers is not None:
@@ -96,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
     llm = loading.load(unchanged)
     config = llm.model.config
     changed = with_rope(config, scaling, args.rope_theta)
-    stretched = reach(changed)
+    other = config if against is None else with_rope(config, against.scaling, None)
+    stretched = max(reach(changed), reach(other))
     if args.max_seq_len is None and stretched > llm.model.max_seq_len:  # the unchanged model must fit the text too
         llm.model.max_seq_len = llm.model.rope.max_seq_len = stretched
     intervention = intervene.Intervention(
@@ -112,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
             f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens} (attention maps grow with its"
             " square); shorten the text or raise --max-tokens"
         )
-    traced = trace.trace(llm.model, ids, intervention)
+    traced = trace.trace(llm.model, ids, intervention, against)
     patched = {} if args.patch_from is None else {"patching": patching_facts(llm, args.patch_from, ids, intervention)}
     about = {
         "model": loading.model_name(args.model),

@@ -56,6 +56,11 @@ class Recording:
         return self._rows("pattern")
 
     @property
+    def last(self) -> list[Tensor]:
+        """(H * D,) each: the outputs of all heads at the last token, before wo."""
+        return [z[-1].flatten() for z in self._rows("z")]
+
+    @property
     def pair_norms(self) -> list[Tensor]:
         """(H, D/2) float64 each, see `pair_norms`."""
         rotated = zip(self._rows("rot_q"), self._rows("rot_k"), strict=True)
@@ -66,7 +71,7 @@ class Recording:
 def recording(model: Transformer) -> Iterator[Recording]:
     """Record the next forward pass, which must be of a complete text without a cache."""
     blocks: list[Any] = list(model.layers)
-    with activations(model, ["embed", "resid_post.*", "pattern.*", "rot_q.*", "rot_k.*"]) as tensors:
+    with activations(model, ["embed", "resid_post.*", "pattern.*", "rot_q.*", "rot_k.*", "z.*"]) as tensors:
         yield Recording([block.attention.layer for block in blocks], tensors)
 
 
@@ -133,6 +138,26 @@ def logit_lens(model: Transformer, hidden: Sequence[Tensor], logits: Tensor, top
     return Lens(torch.stack(ids), torch.stack(p), torch.stack(rank), torch.stack(kl))
 
 
+def direct_effects(model: Transformer, seen: Recording, answer: int) -> Tensor:
+    """What each head adds to the logit of the id `answer` after the last token: (L, H) float32.
+
+    The output of a head, multiplied by its part of wo, is one of the terms whose sum is the last hidden state. Its
+    effect is its part of the logit, with the scale of the last norm unchanged (arXiv:2211.00593, section 3.1).
+    """
+    final = seen.hidden[-1][-1].float()  # (C,)
+    scale = torch.rsqrt(final.square().mean() + model.norm.eps)
+    blocks: list[Any] = list(model.layers)
+    effects = []
+    for block, last in zip(blocks, seen.last, strict=True):
+        by_head = last.unflatten(-1, (-1, block.attention.head_dim))  # (H, D)
+        alone = torch.eye(len(by_head), device=last.device, dtype=last.dtype)[..., None] * by_head  # (H, H, D)
+        wo = block.attention.wo
+        added = wo(alone.flatten(-2)) - wo(torch.zeros_like(last))  # (H, C), without the bias
+        normed = (added.float() * scale).type_as(added) * model.norm.weight  # (H, C)
+        effects.append(model.output(normed)[:, answer].float())
+    return torch.stack(effects)
+
+
 def distance_profile(weights: Tensor, skip_first: bool = False) -> Tensor:
     """Mean weight at each distance, over the queries that have a token at that distance: (.., T, T) -> (.., T).
 
@@ -158,17 +183,22 @@ def spread(weights: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- the complete trace
 @dataclass(frozen=True)
 class Change:
-    """The unchanged model's logits (T, V) float32 on the same tokens, and descriptions of the changes."""
+    """The logits (T, V) float32 of the model that a trace is compared with, and descriptions of the changes.
+
+    against describes the changes of the model compared with; it is empty for the unchanged model.
+    """
 
     logits: Tensor
     descriptions: list[str]
+    against: list[str]
 
 
 @dataclass(frozen=True)
 class Trace:
     """A text and the record of the model's pass over it.
 
-    ids (T,), logits (T, V) float32, weights (L, H, T, T), pair_norms (L, H, D/2), inv_freq (D/2,)
+    ids (T,), logits (T, V) float32, weights (L, H, T, T), pair_norms (L, H, D/2), inv_freq (D/2,); effects (L, H) on
+    the logit of the most probable token after the last one, see `direct_effects`
     """
 
     ids: Tensor
@@ -177,6 +207,7 @@ class Trace:
     lens: Lens
     weights: Tensor
     pair_norms: Tensor
+    effects: Tensor
     inv_freq: Tensor
     attention_factor: float
     rope_theta: float
@@ -184,8 +215,15 @@ class Trace:
     change: Change | None = None
 
 
-def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | None = None) -> Trace:
+def trace(
+    model: Transformer,
+    ids: Sequence[int],
+    intervention: Intervention | None = None,
+    against: Intervention | None = None,
+) -> Trace:
     """Run the model over a text and record it; with an intervention, also compute the unchanged model's logits.
+
+    `against` is another intervention, whose logits are computed in place of the unchanged model's.
 
     Raises UsageError on an empty text, NumericalError on logits that are not finite.
     """
@@ -193,11 +231,13 @@ def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | N
         raise UsageError("the prompt has no tokens, so there is nothing to trace; expected a text")
     tokens = torch.tensor([ids], device=model.tok_embeddings.weight.device)  # (1, T)
     with torch.inference_mode():
-        untouched = model(tokens)[0] if intervention else None  # (T, V)
+        with (against or Intervention()).on(model):
+            untouched = model(tokens)[0] if intervention else None  # (T, V)
         with (intervention or Intervention()).on(model):
             with recording(model) as seen:
                 logits = model(tokens)[0]  # (T, V)
             lens = logit_lens(model, seen.hidden, logits)
+            effects = direct_effects(model, seen, int(logits[-1].argmax()))
             inv_freq, factor = model.rope.frequencies(len(ids))
             rope_theta, rope_scaling = model.config.rope_theta, model.config.rope_scaling
         if not bool(torch.isfinite(logits if untouched is None else untouched).all()):
@@ -211,14 +251,22 @@ def trace(model: Transformer, ids: Sequence[int], intervention: Intervention | N
         lens,
         torch.stack(seen.weights),
         torch.stack(seen.pair_norms),
+        effects,
         inv_freq,
         factor,
         rope_theta,
         rope_scaling,
-        Change(untouched, intervention.descriptions()) if intervention and untouched is not None else None,
+        Change(untouched, intervention.descriptions(), against.descriptions() if against else [])
+        if intervention and untouched is not None
+        else None,
     )
 
 
+# 40 tokens of the default model. The answer is Paris; its form can be copied from the sentences before.
+SAMPLE = (
+    "The capital of Italy is Rome. The capital of Spain is Madrid. The capital of Germany is Berlin."
+    " The capital of Japan is Tokyo. The capital of Egypt is Cairo. The capital of France is"
+)
 TOP = 8  # number of most probable next tokens at each position
 
 
@@ -232,10 +280,11 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
     lens       one row for the embedding and one per layer: top_ids, top_p (L+1, T, 3), rank and kl (L+1, T)
     heads      (L, H) each: sink, the mean weight on token 0; previous, on the token before; itself; spread, the
                effective number of attended tokens; profile (L, H, T) and profile_without_first (L, H, T-1), by
-               distance; pair_norms (L, H, D/2)
+               distance; pair_norms (L, H, D/2); effects, on the logit of the answer after the last token
     rope       inv_freq, turns (D/2,) full turns between the first and the last token
-    change     null, or: told, descriptions of the changes; kl (T,) of next-token distributions, KL(before || after);
-               before and after, like `tokens`
+    change     null, or: told, descriptions of the changes; against, those of the model compared with, empty for the
+               unchanged model; kl (T,) of next-token distributions, KL(before || after); before and after, like
+               `tokens`
     """
     weights = trace.weights
     length = len(trace.ids)
@@ -247,7 +296,8 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
         before = _predictions(trace.change.logits, trace.ids)
         used |= set(_flat(before["next_ids"]))
         kl = divergence(*(x.double().log_softmax(-1) for x in (trace.change.logits, trace.logits)))
-        change = {"told": trace.change.descriptions, "kl": _numbers(kl), "before": before, "after": tokens}
+        told, against = trace.change.descriptions, trace.change.against
+        change = {"told": told, "against": against, "kl": _numbers(kl), "before": before, "after": tokens}
     return {
         **about,
         "layers": trace.layers,
@@ -267,6 +317,7 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
             "profile": _numbers(distance_profile(weights)),
             "profile_without_first": _numbers(distance_profile(weights, skip_first=True)),
             "pair_norms": _numbers(trace.pair_norms),
+            "effects": _numbers(trace.effects),
         },
         "rope": {
             "theta": trace.rope_theta,
@@ -354,6 +405,8 @@ def summary(facts: Mapping[str, Any]) -> str:
     change = facts["change"]
     if change is not None:
         lines.append("changed: " + "; ".join(change["told"]))
+        if change["against"]:
+            lines.append("compared with: " + "; ".join(change["against"]))
     lines += [
         "",
         f"{'token':>5}  {'bits':>6}{'' if change is None else '     was'}  {'rank':>6}  {'text':<16} expected",

@@ -5,8 +5,10 @@ Needs Chromium, which pip does not install; without it these tests are skipped.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
@@ -34,9 +36,16 @@ def file(tiny_llm: Llama, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "prompt": PROMPT,
     }
     path = tmp_path_factory.mktemp("trace") / "trace.html"
-    found = tracing.facts(traced, tiny_llm.tokenizer, about)
-    path.write_text(trace_page.render(found, tracing.packed_maps(traced.weights)), encoding="utf-8")
+    facts = tracing.facts(traced, tiny_llm.tokenizer, about)
+    path.write_text(trace_page.render(facts, tracing.packed_maps(traced.weights)), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def found(file: Path) -> dict[str, Any]:
+    """The data of the page."""
+    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8").split('id="data">')[1].split("</script>")[0])
+    return data
 
 
 @pytest.fixture
@@ -144,6 +153,44 @@ def test_tab_reaches_every_control_and_leaves_the_page(tab: Page) -> None:
 def test_only_the_strip_has_the_role_of_a_list(tab: Page) -> None:
     assert tab.locator("[aria-selected]").count() == tab.locator("#strip > [role=option]").count()
     assert tab.locator("#row [role], #lens-table [role]").count() == 0
+
+
+def test_the_title_shows_the_text_and_the_prediction(tab: Page, found: dict[str, Any]) -> None:
+    answer = found["texts"][str(found["tokens"]["next_ids"][-1][0])]
+    shown = tab.evaluate("document.getElementById('title').textContent")
+    assert shown.startswith("the cat U+001B[1m U+202Esat → ")
+    assert tab.evaluate("visible(" + json.dumps(answer) + ")").strip("·") in shown
+    assert tab.title() == f"{shown} · clearllama trace"
+
+
+def test_the_page_opens_on_the_head_with_the_largest_effect_and_says_so(tab: Page, found: dict[str, Any]) -> None:
+    effects = found["heads"]["effects"]
+    most = max(max(row) for row in effects)
+    token, layer, head = setting(tab)
+    assert effects[layer][head] == most
+    assert token == len(found["tokens"]["ids"]) - 1
+    words = tab.inner_text("#opened")
+    assert words.startswith(f"The page opens on head {layer}.{head}: of all 8 heads it has the largest direct effect")
+    assert f"+{most:.3g}" in words
+    tab.click("text=effect on the answer")
+    assert tab.get_attribute("#heads-choices [aria-pressed=true]", "type") == "button"
+    assert f"adds +{most:.3g} to the logit" in tab.inner_text("#heads-readout")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scroll(browser: Browser, file: Path, scheme: Any) -> None:
+    tab = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme=scheme, reduced_motion="reduce")
+    tab.goto(file.as_uri())
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    for name in ("token", "layer", "head"):
+        box = tab.locator(f"#{name}").bounding_box()
+        assert box is not None
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= 390
+    names = tab.eval_on_selector_all(
+        "button, select, canvas", "(all) => all.map((e) => e.ariaLabel || e.labels?.[0]?.textContent || e.textContent)"
+    )
+    assert all(name.strip() for name in names)
+    tab.close()
 
 
 def test_the_prompt_shows_control_characters_by_their_codes(tab: Page) -> None:

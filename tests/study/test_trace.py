@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import html.parser
 import io
@@ -166,6 +167,52 @@ def test_measures_of_heads_equal_loops(length: int) -> None:
         assert float(tracing.spread(weights)[head]) == pytest.approx(np.exp(entropies).mean(), abs=1e-5)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_effects_of_heads_are_their_terms_of_the_answers_logit(bias: bool) -> None:
+    """The last hidden state is a sum of terms; with the norm's scale fixed, so is a logit."""
+    config = dataclasses.replace(tiny.CONFIG, attention_bias=bias)
+    model = tiny.model(config, attention="reference")
+    generator = torch.Generator().manual_seed(3)
+    model.norm.weight.data = torch.rand(model.norm.weight.shape, generator=generator) + 0.5
+    if bias:
+        for block in model.layers:
+            block.attention.wo.bias.data = torch.randn(config.dim, generator=generator)
+    terms: list[Tensor] = []
+    inputs: list[Tensor] = []
+    hooks = [model.tok_embeddings.register_forward_hook(lambda *a: terms.append(a[2][0, -1]))]
+    for block in model.layers:
+        hooks.append(block.attention.register_forward_hook(lambda *a: terms.append(a[2][0, -1])))
+        hooks.append(block.attention.wo.register_forward_hook(lambda *a: inputs.append(a[1][0][0, -1])))
+        hooks.append(block.feed_forward.register_forward_hook(lambda *a: terms.append(a[2][0, -1])))
+    logits = model(torch.tensor([IDS]))[0, -1]
+    for hook in hooks:
+        hook.remove()
+    answer = int(logits.argmax())
+    total = np.sum([tiny.as_numpy(term) for term in terms], axis=0)
+    readout = tiny.as_numpy(model.norm.weight) * tiny.as_numpy(model.output.weight)[answer]
+    readout = readout / np.sqrt((total**2).mean() + config.norm_eps)
+    assert float(total @ readout) == pytest.approx(float(logits[answer]), abs=1e-4)
+
+    effects = tracing.trace(model, IDS).effects
+    assert effects.shape == (2, 4)
+    for layer, block in enumerate(model.layers):
+        wo = tiny.as_numpy(block.attention.wo.weight)  # (C, H * D)
+        for head in range(4):
+            part = slice(16 * head, 16 * (head + 1))
+            alone = wo[:, part] @ tiny.as_numpy(inputs[layer])[part]
+            assert float(effects[layer, head]) == pytest.approx(float(alone @ readout), abs=1e-4)
+        whole = tiny.as_numpy(terms[1 + 2 * layer])
+        if bias:
+            whole = whole - tiny.as_numpy(block.attention.wo.bias)
+        assert float(effects[layer].sum()) == pytest.approx(float(whole @ readout), abs=1e-4)
+
+
+def test_an_ablated_head_has_no_effect() -> None:
+    effects = tracing.trace(tiny.model(), IDS, Intervention(heads=((1, 2),))).effects
+    assert float(effects[1, 2]) == 0
+    assert int((effects == 0).sum()) == 1
+
+
 def test_without_the_first_token_the_profile_of_a_sink_is_zero() -> None:
     weights = torch.zeros(6, 6)
     weights[:, 0] = 1
@@ -233,6 +280,7 @@ def test_a_change_has_the_numbers_of_both_models(tiny_llm: Llama) -> None:
     original = facts(model, tiny_llm, IDS)
     change = facts(model, tiny_llm, IDS, Intervention(heads=((1, 2),)))["change"]
     assert change["told"] == ["head 1.2 ablated"]
+    assert change["against"] == []
     assert change["before"] == original["tokens"]
     assert change["after"] != change["before"]
     p = model(torch.tensor([IDS]))[0].double().softmax(-1)
@@ -241,6 +289,17 @@ def test_a_change_has_the_numbers_of_both_models(tiny_llm: Llama) -> None:
     assert change["kl"] == pytest.approx(F.kl_div(q.log(), p, reduction="none").sum(-1).tolist(), rel=1e-4)
     assert min(change["kl"]) >= 0
     assert max(change["kl"]) > 1e-3
+
+
+def test_two_scalings_are_compared_on_one_text(tiny_llm: Llama) -> None:
+    model = tiny_llm.model
+    linear, yarn = (Intervention(scaling={"rope_type": kind, "factor": 4.0}) for kind in ("linear", "yarn"))
+    found = tracing.facts(tracing.trace(model, IDS, yarn, linear), tiny_llm.tokenizer, ABOUT)
+    assert found["change"]["told"] == ["rope scaling yarn, factor 4.0"]
+    assert found["change"]["against"] == ["rope scaling linear, factor 4.0"]
+    for intervention, side in ((linear, "before"), (yarn, "after")):
+        assert facts(model, tiny_llm, IDS, intervention)["tokens"] == found["change"][side]
+    assert "compared with: rope scaling linear, factor 4.0" in tracing.summary(found)
 
 
 def test_numbers_are_rounded_to_significant_digits() -> None:
@@ -417,12 +476,54 @@ def test_the_script_unpacks_the_maps(v8: MiniRacer) -> None:
         ("visible(' a\\n')", "·a⏎"), ("visible('')", "∅"), ("visible('\\u202eab')", "U+202Eab"),
         ("visible('猫')", "猫"), ("visible('constructor')", "constructor"),
         ("visible('\\u00ad\\u2060')", "U+00ADU+2060"),
+        ("headline('The capital of France is', ' Paris').join(' → ')", "The capital of France is → Paris"),
+        (f"headline({json.dumps(tracing.SAMPLE)}, ' Paris').join(' → ')", "… The capital of France is → Paris"),
+        ("headline('a\\n\\n b \\u202e', '\\n').join(' → ')", "a b U+202E → ⏎"),
+        ("headline('word '.repeat(99), ' x')[0]", "… " + "word " * 13 + "word"),
+        ("headline('w'.repeat(99), '')[0]", "…" + "w" * 71),
+        ("headline('', 'x').join(' → ')", " → x"),
+        ("JSON.stringify(largest([[-3, -1], [-2, -5]]))", "[0,1]"),
+        ("JSON.stringify(largest([[0], [2], [2]]))", "[1,0]"),
+        ("plus(2.824) + plus(-0.5) + plus(0)", "+2.82−0.5+0"),
+        ("JSON.stringify(runningMean([9, 1, 3, 8], 2))", "[0,1,2,5.5]"),
         ("readableText('a b\\n\\tc')", "a b\n\tc"), ("readableText('')", ""),
         ("readableText('\\u001b[1m \\u202etxt\\r\\n\\u2066')", "U+001B[1m U+202Etxt␍\nU+2066"),
     ],
 )  # fmt: skip
 def test_the_script_formats_numbers_and_tokens(v8: MiniRacer, call: str, expected: str) -> None:
     assert v8.eval(call) == expected
+
+
+@pytest.mark.parametrize("length", [5, 40, 300])
+@pytest.mark.parametrize("theta", [500.0, 1e5])
+def test_the_script_computes_how_far_slow_pairs_turn_between_neighbours(
+    v8: MiniRacer, length: int, theta: float
+) -> None:
+    inv_freq = [theta ** (-2 * i / 64) for i in range(32)]
+    turns = [(length - 1) * w / (2 * math.pi) for w in inv_freq]
+    words = v8.eval(f"aboutSlowPairs({json.dumps({'inv_freq': inv_freq, 'turns': turns})})")
+    slow = [math.degrees(w) for w, turn in zip(inv_freq, turns, strict=True) if turn < 1]
+    assert words.startswith(f"{len(slow)} of 32 pairs do not finish a turn over this text")
+    fastest, slowest = (float(x.replace("−", "-")) for x in re.findall(r"by ([\d.e−]+)°", words))
+    assert fastest == pytest.approx(slow[0], rel=0.006)
+    assert slowest == pytest.approx(slow[-1], rel=0.06)
+    if length == 5:
+        assert "the fastest of them is rotated by 57.3°" in words  # neighbours are far apart in it
+
+
+@pytest.mark.parametrize(
+    ("inv_freq", "turns", "words"),
+    [
+        ([0, 0], [0, 0], "No pair is rotated."),
+        ([1, 0.5], [9, 4.5], "All 2 pairs finish a turn over this text."),
+        ([1, 0.01], [9, 0.09], "1 of 2 pairs does not finish a turn over this text (below the dotted line), so no two"
+         " tokens have the same angle there. It is rotated by 0.573° from one token to the next."),
+    ],
+)  # fmt: skip
+def test_the_script_describes_texts_with_other_slow_pairs(
+    v8: MiniRacer, inv_freq: list[float], turns: list[float], words: str
+) -> None:
+    assert v8.eval(f"aboutSlowPairs({json.dumps({'inv_freq': inv_freq, 'turns': turns})})") == words
 
 
 # ------------------------------------------------------------------------------------------------------- the command
@@ -477,6 +578,9 @@ def test_the_command_describes_an_intervention(tiny_gguf: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (("hello", "--sample"), "--sample is the text"),
+        (("hello", "--against", "linear:4"), "add --rope-scaling"),
+        (("hello", "--rope-scaling", "yarn", "--rope-factor", "4", "--against", "best:4"), "KIND:FACTOR"),
         (("hello h", "--max-tokens", "2"), "has 3 tokens, more than --max-tokens 2"),
         (("hello", "--max-tokens", "0"), "at least 1"),
         (("hello", "--html", "/nowhere/at/all.html"), "existing folder"),
@@ -510,6 +614,19 @@ def test_the_default_model_under_trace(default_llm: Llama) -> None:
     assert found["texts"][str(found["lens"]["top_ids"][-1][-1][0])] == " Rome"
     assert np.mean(found["heads"]["sink"]) > 0.4  # token 0 is an attention sink
     assert "logit lens" in tracing.summary(found)
+
+
+@pytest.mark.slow
+def test_the_default_model_on_the_sample(default_llm: Llama) -> None:
+    ids = default_llm.tokenizer.encode_prompt(tracing.SAMPLE)
+    assert len(ids) == 40
+    traced = tracing.trace(default_llm.model, ids)
+    found = tracing.facts(traced, default_llm.tokenizer, ABOUT)
+    assert found["texts"][str(found["tokens"]["next_ids"][-1][0])] == " Paris"
+    assert found["tokens"]["next_p"][-1][0] > 0.9
+    layer, head = divmod(int(traced.effects.argmax()), 9)
+    attended = int(traced.weights[layer, head, -1].argmax())  # the head that the page opens on
+    assert default_llm.tokenizer.decode([ids[attended]]).strip() == "France"
 
 
 @pytest.mark.slow

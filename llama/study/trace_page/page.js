@@ -58,6 +58,54 @@ function visible(text) {
   return parts(text).map(([part]) => part).join("");
 }
 
+/** The end of a text in one line, with at most `most` characters: its last sentence, or its last words. */
+function ending(text, most) {
+  const whole = harmless(text.replace(/\s+/g, " ").trim()), letters = Array.from(whole);
+  if (letters.length <= most) return whole;
+  const sentence = whole.split(/(?<=[.!?]) /).at(-1);
+  if (sentence.length < most) return `… ${sentence}`;
+  const kept = letters.slice(letters.length - most + 1).join("");
+  const space = kept.indexOf(" ");
+  return `…${space >= 0 && space < most / 2 ? kept.slice(space) : kept}`;
+}
+
+/** The title of the page: the end of the text, and the predicted token. */
+function headline(prompt, answer) {
+  return [ending(prompt, 72), answer.trim() === "" ? visible(answer) : ending(answer, 40)];
+}
+
+/** The indices [layer, head] of the largest value. */
+function largest(grid) {
+  const best = grid.map((row) => row.indexOf(Math.max(...row)));
+  const layer = best.reduce((top, head, l) => (grid[l][head] > grid[top][best[top]] ? l : top), 0);
+  return [layer, best[layer]];
+}
+
+/** The mean of each value and of those before it, at most `count` values; the first value, of token 0, is left out. */
+function runningMean(values, count) {
+  return values.map((_, i) => {
+    const last = values.slice(Math.max(1, i - count + 1), i + 1);
+    return last.length ? last.reduce((a, b) => a + b, 0) / last.length : 0;
+  });
+}
+
+/** A number with its sign. */
+function plus(x) {
+  return (x < 0 ? "−" : "+") + figures(Math.abs(x));
+}
+
+const degrees = (radians) => `${figures((radians * 180) / Math.PI)}°`;
+
+/** How far the pairs that finish no turn are rotated from one token to the next, in words. */
+function aboutSlowPairs(rope) {
+  const slow = rope.inv_freq.filter((_, i) => rope.turns[i] < 1), total = rope.turns.length;
+  if (Math.max(...rope.inv_freq) === 0) return "No pair is rotated.";
+  if (!slow.length) return `All ${total} pairs finish a turn over this text.`;
+  const angles = slow.length === 1 ? `It is rotated by ${degrees(slow[0])} from one token to the next.`
+    : `From one token to the next, the fastest of them is rotated by ${degrees(Math.max(...slow))} and the slowest by ${degrees(Math.min(...slow))}.`;
+  return `${slow.length} of ${total} pairs ${slow.length === 1 ? "does" : "do"} not finish a turn over this text (below the dotted line), so no two tokens have the same angle there. ${angles}`;
+}
+
 /** A complete text: like visible(), but spaces, line ends and tabs are kept. */
 function readableText(text) {
   return text.split(/([ \n\t])/).map((part) => (part === "" || /[ \n\t]/.test(part) ? part : visible(part))).join("");
@@ -75,6 +123,8 @@ function start() {
   const id = (name) => document.getElementById(name);
   const bits = (nats) => nats / Math.LN2;
   const flat = (nested) => nested.flat(Infinity);
+  const answer = text(tokens.next_ids[T - 1][0]); // the most probable token after the text
+  const opening = largest(heads.effects); // the head to start with
 
   // layer is an index into data.layers, the layers that ran. stage is the row of the lens: layer + 1, or 0 for the
   // embedding, which has no heads and does not change layer.
@@ -247,15 +297,24 @@ function start() {
   }
 
   // --------------------------------------------------------------------------------------- before and after a change
+  const reference = change?.against.length ? change.against.join("; ") : "original model";
   function drawChange() {
     if (!change) return;
     const t = chosen.token;
     const pairs = [change.before, change.after].map((side) => side.surprisal.map((s) => (s === null ? 0 : bits(s))));
-    const most = Math.max(1e-9, ...flat(pairs));
+    const long = id("change-chart").clientWidth / T < 8; // two bars a token would be too thin, so lines of means
+    const smooth = long ? pairs.map((side) => runningMean(side, 16)) : pairs;
+    const most = Math.max(1e-9, ...flat(smooth));
+    put("change-reads", long ? `Above: mean surprisal of the last 16 tokens; dashed: ${reference}, solid: changed model.`
+      : `Above: surprisal of each token; outlined: ${reference}, filled: changed model.`,
+    T > 1 ? ` The means over the text are ${pairs.map((side) => (side.reduce((a, b) => a + b, 0) / (T - 1)).toFixed(2)).join(" and ")} bits.` : "");
     const yTicks = ticks(most, 4);
     const above = chart("change-chart", { height: 170, yMax: yTicks.at(-1), yTicks, yLabel: "surprisal, bits", xLabel: "token" });
     const step = above.width / T;
-    for (let i = 0; i < T; i++) {
+    if (long) {
+      line(above, smooth[0]);
+      line(above, smooth[1], "line whole");
+    } else for (let i = 0; i < T; i++) {
       const tooltip = `${i} ${visible(at(i))}: ${pairs[0][i].toFixed(2)} → ${pairs[1][i].toFixed(2)} bits`;
       [["hollow", 0.12, pairs[0][i]], [i === t ? "chosen" : "bar", 0.52, pairs[1][i]]].forEach(([cls, inset, value]) => {
         above.svg.append(make("rect", { class: cls, x: above.left + step * (i + inset), width: Math.max(0.5, step * 0.36),
@@ -271,8 +330,8 @@ function start() {
     axisLabels(below, T);
     holder.append(above.svg, below.svg);
     put("change-chart", holder);
-    put("original-title", "Original model after ", token(at(t)));
-    put("changed-title", "Changed model after ", token(at(t)));
+    put("original-title", `${reference[0].toUpperCase()}${reference.slice(1)}, after `, token(at(t)));
+    put("changed-title", "Changed model, after ", token(at(t)));
     predictions("original", change.before.next_ids[t], change.before.next_p[t]);
     predictions("changed", change.after.next_ids[t], change.after.next_p[t]);
   }
@@ -350,6 +409,7 @@ function start() {
     maps: { label: "maps", reads: "Each square is the attention map of a head. A strong left edge is attention to the first token, a strong diagonal to the token itself or the one before." },
     sink: { label: "first token", reads: "The stronger the shade, the higher the weight on the first token, from none at 0 to full at 1.", of: heads.sink, most: 1, word: "weight on the first token" },
     previous: { label: "token before", reads: "The stronger the shade, the higher the weight on the previous token, from none at 0 to full at 1.", of: heads.previous, most: 1, word: "weight on the token before" },
+    effects: { label: "effect on the answer", reads: "The stronger the shade, the more the head adds to the logit of the answer after the last token; heads that lower it have no shade.", of: heads.effects, most: Math.max(1e-9, ...flat(heads.effects)), word: "effect on the logit of the answer" },
     spread: { label: "spread", reads: "The effective number of attended tokens, e to the power of the entropy of the weights: no shade is one token, full shade the largest number of all heads.",
       of: heads.spread, most: Math.max(...flat(heads.spread)), least: 1, word: "attended tokens" },
   };
@@ -416,14 +476,16 @@ function start() {
     if (heads.previous) means.push(`token before ${share(heads.previous[l][h])}`);
     means.push(`itself ${share(heads.itself[l][h])}`);
     put("heads-readout", make("b", {}, `head ${data.layers[l]}.${h}`),
-      `: mean weights: ${means.join(", ")}; attends to ${figures(heads.spread[l][h])} tokens`);
+      `: mean weights: ${means.join(", ")}; attends to ${figures(heads.spread[l][h])} tokens; adds ${plus(heads.effects[l][h])} to the logit of `,
+      token(answer));
   }
 
   // ----------------------------------------------------------------------------------------------------- one head
   let mapBox = null;
 
   function drawMap() {
-    put("map-title", `Attention map of head ${data.layers[chosen.layer]}.${chosen.head}`);
+    put("map-title", `Attention map of head ${data.layers[chosen.layer]}.${chosen.head}`
+      + (chosen.layer === opening[0] && chosen.head === opening[1] ? ", with the largest effect on the answer" : ""));
     const width = id("map").clientWidth;
     const estimate = Math.min(32, (width - 90) / T), labelled = estimate >= 12;
     const draw0 = prepared("map", 10);
@@ -557,7 +619,8 @@ function start() {
     const factor = rope.attention_factor === 1 ? "" : ` Cosine and sine are multiplied by ${figures(rope.attention_factor)}.`;
     const scaling = rope.scaling ? `, scaling ${rope.scaling.rope_type || rope.scaling.type}` : "";
     const still = rope.inv_freq.every((frequency) => frequency === 0);
-    put("rope-reads", still ? "In this trace nothing is rotated." : `The base is ${figures(rope.theta)}${scaling}.${factor}`);
+    put("rope-reads", still ? "In this trace nothing is rotated." : `The base θ is ${figures(rope.theta)}${scaling}.${factor}`);
+    put("turns-reads", aboutSlowPairs(rope));
   }
 
   function drawTurns() {
@@ -570,7 +633,7 @@ function start() {
         make("text", { x: plot.left - 6, y: plot.y(e - low) + 4, "text-anchor": "end" }, e >= -3 ? figures(10 ** e) : `1e${e}`.replace("-", "−")));
     }
     bars(plot, rope.turns.map((t) => (t > 0 ? Math.max(0, Math.log10(t) - low) : 0)),
-      { tooltip: (i) => `pair ${i}: ${figures(rope.turns[i])} turns, frequency ${figures(rope.inv_freq[i])} radians a token` });
+      { tooltip: (i) => `pair ${i}: ${figures(rope.turns[i])} turns, frequency ω = ${figures(rope.inv_freq[i])} radians a token, ${degrees(rope.inv_freq[i])}` });
     plot.svg.append(make("line", { class: "limit", x1: plot.left, x2: plot.left + plot.width, y1: plot.y(-low), y2: plot.y(-low) }),
       make("text", { class: "ink", x: plot.left + plot.width, y: plot.y(-low) - 4, "text-anchor": "end" }, "one turn"));
     axisLabels(plot, PAIRS);
@@ -640,9 +703,16 @@ function start() {
   const about = `${harmless(data.model)}: ${data.n_layers} layers of ${H} heads (${data.n_kv_heads} for keys and values), ${data.head_dim} entries per head; `
     + `${T} ${T === 1 ? "token" : "tokens"}, computed in ${data.dtype}.`;
   put("about", about);
+  const title = headline(data.prompt, answer);
+  document.title = `${title.join(" → ")} · clearllama trace`;
+  put("title", make("span", { dir: "auto" }, title[0]), make("span", { class: "arrow" }, " → "), make("b", { dir: "auto" }, title[1]));
   put("prompt", readableText(data.prompt));
+  id("prompt").hidden = title[0] === data.prompt; // the title is the complete text
   if (change) {
     put("changes", make("b", {}, "Changed: "), change.told.join("; "), ". The pictures show the changed model.");
+    const before = text(change.before.next_ids[T - 1][0]);
+    if (change.against.length) id("changes").append(` Compared with: ${reference}.`);
+    if (before !== answer) id("changes").append(` The ${change.against.length ? "model compared with" : "original model"} predicts `, token(before), ".");
     id("changes").hidden = id("change-section").hidden = false;
   }
   id("token").append(...tokens.ids.map((_, t) => make("option", { value: t }, `${t} ${visible(at(t))}`)));
@@ -682,12 +752,11 @@ function start() {
   arrows("heads", { ArrowLeft: ["layer", -1], ArrowRight: ["layer", 1], ArrowUp: ["head", -1], ArrowDown: ["head", 1] });
   arrows("map", { ArrowUp: ["token", -1], ArrowDown: ["token", 1] });
 
-  // Select a head to start with: the one with the most concentrated attention other than to the sink and itself.
-  let best = -1;
-  for (let l = 0; l < L; l++) for (let h = 0; h < H; h++) {
-    const interest = (1 - heads.sink[l][h]) * (1 - heads.itself[l][h]) / heads.spread[l][h];
-    if (interest > best) [best, chosen.layer, chosen.stage, chosen.head] = [interest, l, l + 1, h];
-  }
+  Object.assign(chosen, { layer: opening[0], stage: opening[0] + 1, head: opening[1] });
+  const first = bestKey(T - 1);
+  put("opened", `The page opens on head ${data.layers[opening[0]]}.${opening[1]}: of all ${L * H} heads it has the largest direct effect on the logit of `,
+    token(answer), " after ", token(at(T - 1)), `, ${plus(heads.effects[opening[0]][opening[1]])}. There it attends most to `, token(at(first)),
+    `, with weight ${share(root(bytes, T, H, ...opening, T - 1, first) ** 2)}.`);
   drawAll();
   let waiting = 0;
   const again = () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(drawAll); };
