@@ -708,7 +708,7 @@
     const duration = goal ? TOKEN : OPENING;
     const far = Math.max(Math.abs(to.m - from.m), Math.abs(to.n - from.n));
     [seen, goal, following] = [from, to, 0];
-    if (calm.matches || held || far === 0 || far > FAR) {
+    if (calm.matches || dragging || far === 0 || far > FAR) {
       seen = to;
       return;
     }
@@ -755,7 +755,7 @@
   }
 
   // Drag in picture 1: turn an arrow of a pair, or both of them, and with them their tokens.
-  let held = null; // {arrow, w, x, y, from: {m, n}, at, angle}
+  let dragging = null; // {arrow, w, x, y, from: {m, n}, at, angle}
   const angleAt = (event, { x, y }) => {
     const svg = document.querySelector("#clock .plot svg").getBoundingClientRect();
     return Math.atan2(svg.top + y - event.clientY, event.clientX - svg.left - x);
@@ -765,23 +765,23 @@
     if (!grip || event.button !== 0) return;
     stop();
     const { arrow: name, pair, x, y } = grip.dataset;
-    held = { arrow: name, w: Rope.pairs(state).invFreq[pair], x: Number(x), y: Number(y), from: { m: state.m, n: state.n }, angle: 0 };
-    held.at = angleAt(event, held);
+    dragging = { arrow: name, w: Rope.pairs(state).invFreq[pair], x: Number(x), y: Number(y), from: { m: state.m, n: state.n }, angle: 0 };
+    dragging.at = angleAt(event, dragging);
     byId("clock").querySelector(".plot").setPointerCapture(event.pointerId); // the picture is replaced while it moves
-    byId("clock").classList.add("held");
+    byId("clock").classList.add("dragging");
     event.preventDefault(); // no selection of text
   }
   function drag(event) {
-    if (!held) return;
-    const at = angleAt(event, held);
-    held.angle += Rope.reduced(at - held.at);
-    held.at = at;
+    if (!dragging) return;
+    const at = angleAt(event, dragging);
+    dragging.angle += Rope.reduced(at - dragging.at);
+    dragging.at = at;
     const last = state.method === "dynamic" ? state.length - 1 : Rope.target(state) - 1;
-    set(Rope.turned(held.from, held.arrow, held.angle, held.w, last));
+    set(Rope.turned(dragging.from, dragging.arrow, dragging.angle, dragging.w, last));
   }
   function release() {
-    held = null;
-    byId("clock").classList.remove("held");
+    dragging = null;
+    byId("clock").classList.remove("dragging");
   }
 
   // ------------------------------------------------------------------------------------------------------ guided path
