@@ -296,8 +296,8 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
         before = _predictions(trace.change.logits, trace.ids)
         used |= set(_flat(before["next_ids"]))
         kl = divergence(*(x.double().log_softmax(-1) for x in (trace.change.logits, trace.logits)))
-        told, against = trace.change.descriptions, trace.change.against
-        change = {"told": told, "against": against, "kl": _numbers(kl), "before": before, "after": tokens}
+        changes, against = trace.change.descriptions, trace.change.against
+        change = {"told": changes, "against": against, "kl": _numbers(kl), "before": before, "after": tokens}
     return {
         **about,
         "layers": trace.layers,

@@ -445,7 +445,7 @@ def drag(tab: Page, arrow: str, pair: int, by: float) -> None:
         start, taken = 2.6, 0.97 * radius
     else:
         taken = math.hypot(tip[0] - centre[0], tip[1] - centre[1])
-    steps = max(2, math.ceil(abs(by) / 0.3))
+    steps = max(2, math.ceil(abs(by) / 1.5))  # below half a turn a step, so that its direction is clear
     places = [start + by * step / steps for step in range(steps + 1)]
     for number_, angle in enumerate(places):
         tab.mouse.move(centre[0] + taken * math.cos(angle), centre[1] - taken * math.sin(angle))
