@@ -151,8 +151,8 @@ def direct_effects(model: Transformer, seen: Recording, answer: int) -> Tensor:
     for block, last in zip(blocks, seen.last, strict=True):
         by_head = last.unflatten(-1, (-1, block.attention.head_dim))  # (H, D)
         alone = torch.eye(len(by_head), device=last.device, dtype=last.dtype)[..., None] * by_head  # (H, H, D)
-        wo = block.attention.wo
-        added = wo(alone.flatten(-2)) - wo(torch.zeros_like(last))  # (H, C), without the bias
+        wo, alone = block.attention.wo, alone.flatten(-2)[None]  # (1, H, H * D), as in a forward pass
+        added = (wo(alone) - wo(torch.zeros_like(alone)))[0]  # (H, C), without the bias
         normed = (added.float() * scale).type_as(added) * model.norm.weight  # (H, C)
         effects.append(model.output(normed)[:, answer].float())
     return torch.stack(effects)
