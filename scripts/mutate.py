@@ -16,7 +16,7 @@ statements, returned values, negated conditions. The weight of a mutant is 1 / s
 kinds occur too.
 
 Not mutated, because no test on a CPU can or should detect the change:
-- triton_kernels.py, triton_code.py, fused.py and cuda_graphs.py in llama/engine, which need CUDA; llama/study/errata,
+- triton_kernels.py, triton_code.py, fused.py and cuda_graphs.py in llama/engine, which need CUDA; llama/study/bugs,
   which is text
 - the style of figures: limits and ticks of axes, guide lines, colours, positions of texts
 - docstrings, annotations, decorators, imports, __all__, blocks under TYPE_CHECKING, texts (strings with a space,
@@ -60,7 +60,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 EXCLUDED = (
     *("engine/triton_kernels.py", "engine/triton_code.py", "engine/fused.py", "engine/cuda_graphs.py"),
-    "study/errata/",
+    "study/bugs/",
 )
 TEXT = ("help", "metavar", "description", "epilog", "title", "what")  # keyword arguments whose strings are for people
 SPEAKS = (

@@ -42,7 +42,7 @@ RUNS: dict[str, Words] = {
     "bench --quality": lambda model, new: ("bench", "-m", model, "--quality", str(new / "text"), "--window", "8"),
     "perplexity": lambda model, new: ("perplexity", str(new / "text"), "-m", model),
     "study": lambda model, new: ("study", "pairing"),
-    "study errata": lambda model, new: ("study", "errata", "E33"),
+    "study bugs": lambda model, new: ("study", "bugs", "step"),
     "trace": lambda model, new: ("trace", "-m", model, "hello"),
     "explain": lambda model, new: ("explain", "-m", model, "--text", "hello"),
 }

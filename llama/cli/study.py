@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from . import arguments, errata, streams
+from . import arguments, bugs, streams
 
 # option -> keyword argument of a topic's report
 OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", "rope_factor": "factor"} | {
@@ -19,9 +19,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "study",
         help="study RoPE: compute and check claims about it",
-        description="Answer a question about position encoding. Each claim is shown with the computed value, the"
-        " expected value, and PASS or FAIL. Without TOPIC: the list of topics. Exit code 1 if a check fails.",
-        usage="%(prog)s [options] [TOPIC] [ERRATUM]",
+        description="Answer a question about position encoding: the claim, the numbers and a picture. Each claim is"
+        " also checked; --checks lists the checks. Without TOPIC: the list of topics. Exit code 1 if a check fails.",
+        usage="%(prog)s [options] [TOPIC] [EXERCISE]",
         allow_abbrev=False,
     )
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a topic; 'clearllama study' lists them")
@@ -34,6 +34,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page to explore RoPE in a browser: one file, works offline"
+    )
+    parser.add_argument(
+        "--checks", action="store_true", help="list the checks: each computed value, the expected value, PASS or FAIL"
     )
     group = parser.add_argument_group("parameters of some topics")
     group.add_argument("--head-dim", type=int, metavar="D", help="dimension of a head")
@@ -56,7 +59,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--output", type=Path, metavar="FILE.csv", help="save finished windows; the next run resumes after them"
     )
     group.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16")
-    errata.add_arguments(parser)
+    bugs.add_arguments(parser)
     arguments.add_output_options(parser, json="the report as one JSON object")
     parser.set_defaults(run=run)
 
@@ -64,9 +67,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..study import topics
 
-    errata.refuse_elsewhere(args)
-    if args.topic == "errata":
-        return errata.run(args)
+    bugs.refuse_elsewhere(args)
+    if args.topic in bugs.NAMES:
+        return bugs.run(args)
     if args.html is not None:
         return _write_page(args)
     if args.which is not None and args.figure is None:
@@ -97,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         streams.write_json(reports.as_dict(report))
     else:
-        streams.write(reports.text(report))
+        streams.write(reports.text(report, args.checks))
         if topic.figures:
             streams.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FILE)")
     return 0 if report.passed or not report.checks else 1  # a report without checks has not failed
@@ -145,7 +148,7 @@ def _draw_all(args: argparse.Namespace, names: list[str], given: dict[str, Any])
     except OSError as error:
         raise UsageError(f"--figures {args.figures}: {error.strerror}") from None
     for name in names:
-        for figure in topics.find(name).figures if name != "errata" else ():
+        for figure in topics.find(name).figures if name != "bugs" else ():
             for ending in ("png", "csv"):
                 _draw(args, figure, args.figures / f"{figure.name}.{ending}", given)
     return 0

@@ -15,7 +15,7 @@ Value = bool | int | float | complex | str
 class Check:
     """One statement and whether it holds. Made by `equal`, `below`, `above` and `holds`.
 
-    claim      ids of docs/study/claims.md or of the errata, such as "000-48" or "000-48 E08"
+    claim      ids of docs/study/claims.md that the statement belongs to, separated by spaces; not shown as text
     what       the statement, in a few words
     computed   the value that was measured
     expected   a value that was derived in another way, or a bound
@@ -93,46 +93,53 @@ def wrapped(prose: str) -> tuple[str, ...]:
     return tuple(textwrap.wrap(prose, 98, break_on_hyphens=False))
 
 
-def text(report: Report) -> str:
-    """A report as text for a terminal."""
+def text(report: Report, checks: bool = False) -> str:
+    """A report as text for a terminal: prose, tables and the verdict; the list of checks on request."""
     lines = [f"{report.topic}: {report.question}"]
     if report.settings:
         lines.append("  " + ", ".join(f"{key} {value}" for key, value in report.settings.items()))
     lines += [f"  {line}" for line in report.says]
     for table in report.tables:
-        cells = [list(table.columns), *([show(value) for value in row] for row in table.rows)]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(table.columns))]
-        lines += ["", f"  {table.title}"]
-        lines += [
-            "    " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        lines += ["", *table_lines(table)]
+    failed = [check for check in report.checks if not check.passed]
+    if shown := report.checks if checks else failed:
+        lines += ["", *check_lines(shown)]
+    count = len(report.checks) - len(failed)
+    verdict = f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)} checks"
+    lines += ["", verdict if report.checks else "nothing to check: no claim is about these settings"]
+    return "\n".join(lines) + "\n"
+
+
+def table_lines(table: Table) -> list[str]:
+    """The lines of a table, with its title: the first column is aligned left if it has text, the others right."""
+    cells = [list(table.columns), *([show(value) for value in row] for row in table.rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(table.columns))]
+    left = any(isinstance(row[0], str) for row in table.rows)
+    return [
+        f"  {table.title}",
+        *(
+            "    "
+            + "  ".join(
+                cell.ljust(width) if left and column == 0 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
             for row in cells
-        ]
-    lines.append("")
-    if where := _sources(report):
-        lines.append(f"  {where}")
+        ),
+    ]
+
+
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    """One line per check: PASS or FAIL, the statement, and the two values."""
     relations = {"=": "expected", "<": "below", ">": "above"}
-    width = max((len(check.claim) for check in report.checks), default=0)
-    for check in report.checks:
+    lines = []
+    for check in checks:
         word = "PASS" if check.passed else "FAIL"
         values = "" if isinstance(check.computed, bool) and check.passed else f": {show(check.computed)}"
         if values:
             within = f"within {check.tolerance:.0e} of".replace("e-0", "e-")
             values += f", {within if check.tolerance else relations[check.relation]} {show(check.expected)}"
-        lines.append(f"  {word}  {check.claim:<{width}}  {check.what}{values}")
-    count = sum(check.passed for check in report.checks)
-    verdict = f"{'PASS' if report.passed else 'FAIL'}: {count} of {len(report.checks)}"
-    lines.append(verdict if report.checks else "nothing to check: no claim is about these settings")
-    return "\n".join(lines) + "\n"
-
-
-def _sources(report: Report) -> str:
-    """Where to look up the ids of the checks, with the first id of each kind; '' if there is nothing to look up."""
-    ids = [id for check in report.checks for id in check.claim.split()]
-    claims = [f"ids such as {id} are explained in docs/study/claims.md" for id in ids if id[0].isdigit()]
-    errata = [f"{id} by 'clearllama study errata {id}'" for id in ids if not id[0].isdigit() and id != report.topic]
-    if not claims and errata:
-        errata = [f"ids are explained, {errata[0]}"]
-    return ", ".join(claims[:1] + errata[:1])
+        lines.append(f"  {word}  {check.what}{values}")
+    return lines
 
 
 def as_dict(report: Report) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from llama.study import topics
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = [name for name in topics.TOPICS if name not in ("ppl", "heads", "errata")]  # these read files or other reports
+QUICK = [name for name in topics.TOPICS if name not in ("ppl", "heads", "bugs")]  # these read files or other reports
 CLAIMS = (ROOT / "docs" / "study" / "claims.md").read_text()
 COUNTS = {"000": 55, "001": 35, "002": 43, "003": 24, "004": 17}
 KINDS = ("law", "test", "demo", "figure", "statement")
@@ -90,7 +91,11 @@ def test_every_topic_and_figure_exists_and_names_the_claim() -> None:
         for part in shown.split("; "):
             match = re.fullmatch(r"`study (\w+)`((?:, figure `\w+`)*)", part)
             if match is None:
-                assert re.fullmatch(r"-|`study errata E\d\d[a-z]?`|`test_\w+\.py::test_\w+`", part), part
+                if proof := re.fullmatch(r"`errata/(note00\d)\.py::(E\d\d[a-z]?)`", part):
+                    module = import_module(f"tests.study.errata.{proof[1]}")
+                    assert proof[2] in [erratum.id for erratum in module.ERRATA], part
+                    continue
+                assert re.fullmatch(r"-|`test_\w+\.py::test_\w+`", part), part
                 continue
             figures = re.findall(r"figure `(\w+)`", match[2])
             assert match[1] in topics.TOPICS, f"{id}: no topic {match[1]}"
@@ -102,21 +107,32 @@ def test_every_claim_named_in_the_study_is_listed() -> None:
     """No topic, erratum or lesson names an unknown id, and the list names every topic."""
     for path in [*(ROOT / "llama" / "study").rglob("*.py"), *(ROOT / "docs" / "study").glob("*.md")]:
         assert ids_in(path.read_text()) <= set(IDS), path
-    shown = " ".join(row[3] for row in ROWS)
-    assert {name for name in topics.TOPICS if f"`study {name}" not in shown} == set()
+    assert {name for name in topics.TOPICS if f"`study {name}" not in CLAIMS} == set()
 
 
 def test_the_list_names_every_erratum_and_no_unknown_one() -> None:
-    from llama.study.errata import ERRATA
+    from .errata import ERRATA
 
     named = set(re.findall(r"\b(?:E\d\d[a-z]?|OK\d+)\b", " ".join(row[1] + row[3] for row in ROWS)))
     assert named <= set(ERRATA)
     assert {id for id in ERRATA if id.startswith("E")} <= named
 
 
+def test_the_last_section_lists_every_erratum_and_every_exercise() -> None:
+    from llama.study.bugs import BUGS
+
+    from .errata import ERRATA
+
+    section = CLAIMS.split("\n## Errata\n")[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| ")]
+    assert [row[:3] for row in rows[2:]] == [[e.id, e.kind, e.matter] for e in ERRATA.values()]
+    exercises = [match for row in rows for match in re.findall(r"^`study bugs ([a-z-]+)`$", row[3])]
+    assert sorted(exercises) == sorted(BUGS)
+
+
 def test_the_word_before_an_erratum_states_its_class() -> None:
     """Wrong is class A, Misleading is B, Half of it is C, Right is OK."""
-    from llama.study.errata import ERRATA
+    from .errata import ERRATA
 
     kinds = {"Wrong": "A", "Misleading": "B", "Half of it": "C", "Right": "OK"}
     for id, claim, *_ in ROWS:

@@ -18,7 +18,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from llama.model import Attention
-from llama.study.errata import ERRATA
+
+from .errata import ERRATA
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = ROOT / "docs" / "study"

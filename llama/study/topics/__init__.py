@@ -28,11 +28,12 @@ TOPICS = {
     "ppl": "how far does each method stretch the context of a real model?",
     "heads": "which frequencies does a trained model use, and how far does it look?",
     "precision": "how exact are the angles, by position and by dtype?",
-    "errata": "which sentences of the notes are wrong, and what proves it?",
+    "bugs": "which line is wrong, what does it cause, and how is it repaired? exercises",
 }
+ALIASES = {"errata": "bugs"}  # former name -> name
 
 
 def find(name: str) -> Topic:
     """The topic of that name. Raises UsageError if there is none."""
-    topic: Topic = import_module(f".{choice('topic', name, TOPICS)}", __name__).TOPIC
+    topic: Topic = import_module(f".{choice('topic', ALIASES.get(name, name), TOPICS)}", __name__).TOPIC
     return topic

@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ... import rope
-from ...attention import reference, reference_weights
-from ...rope_scaling import inverse_frequencies
-from .. import measures
-from ..report import Check, above, below, equal
+from llama import rope
+from llama.attention import reference, reference_weights
+from llama.rope_scaling import inverse_frequencies
+from llama.study import measures
+from llama.study.report import Check, above, below, equal
+
 from .base import (
     Array,
     Erratum,
-    Number,
-    Quiz,
     Table,
     frequencies,
     library_rotation,
@@ -76,18 +75,6 @@ E33 = Erratum(
     wrong_form=_e33_printed,
     right_form=_e33_right,
     prove=_e33,
-    quiz=Quiz(
-        line="row d = x_d * cos(a) + x_d * sin(a), the last row of the element-wise form",
-        ask="row d, where x = x_(d-1), y = x_d and a is the angle of the last pair",
-        names={
-            "x": Number("entry d - 1", -2, 2),
-            "y": Number("entry d", -2, 2),
-            "a": Number("m * theta_(d/2)", 0.2, 1.4),
-        },
-        truth=lambda x, y, a: float((rotation(a) @ [x, y])[1]),
-        printed="y*cos(a) + y*sin(a)",
-        answer="y*cos(a) + x*sin(a)",
-    ),
 )
 
 
@@ -155,14 +142,6 @@ E35 = Erratum(
     wrong_form=lambda dim: (10000 ** (2 / dim) * 2 * math.pi, dim),
     right_form=_e35_right,
     prove=_e35,
-    quiz=Quiz(
-        line="radix = 10000**(2/d) * 2 * pi",
-        ask="the radix: the period of a pair over the period of the pair before it",
-        names={"d": Number("width of the table, even", 8, 128, 8)},
-        truth=lambda d: float(frequencies(int(d))[0] / frequencies(int(d))[1]),
-        printed="10000**(2/d) * 2 * pi",
-        answer="10000**(2/d)",
-    ),
 )
 
 
@@ -203,14 +182,6 @@ E36 = Erratum(
     wrong_form=lambda hidden, heads: math.sqrt(hidden),
     right_form=_e36_right,
     prove=_e36,
-    quiz=Quiz(
-        line="scores = Q K^T / sqrt(hidden), in each of h heads",
-        ask="the divisor of the scores of a head",
-        names={"hidden": Number("hidden size", 256, 1024, 256), "h": Number("heads", 2, 8, 2)},
-        truth=lambda hidden, h: float(np.linalg.norm(np.ones((int(hidden), 1)) / h**0.5)),
-        printed="sqrt(hidden)",
-        answer="sqrt(hidden / h)",
-    ),
 )
 
 

@@ -11,20 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ... import rope
-from ...attention import causal_mask, reference_weights
-from ...config import ModelConfig
-from ...model import Transformer, TransformerBlock
-from ...rope_scaling import inverse_frequencies
-from .. import measures
-from ..encodings import Learned
-from ..report import Check, above, below, equal, holds
+from llama import rope
+from llama.attention import causal_mask, reference_weights
+from llama.config import ModelConfig
+from llama.model import Transformer, TransformerBlock
+from llama.rope_scaling import inverse_frequencies
+from llama.study import measures
+from llama.study.encodings import Learned
+from llama.study.report import Check, above, below, equal, holds
+
 from .base import (
     CONFIG,
     Array,
     Erratum,
-    Number,
-    Quiz,
     Table,
     block_by_hand,
     fit_residual,
@@ -75,18 +74,6 @@ E24 = Erratum(
     wrong_form=_e24_printed,
     right_form=library_table,
     prove=_e24,
-    quiz=Quiz(
-        line="for i in range(0, d, 2): pe[pos, i] = sin(pos / 10000**((2*i)/d))",
-        ask="pe[pos, i]",
-        names={
-            "pos": Number("position", 1, 40, 1),
-            "i": Number("loop variable, 2, 4, 6", 2, 6, 2),
-            "d": Number("width of the table", 8, 64, 8),
-        },
-        truth=lambda pos, i, d: sinusoid_table(int(pos) + 1, int(d))[int(pos), int(i)],
-        printed="sin(pos / 10000**((2*i)/d))",
-        answer="sin(pos / 10000**(i/d))",
-    ),
 )
 
 
@@ -126,18 +113,6 @@ E25 = Erratum(
     wrong_form=_e25_printed,
     right_form=library_table,
     prove=_e25,
-    quiz=Quiz(
-        line="for i in range(0, d, 2): pe[pos, i+1] = cos(pos / 10000**((2*(i+1))/d))",
-        ask="pe[pos, i+1]",
-        names={
-            "pos": Number("position", 1, 40, 1),
-            "i": Number("loop variable, 0, 2, 4, 6", 0, 6, 2),
-            "d": Number("width of the table", 8, 64, 8),
-        },
-        truth=lambda pos, i, d: sinusoid_table(int(pos) + 1, int(d))[int(pos), int(i) + 1],
-        printed="cos(pos / 10000**((2*(i+1))/d))",
-        answer="cos(pos / 10000**(i/d))",
-    ),
 )
 
 
@@ -526,14 +501,6 @@ E32 = Erratum(
     wrong_form=lambda scaling: scaling,
     right_form=lambda scaling: scaling**2,
     prove=_e32,
-    quiz=Quiz(
-        line="cos = cos * a; sin = sin * a scales the logits by a",
-        ask="the factor by which the logits q . k are multiplied",
-        names={"a": Number("attention_scaling", 1.05, 2)},
-        truth=lambda a: float(np.dot(a * rotated(np.ones((1, 4)), [5])[0], a * rotated(np.ones((1, 4)), [5])[0]) / 4),
-        printed="a",
-        answer="a ** 2",
-    ),
 )
 
 
@@ -565,14 +532,6 @@ E52 = Erratum(
     wrong_form=lambda positions: positions[None, :] < positions[:, None],
     right_form=lambda positions: causal_mask(positions, positions),
     prove=_e52,
-    quiz=Quiz(
-        line="token m (from 0) of a decoder has m scores, one for each token before it",
-        ask="the number of scores of token m",
-        names={"m": Number("token, counted from 0", 0, 30, 1)},
-        truth=lambda m: float(np.tril(np.ones((32, 32)))[int(m)].sum()),
-        printed="m",
-        answer="m + 1",
-    ),
 )
 
 

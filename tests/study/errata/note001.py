@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...rope_scaling import SCALINGS, Base, inverse_frequencies
-from .. import measures
-from ..report import Check, above, below, equal
+from llama.rope_scaling import SCALINGS, Base, inverse_frequencies
+from llama.study import measures
+from llama.study.report import Check, above, below, equal
+
 from .base import (
     Array,
     Erratum,
-    Number,
-    Quiz,
     Table,
     fit_residual,
     frequencies,
@@ -170,14 +169,6 @@ E16 = Erratum(
     wrong_form=lambda dim: 0,
     right_form=lambda dim: dim // 2 - 1,
     prove=_e16,
-    quiz=Quiz(
-        line="lowest frequency: i = 0",
-        ask="the index i, from 0, of the pair with the lowest frequency",
-        names={"d": Number("head dimension, even", 4, 128, 2)},
-        truth=lambda d: float(np.argmin(frequencies(int(d)))),
-        printed="0",
-        answer="d/2 - 1",
-    ),
 )
 
 
@@ -212,14 +203,6 @@ E17 = Erratum(
     wrong_form=(3, 60.0),
     right_form=(6, 60.0**3),
     prove=_e17,
-    quiz=Quiz(
-        line="base = r, for a clock with p hands, each r times slower than the one before",
-        ask="the base of a RoPE with p pairs (d = 2p) in which neighbouring frequencies differ by the factor r",
-        names={"r": Number("ratio of neighbouring hands", 2, 60, 1), "p": Number("pairs", 2, 5, 1)},
-        truth=lambda r, p: float(np.prod(np.full(int(p), r))),
-        printed="r",
-        answer="r ** p",
-    ),
 )
 
 
@@ -253,17 +236,6 @@ E18 = Erratum(
     wrong_form=lambda periods: periods * np.array([1.0, 1.5, 2.0]),
     right_form=lambda periods: periods * np.cumprod([1.0, 1.5, 2.0]),
     prove=_e18,
-    quiz=Quiz(
-        line="the hour hand turns b times slower (an hour has a times as many minutes, a round b times as many hours)",
-        ask="how many times slower the hour hand turns",
-        names={
-            "a": Number("factor of the minutes per hour", 1.2, 3),
-            "b": Number("factor of the hours per round", 1.2, 3),
-        },
-        truth=lambda a, b: (60 * (60 * a) * (12 * b)) / (60 * 60 * 12),
-        printed="b",
-        answer="a * b",
-    ),
 )
 
 
@@ -296,18 +268,6 @@ E19 = Erratum(
     wrong_form=lambda position, trained, tested: position / (trained / tested),
     right_form=_e19_right,
     prove=_e19,
-    quiz=Quiz(
-        line="new position = pos / (L_train / L_test)",
-        ask="the position that PI uses instead of pos; L_test is mapped to L_train",
-        names={
-            "pos": Number("position in the long text", 1, 8000, 1),
-            "L_train": Number("trained length", 1024, 4096, 1024),
-            "L_test": Number("length of the text", 8192, 32768, 8192),
-        },
-        truth=lambda pos, L_train, L_test: float(np.interp(pos, [0, L_test], [0, L_train])),
-        printed="pos / (L_train / L_test)",
-        answer="pos * L_train / L_test",
-    ),
 )
 
 
@@ -350,18 +310,6 @@ E20 = Erratum(
     wrong_form=lambda factor, base, dim: 500000.0,
     right_form=_e20_right,
     prove=_e20,
-    quiz=Quiz(
-        line="base' = 500000",
-        ask="the base for which the last pair, i = d/2 - 1, turns exactly s times slower",
-        names={
-            "base": Number("the old base", 10000, 20000, 1000),
-            "s": Number("factor", 2, 16, 1),
-            "d": Number("head dimension", 32, 128, 32),
-        },
-        truth=lambda base, s, d: _e20_solve(base, s, d),
-        printed="500000",
-        answer="base * s ** (d / (d - 2))",
-    ),
 )
 
 
@@ -422,20 +370,6 @@ E21 = Erratum(
     wrong_form=_e21_printed,
     right_form=_e21_right,
     prove=_e21,
-    quiz=Quiz(
-        line="NTK-aware divides the frequency of pair i by 1 (high frequencies are unchanged)",
-        ask="the divisor of pair i in NTK-aware scaling with base' = base * s**(d/(d-2))",
-        names={
-            "i": Number("pair index, from 0", 1, 15, 1),
-            "s": Number("factor", 2, 8, 1),
-            "d": Number("head dimension", 32, 128, 32),
-        },
-        truth=lambda i, s, d: float(
-            frequencies(int(d))[int(i)] / frequencies(int(d), 10000.0 * s ** (d / (d - 2)))[int(i)]
-        ),
-        printed="1",
-        answer="s ** (2*i / (d-2))",
-    ),
 )
 
 
@@ -514,14 +448,6 @@ E23 = Erratum(
     wrong_form=lambda factor, ratio: float(factor),
     right_form=_e23_right,
     prove=_e23,
-    quiz=Quiz(
-        line="dynamic NTK with factor f stretches the last pair by f at n = f * L",
-        ask="the factor by which it stretches the last pair at n = f * L (its rule: f * n / L - (f - 1))",
-        names={"f": Number("factor", 2, 8, 1)},
-        truth=lambda f: float(np.polyval([f, 1 - f], f)),
-        printed="f",
-        answer="f**2 - f + 1",
-    ),
 )
 
 

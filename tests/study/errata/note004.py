@@ -10,17 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import rope
-from ...rope_scaling import inverse_frequencies
-from .. import measures
-from ..encodings import Rotary, additive_terms, scores
-from ..measures import diagonal_spread, sinusoids
-from ..report import Check, above, below, equal, holds
+from llama import rope
+from llama.rope_scaling import inverse_frequencies
+from llama.study import measures
+from llama.study.encodings import Rotary, additive_terms, scores
+from llama.study.measures import diagonal_spread, sinusoids
+from llama.study.report import Check, above, below, equal, holds
+
 from .base import (
     Array,
     Erratum,
-    Number,
-    Quiz,
     Table,
     frequencies,
     library_table,
@@ -129,17 +128,6 @@ E41 = Erratum(
     wrong_form=_e41_printed,
     right_form=library_table,
     prove=_e41,
-    quiz=Quiz(
-        line="div_term = exp(-arange(0, seq_len, 2) * log(10000) / d_model), which has seq_len/2 elements",
-        ask="the number of elements that div_term must have",
-        names={
-            "seq_len": Number("positions, even", 4, 64, 2),
-            "d_model": Number("width of the table, even", 8, 128, 2),
-        },
-        truth=lambda seq_len, d_model: float(np.zeros((int(seq_len), int(d_model)))[:, 0::2].shape[1]),
-        printed="seq_len / 2",
-        answer="d_model / 2",
-    ),
 )
 
 
@@ -173,14 +161,6 @@ E42 = Erratum(
     wrong_form=lambda pair, dim: math.exp(2 * pair / dim) * math.log(10000),
     right_form=lambda pair, dim: float(inverse_frequencies(dim)[0][pair]),
     prove=_e42,
-    quiz=Quiz(
-        line="1 / 10000**(2*i/d) = exp(2*i/d) * log(10000)",
-        ask="the right side, with exp and log",
-        names={"i": Number("pair index, from 0", 0, 3, 1), "d": Number("width of the table", 8, 64, 8)},
-        truth=lambda i, d: float(frequencies(int(d))[int(i)]),
-        printed="exp(2*i/d) * log(10000)",
-        answer="exp(-(2*i/d) * log(10000))",
-    ),
 )
 
 
@@ -255,14 +235,6 @@ E44 = Erratum(
     wrong_form=lambda dim: np.linspace(1.0, frequencies(dim)[-1], dim // 2),
     right_form=lambda dim: measures.frequencies(dim).numpy(),
     prove=_e44,
-    quiz=Quiz(
-        line="w = 1 - (1 - 1/10000) * i / (d/2 - 1): the frequency falls linearly",
-        ask="w, the frequency of pair i",
-        names={"i": Number("pair index, from 0", 0, 15, 1), "d": Number("width of the table", 32, 128, 32)},
-        truth=lambda i, d: float(frequencies(int(d))[int(i)]),
-        printed="1 - (1 - 1/10000) * i / (d/2 - 1)",
-        answer="10000 ** (-2*i/d)",
-    ),
 )
 
 
@@ -305,14 +277,6 @@ E45 = Erratum(
     wrong_form=lambda dim: 1 / 10000,
     right_form=lambda dim: float(inverse_frequencies(dim)[0][-1]),
     prove=_e45,
-    quiz=Quiz(
-        line="lowest frequency = 1/10000 for every d",
-        ask="the lowest frequency of a table of width d",
-        names={"d": Number("width of the table, even", 4, 128, 4)},
-        truth=lambda d: float(frequencies(int(d)).min()),
-        printed="1/10000",
-        answer="10000 ** (-(d-2)/d)",
-    ),
 )
 
 
@@ -349,18 +313,6 @@ E46 = Erratum(
     wrong_form=lambda m, n, w: ((m - n) * w, (n - m) * w),
     right_form=lambda m, n, w: (m * w, n * w),
     prove=_e46,
-    quiz=Quiz(
-        line="theta_1 = (m - n) * w in cos(theta_1)*cos(theta_2) + sin(theta_1)*sin(theta_2)",
-        ask="theta_1 of a token at position m",
-        names={
-            "m": Number("position of the first token", 5, 9, 1),
-            "n": Number("position of the second", 1, 4, 1),
-            "w": Number("frequency of the pair", 0.05, 0.3),
-        },
-        truth=lambda m, n, w: float(np.angle(np.exp(1j * w) ** m)),
-        printed="(m - n) * w",
-        answer="m * w",
-    ),
 )
 
 
@@ -487,14 +439,6 @@ E49 = Erratum(
     wrong_form=lambda theta: complex(math.cos(theta), math.sin(theta)),
     right_form=_e49_right,
     prove=_e49,
-    quiz=Quiz(
-        line="PE(2i) + i PE(2i+1) = cos(theta) + i sin(theta), so its imaginary part is sin(theta)",
-        ask="the imaginary part of PE(2i) + i PE(2i+1)",
-        names={"theta": Number("the angle", 0.1, 1.5)},
-        truth=lambda theta: float((1j * np.exp(-1j * theta)).imag),
-        printed="sin(theta)",
-        answer="cos(theta)",
-    ),
 )
 
 
@@ -531,18 +475,6 @@ E50 = Erratum(
     wrong_form=lambda position, dim: position * frequencies(dim),
     right_form=_e50_right,
     prove=_e50,
-    quiz=Quiz(
-        line="speed of pair i = theta = pos / 10000**(2*i/d)",
-        ask="the speed of pair i, in radians per position",
-        names={
-            "pos": Number("position", 2, 50, 1),
-            "i": Number("pair index, from 0", 0, 2, 1),
-            "d": Number("width of the table", 6, 24, 6),
-        },
-        truth=lambda pos, i, d: float((pos + 1) * frequencies(int(d))[int(i)] - pos * frequencies(int(d))[int(i)]),
-        printed="pos / 10000**(2*i/d)",
-        answer="10000**(-2*i/d)",
-    ),
 )
 
 

@@ -10,19 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import rope
-from ...attention import causal_mask, reference_weights
-from ...config import ModelConfig
-from ...model import Attention
-from ...rope_scaling import inverse_frequencies
-from ..encodings import Encoding, Rotary, attend, scores
-from ..measures import turn
-from ..report import Check, above, below, equal, holds
+from llama import rope
+from llama.attention import causal_mask, reference_weights
+from llama.config import ModelConfig
+from llama.model import Attention
+from llama.rope_scaling import inverse_frequencies
+from llama.study.encodings import Encoding, Rotary, attend, scores
+from llama.study.measures import turn
+from llama.study.report import Check, above, below, equal, holds
+
 from .base import (
     Array,
     Erratum,
-    Number,
-    Quiz,
     Table,
     fit_residual,
     frequencies,
@@ -89,18 +88,6 @@ E01 = Erratum(
     wrong_form=_e01_printed,
     right_form=library_table,
     prove=_e01,
-    quiz=Quiz(
-        line="p[i, 2t] = sin(i / 10000**(2*i/d))",
-        ask="p[i, 2t]",
-        names={
-            "i": Number("position", 1, 40, 1),
-            "t": Number("pair index, from 0", 0, 3, 1),
-            "d": Number("width of the table", 8, 64, 8),
-        },
-        truth=lambda i, t, d: sinusoid_table(int(i) + 1, int(d))[int(i), 2 * int(t)],
-        printed="sin(i / 10000**(2*i/d))",
-        answer="sin(i / 10000**(2*t/d))",
-    ),
 )
 
 
@@ -148,14 +135,6 @@ E02 = Erratum(
     wrong_form=_e02_printed,
     right_form=_e02_right,
     prove=_e02,
-    quiz=Quiz(
-        line="{2t, 2t+1} is a subset of {1, ..., d}, so the largest t is (d-1)/2",
-        ask="the largest t",
-        names={"d": Number("width of the table, even", 4, 128, 2)},
-        truth=lambda d: float([index // 2 for index in range(int(d))][-1]),
-        printed="(d-1)/2",
-        answer="d/2 - 1",
-    ),
 )
 
 
@@ -192,14 +171,6 @@ E03 = Erratum(
     wrong_form=_e03_printed,
     right_form=_e03_right,
     prove=_e03,
-    quiz=Quiz(
-        line="theta_t = 10000**(-2*(t-1)/d), t = 1 .. d; the smallest is 10000**(-2*(d-1)/d)",
-        ask="the smallest angle of a head of dimension d",
-        names={"d": Number("head dimension, even", 4, 128, 4)},
-        truth=lambda d: float(frequencies(int(d)).min()),
-        printed="10000**(-2*(d-1)/d)",
-        answer="10000**(-2*(d/2-1)/d)",
-    ),
 )
 
 
@@ -256,14 +227,6 @@ E04 = Erratum(
     wrong_form=lambda heads, query_group_num: query_group_num,
     right_form=lambda heads, query_group_num: heads // query_group_num,
     prove=_e04,
-    quiz=Quiz(
-        line="n_kv_heads = g, where g is the example's query_group_num",
-        ask="n_kv_heads, such that xk in the example (heads = 2, g = 2) has one head",
-        names={"heads": Number("query heads", 8, 64, 8), "g": Number("query_group_num", 2, 4, 2)},
-        truth=lambda heads, g: float(len({head // int(g) for head in range(int(heads))})),
-        printed="g",
-        answer="heads / g",
-    ),
 )
 
 
@@ -425,14 +388,6 @@ E08 = Erratum(
     wrong_form=lambda m, w: m * w,
     right_form=lambda m, w: 2 * np.abs(np.sin(m * w / 2)),
     prove=_e08,
-    quiz=Quiz(
-        line="change of a pair of length 1 = m * w (it grows with the angle)",
-        ask="the distance that a pair of length 1 moves when rotated by the angle m * w, less than a full turn",
-        names={"m": Number("position", 1, 6, 1), "w": Number("frequency of the pair", 0.3, 1.0)},
-        truth=lambda m, w: abs(complex(math.cos(m * w), math.sin(m * w)) - 1),
-        printed="m * w",
-        answer="2 * sin(m * w / 2)",
-    ),
 )
 
 
@@ -481,22 +436,6 @@ E09 = Erratum(
     wrong_form=_e09_printed,
     right_form=_e09_right,
     prove=_e09,
-    quiz=Quiz(
-        line="q_m . k_n = (q1*k1 + q2*k2) * cos((m-n)*theta) + (q2*k1 - q1*k2) * sin((m-n)*theta)",
-        ask="q_m . k_n, with (q1, q2) rotated by m*theta and (k1, k2) by n*theta",
-        names={
-            "q1": Number("query before rotation, first entry", -2, 2),
-            "q2": Number("its second entry", -2, 2),
-            "k1": Number("key before rotation, first entry", -2, 2),
-            "k2": Number("its second entry", -2, 2),
-            "m": Number("position of the query", 5, 9, 1),
-            "n": Number("position of the key", 0, 4, 1),
-            "theta": Number("angle per position", 0.1, 0.5),
-        },
-        truth=_e09_true,
-        printed="(q1*k1 + q2*k2) * cos((m-n)*theta) + (q2*k1 - q1*k2) * sin((m-n)*theta)",
-        answer="(q1*k1 + q2*k2) * cos((m-n)*theta) - (q2*k1 - q1*k2) * sin((m-n)*theta)",
-    ),
 )
 
 
@@ -652,19 +591,6 @@ E13 = Erratum(
     wrong_form=lambda q, k, angle: (q * k * complex(math.cos(angle), math.sin(angle))).real,
     right_form=_e13_right,
     prove=_e13,
-    quiz=Quiz(
-        line="at m = n the score is Re[q~ k~^*] = q1*k1 - q2*k2",
-        ask="Re[q~ k~^*], where the star is the conjugate",
-        names={
-            "q1": Number("real part of q~", -2, 2),
-            "q2": Number("imaginary part of q~", -2, 2),
-            "k1": Number("real part of k~", -2, 2),
-            "k2": Number("imaginary part of k~", -2, 2),
-        },
-        truth=lambda q1, q2, k1, k2: (np.conj(complex(k1, k2)) * complex(q1, q2)).real,
-        printed="q1*k1 - q2*k2",
-        answer="q1*k1 + q2*k2",
-    ),
 )
 
 
@@ -700,14 +626,6 @@ E53 = Erratum(
     wrong_form=lambda table, start, count: table.freqs_cis(torch.arange(count), count),
     right_form=lambda table, start, count: table.freqs_cis(torch.arange(start, start + count), start + count),
     prove=_e53,
-    quiz=Quiz(
-        line="new token j (from 0) uses row j of freqs_cis",
-        ask="the row that new token j uses with `start` tokens in the cache",
-        names={"j": Number("new token, from 0", 0, 9, 1), "start": Number("tokens in the cache", 1, 50, 1)},
-        truth=lambda j, start: float(len([0] * int(start) + [0] * int(j))),  # tokens before it
-        printed="j",
-        answer="start + j",
-    ),
 )
 
 

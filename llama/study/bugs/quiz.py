@@ -1,4 +1,4 @@
-"""Checking an answer of the quiz: a small calculator, and random values to compare an expression at.
+"""Checking the answer to an exercise: a small calculator, and random values to compare an expression at.
 
 An expression is parsed into Python's syntax tree, which is then walked; no part of it is executed. Anything except
 numbers, known names, signs, + - * / ** % and five functions is rejected with a one-line message.
@@ -12,11 +12,14 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import UsageError
-from .base import Quiz
+
+if TYPE_CHECKING:
+    from .base import Bug
 
 LONGEST = 200  # characters in an expression
 DEEPEST = 40  # levels of its tree
@@ -107,6 +110,22 @@ def _bounded(compute: Callable[[], float]) -> float:
 
 
 @dataclass(frozen=True)
+class Number:
+    """A random number of an exercise: low to high, in steps or, with step 0, uniformly distributed."""
+
+    meaning: str
+    low: float
+    high: float
+    step: float = 0.0
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """Draw one value."""
+        if not self.step:
+            return float(rng.uniform(self.low, self.high))
+        return self.low + self.step * int(rng.integers(round((self.high - self.low) / self.step) + 1))
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Whether an expression is right, with its result at the first values where it is not, or at the last ones."""
 
@@ -115,13 +134,18 @@ class Verdict:
     computed: float
     expected: float
 
+    @property
+    def error(self) -> float:
+        """The error of the result, relative to the expected value where that exceeds 1e-3."""
+        return abs(self.computed - self.expected) / max(abs(self.expected), 1e-3)
 
-def judge(quiz: Quiz, text: str, seed: int = 0, draws: int = 7) -> Verdict:
+
+def judge(bug: Bug, text: str, seed: int = 0, draws: int = 7) -> Verdict:
     """Compare an expression with the truth for several draws of its variables. Raises UsageError as `evaluate` does."""
     rng = np.random.default_rng(seed)
     for _ in range(draws):
-        values = {name: number.draw(rng) for name, number in quiz.names.items()}
-        computed, expected = evaluate(text, values), float(quiz.truth(**values))
+        values = {name: number.draw(rng) for name, number in bug.names.items()}
+        computed, expected = evaluate(text, values), float(bug.truth(**values))
         if not abs(computed - expected) <= 1e-9 + 1e-6 * abs(expected):
             return Verdict(False, values, computed, expected)
     return Verdict(True, values, computed, expected)

@@ -7,7 +7,7 @@ written independently of the library in numpy and float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ... import rope
-from ...config import ModelConfig
-from ...model import Transformer
-from ...rope_scaling import inverse_frequencies
-from ..measures import sinusoids
-from ..report import Check
+from llama import rope
+from llama.config import ModelConfig
+from llama.model import Transformer
+from llama.rope_scaling import inverse_frequencies
+from llama.study.measures import sinusoids
+from llama.study.report import Check
 
 Array = NDArray[Any]
 Table = Callable[[int, int], Any]  # (positions, width) -> (positions, width)
@@ -34,42 +34,6 @@ KINDS: dict[Kind, str] = {
     "C": "true but incomplete",
     "OK": "looks wrong, but is right",
 }
-
-
-@dataclass(frozen=True)
-class Number:
-    """A random number of a quiz: low to high, in steps or, with step 0, uniformly distributed."""
-
-    meaning: str
-    low: float
-    high: float
-    step: float = 0.0
-
-    def draw(self, rng: np.random.Generator) -> float:
-        """Draw one value."""
-        if not self.step:
-            return float(rng.uniform(self.low, self.high))
-        return self.low + self.step * int(rng.integers(round((self.high - self.low) / self.step) + 1))
-
-
-@dataclass(frozen=True)
-class Quiz:
-    """A wrong line to correct.
-
-    line     the line as printed in the note
-    ask      the quantity that the answer must express
-    names    variables of the expression, in addition to pi and the functions of quiz.py
-    truth    computes that quantity independently, with the drawn numbers as keyword arguments
-    printed  the note's expression, which differs from `truth`
-    answer   a right expression
-    """
-
-    line: str
-    ask: str
-    names: Mapping[str, Number]
-    truth: Callable[..., float]
-    printed: str
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -87,7 +51,6 @@ class Erratum:
                 "correction"
     right_form  what is right, by the library; for OK what is printed
     prove       (wrong form, right form) -> checks
-    quiz        the line as an exercise, if an expression can answer it
     """
 
     id: str
@@ -100,7 +63,6 @@ class Erratum:
     wrong_form: Any
     right_form: Any
     prove: Callable[[Any, Any], Sequence[Check]]
-    quiz: Quiz | None = None
 
     def proof(self, wrong_form: Any = None, right_form: Any = None) -> Sequence[Check]:
         """Run the proof. Other forms may replace the erratum's own, to test the proof itself."""
