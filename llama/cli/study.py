@@ -100,10 +100,22 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         streams.write_json(reports.as_dict(report))
     else:
-        streams.write(reports.text(report, args.checks))
+        streams.write(reports.text(report, args.checks, _picture(topic, given)))
         if topic.figures:
             streams.info(args, f"figures: {', '.join(figure.name for figure in topic.figures)} (--figure FILE)")
     return 0 if report.passed or not report.checks else 1  # a report without checks has not failed
+
+
+def _picture(topic: Any, given: dict[str, Any]) -> list[str]:
+    """The first figure of the topic that can be drawn with characters; [] if there is none."""
+    from ..study.topics.base import options_of
+
+    for figure in topic.figures:
+        if figure.sketch is not None:
+            accepted = {key: value for key, value in given.items() if key in options_of(figure.data)}
+            lines: list[str] = figure.sketch(figure.data(**accepted))
+            return lines
+    return []
 
 
 def _write_page(args: argparse.Namespace) -> int:

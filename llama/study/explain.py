@@ -239,7 +239,7 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
         ),
         Recipe(
             "RoPE",
-            "q'_j = q_j e^(i m w_j),  k'_j = k_j e^(i m w_j),  w_j = theta^(-2j/D)"
+            "q'_j = q_j e^(i m ω_j),  k'_j = k_j e^(i m ω_j),  ω_j = θ^(-2j/D)"
             + (f" scaled by {kind}" if kind != "default" else "")
             + ": pair j at position m; v is unchanged",
             (("q'", "(H, T, D)"), ("k'", "(KV, T, D)")),
@@ -406,11 +406,11 @@ def explain(
     if layer:
         says.append(f"the comparison starts from the output of blocks 0 to {layer - 1}")
     if not _rotates(net, layer):
-        says.append("this block has no RoPE: all angles w_j are 0, so q' = q and k' = k")
+        says.append("this block has no RoPE: all frequencies ω_j are 0, so q' = q and k' = k")
     if net.rope.layout == "half":
         says.append("q and k are shown in Meta's layout; the form half has entry 2i + j of a head at j D/2 + i")
     if config.rope_scaling is not None:
-        says.append("the model's frequencies are scaled; the comparison uses w_j from the library")
+        says.append("the model's frequencies are scaled; the comparison uses ω_j from the library")
     checks = [step.check for step in steps]
     return Explanation(steps, Report("explain", "what happens to one token in one block?", checks, (), says, settings))
 

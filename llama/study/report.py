@@ -93,14 +93,17 @@ def wrapped(prose: str) -> tuple[str, ...]:
     return tuple(textwrap.wrap(prose, 98, break_on_hyphens=False))
 
 
-def text(report: Report, checks: bool = False) -> str:
-    """A report as text for a terminal: prose, tables and the verdict; the list of checks on request."""
+def text(report: Report, checks: bool = False, picture: Sequence[str] = ()) -> str:
+    """A report as text for a terminal: prose, tables, a picture and the verdict; the list of checks on request."""
     lines = [f"{report.topic}: {report.question}"]
     if report.settings:
-        lines.append("  " + ", ".join(f"{key} {value}" for key, value in report.settings.items()))
+        names = {"theta": "base θ"}
+        lines.append("  " + ", ".join(f"{names.get(key, key)} {value}" for key, value in report.settings.items()))
     lines += [f"  {line}" for line in report.says]
     for table in report.tables:
         lines += ["", *table_lines(table)]
+    if picture:
+        lines += ["", *(f"  {line}" for line in picture)]
     failed = [check for check in report.checks if not check.passed]
     if shown := report.checks if checks else failed:
         lines += ["", *check_lines(shown)]

@@ -219,18 +219,20 @@ def test_the_tolerance_for_float32_is_its_rounding_error() -> None:
 
 
 def test_scale_reports_which_checks_have_no_pair() -> None:
-    for D, checks, words in ((6, 14, "the 3 checks of E21 do not apply"), (128, 17, "")):
+    for D, checks, words in ((6, 14, "the 3 checks of the pairs between do not apply"), (128, 17, "")):
         report = scale.report(head_dim=D)
         assert len(report.checks) == checks
         assert ("not apply" in " ".join(report.says)) == bool(words)
         assert words in " ".join(report.says)
     for D in range(4, 64, 2):
         report = scale.report(head_dim=D)
-        of_e21 = sum(check.claim == "E21" for check in report.checks)
-        assert {0: "the 3 checks of E21 do not apply", 2: "1 of the 3 checks of E21 does not apply", 3: ""}[
-            of_e21
-        ] in " ".join(report.says)
-        assert ("apply" in " ".join(report.says)) == (of_e21 < 3)
+        between = sum("which needs" in check.what or "radians of pair" in check.what for check in report.checks)
+        assert {
+            0: "the 3 checks of the pairs between do not apply",
+            2: "1 of the 3 checks of the pairs between does not apply",
+            3: "",
+        }[between] in " ".join(report.says)
+        assert ("apply" in " ".join(report.says)) == (between < 3)
         within_limits(report)
 
 
@@ -264,22 +266,22 @@ def litgpt_yarn(base: rope_scaling.Base, scaling: Any) -> tuple[torch.Tensor, fl
 
 
 WRONG_SCALINGS: list[tuple[str, str, Scaling, str]] = [
-    ("wavelengths", "default", lambda b, s: (b.theta ** (-torch.arange(b.dim // 2).double() / b.dim), 1.0), "E16"),
-    ("wavelengths", "ntk", lambda b, s: (b.inv_freq(stretch=s["factor"]), 1.0), "E21"),
-    ("wavelengths", "yarn", litgpt_yarn, "E21"),
-    ("wavelengths", "linear", lambda b, s: (b.inv_freq(), 1.0), "E21"),
-    ("scale", "linear", lambda b, s: (b.inv_freq() * s["factor"], 1.0), "E19"),
+    ("wavelengths", "default", lambda b, s: (b.theta ** (-torch.arange(b.dim // 2).double() / b.dim), 1.0), "001-25"),
+    ("wavelengths", "ntk", lambda b, s: (b.inv_freq(stretch=s["factor"]), 1.0), "001-23"),
+    ("wavelengths", "yarn", litgpt_yarn, "001-23"),
+    ("wavelengths", "linear", lambda b, s: (b.inv_freq(), 1.0), "001-23"),
+    ("scale", "linear", lambda b, s: (b.inv_freq() * s["factor"], 1.0), "001-18"),
     ("scale", "ntk", lambda b, s: (b.inv_freq(stretch=s["factor"]), 1.0), "001-30"),
-    ("scale", "dynamic", lambda b, s: (b.inv_freq(), 1.0), "E23"),
+    ("scale", "dynamic", lambda b, s: (b.inv_freq(), 1.0), "001-35"),
     ("scale", "yarn", litgpt_yarn, "002-15"),
-    ("scale", "yarn", lambda b, s: (rope_scaling.yarn(b, s)[0], 1.0), "E32"),
+    ("scale", "yarn", lambda b, s: (rope_scaling.yarn(b, s)[0], 1.0), "002-25"),
     ("scale", "yarn", lambda b, s: rope_scaling.yarn(b, {**s, "truncate": True}), "002-15"),
     ("scale", "yarn", lambda b, s: rope_scaling.yarn(b, {k: v for k, v in s.items() if k != "mscale"}), "002-25"),
     ("scale", "yarn", lambda b, s: rope_scaling.yarn(b, s | {"mscale_all_dim": s.get("mscale")}), "002-25"),
-    ("scale", "llama3", lambda b, s: (b.inv_freq() / s["factor"], 1.0), "OK12"),
+    ("scale", "llama3", lambda b, s: (b.inv_freq() / s["factor"], 1.0), "002-15"),
     ("scale", "longrope", lambda b, s: (b.inv_freq(), 1.0), "002-15"),
     ("scale", "proportional", lambda b, s: (b.inv_freq(), 1.0), "002-15"),
-    ("clock", "ntk", lambda b, s: (b.inv_freq() / s["factor"], 1.0), "E18"),
+    ("clock", "ntk", lambda b, s: (b.inv_freq() / s["factor"], 1.0), "001-28"),
     ("clock", "linear", lambda b, s: (b.inv_freq(), 1.0), "001-27"),
 ]
 
@@ -323,7 +325,7 @@ REAL_APPLY = rope.apply_rotary_emb
         ("decay", decay, "mean_cosine", lambda inv_freq, distances: -distances.double()),
         ("decay", rope, "apply_rotary_emb", backwards),
         ("decay", rope, "apply_rotary_emb", by_halves),
-        ("clock", clock, "NOTE", (1.0, 1.5, 4 / 3)),
+        ("clock", clock, "STEPS", (1.0, 1.5, 4 / 3)),
         ("clock", clock, "CLOCK", [1.0, 1.0, 1.0]),
         ("clock", clock, "BASE", 60.0),
         ("pairing", rope, "to_half_layout", lambda weight, head_dim: weight),
@@ -532,7 +534,7 @@ def test_figure_clock(s: float) -> None:
         "NTK-aware": (60, 3600 * s**0.5, 43200 * s),
     }
     if s == 3:
-        periods["the notes"] = (60, 60 * 90, 60 * 90 * 24)
+        periods["published"] = (60, 60 * 90, 60 * 90 * 24)
     assert set(data["clock"]) == set(periods)
     for name, expected in periods.items():
         rows = rows_of(data, "clock", name)

@@ -11,6 +11,7 @@ import torch
 from .. import measures
 from ..figure import Data, Figure
 from ..report import Report, Table, equal, wrapped
+from ..sketch import shades
 from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
@@ -44,7 +45,7 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
         settings={"width d": head_dim, "theta": theta},
         says=wrapped(
             "A binary digit repeats after 2, 4, 8, ... numbers, a pair after 2 pi, 2 pi beta, 2 pi beta^2, ..."
-            " positions, with beta = theta^(2/d). So a position is a number of d/2 digits of radix beta, and each digit"
+            " positions, with beta = θ^(2/d). So a position is a number of d/2 digits of radix beta, and each digit"
             f" is the angle of a hand. Reading every hand to 1/{marks} of a turn determines the position exactly."
         ),
         tables=(
@@ -62,7 +63,7 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
                 [
                     ("computed", radix, len(waves), f"{span:.4g}"),
                     (
-                        "as published, with 2 pi (E35)",
+                        "as published, with 2 pi",
                         2 * math.pi * radix,
                         head_dim,
                         _power(2 * math.pi * radix, head_dim - 1),
@@ -73,12 +74,12 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
         checks=(
             equal("003-13", "periods of four bits", ", ".join(map(str, periods)), "2, 4, 8, 16"),
             equal("003-12", "largest change of a pair after one wavelength", returns, 0.0, 1e-5),
-            equal("E35", "ratio of successive wavelengths, smallest", float(steps.min()), radix, 1e-5 * radix),
-            equal("E35", "ratio of successive wavelengths, largest", float(steps.max()), radix, 1e-5 * radix),
-            equal("E35", "the first period is 2 pi", float(waves[0]), 2 * math.pi, 1e-6),
-            equal("E35", "longest period / shortest / theta", span / theta, theta ** (-2 / head_dim), 1e-5),
-            equal("E35", "digits", len(waves), head_dim // 2),
-            equal("E34", "smallest entry of rows 0 .. 15: -1, not 0", float(table.min()), -1.0, 1e-4),
+            equal("003-15", "ratio of successive wavelengths, smallest", float(steps.min()), radix, 1e-5 * radix),
+            equal("003-15", "ratio of successive wavelengths, largest", float(steps.max()), radix, 1e-5 * radix),
+            equal("003-15", "the first period is 2 pi", float(waves[0]), 2 * math.pi, 1e-6),
+            equal("003-15", "longest period / shortest / θ", span / theta, theta ** (-2 / head_dim), 1e-5),
+            equal("003-15", "digits", len(waves), head_dim // 2),
+            equal("003-13", "smallest entry of rows 0 .. 15: -1, not 0", float(table.min()), -1.0, 1e-4),
             equal("003-15", f"positions of {len(positions):,} recovered wrongly, at 1/{marks} of a turn", wrong, 0),
         ),
     )
@@ -170,6 +171,7 @@ TOPIC = Topic(
             binary_data,
             binary_draw,
             size=(7.5, 4.6),
+            sketch=lambda data: shades(data, "number", "digit", "value", ("panel",)),
         ),
     ),
 )

@@ -11,6 +11,7 @@ import torch
 from ..figure import Data, Figure
 from ..measures import frequencies, wavelengths
 from ..report import Report, Table, equal, wrapped
+from ..sketch import bars
 from . import TOPICS
 from .base import Topic, check_range
 
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
 HANDS = ("second", "minute", "hour")
 BASE = 60.0**3  # base of three pairs with a ratio of 60 between their periods
 CLOCK = [1.0, 1.0, 0.2]  # divisors for a clock: its hour hand is 12 times slower than its minute hand, not 60 times
-NOTE = (1.0, 1.5, 2.0)  # factor by which the notes slow each hand relative to the previous one
+STEPS = (1.0, 1.5, 2.0)  # factor by which a published clock slows each hand relative to the previous one
 NOW = 10 * 3600 + 8 * 60 + 42  # the time that the figure shows, in seconds
 
 
 def report(factor: float = 3.0) -> Report:
-    """Periods of the hands unscaled, under PI, under NTK-aware, and according to the notes for a factor of 3."""
+    """Periods of the hands unscaled, under PI, under NTK-aware, and on a published clock of factor 3."""
     check_range("--rope-factor", factor, 1.01, 1024.0)
     now, stretched = _now(), _stretched(factor)
     pi, ntk = stretched["PI"], stretched["NTK-aware"]
-    note = _notes()
+    note = _published()
     table = Table(
         "period of each hand in seconds, and its ratio to the period now",
         ("hand", "now", "PI", "", "NTK-aware", "", "steps x 1, 1.5, 2", ""),
@@ -52,22 +53,23 @@ def report(factor: float = 3.0) -> Report:
             f" then moves {step:.3g} degrees a second instead of 6. NTK-aware leaves the second hand unchanged and"
             " slows only the last hand by the full factor. The last columns, for a factor of 3, are a published clock:"
             " it multiplies the ratios from hand to hand by 1, 1.5 and 2, so the periods become 1, 1.5 and 3 times as"
-            " long, not 1, 1.5 and 2 (E18). A clock is not exactly RoPE: its periods grow by 60 and then by 12 (E17)."
+            " long, not 1, 1.5 and 2 (exercise slower-clock). A clock is not exactly RoPE: its periods grow by 60 and"
+            " then by 12."
         ),
         tables=(table,),
         checks=(
-            equal("001-26 OK11", "number of seconds that the clock distinguishes", now[2], float(60 * 60 * 12), 0.01),
-            equal("001-28 OK11", "the same, steps x 1, 1.5, 2", note[2], 60.0 * (60 * 1.5) * (2 * 12), 0.03),
+            equal("001-26", "number of seconds that the clock distinguishes", now[2], float(60 * 60 * 12), 0.01),
+            equal("001-28", "the same, steps x 1, 1.5, 2", note[2], 60.0 * (60 * 1.5) * (2 * 12), 0.03),
             equal("001-27", "PI: degrees a second of the second hand", step, 2.0 if pinned else 6 / factor, 1e-5),
             equal("001-27", "NTK-aware: the same", 360 / ntk[0], 6.0, 1e-5),
             equal("001-27", "PI: minute hand, relative to now", pi[1] / now[1], factor, 1e-6 * factor),
             # s^(2i/(D-2)) with i = 1, D = 6
-            equal("E18", "NTK-aware: the same", ntk[1] / now[1], 1.732 if pinned else math.sqrt(factor), 1e-4 * factor),
-            equal("E18", "steps x 1, 1.5, 2: hour hand, relative to now (not 2)", note[2] / now[2], 3.0, 1e-5),
+            equal("001-28", "NTK-aware: the same", ntk[1] / now[1], 1.732 if pinned else factor**0.5, 1e-4 * factor),
+            equal("001-28", "steps x 1, 1.5, 2: hour hand, relative to now (not 2)", note[2] / now[2], 3.0, 1e-5),
             equal("001-30", "NTK-aware: period of the hour hand", ntk[2], last, 1e-6 * last),
             equal("001-18", "PI: period of the hour hand", pi[2], last, 1e-6 * last),
-            equal("E17", "RoPE of base 60, D = 6: periods", base60, "60, 235, 920"),
-            equal("E17", "of base 60^3 = 216,000", base216000, "60, 3600, 216000"),
+            equal("001-26", "RoPE of base 60, D = 6: periods", base60, "60, 235, 920"),
+            equal("001-26", "of base 60^3 = 216,000", base216000, "60, 3600, 216000"),
         ),
     )  # fmt: skip
 
@@ -81,9 +83,9 @@ def _now() -> list[float]:
     return _seconds(frequencies(6, BASE, {"rope_type": "divisors", "divisors": CLOCK}))
 
 
-def _notes() -> list[float]:
-    """Periods of the notes' slower clock, in seconds. Factors are relative to the previous hand, so they multiply."""
-    slower = [float(divisor) for divisor in np.array(CLOCK) * np.cumprod(NOTE)]
+def _published() -> list[float]:
+    """Periods of the published clock, in seconds. Factors are relative to the previous hand, so they multiply."""
+    slower = [float(divisor) for divisor in np.array(CLOCK) * np.cumprod(STEPS)]
     return _seconds(frequencies(6, BASE, {"rope_type": "divisors", "divisors": slower}))
 
 
@@ -112,7 +114,7 @@ def clock_data(factor: float = 3.0) -> Data:
     now = np.array(_now())  # (3,) seconds
     periods = {"now": now} | {name: np.array(period) for name, period in _stretched(factor).items()}
     if factor == 3:
-        periods["the notes"] = np.array(_notes())
+        periods["published"] = np.array(_published())
     stacked = np.concatenate(list(periods.values()))
     return {
         "clock": np.repeat(list(periods), len(HANDS)),
@@ -173,10 +175,11 @@ TOPIC = Topic(
             "clock",
             "The same second on three clocks. Dots: the second hand in the next five seconds. PI slows every hand and"
             " crowds the dots. NTK-aware leaves the second hand unchanged and applies the full factor only to the hour"
-            " hand.",
+            " hand. The published clock is slowed by 1, 1.5 and 3, not by 1, 1.5 and 2.",
             clock_data,
             clock_draw,
             size=(7.0, 4.6),
+            sketch=lambda data: bars(data, ("clock", "hand"), "times"),
         ),
     ),
 )

@@ -13,6 +13,7 @@ from .. import formulas
 from ..figure import LINES, Data, Figure
 from ..measures import decay_bound, frequencies, mean_cosine
 from ..report import Report, Table, below, equal, wrapped
+from ..sketch import curves
 from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
@@ -73,7 +74,7 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> 
         TOPICS["decay"],
         settings={"head_dim": head_dim, "theta": theta, "context": context},
         says=wrapped(
-            "RoFormer bounds a score by the mean of |S_j|, where S_j sums e^(i distance w) over the first j pairs."
+            "RoFormer bounds a score by the mean of |S_j|, where S_j sums e^(i distance ω) over the first j pairs."
             f" The bound is not monotonic: for base {theta:g} it rises at {rises:,} of {context:,} steps."
             f" {_on_average(near, far)}; {_by_base(means)}."
             " A score need not follow its bound: a key rotated back by n has its highest score at distance n. So the"
@@ -98,26 +99,26 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> 
                 "16, 34, 35" if pinned else ", ".join(str(int((bound < bound[0] / 2).argmax())) for bound in right),
             ),
             *(
-                equal("E15", f"slowest frequency, base {bases[i]:g}", slowest[i], right_slowest[i], 0.005 * slowest[i])
+                equal("001-12", f"slowest pair, base {bases[i]:g}", slowest[i], right_slowest[i], 0.005 * slowest[i])
                 for i in (0, 2)
             ),
             equal(
-                "E15b",
+                "001-12",
                 f"rises of the bound in {context:,} steps, base {theta:g}",
                 rises,
                 2020 if pinned else int((np.diff(right[0]) > 0).sum()),
                 0 if pinned else 2 + context // 500,
             ),
             below("001-14", "all bounds against float64, largest error", _apart(bounds, right), rounding),
-            equal("E15b", "distance at which the built key has its highest score", int(key.argmax()), built),
+            equal("001-12", "distance at which the built key has its highest score", int(key.argmax()), built),
             equal(
-                "E15b",
+                "001-12",
                 f"score of the built key at 0 / at {built}",
                 float(key[0] / key[built]),
                 float(np.cos(built * formulas.frequencies(head_dim, theta)).mean()),
                 1e-4,
             ),
-            below("001-15", "rotated q . k minus Re sum q conj(k) e^(i(m-n)w)", apart, 1e-3 * head_dim**0.5),
+            below("001-15", "rotated q . k minus Re sum q conj(k) e^(i(m-n)ω)", apart, 1e-3 * head_dim**0.5),
             below("001-12", "random q, k: largest score / bound", over, 1.0),
         ),
     )  # fmt: skip
@@ -217,6 +218,7 @@ TOPIC = Topic(
             " highest there.",
             decay_data,
             decay_draw,
+            sketch=lambda data: curves(data, "distance", "value", "line"),
         ),
     ),
 )

@@ -11,6 +11,7 @@ from ... import rope
 from ...rope_scaling import inverse_frequencies
 from ..figure import LINES, Data, Figure
 from ..report import Report, Table, equal, holds
+from ..sketch import curves
 from . import TOPICS
 from .base import Topic
 
@@ -275,6 +276,7 @@ TOPIC = Topic(
             " start after 6.28 positions, while pair 1 is furthest from its start after 31.",
             change_data,
             change_draw,
+            sketch=lambda data: curves(data, "position", "change", "pair"),
         ),
     ),
 )

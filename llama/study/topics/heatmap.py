@@ -1,4 +1,4 @@
-"""The sinusoidal table as a picture and as hands of a clock, compared with the table that note 002 prints."""
+"""The sinusoidal table as a picture and as hands of a clock, compared with a published table that has two bugs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ... import rope
 from .. import measures
 from ..figure import LINES, MARKERS, Data, Figure
 from ..report import Report, Table, above, equal, wrapped
+from ..sketch import shades
 from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def printed_table(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
-    """The table that note 002 prints, with its two mistakes: (N, d).
+    """A published table with two mistakes: (N, d).
 
-    Its loop variable i counts columns 0, 2, 4, ... and its exponent doubles i again (E24); the cosine of the same
-    pair has another exponent (E25). So the sine in column i has base^(-2i/d) and its cosine base^(-2(i + 1)/d).
+    Its loop variable i counts columns 0, 2, 4, ... and its exponent doubles i again; the cosine of the same
+    pair has another exponent. So the sine in column i has base^(-2i/d) and its cosine base^(-2(i + 1)/d).
     """
     columns = torch.arange(dim, dtype=torch.float64)
     angles = positions.double()[:, None] * base ** (-2 * columns / dim)  # (N, d)
@@ -32,7 +33,7 @@ def printed_table(positions: Tensor, dim: int, base: float = 10000.0) -> Tensor:
 
 
 def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Report:
-    """Rows, columns and speeds of the table, each checked with another formula; and the mistakes of note 002."""
+    """Rows, columns and frequencies of the table, each checked with another formula; and a table with two bugs."""
     check_head_dim(head_dim, 4, 512)
     check_range("--rope-theta", theta, 2.0, 1e12)
     check_range("--context", context, 2, 1024)
@@ -58,13 +59,13 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Re
         says=wrapped(
             "Each row is a position, and each two columns are a pair: sine and cosine of position times the pair's"
             " speed. The columns on the left change quickly from row to row, those on the right hardly at all: each"
-            " pair is a hand with its own speed. A published table doubles the exponents of the sines (E24) and uses"
-            " other exponents for the cosines (E25)."
+            " pair is a hand with its own speed, the frequency ω_i. A published table doubles the"
+            " exponents of the sines and uses other exponents for the cosines (exercises step and cosine)."
         ),
         tables=(
             Table(
-                "speeds in radians a position",
-                ("pair", "columns", "speed", "wavelength", "published with mistakes: sine (E24)", "cosine (E25)"),
+                "frequencies ω_i in radians a position",
+                ("pair", "columns", "ω_i", "wavelength", "published with mistakes: sine", "cosine"),
                 [
                     (
                         i,
@@ -80,18 +81,20 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Re
         ),
         checks=(
             equal("000-15", "largest difference from the formula in numpy", _gap(table, truth), 0.0, 1e-9),
-            equal("004-01", "speeds / RoPE's speeds, furthest from 1", _speeds(table, inv_freq), 1.0, 1e-6),
+            equal("004-01", "frequencies / RoPE's, furthest from 1", _speeds(table, inv_freq), 1.0, 1e-6),
             equal("004-05", "squared length of a row / (d/2), furthest from 1", _gap(lengths, 1.0), 0.0, 1e-12),
-            equal("E49", "pair 0 as sin + i cos: angle of one step", float((hand[1] / hand[0]).angle()), -1.0, 1e-12),
-            equal("E44", "log of speed i + 1 / speed i, largest", float(falls.max()), fall, 1e-5),
-            equal("E44", "log of speed i + 1 / speed i, smallest", float(falls.min()), fall, 1e-5),
-            above("E45", "slowest speed times theta", float(inv_freq[-1]) * theta, 1.0),
-            equal("003-12", "longest wavelength / (2 pi theta)", longest, theta ** (-2 / head_dim), 1e-5),
+            equal(
+                "004-05", "pair 0 as sin + i cos: angle of one step", float((hand[1] / hand[0]).angle()), -1.0, 1e-12
+            ),
+            equal("004-14", "log of ω_(i+1) / ω_i, largest", float(falls.max()), fall, 1e-5),
+            equal("004-14", "log of ω_(i+1) / ω_i, smallest", float(falls.min()), fall, 1e-5),
+            above("004-14", "lowest frequency times θ", float(inv_freq[-1]) * theta, 1.0),
+            equal("003-12", "longest wavelength / (2 pi θ)", longest, theta ** (-2 / head_dim), 1e-5),
             equal("000-09", "distance of the two nearest rows", _nearest(table), nearest, 1e-6),
-            equal("E24", "published sine j minus correct sine 2j", _gap(wrong_sines, sines), 0.0, 1e-9),
-            equal("E25", "published cosine j minus correct cosine 2j + 1", _gap(wrong_cosines, cosines), 0.0, 1e-9),
-            equal("E25", "published sin^2 + cos^2 of a pair, smallest", float(squares.min()), low, 1e-9),
-            equal("E25", "published sin^2 + cos^2 of a pair, largest", float(squares.max()), high, 1e-9),
+            equal("002-04", "published sine j minus correct sine 2j", _gap(wrong_sines, sines), 0.0, 1e-9),
+            equal("002-04", "published cosine j minus correct cosine 2j + 1", _gap(wrong_cosines, cosines), 0.0, 1e-9),
+            equal("002-04", "published sin^2 + cos^2 of a pair, smallest", float(squares.min()), low, 1e-9),
+            equal("002-04", "published sin^2 + cos^2 of a pair, largest", float(squares.max()), high, 1e-9),
         ),
     )
 
@@ -126,7 +129,7 @@ def _nearest_by_sines(dim: int, theta: float, context: int) -> float:
 
 
 def _printed_squares(dim: int, theta: float, context: int) -> tuple[float, float]:
-    """Smallest and largest sin^2 a + cos^2 b = 1 + (cos 2b - cos 2a) / 2 for the two angles of note 002's pairs."""
+    """Smallest and largest sin^2 a + cos^2 b = 1 + (cos 2b - cos 2a) / 2 for the angles of `printed_table`."""
     a, b = (np.outer(np.arange(context), theta ** (-np.arange(first, 2 * dim, 4) / dim)) for first in (0, 2))
     squares = 1 + (np.cos(2 * b) - np.cos(2 * a)) / 2
     return float(squares.min()), float(squares.max())
@@ -137,7 +140,7 @@ def heatmap_data(head_dim: int = 64, theta: float = 10000.0, context: int = 64) 
     position, column = np.meshgrid(np.arange(context), np.arange(head_dim), indexing="ij")
     tables = [make(torch.arange(context), head_dim, theta) for make in (measures.sinusoids, printed_table)]
     return {
-        "table": np.repeat(["right", "note 002"], position.size),
+        "table": np.repeat(["right", "wrong"], position.size),
         "position": np.tile(position.ravel(), 2),
         "column": np.tile(column.ravel(), 2),
         "value": np.concatenate([table.numpy().ravel() for table in tables]),
@@ -147,7 +150,7 @@ def heatmap_data(head_dim: int = 64, theta: float = 10000.0, context: int = 64) 
 def heatmap_draw(data: Data, canvas: Canvas) -> None:
     panels = canvas.subplots(1, 2, sharey=True)
     shape = int(data["position"].max()) + 1, int(data["column"].max()) + 1
-    titles = {"right": "the correct table", "note 002": "a wrong table, as often printed"}
+    titles = {"right": "the correct table", "wrong": "a table with two bugs"}
     images = []
     for axes, (table, title) in zip(panels, titles.items(), strict=True):
         values = data["value"][data["table"] == table].reshape(shape)  # (N, d)
@@ -245,11 +248,12 @@ TOPIC = Topic(
         Figure(
             "heatmap",
             "Each row is a position. Left: the correct table, with fast columns on the left and nearly constant ones on"
-            " the right. Right: a wrong table. Its speeds fall twice as fast, so that most columns"
-            " hardly change, and sine and cosine of a pair have different speeds.",
+            " the right. Right: a published table with two bugs. Its frequencies fall twice as fast, so that most"
+            " columns hardly change, and sine and cosine of a pair have different frequencies.",
             heatmap_data,
             heatmap_draw,
             size=(7.5, 4.2),
+            sketch=lambda data: shades(data, "position", "column", "value", ("table",)),
         ),
         Figure(
             "hands",

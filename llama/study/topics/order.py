@@ -13,13 +13,14 @@ from ... import attention, rope
 from .. import encodings
 from ..figure import Data, Figure
 from ..report import Report, Table, above, equal, holds
+from ..sketch import shades
 from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-WORDS = ("dog", "is", "chasing", "cat")  # 狗 在 追 猫, the sentence of note 000
+WORDS = ("dog", "is", "chasing", "cat")  # 狗 在 追 猫, dog chases cat
 OTHER = (3, 1, 2, 0)  # 猫 在 追 狗: the same words, first and last exchanged
 TARGETS = {"none": "nothing", "sinusoidal": "x", "learned": "x", "rope": "q, k", "alibi": "score"}
 
@@ -77,13 +78,13 @@ def report(head_dim: int = 8, theta: float = 10000.0) -> Report:
             *(above("000-03", f"{name}: largest difference", gaps[name], 1e-3) for name in list(TARGETS)[1:]),
             equal("000-08", "rope: largest difference from the library", _largest(rotary - outputs), 0.0, 1e-5),
             equal("000-07", "none: difference from numpy", _largest(plain - _by_numpy(x, wq, wk, wv)), 0.0, 1e-12),
-            equal("E06", "weights in a row: one per word", weights.shape[-1], len("狗在追猫")),
-            equal("E06", "sum of a row, largest difference from 1", _largest(weights.sum(-1) - 1), 0.0, 1e-6),
-            holds("E52", "without n = m the first row is NaN", bool(blind[0, 0, 0].isnan().all())),
+            equal("000-07", "weights in a row: one per word", weights.shape[-1], len("狗在追猫")),
+            equal("000-07", "sum of a row, largest difference from 1", _largest(weights.sum(-1) - 1), 0.0, 1e-6),
+            holds("002-02", "without n = m the first row is NaN", bool(blind[0, 0, 0].isnan().all())),
             above("000-03", "none with a causal mask: largest difference", _largest(reordered - causal[other]), 1e-3),
-            equal("E07", "狗在追猫: distance from 狗 to 猫", "狗在追猫".index("猫") - "狗在追猫".index("狗"), 3),
+            equal("000-17", "狗在追猫: distance from 狗 to 猫", "狗在追猫".index("猫") - "狗在追猫".index("狗"), 3),
             equal(
-                "E07",
+                "000-17",
                 "猫被狗追, with the same meaning: this distance",
                 "猫被狗追".index("猫") - "猫被狗追".index("狗"),
                 -2,
@@ -167,6 +168,7 @@ TOPIC = Topic(
             order_data,
             order_draw,
             size=(7.0, 6.6),
+            sketch=lambda data: shades(data, "m", "n", "weight", ("encoding", "sentence")),
         ),
     ),
 )

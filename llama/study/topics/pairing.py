@@ -73,20 +73,20 @@ def report(head_dim: int = 128, theta: float = 10000.0) -> Report:
         tables=(names, damage, by_token),
         checks=(
             equal("001-10", "entries permuted, half layout: difference", activations, 0.0, 1e-5),
-            equal("001-10 OK8", "wq permuted minus product permuted", weights, 0.0, 1e-5),
-            equal("OK8", "not permuted: largest difference", differ, _differ(head_dim, theta), 1e-4),
+            equal("001-10", "wq permuted minus product permuted", weights, 0.0, 1e-5),
+            equal("001-10", "not permuted: largest difference", differ, _differ(head_dim, theta), 1e-4),
             equal(
-                "OK8",
+                "001-10",
                 "scores: the table minus its closed form",
                 max(abs(a - b) for a, b in zip(changes, right, strict=True)),
                 0.0,
                 1e-4,
             ),
-            holds("OK8", "not permuted, distance 0: the score does not change", changes[0] < 1e-6),
+            holds("001-10", "not permuted, distance 0: the score does not change", changes[0] < 1e-6),
             equal("001-10", "model permuted: largest change of a logit", logits, 0.0, 1e-4),
-            equal("OK8", "model not permuted, first token: KL", float(kl[:, 0].max()), 0.0, 1e-9),
-            equal("OK8", f"model not permuted, {LENGTH} tokens: mean KL (nats)", float(kl.mean()), KL, 1e-4),
-            equal("OK8", "model not permuted: share of equal top tokens", agree, AGREE, 0.01),
+            equal("001-10", "model not permuted, first token: KL", float(kl[:, 0].max()), 0.0, 1e-9),
+            equal("001-10", f"model not permuted, {LENGTH} tokens: mean KL (nats)", float(kl.mean()), KL, 1e-4),
+            equal("001-10", "model not permuted: share of equal top tokens", agree, AGREE, 0.01),
         ),
     )
 

@@ -15,6 +15,7 @@ from ...rope_scaling import inverse_frequencies
 from .. import formulas
 from ..figure import Data, Figure, draw_lines
 from ..report import Report, Table, below, equal, holds, wrapped
+from ..sketch import curves
 from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
@@ -107,19 +108,19 @@ def report(head_dim: int = 128, theta: float = 500000.0, context: int = 131072) 
             f" {at_last['bfloat16 frequencies']:.2g} with bfloat16 frequencies, and"
             f" {at_last['bfloat16 positions']:.2g} with bfloat16 positions; {_useless(positions.tolist(), errors_of)}."
             " Rounding only cos and sin adds at most 2^-9 = 0.002, at any position. So the library's table is not a"
-            " buffer, and stays float32 (E30)."
+            " buffer, and stays float32."
         ),
         tables=(table,),
         checks=(
-            equal("E30", f"float32 at {last:,}", at_last["float32"], single, ULP),
-            below("E30", "float32: bounded by position times 2^-23", at_last["float32"], (last + 1) * 2.0**-23),
-            equal("E30", "frequencies 1/theta^x, rounded twice", twice, right_twice, 5e-5 if pinned else ULP),
+            equal("002-17", f"float32 at {last:,}", at_last["float32"], single, ULP),
+            below("002-17", "float32: bounded by position times 2^-23", at_last["float32"], (last + 1) * 2.0**-23),
+            equal("002-17", "frequencies 1/θ^x, rounded twice", twice, right_twice, 5e-5 if pinned else ULP),
             below("002-26", "bfloat16 cos, sin: additional error", _excess(errors_of), 1.001 * 2.0**-9),
-            equal("E30", f"bfloat16 frequencies at {last:,}", at_last["bfloat16 frequencies"], coarse, ULP),
-            equal("E30", "bfloat16 frequencies, base 1e4: relative error", relative, 0.004, 4e-4),
-            equal("E30", "the same at position 8,191: error in radians", radians, 10.0, 0.05),
-            equal("E30", f"bfloat16 positions below {power:,}: largest error", off, power // 512),
-            holds("E30 002-23", "a model cast to bfloat16 keeps its float32 table, bit for bit", _stays()),
+            equal("002-17", f"bfloat16 frequencies at {last:,}", at_last["bfloat16 frequencies"], coarse, ULP),
+            equal("002-17", "bfloat16 frequencies, base 1e4: relative error", relative, 0.004, 4e-4),
+            equal("002-17", "the same at position 8,191: error in radians", radians, 10.0, 0.05),
+            equal("002-17", f"bfloat16 positions below {power:,}: largest error", off, power // 512),
+            holds("002-23", "a model cast to bfloat16 keeps its float32 table, bit for bit", _stays()),
         ),
     )
 
@@ -223,6 +224,7 @@ TOPIC = Topic(
             " useless within a thousand tokens. Rounding cos and sin after the product adds a constant error.",
             precision_data,
             precision_draw,
+            sketch=lambda data: curves(data, "position", "error", "table", log="xy"),
         ),
     ),
 )

@@ -12,6 +12,7 @@ from ... import rope
 from .. import encodings, measures
 from ..figure import Data, Figure
 from ..report import Report, Table, above, below, equal, wrapped
+from ..sketch import shades
 from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 
@@ -89,19 +90,21 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 32) -> Rep
         ),
         checks=(
             equal("000-19", "rope: spread at equal distance", spread["rope"], 0.0, 1e-9),
-            equal("003-20", "rope: from |q_i| |k_i| cos((m - n) w_i + phase)", by_distance, 0.0, 1e-4),
+            equal("003-20", "rope: from |q_i| |k_i| cos((m - n) ω_i + phase)", by_distance, 0.0, 1e-4),
             below("000-19", f"float32, shifts up to {FAR:,}: change / (|q| |k|)", in_float32, rounding),
             equal("000-35", "R_m^T R_n - R_(n-m), m = 7, n = 3", _group_law(head_dim, theta), 0.0, 1e-12),
-            equal("E22", "R_17 first: change of the score", _turned_before(head_dim, theta, "shift"), 0.0, 1e-9),
-            above("E22", "another orthogonal matrix first", _turned_before(head_dim, theta, "other"), 1e-3),
-            equal("E05", "all positions shifted by 5: change of the outputs", _gap(here, there), 0.0, 1e-9),
-            equal("004-10", "p_m . p_n from the sum of cos((m - n) w_i)", by_cosines, 0.0, 1e-9),
-            equal("E47", "sinusoidal: score from the four terms", by_terms, 0.0, 1e-9),
+            equal("001-08", "R_17 first: change of the score", _turned_before(head_dim, theta, "shift"), 0.0, 1e-9),
+            above("001-08", "another orthogonal matrix first", _turned_before(head_dim, theta, "other"), 1e-3),
+            equal("000-06", "all positions shifted by 5: change of the outputs", _gap(here, there), 0.0, 1e-9),
+            equal("004-10", "p_m . p_n from the sum of cos((m - n) ω_i)", by_cosines, 0.0, 1e-9),
+            equal("003-18", "sinusoidal: score from the four terms", by_terms, 0.0, 1e-9),
             equal("001-07", "alibi: spread at equal distance", spread["alibi"], 0.0, 1e-9),
             above("000-10", "sinusoidal: spread at equal distance", spread["sinusoidal"], 1e-3),
             above("000-10", "learned: spread at equal distance", spread["learned"], 1e-3),
-            equal("E48", "p_m . p_n: at 5 minus at -5", _sides(plain), 0.0, 1e-9),
-            equal("E48", "rope: the same, from sines", _sides(scores["rope"]), _sides_by_sines(head_dim, theta), 1e-4),
+            equal("004-10", "p_m . p_n: at 5 minus at -5", _sides(plain), 0.0, 1e-9),
+            equal(
+                "004-10", "rope: the same, from sines", _sides(scores["rope"]), _sides_by_sines(head_dim, theta), 1e-4
+            ),
         ),
     )
 
@@ -122,7 +125,7 @@ def _sides(scores: Tensor) -> float:
 
 
 def _parts(head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Speeds w (D/2,), and the products q_i k_i^* / sqrt(D) of the pairs as complex numbers (D/2,), in numpy."""
+    """Frequencies ω (D/2,), and the products q_i k_i^* / sqrt(D) of the pairs as complex numbers (D/2,), in numpy."""
     x, wq, wk, _ = (t.numpy() for t in drawn(head_dim))
     q, k = (w @ x for w in (wq, wk))  # (D,) each
     product = (q[0::2] + 1j * q[1::2]) * (k[0::2] - 1j * k[1::2])
@@ -130,14 +133,14 @@ def _parts(head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_distance(head_dim: int, theta: float, context: int) -> Tensor:
-    """RoPE's scores (N, N) from the distances: |q_i| |k_i| cos((m - n) w_i + phase of q_i - phase of k_i)."""
+    """RoPE's scores (N, N) from the distances: |q_i| |k_i| cos((m - n) ω_i + phase of q_i - phase of k_i)."""
     speeds, product = _parts(head_dim, theta)
     distance = np.subtract.outer(np.arange(context), np.arange(context))  # (N, N): m - n
     return torch.from_numpy((np.abs(product) * np.cos(distance[..., None] * speeds + np.angle(product))).sum(-1))
 
 
 def _sides_by_sines(head_dim: int, theta: float) -> float:
-    """cos(5 w + phase) - cos(5 w - phase) = -2 sin(5 w) sin(phase)."""
+    """cos(5 ω + phase) - cos(5 ω - phase) = -2 sin(5 ω) sin(phase)."""
     speeds, product = _parts(head_dim, theta)
     return float((-2 * np.sin(5 * speeds) * product.imag).sum())
 
@@ -285,6 +288,7 @@ TOPIC = Topic(
             toeplitz_data,
             toeplitz_draw,
             size=(7.5, 6.4),
+            sketch=lambda data: shades(data, "m", "n", "score", ("panel",), 16, 16),
         ),
     ),
 )

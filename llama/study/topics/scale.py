@@ -14,6 +14,7 @@ from .. import formulas
 from ..figure import Data, Figure, draw_lines
 from ..measures import frequencies
 from ..report import Check, Report, Table, Value, below, equal, wrapped
+from ..sketch import curves
 from ..stretch import Stretch
 from . import TOPICS
 from .base import Topic, check_range
@@ -45,7 +46,7 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
                 "A scaling divides the D/2 frequencies and may multiply cos and sin; it changes nothing else. Pairs"
                 " that finish a turn in training need no divisor; slower pairs need the full factor s. PI divides all"
                 " pairs by s, NTK-aware only the last one; YaRN and llama3 use a ramp. dynamic with factor s divides"
-                " the last pair by s^2 - s + 1 when the text is s times as long (E23). longrope and divisors are lists"
+                " the last pair by s^2 - s + 1 when the text is s times as long. longrope and divisors are lists"
                 " from a file (here: a made-up list, and llama3's). proportional stops pairs (here half of them); inf"
                 " marks a pair that does not turn. Unseen: pairs that still meet new angles."
             ),
@@ -70,7 +71,10 @@ def _short_but_last(stretch: Stretch) -> list[int]:
 def _left_out(stretch: Stretch) -> tuple[str, ...]:
     """A sentence on the checks that are left out because there is no pair for them."""
     count = len(_short_but_last(stretch))
-    missing = {0: "the 3 checks of E21 do not apply", 1: "1 of the 3 checks of E21 does not apply"}
+    missing = {
+        0: "the 3 checks of the pairs between do not apply",
+        1: "1 of the 3 checks of the pairs between does not apply",
+    }
     return (f"Pairs below one turn, except the last: {count}, so {missing[count]}.",) if count in missing else ()
 
 
@@ -103,12 +107,12 @@ def _against_formulas(stretch: Stretch) -> tuple[Check, ...]:
         below("002-15", "divisors of all kinds and yarn untruncated: error", divided, 1e-6),
         below("002-25", "factors of cos and sin, and yarn with mscale: error", times, 1e-12),
         equal("001-34", "number of kinds whose reach is not as expected", reached, 0),
-        equal("001-19 E55", "number of kinds whose unseen pairs differ from numpy", unseen, 0),
+        equal("001-19", "number of kinds whose unseen pairs differ from numpy", unseen, 0),
     )
 
 
 def _ways(stretch: Stretch) -> tuple[Check, ...]:
-    """Checks of the notes' claims about PI, NTK-aware and dynamic."""
+    """Checks of claims about PI, NTK-aware and dynamic."""
     D, theta, L, s = stretch.head_dim, stretch.theta, stretch.context, stretch.factor
     pinned = stretch == Stretch()
     plain, linear = stretch.frequencies(), stretch.frequencies("linear")  # (D/2,) each
@@ -118,7 +122,7 @@ def _ways(stretch: Stretch) -> tuple[Check, ...]:
     right_base = 40889.94 if pinned else theta * s ** (D / (D - 2))
     effective = float(stretch.target * linear[0])
     checks = [
-        equal("001-18 E19", f"linear: position of {stretch.target:,}", effective, stretch.target / s, 1e-6 * L),
+        equal("001-18", f"linear: position of {stretch.target:,}", effective, stretch.target / s, 1e-6 * L),
         equal("001-20", "linear: pair 0, radians per token", float(linear[0]), 0.25 if pinned else 1 / s, 1e-7),
         equal("001-30", "ntk: base with the same frequencies", base, right_base, 1e-6 * right_base),
         equal("001-23", "ntk: divisor of pair 0", float(ntk[0]), 1.0, 1e-6),
@@ -128,21 +132,21 @@ def _ways(stretch: Stretch) -> tuple[Check, ...]:
     for pair, expected in zip(between[:1] + between[1:][-1:], (2.46, 3.91), strict=False):
         right = expected if pinned else s ** (2 * pair / (D - 2))
         what = f"ntk: divisor of pair {pair}, which needs s"
-        checks.append(equal("E21", what, float(ntk[pair]), right, 0.006 if pinned else 1e-6 * right))
+        checks.append(equal("001-23", what, float(ntk[pair]), right, 0.006 if pinned else 1e-6 * right))
     for pair in between[:1]:
         angle = theta ** (-2 * pair / D)
         right = 9.10 if pinned else stretch.target * angle / s ** (2 * pair / (D - 2))
         met = float(stretch.target * stretch.frequencies("ntk")[pair])
         what = f"ntk: radians of pair {pair}, {L * angle:.3g} in training"
-        checks.append(equal("E21", what, met, right, 0.006 if pinned else 1e-6 * right))
+        checks.append(equal("001-23", what, met, right, 0.006 if pinned else 1e-6 * right))
     like = float(plain[-1] / frequencies(D, 500000.0)[-1])  # the factor for which NTK-aware's base is 500,000
     right = 47.0 if pinned else (500000 / theta) ** ((D - 2) / D)
     last = float(stretch.divisors("dynamic")[-1])
     right_last = 13.0 if pinned else s * (stretch.target / L) - s + 1
     return (
         *checks,
-        equal("E20", "NTK-aware factor for a base of 500,000", like, right, 0.05 if pinned else 1e-6 * right),
-        equal("E23", "dynamic: divisor of the last pair", last, right_last, 1e-6 * right_last),
+        equal("001-23", "NTK-aware factor for a base of 500,000", like, right, 0.05 if pinned else 1e-6 * right),
+        equal("001-35", "dynamic: divisor of the last pair", last, right_last, 1e-6 * right_last),
     )
 
 
@@ -155,9 +159,9 @@ def _by_parts() -> tuple[Check, ...]:
     apart = formulas.by_parts(turn, 1, 32, 4.0) / yarn
     most = f"YaRN: paper / code, at pair {apart.argmax()} (L = 4096)"
     return (
-        below("OK12", "llama3 is by-parts of 1 and 4 turns: relative error", same, 1e-6),
-        equal("OK12", most, float(apart.max()), 1.733, 5e-4),
-        equal("E32", "yarn, s = 4: factor of the scores", stretch.stretched("yarn")[1] ** 2, 1.2965, 5e-5),
+        below("002-15", "llama3 is by-parts of 1 and 4 turns: relative error", same, 1e-6),
+        equal("002-15", most, float(apart.max()), 1.733, 5e-4),
+        equal("002-25", "yarn, s = 4: factor of the scores", stretch.stretched("yarn")[1] ** 2, 1.2965, 5e-5),
     )
 
 
@@ -243,6 +247,7 @@ TOPIC = Topic(
             " length.",
             divisor_data,
             divisor_draw,
+            sketch=lambda data: curves(data, "pair", "divisor", "method", log="y"),
         ),
         Figure(
             "ramps",

@@ -13,6 +13,7 @@ from ... import rope
 from .. import measures
 from ..figure import LINES, MARKERS, Data, Figure
 from ..report import Report, Table, above, equal, wrapped
+from ..sketch import curves
 from . import TOPICS
 from .base import Topic, check_head_dim, check_range
 from .heatmap import printed_table
@@ -35,7 +36,7 @@ def tables(positions: Tensor, dim: int, base: float) -> dict[str, Tensor]:
     return {
         "sinusoid": measures.sinusoids(positions, dim, base),
         "triangle wave": triangle_table(positions, dim, base),
-        "published, with a mistake": printed_table(positions, dim, base),
+        "published": printed_table(positions, dim, base),
     }
 
 
@@ -77,9 +78,9 @@ def report(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Rep
         TOPICS["shift"],
         settings={"width d": head_dim, "theta": theta, "positions": context},
         says=wrapped(
-            "Yes, by the angle addition formulas: the same matrix M_k, which rotates each pair by k w_i, is valid for"
+            "Yes, by the angle addition formulas: the same matrix M_k, which rotates each pair by k ω_i, is valid for"
             " every t. Periodic columns are not enough: a triangle wave of the same periods has no such matrix, and"
-            " neither has a published table where sine and cosine of a pair differ in speed (E25)."
+            " neither has a published table where sine and cosine of a pair differ in frequency (exercise cosine)."
         ),
         tables=(
             Table(
@@ -91,13 +92,13 @@ def report(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Rep
         checks=(
             equal("000-16", "sinusoid: residual of M_k, all k", exact, 0.0, 1e-10),
             equal("001-02", "sinusoid: residual of the best map, k = 3", left["sinusoid"][3], 0.0, 1e-8),
-            above("E14", "triangle wave: the same", left["triangle wave"][3], 0.01),
-            above("E25", "published, with a mistake: the same", left["published, with a mistake"][3], 0.01),
+            above("001-01", "triangle wave: the same", left["triangle wave"][3], 0.01),
+            above("002-04", "published: the same", left["published"][3], 0.01),
             *(
                 equal(claim, f"{name}: from numpy's SVD", left[name][3], _projected(rows[name].numpy(), 3), 1e-5)
-                for claim, name in (("E14", "triangle wave"), ("E25", "published, with a mistake"))
+                for claim, name in (("001-01", "triangle wave"), ("002-04", "published"))
             ),
-            equal("OK1", "M_3 is clockwise: e^(-3i w) (sin + i cos)", _gap(code[:-3], sine[3:]), 0.0, 1e-10),
+            equal("003-17", "M_3 is clockwise: e^(-3i ω) (sin + i cos)", _gap(code[:-3], sine[3:]), 0.0, 1e-10),
             equal("003-17", "M_10 M_3 - M_13", _gap(maps[10] @ maps[3], maps[13]), 0.0, 1e-12),
             equal("003-17", "M_3 M_3^T - 1: a rotation", _gap(maps[3] @ maps[3].T, torch.eye(head_dim)), 0.0, 1e-12),
         ),
@@ -144,6 +145,7 @@ TOPIC = Topic(
             " it is a tenth of the size of the entries or more.",
             shift_data,
             shift_draw,
+            sketch=lambda data: curves(data, "k", ("sinusoid", "triangle wave", "published"), log="y"),
         ),
     ),
 )

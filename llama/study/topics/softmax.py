@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import measures
 from ..figure import Data, Figure
 from ..report import Report, Table, equal, holds, wrapped
+from ..sketch import shades
 from . import TOPICS
 from .base import Topic
 
@@ -59,8 +60,8 @@ def report() -> Report:
             holds("003-05", "1,000 random rows: no entry is above 1/4", _largest(jacobians) <= 0.25 + 1e-15),
             equal("003-05", "two equal scores: p (1 - p) at p = 1/2", _largest(half), 0.25),
             equal("003-06", "0, 0, 50: largest entry / (2 e^-50)", tiny, 1.0, 1e-12),
-            equal("E37", "100, 100, 100: largest entry, 1/3 - 1/9", _largest(large), 2 / 9, 1e-15),
-            equal("E37", "100, 100, 100 against 0, 0, 0: difference", _shifted(), 0.0, 1e-15),
+            equal("003-06", "100, 100, 100: largest entry, 1/3 - 1/9", _largest(large), 2 / 9, 1e-15),
+            equal("003-06", "100, 100, 100 against 0, 0, 0: difference", _shifted(), 0.0, 1e-15),
         ),
     )
 
@@ -149,6 +150,7 @@ TOPIC = Topic(
             jacobian_data,
             jacobian_draw,
             size=(7.5, 3.4),
+            sketch=lambda data: shades(data, "i", "j", "derivative", ("scores",)),
         ),
     ),
 )

@@ -12,6 +12,7 @@ from ... import attention
 from .. import measures
 from ..figure import LINES, MARKERS, Data, Figure
 from ..report import Report, Table, above, below, equal
+from ..sketch import curves
 from . import TOPICS
 from .base import Topic, check_range
 
@@ -104,7 +105,7 @@ def report(head_dim: int = 128) -> Report:
                 equal("003-08", f"D = {d}: variance of q . k / D", found[d]["variance raw"] / d, 1.0, 0.2)
                 for d in widths
             ),
-            equal("OK4", "the same for keys of equal entries", _equal_entries(head_dim), 1.0, 0.1),
+            equal("003-08", "the same for keys of equal entries", _equal_entries(head_dim), 1.0, 0.1),
             *(
                 equal("003-09", f"D = {head_dim}: {_LONG[name]}, against normals", found[head_dim][name], value, 0.05)
                 for name, value in expected.items()
@@ -112,8 +113,8 @@ def report(head_dim: int = 128) -> Report:
             equal("003-05", "Jacobian's norm, scaled, from powers of p", found[head_dim]["norm scaled"], norm, 1e-9),
             above("003-09", "largest weight, raw, at D = 1024", found[1024]["largest raw"], 0.9),
             below("003-09", "largest weight, scaled, at D = 1024", found[1024]["largest scaled"], 0.2),
-            equal("E36", f"{HEADS} heads: variance / head width", heads / head_dim, 1.0, 0.1),
-            equal("E36", f"{HEADS} heads: variance / model width", heads / (HEADS * head_dim), 1 / HEADS, 0.02),
+            equal("003-02", f"{HEADS} heads: variance / head width", heads / head_dim, 1.0, 0.1),
+            equal("003-02", f"{HEADS} heads: variance / model width", heads / (HEADS * head_dim), 1 / HEADS, 0.02),
             equal("003-02", "torch's kernel also divides by sqrt(D): difference", _kernel(q, k), 0.0, 1e-5),
         ),
     )
@@ -192,6 +193,7 @@ TOPIC = Topic(
             sqrtd_data,
             sqrtd_draw,
             size=(7.5, 3.4),
+            sketch=lambda data: curves(data, "width", ("largest raw", "largest scaled"), log="x"),
         ),
     ),
 )

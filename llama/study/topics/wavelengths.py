@@ -12,6 +12,7 @@ from .. import formulas
 from ..figure import Data, Figure, draw_lines
 from ..measures import frequencies, seen_arc, turns, wavelengths
 from ..report import Report, Table, below, equal, wrapped
+from ..sketch import curves
 from ..stretch import Stretch
 from . import TOPICS
 from .base import Topic
@@ -54,7 +55,7 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
     spread = float(ratios.max() - ratios.min())
     last = 2 * math.pi * theta ** ((head_dim - 2) / head_dim)
     ratio = theta ** (-2 / head_dim)
-    # a pair stays below one turn if 2 pi theta^(2i/D) > L, that is i > D ln(L / 2 pi) / (2 ln theta)
+    # a pair stays below one turn if 2 pi θ^(2i/D) > L, that is i > D ln(L / 2 pi) / (2 ln theta)
     finish = min(head_dim // 2, 1 + math.floor(head_dim * math.log(context / (2 * math.pi)) / (2 * math.log(theta))))
     unseen = {kind: formulas.unseen(kind, head_dim, theta, context, factor) for kind in METHODS}
     worst = max(
@@ -68,29 +69,29 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
         TOPICS["wavelengths"],
         settings=stretch.settings,
         says=wrapped(
-            "Pair i makes a full turn in 2 pi theta^(2i/D) tokens: the wavelengths grow by a constant ratio from pair"
+            "Pair i makes a full turn in 2 pi θ^(2i/D) tokens: the wavelengths grow by a constant ratio from pair"
             " to pair. A pair that finishes a turn within the trained context has met every angle. Slower pairs meet"
-            " new angles in a longer text, and only these need a scaling. A low frequency is a LARGE i (E16)."
+            " new angles in a longer text, and only these need a scaling. A low frequency is a LARGE i."
         ),
         tables=(pairs, models),
         checks=(
             equal("003-12", "wavelength of pair 0 is 2 pi tokens", float(waves[0]), 2 * math.pi, 1e-6),
-            equal("001-25 E16", "that of the last pair", float(waves[-1]), 54410.0 if pinned else last, 1e-5 * last),
-            equal("OK3", "the same at D = 512, base 1e4", float(wavelengths(frequencies(512))[-1]), 60611.5, 0.1),
-            equal("E44", "ratio of successive frequencies", float(ratios[0]), 0.866 if pinned else ratio, 5e-5),
-            below("E44", "largest minus smallest such ratio", spread, 1e-6),
-            equal("E45", "lowest w at D = 2, 8, 512", _lowest(2, 8, 512), "1, 0.001, 0.000104"),
+            equal("001-25", "that of the last pair", float(waves[-1]), 54410.0 if pinned else last, 1e-5 * last),
+            equal("003-12", "the same at D = 512, base 1e4", float(wavelengths(frequencies(512))[-1]), 60611.5, 0.1),
+            equal("004-14", "ratio of successive frequencies", float(ratios[0]), 0.866 if pinned else ratio, 5e-5),
+            below("004-14", "largest minus smallest such ratio", spread, 1e-6),
+            equal("004-14", "lowest ω_i at D = 2, 8, 512", _lowest(2, 8, 512), "1, 0.001, 0.000104"),
             equal("001-16", "pairs below one turn in the three models", _column(models, 3), "23, 18, 29"),
-            equal("E55", "pairs that finish a turn", int((turned >= 1).sum()), 41 if pinned else finish),
-            equal("E55", "turns of pair 0", float(turned[0]), 326.0 if pinned else context / (2 * math.pi), 0.1),
+            equal("001-19", "pairs that finish a turn", int((turned >= 1).sum()), 41 if pinned else finish),
+            equal("001-19", "turns of pair 0", float(turned[0]), 326.0 if pinned else context / (2 * math.pi), 0.1),
             equal(
-                "001-19 E55",
+                "001-19",
                 f"pairs that meet new angles at {stretch.target:,} tokens, unscaled",
                 stretch.unseen("default"),
                 23 if pinned else unseen["default"],
             ),
             equal(
-                "E21",
+                "001-23",
                 "the same under PI, NTK-aware, YaRN, llama3",
                 ", ".join(str(stretch.unseen(kind)) for kind in list(METHODS)[1:]),
                 "0, 22, 0, 0" if pinned else ", ".join(str(unseen[kind]) for kind in list(METHODS)[1:]),
@@ -220,6 +221,7 @@ TOPIC = Topic(
             " grows with the pair, YaRN and llama3 only the slow ones.",
             wavelengths_data,
             wavelengths_draw,
+            sketch=lambda data: curves(data, "pair", "wavelength", "method", log="y"),
         ),
         Figure(
             "seen_arc",
