@@ -43,8 +43,14 @@ def add_parser(commands: arguments.Subparsers) -> None:
     group.add_argument("--rope-theta", type=float, metavar="T", help="base of the frequencies")
     group.add_argument("--context", type=int, metavar="N", help="tokens of the trained context")
     group.add_argument("--rope-factor", type=float, metavar="S", help="how many times longer the context becomes")
-    group = parser.add_argument_group("perplexity against context length (TOPIC ppl)")
-    group.add_argument("--model", "-m", metavar="PATH_OR_NAME", help="default: tiny-kjv, which comes with the package")
+    group.add_argument(
+        "--model",
+        "-m",
+        metavar="PATH_OR_NAME",
+        help="with scale, wavelengths and clock: take the settings from a checkpoint; with heads and ppl: the model to"
+        " run (default: tiny-kjv, which comes with the package)",
+    )
+    group = parser.add_argument_group("perplexity against context length (TOPIC ppl) and attention (TOPIC heads)")
     group.add_argument("--text", type=Path, metavar="FILE", help="a long text (default: the test text of tiny-kjv)")
     group.add_argument("--length", type=int, metavar="N", help="tokens per window (default: 8 trained lengths)")
     group.add_argument("--windows", type=int, metavar="N", help="number of windows (default: 6)")

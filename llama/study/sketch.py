@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,7 +61,7 @@ def curves(
     lines.append(f"{'':{margin}}  {left}{axis:^{WIDTH - len(left) - len(right)}}{right}")
     title = f"{' and '.join(names) if len(names) < 3 else 'value'}{' (log scale)' if 'y' in log else ''}"
     legend = ", ".join(f"{mark} {label}" for mark, (label, *_) in zip(MARKS, usable, strict=False))
-    return [f"{title}: {legend}" if len(usable) > 1 else title, *lines]
+    return [*(textwrap.wrap(f"{title}: {legend}", 98) if len(usable) > 1 else [title]), *lines]
 
 
 def _usable(across: Numbers, up: Numbers, log: str) -> tuple[Numbers, Numbers]:

@@ -109,11 +109,15 @@ class Stretch:
         return turns(self.frequencies(), self.context) < 1
 
     def unseen(self, kind: str) -> int:
-        """Number of pairs that meet angles at the target length that did not occur in training.
+        """`unseen_of` under a kind of scaling."""
+        return self.unseen_of(self.frequencies(kind))
+
+    def unseen_of(self, inv_freq: Tensor) -> int:
+        """Number of pairs that meet angles at the target length that did not occur in training: inv_freq (D/2,).
 
         A pair that finished a turn has seen every angle. A millionth is allowed for rounding.
         """
-        met = self.target * self.frequencies(kind)  # (D/2,) radians
+        met = self.target * inv_freq  # (D/2,) radians
         return int((self.short() & (met > self.context * self.frequencies() * (1 + 1e-6))).sum())
 
     def some_pairs(self) -> list[int]:

@@ -139,7 +139,6 @@ def test_the_figure_is_written(tmp_path: Path, ending: str) -> None:
         (["--length", "1"], "--length of this topic must be an integer from 2 to 1024"),
         (["--length", "5000"], "--length of this topic must be an integer from 2 to 1024"),
         (["--text", "no-such-file"], "expected a text file"),
-        (["-m", "smollm2-135m-instruct"], "add --text FILE"),
     ],
 )
 def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
@@ -156,3 +155,20 @@ def test_the_weights_from_distances_include_the_factor_of_a_scaling(tmp_path: Pa
     (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
     report = find("heads").report(model=str(tmp_path / "m"), text=tiny_folder() / "held-out.txt", length=200)
     assert all(check.passed for check in report.checks if check.claim in ("000-07", "001-15"))
+
+
+def test_a_text_ships_for_any_model(random_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shipped, given = (heads.data(str(random_model), text, 32) for text in (None, tiny_folder() / "held-out.txt"))
+    np.testing.assert_array_equal(shipped["y"], given["y"])
+    assert main(["study", "heads", "-q", "-m", str(random_model), "--length", "32"]) == 0
+    assert "share: o layer 0, x layer 1, + layer 2, * layer 3" in capsys.readouterr().out
+
+
+def test_the_sketch_is_the_mean_share_of_a_layer() -> None:
+    table = heads.data(length=24)
+    lines = heads.sketch(table)
+    rows = (table["panel"] == "share") & (table["layer"] == 3)  # the last layer is drawn over the others
+    means = [table["y"][rows & (table["x"] == pair)].mean() for pair in range(16)]
+    area = [line.split("|", 1)[1].ljust(72) for line in lines if "|" in line]
+    heights = [next(11 - row for row in range(12) if area[row][round(pair / 15 * 71)] == "*") for pair in range(16)]
+    assert np.corrcoef(heights, means)[0, 1] > 0.98  # heights are rounded to 12 rows

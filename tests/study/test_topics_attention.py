@@ -207,7 +207,7 @@ PLANTED: list[tuple[str, str, Callable[..., Any], set[str]]] = [
     ("binary", "llama.study.measures.wavelengths", lambda inv_freq: 1 / inv_freq, {"003-12", "003-15"}),
     ("binary", "llama.study.topics.binary.bits", lambda n: n[:, None] >> 2 * np.arange(4) & 1, {"003-13"}),
     ("shift", "llama.rope.rotation_matrix", lambda cos, sin: original_matrix(cos, -sin), {"000-16"}),
-    ("shift", "llama.study.measures.sinusoids", shift.triangle_table, {"000-16", "001-02", "OK1"}),
+    ("shift", "llama.study.measures.sinusoids", shift.triangle_table, {"000-16", "001-02", "003-17"}),
     ("shift", "llama.study.topics.shift.triangle_table", measures.sinusoids, {"001-01"}),
     ("shift", "llama.study.topics.shift.printed_table", measures.sinusoids, {"002-04"}),
     ("relative", "llama.study.encodings.turn", keys_never_turned, {"000-19", "003-20", "000-06"}),

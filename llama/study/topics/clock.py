@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..checkpoint import Own, with_model
 from ..figure import Data, Figure
 from ..measures import frequencies, wavelengths
 from ..report import Report, Table, equal, wrapped
 from ..sketch import bars
 from . import TOPICS
-from .base import Topic, check_range
+from .base import Topic, check_head_dim, check_range
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,9 +27,12 @@ STEPS = (1.0, 1.5, 2.0)  # factor by which a published clock slows each hand rel
 NOW = 10 * 3600 + 8 * 60 + 42  # the time that the figure shows, in seconds
 
 
-def report(factor: float = 3.0) -> Report:
+@with_model
+def report(factor: float = 3.0, own: Own | None = None) -> Report:
     """Periods of the hands unscaled, under PI, under NTK-aware, and on a published clock of factor 3."""
     check_range("--rope-factor", factor, 1.01, 1024.0)
+    if own is not None:
+        return _of_model(own, factor)
     now, stretched = _now(), _stretched(factor)
     pi, ntk = stretched["PI"], stretched["NTK-aware"]
     note = _published()
@@ -74,6 +78,65 @@ def report(factor: float = 3.0) -> Report:
     )  # fmt: skip
 
 
+def _hands(own: Own) -> list[int]:
+    """The pairs of a checkpoint that are its hands: the fastest, the middle one and the slowest."""
+    count = own.config.head_dim // 2
+    return [0, count // 2, count - 1]
+
+
+def _periods(own: Own, factor: float) -> dict[str, list[float]]:
+    """Periods in tokens of three pairs of a checkpoint, by method: unscaled, PI, NTK-aware, and its own scaling."""
+    check_head_dim(own.config.head_dim, 6, 1024)
+    dim, base = own.config.head_dim, own.config.rope_theta
+    ways = {
+        "now": frequencies(dim, base),
+        "PI": frequencies(dim, base, {"rope_type": "linear", "factor": factor}),
+        "NTK-aware": frequencies(dim, base, {"rope_type": "ntk", "factor": factor}),
+    }
+    if own.kind != "default":
+        ways["this model"] = own.scaled()[0]
+    return {name: [float(wavelengths(inv_freq)[i]) for i in _hands(own)] for name, inv_freq in ways.items()}
+
+
+def _of_model(own: Own, factor: float) -> Report:
+    """The clock of a checkpoint: three of its pairs as hands, with periods in tokens."""
+    periods = _periods(own, factor)
+    now, pi, ntk = periods["now"], periods["PI"], periods["NTK-aware"]
+    dim, pairs = own.config.head_dim, _hands(own)
+    slower = factor ** (2 * pairs[1] / (dim - 2))
+    cells = {
+        name: [(f"{p:,.1f}", f"x {p / n:.4g}") for p, n in zip(periods[name], now, strict=True)] for name in periods
+    }
+    others = list(periods)[1:]
+    return Report(
+        "clock",
+        TOPICS["clock"],
+        settings={"model": own.name, "factor": factor},
+        says=wrapped(
+            f"{own.says} Its fastest, middle and slowest pair are the hands; a position is a token. PI slows all hands"
+            f" by {factor:g}. NTK-aware leaves the fastest hand unchanged and slows only the last one by the full"
+            " factor."
+        ),
+        tables=(
+            Table(
+                "period of each hand in tokens, and its ratio to the period without scaling",
+                ("hand", "pair", "now", *(head for name in others for head in (name, ""))),
+                [
+                    (hand, pairs[i], cells["now"][i][0], *(cell for name in others for cell in cells[name][i]))
+                    for i, hand in enumerate(HANDS)
+                ],
+            ),
+        ),
+        checks=(
+            equal("001-27", "period of the fastest hand: one turn in 2 pi tokens", now[0], 2 * math.pi, 1e-5),
+            equal("001-27", "PI: middle hand, relative to now", pi[1] / now[1], factor, 1e-6 * factor),
+            equal("001-27", "NTK-aware: fastest hand, relative to now", ntk[0] / now[0], 1.0, 1e-6),
+            equal("001-28", "NTK-aware: middle hand, relative to now", ntk[1] / now[1], slower, 1e-5 * slower),
+            equal("001-30", "NTK-aware: slowest hand, relative to now", ntk[2] / now[2], factor, 1e-5 * factor),
+        ),
+    )
+
+
 def _seconds(inv_freq: torch.Tensor) -> list[float]:
     """Periods of three pairs in seconds, (3,), scaled so that pair 0 turns once in 60 seconds."""
     return [float(x) for x in wavelengths(inv_freq) * 60 / (2 * math.pi)]
@@ -108,13 +171,17 @@ def _stretched(factor: float) -> dict[str, list[float]]:
 PANELS = ("now", "PI", "NTK-aware")
 
 
-def clock_data(factor: float = 3.0) -> Data:
-    """clock, hand; period (seconds); its ratio to now (times); angle now and step per second, in degrees."""
+@with_model
+def clock_data(factor: float = 3.0, own: Own | None = None) -> Data:
+    """clock, hand; period (seconds, or tokens of a checkpoint); its ratio to now; angle now and step, in degrees."""
     check_range("--rope-factor", factor, 1.01, 1024.0)
-    now = np.array(_now())  # (3,) seconds
-    periods = {"now": now} | {name: np.array(period) for name, period in _stretched(factor).items()}
-    if factor == 3:
-        periods["published"] = np.array(_published())
+    if own is not None:
+        periods = {name: np.array(period) for name, period in _periods(own, factor).items()}
+    else:
+        periods = {name: np.array(period) for name, period in {"now": _now(), **_stretched(factor)}.items()}
+        if factor == 3:
+            periods["published"] = np.array(_published())
+    now = periods["now"]  # (3,)
     stacked = np.concatenate(list(periods.values()))
     return {
         "clock": np.repeat(list(periods), len(HANDS)),
@@ -137,7 +204,7 @@ def clock_draw(data: Data, canvas: Canvas) -> None:
     for name in PANELS:
         rows = data["clock"] == name
         periods = zip(data["period"][rows], data["times"][rows], strict=True)
-        cells.append([name, *(f"{period:,.0f} s  (x {times:.4g})" for period, times in periods)])
+        cells.append([name, *(f"{period:,.0f}  (x {times:.4g})" for period, times in periods)])
     table = axes.table(cells, colLabels=["periods", *HANDS], loc="center", cellLoc="center", edges="horizontal")
     table.auto_set_font_size(False)
     table.set_fontsize(9)
@@ -160,7 +227,7 @@ def _face(axes: Axes, data: Data, name: str) -> None:
         axes.plot([0.92 * x], [0.92 * y], marker="o", markersize=2.5, color="#b2182b")
     axes.set(xlim=(-1.08, 1.08), ylim=(-1.08, 1.08), aspect="equal")
     axes.set_axis_off()
-    axes.set_title(f"{name}\nsecond hand: {step:.3g} degrees a second")
+    axes.set_title(f"{name}\nsecond hand: {step:.3g} degrees a step")
 
 
 def _point(degrees: float) -> tuple[float, float]:

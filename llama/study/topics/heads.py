@@ -12,12 +12,14 @@ from torch import Tensor
 
 from ...checkpoint import open_checkpoint
 from ...errors import UsageError
+from ...hub.named import resolve
 from ...loader import build
 from ...model import Transformer
 from ..figure import LINES, Data, Figure
 from ..measures import wavelengths
-from ..perplexity import TINY, read_text, source
+from ..perplexity import TINY, read_text, tiny_folder
 from ..report import Check, Report, Table, above, below, equal, wrapped
+from ..sketch import curves
 from ..trace import distance_profile, recording
 from . import TOPICS
 from .base import Topic, check_range
@@ -32,7 +34,8 @@ LONGEST = 1024  # tokens; each head has T x T weights
 @torch.inference_mode()
 def _recorded(model: str, text: Path | None, length: int | None) -> tuple[Transformer, Tensor, Tensor, Tensor]:
     """The model, the ids of the text (T,), all attention weights (L, H, T, T), and |q_i| |k_i| (L, H, D/2)."""
-    folder, text = source(model, text)
+    folder = tiny_folder() if model == TINY else resolve(model)
+    text = text or tiny_folder() / "held-out.txt"
     checkpoint = open_checkpoint(folder)
     length = min(checkpoint.config.max_seq_len, 256) if length is None else length
     check_range("--length", length, 2, LONGEST)
@@ -153,6 +156,13 @@ def data(model: str = TINY, text: Path | None = None, length: int | None = None)
     return {name: np.concatenate(parts) for name, parts in columns.items()}
 
 
+def sketch(table: Data) -> list[str]:
+    """Share of the scores by pair, mean over the heads of a layer, for up to four layers."""
+    rows = table["panel"] == "share"
+    shown = {"pair": table["x"][rows], "share": table["y"][rows], "layer": table["layer"][rows]}
+    return curves(shown, "pair", "share", "layer", most=4)
+
+
 def draw(table: Data, canvas: Canvas) -> None:
     left, right = canvas.subplots(1, 2)
     layers = int(table["layer"].max()) + 1
@@ -190,6 +200,7 @@ TOPIC = Topic(
             data,
             draw,
             size=(8.0, 3.8),
+            sketch=sketch,
         ),
     ),
 )

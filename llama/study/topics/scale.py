@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ...rope_scaling import SCALINGS, inverse_frequencies
+from ...rope_scaling import SCALINGS, inverse_frequencies, reach
 from .. import formulas
+from ..checkpoint import Own, with_model
 from ..figure import Data, Figure, draw_lines
 from ..measures import frequencies
 from ..report import Check, Report, Table, Value, below, equal, wrapped
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Report:
+@with_model
+def report(
+    head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0, own: Own | None = None
+) -> Report:
     """Divisors of a few pairs, factor of cos and sin, reach and unseen pairs of each kind of scaling."""
     stretch = _stretch(head_dim, theta, context, factor)
     pairs = stretch.some_pairs()
@@ -32,6 +36,10 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
         divisors = stretch.divisors(kind)  # (D/2,)
         some = [float(divisors[i]) for i in pairs]
         rows.append((kind, *some, stretch.stretched(kind)[1], stretch.reach(kind), stretch.unseen(kind)))
+    if own is not None and own.kind != "default":
+        inv_freq, times = own.scaled()
+        some = [float((stretch.frequencies() / inv_freq)[i]) for i in pairs]
+        rows.append((f"{own.kind}, this model", *some, times, reach(own.config), stretch.unseen_of(inv_freq)))
     table = Table(
         f"divisor of the frequency at pair .., at {stretch.target:,} tokens",
         ("rope_type", *(str(i) for i in pairs), "cos, sin times", "reach", "unseen"),
@@ -50,6 +58,7 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
                 " from a file (here: a made-up list, and llama3's). proportional stops pairs (here half of them); inf"
                 " marks a pair that does not turn. Unseen: pairs that still meet new angles."
             ),
+            *(wrapped(own.says) if own else ()),
             *_left_out(stretch),
         ),
         tables=(table,),
@@ -176,22 +185,27 @@ KINDS = {
 }
 
 
-def divisor_data(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Data:
+@with_model
+def divisor_data(
+    head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0, own: Own | None = None
+) -> Data:
     """method, pair, divisor; short: whether the pair, unscaled, stays below one turn within the trained context."""
     stretch = _stretch(head_dim, theta, context, factor)
-    count = head_dim // 2
+    divisors = {name: stretch.divisors(kind) for kind, name in KINDS.items()}
+    if own is not None and own.kind != "default":
+        divisors["this model"] = stretch.frequencies() / own.scaled()[0]
     return {
-        "method": np.repeat(list(KINDS.values()), count),
-        "pair": np.tile(np.arange(count), len(KINDS)),
-        "divisor": torch.cat([stretch.divisors(kind) for kind in KINDS]).numpy(),
-        "short": np.tile(stretch.short().numpy(), len(KINDS)),
+        "method": np.repeat(list(divisors), head_dim // 2),
+        "pair": np.tile(np.arange(head_dim // 2), len(divisors)),
+        "divisor": torch.cat(list(divisors.values())).numpy(),
+        "short": np.tile(stretch.short().numpy(), len(divisors)),
     }
 
 
 def divisor_draw(data: Data, canvas: Canvas) -> None:
     """Divisor over pair, one line per method."""
     count = int(data["pair"].max()) + 1
-    _draw_divisors(data, canvas, KINDS.values(), (max(count // 48, 1), max(count // 8, 1)))
+    _draw_divisors(data, canvas, dict.fromkeys(data["method"].tolist()), (max(count // 48, 1), max(count // 8, 1)))
 
 
 def _draw_divisors(
@@ -218,7 +232,10 @@ def _draw_divisors(
 RAMPS = ("YaRN, the code", "YaRN, the paper", "llama3")
 
 
-def ramps_data(head_dim: int = 128, theta: float = 10000.0, context: int = 4096, factor: float = 4.0) -> Data:
+@with_model
+def ramps_data(
+    head_dim: int = 128, theta: float = 10000.0, context: int = 4096, factor: float = 4.0, own: Own | None = None
+) -> Data:
     """method, pair, divisor, short, for the three ramps between leaving a pair and dividing it by the factor."""
     stretch = _stretch(head_dim, theta, context, factor)
     paper = formulas.by_parts(formulas.turns(head_dim, theta, context), 1, 32, factor)  # not used by any model file

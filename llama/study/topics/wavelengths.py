@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .. import formulas
+from ..checkpoint import Own, with_model
 from ..figure import Data, Figure, draw_lines
 from ..measures import frequencies, seen_arc, turns, wavelengths
 from ..report import Report, Table, below, equal, wrapped
@@ -26,20 +27,24 @@ MODELS = {"LLaMA": (1e4, 2048), "Llama 2": (1e4, 4096), "Llama 3": (5e5, 8192)}
 METHODS = {"default": "unscaled", "linear": "PI", "ntk": "NTK-aware", "yarn": "YaRN", "llama3": "llama3"}
 
 
-def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Report:
+@with_model
+def report(
+    head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0, own: Own | None = None
+) -> Report:
     """Wavelength, turns and seen arc of a few pairs, unscaled and under four scalings."""
     stretch = Stretch(head_dim, theta, context, factor)
     pinned = stretch == Stretch()
     inv_freq = stretch.frequencies()  # (D/2,)
     waves, turned = wavelengths(inv_freq), turns(inv_freq, context)  # (D/2,) each
     arc = seen_arc(inv_freq, context)  # (D/2,)
-    by_method = {kind: wavelengths(stretch.frequencies(kind)) for kind in METHODS}
+    by_method = {name: wavelengths(stretch.frequencies(kind)) for kind, name in METHODS.items()} | _of(own)
+    scaled = list(by_method)[1:]
 
     pairs = Table(
         f"wavelength in tokens; turns and seen arc (radians) in {context:,} tokens",
-        ("pair", "unscaled", "turns", "seen arc", *(METHODS[kind] for kind in list(METHODS)[1:])),
+        ("pair", "unscaled", "turns", "seen arc", *scaled),
         [
-            (i, float(waves[i]), float(turned[i]), float(arc[i]), *(float(by_method[k][i]) for k in list(METHODS)[1:]))
+            (i, float(waves[i]), float(turned[i]), float(arc[i]), *(float(by_method[name][i]) for name in scaled))
             for i in stretch.some_pairs()
         ],
     )
@@ -68,11 +73,11 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
         "wavelengths",
         TOPICS["wavelengths"],
         settings=stretch.settings,
-        says=wrapped(
+        says=(*wrapped(own.says if own else ""), *wrapped(
             "Pair i makes a full turn in 2 pi θ^(2i/D) tokens: the wavelengths grow by a constant ratio from pair"
             " to pair. A pair that finishes a turn within the trained context has met every angle. Slower pairs meet"
             " new angles in a longer text, and only these need a scaling. A low frequency is a LARGE i."
-        ),
+        )),
         tables=(pairs, models),
         checks=(
             equal("003-12", "wavelength of pair 0 is 2 pi tokens", float(waves[0]), 2 * math.pi, 1e-6),
@@ -101,6 +106,11 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, fac
     )  # fmt: skip
 
 
+def _of(own: Own | None) -> dict[str, torch.Tensor]:
+    """The wavelengths of a checkpoint that has a scaling: name -> (D/2,)."""
+    return {} if own is None or own.kind == "default" else {"this model": wavelengths(own.scaled()[0])}
+
+
 def _short(base: float, length: int) -> int:
     return int((turns(frequencies(128, base), length) < 1).sum())
 
@@ -114,16 +124,20 @@ def _lowest(*dims: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ figure: wavelengths
-def wavelengths_data(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Data:
+@with_model
+def wavelengths_data(
+    head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0, own: Own | None = None
+) -> Data:
     """method, pair, wavelength (tokens); trained and target length (tokens), the same in every row."""
     stretch = Stretch(head_dim, theta, context, factor)
-    count = head_dim // 2
+    waves = {name: wavelengths(stretch.frequencies(kind)) for kind, name in METHODS.items()} | _of(own)
+    count = head_dim // 2 * len(waves)
     return {
-        "method": np.repeat(list(METHODS.values()), count),
-        "pair": np.tile(np.arange(count), len(METHODS)),
-        "wavelength": torch.cat([wavelengths(stretch.frequencies(kind)) for kind in METHODS]).numpy(),
-        "trained": np.full(count * len(METHODS), context),
-        "target": np.full(count * len(METHODS), stretch.target),
+        "method": np.repeat(list(waves), head_dim // 2),
+        "pair": np.tile(np.arange(head_dim // 2), len(waves)),
+        "wavelength": torch.cat(list(waves.values())).numpy(),
+        "trained": np.full(count, context),
+        "target": np.full(count, stretch.target),
     }
 
 
@@ -133,7 +147,7 @@ def wavelengths_draw(data: Data, canvas: Canvas) -> None:
     last = int(data["pair"].max())
     axes.set_yscale("log")
     marks = (max((last + 1) // 40, 1), max((last + 1) // 8, 1))
-    draw_lines(axes, data, "pair", "wavelength", "method", METHODS.values(), marks)
+    draw_lines(axes, data, "pair", "wavelength", "method", dict.fromkeys(data["method"].tolist()), marks)
     for word in ("trained", "target"):
         length = int(data[word][0])
         axes.axhline(length, color="#000000", linewidth=0.6)
@@ -154,7 +168,10 @@ def wavelengths_draw(data: Data, canvas: Canvas) -> None:
 ARCS = ("default", "linear", "ntk", "yarn")
 
 
-def seen_arc_data(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Data:
+@with_model
+def seen_arc_data(
+    head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0, own: Own | None = None
+) -> Data:
     """method, pair; seen and met: arc covered in training and at the target length, in radians, at most 2 pi.
 
     trained (tokens) is the same in every row.
