@@ -77,7 +77,7 @@ class Figure:
 
     def _repr_png_(self) -> bytes:
         """The picture at the default settings; a notebook displays it when a figure is the last value of a cell."""
-        return _drawn(self, self.data(), "png")
+        return image(self, self.data(), "png")
 
 
 def check(file: Path) -> None:
@@ -109,7 +109,7 @@ def save(figure: Figure, file: Path, **options: Any) -> None:
     elif kind == "json":
         content = _json(figure, data).encode()
     else:
-        content = _drawn(figure, data, kind)
+        content = image(figure, data, kind)
     try:
         write_atomically(file, content, ".figure")
     except OSError as error:
@@ -131,15 +131,16 @@ def draw_lines(
         axes.plot(data[x][rows], data[y][rows], label=name, **marks, **LINES[number])
 
 
-def _drawn(figure: Figure, data: Data, kind: str) -> bytes:
-    """The content of an image file, kind "png" or "svg"."""
+def image(figure: Figure, data: Data, kind: str, *, caption: bool = True) -> bytes:
+    """The content of an image file of kind "png" or "svg", with or without the caption below the picture."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     with matplotlib.rc_context(STYLE):
         canvas = Canvas(figsize=figure.size, layout="constrained")
         figure.draw(data, canvas)
-        canvas.supxlabel(_wrapped(figure.caption, figure.size[0]), fontsize=8, x=0.02, ha="left")
+        if caption:
+            canvas.supxlabel(_wrapped(figure.caption, figure.size[0]), fontsize=8, x=0.02, ha="left")
         file = io.BytesIO()
         canvas.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None})
     return file.getvalue()

@@ -7,7 +7,16 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-__all__ = ["compare_peers", "gpu_check", "gpu_parts", "make_tiny", "mutate", "train_tiny"]
+__all__ = [
+    "compare_peers",
+    "gpu_check",
+    "gpu_parts",
+    "lesson_svg",
+    "make_tiny",
+    "mutate",
+    "render_lessons",
+    "train_tiny",
+]
 
 
 def __getattr__(name: str) -> ModuleType:

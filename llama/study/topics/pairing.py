@@ -220,7 +220,7 @@ def pairing_data() -> Data:
     }
 
 
-HATCHES = ("", "////", "....", "xxxx")
+HATCHES = ("", "////", "\\\\\\\\", "xxxx")
 SHADES = ("#ffffff", "#d9d9d9", "#f7f7f7", "#bdbdbd")
 
 

@@ -1,0 +1,189 @@
+"""Pictures that the lessons show without code: a lesson names one in a line of its own, as <!-- figure NAME -->."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from llama.study import measures
+from llama.study.figure import LINES, Data, Figure
+from llama.study.topics import order
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+
+# ------------------------------------------------------------------------------------------------ lesson 1: two dogs
+def dogs_data() -> Data:
+    """The output vector of "dog" in both sentences, with and without RoPE, one row per entry."""
+    x, wq, wk, wv = order.drawn(8)
+    positions, rows = torch.arange(4), []
+    for rope in (False, True):
+        for sentence, places in enumerate((list(range(4)), list(order.OTHER))):
+            q, k, v = (x[places] @ w.T for w in (wq, wk, wv))  # (N, D)
+            if rope:
+                q, k = (measures.turn(t, positions, measures.frequencies(8)) for t in (q, k))
+            out = (q @ k.T / 8**0.5).softmax(-1) @ v  # (N, D)
+            rows += [(rope, sentence, entry, value) for entry, value in enumerate(out[places.index(0)].tolist())]
+    return dict(zip(("rope", "sentence", "entry", "value"), map(np.array, zip(*rows, strict=True)), strict=True))
+
+
+def dogs_draw(data: Data, canvas: Canvas) -> None:
+    panels = canvas.subplots(1, 2, sharey=True)
+    for axes, rope in zip(panels, (False, True), strict=True):
+        for sentence, (words, style) in enumerate(
+            (("dog is chasing cat", "#2166ac"), ("cat is chasing dog", "#e08214"))
+        ):
+            rows = (data["rope"] == rope) & (data["sentence"] == sentence)
+            axes.bar(data["entry"][rows] + 0.4 * sentence - 0.2, data["value"][rows], 0.38, color=style, label=words)
+        axes.axhline(0, color="#000000", linewidth=0.8)
+        axes.set_title("with RoPE" if rope else "without positions")
+        axes.set_xlabel('entry of the output of "dog"')
+        axes.set_xticks(range(8))
+    panels[0].set_ylabel("value")
+    panels[1].legend(loc="upper right")
+
+
+# ----------------------------------------------------------------------------------------------- lesson 4: two arrows
+Q, K, STEP = np.array([1.0, 0.35]), np.array([0.9, 1.1]), 0.35  # one query, one key; radians per position
+
+
+def arrows_data() -> Data:
+    """The rotated query and key, and their dot product, at four pairs of positions (m, n)."""
+    places = ((0, 0), (1, 3), (6, 8), (6, 3))
+    q, k = (
+        measures.turn(torch.tensor(np.tile(v, (4, 1))), torch.tensor(at), torch.tensor([STEP])).numpy()
+        for v, at in ((Q, [m for m, _ in places]), (K, [n for _, n in places]))
+    )
+    columns = {"m": [m for m, _ in places], "n": [n for _, n in places], "dot": (q * k).sum(1)}
+    columns |= {"q1": q[:, 0], "q2": q[:, 1], "k1": k[:, 0], "k2": k[:, 1]}
+    return {name: np.array(column) for name, column in columns.items()}
+
+
+def arrows_draw(data: Data, canvas: Canvas) -> None:
+    titles = ("before any rotation", "q at 1, k at 3", "q at 6, k at 8", "q at 6, k at 3")
+    for i, axes in enumerate(canvas.subplots(1, 4)):
+        for name, colour in (("q", "#b2182b"), ("k", "#2166ac")):
+            tip = data[f"{name}1"][i], data[f"{name}2"][i]
+            axes.annotate(
+                "", tip, (0, 0), arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 2, "shrinkA": 0, "shrinkB": 0}
+            )
+            axes.text(1.22 * tip[0], 1.22 * tip[1], name, color=colour, ha="center", va="center", fontsize=11)
+        axes.add_artist(_circle())
+        axes.set(xlim=(-1.75, 1.75), ylim=(-1.75, 1.75), aspect="equal", title=titles[i])
+        axes.set_xlabel(f"q · k = {data['dot'][i]:.2f}", fontsize=11)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _circle() -> Any:
+    from matplotlib.patches import Circle
+
+    return Circle((0, 0), 1, fill=False, edgecolor="#bbbbbb", linewidth=0.8)
+
+
+# ------------------------------------------------------------------------------------ lesson 6: the way of q, k, v
+BOXES = (  # x, y, text, marked
+    (0.0, 1.0, "x", 0), (1.3, 2.0, "wq", 0), (1.3, 1.0, "wk", 0), (1.3, 0.0, "wv", 0), (2.9, 2.0, "RoPE", 1),
+    (2.9, 1.0, "RoPE", 1), (4.5, 1.0, "cache of k", 0), (4.5, 0.0, "cache of v", 0),
+    (6.2, 1.5, "softmax(q · k / √D)", 0), (8.2, 0.75, "weighted sum", 0), (9.8, 0.75, "wo", 0),
+)  # fmt: skip
+WAYS = (  # from one box to another, and what goes there
+    (0, 1, ""), (0, 2, ""), (0, 3, ""), (1, 4, "q"), (2, 5, "k"), (3, 7, "v"), (5, 6, "k'"), (4, 8, "q'"), (6, 8, ""),
+    (8, 9, ""), (7, 9, ""), (9, 10, ""),
+)  # fmt: skip
+
+
+def block_data() -> Data:
+    """The boxes of the drawing."""
+    return {
+        name: np.array(column)
+        for name, column in zip(("x", "y", "text", "marked"), zip(*BOXES, strict=True), strict=True)
+    }
+
+
+def block_draw(data: Data, canvas: Canvas) -> None:
+    axes = canvas.subplots()
+    boxes = []
+    for x, y, text, marked in zip(*data.values(), strict=True):
+        box = {"boxstyle": "round,pad=0.45", "facecolor": "#fddbc7" if marked else "#f0f0f0", "edgecolor": "#555555"}
+        weight = "bold" if marked else "normal"
+        boxes.append(axes.text(x, y, text, ha="center", va="center", bbox=box, weight=weight, zorder=3))
+    axes.set(xlim=(-0.4, 10.2), ylim=(-0.5, 2.5))
+    axes.axis("off")
+    for a, b, word in WAYS:
+        (x, y), end = BOXES[a][:2], BOXES[b][:2]
+        ends = {"patchA": boxes[a].get_bbox_patch(), "patchB": boxes[b].get_bbox_patch(), "shrinkA": 0, "shrinkB": 2}
+        axes.annotate("", end, (x, y), arrowprops={"arrowstyle": "-|>", "color": "#888888", **ends})
+        if word:
+            axes.text(x + 0.45 + 0.3 * (len(word) > 1), y + 0.17, word, ha="center", style="italic")
+
+
+# -------------------------------------------------------------------------------------------- lesson 8: dynamic scaling
+def stretch_data() -> Data:
+    """The divisor of the slowest pair by the length of the text, for dynamic NTK with two factors and for YaRN x4."""
+    plain, rows = measures.frequencies(128), []
+    for length in range(256, 8193, 256):
+        for factor in (1.0, 4.0):
+            scaling = {"rope_type": "dynamic", "factor": factor}
+            w = measures.frequencies(128, scaling=scaling, seq_len=length, max_seq_len=2048)
+            rows.append((f"dynamic, factor {factor:g}", length, float(plain[-1] / w[-1])))
+        rows.append(("YaRN, factor 4", length, 4.0))
+        rows.append(("needed: length / 2048", length, max(1.0, length / 2048)))
+    return dict(zip(("method", "length", "divisor"), map(np.array, zip(*rows, strict=True)), strict=True))
+
+
+def stretch_draw(data: Data, canvas: Canvas) -> None:
+    axes = canvas.subplots()
+    for i, method in enumerate(dict.fromkeys(data["method"].tolist())):
+        rows = data["method"] == method
+        axes.plot(data["length"][rows], data["divisor"][rows], label=method, **LINES[i])
+    axes.axvline(2048, color="#999999", linewidth=0.8)
+    axes.text(2000, 2, "trained length ", ha="right")
+    axes.set_xlabel("length of the text (tokens)")
+    axes.set_ylabel("divisor of the lowest frequency")
+    axes.legend(loc="upper left", bbox_to_anchor=(0.27, 1.0))
+
+
+FIGURES = {
+    figure.name: figure
+    for figure in (
+        Figure(
+            "dogs",
+            "What attention puts out for the word dog. Without positions, the dog that chases and the dog that is"
+            " chased are the same eight numbers. With RoPE they differ.",
+            dogs_data,
+            dogs_draw,
+            size=(7.0, 3.0),
+        ),
+        Figure(
+            "arrows",
+            "A query q and a key k are arrows; each turns by its position times one angle. In the second and the third"
+            " picture, k stands two positions after q: both arrows have moved, and their dot product is the same. In"
+            " the fourth, k stands before q, and the dot product is another one.",
+            arrows_data,
+            arrows_draw,
+            size=(7.5, 2.3),
+        ),
+        Figure(
+            "block",
+            "The attention of a LLaMA. RoPE rotates q and k, between their projections and their dot product. v goes"
+            " past it.",
+            block_data,
+            block_draw,
+            size=(8.0, 2.5),
+        ),
+        Figure(
+            "stretch",
+            "By how much the lowest frequency of a model trained on 2048 tokens is divided, by the length of the text."
+            " YaRN divides always, dynamic NTK only in long texts. Factor 1 follows what the length needs; factor 4"
+            " divides by far more.",
+            stretch_data,
+            stretch_draw,
+            size=(7.0, 3.2),
+        ),
+    )
+}

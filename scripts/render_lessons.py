@@ -1,0 +1,239 @@
+"""Run the lessons of docs/study; write their results and figures into them, and a notebook of each.
+
+    python scripts/render_lessons.py             every lesson, and docs/explain.md
+    python scripts/render_lessons.py 04 07       those whose file name begins with 04 or 07
+    python scripts/render_lessons.py --check     write nothing; exit code 1 if a committed file is stale
+
+A lesson is a Markdown file. Its ```python blocks are its cells and run in order, in one process and one namespace.
+After each block stands what it printed and the figure that its last line returned, between two comments; this part is
+replaced by every run. A line <!-- figure NAME --> shows a picture of scripts/lesson_figures.py. Figures go to
+docs/study/figures, light and dark, notebooks to docs/study/notebooks. In docs/explain.md the output of each
+`$ clearllama` command is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import linecache
+import re
+import shlex
+import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lesson_figures
+import lesson_svg
+import torch
+
+from llama import cli
+from llama.study.figure import Figure
+
+REPOSITORY = "OWNER/clearllama"  # on GitHub, for the links to Colab; after a change, run this script once
+BRANCH = "main"
+
+ROOT = Path(__file__).resolve().parents[1]
+STUDY = ROOT / "docs" / "study"
+EXPLAIN = ROOT / "docs" / "explain.md"
+OUTPUT = re.compile(r"\n<!-- output -->\n.*?\n<!-- end of output -->\n", re.DOTALL)
+OPEN = re.compile(r"\n<!-- open -->\n.*?\n<!-- end of open -->\n", re.DOTALL)
+CELL = re.compile(r"^```python( solution)?\n(.*?)^```\n|^<!-- figure (\w+) -->\n", re.DOTALL | re.MULTILINE)
+CONSOLE = re.compile(r"(?<=^```console\n)\$ clearllama (.*)\n(?:.*\n)*?(?=^```$)", re.MULTILINE)
+VOLATILE = re.compile(r"(?<=difference )\d\.\de[+-]\d\d|(?<=\.py:)\d+")  # rounding errors and line numbers in `explain`
+IDS = re.compile(r" \([^()]*\b(?:\d{3}-\d\d|E\d\d|OK\d+)[^()]*\)")  # of docs/study/claims.md, in a caption
+
+
+@dataclass
+class Cell:
+    """One part of a lesson. `solution` marks code that a notebook shows folded."""
+
+    kind: str  # "markdown", "code", or "figure": a picture of lesson_figures without code
+    source: str
+    solution: bool = False
+    printed: str = ""
+    figures: list[Figure] = field(default_factory=list)
+
+
+def lessons() -> list[Path]:
+    """The lessons in the order of the course; the appendix is last."""
+    return [*sorted(STUDY.glob("[0-9][0-9]-*.md")), *sorted(STUDY.glob("appendix-*.md"))]
+
+
+def source(text: str) -> str:
+    """A lesson without everything that this script writes into it."""
+    return OPEN.sub("", OUTPUT.sub("", text))
+
+
+def parse(text: str) -> list[Cell]:
+    """The cells of a lesson, without results."""
+    cells, end = [], 0
+    text = source(text)
+    for match in CELL.finditer(text):
+        cells.append(Cell("markdown", text[end : match.start()]))
+        if match[3]:
+            cells.append(Cell("figure", match[0], figures=[lesson_figures.FIGURES[match[3]]]))
+        else:
+            cells.append(Cell("code", match[2], bool(match[1])))
+        end = match.end()
+    return [*cells, Cell("markdown", text[end:])]
+
+
+def execute(cells: list[Cell], name: str = "lesson") -> dict[str, Any]:
+    """Run the code cells in order and fill in their results. Returns the names that they defined."""
+    names: dict[str, Any] = {"__name__": name}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the results must not depend on the machine's cores
+    torch.set_printoptions(profile="default")
+    try:
+        for number, cell in enumerate(cell for cell in cells if cell.kind == "code"):
+            file = f"{name}, cell {number}"
+            linecache.cache[file] = (
+                len(cell.source),
+                None,
+                cell.source.splitlines(keepends=True),
+                file,
+            )  # for tracebacks
+            tree = ast.parse(cell.source, file)
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            with redirect_stdout(io.StringIO()) as out:
+                exec(compile(tree, file, "exec"), names)
+                value = eval(compile(ast.Expression(last.value), file, "eval"), names) if last else None
+                if isinstance(value, Figure):
+                    cell.figures = [value]
+                elif value is not None:
+                    print(repr(value))
+            cell.printed = out.getvalue()
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_printoptions(profile="default")
+    return names
+
+
+def markdown(cells: list[Cell], stem: str) -> str:
+    """The lesson as it is committed: with its results, and the links to its notebook below the title."""
+    parts = []
+    for cell in cells:
+        if cell.kind == "markdown":
+            parts.append(cell.source)
+            continue
+        fence = f"```python{' solution' if cell.solution else ''}\n"
+        parts.append(cell.source if cell.kind == "figure" else f"{fence}{cell.source}```\n")
+        results = [f"```text\n{cell.printed.rstrip()}\n```\n"] if cell.printed.strip() else []
+        for figure in cell.figures:
+            caption = IDS.sub("", figure.caption)
+            results.append(
+                "<picture>\n"
+                f'  <source media="(prefers-color-scheme: dark)" srcset="figures/{figure.name}-dark.svg">\n'
+                f'  <img alt="{caption.replace(chr(34), "&quot;")}" src="figures/{figure.name}-light.svg">\n'
+                f"</picture>\n\n*{caption}*\n"
+            )
+        if results:
+            parts.append("\n<!-- output -->\n" + "\n".join(results) + "\n<!-- end of output -->\n")
+    here = (
+        f"[Open in Colab](https://colab.research.google.com/github/{REPOSITORY}/blob/{BRANCH}/docs/study/notebooks/{stem}.ipynb)"
+        f" · [notebook](notebooks/{stem}.ipynb)"
+    )
+    return re.sub(r"\A(# .*\n)", lambda m: f"{m[1]}\n<!-- open -->\n{here}\n<!-- end of open -->\n", "".join(parts))
+
+
+def notebook(cells: list[Cell]) -> str:
+    """The lesson as a notebook without results, whose first cell installs the package."""
+    blob = f"https://github.com/{REPOSITORY}/blob/{BRANCH}/"
+    install = f"# in a checkout: pip install -e '.[study]'\n%pip install -q 'clearllama[study] @ git+https://github.com/{REPOSITORY}'"
+    made = [_notebook_cell("code", install, {})]
+    for cell in cells:
+        text = cell.source.strip("\n")
+        if cell.kind == "figure":
+            raw = f"https://raw.githubusercontent.com/{REPOSITORY}/{BRANCH}/docs/study/figures"
+            caption = cell.figures[0].caption
+            made.append(
+                _notebook_cell("markdown", f"![{caption}]({raw}/{cell.figures[0].name}-light.svg)\n\n*{caption}*", {})
+            )
+            continue
+        if cell.kind == "code":
+            folded = {"jupyter": {"source_hidden": True}, "cellView": "form", "tags": ["solution"]}
+            made.append(_notebook_cell("code", text, folded if cell.solution else {}))
+            continue
+        text = re.sub(r"\A</details>\n*", "", text)  # the other half of this element is in another cell
+        text += "\n</details>" if text.count("<details>") > text.count("</details>") else ""
+        text = re.sub(r"\]\((?!https?:)(?:\.\./\.\./)([^)]*)\)", rf"]({blob}\1)", text)
+        text = re.sub(r"\]\((?!https?:)([^)]*)\)", rf"]({blob}docs/study/\1)", text)
+        if text.strip():
+            made.append(_notebook_cell("markdown", text, {}))
+    for number, cell in enumerate(made):
+        cell["id"] = f"cell-{number}"
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    whole = {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+
+
+def _notebook_cell(kind: str, text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    cell = {"cell_type": kind, "metadata": metadata, "source": text.splitlines(keepends=True)}
+    return {**cell, "execution_count": None, "outputs": []} if kind == "code" else cell
+
+
+def console(text: str) -> str:
+    """A page with the present output of its commands."""
+
+    def run(match: re.Match[str]) -> str:
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()), chdir(ROOT):
+            if code := cli.main(shlex.split(match[1])):
+                raise RuntimeError(f"'clearllama {match[1]}' ended with exit code {code}")
+        return f"$ clearllama {match[1]}\n{out.getvalue()}"
+
+    return CONSOLE.sub(run, text)
+
+
+def render(lesson: Path) -> dict[Path, str]:
+    """Run a lesson or docs/explain.md; every file that belongs to it, with its content."""
+    if lesson == EXPLAIN:
+        return {EXPLAIN: console(EXPLAIN.read_text())}
+    cells = parse(lesson.read_text())
+    execute(cells, lesson.stem)
+    files = {lesson: markdown(cells, lesson.stem), STUDY / "notebooks" / f"{lesson.stem}.ipynb": notebook(cells)}
+    for figure in (figure for cell in cells for figure in cell.figures):
+        drawn = lesson_svg.light(figure)
+        files[STUDY / "figures" / f"{figure.name}-light.svg"] = drawn
+        files[STUDY / "figures" / f"{figure.name}-dark.svg"] = lesson_svg.dark(drawn)
+    return files
+
+
+def stale(file: Path, content: str) -> bool:
+    """Whether a committed file differs: by its text, but for VOLATILE, or a figure visibly."""
+    if not file.exists():
+        return True
+    if file.suffix == ".svg":
+        return not lesson_svg.same(file.read_text(), content)
+    return VOLATILE.sub("", file.read_text()) != VOLATILE.sub("", content)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lesson", nargs="*", help="beginnings of file names (default: every lesson)")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a committed file is stale")
+    args = parser.parse_args(arguments)
+    known = [*lessons(), EXPLAIN]
+    chosen = [file for file in known if not args.lesson or file.name.startswith(tuple(args.lesson))]
+    if not chosen:
+        parser.error(f"no file begins with {' or '.join(args.lesson)}; found {', '.join(file.name for file in known)}")
+    outdated = 0
+    for lesson in chosen:
+        files = render(lesson)
+        changed = [file for file, content in files.items() if stale(file, content)]
+        for file in changed:
+            print(f"{'stale' if args.check else 'written'}: {file.relative_to(ROOT)}")
+            if not args.check:
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(files[file])
+        outdated += len(changed)
+    if args.check and outdated:
+        print("run 'python scripts/render_lessons.py' and commit what it writes", file=sys.stderr)
+    return int(args.check and outdated > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
