@@ -43,20 +43,34 @@ CONFIG = ModelConfig(
 HELD_OUT = b"\nRevelation 1\n"
 
 
-def train(data: Tensor, steps: int, batch: int, seed: int = 0, peak: float = 3e-3) -> Transformer:
-    """Train a model on bytes (N,) uint8; each step uses `batch` random windows of the context length."""
+def train(data: Tensor, steps: int, batch: int, seed: int = 0) -> Transformer:
+    """Train a model on bytes (N,) uint8."""
     torch.manual_seed(seed)
     model = Transformer(CONFIG)
+    initialize(model)
+    fit(model, data, steps, batch)
+    return model.requires_grad_(False).eval()
+
+
+def initialize(model: nn.Module) -> None:
+    """Draw all matrices from a normal distribution; gains stay at 1."""
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
+
+
+def fit(model: nn.Module, data: Tensor, steps: int, batch: int, peak: float = 3e-3) -> list[float]:
+    """Train a model on bytes (N,) uint8, in place, and return the loss of each step.
+
+    Each step uses `batch` random windows of the context length. `peak` is the largest learning rate.
+    """
     matrices = [p for p in model.parameters() if p.dim() == 2]
     gains = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}], betas=(0.9, 0.95)
     )
     offsets = torch.arange(CONFIG.max_seq_len + 1)
-    started = time.perf_counter()
+    started, losses = time.perf_counter(), []
     for step in range(steps):
         rate = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
@@ -69,12 +83,11 @@ def train(data: Tensor, steps: int, batch: int, seed: int = 0, peak: float = 3e-
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        losses.append(loss.item())
         if step % 50 == 0 or step + 1 == steps:
             seconds = time.perf_counter() - started
-            print(
-                f"step {step:5d}  loss {loss.item():.3f}  lr {rate:.1e}  {seconds:.0f} s", file=sys.stderr, flush=True
-            )
-    return model.requires_grad_(False).eval()
+            print(f"step {step:5d}  loss {losses[-1]:.3f}  lr {rate:.1e}  {seconds:.0f} s", file=sys.stderr, flush=True)
+    return losses
 
 
 def save(model: Transformer, folder: Path) -> None:
@@ -132,6 +145,20 @@ def byte_symbols() -> list[str]:
     return [symbols[byte] for byte in range(256)]
 
 
+def split(file: Path) -> tuple[bytes, bytes]:
+    """The text to train on, and the text that is held out. Raises ValueError for another text."""
+    text = file.read_bytes()
+    if text.count(HELD_OUT) != 1:
+        raise ValueError(f"{file}: expected the heading 'Revelation 1' once, found {text.count(HELD_OUT)}")
+    start = text.index(HELD_OUT) + 1
+    return text[:start], text[start:]
+
+
+def as_bytes(text: bytes) -> Tensor:
+    """The tokens of a text, one a byte: (N,) uint8."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train the tiny model of the study.")
     parser.add_argument("--text", type=Path, required=True, help="the complete text; see the start of this file")
@@ -140,16 +167,16 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    text = args.text.read_bytes()
-    if text.count(HELD_OUT) != 1:
-        print(f"{args.text}: expected the heading 'Revelation 1' once, found {text.count(HELD_OUT)}", file=sys.stderr)
+    try:
+        training, held_out = split(args.text)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 1
-    split = text.index(HELD_OUT) + 1
     torch.set_num_threads(1)  # another order of summation changes the last bits, and training amplifies that
     torch.use_deterministic_algorithms(True)
-    model = train(torch.frombuffer(bytearray(text[:split]), dtype=torch.uint8), args.steps, args.batch, args.seed)
+    model = train(as_bytes(training), args.steps, args.batch, args.seed)
     save(model, args.out)
-    (args.out / "held-out.txt").write_bytes(text[split:])
+    (args.out / "held-out.txt").write_bytes(held_out)
     return 0
 
 
