@@ -91,10 +91,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     topic = topics.find(args.topic)
     from ..study import report as reports
+    from ..study.topics.base import options_of
 
     given = {OPTIONS[name]: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     _check_options(args.topic, given, topic.report)
-    if args.topic == "ppl" and not args.quiet:
+    if "progress" in options_of(topic.report) and not args.quiet:
         given["progress"] = _progress()
     if args.figures is not None:
         _draw_all(args, [args.topic], given)

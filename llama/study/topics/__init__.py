@@ -27,6 +27,11 @@ TOPICS = {
     "scale": "by how much does each scaling divide each frequency?",
     "ppl": "how far does each method stretch the context of a real model?",
     "heads": "which frequencies does a trained model use, and how far does it look?",
+    "trained": "what does each position encoding achieve, trained alike, and how far does it reach?",
+    "bands": "what does a trained model use fast and slow pairs for?",
+    "variants": "what do partial rotation, layers without it and two dimensions change?",
+    "others": "how do other encodings make scores depend on the distance?",
+    "needle": "does a stretched model recall a fact that lies far back?",
     "precision": "how exact are the angles, by position and by dtype?",
     "bugs": "which line is wrong, what does it cause, and how is it repaired? exercises",
 }

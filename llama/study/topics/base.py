@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ...checks import integer, number
 from ...errors import UsageError
-from ..figure import Figure
+from ..figure import Data, Figure
 from ..report import Report
 
 
@@ -50,3 +52,8 @@ def check_head_dim(value: int, least: int, most: int) -> None:
     check_range("--head-dim", value, least, most)
     if value % 2:
         raise UsageError(f"--head-dim must be even, since RoPE rotates pairs of entries; got {value}")
+
+
+def columns(names: Sequence[str], rows: Iterable[Sequence[object]]) -> Data:
+    """The data of a figure, from its rows."""
+    return {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}

@@ -93,7 +93,7 @@ def _data(found: Measurement) -> Data:
     }
 
 
-def _label(method: str) -> str:
+def label(method: str) -> str:
     """The usual name of a method: "PI x4" for "linear:4"."""
     kind, _, factor = method.partition(":")
     names = {"none": "unchanged", "linear": "PI", "ntk": "NTK-aware", "dynamic": "dynamic NTK", "yarn": "YaRN"}
@@ -110,7 +110,7 @@ def draw(table: Data, canvas: Canvas) -> None:
             table["perplexity"][rows],
             marker=MARKERS[index % len(MARKERS)],
             markersize=4,
-            label=_label(method),
+            label=label(method),
             **style,
         )
     axes.set_xscale("log", base=2)

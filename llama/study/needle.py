@@ -1,0 +1,204 @@
+"""Recall of facts at known places of a long text, under the methods that stretch a context.
+
+Facts such as "The magic number of Lima is 29305." stand at equal distances in a text, each of them once. A model reads
+the text. At some lengths it is asked for every fact that it has read; a question is dropped again after its answer, so
+one pass answers all of them. The perplexity of the text between two lengths comes from the same pass.
+
+The design is that of "needle in a haystack" (Kamradt, 2023) and of the passkeys of arXiv:2305.16300, with several keys
+in one text (as in RULER, arXiv:2404.06654). Letters: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..cache import KVCache
+from ..checkpoint import open_checkpoint
+from ..engine.runtime import pick_device, pick_dtype
+from ..errors import UsageError
+from ..loader import build
+from ..model import Transformer
+from ..rope_scaling import trained_length
+from ..tokenizer import Tokenizer
+from .perplexity import read_text, scaling_of, source, tiny_folder
+
+PLACES = [
+    "London", "Paris", "Rome", "Cairo", "Tokyo", "Lima", "Oslo", "Delhi", "Berlin", "Madrid", "Athens",
+    "Vienna", "Dublin", "Lisbon", "Moscow", "Prague", "Boston", "Denver", "Dallas", "Havana", "Quebec", "Sydney",
+    "Nairobi", "Tunis", "Beirut", "Baghdad", "Tehran", "Kabul", "Manila", "Seoul", "Hanoi", "Jakarta",
+]  # fmt: skip
+FACT = "\nThe magic number of {} is {}.\n"
+QUESTION = "\nThe magic number of {} is"
+DIGITS = 5
+PER_LENGTH = 8  # facts in each trained length
+EDGES = (0.5, 1, 1.25, 1.5, 1.75, 2, 3, 4)  # lengths at which the model is asked, in trained lengths
+METHODS = ("none", "linear:2", "ntk:2", "ntk:4", "yarn:2")
+
+
+@dataclass(frozen=True)
+class Recall:
+    """The answer to one question.
+
+    method  how the context was stretched
+    read    tokens that the model had read
+    at      position of the fact
+    nats    mean of -log p of the number's tokens
+    right   share of these tokens that were the most probable ones
+    text    mean of -log p of the text's own tokens, from the previous length at which the model was asked up to `read`
+    """
+
+    method: str
+    read: int
+    at: int
+    nats: float
+    right: float
+    text: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answers of a model that was trained for contexts of `trained` tokens."""
+
+    model: str
+    trained: int
+    answers: tuple[Recall, ...]
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text with facts.
+
+    ids (T,); plain (T,), False for the tokens of a fact; facts: the place, the number and the position of each
+    """
+
+    ids: Tensor
+    plain: Tensor
+    facts: tuple[tuple[str, str, int], ...]
+
+
+def haystack(tokenizer: Tokenizer, text: str, length: int, every: int) -> Haystack:
+    """A text of `length` tokens with a fact in the middle of each `every` tokens.
+
+    Raises UsageError if there are more facts than places, or if the text is too short.
+    """
+    draw = random.Random(0)
+    count = length // every
+    if count > len(PLACES):
+        raise UsageError(f"--length must be at most {len(PLACES) * every} for this model, got {length}")
+    own = tokenizer.encode(text)
+    ids = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    plain, facts, used = [True] * len(ids), [], 0
+    for i in range(count):
+        upto = i * every + every // 2 - len(ids)
+        ids += own[used : used + upto]
+        plain += [True] * upto
+        used += upto
+        number = "".join(draw.choice("0123456789") for _ in range(DIGITS))
+        fact = tokenizer.encode(FACT.format(PLACES[i], number))
+        facts.append((PLACES[i], number, len(ids)))
+        ids += fact
+        plain += [False] * len(fact)
+    rest = length - len(ids)
+    if rest < 0:
+        raise UsageError(f"a fact takes up to {len(fact)} tokens and there is one in {every}; use a longer context")
+    if used + rest > len(own):
+        raise UsageError(
+            f"the text has {len(own)} tokens, and {used + rest} are needed; use a longer --text, or lower --length"
+        )
+    ids += own[used : used + rest]
+    return Haystack(torch.tensor(ids), torch.tensor(plain + [True] * rest), tuple(facts))
+
+
+def question(tokenizer: Tokenizer, place: str, number: str) -> tuple[list[int], int]:
+    """The ids of a question with its answer, and the index of the first token of the number."""
+    asked = tokenizer.encode(QUESTION.format(place))
+    ids = tokenizer.encode(f"{QUESTION.format(place)} {number}")
+    start = next(i for i, id in enumerate(ids) if i >= len(asked) or id != asked[i])
+    while not tokenizer.token_bytes(ids[start]).strip():  # a space of its own is no part of the number
+        start += 1
+    return ids, start
+
+
+@torch.inference_mode()
+def answer(net: Transformer, cache: KVCache, ids: Sequence[int], start: int) -> tuple[float, float]:
+    """`nats` and `right` of the tokens from `start` on, after the cached text; the cache is left as it was."""
+    read = cache.length
+    h = net.hidden(torch.tensor([ids], device=cache.device), cache=cache)  # (B, T, C)
+    cache.trim(read)
+    logits = net.output(h[:, start - 1 : -1])[0].float()  # (T', V): each row predicts the next token
+    wanted = torch.tensor(ids[start:], device=logits.device)  # (T',)
+    logprobs = logits.log_softmax(-1).gather(-1, wanted[:, None])  # (T', 1)
+    return float(-logprobs.double().mean()), float((logits.argmax(-1) == wanted).double().mean())
+
+
+def lengths(trained: int, length: int) -> list[int]:
+    """The lengths at which the model is asked, the last one at the end of the text."""
+    return [read for read in (round(edge * trained) for edge in EDGES) if read < length] + [length]
+
+
+@torch.inference_mode()
+def measure(
+    model: str,
+    text: Path | None = None,
+    length: int | None = None,
+    methods: Sequence[str] = METHODS,
+    dtype: str | None = None,
+    device: str | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
+) -> Found:
+    """Read a text of `length` tokens under each method, and ask for its facts.
+
+    text      by default the book that is included with tiny-kjv
+    length    by default 1.75 times the trained length
+    progress  called with the method, and the completed tokens and all tokens of this run
+
+    Raises UsageError if the text is too short or the length out of range.
+    """
+    folder, text = source(model, text or tiny_folder() / "held-out.txt")
+    checkpoint = open_checkpoint(folder)
+    trained = int(trained_length(checkpoint.config))
+    length = trained * 7 // 4 if length is None else length
+    if length < trained // 2:
+        raise UsageError(f"--length must be at least half the trained length, {trained // 2}, got {length}")
+    scalings = {method.strip(): scaling_of(method.strip()) for method in methods}
+    tokenizer = checkpoint.tokenizer()
+    hay = haystack(tokenizer, read_text(text).decode(), length, trained // PER_LENGTH)
+    asked = [(question(tokenizer, place, number), at) for place, number, at in hay.facts]
+    torch_device = pick_device(device)
+    torch_dtype = pick_dtype(dtype, torch_device)
+    room = length + max(len(ids) for (ids, _), _ in asked)
+    answers = []
+    for done, (method, scaling) in enumerate(scalings.items()):
+        net = build(checkpoint, torch_device, torch_dtype, max_seq_len=room, fast=True, rope_scaling=scaling)
+        cache = net.new_cache(room)
+        first = 0
+        for end in lengths(trained, length):
+            found = []
+            for start in range(first, end, 256):
+                part = slice(start, min(start + 256, end))
+                found.append(_logprobs(net, cache, hay, part))
+                if progress is not None:
+                    progress(method, done * length + part.stop, len(scalings) * length)
+            text_nats = float(-torch.cat(found).double().mean())
+            answers += [
+                Recall(method, end, at, *answer(net, cache, ids, start), text_nats)
+                for (ids, start), at in asked
+                if at < end
+            ]
+            first = end
+    return Found(model, trained, tuple(answers))
+
+
+def _logprobs(net: Transformer, cache: KVCache, hay: Haystack, part: slice) -> Tensor:
+    """Read a part of the text into the cache: log p of the text's own tokens that follow the part's tokens."""
+    h = net.hidden(hay.ids[None, part].to(cache.device), cache=cache)  # (B, T, C)
+    following = slice(part.start + 1, part.stop + 1)
+    wanted, plain = hay.ids[following].to(h.device), hay.plain[following].to(h.device)  # (T,); one less at the end
+    logits = net.output(h[0, : len(wanted)]).float()  # (T, V)
+    return (logits.gather(-1, wanted[:, None]).squeeze(-1) - logits.logsumexp(-1))[plain]

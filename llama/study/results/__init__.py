@@ -1,0 +1,21 @@
+"""Results of long runs, which topics show without repeating them; each topic names the command that made them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+def json_lines(name: str) -> list[dict[str, Any]]:
+    """The objects of a file with one JSON object per line."""
+    return [json.loads(line) for line in (HERE / name).read_text(encoding="utf-8").splitlines()]
+
+
+def table(name: str) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    with (HERE / name).open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
