@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from train_tiny import CONFIG, as_bytes, fit, initialize, split
 
-from llama.attention import Attend, sdpa
+from llama.attention import Attend
 from llama.model import Transformer
 from llama.rope import Rope, RotaryEmb
 from llama.study.measures import sinusoids

@@ -74,12 +74,12 @@ class Found:
 class Haystack:
     """A text with facts.
 
-    ids (T,); plain (T,), False for the tokens of a fact; facts: the place, the number and the position of each
+    ids (T,); plain (T,), False for the tokens of a fact; facts: place, number, first position, and the position after
     """
 
     ids: Tensor
     plain: Tensor
-    facts: tuple[tuple[str, str, int], ...]
+    facts: tuple[tuple[str, str, int, int], ...]
 
 
 def haystack(tokenizer: Tokenizer, text: str, length: int, every: int) -> Haystack:
@@ -101,12 +101,15 @@ def haystack(tokenizer: Tokenizer, text: str, length: int, every: int) -> Haysta
         used += upto
         number = "".join(draw.choice("0123456789") for _ in range(DIGITS))
         fact = tokenizer.encode(FACT.format(PLACES[i], number))
-        facts.append((PLACES[i], number, len(ids)))
+        if len(fact) > every // 2:
+            raise UsageError(
+                f"a fact takes {len(fact)} tokens, and there is one in {every}; this needs a model that was trained for"
+                f" at least {2 * PER_LENGTH * len(fact)} tokens"
+            )
+        facts.append((PLACES[i], number, len(ids), len(ids) + len(fact)))
         ids += fact
         plain += [False] * len(fact)
     rest = length - len(ids)
-    if rest < 0:
-        raise UsageError(f"a fact takes up to {len(fact)} tokens and there is one in {every}; use a longer context")
     if used + rest > len(own):
         raise UsageError(
             f"the text has {len(own)} tokens, and {used + rest} are needed; use a longer --text, or lower --length"
@@ -138,8 +141,8 @@ def answer(net: Transformer, cache: KVCache, ids: Sequence[int], start: int) -> 
 
 
 def lengths(trained: int, length: int) -> list[int]:
-    """The lengths at which the model is asked, the last one at the end of the text."""
-    return [read for read in (round(edge * trained) for edge in EDGES) if read < length] + [length]
+    """The lengths at which the model is asked: the edges, except right before the end of the text, and the end."""
+    return [read for read in (round(edge * trained) for edge in EDGES) if read + trained // 8 < length] + [length]
 
 
 @torch.inference_mode()
@@ -169,10 +172,10 @@ def measure(
     scalings = {method.strip(): scaling_of(method.strip()) for method in methods}
     tokenizer = checkpoint.tokenizer()
     hay = haystack(tokenizer, read_text(text).decode(), length, trained // PER_LENGTH)
-    asked = [(question(tokenizer, place, number), at) for place, number, at in hay.facts]
+    asked = [(question(tokenizer, place, number), at, end) for place, number, at, end in hay.facts]
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
-    room = length + max(len(ids) for (ids, _), _ in asked)
+    room = length + max(len(ids) for (ids, _), *_ in asked)
     answers = []
     for done, (method, scaling) in enumerate(scalings.items()):
         net = build(checkpoint, torch_device, torch_dtype, max_seq_len=room, fast=True, rope_scaling=scaling)
@@ -188,8 +191,8 @@ def measure(
             text_nats = float(-torch.cat(found).double().mean())
             answers += [
                 Recall(method, end, at, *answer(net, cache, ids, start), text_nats)
-                for (ids, start), at in asked
-                if at < end
+                for (ids, start), at, known in asked
+                if known <= end
             ]
             first = end
     return Found(model, trained, tuple(answers))

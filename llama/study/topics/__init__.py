@@ -36,6 +36,8 @@ TOPICS = {
     "bugs": "which line is wrong, what does it cause, and how is it repaired? exercises",
 }
 ALIASES = {"errata": "bugs"}  # former name -> name
+# the topics of chapters 10 to 14; all others check claims of docs/study/claims.md
+CHAPTERS = ("trained", "bands", "variants", "others", "needle")
 
 
 def find(name: str) -> Topic:

@@ -119,7 +119,10 @@ def report(head_dim: int = 16) -> Report:
             Table(
                 "one head",
                 ("encoding", "what carries the distance", "trained numbers", "spread on a diagonal"),
-                [(name, what, count, diagonal_spread(scores)) for name, (what, count, scores) in found.items()],
+                [
+                    (name, what, count, round(diagonal_spread(scores), 9))
+                    for name, (what, count, scores) in found.items()
+                ],
             ),
         ),
         checks=(
