@@ -148,6 +148,7 @@ def draw(table: Data, canvas: Canvas) -> None:
 
 
 def draw_depth(table: Data, canvas: Canvas) -> None:
+    """Draw one panel per method, with a square for each answer."""
     names = list(dict.fromkeys(table["method"].tolist()))
     panels = canvas.subplots(1, len(names), sharey=True, squeeze=False)[0]
     trained = table["trained"][0]

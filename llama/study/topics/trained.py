@@ -120,7 +120,7 @@ TOPIC = Topic(
     report,
     figures=(
         Figure(
-            "",
+            "trained",
             "Five encodings, trained alike on 128 bytes and tested on 512. Lines are means over the seeds, bands their"
             " extremes. Within the context the encodings differ little. Beyond it ALiBi stays level; the others get"
             " worse. RoPE needs a scaling there, such as YaRN, which needs no training.",
