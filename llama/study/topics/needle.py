@@ -106,6 +106,9 @@ def _checks(found: Found, recall: dict[tuple[str, int], float], ppl: dict[tuple[
         below("", "unchanged: perplexity at 1.25x / at 1x", ppl["none", past] / ppl["none", trained], 1.1),
         below("", "unchanged: recall at 1.25x / at 1x", recall["none", past] / recall["none", trained], 0.8),
         below("", "unchanged: recall at 1.75x", recall["none", last], 0.15),
+        below("", "PI x2: recall at 1x", recall["linear:2", trained], 0.2),
+        below("", "NTK-aware x4 / YaRN x2: perplexity at 1.75x", ppl["ntk:4", last] / ppl["yarn:2", last], 1.2),
+        below("", "NTK-aware x4 / YaRN x2: recall at 1.75x", recall["ntk:4", last] / recall["yarn:2", last], 0.7),
         above("", "YaRN x2 / unchanged: recall at 1.75x", recall["yarn:2", last] / recall["none", last], 2),
     )
 
