@@ -107,8 +107,8 @@ def _checks(found: Found, recall: dict[tuple[str, int], float], ppl: dict[tuple[
         below("", "unchanged: recall at 1.25x / at 1x", recall["none", past] / recall["none", trained], 0.8),
         below("", "unchanged: recall at 1.75x", recall["none", last], 0.15),
         below("", "PI x2: recall at 1x", recall["linear:2", trained], 0.2),
-        below("", "NTK-aware x4 / YaRN x2: perplexity at 1.75x", ppl["ntk:4", last] / ppl["yarn:2", last], 1.2),
-        below("", "NTK-aware x4 / YaRN x2: recall at 1.75x", recall["ntk:4", last] / recall["yarn:2", last], 0.7),
+        below("", "NTK-aware x2 / YaRN x2: perplexity at 1.75x", ppl["ntk:2", last] / ppl["yarn:2", last], 1.05),
+        below("", "NTK-aware x2 / YaRN x2: recall at 1.75x", recall["ntk:2", last] / recall["yarn:2", last], 0.7),
         above("", "YaRN x2 / unchanged: recall at 1.75x", recall["yarn:2", last] / recall["none", last], 2),
     )
 
