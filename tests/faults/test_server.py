@@ -964,6 +964,7 @@ def test_10000_requests_leak_nothing(
         """Bytes of memory, descriptors and threads of the idle server."""
         until(lambda: gauges(server) == (0, 0))
         process = Path(f"/proc/{server.pid}")
+        time.sleep(0.1)  # the connection of the last look is closed
         pages = int((process / "statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(process / "fd")), len(os.listdir(process / "task"))
 
