@@ -203,6 +203,7 @@ def test_the_hint_about_quotes_is_only_for_commands_with_a_prompt(
             "pull": ["a"],
             "evaluate": ["--tasks", "a"],
         }
+        needed["steer"] = ["--positive", "a", "--negative", "b", "-o", "c"]
         with pytest.raises(SystemExit) as left:
             cli.main([name, *needed.get(name, []), *(["a"] * 2 if name not in needed else []), "--no-such-thing"])
         assert left.value.code == 2

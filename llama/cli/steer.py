@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         vector.write(args.output)
     except OSError as error:
         raise UsageError(f"--output {args.output}: {error.strerror or error}") from None
+    streams.info(args, "differences add up over the layers: start with a --steer-scale of 0.05 to 0.2")
     of_pairs = f", the mean of {len(pairs)} pairs" if len(pairs) > 1 else ""
     streams.write(
         f"{args.output}: {len(vector.directions)} directions of {llm.model.config.dim} numbers, for layers 1 to"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+import llama
 from llama import study
 from llama.engine import compiled
 from llama.engine.cpu_runner import KernelRunner
@@ -32,6 +34,7 @@ from .. import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = tiny.random_tokens(9)[0].tolist()
+PAGE = (Path(__file__).parents[2] / "docs" / "inside.md").read_text()
 TOKENS = torch.tensor([IDS])
 Pair = tuple[Transformer, Any]
 
@@ -395,3 +398,20 @@ def test_the_fused_kernels_are_switched_off_with_one_line(tmp_path: Path, caplog
     assert lines(caplog)[0][0] == logging.INFO
     assert "without the fused C++ kernels" in lines(caplog)[0][1]
     assert sum("C++" in line for _, line in lines(caplog)) <= 2  # one for each of the two models
+
+
+# ---------------------------------------------------------------------------------------------------------- documents
+def test_the_page_lists_every_name_with_its_shape() -> None:
+    rows = re.findall(r"^\| `([a-z_]+)(\.N)?` \| ([^|]+) \|", PAGE, re.MULTILINE)
+    outside = ("embed", "final_norm", "logits")
+    assert rows == [(name, "" if name in outside else ".N", site.shape) for name, site in study.SITES.items()]
+
+
+def test_the_code_of_the_page_runs(tiny_llm: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(llama, "load", lambda: tiny_llm)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["stream"].shape[1] >= names["tokens"].shape[1]
+    assert (tmp_path / "happy.gguf").exists()

@@ -12,6 +12,7 @@ import torch
 from llama import study
 from llama.cli import main
 from llama.errors import UsageError
+from llama.study.intervene import other_rope
 from llama.study.patching import ROWS, cell
 from llama.text import Llama
 
@@ -133,11 +134,11 @@ def test_the_command_shows_and_writes_the_grid(
         row = "".join(cell(float(value)) for value in grid.restored[:, t])
         line = f'{t:>5}  {row}  "{text}"' + (f' from "{other[2]}"' if text == "c" else "")
         assert line in out.splitlines()
-    assert main([*args, "--no-rope"]) == 0  # the grid of the changed model
-    changed = capsys.readouterr().out
-    assert [line for line in changed.splitlines() if line.endswith('"d"')] != [
-        line for line in out.splitlines() if line.endswith('"d"')
-    ]
+    assert main([*args, "--rope-theta", "9000", "--json", str(file)]) == 0
+    with other_rope(tiny_llm.model, theta=9000.0):  # the grid of the changed model
+        changed = study.patching_grid(tiny_llm, source, target)
+    differences = json.loads(file.read_text())["patching"]["differences"]
+    assert differences == pytest.approx(changed.differences, abs=1e-5) != pytest.approx(grid.differences, abs=1e-5)
 
 
 def test_texts_of_other_lengths_are_shown_token_by_token(tiny_gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:

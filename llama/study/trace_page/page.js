@@ -115,7 +115,7 @@ function readableText(text) {
 // One long function, since all parts below share the data and the selection.
 function start() {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const { tokens, lens, heads, rope, change } = data;
+  const { tokens, lens, heads, rope, change, patching } = data;
   const T = tokens.ids.length, L = data.layers.length, H = data.n_heads, PAIRS = rope.inv_freq.length;
   const bytes = unpack(data.maps);
   const text = (id) => data.texts[id];
@@ -334,6 +334,25 @@ function start() {
     put("changed-title", "Changed model, after ", token(at(t)));
     predictions("original", change.before.next_ids[t], change.before.next_p[t]);
     predictions("changed", change.after.next_ids[t], change.after.next_p[t]);
+  }
+
+  // ------------------------------------------------------------------------------------------- activation patching
+  function drawPatching() {
+    if (!patching) return;
+    const rows = patching.layers.length, shade = ramp();
+    const plot = chart("patching-chart", { height: 54 + 9 * rows, yMax: 1, yTicks: [], yLabel: "layer", xLabel: "token" });
+    const step = plot.width / T;
+    patching.restored.forEach((row, l) => row.forEach((share_, t) => {
+      const was = patching.source[t] === patching.target[t] ? "" : ` (other text: ${visible(patching.source[t])})`;
+      const tooltip = `layer ${patching.layers[l]}, token ${t} ${visible(patching.target[t])}${was}: ${(100 * share_).toFixed(0)} %`;
+      plot.svg.append(make("rect", { x: plot.left + step * t, y: 20 + 9 * l, width: step, height: 9, fill: rgb(shade(share_)) },
+        make("title", {}, tooltip)));
+    }));
+    patching.layers.forEach((layer, l) => {
+      if (l % Math.ceil(rows / 16) === 0) plot.svg.append(make("text", { x: plot.left - 6, y: 29 + 9 * l, "text-anchor": "end" }, layer));
+    });
+    axisLabels(plot, T);
+    put("patching-chart", plot.svg);
   }
 
   // --------------------------------------------------------------------------------------------------- logit lens
@@ -658,6 +677,7 @@ function start() {
     for (const key of ["token", "layer", "head"]) id(key).value = chosen[key];
     drawStrip();
     drawChange();
+    drawPatching();
     drawLens();
     drawLensTable();
     drawHeads();
@@ -714,6 +734,12 @@ function start() {
     if (change.against.length) id("changes").append(` Compared with: ${reference}.`);
     if (before !== answer) id("changes").append(` The ${change.against.length ? "model compared with" : "original model"} predicts `, token(before), ".");
     id("changes").hidden = id("change-section").hidden = false;
+  }
+  if (patching) {
+    const [other, own] = patching.answers.map(token);
+    put("patching-reads", "Here: the logit of ", other, " minus that of ", own, ". The other text: ",
+      readableText(patching.source.join("")));
+    id("patching-section").hidden = false;
   }
   id("token").append(...tokens.ids.map((_, t) => make("option", { value: t }, `${t} ${visible(at(t))}`)));
   id("layer").append(...data.layers.map((layer, l) => make("option", { value: l }, layer)));
