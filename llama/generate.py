@@ -22,7 +22,7 @@ from .sampling import LARGEST_LOGIT, Constraint, History, SamplingParams, choose
 
 # Explains, given the ids of a text, where its numbers stop being finite. engine/nonfinite.py has one.
 Diagnosis = Callable[[Sequence[int]], str]
-# Called after each chunk of a prompt with the number of tokens fed so far, and of all tokens to feed.
+# Called after each chunk of a prompt with the number of tokens fed so far, and the number of all tokens to feed.
 Progress = Callable[[int, int], object]
 
 
@@ -68,7 +68,7 @@ def prefill(
 def prefill_chunks(
     model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: int | None = None
 ) -> Iterator[Tensor]:
-    """The chunks of `prefill`: the hidden states (1, T, C) of each, when it is in the cache."""
+    """Feed the chunks of `prefill`. Yields the hidden states (1, T, C) of each chunk after it is in the cache."""
     chunk = (2048 if cache.device.type == "cuda" else 256) if chunk is None else checks.integer("prefill chunk", chunk)
     length = cache.length + len(tokens)
     cache.reserve(length)  # at once, so that the cache does not grow, and copy, in between
@@ -99,7 +99,7 @@ def generate(  # many parameters, since an answer has no other state
     n_vocab   ids from here on are never chosen: rows of the embedding without a token in the vocabulary
     cache     the KV cache to use and to leave filled; default: a new one
     top_logprobs  the number of most probable tokens in Token.top
-    constraint    limits the tokens; it serves one answer
+    constraint    limits the tokens; usable for one answer only
     diagnose      explains logits that are not finite, for the error message
     progress      see `Progress`
 

@@ -36,7 +36,7 @@ class SamplingParams:
     repetition_penalty  divide positive (multiply negative) logits of tokens in the text, prompt included; 1 is off
                         (arXiv:1909.05858)
     presence_penalty    subtracted from the logit of every token that is in the answer; 0 is off
-    frequency_penalty   subtracted from a token's logit once for each time that it is in the answer; 0 is off. Both
+    frequency_penalty   subtracted from a token's logit for each of its occurrences in the answer; 0 is off. Both
                         penalties are those of OpenAI's API: tokens of the prompt do not count
     logit_bias          {id: value added to its logit}; -100 practically excludes an id
     processors          functions f(ids, logits) -> logits, called in order: ids (N,) of prompt and answer, logits (V,)
@@ -98,7 +98,7 @@ class Constraint(Protocol):
         """Which tokens may come next: (V,) bool on the CPU. At least one is allowed."""
 
     def advance(self, id: int) -> None:
-        """Append a token to the answer. After a stop id, nothing changes any more."""
+        """Append a token to the answer. After a stop id, further calls have no effect."""
 
 
 # ------------------------------------------------------------------------------------------------------ filters
@@ -109,7 +109,7 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def count_penalties(logits: Tensor, answer: Tensor, presence: float, frequency: float) -> Tensor:
-    """Subtract `presence` once and `frequency` each time that an id is in `answer` (.., N). logits (.., V).
+    """For ids in `answer` (.., N), subtract `presence` once and `frequency` per occurrence from logits (.., V).
 
     The formula is OpenAI's: logit[j] - count[j] * frequency - (count[j] > 0) * presence.
     """
@@ -133,7 +133,7 @@ def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Ten
             raise UsageError(f"a processor must return logits of shape {tuple(logits.shape)}, got {got}")
         top = float(found.amax())
         if not math.isfinite(top) and math.isfinite(float(logits.amax())):
-            raise UsageError(f"a processor must leave a finite largest logit, got {top}")
+            raise UsageError(f"a processor must return logits with a finite maximum, got {top}")
         logits = found
     return logits
 
@@ -249,8 +249,8 @@ def choose(
 ) -> tuple[Tensor, ...]:
     """The next id (1,) from logits (V,), `extreme` of the logits (1,), and the id's log-probability (1,) if requested.
 
-    text and allowed are those of `probs`. Nothing waits for the device: NaN chooses an arbitrary id, which the extreme
-    reveals (`generate.check_extreme`).
+    text and allowed are those of `probs`. Nothing waits for the device. NaN chooses an arbitrary id; the extreme
+    reveals it (`generate.check_extreme`).
     """
     if params.greedy:
         next_id = edit(logits, params, text, allowed).argmax(keepdim=True)  # (1,)

@@ -54,7 +54,7 @@ class Llama:
 
     stop            [...], strings that end the text
     logprobs        True: log-probabilities of the tokens; top_logprobs=k: of the k most probable ones as well
-    schema          a JSON schema or a pydantic model that the answer meets; or regex="...", or grammar="..." in Lark
+    schema          a JSON schema or a pydantic model for the answer; or regex="...", or grammar="..." in Lark syntax
                     (generation/structured.py)
     draft           "ngram", or a smaller Llama or Transformer with the same vocabulary, which is faster if it predicts
                     the text well; draft_tokens: the maximum number of drafted tokens per pass
@@ -100,8 +100,8 @@ class Llama:
     ) -> Completion | list[Completion] | list[list[Completion]]:
         """Continue raw text; a begin-of-text id is added if the model was trained with one.
 
-        parse_special=True reads control strings in the text, such as <|im_end|>, as control tokens. Without it, text
-        never becomes a control token. Use it only for text that you wrote.
+        parse_special=True encodes control strings in the text, such as <|im_end|>, as control tokens. Use it only for
+        text that you wrote. Without it, text never becomes a control token.
 
         A list of prompts returns a list of completions, the same as one by one. batch_size of them (default: 16) run at
         once; with a draft or a session, they run one after the other. The first error ends all of them; its message
@@ -138,7 +138,7 @@ class Llama:
         batch_size = options.pop("batch_size", BATCH_SIZE)
         for name in ("draft", "draft_tokens", "session"):
             if options.pop(name, None) is not None:
-                raise UsageError(f"{name} serves one answer at a time: leave n out")
+                raise UsageError(f"{name} supports only one answer at a time: leave n out")
         prepared = [one for prompt in prompts for one in self.prepare(prompt, options, n)]
         done: dict[Prompt, Completion] = {}
         for one, piece in self.answers(prepared, batch_size=batch_size):
@@ -229,7 +229,7 @@ class Llama:
         guesses = make_draft(draft.model if isinstance(draft, Llama) else draft, draft_tokens)
         (prepared,) = self.prepare(prompt, options)
         if guesses is not None and prepared.request.constraint is not None:
-            raise UsageError("an answer with a schema, regex or grammar can't be drafted: leave draft out")
+            raise UsageError("a draft can't be combined with a schema, regex or grammar: leave draft out")
         return self._stream(prepared, session, guesses, progress)
 
     def _stream(
@@ -290,10 +290,10 @@ class Llama:
         return prompts
 
     def _grammar(self, sources: Mapping[str, Any]) -> Grammar | None:
-        """The grammar that one of the options GRAMMARS gives."""
+        """The grammar of an answer, given by one of the options GRAMMARS; None if there is none."""
         given = {name: source for name, source in sources.items() if source is not None}
         if len(given) > 1:
-            raise UsageError(f"{' and '.join(given)} exclude each other: an answer has one grammar")
+            raise UsageError(f"{' and '.join(given)} can't be combined: give one of them")
         for name, source in given.items():
             if isinstance(source, type) and hasattr(source, "model_json_schema"):  # a model of pydantic
                 source = source.model_json_schema()
@@ -329,7 +329,7 @@ class Llama:
     ) -> Iterator[tuple[Prompt, Piece | LlamaError]]:
         """`stream_batch` for prompts from `prepare`, in an iterable or in a queue: (the prompt, its next piece).
 
-        A queue.Queue may get prompts from other threads while the answers are read, and None at the end. Setting
+        Other threads may put prompts into a queue.Queue while the answers are read, and None at the end. Setting
         prompt.request.cancelled ends an answer before its next token.
         """
         running: dict[int, Prompt] = {}  # by the number of the request
@@ -398,7 +398,7 @@ class _Requests:
 
 @contextmanager
 def _named(number: int, count: int) -> Iterator[None]:
-    """Prefix an error with the prompt it is about, if there are several: number counts from 0, the message from 1."""
+    """Prefix errors with the number of the prompt, if there are several: `number` from 0, in the message from 1."""
     try:
         yield
     except LlamaError as error:

@@ -225,7 +225,7 @@ def test_a_full_context_offers_to_drop_the_oldest_turns(start: Start, tiny_gguf:
         chat.enter(letter * 80)
     chat.child.send("d" * 80 + ENTER)
     chat.prompt("The conversation has ")
-    chat.child.expect_exact("Drop the oldest turn, and keep the system message? [y/n] ")
+    chat.child.expect_exact("Drop the oldest turn and keep the system message? [y/n] ")
     chat.child.send("what" + ENTER)
     chat.child.expect_exact("[y/n] ")
     refused = chat.enter("n")

@@ -137,7 +137,7 @@ def test_the_command_reads_control_tokens_on_request(clearllama: Run, tiny_gguf:
     assert json.loads(special.stdout)["tokens"] == chat["tokens"]
     assert b"as plain text" not in special.stderr
     assert json.loads(plain.stdout)["prompt_tokens"] > chat["prompt_tokens"]
-    hint = b"the prompt contains <|im_start|>, <|im_end|> as plain text; --parse-special reads control tokens"
+    hint = b"the prompt contains <|im_start|>, <|im_end|> as plain text; --parse-special enables control tokens"
     assert [line for line in plain.stderr.splitlines() if hint in line]
     assert hint[-20:] not in clearllama(*command, "--raw", "<|im_start").stderr
     for words, message in (

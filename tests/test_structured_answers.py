@@ -113,7 +113,7 @@ def test_draws_follow_the_masked_distribution(tiny_llm: Llama) -> None:
         ({"schema": 3}, "schema"),
         ({"regex": "("}, "regular expression"),
         ({"grammar": "start: nothing"}, "grammar"),
-        ({"regex": "a", "schema": {}}, "exclude each other"),
+        ({"regex": "a", "schema": {}}, "can't be combined"),
         ({"regex": "a", "draft": "ngram"}, "leave draft out"),
     ],
 )

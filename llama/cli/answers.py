@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class PromptBar:
-    """A progress bar on stderr for a prompt that takes long: pass it as `progress`, and use it as a context.
+    """A progress bar on stderr for long prompts. Pass it as `progress`, and use it as a context manager.
 
     It appears only on a terminal, without --quiet, after DELAY seconds, and is removed when the prompt is done. One
-    object serves one prompt after another.
+    object can be used for several prompts, one after another.
     """
 
     DELAY = 1.5  # seconds after the first chunk

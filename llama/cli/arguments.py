@@ -149,13 +149,13 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
         "--presence-penalty",
         type=float,
         metavar="P",
-        help="subtracted from the logit of each token that is in the answer; 0 is off",
+        help="subtract P from the logit of each token that occurs in the answer; 0 is off",
     )
     group.add_argument(
         "--frequency-penalty",
         type=float,
         metavar="P",
-        help="subtracted from a token's logit for each time that it is in the answer; 0 is off",
+        help="subtract P from a token's logit for each of its occurrences in the answer; 0 is off",
     )
     group.add_argument(
         "--logit-bias",
@@ -173,17 +173,17 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
 
 
 def add_grammar_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that limit the answer to a grammar."""
+    """Add the options that constrain the answer to a grammar."""
     group = parser.add_argument_group(
         "structured output",
-        "the answer meets the schema, expression or grammar: each token is chosen among those that can lead there"
-        " (needs the extra structured; docs/structured.md)",
+        "constrain the answer to a schema, an expression or a grammar: only tokens that can lead to a valid answer are"
+        " allowed (needs the extra 'structured'; docs/structured.md)",
     )
     one = group.add_mutually_exclusive_group()
     one.add_argument("--json-schema", metavar="FILE", help="a file with a JSON schema")
     one.add_argument("--regex", metavar="EXPRESSION", help="a regular expression for the complete answer")
     one.add_argument(
-        "--grammar", metavar="FILE", help="a file with a context-free grammar in llguidance's form of Lark"
+        "--grammar", metavar="FILE", help="a file with a context-free grammar in llguidance's Lark syntax"
     )
 
 
@@ -226,8 +226,8 @@ def add_steer_options(parser: argparse.ArgumentParser) -> None:
         "steering",
         "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/inside.md)",
     )
-    group.add_argument("--steer", metavar="FILE", help="a GGUF control vector, also one of llama.cpp or repeng")
-    group.add_argument("--steer-scale", type=float, metavar="S", help="factor of the vector (default: 1)")
+    group.add_argument("--steer", metavar="FILE", help="a GGUF control vector; those of llama.cpp and repeng work too")
+    group.add_argument("--steer-scale", type=float, metavar="S", help="multiply the vector by S (default: 1)")
     group.add_argument("--steer-layers", metavar="FIRST:END", help="steer only these layers: 8:16 is layers 8 to 15")
 
 
@@ -239,7 +239,7 @@ def check_steer(args: argparse.Namespace) -> None:
     if args.steer_scale is not None:
         number("--steer-scale", args.steer_scale, -1e6, 1e6)
     if args.steer is not None and args.compile:
-        raise UsageError("--steer changes what layers return, which compiled code can't: leave --compile out")
+        raise UsageError("--steer can't change the outputs of compiled layers: leave --compile out")
 
 
 def add_session_options(parser: argparse.ArgumentParser) -> None:

@@ -419,7 +419,7 @@ def run(args: argparse.Namespace) -> int:
         kept = Kept() if args.fresh else output.answers(lines, source)
         llm = loading.load(args)
         raw = pick_form(args, llm)
-        llm.prepare([0], options)  # a grammar that is not valid ends the run before it begins
+        llm.prepare([0], options)  # an invalid grammar ends the run before it begins
         if args.output is not None:
             chat = {"raw": raw, "system": args.system}
             settings = record.settings_of(llm, {**options, "logprobs": args.logprobs}, chat)

@@ -1,4 +1,4 @@
-"""clearllama chat: a conversation at the terminal. The KV cache stays, so a turn computes only its new tokens."""
+"""clearllama chat: a conversation at the terminal. It keeps the KV cache, so a turn computes only its new tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "chat",
         help="have a conversation with a model",
         description="Have a conversation with an instruct model; /help lists its commands. From a pipe, each line is"
-        ' one turn, and so are several lines between """ and """; an empty line separates the answers.',
+        ' one turn; lines between """ and """ are one turn, too. An empty line separates the answers.',
         usage="%(prog)s [options]",
         allow_abbrev=False,
     )
@@ -43,7 +43,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="when the context is full, drop the oldest turns without asking; the system message is kept",
     )
     parser.add_argument(
-        "--no-history", action="store_true", help="neither read nor write the history of what was typed in chats"
+        "--no-history", action="store_true", help="do not read or write the file with the history of chat input"
     )
     arguments.add_output_options(
         parser,
@@ -104,7 +104,7 @@ def keyboard(args: argparse.Namespace) -> terminal.Keyboard:
 
 
 def converse(args: argparse.Namespace, chat: Chat) -> int:
-    """Answer turns until the input ends or the user leaves. Returns 1 if a turn failed that nobody typed."""
+    """Answer turns until the input ends or the user leaves. Returns 1 if a turn from a pipe failed."""
     failed = False
     while True:
         try:
@@ -244,8 +244,8 @@ class Chat:
     def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages and their prompt ids, without the oldest turns if the context is full and the user agrees.
 
-        The context counts as full if the answer would have less than an eighth of it. Then so many turns are dropped
-        that it has a quarter. Raises ContextLengthError if they are not dropped and the prompt does not fit.
+        The context counts as full if less than an eighth of it is left for the answer. Then as few turns as possible
+        are dropped to leave a quarter. Raises ContextLengthError if none are dropped and the prompt does not fit.
         """
         prompt, context = self.encode(messages), self.llm.model.max_seq_len
 
@@ -267,8 +267,8 @@ class Chat:
         if len(encoded[dropped]) >= context:  # the last question alone is too long
             return messages, prompt
         oldest = f"the {dropped} oldest turns" if dropped > 1 else "the oldest turn"
-        rest = ", and keep the system message" if system else ""
-        size = f"{len(prompt):,} tokens, and the context holds {context:,}, the answer included"
+        rest = " and keep the system message" if system else ""
+        size = f"{len(prompt):,} tokens; the context holds {context:,}, including the answer"
         if self.args.drop_oldest or self.source.ask(f"The conversation has {size}. Drop {oldest}{rest}?"):
             fewer = f"{len(prompt) - len(encoded[dropped]):,} tokens"
             kept = "; the system message is kept" if system else ""
@@ -289,7 +289,7 @@ class Chat:
             near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], 1)
             meant = f"did you mean {near[0]}? " if near else ""
             raise UsageError(
-                f"unknown command {name}; {meant}/help lists the commands, and // begins a message with a slash"
+                f"unknown command {name}; {meant}/help lists the commands; type // to begin a message with a slash"
             )
         command = COMMANDS[name]
         if rest and not command.argument:
@@ -318,7 +318,7 @@ class Chat:
             return "there is no system message to remove"
         self.system = text or None
         done = "set the system message" if text else "removed the system message"
-        # What was said under the old message is no part of a conversation under the new one.
+        # Answers to the old system message do not belong to a conversation with the new one.
         return f"{done} and {restarted}" if (restarted := self.restart()) else done
 
     def retry(self, rest: str) -> str:
@@ -327,7 +327,7 @@ class Chat:
         options = {name: value for name, value in self.options.items() if name != "seed"}
         self.complete(messages, options)
         if {**self.llm.sampling, **options}.get("temperature", 0) == 0:
-            return "the temperature is 0, so the answer to a question is the same each time"
+            return "the temperature is 0, so the answer is the same each time"
         return ""
 
     def undo(self, rest: str) -> str:
@@ -345,7 +345,7 @@ class Chat:
         raise UsageError("there is no question yet")
 
     def trim(self) -> None:
-        """Remove what does not belong to the messages from the cache, so that it is not saved."""
+        """Remove tokens that do not belong to the messages from the cache, so that they are not saved."""
         if not has_turns(self.messages):  # some templates need a question
             self.restart()
             return
@@ -391,7 +391,7 @@ def path_of(name: str) -> Path:
 
 
 def fields(answer: str, completion: Completion | None) -> dict[str, Any]:
-    """The JSON fields of an answer; None: it was interrupted, so most of them are not known."""
+    """The JSON fields of an answer. If completion is None, it was interrupted: most fields are unknown."""
     if completion is not None:
         return answers.as_dict(completion)
     unknown = dict.fromkeys(("text", "tokens", "prompt_tokens", "finish_reason", "logprobs", "stats"))
@@ -400,7 +400,7 @@ def fields(answer: str, completion: Completion | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what it does and returns a report of, its argument, and its line in /help."""
+    """A chat command: the function that runs it and returns a message, its line in /help, and its argument."""
 
     run: Callable[[Chat, str], str]
     help: str
@@ -424,7 +424,7 @@ COMMANDS = {
 HELP = "\n".join(
     [
         *(f"{f'{name} {command.argument}':14} {command.help}" for name, command in COMMANDS.items()),
-        'A message of several lines is pasted, or begins and ends with """. // begins a message with a slash.',
+        'Paste a message of several lines, or put it between """ and """. Type // to begin a message with a slash.',
         "Ctrl-C stops an answer; the part shown so far stays in the conversation.",
     ]
 )

@@ -24,20 +24,20 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="score a model on the tasks of lm-evaluation-harness",
-        description="Evaluate a model on tasks of EleutherAI's lm-evaluation-harness (lm-eval). The scores are those of"
-        " the harness's own class for Hugging Face models with the same weights. Data sets are downloaded from the"
-        " Hugging Face hub; tasks with local files need no network (docs/evaluate.md).",
+        description="Evaluate a model on tasks of EleutherAI's lm-evaluation-harness (lm-eval). The scores match those"
+        " that lm-eval computes with its class for Hugging Face models and the same weights. Data sets are downloaded"
+        " from the Hugging Face hub; tasks with local files need no network (docs/evaluate.md).",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--tasks",
         required=True,
         metavar="NAME|FILE[,...]",
-        help="comma-separated: names of tasks or groups of lm-eval, patterns such as mmlu_*, .yaml files, and folders"
-        " of .yaml files",
+        help="comma-separated list of lm-eval task or group names, patterns such as mmlu_*, .yaml files, and folders of"
+        " .yaml files",
     )
     parser.add_argument(
-        "--include-path", type=Path, metavar="FOLDER", help="a folder with further tasks, which can be named in --tasks"
+        "--include-path", type=Path, metavar="FOLDER", help="a folder of additional tasks that --tasks can name"
     )
     parser.add_argument(
         "--limit", type=float, metavar="N", help="use the first N examples of each task; below 1: this fraction of them"
@@ -47,7 +47,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         type=int,
         default=BATCH_SIZE,
         metavar="N",
-        help="requests that run at once (default: %(default)s)",
+        help="number of requests to run at once (default: %(default)s)",
     )
     parser.add_argument(
         "--num-fewshot", type=int, metavar="N", help="worked examples in each prompt (default: the task's)"
@@ -62,7 +62,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
         action="store_false",
         help="write all worked examples in one message, not as turns of the chat",
     )
-    group.add_argument("--system-instruction", metavar="TEXT", help="a system message, or text before each prompt")
+    group.add_argument(
+        "--system-instruction", metavar="TEXT", help="system message; without a template: text before each prompt"
+    )
     group = parser.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="FILE", help="write the complete results of lm-eval as JSON")
     group.add_argument(
@@ -70,7 +72,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         action="store_true",
         help="also write each request and its answer: samples_TASK_FILE.jsonl in the folder of --output",
     )
-    arguments.add_output_options(parser, json="the complete results as one JSON object, in place of the table")
+    arguments.add_output_options(parser, json="the complete results as one JSON object, instead of the table")
     arguments.add_model_options(parser)
     parser.set_defaults(run=run)
 
@@ -135,9 +137,9 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def captured(args: argparse.Namespace) -> Iterator[TextIO]:
-    """Keep the harness's own output off stdout, and off stderr unless that is a terminal. Yields stderr.
+    """Yield stderr, and hide the harness's own output; if stderr is a terminal, write that output to stderr.
 
-    Log records of the harness and of this package are written to stderr, each as one line.
+    Log records of the harness and of this package are always written to stderr, each as one line.
     """
     stderr = sys.stderr
     shown: TextIO = stderr if stderr.isatty() and not args.quiet else io.StringIO()
@@ -171,7 +173,7 @@ class Lines(logging.Handler):
 
 @contextlib.contextmanager
 def progress(args: argparse.Namespace, stderr: TextIO) -> Iterator[Any]:
-    """Yield a function that shows a progress bar for each kind of requests."""
+    """Yield a function that shows a progress bar for each kind of request."""
     from tqdm import tqdm
 
     bars: dict[str, Any] = {}

@@ -33,8 +33,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--parse-special",
         action="store_true",
         default=None,
-        help="with --raw: read control tokens that are written in the prompt, such as <|im_end|>, as control tokens;"
-        " without it they are plain text",
+        help="with --raw: encode control strings in the prompt, such as <|im_end|>, as control tokens; by default they"
+        " are plain text",
     )
     arguments.add_chat_format(parser)
     parser.add_argument(
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         form = "text with control tokens" if special else "plain text"
         streams.info(args, f"the prompt is continued as {form} ({reason})")
         if not special and (found := control_strings(llm.tokenizer, prompt)):
-            streams.info(args, f"the prompt contains {found} as plain text; --parse-special reads control tokens")
+            streams.info(args, f"the prompt contains {found} as plain text; --parse-special enables control tokens")
         pieces = llm.stream(prompt, parse_special=special, logprobs=args.logprobs, **options)
     else:
         form = f"the format {llm.chat_format}" if llm.chat_format else "the model's chat template"

@@ -1,4 +1,4 @@
-"""The messages and commands that were typed at earlier chats, in a file of the user's state folder.
+"""The messages and commands that were typed in earlier chats, in a file in the user's state folder.
 
 Each line of the file is one entry as a JSON string, since an entry may have several lines.
 """
@@ -34,10 +34,10 @@ def open_history(warn: Callable[[str], None]) -> History:
 
 
 class History:
-    """The entries of a file, which only its owner can read. The file is made with the first entry.
+    """The entries of a file that only its owner can read. The first entry creates the file.
 
     path     None: entries are not kept after this process
-    warn     called with the reason, once, if the file can't be read or written; entries are then not kept
+    warn     called once, with the reason, if the file can't be read or written; new entries are then not kept
     """
 
     def __init__(self, path: Path | None, warn: Callable[[str], None]):
@@ -85,7 +85,7 @@ class History:
 
 
 def newest(entries: Sequence[str]) -> list[str]:
-    """The last entries, within both limits."""
+    """The most recent entries, at most MOST_ENTRIES and MOST_BYTES."""
     size, first = 0, len(entries)
     while first > 0 and len(entries) - first < MOST_ENTRIES:
         size += len(_line(entries[first - 1]))

@@ -154,7 +154,7 @@ def _shortened(value: Any) -> Any:
 
 
 def _text(value: Any, label: str = "") -> str:
-    """Format a value: digits in groups of three, with the unit of its label, one line per entry if there are many.
+    """Format a value: with thousands separators, the unit for its label, and a line per entry of a long list.
 
     Line breaks in names from a file are replaced, because a new line could look like another fact.
     """
@@ -172,7 +172,7 @@ def _text(value: Any, label: str = "") -> str:
 
 
 def _key(key: str, label: str) -> str:
-    """A key of a mapping. One with spaces gets a colon, and the tokens of a cache are written in groups of three."""
+    """Format a key of a mapping: a colon after a key with spaces, and thousands separators for tokens of a cache."""
     if label == "kv_cache_bytes":
         key = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", key)
     return streams.one_line(key) + ":" * (" " in key)

@@ -62,7 +62,7 @@ def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) 
 
     scale = 1.0 if args.steer_scale is None else args.steer_scale
     layers = None if args.steer_layers is None else intervene.parse_layers(args.steer_layers, model.config)
-    args.steering = contextlib.ExitStack()  # kept, since a context manager that is deleted ends
+    args.steering = contextlib.ExitStack()  # keep the context open: if it were deleted, it would end
     used = args.steering.enter_context(steering.steer(model, vector, scale, layers))
     span = f"layers {used[0]} to {used[-1]}" if len(used) > 1 else f"layer {used[0]}"
     streams.info(args, f"steering: {args.steer}, scale {scale:g}, {span}")

@@ -1,12 +1,12 @@
 """Whether standard input belongs to a command that already has a prompt.
 
-`cat notes | clearllama generate "Summarise:"` means both. But scripts, loops and services pass their own standard input
-on to every command. Reading that would take lines from a `while read` loop or from a script that a shell reads, or
-would wait for an end that never comes. So standard input is left alone if
+In `cat notes | clearllama generate "Summarise:"` it does. But scripts, loops and services pass their own standard input
+to every command that they start. Reading it could consume the lines of a `while read` loop, or of a script that a shell
+is reading, or could wait forever. So standard input is not read if
 
-- it is a file, and a part of it was read before;
-- it is a pipe or socket, and the program that started the command has the same one (found on Linux only);
-- it is a pipe or socket without data, unless another program than the callers of this command writes it (the same).
+- it is a file that has been read in part;
+- it is a pipe or socket, and also the standard input of the program that started the command (Linux only);
+- it is a pipe or socket without data, unless a program that is not a caller of this command writes to it (Linux only).
 
 With `-` as prompt or file, these rules do not apply.
 """
@@ -29,7 +29,7 @@ WRAPPERS = {"sudo", "time", "timeout", "uv"}  # programs that run one command an
 
 
 def text_beside_prompt(args: argparse.Namespace) -> str:
-    """The text on standard input that belongs to the prompt; empty if none does. A line on stderr reports either."""
+    """The text on standard input that belongs to the prompt, or an empty string. A line on stderr reports which."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     try:
@@ -40,7 +40,7 @@ def text_beside_prompt(args: argparse.Namespace) -> str:
         return ""
     if reason is not None:
         if unread or reason == SILENT:
-            streams.info(args, f"standard input is not part of the prompt: {reason}; -f - reads it")
+            streams.info(args, f"standard input is not part of the prompt: {reason}; to read it, add -f -")
         return ""
     text = streams.decode(streams.read_stdin_bytes(), "standard input").removesuffix("\n")
     if text:
@@ -48,21 +48,21 @@ def text_beside_prompt(args: argparse.Namespace) -> str:
     return text
 
 
-SILENT = f"no data came within {WAIT:g} s"
+SILENT = f"no data arrived within {WAIT:g} s"
 
 
 def not_ours(args: argparse.Namespace, descriptor: int) -> str | None:
-    """Why an input is not read, or None: then reading it ends. Waits for the first data of a pipe."""
+    """The reason not to read an input; None to read it, which will end. Waits for the first data of a pipe."""
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and os.lseek(descriptor, 0, os.SEEK_CUR) > 0:
-        return "a part of the file was read before"
+        return "a part of the file has been read already"
     piped = stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode)
     if piped and (name := reader_before(status)) is not None:  # of a file, dash has the same one while it waits
-        return f"{name}, which started this command, has the same one"
+        return f"{name}, which started this command, may need it"
     if piped and not has_data(descriptor, WAIT):
         if not has_other_writer(status):
             return SILENT
-        streams.info(args, "waiting for standard input, which another program writes")
+        streams.info(args, "waiting for standard input from another program")
     return None
 
 
@@ -92,7 +92,7 @@ def has_data(descriptor: int, seconds: float) -> bool:
 
 # ---------------------------------------------------------------------------------------------- other processes (Linux)
 def callers() -> Iterator[tuple[int, str]]:
-    """Process id and name of the process that started this one, of the one that started that, and so on."""
+    """Process id and name of the parent of this process, of its parent, and so on."""
     number = os.getppid()
     while number > 0:
         try:
@@ -123,7 +123,7 @@ def reader_before(status: os.stat_result) -> str | None:
 
 
 def has_other_writer(status: os.stat_result) -> bool:
-    """Whether a process that is no caller of this one has the writing end of a pipe, as in `other | clearllama`."""
+    """Whether a process that is not a caller of this one can write to a pipe, as in `other | clearllama`."""
     own = {os.getpid(), *(number for number, _ in callers())}
     for process in PROC.glob("[0-9]*"):
         if int(process.name) in own:

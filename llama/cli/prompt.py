@@ -1,4 +1,4 @@
-"""The prompt of a command: an argument, files, standard input, or several of them with a blank line between."""
+"""The prompt of a command: an argument, files and standard input, separated by blank lines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") ->
         "-f",
         action="append",
         metavar="FILE",
-        help=f"read the {what} from a file ('-': standard input); may be repeated. A PROMPT, files and piped text are"
-        " joined in this order, with a blank line between (docs/prompts.md)",
+        help=f"read the {what} from a file ('-': standard input); may be repeated. PROMPT, files and piped text are"
+        " joined in this order, separated by blank lines (docs/prompts.md)",
     )
 
 

@@ -1,4 +1,4 @@
-"""clearllama serve: an HTTP server in the form of OpenAI's API."""
+"""clearllama serve: an HTTP server with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ KEY = "CLEARLLAMA_API_KEY"
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "serve",
-        help="answer HTTP requests in the form of OpenAI's API",
-        description="Serve a model over HTTP in the form of OpenAI's API: /v1/chat/completions, /v1/completions and"
+        help="serve a model over an OpenAI-compatible HTTP API",
+        description="Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions and"
         " /v1/models, also /health and /metrics (docs/serving.md). All requests share one batch.",
         allow_abbrev=False,
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
-    parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0: any free port (default: %(default)s)")
     parser.add_argument("--api-key", metavar="FILE", help=f"a file with the key that clients send (or set {KEY})")
     parser.add_argument(
-        "--no-auth", action="store_true", help="accept requests without a key from other machines, with --host"
+        "--no-auth", action="store_true", help="with --host: accept requests from other machines without a key"
     )
     parser.add_argument("--name", help="the model's name in requests (default: the name of its file or folder)")
     parser.add_argument(
-        "--parallel", type=int, default=16, metavar="N", help="answers in progress at once (default: %(default)s)"
+        "--parallel", type=int, default=16, metavar="N", help="most answers in progress at once (default: %(default)s)"
     )
     parser.add_argument(
-        "--queue", type=int, default=128, metavar="N", help="answers that may wait; then clients get 429 (default: 128)"
+        "--queue", type=int, default=128, metavar="N", help="most waiting answers; more get 429 (default: %(default)s)"
     )
     parser.add_argument(
-        "--timeout", type=int, default=3600, metavar="S", help="most seconds for a request (default: %(default)s)"
+        "--timeout", type=int, default=3600, metavar="S", help="most seconds per request (default: %(default)s)"
     )
     arguments.add_chat_format(parser)
     arguments.add_output_options(parser)
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     key, local = api_key(args.api_key), is_loopback(args.host)
     if not local and key is None and not args.no_auth:
         raise UsageError(
-            f"--host {args.host} lets other machines in: name a file with a key (--api-key FILE, or {KEY}), or say"
-            " --no-auth"
+            f"--host {args.host} lets other machines connect, which needs an API key: set --api-key FILE or {KEY}, or"
+            " allow access without a key with --no-auth"
         )
     listener = bind(args.host, args.port)
     llm = loading.load(args)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address. Raises UsageError if that is in use or not an address of this machine."""
+    """Bind a socket. Raises UsageError if the address is in use, or is not an address of this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
@@ -99,7 +99,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether an address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

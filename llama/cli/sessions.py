@@ -45,7 +45,7 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
 
     check_model(llm.model)
     if is_new(args):
-        streams.info(args, f"{args.load_session} does not exist yet: starting a new session, to be saved there")
+        streams.info(args, f"{args.load_session} does not exist: starting a new session, which will be saved there")
     if args.load_session is None or is_new(args):
         return Session()
     session = Session.load(args.load_session, llm.model, llm.tokenizer)

@@ -14,8 +14,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "steer",
         help="make a control vector from two prompts",
         description="Run the model on two prompts and write the difference of their residual streams, after each layer"
-        " at the last token, as a GGUF control vector. --steer of generate, chat and serve adds it to the layers'"
-        " outputs, and so does --control-vector of llama.cpp.",
+        " at the last token, as a GGUF control vector. The option --steer of generate, chat and serve adds the vector"
+        " to the layers' outputs; llama.cpp's --control-vector does the same.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -23,7 +23,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         action="append",
         required=True,
         metavar="TEXT",
-        help="the prompt to move towards; may be repeated, each with its --negative: then the mean of the differences",
+        help="the prompt to move towards; may be repeated with one --negative each, to use the mean difference",
     )
     parser.add_argument(
         "--negative", action="append", required=True, metavar="TEXT", help="the prompt to move away from"
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             f" {len(args.negative)} --negative"
         )
     if args.compile:
-        raise UsageError("steer reads what layers return, which compiled code can't: leave --compile out")
+        raise UsageError("steer can't read the outputs of compiled layers: leave --compile out")
     streams.check_file("--output", args.output)
     from ..chat import encode_chat
     from ..study import steering

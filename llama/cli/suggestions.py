@@ -1,4 +1,4 @@
-"""The right option for a wrong one: a typing error, or the name that another program has for it."""
+"""Suggestions for unknown options: typing errors, and the option names of other programs."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ OURS = {theirs: ours for ours, names in ALSO_CALLED.items() for theirs in names.
 
 
 def long_form(option: str) -> str:
-    """An option with two hyphens before it, hyphens inside, and without a value: '-top_p=1' -> '--top-p'."""
+    """An option in its long form, without a value: '-top_p=1' -> '--top-p'."""
     return "--" + option.partition("=")[0].lstrip("-").replace("_", "-").lower()
 
 
 def exact(option: str, known: Collection[str]) -> str | None:
-    """The option of `known` that is spelled otherwise, or has another name elsewhere; None if there is none."""
+    """The option of `known` that `option` is another spelling of, or another program's name for; None if none is."""
     for name in (long_form(option), OURS.get(option.partition("=")[0], ""), OURS.get(long_form(option), "")):
         if name in known:
             return name
@@ -82,9 +82,10 @@ def unrecognized(words: Sequence[str], known: Collection[str]) -> str | None:
 
 
 def check(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Report mistakes that argparse would take for others: it reads -ngl as -n with the value gl.
+    """Report mistakes for which argparse's own message is misleading.
 
-    The others are an option before the command, and a misspelled command.
+    These are options such as -ngl, which argparse reads as -n with the value gl, an option before the command, and a
+    misspelled command.
     """
     commands, first = commands_of(parser), next(iter(words), "").partition("=")[0]
     if first.startswith("-") and first not in options_of(parser):

@@ -1,4 +1,4 @@
-"""Where a chat reads its turns: a keyboard or a pipe. Both return lines, answer questions and hide what is typed."""
+"""The input of a chat: a keyboard or a pipe."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ except ImportError:  # Windows
     termios = None  # type: ignore[assignment]
 
 LONGEST_TURN = 2**24  # bytes of a turn read from a pipe
-LFLAG, CC = 3, 6  # places of the local flags and of the control characters in what tcgetattr returns
+LFLAG, CC = 3, 6  # indices of the local flags and the control characters in the result of tcgetattr
 
-# What a key sends that is not a character, such as an arrow: CSI sequences, SS3 sequences, Alt with a key.
+# What keys that are not characters send, such as arrows: CSI sequences, SS3 sequences, Alt with a key.
 KEYS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[^\x1b])?", re.DOTALL)
 
 
 class Source(Protocol):
     """Where turns come from."""
 
-    typed: bool  # by a person, who can be asked
+    typed: bool  # whether a person types the turns and can answer questions
 
     def read(self, first: bool) -> str:
         """The next line without its line break, or several pasted lines. `first` as in turns.read_turn.
 
-        Raises EOFError at the end, UsageError for a line that is endless or not UTF-8.
+        Raises EOFError at the end, UsageError for a line that is too long or not UTF-8.
         """
 
     def ask(self, question: str) -> bool:
-        """Whether the user agrees; False if there is nobody to ask."""
+        """Ask the user. Returns whether the answer is yes; False if there is no user."""
 
     def remember(self, entered: str) -> None:
         """Add a turn to the history."""
@@ -117,7 +117,7 @@ class Keyboard:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[Callable[[], None]]:
-        """What is typed is offered for editing at the next prompt, so that a text pasted too early is not sent."""
+        """Offer what is typed for editing at the next prompt, so that text pasted too early is not sent."""
         if termios is None:
             yield lambda: None
             return
@@ -166,7 +166,7 @@ class Typed:
         self._before = termios.tcgetattr(terminal)
 
     def hide(self) -> None:
-        """Turn off the echo and the editing of lines by the terminal, which holds only 4,095 bytes of a line."""
+        """Turn off the terminal's echo and line editing. Line editing keeps only 4,095 bytes of a line."""
         if not self._in_foreground():
             return
         hidden = [*self._before[:CC], [*self._before[CC]]]
@@ -180,7 +180,7 @@ class Typed:
             termios.tcsetattr(self.terminal, termios.TCSANOW, self._before)
 
     def poll(self) -> None:
-        """Read what was typed. The terminal holds 4 KB; beyond, it also delays Ctrl-C."""
+        """Read what was typed. The terminal's buffer has 4 KB; if it is full, Ctrl-C is delayed, too."""
         with contextlib.suppress(OSError):  # the terminal is gone
             while self._in_foreground() and select.select([self.terminal], [], [], 0)[0]:
                 if not (data := os.read(self.terminal, 2**16)):
@@ -193,7 +193,7 @@ class Typed:
         previous = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTSTP)  # returns after SIGCONT
         signal.signal(signal.SIGTSTP, previous)
-        self.hide()  # also if the signal did not stop it, as in a process without a shell
+        self.hide()  # also if the signal did not stop the process, for example without a shell
 
     def resume(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGCONT. The shell may have changed the terminal."""
@@ -203,13 +203,13 @@ class Typed:
         """Whether this process may use the terminal. In the background, a read or a change would stop it."""
         try:
             return os.tcgetpgrp(self.terminal) == os.getpgrp()
-        except OSError:  # it is not the terminal that controls this process
+        except OSError:  # not the controlling terminal of this process
             return True
 
 
 @contextlib.contextmanager
 def hide_typing(terminal: int) -> Iterator[Typed]:
-    """Don't show what is typed at a terminal inside the block, also while the process is stopped and continued.
+    """Don't show what is typed at a terminal inside the block, even if the process is stopped and continued.
 
     The terminal is restored at the end of the block, also after an exception.
     """

@@ -42,7 +42,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         const=STDOUT,
         type=Path,
         metavar="FILE",
-        help="write all numbers as one JSON object to a file, or to standard output in place of the summary",
+        help="write all numbers as one JSON object to a file, or to standard output instead of the summary",
     )
     parser.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="refuse longer texts (default: %(default)s)"
@@ -70,8 +70,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
     group.add_argument(
         "--patch-from",
         metavar="TEXT",
-        help="put the residual stream of TEXT into the run on PROMPT, at each layer and token, and show how much of the"
-        " difference between their answers it restores; TEXT must have as many tokens as PROMPT",
+        help="copy the residual stream of TEXT into the run on PROMPT, at each layer and token in turn, and show how"
+        " much of the difference between their answers each copy restores; TEXT must have as many tokens as PROMPT",
     )
     arguments.add_model_options(parser, dtype="float32")
     parser.set_defaults(run=run)

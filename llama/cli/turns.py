@@ -1,6 +1,6 @@
-'''What is entered in a chat: a message of one or more lines, or a /command.
+'''The turns of a chat: a message of one or more lines, or a /command.
 
-A line is one turn, and so is a text pasted at a terminal. A text between """ and """ is one message of many lines.
+A line is one turn; text pasted at a terminal is one turn, too. Lines between """ and """ are one message.
 '''
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_turn(read: Callable[[bool], str]) -> Turn:
     read  returns the next line, or several pasted ones; the argument is True for the first line of a turn. Raises
           EOFError at the end
 
-    Raises EOFError if there is no turn left, UsageError if the input ends inside of a block.
+    Raises EOFError if there is no turn left, UsageError if the input ends inside a block.
     """
     entered = read(True)
     line = entered.strip()
@@ -50,7 +50,7 @@ def read_turn(read: Callable[[bool], str]) -> Turn:
             ends = lines[-1].rstrip().endswith(QUOTES)
         entered = "\n".join(lines)
         return Turn(_without_empty_ends(entered.strip()[3:-3]), False, entered)
-    if "\n" in line:  # pasted, so that a slash at its start is part of the text
+    if "\n" in line:  # pasted, so a slash at its start is part of the text
         return Turn(_without_empty_ends(entered), False, entered)
     if line.startswith("//"):
         return Turn(line[1:], False, entered)

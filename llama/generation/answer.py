@@ -60,8 +60,8 @@ class Stats:
 class Piece:
     """A part of streamed text: complete characters, possibly none. The last piece has the Completion.
 
-    token   the new token that the piece is about, if any; its text may come with a later piece
-    prompt  the tokens of the prompt with log-probabilities, before the first new token, if they were requested
+    token   the new token of this piece, if any; its text may come with a later piece
+    prompt  the tokens of the prompt with log-probabilities, if requested; sent before the first new token
 
     str(piece) is the text.
     """
@@ -147,7 +147,7 @@ class StopText:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A prompt whose options are checked: the request for the batch, and the answer to begin with it."""
+    """A prompt with checked options: the request for the batch, and a function that begins its answer."""
 
     request: Request
     begin: Callable[[], Answer]

@@ -10,10 +10,10 @@ that row alone, and from then on each step decodes it together with the others.
 Each row has its own positions, mask and random generator, so its answer is the one it would get alone. If a prompt
 shares a prefix with the contents of a row (often a system prompt), the row's keys and values are reused.
 
-Prompts are fed one at a time, in chunks, with a step of the others after each chunk; so a long prompt delays an answer
-in progress only by a chunk per token, and a prompt that waits for a similar one finds its keys.
+Prompts are fed one at a time, in chunks. After each chunk, the answers in progress get one token, so a long prompt
+delays each of their tokens by one chunk at most. A prompt that waited for a similar one can reuse its keys.
 
-Every step has the same shape: one row per slot up to the last one in use, rounded up to a power of two, over all
+All steps have the same shape: one row for each slot up to the last one in use, rounded up to a power of two, and all
 positions for which the cache has memory, with a mask. While no prompt waits, the rows in use move to the front.
 """
 
@@ -52,7 +52,7 @@ from .prefix import shared_prefix
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix is not worth copying from another row
 CHUNK = 256  # maximum tokens of a prompt in one pass
 MOST_SLOTS = 4096
-RESERVED = 1024  # new tokens for which a request reserves memory; a longer answer gets it when it needs it
+RESERVED = 1024  # new tokens for which a request reserves memory; longer answers reserve more on demand
 
 
 NEVER = Flag()  # of requests that nobody cancels
@@ -61,7 +61,7 @@ NEVER = Flag()  # of requests that nobody cancels
 class Request(NamedTuple):
     """A prompt, as ids, and the parameters of its answer. logprobs, top_logprobs, constraint as in `generate.generate`.
 
-    prompt_logprobs  the tokens of the prompt get log-probabilities too, so none of it comes from another row
+    prompt_logprobs  also return log-probabilities of the prompt's tokens; then no prefix is copied from another row
     cancelled        may be set by another thread: the request ends before the next step
     """
 
@@ -82,7 +82,7 @@ class Source(Protocol):
 
 
 # The events of request `number` (from 0), in this order: Started, PromptScored if it was requested, any number of
-# TokenEvents, Ended. A request that can't be run only has Ended.
+# TokenEvents, Ended. A request that can't be run has only Ended.
 class Started(NamedTuple):
     """The request has a slot. The keys of the first `cached` tokens of its prompt were already in the cache."""
 
@@ -215,7 +215,7 @@ class Batch:
                 yield from self._step()
 
     def _next_request(self, block: bool) -> Request | None:
-        """The next request; None if there is none now, or none any more."""
+        """The next request; None if there is none now, or there are no more."""
         if self.source is None:
             return None
         try:
@@ -244,7 +244,7 @@ class Batch:
             return
         source = max(self.slots, key=lambda slot: (slot.shares(prompt), slot in free))
         cached = 0 if request.prompt_logprobs else source.shares(prompt)
-        # A slot with the prefix, or else the one that was not used for the longest time.
+        # The slot with the prefix if it is free, otherwise the least recently used one.
         slot = source if cached and source in free else min(free, key=lambda slot: slot.used)
         slot.used = number + 1
         yield Started(number, cached)
@@ -323,7 +323,7 @@ class Batch:
                 yield from self._choose_next(slot, row_logits, (id, top))
 
     def _grow(self) -> Iterator[Event]:
-        """Make room for one more token in each row. If the memory is not free, the longest answer ends."""
+        """Make room for one more token in each row. If memory runs out, the longest answer ends with an error."""
         while active := [slot for slot in self.slots if slot.sequence]:
             longest = max(active, key=lambda slot: len(slot.ids))
             try:

@@ -1,11 +1,12 @@
-"""The child process that tries a grammar: `python grammar_check.py FOLDER`, started by structured.py.
+"""The child process that checks a grammar: `python grammar_check.py FOLDER`, started by structured.py.
 
-llguidance compiles grammars from unknown authors in native code. A few of them take minutes, gigabytes, or all of the
-stack, which ends the process: its own limits do not cover {"multipleOf": 299999967} or a chain of 5,000 rules. So each
-grammar is compiled here first, under limits of the operating system, and in the main process only if that succeeded.
+Grammars may come from untrusted authors, and llguidance compiles them in native code. A few take minutes or gigabytes,
+or overflow the stack, which ends the process. llguidance's own limits do not cover {"multipleOf": 299999967} or a chain
+of 5,000 rules. So each grammar is first compiled here, under limits of the operating system. The main process compiles
+it only if that succeeds.
 
-The request and the answer are JSON, on standard input and output. This file imports nothing of the package, so that the
-process starts in less than 0.1 s.
+The request and the answer are JSON, on standard input and output. This file imports nothing from the package, so that
+the process starts in less than 0.1 s.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ def known(keyword: str) -> bool:
 
 
 def is_endless(schema: Any) -> bool:
-    """Whether every value that meets a schema would contain itself, such as an object with a required {"$ref": "#"}.
+    """Whether a schema allows only infinite values, such as an object that requires a property {"$ref": "#"}.
 
-    Only references within the schema are followed. This is the least fixed point over them: at first no reference
-    has a finite value; each round finds more that have.
+    Only references within the schema are followed. The references that have a finite value are a least fixed point:
+    none at first, and each round finds more.
     """
     targets = {}
     for inner in subschemas(schema):
@@ -88,7 +89,7 @@ def is_endless(schema: Any) -> bool:
 
 
 def resolved(schema: Any, ref: str) -> Any:
-    """The value that a reference such as #/$defs/node names (RFC 6901); True, which allows all, if there is none."""
+    """The value of a reference such as #/$defs/node (RFC 6901); True, the schema that allows all, if there is none."""
     value = schema
     for part in ref[1:].split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
@@ -129,7 +130,7 @@ def _lists(schema: Mapping[str, Any], key: str) -> Iterator[Any]:
 
 # --------------------------------------------------------------------------------------------------- the process
 def check(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The error of a grammar, empty if it has none, and the keywords of its schema that have no effect.
+    """Return the error in a grammar, or an empty one, and the keywords of its schema that have no effect.
 
     grammar  llguidance's JSON form of a grammar
     schema   the JSON schema, or None
@@ -158,7 +159,7 @@ def check(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Vocabulary:
-    """What llguidance reads of a tokenizer. Token bytes begin with 0xFF if the token is a control token."""
+    """The interface that llguidance expects of a tokenizer. The bytes of control tokens begin with 0xFF."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

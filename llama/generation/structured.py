@@ -1,16 +1,17 @@
-"""Structured output: a JSON schema, a regular expression or a grammar decides which tokens may come next.
+"""Structured output: a JSON schema, a regular expression or a grammar limits which tokens may come next.
 
     grammar = compile_grammar(tokenizer, "json_schema", {"type": "object", ...})     once
     constraint = grammar.constraint()                                                for each answer
     logits = logits.masked_fill(~constraint.allowed(), -inf)                         for each token
     constraint.advance(id)
 
-The masks are exact: a token is allowed if and only if its bytes continue the answer towards a text that the grammar
-accepts, however a tokenizer would divide that text. So greedy decoding is the argmax under the mask, and sampling draws
-from the model's distribution, renormalized. llguidance computes the masks (github.com/guidance-ai/llguidance).
+The masks are exact: a token is allowed if and only if the answer, followed by the token's bytes, is the beginning of a
+text that the grammar accepts. It does not matter how the tokenizer would split that text. So greedy decoding is the
+argmax under the mask, and sampling draws from the model's distribution, renormalized. llguidance computes the masks
+(github.com/guidance-ai/llguidance).
 
 With a draft, no state is rolled back: the mask is applied to the model's distribution at the token that is verified,
-and `advance` is called with each token that is kept. The draft's own distribution may be masked or not.
+and `advance` is called for each accepted token. The draft's own distribution may be masked or not.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ KEPT = 64  # compiled grammars of a tokenizer
 LONGEST_TOKEN = 1024  # bytes; llguidance fails with a longer one
 WAIT = 30.0  # seconds for the child process, which is limited to less CPU time
 
-# JSON allows any amount of white space between its tokens. A small model may repeat it without end, so a run of white
-# space has at most this many characters: enough for 15 levels, indented by 4.
+# JSON allows any amount of white space between its tokens, and a small model may repeat it endlessly. So a run of white
+# space is limited to 64 characters: enough for 15 levels, indented by 4.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
-# Without this, llguidance allows only one way to divide a text that is certain to come next into tokens
+# Without this, llguidance allows only one tokenization of text that must come next
 EXACT = '%llguidance {"no_forcing": true}'
 
-# Options of a rule in llguidance's Lark that would be ignored, or that need tokens to be withdrawn
+# Options of a rule in llguidance's Lark syntax that would be ignored, or would have to remove tokens from the answer
 NOT_SUPPORTED = {
     "temperature": "set the temperature of the answer instead",
     "stop": "use suffix=... or lazy instead",
@@ -79,7 +80,7 @@ class Source(NamedTuple):
 
 
 def _json_schema(source: Any) -> Source:
-    """The answer is a JSON value that meets a schema, given as a mapping or as JSON text."""
+    """The answer is a JSON value that matches a schema, given as a mapping or as JSON text."""
     try:
         schema = json.loads(source) if isinstance(source, str) else json.loads(json.dumps(source, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -89,7 +90,7 @@ def _json_schema(source: Any) -> Source:
     if schema is False:
         raise UsageError("no answer meets the JSON schema false; the schema {} allows every value")
     if isinstance(schema, dict) and "x-guidance" in schema:
-        raise UsageError("the JSON schema has the key x-guidance, an option of llguidance that is set here; remove it")
+        raise UsageError("the JSON schema has the key x-guidance, which is reserved for llguidance; remove it")
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": False}
     answer = {**(schema if isinstance(schema, dict) else {}), "x-guidance": options}
     start = {"lark_grammar": f"{EXACT}\nstart: @answer"}
@@ -97,7 +98,7 @@ def _json_schema(source: Any) -> Source:
 
 
 def _regex(source: Any) -> Source:
-    """The complete answer matches a regular expression (docs.rs/regex: no look-around, no references back)."""
+    """The complete answer matches a regular expression (docs.rs/regex: no look-around, no back-references)."""
     from llguidance import LLMatcher
 
     lark = json.loads(LLMatcher.grammar_from_regex(_text("regular expression", source)))["grammars"][0]["lark_grammar"]
@@ -105,7 +106,7 @@ def _regex(source: Any) -> Source:
 
 
 def _lark(source: Any) -> Source:
-    """The answer meets a grammar in llguidance's form of Lark. It may name control tokens: <|python_tag|>."""
+    """The answer matches a grammar in llguidance's Lark syntax, which may name control tokens: <|python_tag|>."""
     text = _text("grammar", source)
     for options in re.findall(r"^[ \t]*[?!]?[\w-]+(?:::_)?[ \t]*\[([^\]\n]*)\]", text, re.MULTILINE):
         for name, remedy in NOT_SUPPORTED.items():
@@ -136,8 +137,8 @@ KINDS: dict[str, tuple[str, Callable[[Any], Source]]] = {
 class Vocabulary:
     """A tokenizer's tokens in llguidance's form, and the grammars compiled for it.
 
-    If the tokenizer strips a leading space, each token that begins with a space is there a second time without it, with
-    an id from n_vocab on: the first token of an answer stands for that text.
+    If the tokenizer strips a leading space, each token that begins with a space has a copy without it, whose id is
+    n_vocab or more. The copy has the token's text at the start of an answer.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -171,7 +172,7 @@ class Vocabulary:
         self.compile = functools.lru_cache(KEPT)(functools.partial(_compile, self))
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A new matcher. Copies of one share a cache that has a limit, so each answer gets its own."""
+        """A new matcher. Each answer needs its own: copies of a matcher share a cache of limited size."""
         from llguidance import LLMatcher, LLParserLimits
 
         return LLMatcher(self.library, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
@@ -192,7 +193,7 @@ class Vocabulary:
         return np.argsort([id for *_, id in sorted(keys)])
 
     def can_complete(self, matcher: LLMatcher) -> bool:
-        """Whether the tokens can spell an answer. True if a search of limited length has no result."""
+        """Whether the tokens can spell an answer. True if a search of limited length does not decide it."""
         trail, end = [(matcher, self._following(matcher, first=True))], time.perf_counter() + SEARCH
         for _ in range(STEPS):
             if not trail:
@@ -237,7 +238,7 @@ def _vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 # ---------------------------------------------------------------------------------------------------------- grammars
 def compile_grammar(tokenizer: Tokenizer, kind: str, source: str | bool | Mapping[str, Any]) -> Grammar:
-    """A grammar for the answers of a model with this tokenizer; compiled once for each source.
+    """Compile a grammar for the answers of a model with this tokenizer. Compiled grammars are cached.
 
     kind    one of KINDS: "json_schema", "regex" or "grammar"
     source  the text; a JSON schema may be a mapping
@@ -293,7 +294,7 @@ def _tried(what: str, request: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise UsageError(f"compiling the {what} took more than {WAIT:g} seconds; simplify it") from None
     except OSError as error:
-        raise UsageError(f"grammars are tried in a child process, which could not be started: {error}") from None
+        raise UsageError(f"the child process that checks grammars could not be started: {error}") from None
     if done.returncode == 0 and done.stdout:
         return json.loads(done.stdout)
     if -done.returncode == getattr(signal, "SIGPROF", None):
@@ -302,12 +303,12 @@ def _tried(what: str, request: str) -> dict[str, Any]:
             " repetition inside another, may be the cause"
         )
     if done.returncode > 0:
-        raise UsageError(f"the {what} could not be tried in a child process: {_reason(done.stderr[-300:])}")
+        raise UsageError(f"the child process that checks the {what} failed: {_reason(done.stderr[-300:])}")
     raise UsageError(f"the {what} is nested too deeply, or needs more than {SPACE >> 20} MiB; simplify it")
 
 
 def _reason(message: str) -> str:
-    """The part of llguidance's message that says what is wrong."""
+    """The reason in llguidance's message."""
     if message.startswith(DEAD_END):
         return "it allows no text"
     parsed = re.search(r"^error: (.*)$", message, re.MULTILINE)  # of the library for regular expressions
@@ -319,9 +320,9 @@ def _invalid(what: str, message: str) -> str:
     """What is wrong with a source, given llguidance's message."""
     if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", message):
         keys = found[1].replace('"', "")
-        return f"the {what} uses {keys}, which is not supported; remove it, and check the finished answer"
+        return f"the {what} uses {keys}, which is not supported; remove it, and check the finished answer instead"
     if message.startswith("oneOf"):
-        return f"the {what} uses oneOf for schemas that one value may meet at once, which is not supported; use anyOf"
+        return f"the {what} uses oneOf with schemas that may match the same value, which is not supported; use anyOf"
     if found := re.fullmatch(r"Unsatisfiable schema: (.*)", message, re.DOTALL):
         return f"no answer meets the {what}: {_reason(found[1])}"
     return f"the {what} can't be used: {_reason(message)}"
@@ -355,13 +356,13 @@ class Grammar:
         utf8.decode(b"".join(last[::-1]))
         if utf8.getstate()[0]:
             raise UsageError(
-                "the prompt ends inside a character, so no answer can meet a grammar; end it after a character"
+                "the prompt ends inside a character, so the answer can't match a grammar; end it after a character"
             )
         return Constraint(vocabulary, vocabulary.matcher(self._text), vocabulary.strips and not last)
 
 
 class Constraint:
-    """The tokens that may come next in one answer. Not for several threads at once.
+    """The tokens that may come next in one answer. Not thread-safe.
 
     n_vocab  number of ids
     """
@@ -378,9 +379,9 @@ class Constraint:
         return self._ended or self._matcher.is_accepting()
 
     def allowed(self) -> Tensor:
-        """The ids that may come next: (n_vocab,) bool, on the CPU. Do not write to it.
+        """The ids that may come next: (n_vocab,) bool, on the CPU. Do not modify it.
 
-        These are the stop ids alone if nothing can follow a complete answer. Raises UsageError if no id can follow, or
+        Only the stop ids are allowed if nothing can follow a complete answer. Raises UsageError if no id is allowed, or
         if llguidance reaches a limit.
         """
         if self._allowed is None:
@@ -403,7 +404,7 @@ class Constraint:
     def advance(self, id: int) -> None:
         """Add an id to the answer; a stop id ends it. Raises UsageError if the id is not allowed."""
         if not 0 <= id < self.n_vocab or not self.allowed()[id]:
-            raise UsageError(f"token {checks.shown(id)} can't come next in an answer that meets the grammar")
+            raise UsageError(f"token {checks.shown(id)} can't come next in an answer that matches the grammar")
         vocabulary, token = self._vocabulary, id
         if id in vocabulary.stop_ids and self.complete:
             self._allowed, self._ended = None, True

@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 RETRY = {"Retry-After": "2"}  # seconds; about the time of a short answer
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
-REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # what the request is to blame for
+REFUSED = (UsageError, ContextLengthError, TemplateError, TokenizerError)  # errors that the request causes
 CODES: dict[type, str] = {UnknownModel: "model_not_found", ContextLengthError: "context_length_exceeded"}
 PARSED = 4  # requests at once
-DISCONNECTED = 499  # the status of a response that nobody waits for
+DISCONNECTED = 499  # the status in the log if the client disconnected
 
 
 class Server:
@@ -53,7 +53,7 @@ class Server:
         self.parsing = asyncio.Semaphore(PARSED)
 
     def app(self, hosts: list[str] | None) -> Starlette:
-        """The application. hosts: the only values of the Host header that are accepted; None: any."""
+        """The application. It accepts only `hosts` as values of the Host header; None accepts all."""
         app = Starlette(
             routes=[
                 Route("/health", self._counted(self.health, open_to_all=True)),
@@ -64,14 +64,14 @@ class Server:
             ],
             exception_handlers={HTTPException: _no_endpoint},
         )
-        app.router.redirect_slashes = False  # the address in a redirection would come from the client
+        app.router.redirect_slashes = False  # a redirection would use the address in the client's request
         app.add_middleware(OneLength)
-        if hosts is not None:  # or a web page could reach this server under a name of its own (DNS rebinding)
+        if hosts is not None:  # against DNS rebinding: a host name of a web page that resolves to this server
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
         return app
 
     def _counted(self, endpoint: Callable[[Request], Any], open_to_all: bool = False) -> Callable[[Request], Any]:
-        """The endpoint with authorization, errors as JSON, the count of statuses, and a line in the log."""
+        """Wrap an endpoint: check the API key, return errors as JSON, count statuses, and write a line to the log."""
 
         async def handle(request: Request) -> Response:
             began = time.perf_counter()
@@ -189,7 +189,7 @@ class Answers:
         self.server.engine.cancel(self.call.prompts)
 
     async def deltas(self) -> AsyncIterator[dict[str, Any]]:
-        """The parts of all choices in the order in which they are made. Raises LlamaError if one fails."""
+        """The parts of all choices, as they are generated. Raises LlamaError if an answer fails."""
         try:
             async with asyncio.timeout(self.server.limits.seconds):
                 while any(choice.completion is None for choice in self.choices):
@@ -202,7 +202,7 @@ class Answers:
             raise HTTPException(504, f"the answer took more than {self.server.limits.seconds:g} s") from None
 
     def usage(self) -> dict[str, Any]:
-        """Counts of tokens, which are also added to the server's."""
+        """Count the tokens, and add the counts to the server's totals."""
         counts = usage([choice.completion for choice in self.choices if choice.completion is not None], self.call.n)
         self.server.tokens["prompt_tokens"] += counts["prompt_tokens"]
         self.server.tokens["new_tokens"] += counts["completion_tokens"]
@@ -229,12 +229,12 @@ class Answers:
             if self.call.usage:
                 yield _event({**self.head, "choices": [], "usage": counts})
             yield b"data: [DONE]\n\n"
-        except Exception as failed:  # the status was sent before
+        except Exception as failed:  # the status has been sent already
             yield _event(json.loads(bytes(_refusal(failed).body)))
 
 
 class Stream(StreamingResponse):
-    """Server-sent events of answers, which end when the client goes away, even before the first event."""
+    """Server-sent events of answers. If the client disconnects, even before the first event, the answers end."""
 
     def __init__(self, answers: Answers):
         super().__init__(answers.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -248,7 +248,7 @@ class Stream(StreamingResponse):
 
 
 class OneLength:
-    """Middleware that refuses a request whose length is given in two ways: a proxy may read another one."""
+    """Middleware that rejects a request with two lengths, since a proxy may use the other one."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -256,7 +256,8 @@ class OneLength:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         app = self.app
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            app = _refusal(HTTPException(400, "Content-Length excludes Transfer-Encoding", {"Connection": "close"}))
+            message = "expected Content-Length or Transfer-Encoding, got both"
+            app = _refusal(HTTPException(400, message, {"Connection": "close"}))
         await app(scope, receive, send)
 
 
@@ -265,13 +266,13 @@ def _event(value: Any) -> bytes:
 
 
 async def _disconnected(request: Request) -> None:
-    """Wait until the client goes away. The body has been read before."""
+    """Wait until the client disconnects. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def _refusal(failed: Exception) -> Response:
-    """OpenAI's error object, with the status that fits."""
+    """A response with OpenAI's error object and the matching status."""
     headers: Mapping[str, str] | None = None
     if isinstance(failed, HTTPException):
         status, message, headers = failed.status_code, failed.detail, failed.headers

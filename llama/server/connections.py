@@ -1,4 +1,4 @@
-"""Connections: uvicorn's protocol and configuration, with limits on what a client may take or leave incomplete."""
+"""Connections: uvicorn's protocol and configuration, with limits on sizes, times and incomplete requests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..system.limits import open_files
 
-HEAD = 2**16  # bytes of a request's head, and of the requests that a client sends before it has the response
-BACKLOG = 128  # connections that the system accepts before the server does; it then accepts all of them at once
+HEAD = 2**16  # bytes of a request's head, and of further requests that a client sends before it has the response
+BACKLOG = 128  # connections that wait for the server in the operating system; it accepts all of them at once
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client may take.
+    """Limits for each request, and for all together.
 
     body       bytes of a request
     bodies     bytes of all requests that are not parsed yet
     receive    seconds until a request has arrived completely
-    seconds    of a request, from its arrival to the end of its answer
+    seconds    seconds from the arrival of a request to the end of its answer
     """
 
     body: int = 2**23
@@ -35,20 +35,20 @@ class Limits:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's protocol, with limits on what a client may leave incomplete, and on the number of connections."""
+    """uvicorn's protocol, with limits on incomplete requests and on the number of connections."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.deadline = self.loop.call_later(Limits.receive, self._late)
         if self.limit_concurrency is not None and len(self.connections) > 2 * self.limit_concurrency:
-            transport.abort()  # the system's limit on open files would stop other parts of the program too
+            transport.abort()  # before the limit on open files is reached, which affects the whole program
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is None or self.cycle.response_complete:
-            return  # the head of the next request, or a body that nobody waits for, is still to come
+            return  # the head of the next request is incomplete, or a body that is no longer needed
         self.deadline.cancel()
-        if not self.cycle.more_body:  # reading goes on, since it tells when the client goes away
+        if not self.cycle.more_body:  # keep reading, to notice that the client disconnects
             if len(self.conn.trailing_data[0]) > HEAD:
                 self.transport.abort()
             self.flow.resume_reading()
@@ -68,7 +68,7 @@ class Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             super().data_received(data)
-        except h11.LocalProtocolError:  # from the response to a malformed request that has a response already
+        except h11.LocalProtocolError:  # uvicorn answers a malformed request that has an answer already
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -77,15 +77,15 @@ class Protocol(H11Protocol):
 
 
 def configuration(app: ASGIApp, answers: int) -> Config:
-    """uvicorn's configuration for a server of at most so many answers at once, in progress or waiting."""
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # writes 2,000 tracebacks a second without descriptors
+    """uvicorn's configuration for a server with at most `answers` answers in progress or waiting."""
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it writes 2,000 tracebacks/s if descriptors run out
     return Config(
         app,
         http=Protocol,
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="critical",  # a client can cause all others
+        log_level="critical",  # clients can cause messages of all other levels
         access_log=False,
         server_header=False,
         backlog=BACKLOG,

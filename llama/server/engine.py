@@ -20,7 +20,7 @@ class Engine:
     """Runs prompts in one continuous batch (generation/batch.py).
 
     slots    maximum number of answers in progress
-    waiting  maximum number of prompts without a slot
+    waiting  maximum number of prompts that wait for a slot
     """
 
     def __init__(self, llm: Llama, slots: int, waiting: int):
@@ -49,7 +49,7 @@ class Engine:
                 self.listeners.pop(prompt, None)
 
     def close(self, finish: bool) -> None:
-        """End the thread: after all answers, or before the next token."""
+        """End the thread: after all answers if `finish` is set, otherwise before the next token."""
         self.closed = True
         if not finish:
             self.cancel([*self.listeners])
@@ -62,7 +62,7 @@ class Engine:
                 for prompt, piece in self.llm.answers(self.queue, batch_size=self.slots):
                     ended = isinstance(piece, LlamaError) or piece.completion is not None
                     (self.listeners.pop if ended else self.listeners.get)(prompt, _nobody)(piece)
-            except BaseException as error:  # memory ran out, or a library of Rust panicked: go on with a new cache
+            except BaseException as error:  # out of memory, or a panic in a Rust library: continue with a new cache
                 log.error("the batch failed: %s", type(error).__name__, exc_info=log.isEnabledFor(logging.DEBUG))
                 self._fail(LlamaError(f"the model could not be run: {type(error).__name__}"))
 

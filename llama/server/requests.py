@@ -1,6 +1,6 @@
-"""The bodies of requests: JSON in the form of OpenAI's API, checked completely, to prompts and their options.
+"""Parse the bodies of requests: from JSON as in OpenAI's API to prompts and their options.
 
-A field or a value that is not supported is an error that names it: nothing is ignored.
+Every field and value is checked. One that is not supported is an error that names it: nothing is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
 MOST_PROMPTS = 1024  # times n
 DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
-LONGEST_TOKEN = 128  # characters; a text of more than that times the context is refused before it is encoded
+LONGEST_TOKEN = 128  # characters; text longer than this times the context is rejected before it is encoded
 TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -89,7 +89,7 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     if tools and (choice := body.get("tool_choice", "auto")) != "none":
         call.tools, forced = tools, _forced(choice, tools)
         if forced is not None and schema is not None:
-            raise UsageError("response_format and a tool_choice that requires a call exclude each other")
+            raise UsageError("response_format can't be combined with a tool_choice that requires a call")
         schema = schema or forced
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "continues": False}
     if schema is not None:
@@ -110,7 +110,7 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> Call:
     call.top = checks.integer("logprobs", body.get("logprobs", 0), 0, MOST_LOGPROBS)
     echo = checks.boolean("echo", body.get("echo", False))
     if echo and "suffix" in body:
-        raise UsageError("echo and suffix exclude each other")
+        raise UsageError("echo can't be combined with suffix")
     ids = _prompts(body.get("prompt"), body.get("suffix"), call.n, llm)
     if echo:
         call.echoed = [llm.tokenizer.decode(one) for one in ids]
@@ -133,7 +133,7 @@ def _fields(body: Mapping[str, Any], known: Sequence[str], model: str) -> dict[s
 
 
 def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
-    """The options of `Llama.prepare` that both endpoints have, and a Call to complete."""
+    """The options of `Llama.prepare` that both endpoints have, and a Call with the shared fields."""
     options = {name: body[name] for name in (*SAMPLING, "seed", "stop") if name in body}
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
@@ -150,10 +150,10 @@ def _shared(body: dict[str, Any], llm: Llama) -> tuple[dict[str, Any], Call]:
 
 
 def _fitting(ids: list[Any], llm: Llama) -> list[Any]:
-    """The ids themselves. Raises ContextLengthError if there are too many."""
+    """Return the ids. Raises ContextLengthError if there are too many."""
     if len(ids) >= (context := llm.model.max_seq_len):
         raise ContextLengthError(
-            f"the prompt has {len(ids)} tokens and the context holds {context}, the answer included"
+            f"the prompt has {len(ids)} tokens and the context holds {context}, including the answer"
         )
     return ids
 
@@ -163,7 +163,7 @@ def _tokens(name: str, limit: object, llm: Llama) -> int:
 
 
 def _check_characters(count: int, llm: Llama) -> None:
-    """Refuse a text that can't fit into the context before it is encoded, which takes seconds for megabytes."""
+    """Reject text that can't fit into the context. Encoding it first would take seconds for megabytes."""
     context = llm.model.max_seq_len
     if count > LONGEST_TOKEN * context:
         raise ContextLengthError(f"the prompt has {count:,} characters and the context holds {context} tokens")
@@ -189,7 +189,7 @@ def _prompts(prompt: Any, suffix: Any, n: int, llm: Llama) -> list[list[int]]:
 
 
 def _message(message: Any) -> Any:
-    """A message without nulls, with its parts of text joined; `check_messages` refuses all other forms."""
+    """A message without nulls and with its text parts joined. `check_messages` rejects all other forms."""
     if not isinstance(message, dict):
         return message
     message = {key: value for key, value in message.items() if value is not None}
@@ -232,7 +232,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _forced(choice: object, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The schema of an answer that must call one of the tools, or the named one; None for "auto"."""
+    """The schema of a call of one of the tools, or of the tool that `choice` names; None for "auto"."""
     if choice == "auto":
         return None
     functions = [tool["function"] for tool in tools]

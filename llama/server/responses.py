@@ -1,4 +1,4 @@
-"""The bodies of responses: pieces of answers to JSON in the form of OpenAI's API."""
+"""The bodies of responses: from pieces of answers to JSON as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOWEST = -9999.0  # for a log-probability of minus infinity, which JSON lacks; t
 
 
 class Spelling:
-    """The text of each token by itself: "bytes:\\xe2" if it is not UTF-8; a control token is spelled by its name."""
+    """The text of single tokens: "bytes:\\xe2" for bytes that are not UTF-8, and the name of a control token."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.raw, self.call_marks = tokenizer.token_bytes, call_marks(tokenizer)
@@ -34,7 +34,7 @@ class Spelling:
 
 
 class Choice:
-    """One answer on its way into a response: `delta` turns a piece into what a chunk of a stream shows of it.
+    """One answer in a response. `delta` converts a piece of it to the `choice` of a chunk of the stream.
 
     The deltas of an answer, joined, are its complete text, calls and log-probabilities.
     """
@@ -42,14 +42,14 @@ class Choice:
     def __init__(self, call: Call, index: int, spelling: Spelling, chat: bool):
         self.call, self.index, self.spelling, self.chat = call, index, spelling, chat
         self.calls = ToolCallStream(call.tools) if call.tools else None
-        self.text = call.echoed[index // call.n] if call.echoed else ""  # not shown yet
-        self.tokens: list[Token] = []  # not shown yet
+        self.text = call.echoed[index // call.n] if call.echoed else ""  # not sent yet
+        self.tokens: list[Token] = []  # not sent yet
         self.found: list[dict[str, Any]] = []  # the calls of tools so far
         self.offset = 0
         self.completion: Completion | None = None
 
     def delta(self, piece: Piece) -> dict[str, Any] | None:
-        """The `choice` object of a chunk, or None while there is nothing to show."""
+        """The `choice` object of a chunk, or None if there is nothing to send yet."""
         self.tokens += piece.prompt or []
         if piece.token is not None and not (piece.token.stop and self.chat):
             self.tokens.append(piece.token)
@@ -120,12 +120,12 @@ class Choice:
 
 
 def top_of(token: Token, count: int) -> list[tuple[int, float]]:
-    """The alternatives to a token that a response shows."""
+    """The most probable tokens at the position of a token, as many as the response shows."""
     return list(token.top.items())[:count]
 
 
 def number(logprob: float) -> float:
-    """A log-probability as JSON can hold it."""
+    """A log-probability as a number that JSON can represent."""
     return max(logprob, LOWEST)
 
 
