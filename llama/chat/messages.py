@@ -159,7 +159,7 @@ def _plain_json(value: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def deeper(value: Any, levels: int) -> bool:
-    """Whether lists and mappings are nested deeper than so many levels."""
+    """Whether lists and mappings are nested deeper than `levels`."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return inner is not None and (levels == 0 or any(deeper(item, levels - 1) for item in inner))
 

@@ -9,11 +9,11 @@ A call is text in the format that the model was trained on. FORMATS has them:
     Llama 3.1        <function=f>{...}</function>
     Hermes, Qwen     <tool_call>{"name": "f", "arguments": {...}}</tool_call>     SmolLM2 and 3 also with a list
 
-The first four have no mark, so they count only at the start of an answer, and after another call; after <|python_tag|>
-they count anywhere. Only functions that are declared count. Everything else stays text.
+The first four have no mark. They are recognized only at the start of an answer and after another call; after
+<|python_tag|>, anywhere. Only declared functions are recognized. Everything else stays text.
 
 Control tokens have no text (see `Decoder`), so <|python_tag|>, [TOOL_CALLS] and <|eom_id|> are not in an answer's text.
-An answer that begins with one is recognized without it. For calls after other text, insert what `call_marks` returns.
+At the start of an answer, calls are recognized without them. For calls after other text, insert them (`call_marks`).
 
 Sources: meta-llama/llama-models prompt_format.md of Llama 3.1, 3.2 and 4; mistral-common, its instruct tokenizers;
 NousResearch/Hermes-Function-Calling; HuggingFaceTB/SmolLM2 and SmolLM3 chat templates; vLLM's documentation on tools.
@@ -45,12 +45,12 @@ Reader = Generator[None, str, None]  # gets one character at a time; returns at 
 
 
 class NotACall(Exception):
-    """The text is no call."""
+    """The text is not a call."""
 
 
 # ----------------------------------------------------------------------------------- where a group of calls ends
-# These functions get characters until a group of calls is complete. They check enough to stop early; the functions
-# that read a complete group check the rest.
+# These functions get characters until a group of calls is complete. They check enough to reject most other text early;
+# the functions that parse a complete group check the rest.
 def _literal(text: str) -> Reader:
     for expected in text:
         if (yield) != expected:
@@ -89,7 +89,7 @@ CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 def _json(opened: str) -> Reader:
     """The rest of a JSON value that begins with the brackets `opened`."""
-    stack, last = [CLOSING[bracket] for bracket in opened], opened[-1]  # last: what came last, "v" a value
+    stack, last = [CLOSING[bracket] for bracket in opened], opened[-1]  # last: the last mark, or "v" after a value
     while stack:
         character = yield
         if character in " \t\r\n":
@@ -184,7 +184,7 @@ def _closing(mark: str) -> Reader:
 
 
 # -------------------------------------------------------------------------------------------- what the calls are
-# These functions get a complete group of calls. They raise one of ERRORS if it is none.
+# These functions parse a complete group of calls. They raise one of ERRORS if it is not one.
 ERRORS = (ValueError, SyntaxError, RecursionError, MemoryError)  # Python's parser runs out of its own stack
 
 
@@ -271,9 +271,9 @@ def _mistral_calls(text: str) -> list[ToolCall]:
 class Format(NamedTuple):
     """A format of calls.
 
-    mark  what a group of calls begins with. A format without a mark counts only if nothing but calls is before it
-    find  given the declared names, gets the characters after the mark until the group is complete
-    read  the calls of the text after the mark; what closes it may be missing at the end of an answer
+    mark  the beginning of a group of calls. A format without a mark is recognized only if nothing but calls precedes it
+    find  given the declared names, returns a reader of the characters after the mark, up to the end of the group
+    read  parses the text after the mark; the closing mark may be missing at the end of an answer
     """
 
     mark: str
@@ -299,13 +299,13 @@ BEFORE_MARK = re.compile(f"[^{re.escape(''.join(format.mark[:1] for format in FO
 
 # -------------------------------------------------------------------------------------------------------- the text
 class ToolCallStream:
-    """Separates the calls in an assistant's text from the text, one piece at a time.
+    """Splits an assistant's answer into text and calls, one piece at a time.
 
-    `feed` and `end` return events: a string is text, everything else a call. Text that may be the beginning of a call
-    is held back. The events do not depend on how the text is divided into pieces. Each character is processed once.
+    `feed` and `end` return events: a string is text, anything else is a call. Text that may be the beginning of a call
+    is held back. The events do not depend on how the answer is divided into pieces. Each character is processed once.
 
-    The text of all events is the text without the calls, and without the white space before and after them. A call that
-    is not complete at the end, or not valid, is text.
+    The strings, joined, are the answer without the calls and without the white space around them. A call that is
+    incomplete at the end, or invalid, is text.
 
     tools  the functions that may be called, as in `encode_chat`
     """
@@ -314,8 +314,8 @@ class ToolCallStream:
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
         self._alive: list[tuple[Format, Reader]] = []  # formats that the pending text may have
         self._pending: list[str] = []  # pieces of a possible call
-        self._length = 0  # characters of them
-        self._space: list[str] = []  # white space that a call may follow
+        self._length = 0  # number of characters in _pending
+        self._space: list[str] = []  # white space held back, since a call may follow
         self._only_calls = True  # there is no text yet
         self._after_call = False  # there is no text after the last call
         self._events: list[Event] = []
@@ -341,7 +341,7 @@ class ToolCallStream:
         return self._collected()
 
     def _search(self, text: str, at: int) -> int:
-        """Pass on text up to a character with which a call may begin, and process it. Returns the index after it."""
+        """Pass on text up to the first possible beginning of a call, and process that. Returns the index after it."""
         found = (SPACE if self._only_calls else BEFORE_MARK).match(text, at)
         start = found.end() if found else at
         self._text(text[at:start])
@@ -357,7 +357,7 @@ class ToolCallStream:
         return max(after, start + 1)
 
     def _continue(self, text: str, start: int) -> int:
-        """Add characters to the pending text until it is a call or can't become one. Returns the index after them."""
+        """Add characters to the pending text until it is a call, or can't become one. Returns the next index."""
         for at in range(start, len(text)):
             alive = []
             for format, reader in self._alive if self._length + at - start < LONGEST else ():
@@ -383,7 +383,7 @@ class ToolCallStream:
         self._length += len(text)
 
     def _read(self, format: Format) -> list[ToolCall] | None:
-        """The calls that the pending text has in a format; None if it has none, or one of a function not declared."""
+        """The calls in the pending text, in one format; None if it has none, or calls an undeclared function."""
         try:
             calls = format.read(self.pending.removeprefix(format.mark).strip())
         except ERRORS:
@@ -417,7 +417,7 @@ class ToolCallStream:
 
 
 def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, list[ToolCall]]:
-    """The content of an assistant's text, and its calls of declared functions. See `ToolCallStream`."""
+    """Split an assistant's answer into text and calls of declared functions. See `ToolCallStream`."""
     stream = ToolCallStream(tools)
     events = stream.feed(text) + stream.end()
     return (
@@ -427,9 +427,9 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None) -> tu
 
 
 def call_marks(tokenizer: Tokenizer) -> dict[int, str]:
-    """The control ids that mark calls and have no text, with their strings.
+    """{id: string} of the control tokens that mark calls and have no text.
 
-    Insert the string for the id into the text for `ToolCallStream`, to recognize calls after other text.
+    To recognize calls after other text, insert the string for the id into the text for `ToolCallStream`.
     """
     found = {tokenizer.control[mark]: mark for mark in MARKS if mark in tokenizer.control}
     return {id: mark for id, mark in found.items() if not tokenizer.token_bytes(id)}

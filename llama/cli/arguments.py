@@ -182,9 +182,7 @@ def add_grammar_options(parser: argparse.ArgumentParser) -> None:
     one = group.add_mutually_exclusive_group()
     one.add_argument("--json-schema", metavar="FILE", help="a file with a JSON schema")
     one.add_argument("--regex", metavar="EXPRESSION", help="a regular expression for the complete answer")
-    one.add_argument(
-        "--grammar", metavar="FILE", help="a file with a context-free grammar in llguidance's Lark syntax"
-    )
+    one.add_argument("--grammar", metavar="FILE", help="a file with a context-free grammar in llguidance's Lark syntax")
 
 
 def grammar_options(args: argparse.Namespace) -> dict[str, str]:

@@ -117,7 +117,7 @@ class Session:
     def save(self, path: str | os.PathLike[str], model: Transformer, *, new: bool = False) -> int:
         """Write the session to a file atomically, replacing an older session; return the size in bytes.
 
-        new  raise CheckpointError rather than replace a session
+        new  raise CheckpointError if the file exists, instead of replacing a session
 
         Raises UsageError if there is nothing to save, `path` is another file (check_target, check_model), or the
         session belongs to another model, CheckpointError if the file can't be written. An existing file is then

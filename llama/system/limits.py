@@ -1,4 +1,4 @@
-"""The address space that this process may use, checked before torch is imported, and its open files.
+"""Limits of this process: its address space, checked before torch is imported, and its open files.
 
 The import maps all of torch's libraries. If the limit of the shell (ulimit -v) is too low for them, the import fails
 in one of several ways, and some of them abort the process without a Python error.
@@ -34,7 +34,7 @@ def address_limit() -> int | None:
 
 
 def open_files() -> int:
-    """The number of files that this process may have open, after its limit was raised as far as the system allows."""
+    """Raise the limit of open files to MOST_FILES, or as far as the system allows. Returns the new limit."""
     try:
         import resource
     except ImportError:  # not on Windows

@@ -132,7 +132,7 @@ def write_atomically(target: Path, content: bytes, prefix: str = ".writing", *, 
 
 
 def move_new(made: Path, path: Path) -> None:
-    """Move a finished file to a path on the same disk. Raises FileExistsError rather than replace a file."""
+    """Move a finished file to a path on the same disk. Raises FileExistsError if the path exists."""
     try:
         os.link(made, path)  # unlike a rename, a link never replaces a file
     except FileExistsError:

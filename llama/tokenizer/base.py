@@ -132,15 +132,15 @@ class Tokenizer(ABC):
         return self._marker(self.add_bos or (not text and self.bos_id is not None), self.bos_id, "begin") + ids
 
     def split_control(self, text: str) -> list[tuple[str, bool]]:
-        """A text split at its control strings: (part, whether it is one). The first and longest match wins."""
+        """Split a text at its control strings: (part, whether it is one). The first match wins, then the longest."""
         names = sorted(filter(None, self.control), key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
         return [(part, bool(i % 2)) for i, part in enumerate(parts) if part]
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
-        """Ids of the parts of a text: of a control string its own id, of the text between two of them plain ids.
+        """Encode the parts of a text: a control string as its control id, other text as plain ids.
 
-        White space beside a control string is dropped where `strips` says so.
+        White space next to a control string is dropped as `strips` requires.
         """
         ids: list[int] = []
         for i, (piece, is_control) in enumerate(pieces):

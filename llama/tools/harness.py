@@ -1,9 +1,9 @@
 """EleutherAI's lm-evaluation-harness (the package lm-eval) on any model that loads: its tasks, prompts and metrics.
 
-The results are those of the harness's own class for Hugging Face models, HFLM, with the same weights. `Requests` is the
-other side of its interface: requests in text, answered by likelihood.py and by Llama.stream_batch. Two of HFLM's rules
-differ from the rest of this package: control strings in a text become control tokens, and a text that begins with the
-begin-of-text string does not get a second one. lm-eval is imported only by the functions that need it.
+The results are those of the harness's own class for Hugging Face models, HFLM, with the same weights. `Requests`
+implements the harness's interface with likelihood.py and Llama.stream_batch. Two of HFLM's rules differ from the rest
+of this package: control strings in a text become control tokens, and a text that begins with the begin-of-text string
+does not get a second one. lm-eval is imported only by the functions that need it.
 Interface: lm_eval/api/model.py; rules: lm_eval/models/huggingface.py.
 """
 
@@ -33,19 +33,19 @@ MAX_NEW_TOKENS = 256  # HFLM's, for tasks that set no limit
 TOP_K = 50  # transformers' default when it samples
 # generation_kwargs of a task, besides those that set the length and the end -> the options of Llama.stream_ids
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers marks the end of the last message by this text
+TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the last message, as in transformers
 
 LOG = logging.getLogger(__name__)
 
-# Called with the name of a kind of requests, the number of requests done, and the number of all.
+# Called with the kind of request, the number of requests done, and the total number.
 Progress = Callable[[str, int, int], object]
 
 
 class Requests:
     """Answers the requests of the harness. `language_model` combines it with the harness's class TemplateLM.
 
-    TemplateLM encodes each pair of context and continuation: trailing spaces of the context belong to the continuation,
-    and the ids of the continuation are those that it adds to the ids of the context.
+    TemplateLM encodes each pair of context and continuation. Trailing spaces of the context belong to the continuation.
+    The ids of the continuation are those that follow the context's ids in the encoded pair.
     """
 
     cache_hook: Any  # of TemplateLM; it stores answers if the harness keeps a cache
@@ -66,7 +66,7 @@ class Requests:
 
     @property
     def prefix_token_id(self) -> int:
-        """The id before a text without context: begin of text, or end of text if the tokenizer names no other."""
+        """The id before a text without context: begin of text, or end of text if the tokenizer has no other."""
         tokenizer = self.llm.tokenizer
         settings = getattr(tokenizer, "settings", {})  # of Qwen2: bos_token is null, and config.json names an id
         own = settings.get("bos_token", "") is not None
@@ -87,7 +87,7 @@ class Requests:
         return self.llm.tokenizer.digest()
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text. None adds begin of text if the model was trained with it and the text does not begin so."""
+        """Ids of a text. None adds begin of text if the model was trained with it, unless the text begins with it."""
         tokenizer = self.llm.tokenizer
         ids: list[int] = self._encode(string)
         if not tokenizer.add_bos or tokenizer.bos_id is None:
@@ -114,7 +114,7 @@ class Requests:
             if len(without) == len(messages):
                 raise
             if not self.no_system:
-                LOG.warning("clearllama: the chat template rejects system messages, so they are left out, as by HFLM")
+                LOG.warning("clearllama: the chat template rejects system messages, so they are left out, as in HFLM")
             self.no_system = True
             text = written(without, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
@@ -126,7 +126,7 @@ class Requests:
 
     # ------------------------------------------------------------------------------------------------ log-likelihoods
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """(log p of the continuation, whether it is greedy) of each pair. An empty continuation has log p 0."""
+        """For each pair, (log p of the continuation, whether it is greedy). An empty continuation has log p 0."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         asked = [
             i for i, request in enumerate(requests) if request.args[1] or request.args[0] != request.args[0].rstrip()
@@ -193,13 +193,13 @@ class Requests:
             if room < 1:
                 raise UsageError(
                     f"a task generates up to {options['max_new_tokens']} tokens, and the model's context of"
-                    f" {self.max_length} leaves no room for a prompt; use a task with a smaller max_gen_toks, or extend"
-                    " the context (--rope-scaling)"
+                    f" {self.max_length} tokens has no room for a prompt; use a task with a smaller max_gen_toks, or"
+                    " extend the context (--rope-scaling)"
                 )
             ids = self.tok_encode(context)
             self.truncated += len(ids) > room
             prompts.append((ids[-room:], options))
-        order = sorted(range(len(prompts)), key=lambda i: prompts[i][0])  # equal beginnings share their keys and values
+        order = sorted(range(len(prompts)), key=lambda i: prompts[i][0])  # equal prefixes share their keys and values
         texts = [""] * len(prompts)
         done = 0
         for position, piece in self.llm.stream_batch([prompts[i] for i in order], batch_size=self.batch_size):
@@ -219,15 +219,15 @@ class Requests:
         return texts
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts about the model for the results."""
+        """Properties of the model for the results."""
         weights = self.llm.model.norm.weight
         return {"model_dtype": str(weights.dtype).removeprefix("torch."), "model_device": str(weights.device)}
 
 
 def language_model(llm: Llama, batch_size: int, progress: Progress | None = None) -> Any:
-    """A model as the harness's own functions take it, such as lm_eval.simple_evaluate(model=...).
+    """A model for the harness's own functions, such as lm_eval.simple_evaluate(model=...).
 
-    batch_size is the number of requests that run at once; progress is called with (name, requests done, all requests).
+    batch_size is the number of requests to run at once. progress is called as described at `Progress`.
     """
     check_package()
     from lm_eval.api.model import TemplateLM
@@ -255,7 +255,7 @@ def token_string(llm: Llama, id: int | None) -> str:
 
 
 def template_of(llm: Llama) -> str:
-    """The model's chat template, or the one that writes its built-in format. Raises TemplateError if it has neither."""
+    """The model's chat template, or that of its built-in format. Raises TemplateError if it has neither."""
     template = llm.chat_template or TEMPLATES.get(llm.chat_format or "")
     if template is None:
         raise TemplateError(
@@ -278,18 +278,18 @@ def generation_options(llm: Llama, settings: Mapping[str, Any], seed: int) -> di
         del values["num_beams"]
     if unknown := values.keys() - set(SAMPLING):
         raise UsageError(
-            f"the task's generation_kwargs has {min(unknown)}, which is not supported; supported: until, max_gen_toks,"
+            f"the task's generation_kwargs have {min(unknown)}, which is not supported; supported: until, max_gen_toks,"
             f" do_sample, {', '.join(SAMPLING)}"
         )
     if not sample:
         return options | {key: values[key] for key in values if key == "repetition_penalty"} | {"temperature": 0.0}
     if not values.get("temperature"):
-        raise UsageError("the task's generation_kwargs has do_sample: true, which needs a temperature above 0")
+        raise UsageError("the task's generation_kwargs have do_sample: true, which needs a temperature above 0")
     return {"top_k": llm.sampling.get("top_k", TOP_K)} | options | values
 
 
 def control_stops(llm: Llama, until: str | Sequence[str] | None) -> set[int]:
-    """The control ids among the stop strings of a task: they have no text, so they are found by their ids."""
+    """The control ids among the stop strings of a task. They have no text, so answers are searched for their ids."""
     stops = [until] if isinstance(until, str) else until or ()
     return {llm.tokenizer.control[stop] for stop in stops if stop in llm.tokenizer.control}
 
@@ -299,7 +299,7 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[A
     """Tasks and groups of the harness with their data sets, by names, YAML files and folders of YAML files.
 
     names         a name may be a pattern, such as mmlu_*
-    include_path  a folder with further tasks, which can be named like the harness's own
+    include_path  a folder of additional tasks and groups, which names may refer to
 
     Raises UsageError for an unknown name or a task that can't be loaded, LlamaError if a download fails.
     """
@@ -329,7 +329,7 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[A
         if not specs:
             near = difflib.get_close_matches(name, manager.all_tasks, 3)
             hint = f"; similar: {', '.join(near)}" if near else ""
-            raise UsageError(f"--tasks {name}: lm-eval has no task of this name, and there is no such file{hint}")
+            raise UsageError(f"--tasks {name}: lm-eval has no task with this name, and there is no such file{hint}")
         found += [one for spec in specs for one in load_task(manager, spec)]
     outer = [one for one in found if hasattr(one, "get_all_tasks")]
     inside = {one.task_name for group in outer for one in group.get_all_tasks()}  # a folder or pattern matches both
@@ -339,7 +339,7 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[A
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The content of a YAML file, without its functions. Raises UsageError if it is not a YAML mapping."""
+    """The content of a YAML file, without loading its functions. Raises UsageError if it is not a YAML mapping."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     try:
@@ -350,17 +350,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def load_task(manager: Any, spec: str) -> list[Any]:
-    """The group of a name, or the tasks of a name or a YAML file.
+    """Load the group with a name, or the tasks of a name or a YAML file.
 
-    Raises UsageError, or LlamaError if the network is at fault.
+    Raises UsageError, or LlamaError if a download fails.
     """
     try:
         loaded = manager.load([spec])
     except Exception as error:  # lm-eval, datasets and the user's own files raise errors of any type
         if isinstance(error, ConnectionError) or "Offline" in type(error).__name__:
             raise LlamaError(
-                f"task {spec}: its data set can't be downloaded: {error}; check the network, or name a task whose data"
-                " are local files (docs/evaluate.md)"
+                f"task {spec}: its data set can't be downloaded: {error}; check the network, or use a task with local"
+                " data files (docs/evaluate.md)"
             ) from error
         raise UsageError(f"task {spec}: {type(error).__name__}: {error}") from error
     for name, task in loaded["tasks"].items():
@@ -408,7 +408,7 @@ def evaluate(
     )
     if model.truncated:
         LOG.warning(
-            "clearllama: %d requests were longer than the context of %d tokens; their beginnings were left out",
+            "clearllama: %d requests were longer than the context of %d tokens and were truncated at the beginning",
             model.truncated,
             model.max_length,
         )

@@ -1,7 +1,7 @@
 """Log-likelihoods of many continuations in batches. Texts with a common prefix share its keys and values.
 
-A multiple-choice question is one context with several continuations. The context is fed once, in one row of the cache;
-its keys and values are copied to the rows of the other continuations, and only these are fed there:
+A multiple-choice question is one context with several continuations. The context is fed once, in one row of the cache.
+Its keys and values are copied to the rows of the other continuations, so only the continuations are fed there:
 
     row 0   context, continuation 0     step 1
     row 1   (copied) continuation 1     step 2, together with row 2
@@ -25,7 +25,7 @@ from ..model import Transformer
 
 SHORTEST_PREFIX = 16  # tokens; a shorter prefix is fed again, since each step has a fixed cost
 CHUNK = 2048  # tokens of all rows in one pass, which bounds the memory
-MOST_TOKENS = 2**15  # tokens in the cache: fewer rows are used for longer texts
+MOST_TOKENS = 2**15  # tokens in the cache; batches of longer texts have fewer rows
 
 
 class Likelihood(NamedTuple):
@@ -38,8 +38,8 @@ class Likelihood(NamedTuple):
 class Text(NamedTuple):
     """Ids to feed, and the requests that they answer: (number, continuation).
 
-    ids ends before the last id of the continuations, since nothing is predicted after it. Continuations that differ
-    only in their last id are requests of one text.
+    ids leaves out the last id of the continuations, since nothing is predicted after it. Requests that differ only in
+    their last id therefore share a text.
     """
 
     ids: tuple[int, ...]
@@ -51,13 +51,13 @@ class Text(NamedTuple):
         return len(self.ids) - max(len(continuation) for _, continuation in self.requests)
 
     def targets(self, position: int) -> list[tuple[int, int]]:
-        """The ids after a position that requests ask for: (number of the request, id)."""
+        """The ids whose log p is needed at a position: (number of the request, id)."""
         last = position - len(self.ids)
         return [(number, ids[last]) for number, ids in self.requests if -last <= len(ids)]
 
 
 class Prediction(NamedTuple):
-    """Row and place of a hidden state in a step, and the ids whose log p is needed: (number of the request, id)."""
+    """The row and index of a hidden state in a step, and the ids whose log p is needed: (number of the request, id)."""
 
     row: int
     place: int
@@ -73,8 +73,8 @@ def log_likelihoods(
 ) -> list[Likelihood]:
     """log p(continuation | context) of pairs (context, continuation) of ids, each with at least one id.
 
-    A pair that is longer than the model's context loses ids at the start. batch_size is the number of texts that are
-    fed at once. progress is called with the number of pairs of each batch. If the RoPE frequencies depend on the length
+    A pair that is longer than the model's context is truncated at its start. batch_size is the number of texts to feed
+    at once. progress is called after each batch with its number of pairs. If the RoPE frequencies depend on the length
     (rope_scaling.BY_LENGTH), the texts are fed one by one.
 
     Raises ContextLengthError if a continuation is longer than the context, NumericalError if a result is NaN.
@@ -86,7 +86,7 @@ def log_likelihoods(
         if len(continuation) > model.max_seq_len:
             raise ContextLengthError(
                 f"a continuation has {len(continuation)} tokens and the model's context {model.max_seq_len}; use"
-                " shorter ones, or extend the context (--rope-scaling)"
+                " a shorter one, or extend the context (--rope-scaling)"
             )
         ids = (*context, *continuation)[-model.max_seq_len - 1 : -1]
         texts.setdefault(ids, Text(ids, [])).requests.append((number, continuation))
@@ -105,7 +105,7 @@ def log_likelihoods(
 
 
 def in_order(texts: Sequence[Text]) -> list[Text]:
-    """The longest texts first, so that a batch has texts of about one length; similar texts are next to each other."""
+    """Sort texts: longest first, so that the texts of a batch have similar lengths, and similar texts together."""
     families: list[list[Text]] = []
     for text in sorted(texts):
         if families:
@@ -126,7 +126,7 @@ def batch_rows(texts: Sequence[Text], most: int) -> int:
 
 
 def shared_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """The number of leading ids that are equal, by bisection: slices are compared faster than ids one by one."""
+    """The number of leading ids that are equal, by bisection: comparing slices is faster than comparing single ids."""
     low, high = 0, min(len(one), len(other))
     if one[:SHORTEST_PREFIX] != other[:SHORTEST_PREFIX]:
         high = min(high, SHORTEST_PREFIX - 1)
@@ -142,7 +142,7 @@ def shared_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 def prefixes(texts: Sequence[Text]) -> list[tuple[int | None, int]]:
     """For each text, the earlier text that shares the longest prefix with it, and the length of the prefix.
 
-    (None, 0) if there is no prefix worth copying. All ids from a text's first prediction on are fed in any case.
+    (None, 0) if no prefix is worth copying. The ids from a text's first prediction on are always fed.
     """
     found: list[tuple[int | None, int]] = []
     for i, text in enumerate(texts):
@@ -156,10 +156,10 @@ def prefixes(texts: Sequence[Text]) -> list[tuple[int | None, int]]:
 
 
 def schedule(rest: Sequence[int], sources: Sequence[int | None]) -> list[list[int]]:
-    """The steps, each a list of texts that are fed together: after their sources, and similar in length.
+    """Divide texts into steps. The texts of a step are fed together, after their sources, and have similar lengths.
 
-    rest     the number of ids of each text that must be fed
-    sources  the text from which the other ids are copied; None if there is none
+    rest     for each text, the number of ids to feed
+    sources  for each text, the text whose prefix is copied; None if there is none
     """
     steps: list[list[int]] = []
     waiting: list[int] = list(range(len(rest)))
@@ -174,7 +174,7 @@ def schedule(rest: Sequence[int], sources: Sequence[int | None]) -> list[list[in
 
 
 class Rows:
-    """The rows of a KV cache that batches are fed into. They keep the texts of one batch for the next."""
+    """The rows of a KV cache into which batches are fed. They keep a batch, since the next may share a prefix."""
 
     def __init__(self, model: Transformer, rows: int, longest: int):
         self.model = model
@@ -183,7 +183,7 @@ class Rows:
 
     @torch.inference_mode()
     def feed(self, texts: Sequence[Text], found: list[Likelihood]) -> None:
-        """Feed a batch, and add its predictions to `found`, which has an entry for each request."""
+        """Feed a batch, and add the log-probabilities to `found`, which has an entry for each request."""
         self.cache.reserve(max(len(text.ids) for text in texts))
         if self.model.rope.by_length:  # then the keys of a prefix depend on the length of the text
             sources, shared = [None], [0]
@@ -212,7 +212,7 @@ class Rows:
                     raise NumericalError(f"the log-likelihood of a text is not finite; {locate(self.model, text.ids)}")
 
     def _step(self, texts: Sequence[Text], row: int, T: int, found: list[Likelihood]) -> None:
-        """Feed the last T ids of each text into the rows from `row` on; the ids before them are there already.
+        """Feed the last T ids of each text into the rows from `row` on, which hold the ids before them already.
 
         A text with fewer than T ids is padded at its end, where none of its own queries sees the padding.
         """
