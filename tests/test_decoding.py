@@ -22,7 +22,7 @@ from llama.errors import NumericalError
 from llama.generate import Token, generate, prefill, random_generator
 from llama.model import Runner, Transformer
 from llama.rope import FORMS, to_half_layout
-from llama.sampling import SamplingParams, choose, draw, sample
+from llama.sampling import History, SamplingParams, choose, draw, sample
 
 from . import tiny
 
@@ -197,11 +197,11 @@ def test_no_step_waits_for_the_device(settings: dict[str, Any]) -> None:
     cache = model.new_cache(60)
     logits = prefill(model, PROMPT, cache)
     generator = random_generator(params, torch.device("cpu"))
-    seen = torch.tensor(PROMPT) if "repetition_penalty" in settings else None
+    text = History(torch.tensor(PROMPT), len(PROMPT)) if "repetition_penalty" in settings else None
     with NoSynchronization():
         with pytest.raises(AssertionError, match="waits"):
             int(logits.argmax())  # as plain decoding does
-        pick = picker(params, seen=seen, generator=generator, logprobs=True)
+        pick = picker(params, text=text, generator=generator, logprobs=True)
         assert len(list(GraphRunner().decode(model, logits[:N_VOCAB], cache, 20, pick))) == 20
 
 

@@ -381,7 +381,7 @@ CUDA_LINES = {
     "engine/linears.BlockLinear.forward": "here",
     "engine/runtime.no_cudnn_attention": "here",
     "engine/triton_kernels.launch": "here; the kernels in test_triton_kernels.py and test_triton_compile.py",
-    "generate.prefill": "here",
+    "generate.prefill_chunks": "here",
     "loader.attach_runner": "not run: loading needs the device; the runner is chosen by one expression",
     "engine/runtime.pick_device": "not run: asks the driver",
     "engine/runtime.pick_dtype": "not run: asks the driver",

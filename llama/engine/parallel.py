@@ -324,7 +324,7 @@ def no_interrupt() -> Iterator[None]:
 class SharedCache(KVCache):
     """A cache of rank 0 that the other ranks mirror: it records the rows that are copied, and the parent of a view.
 
-    moves    (source row, or None for zeros; target row; length) since the last forward pass
+    moves    (source row, or None for zeros; target row; length, negative for an exchange) since the last forward pass
     view_of  parent and first row, if this is a view by `rows`
     """
 
@@ -341,6 +341,10 @@ class SharedCache(KVCache):
     def copy_row(self, source: int, target: int, length: int) -> None:
         self.moves.append((source, target, length))
         super().copy_row(source, target, length)
+
+    def swap_rows(self, a: int, b: int, length: int) -> None:
+        self.moves.append((a, b, -length))
+        super().swap_rows(a, b, length)
 
     def clear_row(self, row: int) -> None:
         self.moves.append((None, row, 0))
@@ -539,7 +543,12 @@ def follow(model: Transformer, world: World) -> None:
         cache = caches[order["name"]]
         cache.reserve(order["slots"])
         for source, target, length in order["moves"]:
-            cache.clear_row(target) if source is None else cache.copy_row(source, target, length)
+            if source is None:
+                cache.clear_row(target)
+            elif length < 0:
+                cache.swap_rows(source, target, -length)
+            else:
+                cache.copy_row(source, target, length)
         if order["rows"] is not None:
             cache = cache.rows(*order["rows"])
         for layer in cache.layers:

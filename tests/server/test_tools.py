@@ -178,7 +178,7 @@ def test_text_that_is_no_call_is_complete(tiny_llm: Llama, text: str) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}, "name of a function"),
         ({"tools": [{"type": "retrieval"}]}, "a tool must be"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "can't be combined"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
