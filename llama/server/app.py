@@ -256,8 +256,7 @@ class OneLength:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         app = self.app
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            message = "expected Content-Length or Transfer-Encoding, got both"
-            app = _refusal(HTTPException(400, message, {"Connection": "close"}))
+            app = _refusal(HTTPException(400, "got both Content-Length and Transfer-Encoding", {"Connection": "close"}))
         await app(scope, receive, send)
 
 
