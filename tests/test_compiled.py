@@ -91,6 +91,7 @@ def test_compiled_and_eager_logits_agree_at_any_length_with_one_build(
     assert dict(torch._dynamo.utils.counters["stats"]) == graphs  # nothing was compiled while decoding
 
 
+@pytest.mark.slow
 @pytest.mark.row("J07")
 @needs_kernels
 def test_every_layer_decodes_with_the_compiled_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
