@@ -145,6 +145,7 @@ def draw(table: Data, canvas: Canvas) -> None:
         axes.set_xlabel("tokens read (trained lengths)")
         axes.set_ylabel(label)
     left.set_yscale("log")
+    left.yaxis.set_major_formatter("{x:g}")
     right.axhline(0.1, color="#999999", linewidth=0.8, linestyle=":")
     right.set_ylim(0, 1.03)
     right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -122,8 +122,8 @@ TOPIC = Topic(
         Figure(
             "trained",
             "Five encodings, trained alike on 128 bytes and tested on 512. Lines are means over the seeds, bands their"
-            " extremes. Within the context the encodings differ little. Beyond it ALiBi stays level; the others get"
-            " worse. RoPE needs a scaling there, such as YaRN, which needs no training.",
+            " extremes. Within the context RoPE and ALiBi are best. Beyond it ALiBi stays level, and the others get"
+            " worse at once or soon. RoPE needs a scaling there, such as YaRN, which needs no training.",
             data,
             draw,
             size=(8.0, 4.0),
