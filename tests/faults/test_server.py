@@ -250,6 +250,70 @@ def test_a_value_that_fits_into_no_field(server: Running, value: object) -> None
         assert status != 200 or (value == -1 and field.endswith("_penalty"))
 
 
+def tool(**function: object) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "look", **function}}]}
+
+
+def form(**named: object) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, **named}}}
+
+
+def call(**function: object) -> dict[str, Any]:
+    one = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}", **function}}
+    return {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [one]}]}
+
+
+INNER: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": x}]}]}, "text")
+        for x in (5, None, {}, ["x"])
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]},
+        "content",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "content"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "content"),
+    ({"messages": [{"role": "user"}]}, "content"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 5}]}, "tool_call_id"),
+    (call(arguments="[1]"), "arguments"),
+    (call(arguments="{"), "arguments"),
+    (call(arguments=5), "arguments"),
+    (call(arguments='{"a":' * 99 + "1" + "}" * 99), "nested"),
+    (call(name=""), "name"),
+    (call(x=1), "unknown key"),
+    (tool(description=5), "description"),
+    (tool(strict="yes"), "strict"),
+    (tool(parameters=[]), "parameters"),
+    (tool(parameters=None), "parameters"),
+    (tool(name="a b"), "name"),
+    (tool(name="x" * 65), "name"),
+    (tool(x=1), "unknown key"),
+    ({"tools": tool()["tools"] * 129}, "number of tools"),
+    ({**tool(), "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({**tool(), "tool_choice": "none", "parallel_tool_calls": 5}, "parallel_tool_calls"),
+    *((form(**{key: 5}), "response_format") for key in ("name", "description", "schema", "strict", "x")),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
+    ({"stream": True, "stream_options": {"x": True}}, "stream_options"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "differ"),
+    ({"max_tokens": 1, "max_completion_tokens": True}, "max_completion_tokens"),
+    ({"top_logprobs": 2}, "logprobs"),
+]
+
+
+@pytest.mark.row("L02")
+def test_values_inside_of_fields(llm: Llama, record_property: Callable[[str, object], None]) -> None:
+    for inner, words in INNER:
+        with pytest.raises(UsageError, match=re.escape(words)):
+            parse_chat(parse_body(json.dumps({"messages": HELLO, **inner}).encode()), llm, "tiny")
+    for body in (tool(description=None, strict=None), tool(parameters={}), call()):
+        assert parse_chat({"messages": HELLO, **body}, llm, "tiny").prompts
+    record_property("inputs", len(INNER) + 3)
+
+
 MALFORMED = {
     b"": "empty",
     b"{": "Expecting",
