@@ -93,7 +93,7 @@ def passes(llm: Llama) -> Passes:
 def server(llm: Llama, passes: Passes) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Limits, "receive", SECONDS)
-        with running(llm, SLOTS, WAITING, limits=Limits(body=BODY, receive=SECONDS)) as found:
+        with running(llm, SLOTS, WAITING, limits=Limits(body=BODY, receive=SECONDS, seconds=10)) as found:
             yield found
 
 

@@ -38,6 +38,8 @@ class Running:
 
     def close(self) -> None:
         self.uvicorn.should_exit = True
+        self.thread.join(5)
+        self.uvicorn.force_exit = True  # a failed test may have left answers without an end
         self.thread.join()
         self.engine.close(finish=False)
 
