@@ -1,6 +1,6 @@
 """Train the study's tiny model with several position encodings, on the same data, and compare their losses.
 
-usage: python scripts/compare_encodings.py --text kjv.txt --output docs/study/encodings.jsonl
+usage: python scripts/compare_encodings.py --text kjv.txt --output docs/learn/encodings.jsonl
 
 The text is that of train_tiny.py, and so are the model, its initial weights and the optimizer. Only the encoding
 differs: modules of a llama.Transformer are replaced, and no line of the model is changed. All encodings of one seed

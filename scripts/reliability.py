@@ -1,6 +1,6 @@
-"""Run the fault suite and write its results to docs/reliability.md.
+"""Run the fault suite and write its results to docs/evidence/reliability.md.
 
-usage: python scripts/reliability.py [--quick] [--reports FOLDER] [--output docs/reliability.md]
+usage: python scripts/reliability.py [--quick] [--reports FOLDER] [--output docs/evidence/reliability.md]
 
 It runs the cases of all faults, then the slow cases, then plants every defect. --quick skips the slow cases and the
 defects, and the page states that. --reports keeps cases.xml, slow.xml and planted.xml in a folder and does not repeat
@@ -113,7 +113,7 @@ def tally(cases: list[ElementTree.Element]) -> dict[str, Tally]:
 
 
 def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
-    """The text of docs/reliability.md."""
+    """The text of docs/evidence/reliability.md."""
 
     def total(name: str, rows: list[str]) -> int:
         return sum(getattr(found[row], name) for row in rows if row in found)
@@ -174,7 +174,7 @@ def main() -> int:
     parser.add_argument(
         "--reports", type=Path, metavar="FOLDER", help="keep the reports of pytest, and use existing ones"
     )
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "reliability.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "evidence" / "reliability.md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         reports = args.reports or Path(folder)

@@ -1,13 +1,13 @@
-"""Run the lessons of docs/study; write their results and figures into them, and a notebook of each.
+"""Run the lessons of docs/learn; write their results and figures into them, and a notebook of each.
 
-    python scripts/render_lessons.py             every lesson, and docs/explain.md
+    python scripts/render_lessons.py             every lesson, and docs/learn/explain.md
     python scripts/render_lessons.py 04 07       those whose file name begins with 04 or 07
     python scripts/render_lessons.py --check     write nothing; exit code 1 if a committed file is stale
 
 A lesson is a Markdown file. Its ```python blocks are its cells and run in order, in one process and one namespace.
 After each block stands what it printed and the figure that its last line returned, between two comments; this part is
 replaced by every run. A line <!-- figure NAME --> shows a picture of scripts/lesson_figures.py. Figures go to
-docs/study/figures, light and dark, notebooks to docs/study/notebooks. In docs/explain.md the output of each
+docs/learn/figures, light and dark, notebooks to docs/learn/notebooks. In docs/learn/explain.md the output of each
 `$ clearllama` command is replaced.
 """
 
@@ -37,14 +37,13 @@ REPOSITORY = "OWNER/clearllama"  # on GitHub, for the links to Colab; after a ch
 BRANCH = "main"
 
 ROOT = Path(__file__).resolve().parents[1]
-STUDY = ROOT / "docs" / "study"
-EXPLAIN = ROOT / "docs" / "explain.md"
+LEARN = ROOT / "docs" / "learn"
+EXPLAIN = LEARN / "explain.md"
 OUTPUT = re.compile(r"\n<!-- output -->\n.*?\n<!-- end of output -->\n", re.DOTALL)
 OPEN = re.compile(r"\n<!-- open -->\n.*?\n<!-- end of open -->\n", re.DOTALL)
 CELL = re.compile(r"^```python( solution)?\n(.*?)^```\n|^<!-- figure (\w+) -->\n", re.DOTALL | re.MULTILINE)
 CONSOLE = re.compile(r"(?<=^```console\n)\$ clearllama (.*)\n(?:.*\n)*?(?=^```$)", re.MULTILINE)
 VOLATILE = re.compile(r"(?<=difference )\d\.\de[+-]\d\d|(?<=\.py:)\d+")  # rounding errors and line numbers in `explain`
-IDS = re.compile(r" \([^()]*\b(?:\d{3}-\d\d|E\d\d|OK\d+)[^()]*\)")  # of docs/study/claims.md, in a caption
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Cell:
 
 def lessons() -> list[Path]:
     """The lessons in the order of the course; the appendix is last."""
-    return [*sorted(STUDY.glob("[0-9][0-9]-*.md")), *sorted(STUDY.glob("appendix-*.md"))]
+    return [*sorted(LEARN.glob("[0-9][0-9]-*.md")), *sorted(LEARN.glob("appendix-*.md"))]
 
 
 def source(text: str) -> str:
@@ -124,7 +123,7 @@ def markdown(cells: list[Cell], stem: str) -> str:
         parts.append(cell.source if cell.kind == "figure" else f"{fence}{cell.source}```\n")
         results = [f"```text\n{cell.printed.rstrip()}\n```\n"] if cell.printed.strip() else []
         for figure in cell.figures:
-            caption = IDS.sub("", figure.caption)
+            caption = figure.caption
             results.append(
                 "<picture>\n"
                 f'  <source media="(prefers-color-scheme: dark)" srcset="figures/{figure.name}-dark.svg">\n'
@@ -134,7 +133,7 @@ def markdown(cells: list[Cell], stem: str) -> str:
         if results:
             parts.append("\n<!-- output -->\n" + "\n".join(results) + "\n<!-- end of output -->\n")
     here = (
-        f"[Open in Colab](https://colab.research.google.com/github/{REPOSITORY}/blob/{BRANCH}/docs/study/notebooks/{stem}.ipynb)"
+        f"[Open in Colab](https://colab.research.google.com/github/{REPOSITORY}/blob/{BRANCH}/docs/learn/notebooks/{stem}.ipynb)"
         f" · [notebook](notebooks/{stem}.ipynb)"
     )
     return re.sub(r"\A(# .*\n)", lambda m: f"{m[1]}\n<!-- open -->\n{here}\n<!-- end of open -->\n", "".join(parts))
@@ -148,7 +147,7 @@ def notebook(cells: list[Cell]) -> str:
     for cell in cells:
         text = cell.source.strip("\n")
         if cell.kind == "figure":
-            raw = f"https://raw.githubusercontent.com/{REPOSITORY}/{BRANCH}/docs/study/figures"
+            raw = f"https://raw.githubusercontent.com/{REPOSITORY}/{BRANCH}/docs/learn/figures"
             caption = cell.figures[0].caption
             made.append(
                 _notebook_cell("markdown", f"![{caption}]({raw}/{cell.figures[0].name}-light.svg)\n\n*{caption}*", {})
@@ -161,7 +160,8 @@ def notebook(cells: list[Cell]) -> str:
         text = re.sub(r"\A</details>\n*", "", text)  # the other half of this element is in another cell
         text += "\n</details>" if text.count("<details>") > text.count("</details>") else ""
         text = re.sub(r"\]\((?!https?:)(?:\.\./\.\./)([^)]*)\)", rf"]({blob}\1)", text)
-        text = re.sub(r"\]\((?!https?:)([^)]*)\)", rf"]({blob}docs/study/\1)", text)
+        text = re.sub(r"\]\((?!https?:)(?:\.\./)([^)]*)\)", rf"]({blob}docs/\1)", text)
+        text = re.sub(r"\]\((?!https?:)([^)]*)\)", rf"]({blob}docs/learn/\1)", text)
         if text.strip():
             made.append(_notebook_cell("markdown", text, {}))
     for number, cell in enumerate(made):
@@ -189,16 +189,16 @@ def console(text: str) -> str:
 
 
 def render(lesson: Path) -> dict[Path, str]:
-    """Run a lesson or docs/explain.md; every file that belongs to it, with its content."""
+    """Run a lesson or docs/learn/explain.md; every file that belongs to it, with its content."""
     if lesson == EXPLAIN:
         return {EXPLAIN: console(EXPLAIN.read_text())}
     cells = parse(lesson.read_text())
     execute(cells, lesson.stem)
-    files = {lesson: markdown(cells, lesson.stem), STUDY / "notebooks" / f"{lesson.stem}.ipynb": notebook(cells)}
+    files = {lesson: markdown(cells, lesson.stem), LEARN / "notebooks" / f"{lesson.stem}.ipynb": notebook(cells)}
     for figure in (figure for cell in cells for figure in cell.figures):
         drawn = lesson_svg.light(figure)
-        files[STUDY / "figures" / f"{figure.name}-light.svg"] = drawn
-        files[STUDY / "figures" / f"{figure.name}-dark.svg"] = lesson_svg.dark(drawn)
+        files[LEARN / "figures" / f"{figure.name}-light.svg"] = drawn
+        files[LEARN / "figures" / f"{figure.name}-dark.svg"] = lesson_svg.dark(drawn)
     return files
 
 

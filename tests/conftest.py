@@ -81,7 +81,7 @@ def default_llm(default_gguf: Path) -> Llama:
 
 @pytest.fixture(autouse=True)
 def _row(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """Record in the report, for docs/reliability.md, which fault a test is a case of."""
+    """Record in the report, for docs/evidence/reliability.md, which fault a test is a case of."""
     for mark in request.node.iter_markers("row"):
         record_property("row", mark.args[0])
 

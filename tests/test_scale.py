@@ -1,4 +1,4 @@
-"""docs/scale.md shows the command's output, and its examples are consistent."""
+"""docs/guides/sizing.md shows the command's output, and its examples are consistent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llama.cli import main
 from llama.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = (ROOT / "docs/scale.md").read_text()
+TEXT = (ROOT / "docs/guides/sizing.md").read_text()
 SHOWN = re.findall(r"```console\n\$ clearllama (.*?)\n(.*?)```", TEXT, re.DOTALL)
 
 
@@ -106,7 +106,7 @@ def test_the_vllm_commands_use_the_planned_split(capsys: pytest.CaptureFixture[s
         (False, True), (True, True), (True, True),
     ]  # fmt: skip
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    compile(code, "docs/scale.md", "exec")
+    compile(code, "docs/guides/sizing.md", "exec")
     copies, tensor = (int(re.search(pattern, code)[1]) for pattern in (r"concurrency=(\d+)", r'tensor_parallel_size": (\d+)'))  # type: ignore[index]  # fmt: skip
     assert f"copies of the engine: {copies * tensor} GPUs" in code
 

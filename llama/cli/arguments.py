@@ -177,7 +177,7 @@ def add_grammar_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "structured output",
         "constrain the answer to a schema, an expression or a grammar: only tokens that can lead to a valid answer are"
-        " allowed (needs the extra 'structured'; docs/structured.md)",
+        " allowed (needs the extra 'structured'; docs/guides/structured.md)",
     )
     one = group.add_mutually_exclusive_group()
     one.add_argument("--json-schema", metavar="FILE", help="a file with a JSON schema")
@@ -222,7 +222,7 @@ def add_steer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that steer the model by a control vector."""
     group = parser.add_argument_group(
         "steering",
-        "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/inside.md)",
+        "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/guides/inside.md)",
     )
     group.add_argument("--steer", metavar="FILE", help="a GGUF control vector; those of llama.cpp and repeng work too")
     group.add_argument("--steer-scale", type=float, metavar="S", help="multiply the vector by S (default: 1)")
@@ -244,8 +244,8 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that save the KV cache and load it again."""
     group = parser.add_argument_group(
         "session",
-        "the KV cache in a file: a later prompt with the same prefix reuses it (docs/long-contexts.md). If both options"
-        " name the same file, the first run creates it",
+        "the KV cache in a file: a later prompt with the same prefix reuses it (docs/guides/long-contexts.md). If both"
+        " options name the same file, the first run creates it",
     )
     group.add_argument("--load-session", metavar="FILE", help="continue from a saved session")
     group.add_argument(

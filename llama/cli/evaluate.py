@@ -26,7 +26,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="score a model on the tasks of lm-evaluation-harness",
         description="Evaluate a model on tasks of EleutherAI's lm-evaluation-harness (lm-eval). The scores match those"
         " that lm-eval computes with its class for Hugging Face models and the same weights. Data sets are downloaded"
-        " from the Hugging Face hub; tasks with local files need no network (docs/evaluate.md).",
+        " from the Hugging Face hub; tasks with local files need no network (docs/guides/evaluate.md).",
         allow_abbrev=False,
     )
     parser.add_argument(

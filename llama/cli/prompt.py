@@ -21,7 +21,7 @@ def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") ->
         action="append",
         metavar="FILE",
         help=f"read the {what} from a file ('-': standard input); may be repeated. PROMPT, files and piped text are"
-        " joined in this order, separated by blank lines (docs/prompts.md)",
+        " joined in this order, separated by blank lines (docs/guides/prompts.md)",
     )
 
 

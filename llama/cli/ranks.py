@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "several processes",
         "split one model over N x P processes of this host, one per GPU, or on CPU each with a share of the cores; for"
-        " several hosts see docs/parallel.md",
+        " several hosts see docs/guides/several-devices.md",
     )
     group.add_argument(
         "--tensor-parallel",
@@ -133,7 +133,8 @@ def _run_rank(args: argparse.Namespace, rank: int, size: int, sizes: list[int | 
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts
     if not hasattr(args, "world"):
         raise UsageError(
-            f"clearllama {args.command} runs in one process, but {size} were started; see docs/parallel.md"
+            f"clearllama {args.command} runs in one process, but {size} were started;"
+            " see docs/guides/several-devices.md"
         )
     tensor, pipeline = sizes
     if tensor is None:

@@ -20,7 +20,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "serve",
         help="serve a model over an OpenAI-compatible HTTP API",
         description="Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions and"
-        " /v1/models, also /health and /metrics (docs/serving.md). All requests share one batch.",
+        " /v1/models, also /health and /metrics (docs/guides/serving.md). All requests share one batch.",
         allow_abbrev=False,
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")

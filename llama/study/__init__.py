@@ -3,7 +3,7 @@
 report.py defines the report of a topic and figure.py a figure. topics/ has one file per topic, bugs/ the
 exercises. Only the command line imports this folder.
 
-The public API; each name is imported on first use (docs/inside.md):
+The public API; each name is imported on first use (docs/guides/inside.md):
 
 >>> from llama import study
 >>> with study.activations(llm, "resid_post.*") as seen:

@@ -195,7 +195,7 @@ class Recipe:
     values   the results, each as its letter in `reference` and its shape in letters
     given    inputs in the same form, which are shown and not compared
     code     (function, expression in the function) pairs: where the model computes the results
-    claim    id in docs/study/claims.md
+    claim    id in docs/evidence/claims.md
     """
 
     name: str

@@ -12,7 +12,8 @@ speculative decoding, on every device and with quantized weights. Compiled and f
 switched off while there are hooks (engine/hooks.py); a model in several processes is refused.
 
 A name is that of a module, for its output ("layers.3.attention.wq"), or one of SITES with the number of a layer
-("q.3"). * stands for any part between dots: "resid_post.*", "layers.*.attention.wq". docs/inside.md lists all names.
+("q.3"). * stands for any part between dots: "resid_post.*", "layers.*.attention.wq". docs/guides/inside.md lists all
+names.
 
 Letters: B batch, T new tokens, S keys (cached and new), H query heads, KV key/value heads, D head_dim, C model dim,
 F hidden_dim, V vocabulary.

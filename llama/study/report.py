@@ -15,7 +15,7 @@ Value = bool | int | float | complex | str
 class Check:
     """One statement and whether it holds. Made by `equal`, `below`, `above` and `holds`.
 
-    claim      ids of docs/study/claims.md that the statement belongs to, separated by spaces; not shown as text
+    claim      ids of docs/evidence/claims.md that the statement belongs to, separated by spaces; not shown as text
     what       the statement, in a few words
     computed   the value that was measured
     expected   a value that was derived in another way, or a bound

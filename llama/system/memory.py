@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
 
 GIB = 2**30
-RUNTIME = 48 * 2**20  # measured: docs/long-contexts.md
+RUNTIME = 48 * 2**20  # measured: docs/guides/long-contexts.md
 # In version 1 and 2 of control groups: the files with the limit and with the used bytes; the lines of the page cache
 GROUP_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 GROUP_PAGES = {1: ("total_inactive_file", "total_active_file"), 2: ("inactive_file", "active_file")}

@@ -1,7 +1,7 @@
 """The rules by which byte-level vocabularies split text into words, under the names of the key tokenizer.ggml.pre.
 
 Each rule is that of the model's own tokenizer.json, so text is split as in training. llama.cpp approximates some of
-the rules; docs/checkpoints.md lists the differences.
+the rules; docs/reference/formats.md lists the differences.
 Sources: llama.cpp 0.3.36 in llama-cpp-python, src/llama-vocab.cpp, with the expressions of the published files in its
 comments; mistral-common's tekken files; transformers' tokenization_qwen2.py; HuggingFaceTB/SmolLM2, tokenizer.json.
 """

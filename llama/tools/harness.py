@@ -360,7 +360,7 @@ def load_task(manager: Any, spec: str) -> list[Any]:
         if isinstance(error, ConnectionError) or "Offline" in type(error).__name__:
             raise LlamaError(
                 f"task {spec}: its data set can't be downloaded: {error}; check the network, or use a task with local"
-                " data files (docs/evaluate.md)"
+                " data files (docs/guides/evaluate.md)"
             ) from error
         raise UsageError(f"task {spec}: {type(error).__name__}: {error}") from error
     for name, task in loaded["tasks"].items():

@@ -12,7 +12,7 @@ import dataclasses
 @dataclasses.dataclass(frozen=True)
 class Defect:
     row: str  # key of rows.ROWS, such as A13
-    what: str  # the defect in a few words, for docs/reliability.md
+    what: str  # the defect in a few words, for docs/evidence/reliability.md
     file: str  # path from the repository's root
     old: str  # occurs in the file exactly once
     new: str

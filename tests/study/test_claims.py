@@ -1,4 +1,4 @@
-"""docs/study/claims.md: every claim is listed once, and every test, topic and figure that it names exists."""
+"""docs/evidence/claims.md: every claim is listed once, and every test, topic and figure that it names exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llama.study import topics
 ROOT = Path(__file__).resolve().parents[2]
 # The others read files or other reports, or take long.
 QUICK = [name for name in topics.TOPICS if name not in ("ppl", "heads", "bugs", *topics.CHAPTERS)]
-CLAIMS = (ROOT / "docs" / "study" / "claims.md").read_text()
+CLAIMS = (ROOT / "docs" / "evidence" / "claims.md").read_text()
 COUNTS = {"000": 55, "001": 35, "002": 43, "003": 24, "004": 17}
 KINDS = ("law", "test", "demo", "figure", "statement")
 
@@ -106,7 +106,7 @@ def test_every_topic_and_figure_exists_and_names_the_claim() -> None:
 
 def test_every_claim_named_in_the_study_is_listed() -> None:
     """No topic, erratum or lesson names an unknown id, and the list names every topic."""
-    for path in [*(ROOT / "llama" / "study").rglob("*.py"), *(ROOT / "docs" / "study").glob("*.md")]:
+    for path in [*(ROOT / "llama" / "study").rglob("*.py"), *(ROOT / "docs" / "learn").glob("*.md")]:
         assert ids_in(path.read_text()) <= set(IDS), path
     assert {name for name in topics.TOPICS if f"`study {name}" not in CLAIMS} == set(topics.CHAPTERS)
 

@@ -34,7 +34,7 @@ from .. import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = tiny.random_tokens(9)[0].tolist()
-PAGE = (Path(__file__).parents[2] / "docs" / "inside.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "inside.md").read_text()
 TOKENS = torch.tensor([IDS])
 Pair = tuple[Transformer, Any]
 

@@ -45,7 +45,7 @@ def columns(line: str) -> int:
 # --------------------------------------------------------------------------------------------------------- reports
 @pytest.mark.parametrize("name", [name for name in topics.TOPICS if name not in topics.CHAPTERS])
 def test_a_report_fits_a_screen_and_shows_no_ids(name: str) -> None:
-    """Ids of claims belong to docs/study/claims.md. The list of checks is only shown on request."""
+    """Ids of claims belong to docs/evidence/claims.md. The list of checks is only shown on request."""
     report = topics.find(name).report()
     assert all(check.claim for check in report.checks) or name == "bugs"
     for checks in (False, True):

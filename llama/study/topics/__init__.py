@@ -36,7 +36,7 @@ TOPICS = {
     "bugs": "which line is wrong, what does it cause, and how is it repaired? exercises",
 }
 ALIASES = {"errata": "bugs"}  # former name -> name
-# the topics of chapters 10 to 14; all others check claims of docs/study/claims.md
+# the topics of lessons 9 to 13; all others check claims of docs/evidence/claims.md
 CHAPTERS = ("trained", "bands", "variants", "others", "needle")
 
 

@@ -1,6 +1,7 @@
 """The errata of the five notes: a proof for each mistake, and for each line that looks wrong but is right.
 
-base.py defines an erratum, note000.py to note004.py contain the entries of each note. docs/study/claims.md lists them.
+base.py defines an erratum, note000.py to note004.py contain the entries of each note. docs/evidence/claims.md lists
+them.
 """
 
 from __future__ import annotations
