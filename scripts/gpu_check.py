@@ -14,8 +14,8 @@ be a wheel in a folder (--wheels).
 
 Each part runs in a process of its own, which is killed after twice its estimated time or when --minutes are over. Each
 row is appended to rows.jsonl as soon as it is measured, so the rows of a part that crashes or hangs are kept. Each call
-ends with a report on all rows so far; its file, for docs/evidence/benchmarks, is named after the GPU. Each call starts with
-the ceilings, which are the bandwidth of a copy and the rate of a matrix product; some limits are shares of them.
+ends with a report on all rows so far; its file, for docs/evidence/benchmarks, is named after the GPU. Each call starts
+with the ceilings, which are the bandwidth of a copy and the rate of a matrix product; some limits are shares of them.
 
 Without a GPU, `--device cpu --tiny` runs the parts on tiny shapes. This only tests the script.
 """
