@@ -304,23 +304,7 @@ def test_everything_public_has_a_docstring(path: Path) -> None:
             assert named or "dataclass" in ast.dump(node), f"{path.name}: {node.name} has no docstring"
 
 
-# ---------------------------------------------------------------------------------------------------------- README
-README = (ROOT / "README.md").read_text()
-
-
-def test_the_readme_shows_the_two_commands_that_ci_runs() -> None:
-    assert 'pip install -e . && clearllama generate "What is the capital of Japan?"' in README
-    assert "pip install -e '.[test]' && pytest" in README
-
-
-def test_the_readme_maps_every_file_of_the_package() -> None:
-    tree = README[README.index("llama/") :]
-    for path in modules():
-        name = path.relative_to(PACKAGE)
-        if name.name not in ("__init__.py", "__main__.py") and len(name.parts) == 1:
-            assert re.search(rf"^\s+{name.name}\s", tree, re.MULTILINE), f"{name} is not in the README's tree"
-
-
+# ---------------------------------------------------------------------------------------------------------- words
 def test_the_repository_speaks_of_the_software_only() -> None:
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *modules()]:
         assert not re.search(r"/(work|farm|root|tmp)/", path.read_text()), path

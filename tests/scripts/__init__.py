@@ -15,6 +15,7 @@ __all__ = [
     "lesson_svg",
     "make_tiny",
     "mutate",
+    "readme_pictures",
     "render_lessons",
     "train_tiny",
 ]
