@@ -23,6 +23,11 @@ def _how_many() -> list[Row]:
     ]
 
 
+def _index() -> list[Row]:
+    wrong, right = [10000 ** (-2 * (i - 1) / 8) for i in range(4)], library(8).tolist()
+    return [(f"d = 8: frequency of pair {i}", wrong[i], right[i]) for i in range(4)]
+
+
 def _slowest() -> list[Row]:
     w = library(128)
     wave, turned = wavelengths(w), turns(w, 2048)
@@ -82,6 +87,20 @@ BUGS = (
         right="theta**(-2*(d/2-1)/d)",
         why="A frequency belongs to a pair of entries, and a head of d entries has d/2 pairs. range(d) makes twice as"
         " many, and half of them are slower than any pair of the head.",
+    ),
+    Bug(
+        name="pair-index",
+        line="w = 10000 ** (-2*(i - 1)/d)  # for i in range(d // 2), as in a formula that counts pairs from 1",
+        predict="The fastest pair should rotate by 1 radian per position. By how much does it rotate here for d = 8?",
+        evidence=_index,
+        ask="w, the frequency of pair i",
+        names={"i": Number("pair, from 0", 0, 7, 1), "d": Number("dimension of a head, even", 16, 128, 16)},
+        truth=lambda i, d: float(library(int(d))[int(i)]),
+        wrong="10000 ** (-2*(i - 1)/d)",
+        right="10000 ** (-2*i/d)",
+        why="The paper of RoPE counts pairs from 1, so its exponent has i - 1; Python's range counts from 0. Each pair"
+        " gets the frequency of the pair before it, and the first one a frequency above 1. A model that is trained with"
+        " this code works, but it reads no other checkpoint correctly.",
     ),
     Bug(
         name="slowest",

@@ -52,14 +52,6 @@ def _dynamic() -> list[Row]:
     ]
 
 
-def _clock() -> list[Row]:
-    hours = 12 * 2
-    return [
-        ("a = 1.5, b = 2: period of the hour hand, in seconds", 43200 * 2.0, 60.0 * (60 * 1.5) * hours),
-        ("its period / the period before", 2.0, 60 * (60 * 1.5) * hours / 43200),
-    ]
-
-
 def _solved(theta: float, s: float, d: float) -> float:
     """The base for which the last frequency is divided by s, by bisection on its logarithm."""
     low, high = np.log(theta), np.log(theta) + 2 * np.log(s)
@@ -139,21 +131,5 @@ BUGS = (
         right="f**2 - f + 1",
         why="The factor is multiplied by the growth of the text, so factor 4 stretches by 13 at 4 times the length. To"
         " compare it with other methods use factor 1, for which the stretch equals the growth.",
-    ),
-    Bug(
-        name="slower-clock",
-        line="slower = b  # the hour hand, if an hour has a times as many minutes and a round b times as many hours",
-        predict="a = 1.5 and b = 2. How many seconds does the hour hand need for a round, instead of 43,200?",
-        evidence=_clock,
-        ask="how many times slower the hour hand is",
-        names={
-            "a": Number("factor of the minutes per hour", 1.2, 3),
-            "b": Number("factor of the hours per round", 1.2, 3),
-        },
-        truth=lambda a, b: (60 * (60 * a) * (12 * b)) / (60 * 60 * 12),
-        wrong="b",
-        right="a * b",
-        why="Each factor slows its hand relative to the hand before it, so the factors multiply, as the powers of the"
-        " new base do in NTK-aware scaling.",
     ),
 )

@@ -69,13 +69,6 @@ def _moved() -> list[Row]:
     ]
 
 
-def _difference() -> list[Row]:
-    return [
-        (f"w = 0.1: score at m = {m}, n = {n}", math.cos(0.1 * ((m - n) - (n - m))), _score(1, 0, 1, 0, m, n, 0.1))
-        for m, n in ((3, 3), (7, 3), (24, 8))
-    ]
-
-
 BUGS = (
     Bug(
         name="direction",
@@ -129,18 +122,5 @@ BUGS = (
         right="2 * sin(m * w / 2)",
         why="The straight distance between two points of a circle is 2 sin(angle / 2). A pair that has almost finished"
         " a turn is nearly back at its start, so fast pairs do not always change more.",
-    ),
-    Bug(
-        name="two-angles",
-        line="a1 = (m - n) * w; a2 = (n - m) * w; score = cos(a1)*cos(a2) + sin(a1)*sin(a2)",
-        predict="The score of (1, 0) with itself should be cos((m - n) * w). Which multiple of this angle comes out?",
-        evidence=_difference,
-        ask="a1, the angle of the token at position m",
-        names={"m": M, "n": Number("position of the key", 1, 4, 1), "w": Number("frequency of the pair", 0.05, 0.3)},
-        truth=lambda m, n, w: float(np.angle(np.exp(1j * w) ** m)),
-        wrong="(m - n) * w",
-        right="m * w",
-        why="The formula cos(a1)cos(a2) + sin(a1)sin(a2) = cos(a1 - a2) forms the difference itself. Its angles are"
-        " those of the two tokens, m*w and n*w; with differences the score is that of twice the distance.",
     ),
 )

@@ -45,14 +45,6 @@ def _cosine() -> list[Row]:
     ]
 
 
-def _count() -> list[Row]:
-    fitting = [[i for i in range(5) if {2 * i, 2 * i + 1} <= set(entries)] for entries in (range(1, 9), range(8))]
-    return [
-        row("pairs that fit at d = 8", lambda pairs: ", ".join(map(str, pairs)), *fitting),
-        row("entries of 8 that no pair fills", lambda pairs: 8 - 2 * len(pairs), *fitting),
-    ]
-
-
 def _div_term() -> list[Row]:
     def made(seq_len: int, d: int, count: int) -> str | float:
         div_term = torch.exp(-torch.arange(0, count, 2) * math.log(10000) / d)
@@ -123,19 +115,6 @@ BUGS = (
         why="The sine and the cosine of one angle are a unit vector that rotates by a fixed angle per position. Here"
         " the cosine has another frequency than the sine of its pair, so the length of the pair changes with the"
         " position, and no linear map leads from row pos to row pos + 3.",
-    ),
-    Bug(
-        name="last-pair",
-        line="2*i and 2*i + 1 run over {1, ..., d}, so the largest i is (d-1)/2",
-        predict="At d = 8, which pairs i fit, and how many of the 8 entries stay empty?",
-        evidence=_count,
-        ask="the largest i that fits a table of width d",
-        names={"d": Number("width of the table, even", 4, 128, 2)},
-        truth=lambda d: float([column // 2 for column in range(int(d))][-1]),
-        wrong="(d-1)/2",
-        right="d/2 - 1",
-        why="Entries must be counted from 0. Counted from 1, the fastest pair i = 0 does not fit, and the first and the"
-        " last entry of each row stay empty.",
     ),
     Bug(
         name="div-term",

@@ -57,8 +57,7 @@ def report(factor: float = 3.0, own: Own | None = None) -> Report:
             f" then moves {step:.3g} degrees a second instead of 6. NTK-aware leaves the second hand unchanged and"
             " slows only the last hand by the full factor. The last columns, for a factor of 3, are a published clock:"
             " it multiplies the ratios from hand to hand by 1, 1.5 and 2, so the periods become 1, 1.5 and 3 times as"
-            " long, not 1, 1.5 and 2 (exercise slower-clock). A clock is not exactly RoPE: its periods grow by 60 and"
-            " then by 12."
+            " long, not 1, 1.5 and 2. A clock is not exactly RoPE: its periods grow by 60 and then by 12."
         ),
         tables=(table,),
         checks=(
