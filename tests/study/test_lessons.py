@@ -18,8 +18,7 @@ from ..scripts import lesson_svg, render_lessons
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = ROOT / "docs" / "learn"
-ALL = render_lessons.lessons()
-LESSONS = [lesson for lesson in ALL if lesson.name < "09" or lesson.name.startswith("appendix")]
+LESSONS = render_lessons.lessons()
 PARTS = ["Predict", "Run", "Explain", "Exercise", "Build it", "Ten questions", "Read next"]
 
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
@@ -36,7 +35,7 @@ def cells(lesson: Path) -> list[Any]:
 # ------------------------------------------------------------------------------------------- results and figures
 @pytest.mark.parametrize(
     "lesson",
-    [lesson if i == 3 else pytest.param(lesson, marks=pytest.mark.slow) for i, lesson in enumerate(ALL)],
+    [lesson if i == 3 else pytest.param(lesson, marks=pytest.mark.slow) for i, lesson in enumerate(LESSONS)],
     ids=lambda lesson: lesson.stem,
 )
 def test_a_lesson_runs_and_its_committed_results_are_the_present_ones(lesson: Path) -> None:
@@ -45,7 +44,7 @@ def test_a_lesson_runs_and_its_committed_results_are_the_present_ones(lesson: Pa
     assert not stale, "run 'python scripts/render_lessons.py' and commit what it writes"
 
 
-@pytest.mark.parametrize("lesson", [*ALL, render_lessons.EXPLAIN], ids=lambda lesson: lesson.stem)
+@pytest.mark.parametrize("lesson", [*LESSONS, render_lessons.EXPLAIN], ids=lambda lesson: lesson.stem)
 def test_the_notebook_and_the_text_are_made_from_one_source(lesson: Path) -> None:
     """Without running: the notebook, and that every result stands behind a block."""
     text = lesson.read_text()
@@ -86,7 +85,7 @@ def test_a_changed_figure_is_stale_and_a_rounding_error_is_not() -> None:
 def test_the_figures_are_small_and_used_and_both_themes_are_one_picture() -> None:
     files = {file.name for file in (STUDY / "figures").glob("*.svg")}
     used: set[str] = set()
-    for page in [STUDY / "README.md", *ALL]:
+    for page in [STUDY / "README.md", *LESSONS]:
         used |= set(re.findall(r'(?:src|srcset)="figures/([^"]+)"', page.read_text()))
     assert files == used, files ^ used
     for name in files:
@@ -236,11 +235,13 @@ def test_lesson_6_quotes_the_model() -> None:
 def test_the_readme_lists_every_lesson_and_its_minutes() -> None:
     readme = (STUDY / "README.md").read_text()
     rows = re.findall(r"^\| \[((?:\d+|Appendix)\. .*?)\]\((.*?)\) \| (\d+) \|", readme, re.MULTILINE)
-    assert [file for _, file, _ in rows] == [lesson.name for lesson in ALL]
+    assert [file for _, file, _ in rows] == [lesson.name for lesson in LESSONS]
     for title, file, minutes in rows:
         text = (STUDY / file).read_text()
         assert text.startswith(f"# {title}\n")
         assert f"\n*{minutes} minutes." in text
-    for text in [readme, *(lesson.read_text() for lesson in ALL)]:
+    for text in [readme, *(lesson.read_text() for lesson in LESSONS)]:
         for link in re.findall(r"\]\((?!http)(.*?)\)", text):
             assert (STUDY / link).exists(), link
+        for id, url in re.findall(r"arXiv:(\d{4}\.\d{5})\]\((.*?)\)", text):
+            assert url == f"https://arxiv.org/abs/{id}"
