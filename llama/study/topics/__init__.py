@@ -36,8 +36,6 @@ TOPICS = {
     "bugs": "which line is wrong, what does it cause, and how is it repaired? exercises",
 }
 ALIASES = {"errata": "bugs"}  # former name -> name
-# the topics of lessons 9 to 13; all others check claims of docs/evidence/claims.md
-CHAPTERS = ("trained", "bands", "variants", "others", "needle")
 
 
 def find(name: str) -> Topic:

@@ -123,7 +123,7 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
     order = previous.argsort(descending=True)
     count = max(1, len(order) // 16)
     top, rest = order[:count], order[count:]
-    kinds = {f"the {count} with most weight on the previous token": top, "all others": rest}
+    kinds = {f"top {count} by previous-token weight": top, "all others": rest}
     waves = wavelengths(inv_freq)
     shipped = model == TINY and text is None and length is None
     return Report(
@@ -139,7 +139,7 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
         tables=(
             Table(
                 "heads",
-                ("heads", "weight on the previous token", "share of fastest quarter", "of slowest quarter"),
+                ("heads", "previous-token weight", "share of fastest quarter", "of slowest quarter"),
                 [
                     (name, *(round(float(x.flatten()[chosen].mean()), 3) for x in (plain.previous, fast, slow)))
                     for name, chosen in kinds.items()

@@ -127,7 +127,7 @@ def report(head_dim: int = 16) -> Report:
         ),
         checks=(
             *(
-                below("", f"{name}: largest difference of two scores of one distance", diagonal_spread(scores), 1e-9)
+                below("", f"{name}: largest difference of two scores of one distance", diagonal_spread(scores), 1e-12)
                 for name, (_, _, scores) in found.items()
             ),
             holds("", "T5: the buckets of the distances 0 .. 15 are exact", buckets[:16].tolist() == list(range(16))),

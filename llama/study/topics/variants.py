@@ -138,8 +138,8 @@ def report(head_dim: int = 64, theta: float = 100.0) -> Report:
             ),
             equal("", "layers without RoPE: change of the output", max(every_fourth[3], every_fourth[7]), 0.0),
             above("", "layers with RoPE: least change of the output", min(alike), 0.05),
-            below("", "axial: change of scores when the image is shifted", errors["axial"], 1e-9),
-            below("", "mixed: change of scores when the image is shifted", errors["mixed"], 1e-9),
+            below("", "axial: change of scores when the image is shifted", errors["axial"], 1e-12),
+            below("", "mixed: change of scores when the image is shifted", errors["mixed"], 1e-12),
             above("", "change of scores when x and y are exchanged", _largest(swapped - straight), 1),
         ),
     )
