@@ -16,7 +16,9 @@ __all__ = [
     "make_tiny",
     "mutate",
     "readme_pictures",
+    "reference",
     "render_lessons",
+    "site_hooks",
     "train_tiny",
 ]
 

@@ -1,0 +1,151 @@
+"""The documentation as a site and the generated reference: what stays fresh, complete and readable in both forms."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+import llama
+from llama import cli, study
+
+from . import reference, site_hooks
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = reference.pages()
+
+
+@pytest.fixture(autouse=True)
+def _default_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CLEARLLAMA_MODEL", raising=False)  # a default in the help texts
+
+
+def read(file: Path) -> str:
+    return file.read_text()
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+def test_the_reference_is_fresh() -> None:
+    stale = [file.name for file, content in PAGES.items() if not file.exists() or read(file) != content]
+    assert not stale, f"run 'python scripts/reference.py': {stale}"
+    assert {*reference.COMMANDS.iterdir()} <= {*PAGES}, "a page of a command that does not exist"
+
+
+def test_a_changed_option_makes_its_page_stale() -> None:
+    parser = argparse.ArgumentParser(prog="clearllama doctor", description="Check.")
+    parser.add_argument("--deep", metavar="N", default=3, help="how deep (default: %(default)s)")
+    page = reference.command_page("doctor", parser, "")
+    assert page != PAGES[reference.COMMANDS / "doctor.md"]
+    assert "- `--deep N`<br>how deep (default: `3`)" in page
+
+
+def test_each_option_of_each_command_has_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the help texts of argparse, whose lines are joined."""
+    monkeypatch.setenv("COLUMNS", "10000")
+    parser = cli.build_parser()
+    (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.items():
+        items = re.findall(r"^- (.*?)<br>", read(reference.COMMANDS / f"{name}.md"), re.MULTILINE)
+        documented = {word for item in items for word in re.findall(r"(?<=`)--?[a-z][a-z-]*", item)}
+        listed = re.findall(r"^  (-.*?)(?:  |$)", command.format_help(), re.MULTILINE)
+        assert documented == {word for line in listed for word in re.findall(r"(?:^|, )(--?[a-z][a-z-]*)", line)}, name
+
+
+def test_no_sentence_of_a_help_text_is_lost() -> None:
+    """The words of a page, without marks and links, contain those of the help text."""
+
+    def words(text: str) -> str:
+        text = re.sub(r"\]\([^)]*\)", "", text.replace("\\", ""))
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    parser = cli.build_parser()
+    (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.items():
+        page = words(read(reference.COMMANDS / f"{name}.md"))
+        for action in command._actions:
+            text = argparse.HelpFormatter("")._expand_help(action)
+            for part in re.split(r"docs/\S+\.md", text):  # a link with the title of the page
+                assert words(part) in page, f"{name}: {action.option_strings}"
+
+
+def test_each_public_name_has_a_heading_and_each_link_an_anchor() -> None:
+    page = read(reference.PYTHON)
+    headings = re.findall(r"^#{2,4} (.*)$", page, re.MULTILINE)
+    assert {*llama.__all__, *study.__all__} - {"__version__"} <= {title.removeprefix("class ") for title in headings}
+    assert len(headings) == len(set(map(str.lower, headings))), "two headings with the same anchor"
+    anchors = {reference.slug(title) for title in headings}
+    assert {*re.findall(r"\]\(#([^)]*)\)", page)} <= anchors
+
+
+def test_variables_of_the_environment_are_documented() -> None:
+    internal = {"CLEARLLAMA_PARENT", "CLEARLLAMA_STORE", "CLEARLLAMA_"}
+    named = {name for file in (ROOT / "llama").rglob("*.py") for name in re.findall(r'"(CLEARLLAMA_\w*)"', read(file))}
+    documented = {*re.findall(r"^\| `(CLEARLLAMA_\w+)`", read(reference.COMMANDS / "README.md"), re.MULTILINE)}
+    assert named - internal == documented
+
+
+# -------------------------------------------------------------------------------------------------------------- site
+def translate(text: str) -> str:
+    return site_hooks.translate(text, DOCS / "learn" / "page.md", DOCS, "https://example.org/r")
+
+
+def test_links_to_the_repository_leave_the_site_and_others_stay() -> None:
+    assert translate("[a](../../llama/rope.py#L3)") == "[a](https://example.org/r/blob/main/llama/rope.py#L3)"
+    assert translate("[a](../../configs)") == "[a](https://example.org/r/tree/main/configs)"
+    for same in ("[a](explain.md#top)", "[a](#top)", "[a](https://x.org/a)", "[a](../../no/such/file.py)"):
+        assert translate(same) == same
+
+
+def test_code_blocks_stay_as_they_are() -> None:
+    block = "```text\n[a](../../llama/rope.py)\n<details>\n- b\n```\n"
+    assert (
+        translate(f"{block}[a](../../README.md)\n{block}")
+        == f"{block}[a](https://example.org/r/blob/main/README.md)\n{block}"
+    )
+    assert translate("```python solution\nx\n```") == "```python\nx\n```"
+
+
+def test_a_figure_becomes_one_image_for_each_palette() -> None:
+    lesson = read(DOCS / "learn" / "04-rope-from-one-demand.md")
+    made = translate(lesson)
+    names = re.findall(r'src="figures/(\w+)-light\.svg"', lesson)
+    assert names == re.findall(r"\(figures/(\w+)-light\.svg#only-light\)", made)
+    assert names == re.findall(r"\(figures/(\w+)-dark\.svg#only-dark\)", made)
+    assert "<picture>" not in made
+
+
+def test_a_list_directly_below_a_paragraph_and_pipes_in_a_table() -> None:
+    assert translate("Words:\n- a\n- b\n") == "Words:\n\n- a\n- b\n"
+    assert translate("- a\n  more\n- b\n") == "- a\n  more\n- b\n"
+    assert translate("| `a\\|b` | c |\n") == "| `a|b` | c |\n"
+
+
+def test_pages_of_a_section_come_in_the_order_of_its_index() -> None:
+    pages = [file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")]
+    found = site_hooks.ordered(DOCS, sorted(pages))
+    assert sorted(found) == sorted(pages)
+    sections = [page.split("/")[0] for page in found if "/" in page]
+    assert list(dict.fromkeys(sections)) == [name for name in site_hooks.SECTIONS if name in sections]
+    lessons = [page for page in found if page.startswith("learn/")]
+    assert lessons[0] == "learn/README.md"
+    assert lessons[1:14] == sorted(page for page in lessons if re.match(r"learn/\d", page))
+
+
+def test_nested_lists_are_indented_by_the_width_that_both_renderers_read() -> None:
+    """Python-Markdown, the site's renderer, needs four spaces; GitHub accepts two."""
+    for file in DOCS.rglob("*.md"):
+        text = site_hooks.FENCE.sub("", read(file))
+        assert not re.search(r"^ {1,3}(?:[-*+]|\d+\.) ", text, re.MULTILINE), file
+
+
+def test_the_site_links_the_repository_that_the_lessons_link() -> None:
+    (repository,) = re.findall(r'^REPOSITORY = "(.*)"', read(ROOT / "scripts" / "render_lessons.py"), re.MULTILINE)
+    assert f"https://github.com/{repository} " in read(ROOT / "mkdocs.yml")
+
+
+def test_the_rope_page_has_its_place() -> None:
+    assert read(DOCS / "learn" / "explore.md").count(site_hooks.MARK) == 1
+    assert f'src="{Path(site_hooks.PAGE).name}"' in translate(read(DOCS / "learn" / "explore.md"))
