@@ -66,7 +66,7 @@ class LoadOptions:
 
     device        "cpu", "cuda", "cuda:1", ...; None: the best one; "cuda:0,cuda:1" divides the layers evenly
     dtype         "float32", "bfloat16", "float16"; None: the fastest that the device computes in
-    quantize      quantize the linear layers by a scheme of quant.schemes.SCHEMES: "int8", "int4", ...
+    quantize      quantize the linear layers: "int8", "int4" or another scheme of `clearllama quantize --list`
     compile       compile the decoding step (engine/compiled.py); takes some seconds the first time
     rope          form of the rotation: "complex", "real", "half", "elementwise" or "matrix" (rope.py)
     max_seq_len   context in tokens; None: the checkpoint's
@@ -129,8 +129,8 @@ def load(
     """Load a model with its tokenizer, ready to generate.
 
     path_or_name  a folder in Meta's or Hugging Face's format, a .gguf file, the name of a downloadable model
-                  (hub.named.MODELS), or ORG/NAME[:QUANT] of the Hugging Face hub, which is downloaded on first use;
-                  None: the environment variable CLEARLLAMA_MODEL, else hub.DEFAULT
+                  (`clearllama pull`), or ORG/NAME[:QUANT] of the Hugging Face hub, which is downloaded on first use;
+                  None: the environment variable CLEARLLAMA_MODEL, else the default model
     adapters      LoRA adapters to merge into the weights: a PEFT folder or a GGUF adapter as a path, "PATH:SCALE" or
                   (path, scale), or a list of them
     tokenizer     a file, or a folder with one, to use in place of the checkpoint's own tokenizer
@@ -190,7 +190,7 @@ def open_model(
 
 
 def load_tokenizer(path_or_name: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """The tokenizer of a checkpoint, or of a single tokenizer.model or tokenizer.json; no weight is read."""
+    """Load the tokenizer of a checkpoint, or a single tokenizer.model or tokenizer.json. Weights are not read."""
     return read_tokenizer(resolve(path_or_name))
 
 

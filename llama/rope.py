@@ -41,7 +41,7 @@ def precompute_freqs_cis(
     *,
     max_seq_len: int | None = None,
 ) -> Tensor:
-    """Row m, column i: cis(m * inv_freq[i]), as in Meta's llama/model.py.
+    """Compute the table of rotations as Meta's code does: row m, column i is `cis(m * inv_freq[i])`.
 
     dim is D, end the number of positions; scaling and max_seq_len as in `inverse_frequencies`.
     Returns (end, D/2) complex64.
@@ -84,7 +84,7 @@ def apply_rotary_emb_real(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> t
 
 # ---------------------------------------------------------------------------------- half: Hugging Face's pairing
 def rotate_half(x: Tensor) -> Tensor:
-    """(.., D) -> (.., D): (a, b) becomes (-b, a), a quarter turn of every pair (x[i], x[i + D/2])."""
+    """Turn every pair `(x[i], x[i + D/2])` by a quarter: `(a, b)` becomes `(-b, a)`. (.., D) -> (.., D)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), dim=-1)
 

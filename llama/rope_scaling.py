@@ -256,7 +256,7 @@ def inverse_frequencies(
     seq_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> tuple[Tensor, float]:
-    """The angle in radians by which each pair rotates per position, and the factor of cos and sin.
+    """Return the angle in radians by which each pair rotates per position, and a factor for cos and sin.
 
     dim          D, number of rotated entries of a head; even
     theta        base of the frequencies

@@ -50,9 +50,9 @@ class Llama:
 
     Sampling options of all methods, with defaults: max_new_tokens=256, temperature=0.0 (greedy), top_k=0, top_p=1.0,
     min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, processors=[],
-    seed=None; sampling.SamplingParams describes them. Further options:
+    seed=None; `SamplingParams` describes them. Further options:
 
-    stop            [...], strings that end the text
+    stop            a string, or a list of strings, that end the text
     logprobs        True: log-probabilities of the tokens; top_logprobs=k: of the k most probable ones as well
     schema          a JSON schema or a pydantic model for the answer; or regex="...", or grammar="..." in Lark syntax
                     (generation/structured.py)
@@ -215,7 +215,7 @@ class Llama:
         progress: Progress | None = None,
         **options: Any,
     ) -> Generator[Piece]:
-        """Prompt ids in, pieces of text out; the methods above use it.
+        """Stream the pieces of text that follow the ids of a prompt; `stream` and `stream_chat` use it.
 
         session    keeps the KV cache for the next call; a speculative.Draft as `draft` also keeps its own
         continues  True (default): the text is what the new ids append to the prompt's text. False: it is a separate
@@ -269,7 +269,7 @@ class Llama:
         yield answer.end(params, cached=cached, logprobs=logprobs, drafted=drafted, accepted=accepted)
 
     def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Prompt]:
-        """n prompts for `answers`, with the seeds seed, seed + 1, .. Options are those of the class without draft.
+        """Prepare n prompts for `answers`, with the seeds seed, seed + 1, ... Options: those of the class, but draft.
 
         Raises UsageError for an invalid option.
         """

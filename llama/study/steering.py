@@ -122,7 +122,7 @@ def control_vector(model: Transformer | Llama, pairs: Iterable[tuple[Sequence[in
 def steer(
     model: Transformer | Llama, vector: ControlVector, scale: float = 1.0, layers: Sequence[int] | None = None
 ) -> Iterator[list[int]]:
-    """Add scale times the directions to the outputs of their layers, at every token; layers: only these.
+    """Add scale times the directions to the outputs of their layers, at every token; `layers` limits it to these.
 
     Yields the numbers of the layers that are steered.
 
