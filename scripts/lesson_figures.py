@@ -9,7 +9,7 @@ import torch
 
 from llama.study import measures
 from llama.study.figure import LINES, Data, Figure
-from llama.study.topics import order
+from llama.study.topics import order, scale
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -72,7 +72,7 @@ def arrows_draw(data: Data, canvas: Canvas) -> None:
             )
             axes.text(1.22 * tip[0], 1.22 * tip[1], name, color=colour, ha="center", va="center", fontsize=11)
         axes.add_artist(_circle())
-        axes.set(xlim=(-1.75, 1.75), ylim=(-1.75, 1.75), aspect="equal", title=titles[i])
+        axes.set(xlim=(-1.75, 1.75), ylim=(-1.85, 1.85), aspect="equal", title=titles[i])
         axes.set_xlabel(f"q · k = {data['dot'][i]:.2f}", fontsize=11)
         axes.set_xticks([])
         axes.set_yticks([])
@@ -122,6 +122,14 @@ def block_draw(data: Data, canvas: Canvas) -> None:
             axes.text(x + 0.45 + 0.3 * (len(word) > 1), y + 0.17, word, ha="center", style="italic")
 
 
+# ------------------------------------------------------------------------------------------ lesson 7: four methods
+def divisors_data() -> Data:
+    """The divisors of `clearllama study scale`, without the methods that depend on the length or on a search."""
+    data = scale.divisor_data()
+    rows = np.isin(data["method"], ["PI", "NTK-aware", "YaRN", "llama3"])
+    return {name: column[rows] for name, column in data.items()}
+
+
 # -------------------------------------------------------------------------------------------- lesson 8: dynamic scaling
 def stretch_data() -> Data:
     """The divisor of the slowest pair by the length of the text, for dynamic NTK with two factors and for YaRN x4."""
@@ -157,16 +165,16 @@ FIGURES = {
             " chased are the same eight numbers. With RoPE they differ.",
             dogs_data,
             dogs_draw,
-            size=(7.0, 3.0),
+            size=(5.4, 2.8),
         ),
         Figure(
             "arrows",
-            "A query q and a key k are arrows; each turns by its position times one angle. In the second and the third"
-            " picture, k stands two positions after q: both arrows have moved, and their dot product is the same. In"
-            " the fourth, k stands before q, and the dot product is another one.",
+            "A query q and a key k are arrows. Each turns by 0.35 radians a position; the circle has radius 1. In the"
+            " second and the third picture, k stands two positions after q: both arrows have moved, and their dot"
+            " product is the same. In the fourth, k stands before q, and the dot product is another one.",
             arrows_data,
             arrows_draw,
-            size=(7.5, 2.3),
+            size=(6.4, 2.1),
         ),
         Figure(
             "block",
@@ -175,6 +183,15 @@ FIGURES = {
             block_data,
             block_draw,
             size=(8.0, 2.5),
+        ),
+        Figure(
+            "divisors",
+            "By how much each method divides the frequency of each pair, for four times the trained length. The shaded"
+            " pairs meet new angles and need 4, the others need 1. In the shaded part YaRN and llama3 lie on the line"
+            " of PI. NTK-aware reaches 4 only at the last pair.",
+            divisors_data,
+            scale.divisor_draw,
+            size=(5.6, 3.6),
         ),
         Figure(
             "stretch",

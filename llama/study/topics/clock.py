@@ -226,7 +226,7 @@ def _face(axes: Axes, data: Data, name: str) -> None:
         axes.plot([0.92 * x], [0.92 * y], marker="o", markersize=2.5, color="#b2182b")
     axes.set(xlim=(-1.08, 1.08), ylim=(-1.08, 1.08), aspect="equal")
     axes.set_axis_off()
-    axes.set_title(f"{name}\nsecond hand: {step:.3g} degrees a step")
+    axes.set_title(f"{name}\nsecond hand: {step:.3g}° a step")
 
 
 def _point(degrees: float) -> tuple[float, float]:
@@ -241,10 +241,10 @@ TOPIC = Topic(
             "clock",
             "The same second on three clocks. Dots: the second hand in the next five seconds. PI slows every hand and"
             " crowds the dots. NTK-aware leaves the second hand unchanged and applies the full factor only to the hour"
-            " hand. The published clock is slowed by 1, 1.5 and 3, not by 1, 1.5 and 2.",
+            " hand. Below: the period of each hand, and how many times as long as now.",
             clock_data,
             clock_draw,
-            size=(7.0, 4.6),
+            size=(5.6, 3.9),
             sketch=lambda data: bars(data, ("clock", "hand"), "times"),
         ),
     ),

@@ -148,10 +148,10 @@ def example_draw(data: Data, canvas: Canvas) -> None:
     axes = canvas.subplots()
     between = (
         "in pairs",
-        "a, b as a + bi",
-        "times (the same for every sample and head)",
+        "a, b as a + jb",
+        "times (the same for every text and head)",
         "equals",
-        "a + bi as a, b",
+        "a + jb as a, b",
         "flattened",
     )
     for step, name in enumerate(STEPS):
@@ -180,7 +180,7 @@ def example_draw(data: Data, canvas: Canvas) -> None:
                 )
             )
             digits = 0 if step < 3 else 5 if name == "freqs_cis" else 4
-            words = f"{real:.{digits}f}" + (f"{imaginary:+.{digits}f}i" if is_complex else "")
+            words = f"{real:.{digits}f}" + (f"{imaginary:+.{digits}f}j" if is_complex else "")
             axes.text(left + width / 2, top + 0.07, words, ha="center", va="center", fontsize=8, zorder=3)
     axes.set_xlim(-3.2, 8.1)
     axes.set_ylim(-1.35 * 6 - 0.5, 0.7)
@@ -255,8 +255,8 @@ TOPIC = Topic(
     figures=(
         Figure(
             "example",
-            "One head of one token, step by step (sample 0, token 1, head 1), and on the left the shape of the batch."
-            " The marked pair 28, 29 becomes 28 + 29i, is rotated by 0.01 radians and ends as 27.7086, 29.2785.",
+            "One head of one token, step by step (text 0, token 1, head 1), and on the left the shape of the batch."
+            " The marked pair 28, 29 becomes 28 + 29j, is rotated by 0.01 radians and ends as 27.7086, 29.2785.",
             example_data,
             example_draw,
             size=(7.5, 5.4),
@@ -276,6 +276,7 @@ TOPIC = Topic(
             " start after 6.28 positions, while pair 1 is furthest from its start after 31.",
             change_data,
             change_draw,
+            size=(5.6, 3.6),
             sketch=lambda data: curves(data, "position", "change", "pair"),
         ),
     ),

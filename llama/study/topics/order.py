@@ -167,7 +167,7 @@ TOPIC = Topic(
             " its weight. With RoPE the weights depend on the positions of the words.",
             order_data,
             order_draw,
-            size=(7.0, 6.6),
+            size=(5.6, 5.4),
             sketch=lambda data: shades(data, "m", "n", "weight", ("encoding", "sentence")),
         ),
     ),

@@ -194,7 +194,7 @@ def _turned_before(head_dim: int, theta: float, kind: str) -> float:
 PANELS = {
     "none": "no encoding",
     "p.p": "$p_m \\cdot p_n$",
-    "additive": "$(x + p_m)W(x + p_n)$",
+    "additive": "$(x + p_m)^T A\\,(x + p_n)$",
     "rope": "RoPE",
 }
 
@@ -225,8 +225,7 @@ def toeplitz_draw(data: Data, canvas: Canvas) -> None:
         middle = float(scores.mean())
         limits = {"vmin": middle - 1, "vmax": middle + 1} if flat else {}
         image = axes.imshow(scores, cmap="gray", **limits)
-        spread = max(float(np.ptp(np.diagonal(scores, offset))) for offset in range(1 - size, size))
-        axes.set_title(f"{title}: spread along a diagonal {spread:.2g}" if spread > 1e-9 else f"{title}: no spread")
+        axes.set_title(title)
         axes.set_xlabel("position n of the key (tokens)")
         axes.set_ylabel("position m of the query")
         canvas.colorbar(image, ax=axes, label="score", shrink=0.85)
@@ -251,7 +250,7 @@ def relative_draw(data: Data, canvas: Canvas) -> None:
     *panels, last = canvas.subplots(2, 3).flat
     queries = sorted(set(data["m"].tolist()))
     styles = [
-        {"color": str(0.75 * (1 - i / (len(queries) - 1))), "linestyle": ("-", "--", "-.", ":")[i % 4]}
+        {"color": str(0.65 * (1 - i / (len(queries) - 1))), "linestyle": ("-", "--", "-.", ":")[i % 4]}
         for i in range(len(queries))
     ]
     for axes, name in zip(panels, dict.fromkeys(data["encoding"].tolist()), strict=True):
@@ -262,7 +261,7 @@ def relative_draw(data: Data, canvas: Canvas) -> None:
         if high - low < 0.5:
             axes.set_ylim((low + high) / 2 - 1, (low + high) / 2 + 1)
         axes.set_title(name)
-        axes.set_xlabel("distance m - n (tokens)")
+        axes.set_xlabel("m - n (tokens)")
         axes.set_ylabel("score")
     last.axis("off")
     last.legend(*panels[0].get_legend_handles_labels(), loc="center", ncols=2, title="position of the query")
@@ -273,21 +272,23 @@ TOPIC = Topic(
     figures=(
         Figure(
             "relative",
-            "Scores of one token at every position, for ten positions m of the query. RoPE: all ten curves agree, and"
-            " differ before and after the query. ALiBi: all agree, and are symmetric. Additive encodings, sinusoidal or"
-            " learned (here random): each m has another curve. Without an encoding the score is constant.",
+            "Scores of one token at every position, divided by the square root of D, for ten positions m of the query."
+            " RoPE: all ten curves agree, and differ before and after the query. ALiBi, which subtracts the distance"
+            " times a slope: all agree, and are symmetric. Added codes, sinusoids or one learned vector for each"
+            " position (here random): each m has another curve. Without an encoding the score is constant.",
             relative_data,
             relative_draw,
-            size=(7.5, 5.2),
+            size=(6.0, 4.8),
         ),
         Figure(
             "toeplitz",
-            "Scores of one token at every position. If a score depends only on the distance, each diagonal has one"
-            " value. This holds for the plain product of two sinusoidal codes and for RoPE. In a layer the codes are"
-            " multiplied by W_q and W_k and mixed with the token, so diagonals are not constant.",
+            "Scores of one token at every position, divided by the square root of D. If a score depends only on the"
+            " distance, each diagonal has one value. This holds without an encoding, for the plain product of two"
+            " sinusoidal codes, and for RoPE. In a layer that adds the codes, the matrices of query and key come"
+            " between them and the token is mixed in: diagonals are not constant.",
             toeplitz_data,
             toeplitz_draw,
-            size=(7.5, 6.4),
+            size=(5.8, 5.0),
             sketch=lambda data: shades(data, "m", "n", "score", ("panel",), 16, 16),
         ),
     ),
