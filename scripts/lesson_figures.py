@@ -130,6 +130,11 @@ def divisors_data() -> Data:
     return {name: column[rows] for name, column in data.items()}
 
 
+def divisors_draw(data: Data, canvas: Canvas) -> None:
+    scale.divisor_draw(data, canvas)
+    canvas.axes[0].legend(loc="upper left", bbox_to_anchor=(0.0, 0.9))  # below the line of PI
+
+
 # -------------------------------------------------------------------------------------------- lesson 8: dynamic scaling
 def stretch_data() -> Data:
     """The divisor of the slowest pair by the length of the text, for dynamic NTK with two factors and for YaRN x4."""
@@ -190,7 +195,7 @@ FIGURES = {
             " pairs meet new angles and need 4, the others need 1. In the shaded part YaRN and llama3 lie on the line"
             " of PI. NTK-aware reaches 4 only at the last pair.",
             divisors_data,
-            scale.divisor_draw,
+            divisors_draw,
             size=(5.6, 3.6),
         ),
         Figure(

@@ -239,9 +239,9 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default") -> tupl
         ),
         Recipe(
             "RoPE",
-            "q'_j = q_j e^(i m ω_j),  k'_j = k_j e^(i m ω_j),  ω_j = θ^(-2j/D)"
+            "q'_i = q_i e^(j m ω_i),  k'_i = k_i e^(j m ω_i),  ω_i = θ^(-2i/D)"
             + (f" scaled by {kind}" if kind != "default" else "")
-            + ": pair j at position m; v is unchanged",
+            + ": pair i at position m; v is unchanged",
             (("q'", "(H, T, D)"), ("k'", "(KV, T, D)")),
             (
                 (rope.freqs_cis_at, "positions.unsqueeze(-1).float() * inv_freq"),
@@ -406,11 +406,11 @@ def explain(
     if layer:
         says.append(f"the comparison starts from the output of blocks 0 to {layer - 1}")
     if not _rotates(net, layer):
-        says.append("this block has no RoPE: all frequencies ω_j are 0, so q' = q and k' = k")
+        says.append("this block has no RoPE: all frequencies ω_i are 0, so q' = q and k' = k")
     if net.rope.layout == "half":
-        says.append("q and k are shown in Meta's layout; the form half has entry 2i + j of a head at j D/2 + i")
+        says.append("q and k are shown in Meta's layout; the form half has entry 2i + r of a head at r D/2 + i")
     if config.rope_scaling is not None:
-        says.append("the model's frequencies are scaled; the comparison uses ω_j from the library")
+        says.append("the model's frequencies are scaled; the comparison uses ω_i from the library")
     checks = [step.check for step in steps]
     return Explanation(steps, Report("explain", "what happens to one token in one block?", checks, (), says, settings))
 

@@ -57,9 +57,9 @@ def mean_cosine(inv_freq: Tensor, distances: Tensor) -> Tensor:
 
 
 def decay_bound(inv_freq: Tensor, distances: Tensor) -> Tensor:
-    """RoFormer's bound on the score at each distance, section 3.4.3: the mean over j of |S_j|, (N,).
+    """RoFormer's bound on the score at each distance, section 3.4.3: the mean over n of |S_n|, (N,).
 
-    S_j is the sum of e^(i distance inv_freq) over the first j pairs, j = 1 .. D/2.
+    S_n is the sum of e^(j distance inv_freq) over the first n pairs, n = 1 .. D/2.
     """
     angles = distances.double()[:, None] * inv_freq.double()  # (N, D/2)
     return torch.polar(torch.ones_like(angles), angles).cumsum(-1).abs().mean(-1)

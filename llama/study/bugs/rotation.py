@@ -85,7 +85,7 @@ BUGS = (
     ),
     Bug(
         name="complex-product",
-        line="score = (q * k).real  # q = (q1 + i q2) e^(i m w), k = (k1 + i k2) e^(i n w)",
+        line="score = (q * k).real  # q = (q1 + j q2) e^(j m w), k = (k1 + j k2) e^(j n w)",
         predict="Both positions grow by 5. Does the score change?",
         evidence=_conjugate,
         ask="the score at m = n = 0, which must be the dot product of (q1, q2) and (k1, k2)",

@@ -151,7 +151,7 @@ BUGS = (
         truth=lambda a: float((1j * np.exp(-1j * a)).imag),
         wrong="sin(a)",
         right="cos(a)",
-        why="The even entry is the sine, so the pair is sin(a) + i cos(a). It starts at 12 o'clock and rotates"
+        why="The even entry is the sine, so the pair is sin(a) + j cos(a). It starts at 12 o'clock and rotates"
         " clockwise; a picture drawn from the wrong line rotates in the other direction.",
     ),
 )

@@ -74,7 +74,7 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> 
         TOPICS["decay"],
         settings={"head_dim": head_dim, "theta": theta, "context": context},
         says=wrapped(
-            "RoFormer bounds a score by the mean of |S_j|, where S_j sums e^(i distance ω) over the first j pairs."
+            "RoFormer bounds a score by the mean of |S_n|, where S_n sums e^(j distance ω) over the first n pairs."
             f" The bound is not monotonic: for base {theta:g} it rises at {rises:,} of {context:,} steps."
             f" {_on_average(near, far)}; {_by_base(means)}."
             " A score need not follow its bound: a key rotated back by n has its highest score at distance n. So the"
@@ -118,7 +118,7 @@ def report(head_dim: int = 128, theta: float = 10000.0, context: int = 4096) -> 
                 float(np.cos(built * formulas.frequencies(head_dim, theta)).mean()),
                 1e-4,
             ),
-            below("001-15", "rotated q . k minus Re sum q conj(k) e^(i(m-n)ω)", apart, 1e-3 * head_dim**0.5),
+            below("001-15", "rotated q . k minus Re sum q conj(k) e^(j(m-n)ω)", apart, 1e-3 * head_dim**0.5),
             below("001-12", "random q, k: largest score / bound", over, 1.0),
         ),
     )  # fmt: skip
@@ -138,7 +138,7 @@ def _by_base(means: list[float]) -> str:
 
 
 def _bound(head_dim: int, base: float, context: int) -> formulas.Array:
-    """RoFormer's section 3.4.3 in numpy: the mean over j of |S_j| at distances 0 .. context."""
+    """RoFormer's section 3.4.3 in numpy: the mean over n of |S_n| at distances 0 .. context."""
     total = np.zeros(context + 1, dtype=np.complex128)
     sizes = np.zeros(context + 1)
     for frequency in formulas.frequencies(head_dim, base):
@@ -150,7 +150,7 @@ def _bound(head_dim: int, base: float, context: int) -> formulas.Array:
 def _random_scores(head_dim: int, theta: float, context: int) -> tuple[float, float]:
     """Scores of one random query and key at 64 distances: largest difference from the formula, largest score / bound.
 
-    Summation by parts gives |score| <= max |h_(i+1) - h_i| * sum |S_j| with h_i = q_i conj(k_i), h_(D/2) = 0.
+    Summation by parts gives |score| <= max |h_(i+1) - h_i| * sum |S_n| with h_i = q_i conj(k_i), h_(D/2) = 0.
     """
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, head_dim))

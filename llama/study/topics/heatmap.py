@@ -42,7 +42,7 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Re
     table, printed = (make(positions, head_dim, theta) for make in (measures.sinusoids, printed_table))  # (N, d) each
     truth = _by_numpy(head_dim, theta, context)
     lengths = table.square().sum(-1) / (head_dim / 2)  # (N,)
-    hand = torch.complex(table[:2, 0], table[:2, 1])  # (2,): sin + i cos at positions 0 and 1
+    hand = torch.complex(table[:2, 0], table[:2, 1])  # (2,): sin + j cos at positions 0 and 1
     sines, cosines = truth[:, 0::4], truth[:, 3::4]  # (N, d/4) each: columns of pairs 0, 2, 4, ..; of 1, 3, 5, ..
     wrong_sines, wrong_cosines = printed[:, 0::2][:, : sines.shape[1]], printed[:, 1::2][:, : cosines.shape[1]]
     squares = printed.square().unflatten(-1, (-1, 2)).sum(-1)  # (N, d/2): sin^2 + cos^2
@@ -84,7 +84,7 @@ def report(head_dim: int = 64, theta: float = 10000.0, context: int = 128) -> Re
             equal("004-01", "frequencies / RoPE's, furthest from 1", _speeds(table, inv_freq), 1.0, 1e-6),
             equal("004-05", "squared length of a row / (d/2), furthest from 1", _gap(lengths, 1.0), 0.0, 1e-12),
             equal(
-                "004-05", "pair 0 as sin + i cos: angle of one step", float((hand[1] / hand[0]).angle()), -1.0, 1e-12
+                "004-05", "pair 0 as sin + j cos: angle of one step", float((hand[1] / hand[0]).angle()), -1.0, 1e-12
             ),
             equal("004-14", "log of ω_(i+1) / ω_i, largest", float(falls.max()), fall, 1e-5),
             equal("004-14", "log of ω_(i+1) / ω_i, smallest", float(falls.min()), fall, 1e-5),

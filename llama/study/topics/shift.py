@@ -71,7 +71,7 @@ def report(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Rep
     sine = rows["sinusoid"]
     exact = max(float((sine[k:] - sine[:-k] @ maps[k].T).abs().max()) for k in OFFSETS)
     later = np.exp(-1j * 3 * theta ** (-np.arange(0, head_dim, 2) / head_dim))  # (d/2,): clockwise by 3 w_i
-    turned = torch.view_as_complex(sine.unflatten(-1, (-1, 2))).numpy() * later  # (N, d/2): sin + i cos, turned
+    turned = torch.view_as_complex(sine.unflatten(-1, (-1, 2))).numpy() * later  # (N, d/2): sin + j cos, turned
     code = torch.view_as_real(torch.from_numpy(turned)).flatten(-2)  # (N, d)
     return Report(
         "shift",
@@ -98,7 +98,7 @@ def report(head_dim: int = 8, theta: float = 10000.0, context: int = 200) -> Rep
                 equal(claim, f"{name}: from numpy's SVD", left[name][3], _projected(rows[name].numpy(), 3), 1e-5)
                 for claim, name in (("001-01", "triangle wave"), ("002-04", "published"))
             ),
-            equal("003-17", "M_3 is clockwise: e^(-3i ω) (sin + i cos)", _gap(code[:-3], sine[3:]), 0.0, 1e-10),
+            equal("003-17", "M_3 is clockwise: e^(-3j ω) (sin + j cos)", _gap(code[:-3], sine[3:]), 0.0, 1e-10),
             equal("003-17", "M_10 M_3 - M_13", _gap(maps[10] @ maps[3], maps[13]), 0.0, 1e-12),
             equal("003-17", "M_3 M_3^T - 1: a rotation", _gap(maps[3] @ maps[3].T, torch.eye(head_dim)), 0.0, 1e-12),
         ),

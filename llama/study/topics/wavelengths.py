@@ -225,7 +225,7 @@ def _arcs(seen: float, met: float) -> str:
     full = 2 * math.pi - 1e-9
     if seen >= full:
         return "all seen"
-    return f"{seen:.2g}, then " + ("all" if met >= full else f"{met:.2g}")
+    return f"{seen:.2g},\nthen " + ("all" if met >= full else f"{met:.2g}")
 
 
 TOPIC = Topic(
@@ -248,7 +248,7 @@ TOPIC = Topic(
             " the last leave it.",
             seen_arc_data,
             seen_arc_draw,
-            size=(5.8, 4.8),
+            size=(5.6, 5.2),
         ),
     ),
 )
