@@ -148,7 +148,7 @@ def order_draw(data: Data, canvas: Canvas) -> None:
             axes.set_yticks(range(4), words)
             axes.set_xlabel("key: the attended word")
             axes.set_ylabel("query: the attending word")
-            axes.set_title(f"{' '.join(words)}, {title}")
+            axes.set_title(f"{' '.join(words)},\n{title}")
 
 
 def _frame(column: int, row: int) -> object:
