@@ -242,10 +242,10 @@ TOPIC = Topic(
         ),
         Figure(
             "seen_arc",
-            "Angles of the distance, counterclockwise from the right. Grey: angles that a pair met in training. Outline:"
-            " angles met at the target length, hatched where they are new; below, both arcs in radians. Fast pairs have"
-            " seen all angles. PI and YaRN keep each slow pair within the grey arc; under NTK-aware all slow pairs but"
-            " the last leave it.",
+            "Angles of the distance, counterclockwise from the right. Grey: angles that a pair met in training."
+            " Outline: angles met at the target length, hatched where they are new; below, both arcs in radians. Fast"
+            " pairs have seen all angles. PI and YaRN keep each slow pair within the grey arc; under NTK-aware all slow"
+            " pairs but the last leave it.",
             seen_arc_data,
             seen_arc_draw,
             size=(5.6, 5.2),
