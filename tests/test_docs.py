@@ -1,0 +1,243 @@
+"""docs/: the index lists every page, links lead somewhere, commands print what is shown, and tables are their source."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import shlex
+import sys
+import tomllib
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama.cli import main
+from llama.system.folders import cache_folder
+
+from .conftest import Run
+from .hub_server import environment, running
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links, without those in code."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    return [target for target in LINK.findall(text) if not re.match(r"https?:|mailto:", target)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def table(page: str, heading: str, start: str = "|") -> list[dict[str, str]]:
+    """The rows of the first table after a heading whose first line begins with `start`, as column -> cell."""
+    text = (DOCS / page).read_text()
+    lines = text[text.index(heading) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(start))
+    rows = []
+    for line in lines[first:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [dict(zip(rows[0], cells, strict=True)) for cells in rows[2:]]
+
+
+# ------------------------------------------------------------------------------------------------------------ links
+def test_the_index_lists_every_page_once() -> None:
+    listed = Counter(links(DOCS / "README.md"))
+    assert listed == Counter(str(page.relative_to(DOCS)) for page in PAGES if page != DOCS / "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or file.suffix != ".md" or anchor in anchors(file), target
+
+
+# --------------------------------------------------------------------------------------------------- shown commands
+SHOWN = [
+    block
+    for page in ("start/install.md", "start/first-run.md", "start/run-a-llama.md", "start/troubleshooting.md")
+    for block in re.findall(r"```console\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+]
+COMMAND = re.compile(
+    r"""(?:(?:printf|echo)\ (?P<quote>['"])(?P<stdin>.*)(?P=quote)\ \|\ )?  # standard input
+        (?P<env>(?:\w+=\S+\ )*)clearllama\ (?P<args>.*)""",
+    re.VERBOSE,
+)
+VARYING = (r"(?<=loaded in )[\d.]+(?= s)", r"(?<=\()[\d,]+(?= tok/s)", r"(?<=seed )\d+", r"(?<= in )[\d.]+(?= s$)",
+           r"[\d.]+(?= GiB are free)")  # fmt: skip
+
+
+def constant(lines: list[str]) -> list[str]:
+    """Lines without what differs from run to run."""
+    for pattern in VARYING:
+        lines = [re.sub(pattern, "#", line) for line in lines]
+    return lines
+
+
+def uses_default_model(block: str) -> bool:
+    return "Tokyo" in block
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models that the pages use."""
+    from scripts import make_tiny
+
+    out = tmp_path_factory.mktemp("docs")
+    make_tiny.make(out / "Meta-Llama-3-8B-Instruct", "llama-3-8b")
+    make_tiny.make(out / "two", "llama-3-70b", shards=2)
+    (out / "two/consolidated.01.pth").unlink()
+    (out / "e").mkdir()
+    return out
+
+
+def check(block: str, folder: Path, clearllama: Run, env: dict[str, str] | None = None) -> None:
+    """Run the command of a block; its messages must be those shown, and its answer too unless weights are random."""
+    first, *shown = block.splitlines()
+    found = COMMAND.fullmatch(first.removeprefix("$ "))
+    assert found, first
+    args = shlex.split(found["args"])
+    env = {**(env or {}), **dict(part.split("=") for part in found["env"].split())}
+    stdin = found["stdin"].encode().decode("unicode_escape").encode() if found["stdin"] else None
+    result = clearllama(*args, stdin=stdin, env=env, cwd=folder)
+    messages = [line for line in shown if line.startswith(("clearllama: ", "fetching "))]
+    shown_answer = [line for line in shown if line not in messages]
+    messages = [line for line in messages if env.get("HF_ENDPOINT") or not line.startswith("fetching ")]
+    stderr = result.stderr.decode().replace(env.get("HF_ENDPOINT", "\0"), "https://huggingface.co")
+    assert constant(stderr.splitlines()) == constant(messages), first
+    random_answer = args[0] in ("generate", "chat") and not uses_default_model(block)
+    if not random_answer:
+        assert result.stdout.decode().splitlines() == shown_answer, first
+
+
+def fast() -> list[object]:
+    """The blocks without the default model, as test cases."""
+    chosen = [block for block in SHOWN if not uses_default_model(block)]
+    slow = {True: pytest.mark.slow, False: ()}
+    return [pytest.param(b, id=b.splitlines()[0][2:70], marks=slow["clearllama pull" in b]) for b in chosen]
+
+
+@pytest.mark.parametrize("block", fast())
+def test_commands_print_what_is_shown(
+    block: str, folder: Path, tmp_path: Path, clearllama: Run, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    command = block.splitlines()[0].removeprefix("$ ")
+    if command.startswith("ls "):
+        assert block.splitlines()[1:] == sorted(path.name for path in (folder / command[3:]).iterdir())
+    elif command.startswith("python scripts/make_tiny.py "):
+        from scripts import make_tiny
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
+        make_tiny.main()
+        assert capsys.readouterr().out.splitlines() == block.splitlines()[1:]
+    elif command.startswith("clearllama pull "):
+        from llama.tools.convert import convert
+
+        convert(folder / "Meta-Llama-3-8B-Instruct", tmp_path / "hf", "hf")
+        name = "meta-llama/Meta-Llama-3-8B"
+        with running({name: {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}}) as server:
+            server.gated, server.cards[name] = {name}, {"license": "other", "license_name": "llama3"}
+            check(block, folder, clearllama, environment(server, tmp_path))
+    elif "--device cuda" not in command or not torch.cuda.is_available():
+        check(block, folder, clearllama)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [block for block in SHOWN if uses_default_model(block)])
+def test_commands_with_the_default_model_print_what_is_shown(
+    block: str, folder: Path, tmp_path: Path, clearllama: Run
+) -> None:
+    from llama.hub import named
+
+    cache = cache_folder()
+    if "CXX=" in block:  # compiled kernels would be used
+        cache = tmp_path
+        (cache / named.MODELS[named.DEFAULT].file).symlink_to(named.resolve())
+    check(block, folder, clearllama, {"CLEARLLAMA_CACHE": str(cache)})
+
+
+@pytest.mark.slow
+def test_the_python_page_prints_what_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path) -> None:
+    text = (DOCS / "start/python.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for code, shown in re.findall(r"```python\n(.*?)```\n\n(?:```text\n(.*?)```)?", text, re.DOTALL):
+        exec(code, names)
+        if shown:
+            assert capsys.readouterr().out == shown
+
+
+# ----------------------------------------------------------------------------------------------------------- tables
+def test_the_memory_table_has_the_numbers_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "start/run-a-llama.md").read_text()
+    (command,) = re.findall(r"^\$ clearllama (plan .*)$", page, re.MULTILINE)
+    rows = table("start/run-a-llama.md", "## 5. Know what fits")
+    assert [row["weights"] for row in rows] == ["bfloat16, as Meta's files", "`--quantize int8`", "`--quantize int4`"]
+    for row, scheme in zip(rows, ("", "--quantize int8", "--quantize int4"), strict=True):
+        for gigabytes in (8, 16, 24):
+            asked = command.replace("16GB", f"{gigabytes}GB").replace("--quantize int4", scheme)
+            main([*asked.split(), "--json"])
+            plan = json.loads(capsys.readouterr().out)
+            memory, longest = plan["memory"], plan["largest_context"]
+            assert row["weights, GB"] == f"{memory['weights'] / 1e9:.1f}"
+            assert row["total, GB"] == f"{(memory['total'] - memory['reserve']) / 1e9:.1f}"
+            assert row[f"in {gigabytes} GB"] == (f"up to {longest:,} tokens" if longest else "no")
+            assert f"keys and values ({memory['kv_cache'] / 1e9:.1f} GB)" in page
+            assert f"activations ({memory['activations'] / 1e9:.1f} GB)" in page
+
+
+def test_the_table_of_schemes_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "guides/quantization.md").read_text()
+    main(["quantize", "--list"])
+    assert f"```console\n$ clearllama quantize --list\n{capsys.readouterr().out}```" in page
+
+
+def test_the_table_of_extras_has_those_for_users() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    developers = {"test", "lint", "fuzz", "mutation", "docs"}
+    rows = table("start/install.md", "## Extras")
+    assert {row["extra"].strip("`") for row in rows} == project["optional-dependencies"].keys() - developers
+
+
+LABELS = {
+    "none": "unchanged", "linear": "PI x{}", "ntk": "NTK-aware x{}", "yarn": "YaRN x{}",
+    "dynamic": "dynamic NTK x{}, as decoded", "dynamic-whole": "dynamic NTK x{}, each bucket read afresh",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("heading", "file"), [("## tiny-kjv", "tiny-kjv"), ("## SmolLM2", "smollm2")])
+def test_the_tables_of_perplexity_have_the_numbers_of_their_files(heading: str, file: str) -> None:
+    nats: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in csv.DictReader((DOCS / f"evidence/perplexity-{file}.csv").open()):
+        method, _, factor = row["method"].partition(":")
+        bucket = f"{(int(row['last']) + 1) / int(row['trained']):g}"
+        total = nats[LABELS[method].format(factor), bucket]
+        total[0] += float(row["nats"])
+        total[1] += int(row["last"]) - int(row["first"]) + 1
+    shown = {
+        (row["up to trained lengths"], bucket): cell
+        for row in table("evidence/perplexity.md", heading, "| up to trained lengths")
+        for bucket, cell in row.items()
+        if bucket != "up to trained lengths"
+    }
+    assert shown.keys() == nats.keys()
+    for key, (total, count) in nats.items():
+        value = math.exp(total / count)
+        assert shown[key] == (f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")), key
