@@ -20,7 +20,7 @@ from llama.engine import compiled
 from llama.engine.cpu_runner import KernelRunner
 from llama.errors import UsageError
 from llama.generate import generate
-from llama.generation.speculative import NGramDraft
+from llama.generation.speculative import ModelDraft, NGramDraft
 from llama.loader import load
 from llama.model import Runner, Transformer
 from llama.rope import half_to_interleaved
@@ -30,6 +30,7 @@ from llama.study.intervene import only_layers
 from llama.text import Llama, Session
 
 from .. import tiny
+from ..server.serving import running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -325,6 +326,44 @@ def test_hooks_run_in_generate_batches_and_speculative_decoding(tiny_llm: Llama)
     torch.testing.assert_close(torch.cat(one.calls["resid_post.1"], 1), whole["resid_post.1"], rtol=0, atol=1e-4)
     assert max(x.shape[0] for x in many.calls["resid_post.1"]) >= 3  # a row for each prompt
     assert [tiny_llm.generate(prompt, **options).tokens for prompt in prompts] == plain
+
+
+@pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_0"])
+def test_every_way_to_run_a_file_uses_the_patched_tensor(tmp_path: Path, quantization: str) -> None:
+    """With the row of one token as the last residual stream, every answer repeats that token."""
+    llm = load(tiny.write_gguf(tmp_path / "m.gguf", tiny.WIDE, quantization=quantization), device="cpu")
+    other = load(tiny.write_gguf(tmp_path / "f.gguf", tiny.WIDE), device="cpu", dtype="float32")
+    (wanted,) = llm.tokenizer.encode("k")
+    row = tiny.weights(tiny.WIDE)["output.weight"][wanted]
+    drafts: list[Any] = [NGramDraft(), ModelDraft(other.model)]
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0}
+    passes: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def recorded(way: str) -> Iterator[None]:
+        with study.activations(llm, "z.0") as seen:
+            yield
+        passes[way] = len(seen.calls["z.0"])
+
+    with study.patch(llm, {"resid_post.1": lambda x, at: row.expand_as(x)}):
+        with recorded("generate"):
+            answers = [llm.generate("hello", **options)]
+        with recorded("batch"):
+            answers += llm.generate(["hello", "the", "a"], **options)
+        for draft in drafts:
+            with recorded(type(draft).__name__):
+                answers.append(llm.generate("hello", draft=draft, **options))
+        with recorded("server"), running(llm) as server:
+            served = server.client().completions.create(
+                model="tiny", prompt=["hello", "the"], max_tokens=6, temperature=0
+            )
+    assert [answer.tokens for answer in answers] == [[wanted] * 6] * 6
+    assert [choice.text for choice in served.choices] == ["k" * 6] * 2
+    assert drafts[0].accepted > 0  # "k" follows "k"
+    assert (drafts[1].drafted > 0, drafts[1].accepted) == (True, 0)  # the draft model is not patched
+    assert (passes["generate"], passes["ModelDraft"]) == (6, 6)
+    assert all(1 < count <= 12 for count in passes.values()), passes
+    assert llm.generate("hello", **options).tokens != [wanted] * 6
 
 
 def test_a_session_is_not_shared_across_a_patch(tiny_llm: Llama) -> None:
