@@ -11,9 +11,11 @@ import torch
 
 from llama import study
 from llama.cli import main
+from llama.engine import kernels
 from llama.errors import UsageError
 from llama.study.intervene import other_rope
 from llama.study.patching import ROWS, cell
+from llama.study.perplexity import tiny_folder
 from llama.text import Llama
 
 from .. import tiny
@@ -139,6 +141,17 @@ def test_the_command_shows_and_writes_the_grid(
         changed = study.patching_grid(tiny_llm, source, target)
     differences = json.loads(file.read_text())["patching"]["differences"]
     assert differences == pytest.approx(changed.differences, abs=1e-5) != pytest.approx(grid.differences, abs=1e-5)
+
+
+def test_compile_is_switched_off_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    if not kernels.ready():
+        pytest.skip("--compile requires the C++ kernels")
+    found = []
+    for options in ([], ["--compile"]):
+        assert main(["trace", "abc", "--patch-from", "abd", "-m", str(tiny_folder()), *options]) == 0
+        found.append(capsys.readouterr())
+    assert found[0].out == found[1].out
+    assert [one.err.count("runs module by module, without the compiled step") for one in found] == [0, 1]
 
 
 def test_texts_of_other_lengths_are_shown_token_by_token(tiny_gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 from pathlib import Path
@@ -16,8 +17,10 @@ from llama import study
 from llama.cli import main
 from llama.errors import CheckpointError, LlamaError, UsageError
 from llama.generation.session import settings_of
+from llama.loader import load
 from llama.study.steering import check_fit
 from llama.text import Llama
+from llama.tools.convert import convert
 
 from .. import tiny
 
@@ -183,6 +186,51 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
             study.ControlVector.read(path)
     with pytest.raises(CheckpointError, match="No such file"):
         study.ControlVector.read(tmp_path / "none.gguf")
+
+
+# ---------------------------------------------------------------------------------------------------------- llama.cpp
+def logits_of_llama_cpp(model: Path, vector: Path, scale: float, ids: list[int]) -> torch.Tensor:
+    """Logits after every token, (T, V), by llama.cpp with float32 keys and values; the gguf package reads the vector.
+
+    llama.cpp takes the directions as one array of layers 1, 2, .. and a range of layers.
+    """
+    llama_cpp = pytest.importorskip("llama_cpp")
+    directions = {int(t.name.split(".")[1]): t.data for t in gguf.GGUFReader(vector).tensors}
+    last, dim = max(directions), len(directions[1])
+    joined = scale * np.concatenate([directions.get(n, np.zeros(dim, np.float32)) for n in range(1, last + 1)])
+    array = (ctypes.c_float * len(joined))(*joined.tolist())
+    llm = llama_cpp.Llama(str(model), n_ctx=64, logits_all=True, verbose=False, n_threads=1, type_k=0, type_v=0)
+    assert llama_cpp.llama_set_adapter_cvec(llm.ctx, array, len(joined), dim, 1, last) == 0
+    llm.eval(ids)
+    return torch.from_numpy(np.array(llm.scores[: len(ids)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [0.0, 0.05, -0.3])
+def test_llama_cpp_gives_the_same_logits(default_float32: Path, tmp_path: Path, scale: float) -> None:
+    pytest.importorskip("llama_cpp")
+    llm, path = load(default_float32, device="cpu", dtype="float32"), tmp_path / "happy.gguf"
+    happy, sad, ids = map(
+        llm.tokenizer.encode_prompt, ("I am so happy that", "I am so sad that", "Today I went to the")
+    )
+    vector = study.control_vector(llm, [(happy, sad)])
+    vector.write(path)
+    with study.steer(llm, vector, scale):
+        found = llm.model(torch.tensor([ids]))[0]
+    plain = llm.model(torch.tensor([ids]))[0]
+    expected = logits_of_llama_cpp(default_float32, path, scale, ids)
+    print(f"scale {scale}: steering moves logits by {(found - plain).abs().max():.2f}, llama.cpp differs by", end=" ")
+    print(f"{(found - expected).abs().max():.1e}")
+    assert (float((found - plain).abs().max()) > 1) == (scale != 0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
+
+
+@pytest.fixture(scope="module")
+def default_float32(default_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model as a GGUF file in float32: llama.cpp rounds activations to 8 bits for quantized weights."""
+    path = tmp_path_factory.mktemp("float32") / "model.gguf"
+    convert(default_gguf, path, "gguf", dtype=torch.float32)
+    return path
 
 
 # ------------------------------------------------------------------------------------------------------------ command
