@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 __all__ = [
     "compare_encodings",
+    "compare_inside",
     "compare_peers",
     "gpu_check",
     "gpu_parts",
