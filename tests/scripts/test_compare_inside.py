@@ -19,6 +19,7 @@ def test_every_name_is_compared() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_nnsight_gives_the_same_tensors_and_grid(
     default_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
