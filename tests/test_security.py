@@ -36,10 +36,10 @@ def test_numbers_it_names_are_correct() -> None:
         f"GGUF header | {gguf.LARGEST_HEADER >> 20} MiB, {gguf.MOST_STRINGS:,} strings",
         f"pickle in a torch file | {torch_pickle.LARGEST_PICKLE >> 20} MiB, {torch_pickle.MOST_OPERATIONS:,} operations",
         f"token | {common.LONGEST_TOKEN:,} characters",
-        f"normalizer and pre-tokenizer of a `tokenizer.json` | {steps.MOST_STEPS} steps of known types; {steps.LARGEST_GROWTH} characters written",
+        f"normalizer and pre-tokenizer of a `tokenizer.json` | {steps.MOST_STEPS} steps of known types; {steps.LARGEST_GROWTH} characters of output",
         f"all regular expressions of a `tokenizer.json` together | {patterns.LONGEST:,} characters, {patterns.MOST_CLASSES} character classes",
-        f"chat template | {template.SECONDS:g} s of processor time and {template.PER_MEGABYTE:g} s per megabyte of the"
-        f" conversation; {template.SPACE >> 20} MiB and {template.COPIES} times the size",
+        f"chat template | {template.SECONDS:g} s of processor time, plus {template.PER_MEGABYTE:g} s per megabyte of the"
+        f" conversation; {template.SPACE >> 20} MiB, plus {template.COPIES} times the size",
     ):
         assert f"| {row}" in TEXT, row
     assert f"stopped after {template.WAIT:g} seconds of real time" in TEXT
