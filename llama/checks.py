@@ -64,7 +64,7 @@ def choice(name: str, value: object, known: Collection[str], error: type[LlamaEr
 def known_ids(ids: Iterable[int], size: int) -> None:
     """Raise UsageError for the first id that is not in a vocabulary of `size` ids."""
     if (unknown := next((id for id in ids if not 0 <= id < size), None)) is not None:
-        raise UsageError(f"token id {unknown} is not in the vocabulary of {size:,} ids, 0 to {size - 1}")
+        raise UsageError(f"token id {unknown} is not in the vocabulary; expected 0 to {size - 1}")
 
 
 def shown(value: object) -> str:

@@ -146,7 +146,7 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
     context = model.max_seq_len if cache is None else min(model.max_seq_len, cache.max_len)
     if len(prompt) >= context:
         raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens and the context holds {context}, the answer included;"
+            f"the prompt has {len(prompt)} tokens, but the context of {context} must hold prompt and answer;"
             f" shorten the prompt or raise --max-seq-len"
         )
     checks.known_ids(prompt, model.config.vocab_size)

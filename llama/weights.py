@@ -160,9 +160,9 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     """
     found = mismatches(checkpoint)
     if found:
-        more = f"; and {len(found) - 1} more mismatches" if len(found) > 1 else ""
+        more = f" (and {len(found) - 1} more mismatches)" if len(found) > 1 else ""
         raise CheckpointError(
-            f"{checkpoint.path}: {found[0]}{more}; file and configuration do not match, or one is damaged"
+            f"{checkpoint.path}: {found[0]}{more}; the files belong to different models, or one is damaged"
         )
 
 
@@ -172,7 +172,7 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
     layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
     if len(layers) != config.n_layers or max(layers, default=-1) != config.n_layers - 1:
         last = f", up to layer {max(layers)}" if layers else ""
-        return [f"the configuration has {config.n_layers} layers, and the file has tensors of {len(layers)}{last}"]
+        return [f"the configuration has {config.n_layers} layers, but the file has tensors of {len(layers)}{last}"]
     expected = expected_shapes(config)
     missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
     found = []
@@ -182,7 +182,7 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
             count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
             found.append(f"{count} {problem}: {', '.join(map(file_name, names[:3]))}{more}")
     return found + [
-        f"{file_name(name)} has shape {shapes[name]} and the configuration requires {shape}"
+        f"{file_name(name)} has shape {shapes[name]}, but the configuration requires {shape}"
         for name, shape in expected.items()
         if name in shapes and shapes[name] != shape
     ]

@@ -189,7 +189,7 @@ def error_of(result: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
     assert result.returncode == code, result.stderr
     assert result.stdout == b""
     *before, last = result.stderr.decode().splitlines()
-    assert all(line.startswith("fetching ") for line in before), before
+    assert all(line.startswith("downloading ") for line in before), before
     assert last.startswith("clearllama: error: ")
     return last
 

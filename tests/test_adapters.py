@@ -560,7 +560,7 @@ def test_a_cut_or_damaged_adapter_is_refused_or_harmless(bases, tmp_path: Path, 
 
 def test_an_adapter_as_model_is_refused_with_the_option(adapter: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"contains an adapter, not a model; pass its base model by --model.*--adapter"
+        CheckpointError, match=r"contains an adapter, not a model; pass its base model as --model.*--adapter"
     ):
         open_checkpoint(adapter)
 

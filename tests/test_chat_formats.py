@@ -681,8 +681,8 @@ def test_only_llama3_writes_a_message_that_continues() -> None:
 @pytest.mark.parametrize(
     ("dialog", "reason"),
     [
-        ([{"role": "system", "content": "s"}], "needs a user's message at the end"),
-        ([user("a"), assistant("b")], "needs a user's message at the end"),
+        ([{"role": "system", "content": "s"}], "needs a last message of the user"),
+        ([user("a"), assistant("b")], "needs a last message of the user"),
         ([assistant("a"), user("b")], "message 0: .*expected user, got assistant"),
         ([user("a"), user("b")], "message 1: .*expected assistant, got user"),
         ([user("a"), {"role": "system", "content": "s"}, user("b")], "message 1: .*expected assistant, got system"),

@@ -230,7 +230,7 @@ def test_a_file_that_is_not_a_model_is_one_line_and_exit_1(clearllama: Run, tmp_
 def test_the_error_for_a_long_prompt_names_its_length_and_the_context(clearllama: Run, tiny_gguf: Path) -> None:
     result = clearllama("generate", "-q", "-m", str(tiny_gguf), "x" * 400, "--raw")
     assert result.returncode == 1
-    assert "400 tokens and the context holds 256" in error_line(result)
+    assert "400 tokens, but the context of 256" in error_line(result)
 
 
 @pytest.mark.row("E09")
@@ -435,7 +435,7 @@ def test_chat_continues_after_a_turn_that_is_too_long(clearllama: Run, tiny_gguf
     lines = "hello\n" + "x" * 400 + "\nhello\n"
     result = clearllama("chat", "-m", str(tiny_gguf), "-n", "5", stdin=lines.encode())
     assert result.returncode == 1  # a turn of a pipe failed
-    assert result.stderr.count(b"context holds 256") == 1
+    assert result.stderr.count(b"context of 256 must hold") == 1
     assert b"error: turn 2: the prompt has" in result.stderr
     assert b"/clear" not in result.stderr  # would not help
     assert result.stderr.count(b"prompt tokens") == 2

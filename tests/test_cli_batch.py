@@ -156,9 +156,9 @@ def test_a_prompt_that_cannot_run_becomes_an_error_in_the_output(
     assert [set(answer) & {"error", "text"} for answer in answers] == [
         {"error"}, {"text"}, {"error"}, {"text"}, {"error"}, {"text"}, {"error"}
     ]  # fmt: skip
-    assert "context holds" in answers[0]["error"]
+    assert "must hold prompt and answer" in answers[0]["error"]
     assert answers[0]["id"] == "long"
-    assert "context holds" in answers[4]["error"]
+    assert "must hold prompt and answer" in answers[4]["error"]
     message = "4 of 7 prompts could not be run; see the key error in the output"
     assert capsys.readouterr().err == f"clearllama: error: {message}\n"
     before = target.read_bytes()
@@ -177,10 +177,10 @@ def test_an_output_of_errors_only_is_complete(main: Command, tmp_path: Path) -> 
     [
         (b"", "line 2 is empty"),
         (b"   ", "line 2 is empty"),
-        (b"hello", "line 2:1:1"),
-        (b'{"prompt": "a"', "line 2:1"),
-        (b'["a"]', "line 2 holds a list"),
-        (b'{"prompt": "\xff"}', "line 2 is not UTF-8"),
+        (b"hello", "line 2 is not valid JSON"),
+        (b'{"prompt": "a"', "line 2 is not valid JSON"),
+        (b'["a"]', "line 2: expected an object {...}, got a list"),
+        (b'{"prompt": "\xff"}', "line 2 is not valid JSON: byte 12 is not UTF-8"),
         (b'{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
         (b'{"prompt": "a", "temperature": NaN}', "NaN"),
         (b'{"prompt": "a", "promt": "b"}', "line 2: unknown key 'promt'"),
@@ -205,7 +205,7 @@ def test_an_output_of_errors_only_is_complete(main: Command, tmp_path: Path) -> 
         (b'{"prompt": "a", "temperature": null}', "line 2: temperature must be a number, got null"),
         (b'{"prompt": "a", "top_k": true}', "line 2: top_k must be a number, got true"),
         (b'{"prompt": "a", "id": "x", "seed": {}}', 'line 2 (id "x"): seed must be a number, got {}'),
-        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "line 2: it holds a number of thousands of digits"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "line 2 contains a number of thousands of digits"),
         (b'{"prompt": "a\\ud800"}', "line 2: 'prompt' contains '\\ud800', half of a surrogate pair"),
         (b'{"prompt": "a", "id": "\\udfff"}', "line 2: 'id' contains '\\udfff', half of"),
         (b'{"prompt": "a", "stop": ["b", "\\ud83d"]}', "line 2: 'stop' contains '\\ud83d', half of"),
@@ -258,7 +258,7 @@ def test_a_byte_order_mark_before_the_first_line_is_ignored(main: Command, tmp_p
 
 NEEDS_A_CHAT = [
     ({"messages": [{"role": "user", "content": "b"}]}, "this model has no chat template"),
-    ({"prompt": "a", "system": "b"}, "the model has no chat template"),
+    ({"prompt": "a", "system": "b"}, "model has no chat template"),
 ]
 
 

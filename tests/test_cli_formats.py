@@ -125,10 +125,10 @@ def test_a_tokenizer_of_another_model_is_a_mismatch(clearllama: Run, tmp_path: P
     (folder / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
     result = clearllama("inspect", str(folder), "--json")
     assert result.returncode == 1
-    assert "856 tokens and the embedding 512 rows" in json.loads(result.stdout)["mismatches"][0]
+    assert "856 tokens, but the embedding has 512 rows" in json.loads(result.stdout)["mismatches"][0]
     result = clearllama("generate", "-m", str(folder), "x", *FAST)
     assert result.returncode == 1
-    assert b"do not belong together" in result.stderr
+    assert b"use the tokenizer that was published" in result.stderr
 
 
 # ------------------------------------------------------------------------------------------------- generate and chat

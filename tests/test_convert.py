@@ -253,7 +253,7 @@ def test_a_hugging_face_folder_has_the_requested_number_of_files(source: Path, t
 
 def test_the_tokenizer_of_another_model_is_refused_and_a_damaged_one_is_reported(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer.model").write_bytes(make_tiny.tiktoken_model(600))
-    with pytest.raises(CheckpointError, match="do not belong together"):
+    with pytest.raises(CheckpointError, match="use the tokenizer that was published"):
         convert(source, tmp_path / "hf", "hf")
     (source / "tokenizer.model").write_bytes(b"nonsense")
     proof = convert(source, tmp_path / "hf", "hf")
@@ -315,11 +315,11 @@ def test_an_existing_target_is_replaced_only_by_force(source: Path, tmp_path: Pa
     assert files(tmp_path / "hf") == before
     assert (tmp_path / "hf").stat().st_mode & 0o777 == 0o700
     for target in (source, source.parent):
-        with pytest.raises(UsageError, match="is the source, or the source lies in it"):
+        with pytest.raises(UsageError, match="is the source or contains it"):
             convert(source, target, "hf", force=True)
-    with pytest.raises(UsageError, match="is not a folder; make it first"):
+    with pytest.raises(UsageError, match="is not a folder; create it first"):
         convert(source, tmp_path / "no" / "hf", "hf")
-    with pytest.raises(UsageError, match="is a folder and this format is a file"):
+    with pytest.raises(UsageError, match="is a folder, but this format is a file"):
         convert(source, tmp_path / "hf", "gguf", force=True)
     with pytest.raises(UsageError, match="unknown format"):
         convert(source, tmp_path / "x", "onnx")
@@ -374,7 +374,7 @@ def test_all_that_the_writers_write_may_be_replaced(source: Path, tmp_path: Path
 @pytest.mark.row("F02")
 def test_a_full_disk_leaves_no_files(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match=r"0 MB free and the new files need"):
+    with pytest.raises(CheckpointError, match=r"0 MB free, but the new files need"):
         convert(source, tmp_path / "hf", "hf")
     monkeypatch.undo()
 
@@ -426,7 +426,7 @@ def test_the_proof_finds_a_wrong_byte(source: Path, tmp_path: Path, monkeypatch:
         return raw
 
     monkeypatch.setattr(huggingface_write, "raw_bytes", change_a_bit)
-    with pytest.raises(CheckpointError, match="does not read back as it was written"):
+    with pytest.raises(CheckpointError, match="differs after it was written"):
         convert(source, tmp_path / "hf", "hf")
     assert os.listdir(tmp_path) == ["source"]
 
@@ -436,7 +436,7 @@ def test_the_proof_finds_a_missing_permutation(source: Path, tmp_path: Path, mon
     from llama.checkpoint import huggingface_write
 
     monkeypatch.setattr(huggingface_write, "ROTATED", ())
-    with pytest.raises(CheckpointError, match=r"attention\.w[qk]\.weight does not read back"):
+    with pytest.raises(CheckpointError, match=r"attention\.w[qk]\.weight differs after"):
         convert(source, tmp_path / "hf", "hf")
 
 

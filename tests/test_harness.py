@@ -320,7 +320,7 @@ def test_the_command(tiny_gguf: Path, tasks: Path, tmp_path: Path, capfd: pytest
     assert results == json.loads(output.read_text())
     assert results["n-samples"]["choice"] == {"original": 8, "effective": 4}
     assert results["config"]["model_args"]["model"] == str(tiny_gguf)
-    assert "were longer than the context of 64 tokens and were truncated at the beginning" in err
+    assert "were longer than the context of 64 tokens; their beginning was cut" in err
     assert "Traceback" not in err
     lines = (tmp_path / "samples_choice_results.jsonl").read_text().splitlines()
     assert [json.loads(line)["doc_id"] for line in lines] == [0, 1, 2, 3]
@@ -411,9 +411,9 @@ def test_requests_that_end_hflm(model: Model) -> None:
     assert space == expected
     with pytest.raises(UsageError, match=r"'e' adds no token to the context that ends in 'h'"):
         ours.loglikelihood(instances("loglikelihood", ("h", "e")))
-    with pytest.raises(ContextLengthError, match=r"a continuation has .* tokens and the model's context 64"):
+    with pytest.raises(ContextLengthError, match=r"a continuation has .* tokens, but the context of the model is 64"):
         ours.loglikelihood(instances("loglikelihood", ("the", long)))
-    with pytest.raises(UsageError, match="generates up to 64 tokens, and the model's context of 64"):
+    with pytest.raises(UsageError, match="generates up to 64 tokens, but the model's context of 64"):
         ours.generate_until(instances("generate_until", ("the", {"until": [], "max_gen_toks": 64})))
 
 

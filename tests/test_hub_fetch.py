@@ -71,7 +71,7 @@ def test_three_quantizations(clearllama: Run, server: Hub, env: dict[str, str]) 
     result = clearllama("generate", "-m", "org/three", "-n", "2", "--raw", "Once", env=env)
     assert result.returncode == 0, result.stderr
     lines = result.stderr.decode().splitlines()
-    assert lines[0] == "fetching org/three (tiny-Q4_K_M.gguf, 0 MB to download, licence llama3.2)"
+    assert lines[0] == "downloading org/three (tiny-Q4_K_M.gguf, 0 MB to download, licence llama3.2)"
     assert set(server.served) == {"tiny-Q4_K_M.gguf"}
     offline = {**env, "HF_HUB_OFFLINE": "1"}
     again = clearllama("inspect", "org/three", env=offline)
@@ -79,7 +79,7 @@ def test_three_quantizations(clearllama: Run, server: Hub, env: dict[str, str]) 
     assert resolve("org/three:q8_0", env).endswith("tiny-Q8_0.gguf")
     assert "HF_HUB_OFFLINE is set" in resolve("org/three:Q2_K", offline)
     assert (
-        b"this command does not download models; run 'clearllama pull org/far' first"
+        b"this command does not download models: first run clearllama pull org/far"
         in clearllama("plan", "-m", "org/far", "--gpus", "1xH100", env=env).stderr
     )
     assert "org/three has no GGUF file of type Q5_K_M; it has Q2_K, Q4_K_M, Q8_0: name one" in resolve(
@@ -91,7 +91,7 @@ def test_three_quantizations(clearllama: Run, server: Hub, env: dict[str, str]) 
 def test_the_nearest_quantization_is_named(clearllama: Run, server: Hub, env: dict[str, str]) -> None:
     result = clearllama("pull", "org/far", env=env)
     assert path_of(result).name == "far-IQ4_XS.gguf"
-    assert b"fetching org/far (far-IQ4_XS.gguf, the nearest to Q4_K_M, 0 MB" in result.stderr
+    assert b"downloading org/far (far-IQ4_XS.gguf, the nearest to Q4_K_M, 0 MB" in result.stderr
     result = clearllama("inspect", "org/far", env={**env, "HF_HUB_OFFLINE": "1"})
     assert result.stderr.startswith(b"org/far: using far-IQ4_XS.gguf from the Hugging Face cache\n")
 
@@ -177,7 +177,7 @@ def test_the_default_model_is_that_of_the_environment(
 ) -> None:
     result = clearllama("inspect", "--json", env={"CLEARLLAMA_MODEL": str(tiny_gguf)})
     assert json.loads(result.stdout)["path"] == str(tiny_gguf)
-    assert b"tiny.gguf)" in clearllama("generate", "--help", env={"CLEARLLAMA_MODEL": "tiny.gguf"}).stdout
+    assert b"tiny.gguf;" in clearllama("generate", "--help", env={"CLEARLLAMA_MODEL": "tiny.gguf"}).stdout
     monkeypatch.setenv("CLEARLLAMA_MODEL", str(tiny_gguf))
     assert hub.resolve() == tiny_gguf
     monkeypatch.setenv("CLEARLLAMA_MODEL", "")
@@ -322,7 +322,7 @@ def test_a_gated_repository_says_so_before_and_after(clearllama: Run, server: Hu
     result = clearllama("inspect", "org/three", env=env)
     first, last = result.stderr.decode().splitlines()
     assert first == (
-        f"fetching org/three (tiny-Q4_K_M.gguf, 0 MB to download, licence tiny-licence, gated: accept the licence on"
+        f"downloading org/three (tiny-Q4_K_M.gguf, 0 MB to download, licence tiny-licence, gated: accept the licence on"
         f" {server.url}/org/three)"
     )
     assert last.startswith("clearllama: error: there is no file or folder 'org/three'; org/three is gated: accept")

@@ -93,7 +93,7 @@ def test_a_pull_fetches_the_needed_files_and_the_id_then_works_offline(
     assert set(server.served) == {file.name for file in folder.iterdir()} <= wanted | {"special_tokens_map.json"}
     assert all((folder / name).read_bytes() == server.repos["meta-llama/Tiny"][name] for name in server.served)
     assert re.fullmatch(
-        rb"fetching meta-llama/Tiny \(\d files, \d+ MB to download, licence not stated\)\n", result.stderr
+        rb"downloading meta-llama/Tiny \(\d files, \d+ MB to download, licence not stated\)\n", result.stderr
     )
 
     offline = {**env, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
@@ -146,7 +146,7 @@ def test_an_interrupted_pull_ends_at_once_and_the_next_resumes(
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=5)
     assert (process.returncode, stdout) == (130, "")
-    assert "fetching org/sharded was stopped; the same command resumes it" in stderr.splitlines()
+    assert "downloading org/sharded was stopped; the same command resumes it" in stderr.splitlines()
     line = resolve("org/sharded", {**env, "HF_HUB_OFFLINE": "1"})
     assert "the Hugging Face cache has no complete copy of org/sharded" in line
     before = set(server.served)
@@ -189,7 +189,7 @@ def test_offline_mode_and_an_unreachable_hub_are_errors(clearllama: Run, env: di
     line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_HUB_OFFLINE": "1"}))
     assert "the Hugging Face cache has no complete copy of org/sharded, and HF_HUB_OFFLINE is set; unset it" in line
     line = error_of(clearllama("pull", "org/sharded", env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}))
-    assert "fetching org/sharded from the Hugging Face hub failed (ConnectError" in line
+    assert "downloading org/sharded from the Hugging Face hub failed (ConnectError" in line
     assert "check the network" in line
 
 
@@ -376,7 +376,7 @@ def test_force_does_not_fall_back_to_the_cache(fake_hub: dict[str, Any], cache: 
 
 
 def test_invalid_names_and_options_are_errors() -> None:
-    with pytest.raises(UsageError, match="ORG/NAME of the Hugging Face hub"):
+    with pytest.raises(UsageError, match="ORG/NAME on the Hugging Face hub"):
         hub.pull("no-such-model")
     with pytest.raises(UsageError, match="--meta"):
         hub.pull(hub.DEFAULT, meta=True)

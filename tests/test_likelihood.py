@@ -139,7 +139,7 @@ def test_no_pairs(model: Transformer) -> None:
 
 
 def test_errors(model: Transformer) -> None:
-    with pytest.raises(ContextLengthError, match="a continuation has 111 tokens and the model's context 110"):
+    with pytest.raises(ContextLengthError, match="a continuation has 111 tokens, but the context of the model is 110"):
         log_likelihoods(model, [([1], [2] * 111)], batch_size=1)
     for pair in (([], [1]), ([1], [])):
         with pytest.raises(UsageError, match="pair 2: expected at least one id"):

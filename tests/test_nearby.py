@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -11,8 +12,12 @@ import pytest
 
 import llama
 from llama.checkpoint import open_checkpoint
+from llama.cli import with_options
 from llama.errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from llama.generation.session import Session
+from llama.hub import families
+from llama.hub.named import DEFAULT, resolve
+from llama.hub.repository import hub_id
 from llama.tools.convert import convert
 
 from .conftest import Run
@@ -177,7 +182,7 @@ def test_the_given_tokenizer_replaces_the_own_one(
     for path, message in (
         (tmp_path / "no", r"no has no usable tokenizer: expected a tokenizer\.model.*No such file"),
         (tmp_path / "text", r"text has no usable tokenizer: expected a tokenizer\.model"),
-        (default_gguf, "do not belong together"),
+        (default_gguf, "use the tokenizer that was published"),
     ):
         with pytest.raises(LlamaError, match=message):
             llama.load(folder, tokenizer=path, device="cpu")
@@ -206,3 +211,43 @@ def test_a_session_belongs_to_its_tokenizer(root: Path, tmp_path: Path) -> None:
         again.generate(TEXT, max_new_tokens=2, session=Session.load(tmp_path / "s", again.model)).stats.cached_tokens
         > 0
     )
+
+
+def test_every_official_model_has_a_repository_in_each_spelling() -> None:
+    for name in families.official():
+        if name.startswith(("llama-1", "smollm2")):  # LLaMA 1 has no public repository, SmolLM2 is the default
+            assert families.repository_of(name) is None
+            continue
+        repository = families.repository_of(name)
+        assert repository is not None, name
+        assert hub_id(repository) is not None
+        for spelling in (name.upper(), f"models/{name}", f"Meta-{name}", name.replace("-", "").replace("b", ":b")):
+            assert families.repository_of(spelling) == repository, spelling
+    assert all(families.repository_of(repository) == repository for repository in families.REPOSITORIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Meta-Llama-3-8B", "give its path, or: clearllama pull meta-llama/Meta-Llama-3-8B"),
+        ("./Llama-2-7b-chat/", "give its path, or: clearllama pull meta-llama/Llama-2-7b-chat"),
+        ("llama3.1:8b", "give its path, or: clearllama pull meta-llama/Llama-3.1-8B"),
+        ("Llama-4-8B", f"expected a path, ORG/NAME on the Hugging Face hub or {DEFAULT}"),
+    ],
+)
+def test_an_absent_model_is_named_with_the_command_that_downloads_it(name: str, expected: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        resolve(name)
+    assert str(caught.value) == f"there is no file or folder {name!r}; {expected}"
+
+
+def test_usage_errors_name_the_option_of_a_parameter() -> None:
+    args = argparse.Namespace(top_p=0.5, rope="real", gpu_layers=1, seed=0)
+    for message, shown in [
+        ("top_p must be a number from 0 to 1, got 2", "--top-p must be a number from 0 to 1, got 2"),
+        ("seed must be an integer", "--seed must be an integer"),
+        ("gpu_layers 2 requires a GPU", "--gpu-layers 2 requires a GPU"),
+        ("rope scaling yarn does not accept 'x'", "rope scaling yarn does not accept 'x'"),
+        ("max_seq_len must be an integer", "max_seq_len must be an integer"),
+    ]:
+        assert with_options(message, args) == shown

@@ -503,7 +503,7 @@ def test_a_configuration_file_is_enough(tmp_path: Path) -> None:
     file.write_text(json.dumps(metas))
     assert architecture(str(file))[1].n_params == 405_853_388_800
     file.write_text(json.dumps(metas | {"vocab_size": -1}))
-    with pytest.raises(ConfigError, match="leaves the size of the vocabulary"):
+    with pytest.raises(ConfigError, match="does not state the size of the vocabulary"):
         architecture(str(file))
 
     ours = json.loads((ROOT / "configs/llama-2-7b.json").read_text())

@@ -383,11 +383,11 @@ def test_usage_errors_are_one_line(sources: dict[str, Path], tmp_path: Path, cap
         ([source], 2, "quantize needs SRC and DST"),
         ([source, target, "--shards", "-1"], 2, "shards must be an integer of at least 0, got -1"),
         ([source, target, "--shards", "100"], 1, "21 weights can't be spread over 100 files"),
-        ([source, str(tmp_path / "no" / "q")], 2, f"{tmp_path / 'no'} is not a folder; make it first"),
+        ([source, str(tmp_path / "no" / "q")], 2, f"{tmp_path / 'no'} is not a folder; create it first"),
         ([source, source], 2, "is the source"),
         ([source, source, "--force"], 2, "is the source"),
         ([str(tmp_path / "nothing"), target], 1, "nothing"),
-        ([str(sources["hf"]), str(sources["hf"].parent), "--force"], 2, "the source lies in it"),
+        ([str(sources["hf"]), str(sources["hf"].parent), "--force"], 2, "is the source or contains it"),
     ):
         assert main(["quantize", *args]) == code, args
         out, err = capsys.readouterr()
@@ -410,7 +410,7 @@ def test_an_existing_folder_is_replaced_only_by_force(sources: dict[str, Path], 
     quantize(source, tmp_path / "q", "int4", force=True)
     assert files(tmp_path / "q") == complete
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UsageError, match="is a file and this format is a folder"):
+    with pytest.raises(UsageError, match="is a file, but this format is a folder"):
         quantize(source, tmp_path / "file", "int4", force=True)
     quantize(source, source / "q", "int4")  # a folder in the source is not a part of it
     assert files(source / "q") == complete
@@ -465,7 +465,7 @@ def test_a_full_disk_leaves_no_files(
     size, left = (saved / "model.safetensors").stat().st_size, 2**20  # a megabyte must stay free
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, left))  # type: ignore[attr-defined]
     left += int(0.8 * size)
-    with pytest.raises(CheckpointError, match=r"1 MB free and the new files need 0 MB; nothing was written"):
+    with pytest.raises(CheckpointError, match=r"1 MB free, but the new files need 0 MB; nothing was written"):
         quantize(sources["hf"], tmp_path / "q")
     left += int(0.3 * size)
     quantize(sources["hf"], tmp_path / "q")
@@ -492,7 +492,7 @@ def test_the_proof_finds_a_wrong_byte(
         return raw
 
     monkeypatch.setattr(huggingface_write, "raw_bytes", change_a_bit)
-    with pytest.raises(CheckpointError, match="does not read back as it was written"):
+    with pytest.raises(CheckpointError, match="differs after it was written"):
         quantize(sources["hf"], tmp_path / "q")
     assert os.listdir(tmp_path) == []
 
@@ -642,14 +642,14 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no method": (edit_quantization(quant_method=None), r"damaged: config\.json: quantization_config: the weights are quantized, but the quant_method is missing"),
     "no quantization_config": (lambda d: edit(d, remove=("quantization_config",)), r"model\.safetensors: '.*\.tiles' is not part of"),
     "a list for quantization_config": (lambda d: edit(d, quantization_config=[1]), r"quantization_config must be an object, got \[1\]"),
-    "tied embeddings": (lambda d: edit(d, tie_word_embeddings=True), r"tie_word_embeddings and lm_head\.weight differs"),
-    "a layer more": (lambda d: edit(d, num_hidden_layers=3), "has 3 layers, and the file has tensors of 2"),
+    "tied embeddings": (lambda d: edit(d, tie_word_embeddings=True), r"tie_word_embeddings, but lm_head\.weight differs"),
+    "a layer more": (lambda d: edit(d, num_hidden_layers=3), "has 3 layers, but the file has tensors of 2"),
     "wider": (lambda d: edit(d, intermediate_size=112), r"proj\.tiles has shape .* requires"),
     "no metadata": (lambda d: edit_header(d, lambda h: h.pop("__metadata__")), r"metadata of .*\.tiles is missing, and with it shape and bits; quantize"),
     "no metadata of one weight": (replace_metadata(None), f"{META} is missing, and with it shape and bits; {REMEDY}"),
-    "not JSON": (replace_metadata("{bits: 4}"), f"{META}:1:2: .* not JSON; {REMEDY}"),
+    "not JSON": (replace_metadata("{bits: 4}"), f"{META} is not valid JSON: .*; {REMEDY}"),
     "empty": (replace_metadata(""), f"{META} is empty.*; {REMEDY}"),
-    "a list": (replace_metadata("[4, 32]"), f"{META} holds a list where an object .*; {REMEDY}"),
+    "a list": (replace_metadata("[4, 32]"), f"{META}: expected an object {{...}}, got a list; {REMEDY}"),
     "bits twice": (replace_metadata('{"bits": 4, "bits": 8}'), f"{META}: the key 'bits' occurs twice.*; {REMEDY}"),
     "no bits": (edit_metadata(bits=None), f"{META}: the key bits is missing; {REMEDY}"),
     "3 bits": (edit_metadata(bits=3), rf"{META} is '.*\"bits\": 3.*'; expected shape, offset, 4 or 8 bits and a group of 16, 32, 64, 128 .*; {REMEDY}"),
@@ -673,18 +673,18 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "other groups": (edit_metadata(group=16), SIZE + REMEDY),
     "more columns": (edit_metadata(shape=[100, 96]), SIZE + REMEDY),
     "more rows": (edit_metadata(shape=[113, 64]), SIZE.replace("7,", "8,") + REMEDY),
-    "fewer rows": (edit_metadata(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\) and the configuration requires \(100, 64\)"),
+    "fewer rows": (edit_metadata(shape=[97, 64]), rf"{UP}\.tiles has shape \(97, 64\), but the configuration requires \(100, 64\)"),
     "tiles of one row": (edit_tensor(f"{UP}.tiles", shape=[7 * 640]), SIZE + REMEDY),
     "tiles across": (edit_tensor(f"{UP}.tiles", shape=[640, 7]), SIZE + REMEDY),
     "tiles of signed bytes": (edit_tensor(f"{UP}.tiles", dtype="I8"), SIZE + REMEDY),
     "a norm of bytes": (edit_tensor("model.norm.weight", dtype="U8", shape=[256]), r"model\.norm\.weight is stored as U8; expected one of F32, BF16, F16"),
-    "a norm in tiles": (rename({"model.norm.weight": f"{UP}.weight", f"{UP}.tiles": "model.norm.tiles"}), r"up_proj\.weight has shape \(64,\) and the configuration requires \(100, 64\); and 1 more"),
+    "a norm in tiles": (rename({"model.norm.weight": f"{UP}.weight", f"{UP}.tiles": "model.norm.tiles"}), r"up_proj\.weight has shape \(64,\), but the configuration requires \(100, 64\) \(and 1 more"),
     "a tensor twice": (rename({f"{UP}.tiles": "model.layers.1.mlp.gate_proj.weight"}), r"gate_proj\.\w+ is in .* and in"),
     "an unknown name": (rename({f"{UP}.tiles": "model.layers.1.mlp.side_proj.tiles"}), "'model.layers.1.mlp.side_proj.tiles' is not part of a LLaMA"),
     "tiles of a bias": (rename({f"{UP}.tiles": f"{UP}.bias.tiles"}), r"up_proj\.bias\.tiles' is not part of a LLaMA"),
     "the source's own weights": (copy_source_weights, rf"model\.safetensors: (.*)\.weight is F32; expected \1\.tiles as for all linear layers here; the file is of another model, {REMEDY}"),
-    "half a file": (lambda d: os.truncate(d / "model.safetensors", 30_000), "it is cut off, fetch it again"),
-    "no file": (lambda d: (d / "model.safetensors").unlink(), r"has a config\.json but no weights"),
+    "half a file": (lambda d: os.truncate(d / "model.safetensors", 30_000), "it is truncated, download it again"),
+    "no file": (lambda d: (d / "model.safetensors").unlink(), r"has config\.json but no weights"),
 }  # fmt: skip
 
 

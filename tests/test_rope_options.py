@@ -192,7 +192,7 @@ def test_the_command_line_extends_a_context(file: Path, capsys: pytest.CaptureFi
     base = ("generate", "-m", str(file), "--raw", "--dtype", "float32", "-n", "8", "--json", prompt)
     code, _, err = run(capsys, *base)
     assert code == 1
-    assert "the context holds 256" in err
+    assert "the context of 256" in err
     code, out, err = run(capsys, *base, "--rope-scaling", "yarn", "--rope-factor", "4", "--rope-theta", "20000")
     assert code == 0
     assert "RoPE override: rope_type yarn, factor 4.0, theta 20000; context 1024, trained 256" in err
@@ -236,7 +236,7 @@ def test_llama3_scaling_uses_the_constants_of_meta(file: Path, capsys: pytest.Ca
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 4, "factor": 8}'], "'factor'"),
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 4, "beta_fats": 8}'], "does not accept 'beta_fats'"),
         (["--rope-scaling", "x" * 5000, "--rope-factor", "4"], "unknown rope scaling 'xxx"),
-        (["--rope-scaling", '{"rope_type": "yarn"', "--rope-factor", "4"], "not JSON"),
+        (["--rope-scaling", '{"rope_type": "yarn"', "--rope-factor", "4"], "not valid JSON"),
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 2}', "--rope-factor", "4"], "given twice"),
         (["--rope-theta", "-1"], "--rope-theta must be above 0 and below 1e300"),
     ],
@@ -261,7 +261,7 @@ def test_log_probabilities_in_chunks_equal_one_full_pass(chunk: int) -> None:
 
 
 def test_a_text_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(Exception, match="the text has 300 tokens and the model's context 256"):
+    with pytest.raises(Exception, match="the text has 300 tokens, but the context of the model is 256"):
         token_logprobs(tiny.model(), tiny.random_tokens(300))
     with pytest.raises(UsageError, match="at least 2 tokens"):
         token_logprobs(tiny.model(), tiny.random_tokens(1))

@@ -217,7 +217,7 @@ def test_an_answer_ends_at_the_end_of_the_context(length: int, new: int) -> None
 @pytest.mark.parametrize("length", [256, 257, 1000])
 @pytest.mark.row("G02")
 def test_a_prompt_that_leaves_no_room_is_an_error_with_both_counts(length: int) -> None:
-    with pytest.raises(LlamaError, match=rf"{length} tokens and the context holds 256"):
+    with pytest.raises(LlamaError, match=rf"{length} tokens, but the context of 256"):
         run(tiny.random_tokens(length)[0].tolist())
 
 

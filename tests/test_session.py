@@ -191,7 +191,7 @@ def test_the_sample_covers_the_ends_of_matrices_and_every_entry_of_norms() -> No
 
 def test_the_context_may_differ_if_the_tokens_fit(saved: Path) -> None:
     assert len(Session.load(saved, tiny.model(LONG, max_seq_len=40)).tokens) == 40
-    with pytest.raises(ContextLengthError, match="40 tokens and the model's context 39"):
+    with pytest.raises(ContextLengthError, match="40 tokens, but the context of the model is 39"):
         Session.load(saved, tiny.model(LONG, max_seq_len=39))
 
 
@@ -237,7 +237,7 @@ def about(metadata: dict[str, str], **changes: Any) -> None:
     ("change", "message"),
     [
         (lambda t, m: m.update(clearllama_session="2"), "format '2', but this version reads '1'"),
-        (lambda t, m: m.pop("clearllama_session"), "not a session of clearllama"),
+        (lambda t, m: m.pop("clearllama_session"), "not a session file"),
         (lambda t, m: t.pop("tokens"), "has no ids"),
         (lambda t, m: t.update(tokens=t["tokens"].view(2, 20)), "has no ids"),
         (lambda t, m: t.update(tokens=t["tokens"][:0]), "has no ids"),
@@ -251,7 +251,7 @@ def about(metadata: dict[str, str], **changes: Any) -> None:
         (lambda t, m: t["layers.1.v"].add_(1), "checksum does not match"),
         (lambda t, m: t["tokens"].add_(1).remainder_(320), "checksum does not match"),
         (lambda t, m: m.pop("sha256"), "checksum does not match"),
-        (lambda t, m: m.update(about="{"), "damaged or not JSON"),
+        (lambda t, m: m.update(about="{"), "is not valid JSON"),
         (lambda t, m: m.update(about="[" * 100_000), "nested too deeply|damaged"),
         (lambda t, m: about(m, settings=None), "lacks the settings"),
         (lambda t, m: about(m, settings={}), "saved with"),
@@ -372,7 +372,7 @@ def test_session_options_are_checked_before_the_model(clearllama: Run, tmp_path:
     for command in (["generate", "hello"], ["chat"]):
         for option, code, message in (
             ("--save-session", 2, "not a clearllama session"),
-            ("--load-session", 1, "not a session of clearllama"),
+            ("--load-session", 1, "not a session file"),
         ):
             done = clearllama(*command, "-m", "no-such-model", option, str(tmp_path / "text"))
             assert done.returncode == code
@@ -396,7 +396,7 @@ def test_a_session_named_by_both_options_is_created_and_then_continued(
     for options in (("--load-session", "s"), ("--load-session", "s", "--save-session", "t")):
         missing = clearllama(*model, WORDS, *options, cwd=tmp_path / "x")
         assert (missing.returncode, missing.stdout) == (1, b"")
-        assert missing.stderr.decode() == "clearllama: error: s: No such file or directory\n"
+        assert missing.stderr.decode() == "clearllama: error: s: No such file or directory; expected a session file\n"
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     dangling = clearllama(
         *model, WORDS, "--load-session", str(tmp_path / "link"), "--save-session", str(tmp_path / "link")

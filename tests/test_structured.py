@@ -583,7 +583,7 @@ def test_a_dead_end_in_an_answer_is_an_error_and_does_not_end_it() -> None:
 def test_a_vocabulary_without_an_end_is_an_error() -> None:
     tokenizer = Listed([b"a"])
     tokenizer.stop_ids = frozenset()
-    with pytest.raises(UsageError, match="has no end-of-text token"):
+    with pytest.raises(UsageError, match="needs an end-of-text token"):
         compile_grammar(tokenizer, "regex", "a")
 
 

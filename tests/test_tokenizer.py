@@ -257,7 +257,7 @@ def test_pieces_need_scores(pieces: Any) -> None:
 @pytest.mark.parametrize("id", [-1, 10**6])
 def test_ids_outside_the_vocabulary_are_errors(byte_level: Any, pieces: Any, id: int) -> None:
     for tokenizer in (byte_level[0], pieces[0]):
-        with pytest.raises(UsageError, match="not in the vocabulary of"):
+        with pytest.raises(UsageError, match="not in the vocabulary; expected"):
             tokenizer.decode([id])
 
 

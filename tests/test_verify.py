@@ -582,5 +582,5 @@ def test_a_usage_error_of_the_process_is_one_line(clearllama: Run, copy: Copy) -
 def test_a_pulled_model_is_verified_by_its_name(originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository, "cached", lambda wanted: originals["hf"] if wanted.repo == "org/name" else None)
     assert run("org/name") == 0
-    with pytest.raises(CheckpointError, match="is not a file, a folder or a model that was pulled"):
+    with pytest.raises(CheckpointError, match="there is no file or folder"):
         run("org/other")

@@ -117,8 +117,9 @@ def _controls(tokenizer: Tokenizer, format: str, *names: str) -> list[int]:
     if missing:
         fits = chat_format_of(tokenizer)
         raise TemplateError(
-            f"the chat format {format} needs {' and '.join(missing)}, which this vocabulary lacks, so the model was"
-            f" probably not trained on it; {'no built-in format' if fits is None else fits} fits the vocabulary"
+            f"the chat format {format} needs tokens that this vocabulary does not have ({', '.join(missing)}), so the"
+            f" model was probably not trained on it; {'no built-in format' if fits is None else fits} fits the"
+            " vocabulary"
         )
     return [tokenizer.control[name] for name in names]
 
@@ -139,7 +140,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], format: str) -> tuple[str | No
             )
     if checked[-1]["role"] != "user":
         raise UsageError(
-            f"the chat format {format} needs a user's message at the end, got one of {checked[-1]['role']}"
+            f"the chat format {format} needs a last message of the user, got one of the {checked[-1]['role']}"
         )
     return checked[0]["content"] if first else None, [message["content"] for message in checked[first:]]
 

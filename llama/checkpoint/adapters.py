@@ -160,9 +160,9 @@ class AdaptedCheckpoint(Checkpoint):
             if tuple(tensor.shape) != self.shapes.get(name):
                 resized = " (its vocabulary was resized)" if name in (EMBEDDING, OUTPUT) else ""
                 raise CheckpointError(
-                    f"{where} replaces {self.file_name(name)} of shape {self.shapes.get(name)} by shape"
-                    f" {tuple(tensor.shape)}{resized}; the adapter was trained on another model: merge it into that one"
-                    f" with peft (merge_and_unload) and load the result"
+                    f"{where} replaces {self.file_name(name)} of shape {self.shapes.get(name)} with one of"
+                    f" shape {tuple(tensor.shape)}{resized}; the adapter was trained on another model: merge it into"
+                    " that one with peft (merge_and_unload) and load the result"
                 )
             others = [one for one, _ in self._adapters if one is not adapter and name in {*one.low_rank, *one.replaced}]
             if others:
@@ -178,8 +178,8 @@ class AdaptedCheckpoint(Checkpoint):
                        *adapter.replaced.values()):  # fmt: skip
             if not bool(torch.isfinite(tensor).all()):
                 raise CheckpointError(
-                    f"{where} contains values that are not finite; its training failed or the file is damaged; fetch it"
-                    f" again"
+                    f"{where} contains values that are not finite; its training failed or the file is damaged; download"
+                    " it again"
                 )
 
     @property

@@ -71,7 +71,9 @@ def refusal(key: str, kind: object, known: Collection[str]) -> str:
     names_and_last = f"{', '.join(names)} and {last}"
     if not isinstance(kind, str):
         found = "missing" if kind is None else describe(kind)
-        return f"{key} is {found}; only {names_and_last} can be run; fetch the file again if it should be one of them"
+        return (
+            f"{key} is {found}; only {names_and_last} can be run; download the file again if it should be one of them"
+        )
     other = OTHERS.get(re.sub("[^a-z0-9]", "", kind.lower()))
     has = f", a model with {other}" if other else ""
     return f"{key} is {kind!r:.60}{has}; only {names_and_last} can be run; try transformers, vLLM or llama.cpp"
@@ -104,7 +106,7 @@ def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
     if not isinstance(listed, list) or len(listed) < n_layers or not all(is_integer(i) and i in (0, 1) for i in listed):
         raise ConfigError(
             f"{where}: no_rope_layers must have a 1 (RoPE) or a 0 (no RoPE) for each of the {n_layers} layers, got"
-            f" {listed!r:.60}; fetch the file again"
+            f" {listed!r:.60}; download the file again"
         )
     return tuple(layer for layer in range(n_layers) if not listed[layer])
 

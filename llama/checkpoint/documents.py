@@ -26,7 +26,7 @@ def size_of(path: Path) -> int:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     if not stat.S_ISREG(found.st_mode):
         kind = next((kind for matches, kind in KINDS if matches(found.st_mode)), "not a regular file")
-        raise CheckpointError(f"{path} is {kind}; expected a file, fetch it again")
+        raise CheckpointError(f"{path} is {kind}; expected a file, download it again")
     return found.st_size
 
 
@@ -62,7 +62,7 @@ def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
         if size > largest:
             raise CheckpointError(
                 f"{path} has {size:,} bytes, expected at most {largest:,}; its content does not match its name,"
-                f" fetch it again"
+                f" download it again"
             )
         raw = path.read_bytes()
     except OSError as error:
@@ -70,10 +70,10 @@ def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
     return parse_json(raw, str(path))
 
 
-def parse_json(raw: bytes, where: str) -> dict[str, Any]:
-    """`read_json` for bytes in memory; error messages begin with `where`."""
+def parse_json(raw: bytes, where: str, damaged: str = "; the file is damaged, download it again") -> dict[str, Any]:
+    """`read_json` for bytes in memory. Error messages begin with `where`, and end with `damaged` if it is not JSON."""
     if not raw.strip():
-        raise CheckpointError(f"{where} is empty; fetch it again")
+        raise CheckpointError(f"{where} is empty; download it again")
     if raw.startswith(b"version https://git-lfs"):
         raise CheckpointError(
             f"{where} is a git-lfs pointer, not the file itself; run 'git lfs pull' where it came from"
@@ -86,17 +86,19 @@ def parse_json(raw: bytes, where: str) -> dict[str, Any]:
             )
         value = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_no_constants, parse_float=_finite)
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where} is not UTF-8 (byte {error.start}); it is damaged or not JSON") from None
+        raise CheckpointError(f"{where} is not valid JSON: byte {error.start} is not UTF-8{damaged}") from None
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"{where}:{error.lineno}:{error.colno}: {error.msg}; it is damaged or not JSON") from None
+        line = f"line {error.lineno}, " * ("\n" in text.strip())
+        place = f"{line}column {error.colno}"
+        raise CheckpointError(f"{where} is not valid JSON: {error.msg} ({place}){damaged}") from None
     except _Refused as error:
         raise CheckpointError(f"{where}: {error}") from None
     except RecursionError:
-        raise CheckpointError(f"{where}: it is nested too deeply; it is damaged or forged") from None
+        raise CheckpointError(f"{where} is nested too deeply{damaged}") from None
     except ValueError:  # the only cause left: Python refuses to parse an int of more than 4,300 digits
-        raise CheckpointError(f"{where}: it holds a number of thousands of digits; it is damaged or forged") from None
+        raise CheckpointError(f"{where} contains a number of thousands of digits{damaged}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} holds {_kind(value)} where an object {{...}} is expected")
+        raise CheckpointError(f"{where}: expected an object {{...}}, got {_kind(value)}")
     return value
 
 

@@ -162,13 +162,13 @@ class _Reader:
 
     def fail(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.where}: {what} (at byte {self.at} of {self.size}); the file is damaged or cut off"
+            f"{self.where}: {what} (at byte {self.at} of {self.size}); the file is damaged or truncated"
         )
 
     def take(self, count: int, what: str) -> int:
         """Skip `count` bytes, which must exist, and return the position of the first."""
         if count > self.size - self.at:
-            raise self.fail(f"{what} needs {count} bytes, {self.size - self.at} are left")
+            raise self.fail(f"{what} needs {count} bytes, but {self.size - self.at} are left")
         if self.at + count > LARGEST_HEADER:
             raise self.fail(
                 f"{what} ends after {self.at + count:,} bytes, expected a header of at most {LARGEST_HEADER:,}"
@@ -242,12 +242,14 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
     version = reader.scalar(4, "the version")
     if version not in VERSIONS:
         if version.to_bytes(4, "big") in (v.to_bytes(4, "little") for v in VERSIONS):
-            raise CheckpointError(f"{where} is a big-endian GGUF file; only little-endian ones are read")
-        raise CheckpointError(f"{where} has GGUF version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} are read")
+            raise CheckpointError(f"{where} is a big-endian GGUF file; only little-endian ones are supported")
+        raise CheckpointError(f"{where} has GGUF version {version}; supported: {VERSIONS[0]} and {VERSIONS[1]}")
     n_tensors, n_metadata = reader.scalar(10, "the tensor count"), reader.scalar(10, "the metadata count")
     # A tensor's entry takes at least 32 bytes and a metadata entry 13.
     if 32 * n_tensors + 13 * n_metadata > reader.size - reader.at:
-        raise reader.fail(f"the header claims {n_tensors} tensors and {n_metadata} metadata entries, more than fit")
+        raise reader.fail(
+            f"the header claims {n_tensors} tensors and {n_metadata} metadata entries, more than the file can hold"
+        )
     if max(n_tensors, n_metadata) > MOST_ENTRIES:
         raise reader.fail(
             f"the header claims {n_tensors} tensors and {n_metadata} metadata entries, expected at most"
@@ -307,8 +309,8 @@ def read_header(data: mmap.mmap | bytes, where: str) -> Header:
             )
         if start + offset + nbytes > reader.size:
             raise CheckpointError(
-                f"{where}: tensor {name} reaches to byte {start + offset + nbytes} and the file has {reader.size};"
-                f" it is cut off, fetch it again"
+                f"{where}: tensor {name} ends at byte {start + offset + nbytes:,}, but the file has"
+                f" {reader.size:,} bytes; it is truncated, download it again"
             )
         tensors[name] = TensorInfo(type, shape, start + offset, nbytes)
         expected = -(-(offset + nbytes) // alignment) * alignment
@@ -414,7 +416,8 @@ class GGUFCheckpoint(Checkpoint):
         self.chat_template = self.metadata.get("tokenizer.chat_template")
         if not isinstance(self.chat_template, str | None):
             raise CheckpointError(
-                f"{where}: tokenizer.chat_template must be a string, got {_shown(self.chat_template)}; fetch it again"
+                f"{where}: tokenizer.chat_template must be a string, got {_shown(self.chat_template)}; download it"
+                " again"
             )
 
     @property
@@ -474,7 +477,7 @@ class GGUFCheckpoint(Checkpoint):
         if tokenizer.add_bos and tokenizer.bos_id is None:
             raise TokenizerError(
                 f"{self.path}: the tokenizer adds a begin-of-text id, and the key tokenizer.ggml.bos_token_id is"
-                f" missing; the vocabulary is damaged, fetch the file again"
+                f" missing; the vocabulary is damaged, download the file again"
             )
         check_vocabulary(tokenizer, self.config, str(self.path))
         return tokenizer
@@ -500,13 +503,13 @@ def _open_parts(path: Path) -> list[Part]:
         sets = {match[1] if (match := PART.fullmatch(file.name)) else file.name for file in files}
         if len(sets) > 1:
             names = ", ".join(file.name for file in files[:4])
-            raise CheckpointError(f"{path} holds {len(sets)} GGUF models ({names}); name one of them")
+            raise CheckpointError(f"{path} contains {len(sets)} GGUF models ({names}); name one of them")
         path = files[0]
     named = Part(path)
     count, number = (named.header.metadata.get(f"split.{key}", default) for key, default in (("count", 1), ("no", 0)))
     for key, value in (("count", count), ("no", number)):
         if not is_integer(value):
-            raise CheckpointError(f"{path}: split.{key} must be an integer, got {_shown(value)}; fetch it again")
+            raise CheckpointError(f"{path}: split.{key} must be an integer, got {_shown(value)}; download it again")
     if count in (0, 1):
         return [named]
     match = PART.fullmatch(path.name)
@@ -519,19 +522,20 @@ def _open_parts(path: Path) -> list[Part]:
     there = {file.name for file in path.parent.iterdir()}  # listed once: a name may claim 99,999 parts
     if missing := [file.name for file in files if file.name not in there or not file.is_file()]:
         raise CheckpointError(
-            f"{path} is one of {count} parts, and {len(missing)} are missing: {', '.join(missing[:4])}; fetch them"
+            f"{path} is one of {count} parts, and {len(missing)} are missing: {', '.join(missing[:4])}; download them"
         )
     parts = [named if file == path else Part(file) for file in files]
     for i, part in enumerate(parts):
         stored = tuple(part.header.metadata.get(f"split.{key}") for key in ("no", "count"))
         if stored != (i, count):
             raise CheckpointError(
-                f"{part.path} is part {stored[0]} of {stored[1]} by its header and part {i} of {count} by its name"
+                f"{part.path} is part {i} of {count} by its name, but part {stored[0]} of {stored[1]} by its header;"
+                " restore its original name"
             )
     expected, found = parts[0].header.metadata.get("split.tensors.count"), sum(len(p.header.tensors) for p in parts)
     if expected not in (None, found):
         raise CheckpointError(
-            f"{path}: the parts hold {found} tensors and should hold {expected}; they belong to different models"
+            f"{path}: the parts contain {found} tensors, expected {expected}; they belong to different models"
         )
     return parts
 
@@ -602,7 +606,7 @@ def pre_warnings(metadata: Mapping[str, Any]) -> list[str]:
         return []
     return [
         "the file does not name its pre-tokenizer (no key tokenizer.ggml.pre); using llama.cpp's default; if answers"
-        " are poor, fetch a newer conversion"
+        " are poor, download a newer conversion"
     ]
 
 
@@ -641,7 +645,7 @@ def _rope_scaling(
     if kind == "linear" and factor in (None, 0, 0.0, 1, 1.0):
         kind = "none"
     if kind in ("none", "linear") and numbers.get("attn_factor", 1) != 1:
-        raise ConfigError(f"{prefix}attn_factor is {numbers['attn_factor']}, and {prefix}type {kind} does not use it")
+        raise ConfigError(f"{prefix}attn_factor is {numbers['attn_factor']}, but {prefix}type {kind} does not use it")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise ConfigError(f"{prefix}type {kind!r:.40} is not supported; supported: none, linear, yarn, longrope")
     if kind != "none" and ROPE_FREQS in tables:
@@ -651,7 +655,7 @@ def _rope_scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and factor is None:
-        raise ConfigError(f"{prefix}type is yarn and {prefix}factor is missing")
+        raise ConfigError(f"{prefix}type is yarn, but {prefix}factor is missing")
     if kind == "yarn":
         return {"rope_type": "yarn", "factor": factor, **original, **_yarn_keys(numbers, factor)}
     if kind == "longrope" or ROPE_LONG in tables:

@@ -230,7 +230,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         ours, other = self.tensor("output.weight"), self.tensor("tok_embeddings.weight")
         if ours.data_ptr() != other.data_ptr() and not torch.equal(ours, other):
             raise CheckpointError(
-                f"{self.path}: {CONFIG} sets tie_word_embeddings and lm_head.weight differs from the embedding; set it"
+                f"{self.path}: {CONFIG} sets tie_word_embeddings, but lm_head.weight differs from the embedding; set it"
                 f" to false if the model has an output matrix of its own"
             )
         del self._sources["output.weight"]
@@ -284,7 +284,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             fields.get(key)
         for key in fields.unknown():
             if key not in NO_EFFECT and (near := difflib.get_close_matches(key, fields.keys_read, 1, 0.9)):
-                raise ConfigError(f"{where}: unknown key {key!r:.60}; was {near[0]!r} meant?")
+                raise ConfigError(f"{where}: unknown key {key!r:.60}; did you mean {near[0]!r}?")
         if unknown := [key for key in fields.unknown() if key not in NO_EFFECT]:
             self.warnings.append(f"{CONFIG} has unknown keys, which have no effect: {', '.join(unknown)}")
         self.warnings += window_warnings(config)
@@ -307,7 +307,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         inner = scaling.pop("rope_theta", None)
         outer = fields.get("rope_theta")
         if inner is not None and outer is not None and inner != outer:
-            raise ConfigError(f"{where}: rope_theta is {outer!r:.40} and in rope_parameters {inner!r:.40}; remove one")
+            raise ConfigError(f"{where}: rope_theta is {outer!r:.40}, but {inner!r:.40} in rope_parameters; remove one")
         theta = Fields({"rope_theta": outer if inner is None else inner}, where).number("rope_theta", theta)
         scaling = _spelled_out(scaling)
         kind = scaling.get("rope_type", "default")
@@ -370,7 +370,8 @@ class HuggingFaceCheckpoint(Checkpoint):
                 return file.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise CheckpointError(
-                    f"{file} is not UTF-8 (byte {error.start}); fetch it again, or remove it to run without a template"
+                    f"{file} is not UTF-8 (byte {error.start}); download it again, or remove it to run without a"
+                    " template"
                 ) from None
         template = self.tokenizer_settings.get("chat_template")
         if isinstance(template, list):  # several templates with names
@@ -388,7 +389,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _wrong_template(self, found: str) -> CheckpointError:
         return CheckpointError(
             f"{self.path / 'tokenizer_config.json'}: chat_template must be a string or a list of objects with name and"
-            f" template, found {found}; fetch the file again, or remove the entry to run without a template"
+            f" template, found {found}; download the file again, or remove the entry to run without a template"
         )
 
 
@@ -450,8 +451,8 @@ class _Safetensors(WeightFile):
             raise CheckpointError(f"{path}: {error.strerror or error}") from None
         except SafetensorError as error:
             raise CheckpointError(
-                f"{path}: the safetensors library reports it as damaged ({' '.join(str(error).split())[:160]}); fetch"
-                f" it again"
+                f"{path}: the safetensors library reports it as damaged ({' '.join(str(error).split())[:160]});"
+                " download it again"
             ) from None
         self._header = header
         self.metadata = header.metadata
@@ -507,29 +508,29 @@ def _open_weights(folder: Path, warnings: list[str]) -> list[WeightFile]:
             files = _open_indexed(folder, index, reader, warnings)
             if (folder / single).is_file() and single not in {file.path.name for file in files}:
                 raise CheckpointError(
-                    f"{folder} has both {index} and {single}; it is unclear which one applies: remove one"
+                    f"{folder} has both {index} and {single}; it is unclear which one applies; remove one"
                 )
             return files
         found = sorted(file for file in folder.iterdir() if file.suffix == ending and "training_args" not in file.name)
         if (folder / single).is_file():
             if ignored := [file.name for file in found if file.name != single]:
-                warnings.append(f"ignored, since there is {single}: {', '.join(ignored[:4])}")
+                warnings.append(f"ignored because there is {single}: {', '.join(ignored[:4])}")
             return [_open(reader, folder / single)]
         adapters = [file for file in found if file.name.startswith("adapter_")]
         if found and len(adapters) == len(found):
             raise CheckpointError(
-                f"{folder} contains an adapter ({found[0].name}), not a model; pass its base model by --model, and this"
-                f" folder by --adapter"
+                f"{folder} contains an adapter ({found[0].name}), not a model; pass its base model as --model and this"
+                f" folder as --adapter"
             )
         if found:
             return [_open(reader, file) for file in found if file not in adapters]
     if partial := [file.name for file in folder.iterdir() if file.name.endswith((".incomplete", ".part"))]:
-        raise CheckpointError(f"{folder} is not fetched completely ({partial[0]}); resume the download")
+        raise CheckpointError(f"{folder} contains an incomplete file ({partial[0]}); resume the download")
     if (folder / "original").is_dir():
-        raise CheckpointError(
-            f"{folder} has no weights of its own; Meta's may be in {folder / 'original'}: name that folder"
-        )
-    raise CheckpointError(f"{folder} has a {CONFIG} but no weights (model.safetensors); fetch them")
+        raise CheckpointError(f"{folder} has no weights, but Meta's may be in {folder / 'original'}: name that folder")
+    raise CheckpointError(
+        f"{folder} has {CONFIG} but no weights: expected model.safetensors or pytorch_model.bin; download them"
+    )
 
 
 def open_file(path: Path) -> WeightFile:
@@ -542,7 +543,7 @@ def _open(reader: type[Any], path: Path) -> WeightFile:
     if path.is_symlink() and not path.exists():
         raise CheckpointError(f"{path} is a link to a file that does not exist; resume the download")
     if not path.is_file():
-        raise CheckpointError(f"{path} is not a regular file; replace it by the file of weights")
+        raise CheckpointError(f"{path} is not a regular file; replace it with the weights file")
     file: WeightFile = reader(path)
     return file
 
@@ -561,23 +562,28 @@ def _open_indexed(folder: Path, index: str, reader: type[Any], warnings: list[st
     names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise CheckpointError(
-            f"{folder}: of {len(names)} files {len(missing)} are missing: {', '.join(missing[:4])}; resume the download"
+            f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing[:4])}; resume the"
+            " download"
         )
     files = [_open(reader, folder / name) for name in names]
     present = {(name, file.path.name) for file in files for name in file.shapes}
     listed = set(weight_map.items())
     if missing_tensors := sorted(listed - present):
         name, file = missing_tensors[0]
-        raise CheckpointError(f"{where}: {name!r:.80} should be in {file} and is not; files are of different models")
+        raise CheckpointError(
+            f"{where}: {name!r:.80} should be in {file} but is not; the files belong to different models"
+        )
     if extra := sorted(present - listed):
         name, file = extra[0]
-        raise CheckpointError(f"{folder / file} holds {name!r:.80}, which {index} lists elsewhere or not at all")
+        raise CheckpointError(
+            f"{folder / file} contains {name!r:.80}, which {index} lists in another file or not at all"
+        )
     metadata = document.get("metadata")
     expected = metadata.get("total_size") if isinstance(metadata, dict) else None
     found = sum(file.nbytes(name) for file in files for name in file.shapes)
     if expected is not None and expected != found:
         warnings.append(
-            f"{index}: total_size is {expected!r:.40} and the files hold {found} bytes of weights; they may be of"
-            f" different versions"
+            f"{index}: total_size is {expected!r:.40}, but the files contain {found} bytes of weights; they may be"
+            f" of different versions"
         )
     return files

@@ -189,7 +189,7 @@ class MetaCheckpoint(Checkpoint):
             raise CheckpointError(f"{where}: {vision[0]} means a vision model; only text models can be run")
         for key in params.keys() - KNOWN_PARAMS - set(VISION):
             if near := difflib.get_close_matches(key, KNOWN_PARAMS, 1, 0.85):
-                raise CheckpointError(f"{where}: unknown key {key!r:.60}; was {near[0]!r} meant?")
+                raise CheckpointError(f"{where}: unknown key {key!r:.60}; did you mean {near[0]!r}?")
             self.warnings.append(f"{PARAMS} has an unknown key, which has no effect: {key!r:.60}")
         return params
 
@@ -210,7 +210,9 @@ class MetaCheckpoint(Checkpoint):
         for file in self.files:
             sums = torchfile.checksums(file)
             if any(sums) and sums in seen:
-                raise CheckpointError(f"{file} is a copy of {seen[sums].name}: same checksums; fetch the right shard")
+                raise CheckpointError(
+                    f"{file} is a copy of {seen[sums].name}: same checksums; download the right shard"
+                )
             seen[sums] = file
 
     @cached_property
@@ -227,12 +229,12 @@ class MetaCheckpoint(Checkpoint):
                 other = self.shards[0][name]
                 if tensor.dtype != other.dtype:
                     raise CheckpointError(
-                        f"{file}: {name} is {tensor.dtype} and in {self.files[0].name} {other.dtype}; {MIXED}"
+                        f"{file}: {name} is {tensor.dtype}, but {other.dtype} in {self.files[0].name}; {MIXED}"
                     )
                 if tensor.shape != other.shape:
                     raise CheckpointError(
-                        f"{file}: {name} has shape {tuple(tensor.shape)} and in {self.files[0].name}"
-                        f" {tuple(other.shape)}; {MIXED}"
+                        f"{file}: {name} has shape {tuple(tensor.shape)}, but {tuple(other.shape)} in"
+                        f" {self.files[0].name}; {MIXED}"
                     )
         names: dict[str, tuple[str, int | None]] = {}
         for name in first:
@@ -248,7 +250,9 @@ class MetaCheckpoint(Checkpoint):
                 continue
             ours, axis = NAMES[match[2]]
             if self.shards[0][name].dim() != (1 if axis is None else 2):
-                raise CheckpointError(f"{self.files[0]}: {name} has shape {tuple(self.shards[0][name].shape)}; damaged")
+                raise CheckpointError(
+                    f"{self.files[0]}: {name} has shape {tuple(self.shards[0][name].shape)}; the file is damaged"
+                )
             names[f"{match[1] or ''}{ours}.weight"] = (f"{match[1] or ''}{match[2]}", axis)
         if "tok_embeddings.weight" not in names:
             raise CheckpointError(f"{self.files[0]}: tok_embeddings.weight is missing; the file is incomplete")
@@ -263,10 +267,12 @@ class MetaCheckpoint(Checkpoint):
         weight = shard.get(f"{base}.weight")
         twin = {".adaptor.A.weight": ".adaptor.B.weight", ".adaptor.B.weight": ".adaptor.A.weight"}.get(suffix)
         if weight is None or weight.dtype != torch.int8:
-            raise CheckpointError(f"{self.files[0]}: {name} belongs to a quantized weight, and {base}.weight is not")
+            raise CheckpointError(
+                f"{self.files[0]}: {name} belongs to a quantized weight, but {base}.weight is not quantized"
+            )
         if twin is not None and base + twin not in shard:
             raise CheckpointError(
-                f"{self.files[0]}: {name} is present and {base + twin} is missing; the file is incomplete"
+                f"{self.files[0]}: {name} is present, but {base + twin} is missing; the file is incomplete"
             )
 
     def _check_replicas(self) -> None:
@@ -348,27 +354,31 @@ class MetaCheckpoint(Checkpoint):
                 raise ConfigError(f"{self.file_name(f'layers.0.{name}.weight')} is missing; the files are incomplete")
         rows = self._stored("layers.0.attention.wq.weight").shape[0]
         if rows * n != dim:
-            found = f"{n} shard{'s' * (n > 1)} hold {rows * n} rows of wq, and {PARAMS} requires {dim}"
+            found = f"{n} shard{'s' * (n > 1)} with {rows * n} rows of wq, but {PARAMS} requires {dim}"
             if rows and dim % rows == 0 and n < dim // rows <= MOST_SHARDS:
                 last = f"consolidated.{dim // rows - 1:02d}.pth"
-                raise ConfigError(f"{found}; the model has {dim // rows} shards, up to {last}: fetch the missing ones")
-            raise ConfigError(f"{found}; files and {PARAMS} do not belong together")
+                raise ConfigError(
+                    f"{found}; the model has {dim // rows} shards, up to {last}: download the missing ones"
+                )
+            raise ConfigError(f"{found}; the files belong to different models")
         expected_kv = params.integer("n_kv_heads", n_heads)
         stored_kv = self._stored("layers.0.attention.wk.weight").shape[0] * n // head_dim
         self._kv_copies = self._find_copies(stored_kv, expected_kv, head_dim)
         n_kv_heads = stored_kv // self._kv_copies
         if expected_kv not in (stored_kv, n_kv_heads):
-            raise ConfigError(f"{PARAMS} says {expected_kv} key/value heads, and the files hold {stored_kv}")
+            raise ConfigError(f"{PARAMS} specifies {expected_kv} key/value heads, but the files have {stored_kv}")
         vocab_size, _ = self._merged_shape("tok_embeddings.weight")
         expected_vocab = params.integer("vocab_size", -1)
         if expected_vocab not in (-1, vocab_size):  # -1 in Llama 2: the size of the tokenizer
-            raise ConfigError(f"{PARAMS} says vocab_size {expected_vocab}, and the embedding has {vocab_size} rows")
+            raise ConfigError(
+                f"{PARAMS} specifies vocab_size {expected_vocab}, but the embedding has {vocab_size} rows"
+            )
         hidden_dim = self._merged_shape("layers.0.feed_forward.w_gate.weight")[0]
         expected_hidden = _hidden_dim(params, dim)
         if expected_hidden not in (None, hidden_dim):
             raise ConfigError(
                 f"multiple_of and ffn_dim_multiplier in {PARAMS} imply a feed-forward width of {expected_hidden},"
-                f" and the files have {hidden_dim}"
+                f" but the files have {hidden_dim}"
             )
         theta = params.number("rope_theta", 10000.0)
         scaled = params.boolean("use_scaled_rope", False)
@@ -470,8 +480,8 @@ def read_params(file: Path) -> ModelConfig:
     hidden_dim = _hidden_dim(params, dim)
     if vocab_size < 1 or hidden_dim is None or n_heads < 1:
         raise ConfigError(
-            f"{file}: it leaves the size of the vocabulary or of the feed-forward network to the weights; name the"
-            " folder with the weights, or a file of configs/"
+            f"{file} does not state the size of the vocabulary or of the feed-forward network; name the folder with"
+            " the weights, or a file of configs/"
         )
     return ModelConfig(
         dim=dim,
@@ -494,10 +504,13 @@ def find_shards(folder: Path) -> tuple[list[Path], list[str]]:
         if len(rest) == 1:
             return rest, []
         found = f"; found {', '.join(file.name for file in rest[:4])}" if rest else ""
-        raise CheckpointError(f"{folder} has {PARAMS} but no weights consolidated.00.pth{found}; fetch them")
+        raise CheckpointError(
+            f"{folder} has {PARAMS} but no weights: expected consolidated.00.pth{found}; download them"
+        )
     if missing := [f"consolidated.{i:02d}.pth" for i in range(max(numbered) + 1) if i not in numbered]:
         raise CheckpointError(
-            f"{folder}: of {max(numbered) + 1} shards, {len(missing)} missing: {', '.join(missing[:4])}"
+            f"{folder}: {len(missing)} of {max(numbered) + 1} shards are missing: {', '.join(missing[:4])};"
+            " download them"
         )
     return [numbered[i] for i in sorted(numbered)], [file.name for file in rest]
 
@@ -509,8 +522,8 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> N
     """
     if tokenizer.n_vocab > config.vocab_size or 4 * tokenizer.n_vocab < config.vocab_size:
         raise CheckpointError(
-            f"{where}: the tokenizer has {tokenizer.n_vocab} tokens and the embedding {config.vocab_size} rows;"
-            f" they do not belong together"
+            f"{where}: the tokenizer has {tokenizer.n_vocab} tokens, but the embedding has"
+            f" {config.vocab_size} rows; use the tokenizer that was published with the weights"
         )
 
 

@@ -22,7 +22,7 @@ from ..quant.matrices import Codebook, Integers, Matrix, ScaledFloats, unpack_ro
 from .documents import Fields, describe, parse_json
 from .huggingface import WeightFile
 
-REMEDY = "fetch the folder again, or get the weights in BF16"
+REMEDY = "download the folder again, or get the weights in BF16"
 FLOATS, FLOAT8 = ("F16", "BF16", "F32"), ("F8_E4M3", "F8_E5M2")
 NO_ACTIVATIONS = "activations are not quantized here; the results are closer to those of the unquantized model"
 NO_CACHE = "the scales for an 8-bit KV cache are ignored"

@@ -130,18 +130,18 @@ def _named(paths: list[Path]) -> str:
 def _explain_folder(path: Path, names: list[str]) -> str:
     """The error message for a folder that is not a checkpoint."""
     if not names:
-        return f"{path} is an empty folder; expected config.json, params.json or a .gguf file in it"
+        return f"{path} is an empty folder; expected config.json, params.json or *.gguf"
     for name in {meta.PARAMS, huggingface.CONFIG} & set(names):  # present, but not a regular file
         try:
             size_of(path / name)
         except CheckpointError as error:
             return str(error)
     if "adapter_config.json" in names:
-        return f"{path} contains an adapter, not a model; pass its base model by --model, and this folder by --adapter"
+        return f"{path} contains an adapter, not a model; pass its base model as --model and this folder as --adapter"
     if any(name.startswith("tokenizer") for name in names):
-        return f"{path} holds a tokenizer and no model: expected config.json, params.json or a .gguf file"
+        return f"{path} contains a tokenizer but no model: expected config.json, params.json or *.gguf"
     found = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return f"{path} is not a checkpoint: expected config.json, params.json or a .gguf file; found {found}"
+    return f"{path} is not a checkpoint: expected config.json, params.json or *.gguf; found {found}"
 
 
 def _explain_file(path: Path, start: bytes) -> str:
@@ -152,6 +152,9 @@ def _explain_file(path: Path, start: bytes) -> str:
         return str(error)
     if start.startswith(torchfile.ZIP) or start[8:10] in (b'{"', b"{ ") or start.lstrip().startswith(b"{"):
         return f"{path} is one file of a checkpoint folder; name the folder: {path.parent}"
-    if start.startswith(torchfile.PICKLE):
-        return f"{path} is a pickle, which can run code when read and is not accepted"
-    return f"{path} is not a GGUF file: it begins with {start[:8]!r} instead of b'GGUF'"
+    if start[:1] == torchfile.PICKLE[:1] and start[1:2] <= b"\x05":  # a pickle of any protocol
+        return f"{path} is a pickle, which is not read because it could run code; convert it to safetensors"
+    return (
+        f"{path} is not a checkpoint: expected a .gguf file, or a folder with config.json or params.json; found a file"
+        f" that begins with {start[:8]!r}"
+    )

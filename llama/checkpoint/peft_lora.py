@@ -88,7 +88,7 @@ def read(folder: Path, base: Checkpoint) -> Adapter:
         kept, biases = _names(fields, "modules_to_save") or [], _biases(fields, targets, base)
         _check_keys(fields, folder)
     except ConfigError as error:
-        raise CheckpointError(f"{error}; fetch the adapter again") from None
+        raise CheckpointError(f"{error}; download the adapter again") from None
     pairs, complete = _sorted_tensors(folder)
     if pairs.keys() != set(targets):
         missing, extra = sorted(set(targets) - pairs.keys()), sorted(pairs.keys() - set(targets))
@@ -96,7 +96,7 @@ def read(folder: Path, base: Checkpoint) -> Adapter:
         asked = "which its configuration names" if missing else "which its configuration or its base does not have"
         raise CheckpointError(
             f"adapter {folder} {what}, {asked} ({len(missing)} missing, {len(extra)} unexpected); it is incomplete or"
-            f" belongs to another model; fetch it again"
+            f" belongs to another model; download it again"
         )
     low_rank = {}
     for module, pair in pairs.items():
@@ -300,7 +300,7 @@ def _sorted_tensors(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
     """{module: {"A" or "B": its matrix}}, as for a linear layer, and {key without prefix: a complete tensor}."""
     path = next((folder / name for name in WEIGHTS if (folder / name).exists() or (folder / name).is_symlink()), None)
     if path is None:
-        raise CheckpointError(f"adapter {folder} has {CONFIG} but no {WEIGHTS[0]}; fetch that file")
+        raise CheckpointError(f"adapter {folder} has {CONFIG} but no {WEIGHTS[0]}; download that file")
     file = huggingface.open_file(path)
     pairs: dict[str, dict[str, Tensor]] = {}
     complete: dict[str, Tensor] = {}
@@ -324,7 +324,7 @@ def _sorted_tensors(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
             complete[f"{module}.{rest.removeprefix('base_layer.')}"] = tensor
     if any(pair.keys() != {"A", "B"} for pair in pairs.values()):
         module = next(module for module, pair in pairs.items() if pair.keys() != {"A", "B"})
-        raise CheckpointError(f"adapter {path} has only one of the two matrices of {module:.80}; fetch it again")
+        raise CheckpointError(f"adapter {path} has only one of the two matrices of {module:.80}; download it again")
     return pairs, complete
 
 
@@ -334,7 +334,7 @@ def _low_rank(pair: Mapping[str, Tensor], rank: int, scale: float, where: str) -
     if down.dim() != 2 or up.dim() != 2 or len(down) != rank or up.shape[1] != rank:
         raise CheckpointError(
             f"{where} has A {tuple(down.shape)} and B {tuple(up.shape)}, but {CONFIG} states rank {rank}; the files"
-            f" belong to different adapters; fetch both again"
+            f" belong to different adapters; download both again"
         )
     return LowRank(down, up, scale)
 
@@ -368,7 +368,7 @@ def _replaced(
     if missing := sorted(expected - replaced.keys()):
         raise CheckpointError(
             f"adapter {folder} lacks {to_file_name(missing[0], NAMES, LAYERS)}, which was trained according to {CONFIG}"
-            f" ({len(missing)} missing); fetch it again, or save it with a newer peft"
+            f" ({len(missing)} missing); download it again, or save it with a newer peft"
         )
     tied = base.config.tie_embeddings and EMBEDDING in replaced and OUTPUT not in replaced
     if tied and not is_kept(EMBEDDING):  # saved as the tied weight itself, not trained as a copy

@@ -190,9 +190,9 @@ class PrequantizedCheckpoint(HuggingFaceCheckpoint):
         if ordered:
             kind = Counter(self._labels[name] for name in ordered).most_common(1)[0][0]
             self.warnings.append(
-                f"{len(ordered)} of {len(self._matrices)} quantized weights are {kind}: neighbouring inputs have"
-                f" different scales, which the 4-bit kernels can't use, so these weights are dequantized and take as"
-                f" much memory as unquantized ones; a version without act order (desc_act false) takes a quarter of it"
+                f"{len(ordered)} of {len(self._matrices)} quantized weights are {kind}, which the kernels do not"
+                f" support; they are dequantized and take four times the memory (use a version without act order,"
+                f" desc_act false)"
             )
 
     def _drop_zero_biases(self) -> None:

@@ -153,7 +153,7 @@ def _parse_format(text: str | None, where: str) -> tuple[BlockFormat, tuple[int,
     if text is None:
         raise CheckpointError(f"{where} is missing, and with it shape and bits; {AGAIN}")
     try:
-        fields = Fields(parse_json(text.encode(), where), where)
+        fields = Fields(parse_json(text.encode(), where, ""), where)
         format = BlockFormat(fields.integer("bits"), fields.integer("group"), fields.boolean("offset"))
         shape = fields.get("shape")
     except (CheckpointError, ConfigError) as error:

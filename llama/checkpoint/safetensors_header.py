@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from .documents import parse_json
 
 LARGEST = 2**22  # bytes of a header; the format allows 100 million, the header of a 405B model has 0.2 million
-REMEDY = "the file is damaged, fetch it again"
+REMEDY = "the file is damaged, download it again"
 
 # dtype -> bytes of an entry
 SIZES = {
@@ -51,8 +51,8 @@ def read_header(path: Path) -> Header:
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > min(size - 8, LARGEST):
             raise CheckpointError(
-                f"{path} has {size:,} bytes and its header would take {length:,} of them; it is cut off or not a"
-                f" safetensors file, fetch it again"
+                f"{path} has {size:,} bytes, but its header would take {length:,}; it is truncated or not a"
+                f" safetensors file, download it again"
             )
         raw = file.read(length)
     where = f"{path} (header)"
@@ -61,7 +61,7 @@ def read_header(path: Path) -> Header:
             f"{where} begins with {raw[:8]!r} instead of b'{{'; it is not a safetensors file or {REMEDY}"
         )
     try:
-        document = parse_json(raw, where)
+        document = parse_json(raw, where, "")
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {REMEDY}") from None
     metadata = document.pop("__metadata__", None)
@@ -114,10 +114,10 @@ def _check_cover(tensors: Mapping[str, Entry], path: Path, available: int) -> No
             )
         expected, before = entry.end, f"{name!r:.80}"
     if expected != available:
-        verdict = "it is cut off" if available < expected else "bytes were added"
+        verdict = "it is truncated" if available < expected else "bytes were added"
         raise CheckpointError(
-            f"{path} has {available:,} bytes of tensors, and its header implies {_count(expected)}; {verdict}, fetch it"
-            f" again"
+            f"{path} has {available:,} bytes of tensors, but its header requires {_count(expected)}; {verdict},"
+            f" download it again"
         )
 
 

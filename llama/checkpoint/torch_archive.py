@@ -57,7 +57,7 @@ def read_records(file: BinaryIO, path: Path, size: int) -> dict[str, Record]:
         if length > LARGEST_TABLE or count > MOST_RECORDS:
             raise CheckpointError(
                 f"{path}: the table of contents lists {count:,} records in {length:,} bytes, more than any LLaMA has;"
-                " the file is forged or damaged, fetch it again"
+                " the file is forged or damaged, download it again"
             )
         file.seek(start)
         found: dict[str, Record] = {}
@@ -77,13 +77,13 @@ def read_records(file: BinaryIO, path: Path, size: int) -> dict[str, Record]:
             raise ValueError("a record overlaps the table")
     except (ValueError, struct.error) as error:  # UnicodeDecodeError is a ValueError
         raise CheckpointError(
-            f"{path} ({size} bytes) is cut off or damaged: the table of contents at the end of the archive is missing"
-            f" or does not match the records ({error}); fetch it again"
+            f"{path} ({size} bytes) is truncated or damaged: the table of contents at the end of the archive is missing"
+            f" or does not match the records ({error}); download it again"
         ) from None
     folders = {name.partition("/")[0] for name in found}
     if len(folders) != 1 or not all("/" in name and name.isprintable() for name in found):
         raise CheckpointError(
-            f"{path} is a zip archive that was not written by torch; unpack it, or fetch the weights again"
+            f"{path} is a zip archive that was not written by torch; unpack it, or download the weights again"
         )
     return {name.partition("/")[2]: record for name, record in found.items()}
 

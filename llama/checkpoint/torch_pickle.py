@@ -24,7 +24,7 @@ LONGEST_NAME = 1000  # characters
 MOST_AXES = 16  # axes of a tensor
 LARGEST = 2**63  # sizes and strides must be smaller
 PROTOCOL = 2  # the default of torch.save
-REMEDY = "the file is forged or damaged, fetch it again"
+REMEDY = "the file is forged or damaged, download it again"
 
 DTYPES = {
     str(dtype): dtype
@@ -101,7 +101,7 @@ def read_pickle(file: io.BytesIO, path: Path) -> object:
             raise ValueError("it leaves values on the stack")
     except (ValueError, IndexError, KeyError) as error:  # from genops, an empty stack or the memo
         why = "ends early" if "exhausted" in str(error) or "not enough" in str(error) else "is malformed"
-        raise CheckpointError(f"{path} is cut off or damaged: its pickle {why}; fetch it again") from None
+        raise CheckpointError(f"{path} is truncated or damaged: its pickle {why}; download it again") from None
     return machine.stack[0]
 
 

@@ -64,7 +64,7 @@ def check_bytes(tensors: Tensors, name: str, path: Path) -> None:
     expected = tensors.sums.get(name)
     values = torch.empty(0, dtype=torch.uint8).set_(tensors[name].untyped_storage())
     if expected and zlib.crc32(values.numpy().data) != expected:
-        raise CheckpointError(f"{path}: the CRC-32 of {name} does not match; the file is damaged, fetch it again")
+        raise CheckpointError(f"{path}: the CRC-32 of {name} does not match; the file is damaged, download it again")
 
 
 def records(path: Path) -> dict[str, Record]:
@@ -94,7 +94,9 @@ def _read_archive(file: BinaryIO, path: Path, size: int) -> Tensors:
         )
     content = pickle.read(file)
     if pickle.crc and zlib.crc32(content) != pickle.crc:  # 0: torch was told to compute none
-        raise CheckpointError(f"{path} is damaged: the description of the tensors fails its checksum; fetch it again")
+        raise CheckpointError(
+            f"{path} is damaged: the description of the tensors fails its checksum; download it again"
+        )
     order = found.get("byteorder")
     if order is not None and (order.size > 99 or order.read(file) != b"little"):
         raise CheckpointError(f"{path} {BIG_ENDIAN}")
@@ -142,9 +144,9 @@ def _read_legacy(file: BinaryIO, path: Path, size: int) -> Tensors:
         raise CheckpointError(f"{path}: its list of storages does not match its tensors; {REMEDY}")
     end = pickles.tell() + sum(8 + storage.nbytes for storage in storages.values())
     if end != size:
-        what = "cut off" if end > size else "followed by other bytes"
+        what = "truncated" if end > size else "followed by other bytes"
         raise CheckpointError(
-            f"{path} is damaged or {what}: it has {size:,} bytes, expected {end:,} for its tensors; fetch it again"
+            f"{path} is damaged or {what}: it has {size:,} bytes, expected {end:,} for its tensors; download it again"
         )
     loaded: dict[str, Tensor] = {}
     file.seek(pickles.tell())
@@ -211,9 +213,9 @@ def refuse_mistakes(path: Path, start: bytes) -> None:
 # First bytes of a failed download -> what the file is, and the remedy
 MISTAKES = [
     (b"version https://git-lfs", "a git-lfs pointer, not the file itself; run 'git lfs pull' where it came from"),
-    (b"<!DOCTYPE", "a web page, probably an error page saved in place of the download; fetch it again"),
-    (b"<html", "a web page, probably an error page saved in place of the download; fetch it again"),
-    (b"<?xml", "an XML page, probably an error page saved in place of the download; fetch it again"),
+    (b"<!DOCTYPE", "a web page, probably an error page saved in place of the download; download it again"),
+    (b"<html", "a web page, probably an error page saved in place of the download; download it again"),
+    (b"<?xml", "an XML page, probably an error page saved in place of the download; download it again"),
 ]
 
 
@@ -222,7 +224,7 @@ def _what_it_is(start: bytes) -> str:
     for sign, at, meaning in OTHERS:
         if start[at:].startswith(sign):
             return f"it is {meaning}"
-    return f"it begins with {start[:8]!r}; fetch it again"
+    return f"it begins with {start[:8]!r}; download it again"
 
 
 # (first bytes, their offset, what the file is)
@@ -237,5 +239,5 @@ OTHERS = [
     ),
     (b"\x1f\x8b", 0, "a gzip archive; unpack it first"),
     (b"ustar", 257, "a tar archive; unpack it first"),
-    (b"{", 0, "a JSON text, perhaps a server's error response instead of the download; fetch it again"),
+    (b"{", 0, "a JSON text, perhaps a server's error response instead of the download; download it again"),
 ]

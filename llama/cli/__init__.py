@@ -15,6 +15,7 @@ from .. import __version__
 from ..errors import LlamaError
 from ..system.limits import check_import
 from . import (
+    arguments,
     bench,
     chat,
     completion,
@@ -155,8 +156,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if isinstance(error, OSError):
             _drop_stdout()
-        streams.error(streams.describe(error))
+        streams.error(with_options(streams.describe(error), args))
         return error.exit_code if isinstance(error, LlamaError) else 1
+
+
+def with_options(message: str, args: argparse.Namespace) -> str:
+    """Replace a parameter's name at the start of a message with its option: 'top_p must be' -> '--top-p must be'."""
+    name, _, rest = message.partition(" ")
+    if name in vars(args) and ("_" in name or rest.startswith("must ")):
+        return f"{arguments.option(name)} {rest}"
+    return message
 
 
 def _import_torch(args: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ def option(name: str) -> str:
 
 
 def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, dtype: str | None = None) -> None:
-    """Add the options of a model.
+    """Add the options of a model. A command that loads one adds the options of its RoPE as well, after its own groups.
 
     optional  the command also works without a model, so that --model has no default
     dtype     the default of --dtype; None for the fastest dtype of the device
@@ -32,21 +32,22 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
         "-m",
         default=None if optional else default_model(),
         metavar="PATH_OR_NAME",
-        help="a folder in Meta's or Hugging Face's format, a .gguf file, a known name, or ORG/NAME[:QUANT] on the"
-        " Hugging Face hub, which is downloaded on first use"
-        + (" (set by CLEARLLAMA_MODEL; default: %(default)s)" if not optional else ""),
+        help="a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME[:QUANT] on the Hugging Face hub,"
+        " which is downloaded on first use"
+        + (" (default: %(default)s; the environment variable CLEARLLAMA_MODEL sets it)" if not optional else ""),
     )
     add_adapter_option(group)
     add_tokenizer_option(group)
     group.add_argument(
         "--device",
         default="auto",
-        help="auto, cpu, cuda, cuda:1 or mps; cuda:0,cuda:1 spreads the layers over both (default: auto)",
+        help="cpu, cuda, cuda:1 or mps; cuda:0,cuda:1 spreads the layers over both (default: auto, a GPU if there is"
+        " one)",
     )
     group.add_argument(
         "--dtype",
         default=dtype or "auto",
-        help=f"auto, float32, bfloat16 or float16 (default: {dtype or 'auto, the fastest of the device'})",
+        help=f"float32, bfloat16 or float16 (default: {dtype or 'auto, the fastest on the device'})",
     )
     group.add_argument(
         "--quantize",
@@ -54,39 +55,48 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
         help="quantize the linear layers while loading: int8 or int4 ('clearllama quantize --list' shows all schemes)",
     )
     group.add_argument(
-        "--compile", action="store_true", help="compile the decoding step: about 20 s once, then cached on disk"
+        "--compile",
+        action="store_true",
+        help="compile the decoding step; the first time takes about 20 s, later runs load it from the cache",
     )
-    group.add_argument("--max-seq-len", type=int, metavar="N", help="context in tokens (default: the model's)")
+    group.add_argument("--max-seq-len", type=int, metavar="N", help="context length in tokens (default: the model's)")
     group.add_argument(
         "--kv-cache",
         default="model",
         choices=["model", "int8"],
-        help="dtype of the KV cache: the model's, or 8 bits for long contexts (default: %(default)s)",
+        help="dtype of the KV cache: the model's, or int8, which takes about half the memory (default: %(default)s)",
     )
-    group.add_argument("--gpu-layers", type=int, metavar="K", help="put the last K layers on the GPU, the rest on CPU")
+    group.add_argument(
+        "--gpu-layers", type=int, metavar="K", help="put the last K layers on the GPU and the rest on the CPU"
+    )
     group.add_argument(
         "--threads", type=int, metavar="N", help="CPU threads (default: one per core that this process may use)"
     )
     group.add_argument(
         "--no-memory-check",
         action="store_true",
-        help="load the model even if it seems to need more memory than is free",
+        help="load the model even if it needs more memory than is estimated to be free",
     )
-    group = parser.add_argument_group("longer contexts", "these options replace the checkpoint's RoPE settings")
+
+
+def add_rope_options(parser: argparse.ArgumentParser) -> None:
+    """Add the overrides of the RoPE settings, and --rope."""
+    group = parser.add_argument_group(
+        "RoPE", "overrides of the checkpoint's settings, for longer contexts or for study"
+    )
     group.add_argument(
         "--rope-scaling",
         metavar="KIND",
-        help="linear, ntk, dynamic, yarn or llama3, each with --rope-factor; 'none' removes the checkpoint's scaling;"
-        ' or all parameters as JSON: {"rope_type": "yarn", "factor": 4, "beta_fast": 16}',
+        help="linear, ntk, dynamic, yarn or llama3, each with --rope-factor; none, to remove the checkpoint's scaling;"
+        ' or all parameters as JSON, such as {"rope_type": "yarn", "factor": 4, "beta_fast": 16}',
     )
-    group.add_argument("--rope-factor", type=float, metavar="S", help="how many times longer the context becomes")
+    group.add_argument("--rope-factor", type=float, metavar="S", help="extend the context S times")
     group.add_argument("--rope-theta", type=float, metavar="T", help="base of the rotary frequencies")
-    group = parser.add_argument_group("study")
     group.add_argument(
         "--rope",
         default="complex",
         choices=["complex", "real", "half", "elementwise", "matrix"],
-        help="how the rotation is computed; all forms give the same logits (default: %(default)s)",
+        help="implementation of the rotation; all of them give the same logits (default: %(default)s)",
     )
 
 
@@ -106,7 +116,7 @@ def add_tokenizer_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="a tokenizer.model, a tokenizer.json or a folder with one, in place of the checkpoint's own tokenizer",
+        help="tokenizer override: a tokenizer.model, a tokenizer.json or a folder with one (default: the checkpoint's)",
     )
 
 
@@ -114,8 +124,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
     """Add the sampling options. An option that is not set is None: the checkpoint's default or the fallback applies."""
     group = parser.add_argument_group(
         "sampling",
-        "applied in this order: penalties, logit bias, processors, grammar, temperature, top-k, top-p, min-p, one draw."
-        f" The defaults come from the checkpoint's generation_config.json; without that file: {fallback}",
+        "applied in this order: penalties, logit bias, grammar, temperature, top-k, top-p, min-p. The defaults come"
+        f" from the checkpoint's generation_config.json; without that file: {fallback}",
     )
     group.add_argument(
         "--max-new-tokens",
@@ -123,9 +133,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
         type=int,
         default=max_new_tokens,
         metavar="N",
-        help="longest answer in tokens (default: %(default)s)",
+        help="maximum number of new tokens (default: %(default)s)",
     )
-    group.add_argument("--temperature", "--temp", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--temperature", "--temp", type=float, metavar="T", help="0 always picks the most likely token")
     group.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 is off")
     group.add_argument(
         "--top-p",
@@ -143,7 +153,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
         "--repetition-penalty",
         type=float,
         metavar="R",
-        help="values above 1 make tokens already in the text less likely; 1 is off",
+        help="a value above 1 makes tokens that are already in the text less likely; 1 is off",
     )
     group.add_argument(
         "--presence-penalty",
@@ -155,7 +165,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
         "--frequency-penalty",
         type=float,
         metavar="P",
-        help="subtract P from a token's logit for each of its occurrences in the answer; 0 is off",
+        help="subtract P from the logit of a token each time it occurs in the answer; 0 is off",
     )
     group.add_argument(
         "--logit-bias",
@@ -163,9 +173,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, f
         default=[],
         type=bias,
         metavar="ID=B",
-        help="add B to the logit of a token id, for example 42=-100 to exclude it; may be repeated",
+        help="add B to the logit of token ID; 42=-100 excludes token 42; may be repeated",
     )
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens (default: random)")
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="random seed; the same seed gives the same tokens (default: random)"
+    )
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
     )
@@ -176,12 +188,12 @@ def add_grammar_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that constrain the answer to a grammar."""
     group = parser.add_argument_group(
         "structured output",
-        "constrain the answer to a schema, an expression or a grammar: only tokens that can lead to a valid answer are"
-        " allowed (needs the extra 'structured'; docs/guides/structured.md)",
+        "constrain the answer to a JSON schema, a regular expression or a grammar (docs/guides/structured.md; needs"
+        " pip install 'clearllama[structured]')",
     )
     one = group.add_mutually_exclusive_group()
     one.add_argument("--json-schema", metavar="FILE", help="a file with a JSON schema")
-    one.add_argument("--regex", metavar="EXPRESSION", help="a regular expression for the complete answer")
+    one.add_argument("--regex", metavar="EXPRESSION", help="a regular expression that the whole answer matches")
     one.add_argument("--grammar", metavar="FILE", help="a file with a context-free grammar in llguidance's Lark syntax")
 
 
@@ -199,23 +211,26 @@ def grammar_options(args: argparse.Namespace) -> dict[str, str]:
 def bias(text: str) -> tuple[int, float]:
     """Parse ID=B of --logit-bias."""
     id, _, value = text.partition("=")
-    return int(id), float(value)
+    try:
+        return int(id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ID=B, such as 42=-100, got {text!r:.80}") from None
 
 
 def add_draft_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of speculative decoding."""
     group = parser.add_argument_group(
         "speculative decoding",
-        "a draft proposes several tokens and the model verifies them in one pass, which is faster if many are right."
+        "a draft proposes several tokens, and the model verifies them in one pass; this is faster if many are accepted."
         " The output is unchanged: identical when greedy, the same distribution when sampling",
     )
     group.add_argument(
         "--draft",
         metavar="ngram|MODEL",
-        help="ngram proposes the continuation seen earlier in the text, for answers that repeat the prompt; MODEL is a"
-        " smaller model with the same vocabulary, named as in --model",
+        help="ngram: propose the continuation seen earlier in the text, for answers that repeat the prompt; MODEL: a"
+        " smaller model with the same vocabulary, given as in --model",
     )
-    group.add_argument("--draft-tokens", type=int, metavar="N", help="most tokens to propose at once (default: 10)")
+    group.add_argument("--draft-tokens", type=int, metavar="N", help="maximum number of tokens per draft (default: 10)")
 
 
 def add_steer_options(parser: argparse.ArgumentParser) -> None:
@@ -224,9 +239,11 @@ def add_steer_options(parser: argparse.ArgumentParser) -> None:
         "steering",
         "add a control vector to the output of each layer; 'clearllama steer' makes one (docs/guides/inside.md)",
     )
-    group.add_argument("--steer", metavar="FILE", help="a GGUF control vector; those of llama.cpp and repeng work too")
+    group.add_argument("--steer", metavar="FILE", help="a control vector in GGUF, also from llama.cpp or repeng")
     group.add_argument("--steer-scale", type=float, metavar="S", help="multiply the vector by S (default: 1)")
-    group.add_argument("--steer-layers", metavar="FIRST:END", help="steer only these layers: 8:16 is layers 8 to 15")
+    group.add_argument(
+        "--steer-layers", metavar="FIRST:END", help="steer only these layers; 8:16 is layers 8 to 15 (default: all)"
+    )
 
 
 def check_steer(args: argparse.Namespace) -> None:
@@ -244,10 +261,10 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that save the KV cache and load it again."""
     group = parser.add_argument_group(
         "session",
-        "the KV cache in a file: a later prompt with the same prefix reuses it (docs/guides/long-contexts.md). If both"
-        " options name the same file, the first run creates it",
+        "save the KV cache in a file; a later prompt with the same prefix reuses it (docs/guides/long-contexts.md). If"
+        " both options name the same file, the first run creates it",
     )
-    group.add_argument("--load-session", metavar="FILE", help="continue from a saved session")
+    group.add_argument("--load-session", metavar="FILE", help="load a saved session")
     group.add_argument(
         "--save-session",
         metavar="FILE",
@@ -261,8 +278,8 @@ def add_chat_format(parser: argparse.ArgumentParser) -> None:
         "--chat-format",
         default="auto",
         choices=["auto", "jinja", "llama2", "llama3", "codellama-70b"],
-        help="how messages become tokens: the checkpoint's chat template (jinja), or a built-in format for checkpoints"
-        " without one, such as Meta's (default: auto)",
+        help="how messages are encoded: jinja is the checkpoint's chat template; llama2, llama3 and codellama-70b are"
+        " built in, for checkpoints without a template, such as Meta's (default: auto, the template if there is one)",
     )
 
 
@@ -272,8 +289,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         default="auto",
         metavar="NAME|FILE",
-        help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, the"
-        " source's template, or for a folder in Meta's format the one that fits its vocabulary)",
+        help="the chat template to write: llama2, llama3, codellama-70b, none, or a Jinja file (default: auto, which is"
+        " the source's template, or the one that fits the vocabulary of a folder in Meta's format)",
     )
 
 
@@ -296,7 +313,7 @@ def add_output_options(parser: argparse.ArgumentParser, json: str | None = None)
     """Add --quiet, --debug and, for a command that writes JSON, --json; `json` says what it writes."""
     if json is not None:
         parser.add_argument("--json", action="store_true", help=f"write {json}")
-    parser.add_argument("--quiet", "-q", action="store_true", help="write nothing but errors to stderr")
+    parser.add_argument("--quiet", "-q", action="store_true", help="write only errors to stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
@@ -332,10 +349,9 @@ def parse_json(data: bytes, source: str) -> dict[str, Any]:
     from ..errors import CheckpointError
 
     try:
-        return parse(data, source)
-    except CheckpointError as error:  # its text is for checkpoint files, which may be damaged
-        message = str(error).replace("; it is damaged or not JSON", "; it is not JSON")
-        raise UsageError(message.removesuffix("; it is damaged or forged")) from None
+        return parse(data, source, "")
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
 
 
 def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -358,7 +374,9 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
         scaling = parse_json(args.rope_scaling.encode(errors="surrogateescape"), "--rope-scaling")
     if factor is not None:
         if scaling.get("factor", factor) != factor:
-            raise UsageError(f"the factor was given twice, as {scaling['factor']!r:.40} and {factor:g}; give it once")
+            raise UsageError(
+                f"the RoPE factor was given twice, as {scaling['factor']!r:.40} and {factor:g}; give it once"
+            )
         scaling["factor"] = factor
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in ("linear", "ntk", "dynamic", "yarn", "llama3") and scaling.get("factor") is None:

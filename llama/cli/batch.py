@@ -45,15 +45,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "many prompts",
         'one JSON object per line, {"prompt": "..."} or {"messages": [...]}; optional keys are "id" (default: the line'
         f' number), "system" and {", ".join(SAMPLING)}. The answers are JSON lines in the same order. With --output,'
-        " the same command resumes an interrupted run; FILE.run.json records the model and the options of the answers,"
-        " and a run with others is refused. With --seed N, line n uses the seed N + n - 1",
+        " the same command resumes an interrupted run. FILE.run.json records the model and the options; a run with a"
+        " different model or options is refused. With --seed N, line n uses the seed N + n - 1",
     )
-    group.add_argument("--prompts", metavar="FILE", help="the file of prompts; - reads standard input")
-    group.add_argument("--output", metavar="FILE", help="the file for the answers (default: -, standard output)")
+    group.add_argument("--prompts", metavar="FILE", help="the file of prompts; '-' is standard input")
+    group.add_argument("--output", metavar="FILE", help="the file for the answers (default: '-', standard output)")
     group.add_argument(
-        "--fresh", action="store_true", default=None, help="delete the answers in the --output file and start anew"
+        "--fresh", action="store_true", default=None, help="delete the answers in the --output file and start over"
     )
-    group.add_argument("--batch-size", type=int, metavar="N", help="prompts to run at once (default: 16)")
+    group.add_argument("--batch-size", type=int, metavar="N", help="number of prompts to run at once (default: 16)")
 
 
 def check_absent(args: argparse.Namespace) -> None:
@@ -531,7 +531,7 @@ def encode_item(llm: Llama | Chat, item: Item, system: str | None, raw: bool) ->
 
     if raw and "prompt" in item.input:
         if item.system is not None:
-            raise UsageError("a system message needs a chat model, but the model has no chat template")
+            raise UsageError("a system message needs a chat model, but this model has no chat template")
         return llm.tokenizer.encode_prompt(item.input["prompt"])
     messages = item.input.get("messages")
     if messages is None:

@@ -53,9 +53,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure speed and memory, or the quality loss of quantization",
-        description="Prefill random prompts and decode greedily. Reports the best, the median and every run, the bytes"
-        " read per token, and their share of this machine's memory bandwidth. Run the engines that you compare one"
-        " right after another: absolute numbers depend on the load of the machine.",
+        description="Prefill random prompts and decode greedily. Reports the speed of every run, the best and the"
+        " median, the bytes read per token, and their share of this machine's memory bandwidth. Speed depends on the"
+        " load of the machine: to compare two engines, run one right after the other.",
         usage="%(prog)s [options]",
         allow_abbrev=False,
         conflict_handler="resolve",  # some model options are redefined below to accept lists
@@ -70,7 +70,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     group.add_argument("--quantize", metavar="LIST", help="none, int8, int4 or another scheme (default: none)")
     group.add_argument(
-        "--compile", nargs="?", const="on", metavar="off|on|both", help="measure with --compile (default: off)"
+        "--compile", nargs="?", const="on", metavar="off|on|both", help="with or without --compile (default: off)"
     )
     group.add_argument("--batch", metavar="LIST", help="number of sequences (default: 1)")
     group.add_argument("--prompt-tokens", metavar="LIST", help="tokens per prompt (default: 512)")
@@ -80,6 +80,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--profile", type=Path, metavar="DIR", help="write a torch.profiler trace and show the ten slowest operators"
     )
     quality.add_options(parser)
+    arguments.add_rope_options(parser)
     arguments.add_output_options(parser, json="one JSON object; for several settings, an array of them")
     parser.set_defaults(run=run)
 

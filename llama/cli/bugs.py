@@ -31,9 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "exercise", nargs="?", metavar="EXERCISE", help="with TOPIC bugs: show one exercise, by number or name"
     )
-    group = parser.add_argument_group("bugs that people write (TOPIC bugs)")
+    group = parser.add_argument_group("common bugs (TOPIC bugs)")
     group.add_argument(
-        "--quiz", nargs="?", const="", metavar="EXERCISE", help="predict and repair: all exercises one by one, or one"
+        "--quiz",
+        nargs="?",
+        const="",
+        metavar="EXERCISE",
+        help="ask for the prediction and the repair, of EXERCISE or of all exercises",
     )
     group.add_argument("--seed", type=int, metavar="N", help="with --quiz: shuffle the exercises (default: in order)")
     parse = parser.parse_known_args

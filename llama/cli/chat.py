@@ -30,8 +30,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "chat",
         help="have a conversation with a model",
-        description="Have a conversation with an instruct model; /help lists its commands. From a pipe, each line is"
-        ' one turn; lines between """ and """ are one turn, too. An empty line separates the answers.',
+        description="Have a conversation with an instruct model; /help lists the commands of the chat. If the input is"
+        ' a pipe, each line is a message, or each block between """ and """; an empty line separates the answers.',
         usage="%(prog)s [options]",
         allow_abbrev=False,
     )
@@ -40,21 +40,22 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--drop-oldest",
         action="store_true",
-        help="when the context is full, drop the oldest turns without asking; the system message is kept",
+        help="drop the oldest turns without asking if the context is full; the system message is kept",
     )
     parser.add_argument(
-        "--no-history", action="store_true", help="do not read or write the file with the history of chat input"
+        "--no-history", action="store_true", help="do not read or write the file that keeps the input of earlier chats"
     )
     arguments.add_output_options(
         parser,
         json="one JSON object per answer, as generate does: prompt, text, tokens, prompt_tokens, finish_reason,"
         " logprobs, stats",
     )
-    arguments.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
     arguments.add_model_options(parser)
-    arguments.add_steer_options(parser)
-    arguments.add_draft_options(parser)
+    arguments.add_sampling_options(parser, max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9")
     arguments.add_session_options(parser)
+    arguments.add_draft_options(parser)
+    arguments.add_steer_options(parser)
+    arguments.add_rope_options(parser)
     ranks.add_options(parser)
     parser.set_defaults(run=run)
 
@@ -268,7 +269,7 @@ class Chat:
             return messages, prompt
         oldest = f"the {dropped} oldest turns" if dropped > 1 else "the oldest turn"
         rest = " and keep the system message" if system else ""
-        size = f"{len(prompt):,} tokens; the context holds {context:,}, including the answer"
+        size = f"{len(prompt):,} tokens, but the context of {context:,} must hold prompt and answer"
         if self.args.drop_oldest or self.source.ask(f"The conversation has {size}. Drop {oldest}{rest}?"):
             fewer = f"{len(prompt) - len(encoded[dropped]):,} tokens"
             kept = "; the system message is kept" if system else ""

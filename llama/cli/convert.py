@@ -21,32 +21,37 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="write a checkpoint in another format",
         description="Read a checkpoint of any format and write it as a folder in Meta's or Hugging Face's format, or as"
         " a GGUF file. One weight is in memory at a time. Every weight is read back and compared with the source before"
-        " the target appears, so the target is complete or absent.",
+        " the target appears, so the target is either complete or absent.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "source", metavar="SRC", help="a folder in Meta's or Hugging Face's format, a .gguf file, or a known name"
+        "source",
+        metavar="SRC",
+        help="the checkpoint: a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME on the"
+        " Hugging Face hub",
     )
     parser.add_argument("target", metavar="DST", type=Path, help="the new folder (meta, hf) or file (gguf)")
-    parser.add_argument("--to", required=True, choices=["meta", "hf", "gguf"], help="the format of the target")
+    parser.add_argument("--to", required=True, choices=["meta", "hf", "gguf"], help="format of the target")
     parser.add_argument(
         "--shards",
         type=int,
         default=0,
         metavar="N",
-        help="number of weight files (default: meta: 1; hf: at most 5 GB each)",
+        help="number of weight files (default: 1 for meta, files of at most 5 GB for hf)",
     )
     parser.add_argument(
-        "--dtype", default=None, help="float32, bfloat16, float16; needed for quantized sources (default: as stored)"
+        "--dtype",
+        default=None,
+        help="dtype to write: float32, bfloat16 or float16; required if the source is quantized (default: as stored)",
     )
     parser.add_argument(
         "--quantize",
         metavar="KIND",
-        help="for gguf: quantize the matrices to q8_0, q4_0 or q4_k (llama.cpp's Q4_K_M), which llama.cpp reads",
+        help="with --to gguf: quantize the matrices to q8_0, q4_0 or q4_k (Q4_K_M) for llama.cpp",
     )
     arguments.add_adapter_option(parser)
     parser.add_argument(
-        "--modelfile", action="store_true", help="for gguf: also write DST.Modelfile, for 'ollama create NAME -f'"
+        "--modelfile", action="store_true", help="with --to gguf: also write DST.Modelfile for 'ollama create NAME -f'"
     )
     arguments.add_tokenizer_option(parser)
     arguments.add_chat_template(parser)

@@ -20,8 +20,8 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "doctor",
         help="check this machine and run a self-test",
         description="Check versions, processor, memory limits, devices, C++ kernels, compiler and cache folders, then"
-        " run a self-test on a random model of 0.4 million parameters. Each line is ok, note (works, but slower or"
-        " without a feature) or FAIL, with a remedy. Does not use the network. Exit code 1 if a check failed.",
+        " run a self-test on a random model of 0.4 million parameters. Each line is ok, note (it works, but slower or"
+        " without a feature) or FAIL, with a remedy. No network is used. Exit code 1 if a check failed.",
         allow_abbrev=False,
     )
     parser.add_argument("--no-self-test", action="store_true", help="check the machine only")
@@ -30,7 +30,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         type=float,
         default=10,
         metavar="S",
-        help="time limit of the self-test; tests that do not fit are skipped (default: 10)",
+        help="time limit of the self-test in seconds; tests that would exceed it are skipped (default: 10)",
     )
     arguments.add_output_options(parser, json="one JSON object: clearllama, ok, findings")
     parser.set_defaults(run=run)

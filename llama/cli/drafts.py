@@ -27,7 +27,7 @@ def check_draft(args: argparse.Namespace) -> None:
         try:
             resolve(args.draft, args.quiet)
         except CheckpointError as error:
-            raise CheckpointError(f"--draft must be {', '.join(DRAFTS)} or a model, and {error}") from None
+            raise CheckpointError(f"--draft must be {', '.join(DRAFTS)} or a model: {error}") from None
 
 
 def load_draft(args: argparse.Namespace, model: Transformer) -> Draft | None:

@@ -27,6 +27,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         description="Evaluate a model on tasks of EleutherAI's lm-evaluation-harness (lm-eval). The scores match those"
         " that lm-eval computes with its class for Hugging Face models and the same weights. Data sets are downloaded"
         " from the Hugging Face hub; tasks with local files need no network (docs/guides/evaluate.md).",
+        usage="%(prog)s --tasks NAME|FILE[,...] [options]",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -40,7 +41,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--include-path", type=Path, metavar="FOLDER", help="a folder of additional tasks that --tasks can name"
     )
     parser.add_argument(
-        "--limit", type=float, metavar="N", help="use the first N examples of each task; below 1: this fraction of them"
+        "--limit",
+        type=float,
+        metavar="N",
+        help="use the first N examples of each task, or a fraction of them if N is below 1 (default: all)",
     )
     parser.add_argument(
         "--batch-size",
@@ -50,7 +54,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="number of requests to run at once (default: %(default)s)",
     )
     parser.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="worked examples in each prompt (default: the task's)"
+        "--num-fewshot", type=int, metavar="N", help="number of worked examples in each prompt (default: the task's)"
     )
     group = parser.add_argument_group("chat models")
     group.add_argument(
@@ -60,10 +64,12 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--no-fewshot-as-multiturn",
         dest="fewshot_as_multiturn",
         action="store_false",
-        help="write all worked examples in one message, not as turns of the chat",
+        help="write all worked examples in one message (default: as turns of the chat)",
     )
     group.add_argument(
-        "--system-instruction", metavar="TEXT", help="system message; without a template: text before each prompt"
+        "--system-instruction",
+        metavar="TEXT",
+        help="system message; without --apply-chat-template, text before each prompt",
     )
     group = parser.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="FILE", help="write the complete results of lm-eval as JSON")
@@ -74,6 +80,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     arguments.add_output_options(parser, json="the complete results as one JSON object, instead of the table")
     arguments.add_model_options(parser)
+    arguments.add_rope_options(parser)
     parser.set_defaults(run=run)
 
 

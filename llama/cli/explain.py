@@ -21,10 +21,15 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--text", default="The cat sat on the mat", metavar="TEXT", help="the text (default: %(default)s)"
     )
-    parser.add_argument("--token", type=int, metavar="N", help="the token to follow, from 0 (default: the last)")
-    parser.add_argument("--layer", type=int, default=0, metavar="N", help="the block, from 0 (default: %(default)s)")
+    parser.add_argument(
+        "--token", type=int, metavar="N", help="index of the token to follow, from 0 (default: the last)"
+    )
+    parser.add_argument(
+        "--layer", type=int, default=0, metavar="N", help="index of the block, from 0 (default: %(default)s)"
+    )
     arguments.add_output_options(parser, json="one JSON object")
     arguments.add_model_options(parser, optional=True, dtype="float32")
+    arguments.add_rope_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -33,25 +33,26 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--parse-special",
         action="store_true",
         default=None,
-        help="with --raw: encode control strings in the prompt, such as <|im_end|>, as control tokens; by default they"
-        " are plain text",
+        help="with --raw: encode control strings in the prompt, such as <|im_end|>, as control tokens (default: as"
+        " plain text)",
     )
     arguments.add_chat_format(parser)
     parser.add_argument(
-        "--suffix", metavar="TEXT", help="fill in the text between PROMPT and this suffix (Code Llama infilling)"
+        "--suffix", metavar="TEXT", help="generate the text between PROMPT and this suffix (infilling, for Code Llama)"
     )
     parser.add_argument(
-        "--logprobs", action="store_true", help="add the log-probability of each new token (with --json or --prompts)"
+        "--logprobs", action="store_true", help="with --json or --prompts: add the log-probability of each new token"
     )
     arguments.add_output_options(
         parser, json="one JSON object: prompt, text, tokens, prompt_tokens, finish_reason, logprobs, stats"
     )
-    arguments.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
     arguments.add_model_options(parser)
-    arguments.add_steer_options(parser)
+    arguments.add_sampling_options(parser, max_new_tokens=256, fallback="greedy")
     batch.add_options(parser)
-    arguments.add_draft_options(parser)
     arguments.add_session_options(parser)
+    arguments.add_draft_options(parser)
+    arguments.add_steer_options(parser)
+    arguments.add_rope_options(parser)
     ranks.add_options(parser)
     parser.set_defaults(run=run)
 
@@ -83,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
         llm.chat_format = args.chat_format
     raw = args.raw or (args.chat_format == "auto" and llm.chat_template is None)
     if raw and args.system is not None:
-        raise UsageError("--system needs a chat: leave --raw out, or name a format with --chat-format")
+        reason = "--raw turns the chat off" if args.raw else "this model has no chat template"
+        remedy = "leave --raw out" if args.raw else "leave it out, or name a format with --chat-format"
+        raise UsageError(f"--system needs a chat, but {reason}; {remedy}")
     if args.suffix is not None:
         streams.info(args, "filling in the text between prompt and suffix")
         ids = llm.tokenizer.encode_infill(prompt, args.suffix)

@@ -28,18 +28,22 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "inspect",
         help="describe a checkpoint without reading its weights",
-        description="Show family, architecture, RoPE, files, tokenizer, stop ids and memory of a checkpoint, and every"
-        " mismatch between its configuration and its tensors. Weights are not read. Exit code 1 on a mismatch.",
+        description="Show the family, architecture, RoPE settings, files, tokenizer, stop ids and memory of a"
+        " checkpoint, and every mismatch between its configuration and its tensors. Weights are not read. Exit code 1"
+        " on a mismatch.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "model", nargs="?", default=default_model(), metavar="PATH_OR_NAME", help="a checkpoint (default: %(default)s)"
     )
     parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens for the memory estimate (default: the model's)"
+        "--context",
+        type=int,
+        metavar="N",
+        help="context length for the memory estimate, in tokens (default: the model's)",
     )
     parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences for the memory estimate (default: 1)"
+        "--batch", type=int, default=1, metavar="N", help="number of sequences for the memory estimate (default: 1)"
     )
     arguments.add_tokenizer_option(parser)
     arguments.add_output_options(parser, json="one JSON object, with sizes in bytes")

@@ -20,9 +20,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "perplexity",
         help="measure how well a model predicts a text",
-        description="Perplexity of a text, in consecutive windows without overlap. Every token of a window except the"
-        " first is predicted from the tokens before it in the window. 'clearllama study ppl' shows perplexity by"
-        " position.",
+        description="Measure the perplexity of a text, in consecutive windows without overlap. Each token of a window,"
+        " except the first, is predicted from the tokens before it in the window. 'clearllama study ppl' shows the"
+        " perplexity by position.",
         usage="%(prog)s [options] FILE",
         allow_abbrev=False,
     )
@@ -30,6 +30,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument("--window", type=int, metavar="N", help="tokens per window (default: the model's context)")
     arguments.add_output_options(parser, json="one JSON object")
     arguments.add_model_options(parser)
+    arguments.add_rope_options(parser)
     ranks.add_options(parser)
     parser.set_defaults(run=run)
 

@@ -30,9 +30,10 @@ GPU_OPTIONS = {
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "plan",
-        help="show which GPUs a model needs and how fast it can be on them",
-        description="Show the memory of each GPU, what fits, the traffic, and upper bounds on decoding and prefill"
-        " speed. Everything is computed from the model's shapes and the data sheets of the GPUs; no weights are needed."
+        help="compute which GPUs a model needs, and the limits of its speed on them",
+        description="Compute the memory needed on each GPU, what fits, the traffic between the GPUs, and upper bounds"
+        " on the speed of decoding and prefill. The sources are the model's shapes and the data sheets of the GPUs; no"
+        " weights are needed."
         " Exit code 1 if the run does not fit.",
         usage="%(prog)s -m PATH_OR_NAME --gpus NxGPU [options]",
         allow_abbrev=False,
@@ -42,10 +43,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "-m",
         required=True,
         metavar="PATH_OR_NAME",
-        help="a file in configs/ or its name, a config.json, a params.json, or a checkpoint",
+        help="an official model, such as llama-3-8b (see configs/), a config.json, a params.json or a checkpoint",
     )
     parser.add_argument(
-        "--gpus", required=True, metavar="NxGPU", help="number and kind: 16xH100, 2xRTX4090, 4xcustom, 1xcpu"
+        "--gpus", required=True, metavar="NxGPU", help="number and kind of GPUs: 16xH100, 2xRTX4090, 4xcustom or 1xcpu"
     )
     parser.add_argument(
         "--context", type=int, metavar="N", help="tokens per sequence (default: the model's context, at most 8192)"
@@ -54,15 +55,32 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float16", "float32"],
-        help="dtype of weights, keys and values (default: bfloat16; quantized weights of a checkpoint as stored)",
+        help="dtype of weights, keys and values (default: bfloat16, and quantized weights as they are stored)",
     )
-    parser.add_argument("--quantize", metavar="SCHEME", help="quantize the linear layers: int8, int4 or another scheme")
     parser.add_argument(
-        "--kv-cache", default="model", choices=["model", "int8"], help="KV cache in --dtype, or in 8 bits"
+        "--quantize",
+        metavar="SCHEME",
+        help="quantize the linear layers: int8, int4 or another scheme of 'clearllama quantize --list'",
     )
-    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="number of GPUs that share each layer")
-    parser.add_argument("--pipeline-parallel", type=int, metavar="P", help="number of stages of consecutive layers")
-    group = parser.add_argument_group("GPU", "values that replace the data sheet; required for custom and cpu")
+    parser.add_argument(
+        "--kv-cache",
+        default="model",
+        choices=["model", "int8"],
+        help="dtype of the KV cache: --dtype, or int8 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="N",
+        help="number of GPUs that share each layer (default: automatic)",
+    )
+    parser.add_argument(
+        "--pipeline-parallel",
+        type=int,
+        metavar="P",
+        help="number of stages of consecutive layers (default: automatic)",
+    )
+    group = parser.add_argument_group("GPU", "overrides of the data sheet; required for custom and cpu")
     for name, (metavar, text) in GPU_OPTIONS.items():
         group.add_argument(f"--gpu-{name}", metavar=metavar, help=text)
     group.add_argument("--gpus-per-host", type=int, metavar="N", help="GPUs per host (default: 8)")

@@ -13,14 +13,16 @@ from . import piped, streams
 
 def add_prompt_options(parser: argparse.ArgumentParser, what: str = "prompt") -> None:
     """Add PROMPT, --prompt and --file. `what` is the word for it in the help."""
-    parser.add_argument("text", nargs="?", metavar="PROMPT", help=f"the {what} (default or '-': standard input)")
-    parser.add_argument("--prompt", "-p", metavar="PROMPT", help=f"the {what}, given as an option")
+    parser.add_argument(
+        "text", nargs="?", metavar="PROMPT", help=f"the {what}; without PROMPT, or if it is '-', standard input is read"
+    )
+    parser.add_argument("--prompt", "-p", metavar="PROMPT", help="the same as PROMPT")
     parser.add_argument(
         "--file",
         "-f",
         action="append",
         metavar="FILE",
-        help=f"read the {what} from a file ('-': standard input); may be repeated. PROMPT, files and piped text are"
+        help=f"read the {what} from FILE; '-' is standard input; may be repeated. PROMPT, files and piped text are"
         " joined in this order, separated by blank lines (docs/guides/prompts.md)",
     )
 

@@ -14,7 +14,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="download a model",
         description="Download a model and print its path. A named model goes into the cache folder (CLEARLLAMA_CACHE)."
         " From a repository on the Hugging Face hub, only the files that clearllama reads are downloaded, into the"
-        " hub's cache (HF_HOME), and verified. -m ORG/NAME does the same on first use; pull also gets newer versions."
+        " hub's cache (HF_HOME), and verified. -m ORG/NAME does the same on first use; pull also updates an older copy."
         " The access token comes from HF_TOKEN or 'hf auth login'.",
         allow_abbrev=False,
     )
@@ -23,11 +23,13 @@ def add_parser(commands: arguments.Subparsers) -> None:
         nargs="?",
         default=default_model(),
         metavar="NAME",
-        help="a known name, or on the Hugging Face hub: ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or"
-        " ORG/NAME/FILE.gguf (default: %(default)s)",
+        help="on the Hugging Face hub: ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf; or a named"
+        " model (default: %(default)s)",
     )
-    parser.add_argument("--meta", action="store_true", help="download Meta's original files, in original/")
-    parser.add_argument("--force", action="store_true", help="download again even if it is in the cache")
+    parser.add_argument(
+        "--meta", action="store_true", help="download Meta's own files, from the folder original/ of the repository"
+    )
+    parser.add_argument("--force", action="store_true", help="download the model again even if it is in the cache")
     arguments.add_output_options(parser)
     parser.set_defaults(run=run)
 

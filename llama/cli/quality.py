@@ -19,8 +19,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench --quality`."""
     group = parser.add_argument_group(
         "quality",
-        "compare the perplexity of each scheme of --quantize (default: int8,int4) with that of float32 weights; the"
-        " scheme none is the model as it runs without --quantize",
+        "compare the perplexity with each scheme of --quantize (default: int8,int4) to that with float32 weights; none"
+        " is the model without --quantize",
     )
     group.add_argument(
         "--quality",
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     )
     predicted = sum(len(part) - 1 for part in parts)
     streams.info(
-        args, f"{path.name}: {tokens:,} tokens in {len(parts)} windows of {window}, for {1 + len(schemes)} models"
+        args,
+        f"measuring {1 + len(schemes)} models on {path.name}: {tokens:,} tokens in {len(parts)} windows of {window}",
     )
     base = perplexity.nats(args, exact, parts, "float32")
     del exact

@@ -16,14 +16,15 @@ def add_parser(commands: arguments.Subparsers) -> None:
         help="quantize a checkpoint to 4 or 8 bits and save it",
         description="Read a checkpoint of any format, quantize its linear layers and write a folder that every command"
         " accepts as --model and loads without quantizing again. One weight is in memory at a time. Every tensor is"
-        " read back and compared before the target appears, so the target is complete or absent.",
+        " read back and compared before the target appears, so the target is either complete or absent.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "source",
         metavar="SRC",
         nargs="?",
-        help="a folder in Meta's or Hugging Face's format, a .gguf file, or a known name",
+        help="the checkpoint: a folder in Meta's or Hugging Face's format, a .gguf file, or ORG/NAME on the"
+        " Hugging Face hub",
     )
     parser.add_argument("target", metavar="DST", nargs="?", type=Path, help="the new folder")
     parser.add_argument(
@@ -35,7 +36,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     arguments.add_adapter_option(parser)
     parser.add_argument("--list", action="store_true", help="list all schemes with their bits per weight")
     parser.add_argument(
-        "--shards", type=int, default=0, metavar="N", help="number of weight files (default: at most 5 GB each)"
+        "--shards", type=int, default=0, metavar="N", help="number of weight files (default: files of at most 5 GB)"
     )
     arguments.add_tokenizer_option(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing target")

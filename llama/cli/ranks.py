@@ -30,14 +30,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add --tensor-parallel and --pipeline-parallel."""
     group = parser.add_argument_group(
         "several processes",
-        "split one model over N x P processes of this host, one per GPU, or on CPU each with a share of the cores; for"
-        " several hosts see docs/guides/several-devices.md",
+        "split the model over N x P processes of this host: one per GPU, or on the CPU, where each has a share of the"
+        " cores. For several hosts, see docs/guides/several-devices.md",
     )
     group.add_argument(
         "--tensor-parallel",
         type=int,
         metavar="N",
-        help="split each matrix into N parts (default: 1; with torchrun, all its processes)",
+        help="split each matrix into N parts (default: 1; under torchrun, the number of its processes)",
     )
     group.add_argument(
         "--pipeline-parallel",
@@ -83,7 +83,7 @@ def environment() -> tuple[int, int] | None:
     if missing := [name for name in needed if not os.environ.get(name)]:
         present = ", ".join(name for name in NEEDED if os.environ.get(name))
         raise UsageError(
-            f"{present} set in the environment without {', '.join(missing)}: a rank needs all of them; start it with"
+            f"the environment has {present} but not {', '.join(missing)}; a rank needs all of them: start it with"
             " torchrun (torchrun --nproc-per-node N -m llama ...), or unset them to run in one process"
         )
     numbers = {}

@@ -20,29 +20,46 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "serve",
         help="serve a model over an OpenAI-compatible HTTP API",
         description="Serve a model over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions and"
-        " /v1/models, also /health and /metrics (docs/guides/serving.md). All requests share one batch.",
+        " /v1/models, and also /health and /metrics (docs/guides/serving.md). Requests are answered together, in one"
+        " batch.",
+        usage="%(prog)s [options]",
         allow_abbrev=False,
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
-    parser.add_argument("--port", type=int, default=8000, help="port; 0: any free port (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; 0 chooses a free one (default: %(default)s)"
+    )
     parser.add_argument("--api-key", metavar="FILE", help=f"a file with the key that clients send (or set {KEY})")
     parser.add_argument(
-        "--no-auth", action="store_true", help="with --host: accept requests from other machines without a key"
+        "--no-auth", action="store_true", help="with --host: accept requests without a key from other machines"
     )
     parser.add_argument("--name", help="the model's name in requests (default: the name of its file or folder)")
     parser.add_argument(
-        "--parallel", type=int, default=16, metavar="N", help="most answers in progress at once (default: %(default)s)"
+        "--parallel",
+        type=int,
+        default=16,
+        metavar="N",
+        help="maximum number of answers generated at once (default: %(default)s)",
     )
     parser.add_argument(
-        "--queue", type=int, default=128, metavar="N", help="most waiting answers; more get 429 (default: %(default)s)"
+        "--queue",
+        type=int,
+        default=128,
+        metavar="N",
+        help="maximum number of waiting answers; further requests get HTTP 429 (default: %(default)s)",
     )
     parser.add_argument(
-        "--timeout", type=int, default=3600, metavar="S", help="most seconds per request (default: %(default)s)"
+        "--timeout",
+        type=int,
+        default=3600,
+        metavar="S",
+        help="maximum time of a request in seconds (default: %(default)s)",
     )
     arguments.add_chat_format(parser)
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
     arguments.add_steer_options(parser)
+    arguments.add_rope_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -16,6 +16,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         description="Run the model on two prompts and write the difference of their residual streams, after each layer"
         " at the last token, as a GGUF control vector. The option --steer of generate, chat and serve adds the vector"
         " to the layers' outputs; llama.cpp's --control-vector does the same.",
+        usage="%(prog)s --positive TEXT --negative TEXT --output FILE [options]",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -23,7 +24,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
         action="append",
         required=True,
         metavar="TEXT",
-        help="the prompt to move towards; may be repeated with one --negative each, to use the mean difference",
+        help="the prompt to move towards; may be repeated, with one --negative each: the mean difference is used",
     )
     parser.add_argument(
         "--negative", action="append", required=True, metavar="TEXT", help="the prompt to move away from"
@@ -33,6 +34,7 @@ def add_parser(commands: arguments.Subparsers) -> None:
     arguments.add_chat_format(parser)
     arguments.add_output_options(parser)
     arguments.add_model_options(parser)
+    arguments.add_rope_options(parser)
     parser.set_defaults(run=run)
 
 

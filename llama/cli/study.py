@@ -18,13 +18,13 @@ OPTIONS = {"head_dim": "head_dim", "rope_theta": "theta", "context": "context", 
 def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "study",
-        help="study RoPE: compute and check claims about it",
-        description="Answer a question about position encoding: the claim, the numbers and a picture. Each claim is"
-        " also checked; --checks lists the checks. Without TOPIC: the list of topics. Exit code 1 if a check fails.",
+        help="explain RoPE: claims, numbers and figures",
+        description="Answer a question about position encoding with a claim, its numbers and a picture. Each claim is"
+        " checked; --checks lists the checks. Without TOPIC, list the topics. Exit code 1 if a check fails.",
         usage="%(prog)s [options] [TOPIC] [EXERCISE]",
         allow_abbrev=False,
     )
-    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a topic; 'clearllama study' lists them")
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a topic; clearllama study lists them")
     parser.add_argument(
         "--figure", type=Path, metavar="FILE", help="draw a figure (.png or .svg) or write its data (.csv or .json)"
     )
@@ -40,9 +40,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
     )
     group = parser.add_argument_group("parameters of some topics")
     group.add_argument("--head-dim", type=int, metavar="D", help="dimension of a head")
-    group.add_argument("--rope-theta", type=float, metavar="T", help="base of the frequencies")
-    group.add_argument("--context", type=int, metavar="N", help="tokens of the trained context")
-    group.add_argument("--rope-factor", type=float, metavar="S", help="how many times longer the context becomes")
+    group.add_argument("--rope-theta", type=float, metavar="T", help="base of the rotary frequencies")
+    group.add_argument("--context", type=int, metavar="N", help="trained context length in tokens")
+    group.add_argument("--rope-factor", type=float, metavar="S", help="extend the context S times")
     group.add_argument(
         "--model",
         "-m",
@@ -58,11 +58,14 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "--methods",
         type=lambda text: tuple(text.split(",")),
         metavar="LIST",
-        help="comma-separated: none, or KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
-        " dynamic-whole recomputes each bucket with the frequencies of its last position",
+        help="comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4);"
+        " the kind dynamic-whole computes each range of positions with the frequencies of its last position",
     )
     group.add_argument(
-        "--output", type=Path, metavar="FILE.csv", help="save finished windows; the next run resumes after them"
+        "--output",
+        type=Path,
+        metavar="FILE.csv",
+        help="save the results of each window; the next run resumes after the last one",
     )
     group.add_argument("--dtype", metavar="TYPE", help="auto, float32, bfloat16, float16")
     bugs.add_arguments(parser)

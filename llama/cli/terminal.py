@@ -92,7 +92,7 @@ class Keyboard:
     def read(self, first: bool) -> str:
         ahead, self._ahead = self._ahead, ""
         if ahead and self._readline is None:
-            streams.write_stderr(f"clearllama: typed during the answer and discarded: {streams.one_line(ahead)}")
+            streams.write_stderr(f"clearllama: discarded input, typed during the answer: {streams.one_line(ahead)}")
         elif ahead:
             self._readline.set_startup_hook(lambda: self._readline.insert_text(ahead))
         try:

@@ -26,14 +26,14 @@ def add_parser(commands: arguments.Subparsers) -> None:
         "trace",
         help="show what a model computes on a text",
         description="Run the model on plain text and show what it computes: the surprisal of every token, the"
-        " prediction after each layer, every attention map, the angles of RoPE. With an intervention, also the"
-        " difference from the unchanged model. Layers and heads are numbered from 0.",
+        " prediction after each layer, every attention map, and the angles of RoPE. With an intervention, it also shows"
+        " the difference from the unchanged model. Layers and heads are numbered from 0.",
         usage="%(prog)s [options] [PROMPT]",
         allow_abbrev=False,
     )
     add_prompt_options(parser, "text")
     parser.add_argument(
-        "--sample", action="store_true", help="trace a text of about 40 tokens that ships with clearllama"
+        "--sample", action="store_true", help="use a text of about 40 tokens that comes with clearllama"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: one file, works offline")
     parser.add_argument(
@@ -42,15 +42,17 @@ def add_parser(commands: arguments.Subparsers) -> None:
         const=STDOUT,
         type=Path,
         metavar="FILE",
-        help="write all numbers as one JSON object to a file, or to standard output instead of the summary",
+        help="write all numbers as one JSON object to FILE (default: to standard output, in place of the summary)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="refuse longer texts (default: %(default)s)"
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="maximum length of the text in tokens (default: %(default)s)",
     )
     arguments.add_output_options(parser)
-    group = parser.add_argument_group(
-        "interventions", "--rope-scaling, --rope-factor and --rope-theta are interventions as well"
-    )
+    group = parser.add_argument_group("interventions", "see also the options of RoPE, which are interventions, too")
     group.add_argument(
         "--ablate-head",
         action="append",
@@ -63,17 +65,17 @@ def add_parser(commands: arguments.Subparsers) -> None:
     group.add_argument(
         "--against",
         metavar="METHOD",
-        help="with --rope-scaling: compare with this scaling instead of the unchanged model, as KIND:FACTOR, for"
-        " example linear:4",
+        help="with --rope-scaling: compare with this scaling, such as linear:4 (default: the unchanged model)",
     )
     group = parser.add_argument_group("activation patching")
     group.add_argument(
         "--patch-from",
         metavar="TEXT",
-        help="copy the residual stream of TEXT into the run on PROMPT, at each layer and token in turn, and show how"
-        " much of the difference between their answers each copy restores; TEXT must have as many tokens as PROMPT",
+        help="copy the residual stream of TEXT into the run on PROMPT, at one layer and token at a time; show how much"
+        " of the difference between the two answers each copy restores. TEXT must have as many tokens as PROMPT",
     )
     arguments.add_model_options(parser, dtype="float32")
+    arguments.add_rope_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -22,9 +22,10 @@ def add_parser(commands: arguments.Subparsers) -> None:
     parser = commands.add_parser(
         "verify",
         help="check that a checkpoint is complete and undamaged",
-        description="Check file sizes, checksums (checklist.chk, the Hugging Face hub's, the CRC-32 of every record in"
-        " .pth and .bin files), JSON files, tensors against the configuration, and the tokenizer. Also reports on"
-        " checkpoints that cannot be opened. Exit code 1 if a check failed.",
+        description="Check the file sizes, the checksums (of checklist.chk, of the Hugging Face hub, and the CRC-32 of"
+        " every record in .pth and .bin files), the JSON files, the tokenizer, and that the tensors match the"
+        " configuration. A checkpoint that can't be opened is checked as far as possible. Exit code 1 if a check"
+        " failed.",
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="PATH", help="a folder in Meta's or Hugging Face's format, or a .gguf file")
@@ -69,7 +70,7 @@ def locate(name: str) -> Path:
         wanted = repository.hub_id(name)
         found = (repository.find_cached if wanted.quant else repository.cached)(wanted) if wanted else None
     if found is None:
-        raise CheckpointError(f"{name!r} is not a file, a folder or a model that was pulled")
+        raise CheckpointError(f"there is no file or folder {name!r}, and no downloaded model of that name")
     return found
 
 

@@ -76,8 +76,7 @@ def pick_placement(config: ModelConfig, devices: Devices = None, gpu_layers: int
         best = pick_device(None)
         cause = "the chosen device is the CPU" if best.type != "cpu" else "this machine has none"
         raise UsageError(
-            f"gpu_layers {gpu_layers} requires a GPU, but {cause} (available: {_available(best)}); use gpu_layers 0, or"
-            " leave it out"
+            f"gpu_layers {gpu_layers} requires a GPU, but {cause} (available: {_available(best)}); leave it out"
         )
     below = cpu if count < config.n_layers else picked[0]
     return Placement(below, (cpu,) * (config.n_layers - count) + (picked[0],) * count, picked[0])

@@ -36,11 +36,14 @@ def pick_device(name: str | torch.device | None = None) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
-        raise UsageError(f"{name!r} is not a device; available here: {', '.join(here)}") from None
+        raise UsageError(f"unknown device {name!r}; available here: auto, {', '.join(here)}") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if not any(h == str(device) or h.split(":")[0] == str(device) for h in here):
-        raise UsageError(f"device {str(device)!r} is not available; available here: {', '.join(here)}")
+        cause = " because PyTorch was built without CUDA" * (
+            device.type == "cuda" and not torch.backends.cuda.is_built()
+        )
+        raise UsageError(f"device {str(device)!r} is not available{cause}; available here: {', '.join(here)}")
     return device
 
 
@@ -55,7 +58,8 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
         return name
     if name is not None and name != "auto":
         if name not in DTYPES:
-            raise UsageError(f"unknown dtype {name!r}; known: auto, {', '.join(DTYPES)}")
+            quantize = f"; to quantize the weights, use --quantize {name}" if name in ("int8", "int4") else ""
+            raise UsageError(f"unknown dtype {name!r}; known: auto, {', '.join(DTYPES)}{quantize}")
         if DTYPES[name] == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise UsageError(f"{device} can't compute in bfloat16; use --dtype float16, or leave --dtype out")
         return DTYPES[name]

@@ -177,7 +177,7 @@ class Session:
         count = _length(source, file)
         if count > model.max_seq_len:
             raise ContextLengthError(
-                f"{source} holds {count} tokens and the model's context {model.max_seq_len}; raise --max-seq-len"
+                f"{source} has {count} tokens, but the context of the model is {model.max_seq_len}; raise --max-seq-len"
             )
         cache = model.new_cache()
         names = [name for name, _, _ in _buffers(cache)]
@@ -342,7 +342,7 @@ def open_session(path: Path) -> tuple[Any, dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is not a file; expected a session of clearllama")  # a pipe would block
+        raise CheckpointError(f"{path} is not a file; expected a session file")  # a pipe would block
     try:
         with open(path, "rb") as bare:
             bare.read(1)  # raises the system's own error
@@ -350,20 +350,20 @@ def open_session(path: Path) -> tuple[Any, dict[str, Any]]:
             file = safe_open(name, framework="pt")
         metadata: Mapping[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+        raise CheckpointError(f"{path}: {error.strerror or error}; expected a session file") from None
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is damaged, or not a session of clearllama ({' '.join(str(error).split())[:160]})"
+            f"{path} is not a session file, or is damaged ({' '.join(str(error).split())[:160]})"
         ) from None
     if MARK not in metadata:
-        raise CheckpointError(f"{path} is a safetensors file, but not a session of clearllama")
+        raise CheckpointError(f"{path} is a safetensors file, but not a session file")
     if metadata[MARK] != FORMAT:
         raise CheckpointError(
-            f"{path} is a session in format {metadata[MARK]!r:.20}, but this version reads {FORMAT!r}; process the"
-            " text again"
+            f"{path} is a session in format {metadata[MARK]!r:.20}, but this version reads {FORMAT!r}; save the"
+            " session again"
         )
     text = metadata.get("about", "")
-    about = parse_json(text.encode(), f"{path} (metadata)")
+    about = parse_json(text.encode(), f"{path} (metadata)", "; the file is damaged")
     if not isinstance(about.get("settings"), dict) or not isinstance(about.get("messages"), list):
         raise CheckpointError(f"{path} is damaged: its metadata lacks the settings or the messages")
     return file, {**about, "text": text, "sha256": metadata.get("sha256")}
@@ -373,7 +373,7 @@ def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
     """Raise CheckpointError with the settings that differ, if a session was saved with other settings."""
     other = [key for key in sorted(ours.keys() | theirs.keys()) if theirs.get(key) != ours.get(key)]
     if other == ["weights"]:
-        raise CheckpointError(f"{path} was saved with other weights of the same shape; load that model")
+        raise CheckpointError(f"{path} was saved with other weights of the same shape; load the model that saved it")
     if other := [key for key in other if key != "weights"]:
         saved = [f"{key} {_shown(theirs.get(key))}" for key in other[:3]]
         loaded = [_shown(ours.get(key)) for key in other[:3]]

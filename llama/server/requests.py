@@ -61,9 +61,9 @@ class UnknownModel(UsageError):
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises UsageError."""
     try:
-        body = parse_json(raw, "the body")
-    except CheckpointError as error:  # the rest of its message is for files
-        raise UsageError(str(error).split(";")[0]) from None
+        body = parse_json(raw, "the body", "")
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
     if deeper(body, DEEPEST):
         raise UsageError(f"the body must not be nested deeper than {DEEPEST} levels")
     return body
@@ -153,7 +153,7 @@ def _fitting(ids: list[Any], llm: Llama) -> list[Any]:
     """Return the ids. Raises ContextLengthError if there are too many."""
     if len(ids) >= (context := llm.model.max_seq_len):
         raise ContextLengthError(
-            f"the prompt has {len(ids)} tokens and the context holds {context}, including the answer"
+            f"the prompt has {len(ids)} tokens, but the context of {context} must hold prompt and answer"
         )
     return ids
 
@@ -166,7 +166,7 @@ def _check_characters(count: int, llm: Llama) -> None:
     """Reject text that can't fit into the context. Encoding it first would take seconds for megabytes."""
     context = llm.model.max_seq_len
     if count > LONGEST_TOKEN * context:
-        raise ContextLengthError(f"the prompt has {count:,} characters and the context holds {context} tokens")
+        raise ContextLengthError(f"the prompt has {count:,} characters, but the context is {context} tokens")
 
 
 def _prompts(prompt: Any, suffix: Any, n: int, llm: Llama) -> list[list[int]]:

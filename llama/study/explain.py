@@ -368,14 +368,14 @@ def explain(
     config = net.config
     if net.tok_embeddings.weight.dtype != torch.float32:
         dtype = str(net.tok_embeddings.weight.dtype).removeprefix("torch.")
-        raise UsageError(f"explain needs a model in float32, and this one is in {dtype}; leave out --dtype")
+        raise UsageError(f"explain needs a model in float32, but this one is in {dtype}; leave --dtype out")
     if not 1 <= len(ids) <= LONGEST:
         raise UsageError(f"explain needs a text of 1 to {LONGEST} tokens, got {len(ids)}")
     token = len(ids) - 1 if token is None else token
     if not 0 <= token < len(ids):
-        raise UsageError(f"the token must be from 0 to {len(ids) - 1}, the last token of the text; got {token}")
+        raise UsageError(f"token must be from 0 to {len(ids) - 1}, the last token of the text, got {token}")
     if not 0 <= layer < config.n_layers:
-        raise UsageError(f"the layer must be from 0 to {config.n_layers - 1}, the last layer of the model; got {layer}")
+        raise UsageError(f"layer must be from 0 to {config.n_layers - 1}, the last layer of the model, got {layer}")
     ours = _computed(net, ids, layer)
     embedded = net.tok_embeddings.weight[list(ids)].double().cpu().numpy()  # (T, C)
     start = embedded if layer == 0 else ours["h"]

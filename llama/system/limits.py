@@ -76,7 +76,7 @@ def check_import() -> None:
     needed = import_bytes()
     if limit < needed + TO_RUN:
         raise MemoryLimitError(
-            f"the limit of this shell (ulimit -v) is {limit // MIB:,} MiB of address space, and importing torch and"
+            f"the limit of this shell (ulimit -v) is {limit // MIB:,} MiB of address space, but importing torch and"
             f" reading a vocabulary needs about {(needed + TO_RUN) // MIB:,} MiB in addition to the model; raise the"
             " limit, or start a shell without one (ulimit -v unlimited)"
         )

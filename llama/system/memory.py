@@ -195,7 +195,7 @@ def check(what: str, need: Need, found: Sequence[Room], remedies: Sequence[str],
                 f" {format_bytes(need.activations + need.runtime)} to compute"
             )
             raise MemoryLimitError(
-                f"{what} needs {format_bytes(needed)} of memory{each} ({parts}), and {format_bytes(room.bytes)}"
+                f"{what} needs {format_bytes(needed)} of memory{each} ({parts}), but only {format_bytes(room.bytes)}"
                 f" {room.message}; {', '.join([*remedies, NO_CHECK])}"
             )
 
@@ -205,9 +205,9 @@ def check_cache(size: int, tokens: int, found: Sequence[Room]) -> None:
     for room in sorted(found, key=lambda room: room.bytes):
         if size > room.bytes:
             raise MemoryLimitError(
-                f"a KV cache for {tokens:,} tokens needs {format_bytes(size)} more memory, and"
-                f" {format_bytes(room.bytes)} {room.message}; shorten the text or --max-seq-len, store keys and values"
-                f" in 8 bits (--kv-cache int8), {NO_CHECK}"
+                f"a KV cache for {tokens:,} tokens needs {format_bytes(size)} more memory, but only"
+                f" {format_bytes(room.bytes)} {room.message}; shorten the text, lower --max-seq-len, store keys and"
+                f" values in 8 bits (--kv-cache int8), {NO_CHECK}"
             )
 
 

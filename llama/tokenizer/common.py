@@ -54,7 +54,7 @@ def check_length(token: str | bytes, id: int, where: str) -> None:
     if len(token) > LONGEST_TOKEN:
         raise TokenizerError(
             f"{where}: token {id} begins with {token[:20]!r} and has {len(token):,} characters, expected at most"
-            f" {LONGEST_TOKEN:,}; the file is damaged or forged, fetch it from the model's authors"
+            f" {LONGEST_TOKEN:,}; the file is damaged or forged, download it from the model's authors"
         )
 
 
@@ -176,7 +176,7 @@ def all_splits(tokens: Iterable[str], known: Collection[str], where: str) -> lis
         if len(found) > MOST_SPLITS * len(known) + LONGEST_TOKEN:
             raise TokenizerError(
                 f"{where}: its {len(known):,} tokens can be split into two other tokens in more than {MOST_SPLITS} ways"
-                f" on average, expected about 2; the file is damaged or forged, fetch it from the model's authors"
+                f" on average, expected about 2; the file is damaged or forged, download it from the model's authors"
             )
     return found
 
@@ -213,7 +213,7 @@ def read_file(path: Path) -> bytes:
     except ValueError as error:  # a NUL byte in the path
         raise TokenizerError(f"{str(path)!r} is not a path: {error}") from None
     if not data:
-        raise TokenizerError(f"{path} is empty; the download was probably interrupted, fetch it again")
+        raise TokenizerError(f"{path} is empty; the download was probably interrupted, download it again")
     if len(data) > MAX_FILE_BYTES:
         raise TokenizerError(
             f"{path} has {status.st_size:,} bytes, expected a tokenizer file of at most {MAX_FILE_BYTES:,};"

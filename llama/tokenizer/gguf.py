@@ -233,7 +233,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, where: str, count: int, what
     if len(array) != count:
         raise TokenizerError(f"{where}: {count} tokens but {len(array)} {what}; the vocabulary is damaged")
     if np.isnan(array).any():
-        raise TokenizerError(f"{where}: {key} contains NaN; the vocabulary is damaged, fetch the file again")
+        raise TokenizerError(f"{where}: {key} contains NaN; the vocabulary is damaged, download the file again")
     return array
 
 

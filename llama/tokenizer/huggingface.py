@@ -52,12 +52,12 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
         source = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(
-            f"{where}: not valid JSON: {error}; the file is cut off or damaged, fetch it again"
+            f"{where}: not valid JSON: {error}; the file is truncated or damaged, download it again"
         ) from None
     if not isinstance(source, dict) or not isinstance(source.get("model"), dict):
         raise TokenizerError(
-            f"{where}: expected a tokenizer.json, an object that has a 'model', found none;"
-            f" if this is tokenizer_config.json or vocab.json, name the tokenizer.json next to it"
+            f"{where} is not a tokenizer.json: expected the key 'model';"
+            " if it is a tokenizer_config.json or vocab.json, name the tokenizer.json next to it"
         )
     return source
 
@@ -186,7 +186,7 @@ def special_by_settings(settings: Mapping[str, Any], ids: Mapping[str, int], whe
         if not isinstance(token, str) or str(ids.get(token)) != id:
             raise TokenizerError(
                 f"{where}: tokenizer_config.json lists {token!r:.60} with the id {id!r:.20}, unlike this vocabulary;"
-                f" the two files don't belong together, fetch both again"
+                f" the two files don't belong together, download both again"
             )
         if entry.get("special"):
             found.add(token)
@@ -197,7 +197,7 @@ def special_by_settings(settings: Mapping[str, Any], ids: Mapping[str, int], whe
             if token not in ids:
                 raise TokenizerError(
                     f"{where}: tokenizer_config.json names {token!r:.60} in {key}, which is not in this vocabulary;"
-                    f" the two files don't belong together, fetch both again"
+                    f" the two files don't belong together, download both again"
                 )
             found.add(token)
     return found

@@ -26,8 +26,8 @@ KINDS: list[tuple[Callable[[bytes], bool], Callable[[bytes, str, Settings, Named
 # Files opened by mistake: their first bytes, what they are and the remedy
 MISTAKES = [
     (b"version https://git-lfs", "a git-lfs pointer, not the file itself; run 'git lfs pull' in its repository"),
-    (b"<!doctype", "a web page, probably an error page saved in place of the download; fetch it again"),
-    (b"<html", "a web page, probably an error page saved in place of the download; fetch it again"),
+    (b"<!doctype", "a web page, probably an error page saved in place of the download; download it again"),
+    (b"<html", "a web page, probably an error page saved in place of the download; download it again"),
     (b"gguf", "a GGUF file, which contains weights and tokenizer; open it as the checkpoint"),
     (b"pk\x03\x04", "a zip archive (perhaps a torch .pth); name the tokenizer.model or tokenizer.json instead"),
     (b"\x1f\x8b", "a gzip archive; decompress it first"),

@@ -71,7 +71,7 @@ def check_sizes(patterns: list[str], where: str) -> None:
         if found > most:
             raise TokenizerError(
                 f"{where}: its regular expressions have {found:,} {what} together, expected at most {most:,}; the file"
-                f" is damaged or forged, fetch it from the model's authors"
+                f" is damaged or forged, download it from the model's authors"
             )
 
 
@@ -111,7 +111,7 @@ def unbounded(pattern: str, where: str) -> TokenizerError:
     """The error for a pattern whose matching takes too long."""
     return TokenizerError(
         f"{where}: its regular expression {pattern[:60]!r} nests or chains repetitions, so matching some texts could"
-        f" take too long; such patterns are not supported, fetch the file from the model's authors"
+        f" take too long; such patterns are not supported, download the file from the model's authors"
     )
 
 
@@ -125,7 +125,7 @@ class Parser:
         """The error for a construct that is not supported."""
         return TokenizerError(
             f"{self.where}: its regular expression {self.pattern[:60]!r} has {self.pattern[at : at + 12]!r} at"
-            f" character {at}, which is not supported because matching it may take too long; fetch the file from the"
+            f" character {at}, which is not supported because matching it may take too long; download the file from the"
             f" model's authors"
         )
 

@@ -39,7 +39,7 @@ CONTROL, USER_DEFINED = 3, 4
 # Wire types: an integer with 7 bits per byte, 8 bytes, a length and its bytes, 4 bytes
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
-DAMAGED = "not a SentencePiece model, or a damaged one; fetch it again"
+DAMAGED = "not a SentencePiece model, or a damaged one; download it again"
 
 
 def recognizes(start: bytes) -> bool:
@@ -107,7 +107,7 @@ def check_normalizer(spec: bytes, where: str) -> None:
         if number == CHARSMAP and isinstance(value, bytes) and value and 4 * charsmap_growth(value) > LARGEST_GROWTH:
             raise TokenizerError(
                 f"{where}: its normalizer may write more than {LARGEST_GROWTH} characters for one character of a text,"
-                f" which is not supported; fetch the file from the model's authors"
+                f" which is not supported; download the file from the model's authors"
             )
 
 
@@ -144,7 +144,7 @@ class SentencePieceModelTokenizer(Tokenizer):
         if not pieces or not {TRAINER_SPEC, NORMALIZER_SPEC} <= {number for number, _ in top}:
             raise TokenizerError(
                 f"{where}: the model ends after {len(pieces)} pieces, expected its trainer and normalizer settings"
-                f" after them; the file is cut off, fetch it again"
+                f" after them; the file is truncated, download it again"
             )
         for number, value in top:
             if number in (NORMALIZER_SPEC, DENORMALIZER_SPEC):
@@ -169,7 +169,8 @@ class SentencePieceModelTokenizer(Tokenizer):
             if library.is_unknown(id) or library.is_byte(id):
                 raise TokenizerError(
                     f"{where}: config.json or generation_config.json names id {id}, {self._pieces[id]!r}, as the begin"
-                    f" or end of a text, expected a control token; the files are of different models, fetch them again"
+                    " or end of a text, expected a control token; the files are of different models, download them"
+                    " again"
                 )
         written = written_by(named.template, [self._pieces[id] for id in user_defined - disguised])
         self.visible = {id for id in user_defined if self._pieces[id] in written}

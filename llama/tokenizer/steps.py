@@ -70,7 +70,7 @@ def growth(source: Mapping[str, Any], where: str) -> float:
             if steps > MOST_STEPS:
                 raise TokenizerError(
                     f"{where}: its normalizer and pre_tokenizer have more than {MOST_STEPS} steps, the most that is"
-                    f" accepted; the file is damaged or forged, fetch it from the model's authors"
+                    f" accepted; the file is damaged or forged, download it from the model's authors"
                 )
             pattern = part.get("pattern")
             if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
@@ -81,7 +81,7 @@ def growth(source: Mapping[str, Any], where: str) -> float:
             if factor > LARGEST_GROWTH:
                 raise TokenizerError(
                     f"{where}: its normalizer and pre_tokenizer may write more than {LARGEST_GROWTH} characters for one"
-                    f" character of a text, which is not supported; fetch the file from the model's authors"
+                    f" character of a text, which is not supported; download the file from the model's authors"
                 )
     return factor
 

@@ -68,17 +68,17 @@ def parse(data: bytes, where: str) -> list[bytes]:
         if not (match and token):
             raise TokenizerError(
                 f"{where}: line {rank + 1} is {line[:40]!r}, expected a token in base64, a space and the rank {rank};"
-                f" the file is damaged or not Llama 3's tokenizer.model, fetch it again"
+                f" the file is damaged or not Llama 3's tokenizer.model, download it again"
             )
         if int(match[2]) != rank:
             raise TokenizerError(
                 f"{where}: line {rank + 1} has rank {int(match[2])}, expected {rank}; a line is missing, repeated or"
-                f" moved, fetch the file again"
+                f" moved, download the file again"
             )
         if token in rank_of:
             raise TokenizerError(
                 f"{where}: line {rank + 1} repeats the token of line {rank_of[token] + 1}, {token[:40]!r};"
-                f" the file is damaged, fetch it again"
+                f" the file is damaged, download it again"
             )
         check_length(token, rank, where)
         rank_of[token] = rank
@@ -86,7 +86,7 @@ def parse(data: bytes, where: str) -> list[bytes]:
     if missing:
         raise TokenizerError(
             f"{where}: byte 0x{missing[0]:02X} is not a token ({len(missing)} of the 256 bytes are missing), so some"
-            f" texts can't be encoded; the file is damaged or cut off, fetch it again"
+            f" texts can't be encoded; the file is damaged or truncated, download it again"
         )
     if len(rank_of) == LLAMA4_TOKENS:
         raise TokenizerError(f"{where}: these {LLAMA4_TOKENS:,} tokens are Llama 4's, which is not supported")
@@ -109,7 +109,7 @@ def pieces(text: str) -> Iterator[str]:
 class TiktokenTokenizer(Tokenizer):
     """The tokenizer of Llama 3's tokenizer.model; the control ids follow the last rank.
 
-    A file cut off at the end of a line looks like a smaller vocabulary; only the model's vocabulary size shows it.
+    A file truncated at the end of a line looks like a smaller vocabulary; only the model's vocabulary size shows it.
     """
 
     def __init__(self, data: bytes, where: str, named: Named = NOTHING):
@@ -129,7 +129,7 @@ class TiktokenTokenizer(Tokenizer):
             raise TokenizerError(
                 f"{where}: eos_token_id of config.json or generation_config.json is {plain[0]}, the plain text"
                 f" {self._tokens[plain[0]]!r}, expected a control token; the files are of different"
-                f" models, fetch them again"
+                f" models, download them again"
             )
         self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])
         with library_errors(where, "the vocabulary can't be built"):

@@ -386,7 +386,7 @@ def prove(
         written.check_bytes(name)
         tensor, form = read(written, name)
         if tensor_hash(tensor) != hashes[name]:
-            raise CheckpointError(f"{name} does not read back as it was written; the disk or this program is at fault")
+            raise CheckpointError(f"{name} differs after it was written; the disk is faulty, or this is a bug")
         del tensor  # so that memory holds one weight
         total.update(f"{name} {form} {hashes[name]}\n".encode())
         written.release(name)
@@ -431,22 +431,22 @@ def check_target(source: Path, target: Path, is_folder: bool, force: bool) -> No
     """Raise UsageError unless the target does not exist, or `force` is set and it may be replaced."""
     if target.exists() or target.is_symlink():
         if source.resolve() == target.resolve() or target.resolve() in source.resolve().parents:
-            raise UsageError(f"{target} is the source, or the source lies in it; name another target")
+            raise UsageError(f"{target} is the source or contains it; name another target")
         if not force:
             raise UsageError(f"{target} exists already; name another target, or replace it with --force")
         if target.is_dir() != is_folder:
             kind = ("a folder", "a file") if target.is_dir() else ("a file", "a folder")
             raise UsageError(
-                f"{target} is {kind[0]} and this format is {kind[1]}; remove it first or name another target"
+                f"{target} is {kind[0]}, but this format is {kind[1]}; remove it first, or name another target"
             )
         if is_folder and (foreign := _foreign_content(target)):
             raise UsageError(
-                f"{target} contains {foreign}, so it is not replaced; remove it first or name another target"
+                f"{target} contains {foreign}, so it is not replaced; remove it first, or name another target"
             )
     if not target.name or target.name in (".", ".."):
         raise UsageError(f"{target} is not a name for a new file or folder")
     if not target.parent.is_dir():
-        raise UsageError(f"{target.parent} is not a folder; make it first")
+        raise UsageError(f"{target.parent} is not a folder; create it first")
 
 
 def _foreign_content(folder: Path) -> str | None:
@@ -465,7 +465,7 @@ def _check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < needed * 1.01 + 2**20:
         raise CheckpointError(
-            f"{target.parent} has {free // 10**6} MB free and the new files need {needed // 10**6} MB;"
+            f"{target.parent} has {free // 10**6} MB free, but the new files need {needed // 10**6} MB;"
             " nothing was written"
         )
 

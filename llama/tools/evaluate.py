@@ -34,8 +34,8 @@ def token_logprobs(
         raise UsageError(f"perplexity needs at least 2 tokens and a chunk of at least 1, got {T} and {chunk}")
     if model.max_seq_len < T - 1:
         raise ContextLengthError(
-            f"the text has {T} tokens and the model's context {model.max_seq_len}; use shorter windows, or extend the"
-            " context (--rope-scaling)"
+            f"the text has {T} tokens, but the context of the model is {model.max_seq_len}; use shorter windows, or"
+            " extend the context (--rope-scaling)"
         )
     cache = model.new_cache(T - 1, batch=B)
     found = []

@@ -42,7 +42,7 @@ SETTINGS = (
     "CXX",
 )
 EXTRAS = {
-    "hub": "fetching ORG/NAME",
+    "hub": "downloading ORG/NAME",
     "study": "drawing the figures of the study",
     "completion": "--print-completion",
     "structured": "answers that meet a JSON schema, a regular expression or a grammar",

@@ -192,7 +192,7 @@ class Requests:
             room = self.max_length - options["max_new_tokens"]
             if room < 1:
                 raise UsageError(
-                    f"a task generates up to {options['max_new_tokens']} tokens, and the model's context of"
+                    f"a task generates up to {options['max_new_tokens']} tokens, but the model's context of"
                     f" {self.max_length} tokens has no room for a prompt; use a task with a smaller max_gen_toks, or"
                     " extend the context (--rope-scaling)"
                 )
@@ -391,7 +391,10 @@ def evaluate(
         template_of(llm)
     for task in tasks:
         if options.get("num_fewshot") and hasattr(task, "task_name") and task.get_config("num_fewshot") == 0:
-            LOG.warning("clearllama: task %s has num_fewshot: 0, which lm-eval does not override", task.task_name)
+            LOG.warning(
+                "clearllama: --num-fewshot has no effect on the task %s: lm-eval does not override its num_fewshot: 0",
+                task.task_name,
+            )
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.tasks import TaskManager
@@ -408,7 +411,7 @@ def evaluate(
     )
     if model.truncated:
         LOG.warning(
-            "clearllama: %d requests were longer than the context of %d tokens and were truncated at the beginning",
+            "clearllama: %d requests were longer than the context of %d tokens; their beginning was cut",
             model.truncated,
             model.max_length,
         )

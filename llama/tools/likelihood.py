@@ -85,8 +85,8 @@ def log_likelihoods(
             raise UsageError(f"pair {number + 1}: expected at least one id of context and one of continuation")
         if len(continuation) > model.max_seq_len:
             raise ContextLengthError(
-                f"a continuation has {len(continuation)} tokens and the model's context {model.max_seq_len}; use"
-                " a shorter one, or extend the context (--rope-scaling)"
+                f"a continuation has {len(continuation)} tokens, but the context of the model is {model.max_seq_len};"
+                " use a shorter one, or extend the context (--rope-scaling)"
             )
         ids = (*context, *continuation)[-model.max_seq_len - 1 : -1]
         texts.setdefault(ids, Text(ids, [])).requests.append((number, continuation))

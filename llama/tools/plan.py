@@ -99,7 +99,7 @@ def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
         needed = [field for field in ("memory", "bandwidth", "flops") if field not in given]
         if needed:
             options = ", ".join(f"--gpu-{field}" for field in needed)
-            raise UsageError(f"there is no data sheet for {name!r}; give {options} too")
+            raise UsageError(f"the GPU {name!r} has no data sheet: add {options}")
         plain: dict[str, Any] = {"link": 32e9, "per_host": 8, "network": 1.5625e9} | given
         return count, GPU(name=name, source=f"as given; links as PCIe 4.0 x16; {ASSUMED}", **plain)
     known = {key.lower(): key for key in GPUS} | ALIASES

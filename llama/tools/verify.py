@@ -157,9 +157,9 @@ def check_presence(path: Path) -> Iterator[Finding]:
     for file in links:
         missing.pop(file.name, None)
         where = os.readlink(file)
-        yield Finding("files", "fail", file.name, f"is a link to {where}, which does not exist; fetch it again")
+        yield Finding("files", "fail", file.name, f"is a link to {where}, which does not exist; download it again")
     for name, why in missing.items():
-        yield Finding("files", "fail", name, f"is missing ({why}); fetch it")
+        yield Finding("files", "fail", name, f"is missing ({why}); download it")
     if not missing and not links and format_of(path) != "unknown":
         yield Finding("files", "ok", _name(path), f"{format_of(path)}; no file is known to be missing")
     for file in leftovers(path) if path.is_dir() else []:
@@ -238,7 +238,7 @@ def torch_size(file: Path) -> str:
     if start[:2] == torchfile.PICKLE:
         return f"{size:,} bytes; an old torch file, which does not declare its size"
     if start != torchfile.ZIP:
-        raise CheckpointError(f"{file} is not a torch file: it begins with {start!r}; fetch it again")
+        raise CheckpointError(f"{file} is not a torch file: it begins with {start!r}; download it again")
     return f"{size:,} bytes, {len(torchfile.records(file)):,} records to the end of the archive"
 
 
@@ -282,7 +282,7 @@ def check_records(file: Path, root: Path, progress: Progress = _silent) -> Findi
         if damaged:
             raise CheckpointError(
                 f"{file}: the CRC-32 of {len(damaged):,} of {len(records):,} records does not match:"
-                f" {', '.join(damaged[:3])}{', ...' * (len(damaged) > 3)}; the file is damaged, fetch it again"
+                f" {', '.join(damaged[:3])}{', ...' * (len(damaged) > 3)}; the file is damaged, download it again"
             )
         return f"the CRC-32 of all {len(records):,} records matches"
 
@@ -335,11 +335,11 @@ def read_checklist(path: Path) -> tuple[list[Sum], list[str]]:
     except CheckpointError as error:
         return [], [str(error)]
     except UnicodeDecodeError:
-        return [], ["is not UTF-8; it is damaged, fetch it again"]
+        return [], ["is not UTF-8; it is damaged, download it again"]
     except OSError as error:
         return [], [f"can't be read: {error.strerror or error}"]
     if text is None:
-        return [], [f"has {size:,} bytes, but a checklist has a few hundred; it is another file, fetch it again"]
+        return [], [f"has {size:,} bytes, but a checklist has a few hundred; it is another file, download it again"]
     sums, faults = [], []
     for number, line in enumerate(text.splitlines(), 1):
         match = re.fullmatch(r"([0-9a-fA-F]{32}) [ *](.+)", line)
@@ -348,9 +348,9 @@ def read_checklist(path: Path) -> tuple[list[Sum], list[str]]:
         elif match:
             faults.append(f"line {number} names {match[2]!r:.60}, which is not a plain file name; it was ignored")
         elif line.strip() and not line.startswith("#"):
-            faults.append(f"line {number} is {line!r:.60}; expected an md5, two spaces and a name; fetch it again")
+            faults.append(f"line {number} is {line!r:.60}; expected an md5, two spaces and a name; download it again")
     if not sums and not faults:
-        faults.append("lists no file; it is damaged, fetch it again")
+        faults.append("lists no file; it is damaged, download it again")
     return sums, faults
 
 
@@ -382,7 +382,7 @@ def _compare(known: Sum, progress: Progress) -> str:
     if found != known.value:
         raise CheckpointError(
             f"{known.file}: {known.source} has {known.value}, but the file has {found}; it is damaged or another"
-            " version, fetch it again"
+            " version, download it again"
         )
     return f"{found}, as in {known.source}"
 

@@ -24,7 +24,7 @@ SAFETENSORS: tuple[Defect, ...] = (
         "C02",
         "of two tensors with one name, the last wins",
         "llama/checkpoint/safetensors_header.py",
-        "document = parse_json(raw, where)",
+        'document = parse_json(raw, where, "")',
         "document = __import__('json').loads(raw)",
     ),
     Defect(

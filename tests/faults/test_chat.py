@@ -477,7 +477,7 @@ def test_a_history_longer_than_the_context_is_an_error(tiny_gguf: Path, attempt:
         lines = b"hello\n" + b"x" * 400 + b"\n/clear\nhello\n" + end
         outcome = attempt("chat", "--system", "Be brief.", *RUN, "-m", tiny_gguf, stdin=lines)
         assert outcome.code == 1
-        assert outcome.error.count("context holds 256") == 1
+        assert outcome.error.count("context of 256 must hold") == 1
         assert outcome.error.count("1 new") == 2
 
 

@@ -56,12 +56,12 @@ def edit(document: Path, **changes: Any) -> None:
 TEXTS: dict[str, tuple[Callable[[bytes], bytes], tuple[str, ...], str]] = {
     "empty": (lambda t: b"", ("is empty",), "B01"),
     "spaces": (lambda t: b" \n", ("is empty",), "B01"),
-    "cut": (lambda t: t[: len(t) // 2], ("damaged or not JSON",), "B01"),
-    "more": (lambda t: t + b"\n}", ("damaged or not JSON",), "B01"),
+    "cut": (lambda t: t[: len(t) // 2], ("is not valid JSON",), "B01"),
+    "more": (lambda t: t + b"\n}", ("is not valid JSON",), "B01"),
     "byte order mark": (lambda t: b"\xef\xbb\xbf" + t, ("begins with a byte order mark", "save it without"), "B01"),
-    "UTF-16": (lambda t: t.decode().encode("utf-16"), ("is not UTF-8 (byte 0)",), "B01"),
-    "a list": (lambda t: b"[" + t + b"]", ("holds a list where an object",), "B01"),
-    "null": (lambda t: b"null", ("holds null where an object",), "B01"),
+    "UTF-16": (lambda t: t.decode().encode("utf-16"), ("byte 0 is not UTF-8",), "B01"),
+    "a list": (lambda t: b"[" + t + b"]", ("expected an object {...}, got a list",), "B01"),
+    "null": (lambda t: b"null", ("expected an object {...}, got null",), "B01"),
     "NaN": (lambda t: t.replace(b"1e-05", b"NaN"), ("NaN is not a JSON number",), "B02"),
     "Infinity": (lambda t: t.replace(b"1e-05", b"-Infinity"), ("-Infinity is not a JSON number",), "B02"),
     "too large": (lambda t: t.replace(b"1e-05", b"1e400"), ("the number 1e400 is too large",), "B02"),
@@ -102,7 +102,9 @@ def test_anything_but_a_json_object_is_refused(document: Path, attempt: Try, nam
     if row == "B02" and name not in ("deep", "digits"):
         assert isinstance(json.loads(document.read_text()), dict)
     error = attempt("generate", *RUN, "-m", document.parent).refused(document.name, *words)
-    assert name not in ("cut", "more") or re.search(rf"{document.name}:\d+:\d+: ", error)
+    assert name not in ("cut", "more") or re.search(
+        rf"{document.name} is not valid JSON: .* \((line \d+, )?column \d+\); ", error
+    )
     assert "Exceeds" not in error
     assert "Unexpected" not in error
 
@@ -168,7 +170,7 @@ def test_the_vocabulary_size_of_llama_2_comes_from_the_weights(tmp_path: Path) -
     [
         ("meta", {"n_heads": 7}, ("dim must be a multiple of n_heads", "64 and 7")),
         ("hf", {"num_attention_heads": 7, "head_dim": None}, ("hidden_size 64", "num_attention_heads 7")),
-        ("meta", {"n_kv_heads": 3}, ("3 key/value heads", "hold 2")),
+        ("meta", {"n_kv_heads": 3}, ("3 key/value heads", "have 2")),
         ("hf", {"num_key_value_heads": 3}, ("multiple of n_kv_heads", "4 and 3")),
         ("hf", {"head_dim": 15}, ("head_dim must be even", "15")),
         ("meta", {"n_heads": 64, "n_kv_heads": 32}, ("head_dim must be even", "1")),
@@ -265,7 +267,7 @@ def test_a_misspelt_key_is_never_ignored_silently(document: Path, form: str) -> 
                                                     ("hf", "rms_norm_esp", "rms_norm_eps")])  # fmt: skip
 def test_a_misspelt_key_is_refused_with_a_suggestion(document: Path, attempt: Try, odd: str, meant: str) -> None:
     edit(document, **{odd: 1e-3})
-    attempt("generate", *RUN, "-m", document.parent).refused(document.name, repr(odd), f"was {meant!r} meant")
+    attempt("generate", *RUN, "-m", document.parent).refused(document.name, repr(odd), f"did you mean {meant!r}?")
 
 
 @pytest.mark.row("B06")
@@ -286,7 +288,7 @@ ROPES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("hf", {"rope_parameters": {**ROPE, "rope_theta": 1e4, "factor": 0}}, ("'factor'", "above 0", "got 0")),
     ("hf", {"rope_parameters": {**ROPE, "rope_theta": 1e4, "low_freq_factor": 4.0}}, ("must be below", "4.0 and 4.0")),
     ("hf", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope_scaling and rope_parameters", "remove one")),
-    ("hf", {"rope_theta": 7.0}, ("rope_theta is 7.0", "in rope_parameters 500000.0", "remove one")),
+    ("hf", {"rope_theta": 7.0}, ("rope_theta is 7.0", "500000.0 in rope_parameters", "remove one")),
 ]
 
 

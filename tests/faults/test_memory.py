@@ -105,7 +105,7 @@ ABSENT = ("cuda", "cuda:0", "mps", "xpu", "gpu", "", "cpu:x", "meta", "cuda:-1",
 @pytest.mark.parametrize("name", ABSENT)
 def test_a_missing_device_is_refused(name: str, gguf: Path, attempt: Try) -> None:
     attempt("generate", "--raw", "a", "-n", "1", "-m", gguf, f"--device={name}").refused(
-        repr(name.rstrip(",")) if name != "cpu," else "''", "available here: cpu", code=2
+        repr(name.rstrip(",")) if name != "cpu," else "''", "available here: ", "cpu", code=2
     )
 
 

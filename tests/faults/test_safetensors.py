@@ -121,17 +121,17 @@ def named(name: str) -> Callable[[bytes], bytes]:
     return change
 
 
-DAMAGED, AGAIN = "the file is damaged, fetch it again", "fetch it again"
+DAMAGED, AGAIN = "the file is damaged, download it again", "download it again"
 # (row, fault, how it is made, required text of the message)
 HEADERS: list[tuple[str, str, Callable[[bytes], bytes], tuple[str, ...]]] = [
     ("C01", "empty", lambda d: b"", ("is empty",)),
     ("C01", "7 bytes", lambda d: d[:7], ("has 7 bytes", AGAIN)),
-    ("C01", "8 bytes", lambda d: d[:8], ("has 8 bytes and its header would take", AGAIN)),
-    *[("C01", f"length {n}", length(n), (f"its header would take {n:,} of them", AGAIN))
+    ("C01", "8 bytes", lambda d: d[:8], ("has 8 bytes, but its header would take", AGAIN)),
+    *[("C01", f"length {n}", length(n), (f"its header would take {n:,}", AGAIN))
       for n in (10**9, 2**31, 2**63, 2**64 - 1)],
     ("C01", "length 0", length(0), ("begins with b''", AGAIN)),
     ("C01", "not UTF-8", lambda d: join(b'{"\xff": 1}', b""), ("is not UTF-8", DAMAGED)),
-    ("C01", "not JSON", lambda d: join(b"{nonsense}", b""), (":1:2:", DAMAGED)),
+    ("C01", "not JSON", lambda d: join(b"{nonsense}", b""), (" is not valid JSON", "column 2", DAMAGED)),
     ("C01", "a list", lambda d: join(b"[1]", b""), ("begins with b'[1]'", AGAIN)),
     ("C01", "a space first", lambda d: join(b" " + json.dumps(split(d)[0]).encode(), split(d)[1]),
      ("instead of b'{'", AGAIN)),
@@ -142,8 +142,8 @@ HEADERS: list[tuple[str, str, Callable[[bytes], bytes], tuple[str, ...]]] = [
     ("C01", "hole", moved(64), (NORM, "expected", DAMAGED)),
     ("C01", "beyond the file", moved(2**40), ("of the data, expected", DAMAGED)),
     ("C01", "bytes after the last", lambda d: d + bytes(64), ("bytes were added", AGAIN)),
-    ("C01", "cut", lambda d: d[:-1], ("it is cut off", AGAIN)),
-    ("C01", "cut in the middle", lambda d: d[: len(d) // 2], ("it is cut off", AGAIN)),
+    ("C01", "cut", lambda d: d[:-1], ("it is truncated", AGAIN)),
+    ("C01", "cut in the middle", lambda d: d[: len(d) // 2], ("it is truncated", AGAIN)),
     ("C01", "shape whose product wraps", entry(shape=[2**32, 2**32, 64]), (NORM, "takes", DAMAGED)),
     ("C01", "shape of 2^63", entry(shape=[2**63]), (NORM, "list of sizes", DAMAGED)),
     ("C01", "shape of a million sizes", entry(shape=[2**62] * 10**5), (NORM, "list of sizes", DAMAGED)),
@@ -331,17 +331,17 @@ INDEXES: list[tuple[str, str, Change, tuple[str, ...]]] = [
       for value in ("../x.safetensors", "/etc/passwd", "a/b", "C:\\x", "", ".", "..", "\0", "a\nb", "\x1b[2J",
                     "https://example.org/x.safetensors", "file:///etc/passwd", "~", 5, None, ["a"], {"a": 1})],
     ("C04", "another file of the folder", assign("config.json"), ("config.json", AGAIN)),
-    ("C04", "a file that is not there", assign("x.safetensors"), ("of 4 files 1 are missing: x.safetensors",)),
-    ("C05", "shard missing", lambda d: shard(d, 2).unlink(), ("1 are missing: model-00002-of-00003", "resume")),
-    ("C05", "all shards missing", lambda d: [shard(d, n).unlink() for n in (1, 2, 3)], ("of 3 files 3 are missing",)),
-    ("C05", "tensor in two shards", copy_into(3), ("model-00003-of-00003.safetensors holds", EMBEDDING, INDEX)),
+    ("C04", "a file that is not there", assign("x.safetensors"), ("1 of 4 weight files are missing: x.safetensors",)),
+    ("C05", "shard missing", lambda d: shard(d, 2).unlink(), ("1 of 3 weight files are missing: model-00002",)),
+    ("C05", "all shards missing", lambda d: [shard(d, n).unlink() for n in (1, 2, 3)], ("3 of 3 weight files",)),
+    ("C05", "tensor in two shards", copy_into(3), ("model-00003-of-00003", "contains", EMBEDDING, INDEX)),
     ("C05", "tensor in two shards, no index", without_index(copy_into(3)), (EMBEDDING, "is in model-00001", "00003")),
     ("C05", "tensor in another shard", assign("model-00001-of-00003.safetensors"), (NORM, "should be in model-00001")),
-    ("C05", "tensor absent from the index", forget, ("holds", NORM, f"which {INDEX} lists elsewhere or not at all")),
+    ("C05", "tensor absent from the index", forget, ("contains", NORM, f"which {INDEX} lists in another file")),
     ("C05", "no index, a shard missing", without_index(lambda d: shard(d, 2).unlink()), ("missing",)),
     ("C05", "weight_map a list", lambda d: (d / INDEX).write_text('{"weight_map": []}'), ("weight_map must map",)),
     ("C05", "no weight_map", lambda d: (d / INDEX).write_text("{}"), (INDEX, "weight_map must map")),
-    ("C05", "index cut", lambda d: (d / INDEX).write_text('{"weight_map": {'), (f"{INDEX}:1:17",)),
+    ("C05", "index cut", lambda d: (d / INDEX).write_text('{"weight_map": {'), (f"{INDEX} is not valid", "column 17")),
     ("C05", "index next to a single file", lambda d: shutil.copy(shard(d), d / FILE), ("unclear which one applies",)),
     ("C05", "a shard a folder", lambda d: (shard(d).unlink(), shard(d).mkdir()), ("missing: model-00001",)),
 ]  # fmt: skip
@@ -369,7 +369,7 @@ def test_a_wrong_total_size_is_a_warning(many: Path, attempt: Try, size: Any) ->
     outcome = attempt("generate", *RUN, "--temperature", "0", "-m", many)
     assert outcome.code == 0
     assert outcome.stdout == quiet.stdout
-    assert (f"total_size is {size!r} and the files hold" in outcome.error) == (size is not None)
+    assert (f"total_size is {size!r}, but the files contain" in outcome.error) == (size is not None)
 
 
 @pytest.mark.row("C05")
@@ -464,11 +464,11 @@ def test_a_pickle_never_replaces_a_damaged_file(one: Path, attempt: Try, damage:
 @pytest.mark.parametrize(
     ("keep", "add", "says"),
     [
-        ((), ("adapter_config.json", "adapter_model.safetensors"), ("an adapter", "pass its base model by --model")),
-        (("config.json",), ("adapter_model.safetensors",), ("an adapter", "pass its base model by --model")),
-        (("config.json",), ("adapter_model.bin",), ("an adapter", "pass its base model by --model")),
-        (("tokenizer.json", "tokenizer_config.json"), (), ("a tokenizer and no model",)),
-        (("tokenizer.json", "config.json"), (), ("no weights", "fetch them")),
+        ((), ("adapter_config.json", "adapter_model.safetensors"), ("an adapter", "pass its base model as --model")),
+        (("config.json",), ("adapter_model.safetensors",), ("an adapter", "pass its base model as --model")),
+        (("config.json",), ("adapter_model.bin",), ("an adapter", "pass its base model as --model")),
+        (("tokenizer.json", "tokenizer_config.json"), (), ("a tokenizer but no model",)),
+        (("tokenizer.json", "config.json"), (), ("no weights", "download them")),
         ((FILE,), (), ("not a checkpoint", "config.json", FILE)),
         ((), ("README.md",), ("not a checkpoint", "README.md")),
         ((), (), ("is an empty folder",)),

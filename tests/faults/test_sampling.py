@@ -121,7 +121,7 @@ def test_without_begin_of_text_an_empty_prompt_is_refused(tmp_path: Path, attemp
     [
         (["a", "\ud800"], LlamaError, r"^prompt 2 of 2: .*lone surrogate"),
         (["a", 7], UsageError, r"^prompt 2 of 2: a prompt must be a string, got int"),
-        (["b " * 400, "a"], ContextLengthError, r"^prompt 1 of 2: the prompt has \d+ tokens and the context holds 256"),
+        (["b " * 400, "a"], ContextLengthError, r"^prompt 1 of 2: the prompt has \d+ tokens, but the context of 256"),
     ],
 )
 def test_an_error_in_a_list_names_the_prompt(tiny_llm: Llama, prompts: Any, kind: type, message: str) -> None:
@@ -141,7 +141,7 @@ def test_a_prompt_one_token_shorter_than_the_context_is_answered_and_a_longer_on
     assert len(ids) == 255
     best = int(theirs(ids)[-1, : tiny_llm.tokenizer.n_vocab].argmax())
     for longer, count in ((text + "a", 256), (text + "aa", 257)):
-        message = f"{count} tokens and the context holds 256"
+        message = f"{count} tokens, but the context of 256"
         if how == "command":
             attempt(*RUN, "-m", tiny_gguf, longer, "-n", "5").refused(message, "--max-seq-len")
         else:

@@ -71,11 +71,15 @@ def test_a_tokenizer_of_another_model_is_rejected(made: dict[str, Path], tmp_pat
     """Both files are named tokenizer.model. The content shows the kind, the number of tokens shows the mismatch."""
     folder = copy(made["llama-2-7b"], tmp_path / "model")
     replace(folder, "tokenizer.model", (made["llama-3-8b"] / "tokenizer.model").read_bytes())
-    attempt("generate", *RAW, "-m", folder).refused("model", "768 tokens", "512 rows", "do not belong together")
+    attempt("generate", *RAW, "-m", folder).refused(
+        "model", "768 tokens", "512 rows", "use the tokenizer that was published"
+    )
     # The opposite case has too many rows: 32,000 tokens for 128,256 rows in the real models, the same ratio here.
     wide = dataclasses.replace(tiny.CONFIG, vocab_size=1066)
     path = tiny.write_gguf(tmp_path / "wide.gguf", wide, tiny.weights(wide))
-    attempt("generate", *RAW, "-m", path).refused("wide.gguf", "266 tokens", "1066 rows", "do not belong together")
+    attempt("generate", *RAW, "-m", path).refused(
+        "wide.gguf", "266 tokens", "1066 rows", "use the tokenizer that was published"
+    )
 
 
 @pytest.mark.row("E02")
@@ -101,7 +105,7 @@ def test_a_malformed_line_ends_the_command(made: dict[str, Path], tmp_path: Path
     folder = copy(made["llama-3-8b"], tmp_path / "model")
     lines = (folder / "tokenizer.model").read_bytes().splitlines()
     replace(folder, "tokenizer.model", b"\n".join([*lines[:300], b"??? 300", *lines[301:]]))
-    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "line 301", "base64", "fetch it again")
+    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "line 301", "base64", "download it again")
 
 
 @pytest.mark.row("E02")
@@ -171,7 +175,7 @@ def test_a_piece_that_is_not_utf8(made: dict[str, Path], tmp_path: Path, attempt
     data = (folder / "tokenizer.model").read_bytes()
     at = data.index("▁the".encode())
     replace(folder, "tokenizer.model", data[:at] + b"\xa2" + data[at + 1 :])
-    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "damaged", "fetch it again")
+    attempt("generate", *RAW, "-m", folder).refused("tokenizer.model", "damaged", "download it again")
 
 
 HOSTILE = [
@@ -240,7 +244,7 @@ def test_a_regex_that_could_run_forever_is_rejected(
         ):
             loader.load_tokenizer(folder)
         return
-    attempt("generate", "--raw", prompt, *RUN, "-m", folder).refused("tokenizer.json", "too long", "fetch the file")
+    attempt("generate", "--raw", prompt, *RUN, "-m", folder).refused("tokenizer.json", "too long", "download the file")
 
 
 @pytest.mark.row("E05")

@@ -328,7 +328,7 @@ def test_a_full_disk_is_detected_before_and_during_a_conversion(
     folder = disk("size=1m")
     (folder / "m.gguf").write_bytes(b"old")
     command = ("convert", source, folder / "m.gguf", "--to", "gguf", "--force")
-    attempt(*command).refused(str(folder), "1 MB free and the new files need 0 MB", "nothing was written")
+    attempt(*command).refused(str(folder), "1 MB free, but the new files need 0 MB", "nothing was written")
     attempt(*command, before=NO_CHECK, writes=("disk/*",)).survived()
     (folder / "m.gguf").write_bytes(b"old")
     (folder / "others").write_bytes(bytes(900_000))

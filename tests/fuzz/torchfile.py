@@ -249,7 +249,7 @@ def zipped(records: list[tuple[str, bytes]], chance: random.Random | None = None
 
 
 def shuffled(records: list[tuple[str, bytes]], chance: random.Random) -> list[tuple[str, bytes]]:
-    """Return records in another order, with one that is missing, doubled, renamed, cut off or new."""
+    """Return records in another order, with one that is missing, doubled, renamed, truncated or new."""
     out = chance.sample(records, len(records))
     at, way = chance.randrange(len(out)), chance.randrange(8)
     name, data = out[at]

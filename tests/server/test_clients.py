@@ -208,7 +208,7 @@ def test_models_and_errors_are_what_the_client_expects(server: Running, client: 
         client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="context holds"):
+    with pytest.raises(openai.BadRequestError, match="must hold prompt and answer"):
         client.completions.create(model="tiny", prompt=[5] * 5000)
 
 
