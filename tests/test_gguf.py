@@ -320,7 +320,7 @@ def test_a_split_model_opens_from_any_part(tmp_path: Path) -> None:
 @pytest.mark.row("D13")
 def test_a_missing_or_renamed_part_is_an_error(tmp_path: Path) -> None:
     parts = split(tmp_path)
-    with pytest.raises(CheckpointError, match=r"holds 2 GGUF models .*; name one of them"):
+    with pytest.raises(CheckpointError, match=r"contains 2 GGUF models .*; name one of them"):
         open_checkpoint(tmp_path)
     kept = parts[1].read_bytes()
     parts[1].unlink()
