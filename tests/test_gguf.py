@@ -327,7 +327,7 @@ def test_a_missing_or_renamed_part_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"1 are missing: {parts[1].name}"):
         open_checkpoint(parts[0])
     parts[1].write_bytes(parts[2].read_bytes())
-    with pytest.raises(CheckpointError, match=r"is part 2 of \d+ by its header"):
+    with pytest.raises(CheckpointError, match=r"but part 2 of \d+ by its header"):
         open_checkpoint(parts[0])
     parts[1].write_bytes(kept)
     stray = tmp_path / "renamed.gguf"
