@@ -37,9 +37,12 @@ NOTE = "<!-- Written by scripts/reference.py. Change the {} and run it again. --
 
 # The guides of a command, below docs/
 GUIDES = {
-    "generate": ["guides/prompts.md", "guides/batches.md", "guides/structured.md", "guides/long-contexts.md"],
-    "chat": ["guides/chat.md", "guides/prompts.md", "guides/long-contexts.md"],
-    "serve": ["guides/serving.md", "guides/structured.md"],
+    "generate": [
+        *("guides/prompts.md", "guides/batches.md", "guides/structured.md", "guides/long-contexts.md"),
+        *("guides/extend-context.md", "guides/speculative.md"),
+    ],
+    "chat": ["guides/chat.md", "guides/long-contexts.md", "guides/extend-context.md", "guides/speculative.md"],
+    "serve": ["guides/serving.md", "guides/structured.md", "guides/extend-context.md"],
     "inspect": ["reference/formats.md"],
     "plan": ["guides/sizing.md", "guides/several-devices.md"],
     "convert": ["reference/formats.md"],
@@ -49,9 +52,9 @@ GUIDES = {
     "doctor": [],
     "evaluate": ["guides/evaluate.md"],
     "bench": ["evidence/performance.md"],
-    "perplexity": ["evidence/perplexity.md"],
+    "perplexity": ["guides/extend-context.md", "evidence/perplexity.md"],
     "study": ["learn/README.md", "evidence/claims.md"],
-    "trace": ["guides/inside.md"],
+    "trace": ["guides/inside.md", "guides/prompts.md"],
     "steer": ["guides/inside.md"],
     "explain": ["learn/explain.md"],
 }
