@@ -323,8 +323,9 @@ def _verdict(facts: dict[str, Any]) -> str:
     )
     if not facts["fits"]:
         return f"no; {fewest}"
+    sequences = "sequence" if facts["largest_batch"] == 1 else "sequences"
     return (
-        f"yes, up to {facts['largest_batch']:,} sequences of {facts['context']:,} tokens,"
+        f"yes, up to {facts['largest_batch']:,} {sequences} of {facts['context']:,} tokens,"
         f" or {facts['batch']:,} of {facts['largest_context']:,}\n            {fewest}"
     )
 

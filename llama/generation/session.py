@@ -373,7 +373,10 @@ def _compare(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
     """Raise CheckpointError with the settings that differ, if a session was saved with other settings."""
     other = [key for key in sorted(ours.keys() | theirs.keys()) if theirs.get(key) != ours.get(key)]
     if other == ["weights"]:
-        raise CheckpointError(f"{path} was saved with other weights of the same shape; load the model that saved it")
+        raise CheckpointError(
+            f"{path} was saved with other weights of the same shape, or with another --rope;"
+            " load the same model with the same options"
+        )
     if other := [key for key in other if key != "weights"]:
         saved = [f"{key} {_shown(theirs.get(key))}" for key in other[:3]]
         loaded = [_shown(ours.get(key)) for key in other[:3]]

@@ -219,7 +219,9 @@ def tokenizer_warnings(checkpoint: Checkpoint, model: Model, to: str) -> list[st
     if checkpoint.format != "Meta" or to == "meta":
         return []
     if model.chat_template is None:
-        return ["Meta's checkpoints have no chat template, so the new files have none"]
+        chat_format = checkpoint.chat_format(model.tokenizer)
+        remedy = f"; to chat with them, add --chat-format {chat_format}" if chat_format else ""
+        return [f"Meta's checkpoints have no chat template, so the new files have none{remedy}"]
     family = next((name for name, source in TEMPLATES.items() if source == model.chat_template), None)
     if family is None:
         return []
