@@ -205,7 +205,7 @@ FIGURES = {
             " divides by far more.",
             stretch_data,
             stretch_draw,
-            size=(7.0, 3.2),
+            size=(5.6, 3.4),
         ),
     )
 }

@@ -218,6 +218,7 @@ TOPIC = Topic(
             " highest there.",
             decay_data,
             decay_draw,
+            size=(5.6, 4.0),
             sketch=lambda data: curves(data, "distance", "value", "line"),
         ),
     ),

@@ -136,7 +136,7 @@ def jacobian_draw(data: Data, canvas: Canvas) -> None:
         axes.set_yticks(range(3), range(1, 4))
         axes.set_xlabel("the score that changes")
     panels[0].set_ylabel("the weight that responds")
-    canvas.colorbar(images[0], ax=panels, label="derivative (weight per score)", shrink=0.75)
+    canvas.colorbar(images[0], ax=panels, label="derivative (weight per score)", location="bottom", shrink=0.6)
 
 
 TOPIC = Topic(
@@ -149,7 +149,7 @@ TOPIC = Topic(
             " so only differences of scores matter.",
             jacobian_data,
             jacobian_draw,
-            size=(7.5, 3.4),
+            size=(5.8, 3.0),
             sketch=lambda data: shades(data, "i", "j", "derivative", ("scores",)),
         ),
     ),

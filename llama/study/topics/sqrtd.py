@@ -89,8 +89,8 @@ def report(head_dim: int = 128) -> Report:
         settings={"head_dim": head_dim, "queries": DRAWS, "keys": KEYS},
         says=(
             "The dot product of two random vectors of D entries has variance D. Without the division, one key",
-            "gets all the weight in wide heads, and the derivative of softmax vanishes. Divided by sqrt(D), the",
-            "scores have the same distribution at every width.",
+            "gets nearly all the weight in wide heads, and the derivative of softmax falls towards 0. Divided by",
+            "sqrt(D), the scores have the same distribution at every width.",
         ),
         tables=(
             Table(
@@ -162,23 +162,23 @@ def sqrtd_data() -> Data:
 
 
 def sqrtd_draw(data: Data, canvas: Canvas) -> None:
-    panels = canvas.subplots(1, 3)
+    panels = canvas.subplots(3, 1, sharex=True)
     names = {
         "variance": "variance of the scores",
         "largest": "mean largest weight",
-        "norm": "mean norm of the Jacobian",
+        "norm": "derivative of softmax\n(mean norm of the Jacobian)",
     }
     for axes, (what, label) in zip(panels, names.items(), strict=True):
-        for i, (kind, formula) in enumerate((("raw", "without the division"), ("scaled", "divided by sqrt(D)"))):
+        for i, (kind, formula) in enumerate((("raw", "without the division"), ("scaled", "divided by √D"))):
             axes.plot(data["width"], data[f"{what} {kind}"], marker=MARKERS[i], label=formula, **LINES[i])
         axes.set_xscale("log", base=2)
         axes.set_xticks(data["width"], data["width"])
-        axes.set_xlabel("width of the head D (entries)")
         axes.set_ylabel(label)
         if what == "variance":
             axes.set_yscale("log", base=2)
         else:
             axes.set_ylim(bottom=0)
+    panels[-1].set_xlabel("width of the head D (entries)")
     canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
 
 
@@ -187,12 +187,12 @@ TOPIC = Topic(
     figures=(
         Figure(
             "sqrtd",
-            f"Random queries and {KEYS} random keys each. Without the division the variance grows as D, the largest"
-            " weight approaches 1, and from D = 64 on the derivative of softmax vanishes. Divided by sqrt(D), all three"
-            " are constant.",
+            f"Random queries and {KEYS} random keys each. Without the division by √D the variance grows as D, the"
+            " largest weight approaches 1, and the derivative of softmax falls towards 0. With it, all three are"
+            " constant.",
             sqrtd_data,
             sqrtd_draw,
-            size=(7.5, 3.4),
+            size=(5.4, 6.2),
             sketch=lambda data: curves(data, "width", ("largest raw", "largest scaled"), log="x"),
         ),
     ),
