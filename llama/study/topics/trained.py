@@ -63,7 +63,8 @@ def report() -> Report:
         "trained",
         TOPICS["trained"],
         settings={
-            "parameters": max(run["parameters"] for run in runs),
+            "parameters": min(run["parameters"] for run in runs),
+            "with the learned table": max(run["parameters"] for run in runs),
             "context": TRAINED,
             "steps": runs[0]["steps"],
             "batch": runs[0]["batch"],
@@ -71,8 +72,9 @@ def report() -> Report:
         },
         says=wrapped(
             "Loss in nats per byte on a book that was not used for training, by position; lower is better. Windows of"
-            " 512 bytes tile the book, so all positions read about the same text. Stored results; scripts/"
-            "compare_encodings.py repeats them. The learned table has rows up to 512, of which training used 128."
+            " 512 bytes tile the book, so all positions read about the same text. Stored results;"
+            " scripts/compare_encodings.py repeats them. The learned table has rows up to 512, of which training used"
+            " 128."
         ),
         tables=(
             Table(
@@ -111,9 +113,10 @@ def draw(table: Data, canvas: Canvas) -> None:
         axes.fill_between(x, table["least"][rows], table["most"][rows], color=style["color"], alpha=0.15, linewidth=0)
         axes.plot(x, table["loss"][rows], label=label, **style)
     axes.axvline(TRAINED, color="#999999", linewidth=0.8)
-    axes.set_xlabel("position in the window (bytes); the line is the end of the trained context")
+    axes.text(TRAINED - 4, 3.4, "trained\ncontext", ha="right", va="top")
+    axes.set_xlabel("position in the window (bytes)")
     axes.set_ylabel("loss (nats per byte)")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    canvas.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
 
 
 TOPIC = Topic(
@@ -126,7 +129,7 @@ TOPIC = Topic(
             " worse at once or soon. RoPE needs a scaling there, such as YaRN, which needs no training.",
             data,
             draw,
-            size=(8.0, 4.0),
+            size=(5.6, 4.6),
         ),
     ),
 )
