@@ -138,8 +138,8 @@ def report(model: str = TINY, text: Path | None = None, length: int | None = Non
         ),
         tables=(
             Table(
-                "heads",
-                ("heads", "previous-token weight", "share of fastest quarter", "of slowest quarter"),
+                "weight on the previous token, and shares of |q_i||k_i|",
+                ("heads", "previous-token weight", "fastest quarter", "slowest quarter"),
                 [
                     (name, *(round(float(x.flatten()[chosen].mean()), 3) for x in (plain.previous, fast, slow)))
                     for name, chosen in kinds.items()
@@ -214,21 +214,26 @@ def stored() -> Data:
 
 
 def draw(table: Data, canvas: Canvas) -> None:
-    left, right = canvas.subplots(1, 2)
+    upper, lower = canvas.subplots(2, 1, height_ratios=(4, 3))
     for index, kind in enumerate(dict.fromkeys(table["kind"].tolist())):
         style = LINES[index + 1]
         rows = (table["kind"] == kind) & (table["panel"] == "pairs")
         x = table["x"][rows]
-        left.fill_between(x, table["low"][rows], table["high"][rows], color=style["color"], alpha=0.15, linewidth=0)
-        left.plot(x, table["y"][rows], label=kind, **style)
+        upper.fill_between(x, table["low"][rows], table["high"][rows], color=style["color"], alpha=0.15, linewidth=0)
+        upper.plot(x, table["y"][rows], label=kind, **style)
         rows = (table["kind"] == kind) & (table["panel"] == "heads")
-        right.scatter(table["x"][rows], table["y"][rows], s=12, marker="os"[index], color=style["color"])
-    left.set_xlabel("pair i (0 turns fastest)")
-    left.set_ylabel("share of |q_i||k_i| over all pairs")
-    left.set_ylim(bottom=0)
-    left.legend(title="heads: mean, and 8 of 10")
-    right.set_xlabel("share of the fastest quarter of the pairs")
-    right.set_ylabel("mean weight on the previous token")
+        lower.scatter(table["x"][rows], table["y"][rows], s=12, marker="os"[index], color=style["color"])
+    upper.set_xlabel("pair i (0 turns fastest)")
+    upper.set_ylabel("share of |qᵢ||kᵢ| over all pairs")
+    upper.set_ylim(bottom=0)
+    canvas.legend(
+        *upper.get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=2,
+        title="heads (line: mean; band: 8 of 10)",
+    )
+    lower.set_xlabel("share of the fastest quarter of the pairs")
+    lower.set_ylabel("weight on the previous token")
 
 
 TOPIC = Topic(
@@ -236,19 +241,20 @@ TOPIC = Topic(
     figures=(
         Figure(
             "bands",
-            "Left: how much each pair can add to a score, by kind of head. Right: each point is a head. By default"
-            " this is the tiny model of the study, whose heads are too few to separate into kinds.",
+            "Above: how much each pair can add to a score, by kind of head. Below: each point is a head. By default"
+            " this is the tiny model of the study, which has 16 heads.",
             data,
             draw,
-            size=(8.0, 3.8),
+            size=(5.4, 6.0),
         ),
         Figure(
             "bands_smollm2",
-            "SmolLM2-135M-Instruct, 270 heads. Left: the most used pairs are slow. Right: each point is a head. No head"
-            " looks at the previous token without fast pairs, since only fast pairs tell neighbours apart.",
+            "SmolLM2-135M-Instruct, 270 heads. Above: the pairs 23 and 24 have the largest shares. Below: each point is a"
+            " head. No head looks at the previous token without fast pairs, since only fast pairs tell neighbours apart;"
+            " but some heads with fast pairs look elsewhere.",
             stored,
             draw,
-            size=(8.0, 3.8),
+            size=(5.4, 6.0),
         ),
     ),
 )
