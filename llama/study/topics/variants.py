@@ -107,15 +107,15 @@ def report(head_dim: int = 64, theta: float = 100.0) -> Report:
     return Report(
         "variants",
         TOPICS["variants"],
-        settings={"head_dim": q.shape[1], "theta": theta},
+        settings={"head_dim in two dimensions": q.shape[1], "base θ in two dimensions": f"{theta:g}"},
         says=wrapped(
             "A head whose rotated part is smaller has scores that depend less on the distance. A layer without RoPE"
             " has scores that do not depend on it at all. In two dimensions each pair has a frequency along x and one"
-            " along y, and scores depend on the difference of the places."
+            " along y, and scores depend on the difference of the positions."
         ),
         tables=(
             Table(
-                "score of q = k, for a rotated part of a head of 64",
+                "score of q = k with base 10000, for a rotated part of a head of 64",
                 ("distance", *(f"{share:g}" for share in SHARES)),
                 [(n, *(round(float(scores[share][n]), 3) for share in SHARES)) for n in (0, 1, 8, 64, 512, 2048)],
             ),
@@ -166,7 +166,7 @@ def partial_draw(data: Data, canvas: Canvas) -> None:
     axes.axhline(0, color="#999999", linewidth=0.8)
     axes.set_xlabel("distance (tokens)")
     axes.set_ylabel("score of q = k, 1 at distance 0")
-    axes.legend(title="part of the head")
+    canvas.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, title="part of the head")
 
 
 def layers_data() -> Data:
@@ -193,7 +193,7 @@ def layers_draw(data: Data, canvas: Canvas) -> None:
     axes.set_ylim(bottom=-0.03)
     axes.set_xlabel("layer")
     axes.set_ylabel("relative change of the output")
-    axes.legend()
+    canvas.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
 
 
 def plane_data() -> Data:
@@ -215,7 +215,7 @@ def plane_draw(data: Data, canvas: Canvas) -> None:
         axes.set_title(name)
         axes.set_xlabel("x of the key's patch")
         axes.set_ylabel("y of the key's patch")
-    canvas.colorbar(image, ax=list(panels), label="score of q = k", shrink=0.8)
+    canvas.colorbar(image, ax=list(panels), label="score of q = k", location="bottom", shrink=0.6)
 
 
 TOPIC = Topic(
@@ -227,6 +227,7 @@ TOPIC = Topic(
             " compares contents, at any distance. The rotated part has the full range of frequencies.",
             partial_data,
             partial_draw,
+            size=(5.6, 3.8),
         ),
         Figure(
             "layers",
@@ -234,7 +235,7 @@ TOPIC = Topic(
             " without RoPE is the same, so these layers meet no unknown angle in a long text.",
             layers_data,
             layers_draw,
-            size=(7.0, 3.2),
+            size=(5.6, 3.4),
         ),
         Figure(
             "plane",
@@ -243,7 +244,7 @@ TOPIC = Topic(
             " and the score falls in all directions.",
             plane_data,
             plane_draw,
-            size=(8.0, 4.2),
+            size=(5.8, 3.5),
         ),
     ),
 )
