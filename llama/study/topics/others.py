@@ -98,10 +98,10 @@ def report(head_dim: int = 16) -> Report:
     table, wr = (torch.randn(*s, generator=draw, dtype=torch.float64) for s in ((2 * 8 + 1, d), (d, 32)))
     u, v, bias = (torch.randn(s, generator=draw, dtype=torch.float64) for s in (d, d, 32))
     found = {
-        "Shaw": ("a trained vector per distance", (2 * 8 + 1) * d, shaw(q, k, table)),
+        "Shaw": ("a trained vector per distance, -8 .. 8", (2 * 8 + 1) * d, shaw(q, k, table)),
         "Transformer-XL": ("the sinusoid of the distance", d * 32 + 2 * d, transformer_xl(q, k, wr, u, v)),
-        "T5": ("a trained number per bucket", 32, t5(q, k, bias)),
-        "ALiBi": ("a fixed slope", 0, alibi(q, k, 0.25)),
+        "T5": ("a trained number per bucket, 0 .. 31", 32, t5(q, k, bias)),
+        "ALiBi": ("a fixed slope times the distance", 0, alibi(q, k, 0.25)),
         "xPos": ("rotation and decay", 0, xpos(q, k)),
         "RoPE": ("rotation", 0, turn(q, torch.arange(n), frequencies(d)) @ turn(k, torch.arange(n), frequencies(d)).T),
     }
@@ -113,7 +113,8 @@ def report(head_dim: int = 16) -> Report:
         says=wrapped(
             "Equal queries and equal keys stand at all positions. If only the distance matters, all scores on one"
             " diagonal are equal. T5 and ALiBi add a number to the score, whatever q and k are; the others let the"
-            " effect of a distance depend on q."
+            f" effect of a distance depend on q. The trained numbers of one head of {d} entries: 17 vectors for Shaw; a"
+            f" matrix {d} x 32 for the sinusoid, and two vectors, for Transformer-XL."
         ),
         tables=(
             Table(
@@ -156,17 +157,17 @@ def data() -> Data:
 
 
 def draw(table: Data, canvas: Canvas) -> None:
-    panels = canvas.subplots(1, 3)
+    panels = canvas.subplots(3, 1, sharex=True, height_ratios=(4, 3, 4))
     titles = {"ALiBi": "added to the score", "T5": "number of the trained bias", "rotation": "score of q = k"}
     for axes, (panel, label) in zip(panels, titles.items(), strict=True):
         rows = {name: column[table["panel"] == panel] for name, column in table.items()}
         draw_lines(axes, rows, "distance", "value", "line", dict.fromkeys(rows["line"].tolist()))
         axes.set_title({"rotation": "RoPE and xPos"}.get(panel, panel))
-        axes.set_xlabel("distance (tokens)")
         axes.set_ylabel(label)
         if panel != "T5":
-            axes.legend(fontsize=7, ncols=2, loc="upper right")
-    panels[0].set_ylim(-20, 4)
+            axes.legend(ncols=2, loc="upper right")
+    panels[0].set_ylim(-20, 6)
+    panels[-1].set_xlabel("distance (tokens)")
 
 
 TOPIC = Topic(
@@ -174,12 +175,12 @@ TOPIC = Topic(
     figures=(
         Figure(
             "others",
-            "How a distance enters the score. ALiBi subtracts a fixed slope, another one in each head. T5 adds a"
-            " trained number, one for each bucket of distances; the buckets widen. RoPE's score varies with the angles"
+            "How a distance enters the score. ALiBi subtracts a fixed slope times the distance, with another slope in"
+            " each head. T5 adds a trained number, one for each bucket of distances; the buckets widen. RoPE's score varies with the angles"
             " and does not vanish; xPos makes the fast pairs fade.",
             data,
             draw,
-            size=(9.0, 3.4),
+            size=(5.4, 6.6),
         ),
     ),
 )
