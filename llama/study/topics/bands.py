@@ -249,9 +249,9 @@ TOPIC = Topic(
         ),
         Figure(
             "bands_smollm2",
-            "SmolLM2-135M-Instruct, 270 heads. Above: the pairs 23 and 24 have the largest shares. Below: each point is a"
-            " head. No head looks at the previous token without fast pairs, since only fast pairs tell neighbours apart;"
-            " but some heads with fast pairs look elsewhere.",
+            "SmolLM2-135M-Instruct, 270 heads. Above: the pairs 23 and 24 have the largest shares. Below: each point"
+            " is a head. No head looks at the previous token without fast pairs, since only fast pairs tell neighbours"
+            " apart; but some heads with fast pairs look elsewhere.",
             stored,
             draw,
             size=(5.4, 6.0),

@@ -176,8 +176,8 @@ TOPIC = Topic(
         Figure(
             "others",
             "How a distance enters the score. ALiBi subtracts a fixed slope times the distance, with another slope in"
-            " each head. T5 adds a trained number, one for each bucket of distances; the buckets widen. RoPE's score varies with the angles"
-            " and does not vanish; xPos makes the fast pairs fade.",
+            " each head. T5 adds a trained number, one for each bucket of distances; the buckets widen. RoPE's score"
+            " varies with the angles and does not vanish; xPos makes the fast pairs fade.",
             data,
             draw,
             size=(5.4, 6.6),
