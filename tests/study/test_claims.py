@@ -134,10 +134,10 @@ def test_the_last_section_lists_every_erratum_and_every_exercise() -> None:
 
 
 def test_the_word_before_an_erratum_states_its_class() -> None:
-    """Wrong is class A, Misleading is B, Half of it is C, Right is OK."""
+    """Wrong is class A, Misleading is B, Incomplete is C, Right is OK."""
     from .errata import ERRATA
 
-    kinds = {"Wrong": "A", "Misleading": "B", "Half of it": "C", "Right": "OK"}
+    kinds = {"Wrong": "A", "Misleading": "B", "Incomplete": "C", "Right": "OK"}
     for id, claim, *_ in ROWS:
         text, *rest = re.split(r"\*\*([\w ]+):?\*\*", claim)
         assert not re.search(r"\b(?:E\d\d|OK\d)", text), f"{id}: an erratum without a word before it"
