@@ -1,10 +1,11 @@
 """Run the fault suite and write its results to docs/evidence/reliability.md.
 
-usage: python scripts/reliability.py [--quick] [--reports FOLDER] [--output docs/evidence/reliability.md]
+usage: python scripts/reliability.py [--quick | --keep] [--reports FOLDER] [--output docs/evidence/reliability.md]
 
 It runs the cases of all faults, then the slow cases, then plants every defect. --quick skips the slow cases and the
-defects, and the page states that. --reports keeps cases.xml, slow.xml and planted.xml in a folder and does not repeat
-a run whose report exists. The exit code is 1 if anything failed.
+defects, and the page states that. --keep runs nothing: after a row or a defect was added or reworded, it writes the
+present texts with the results that the page has. --reports keeps cases.xml, slow.xml and planted.xml in a folder and
+does not repeat a run whose report exists. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,13 +33,15 @@ from tests.faults.rows import GROUPS, METHODS, ROWS, SILENT  # noqa: E402
 INTRODUCTION = """\
 # Reliability
 
-`python scripts/reliability.py` runs the fault suite and writes this page. This is its run of
-{today}, with {versions}{quick}.
+`python scripts/reliability.py` runs the fault suite and writes this page. Run of {run}.
 
-A *row* is a kind of bad input or fault. A *case* is a test of it with one or many *inputs*: files truncated at each
-byte, each bit flipped, each number replaced by extreme values. A file is opened by a new process, with a limit of 10
-seconds and 1 GiB, a canary that hostile code would touch, and a folder that must not change. The process succeeds, or
-it ends with the right exit code, nothing on stdout, and one line with the file, the item, the finding and the remedy.
+A *row* is a kind of bad input or fault. A *case* is a test of a row with one or more *inputs*, such as a file truncated
+at each byte, with each bit flipped, or with each number replaced by extreme values. "Not run" marks rows and defects
+that are not part of this run.
+
+A new process opens each file. It may use 10 seconds and 1 GiB. It must not change the folder or run code of the file.
+It succeeds, or it ends with the right exit code, nothing on stdout, and one line with the file, the item, the finding
+and the remedy.
 
 """
 
@@ -45,8 +49,8 @@ SILENCE = """\
 ## Faults that cause no error in other programs
 
 For {count} rows, similar programs often continue without an error, so the absence of an error proves nothing. Each of
-these rows has a case that compares two independent computations. Each case was verified: a defect was planted in the
-source, and the case failed.
+these rows has a case that compares two independent computations. To verify the case, a defect is planted in the
+source; the case must fail.
 
 """
 
@@ -54,8 +58,8 @@ source, and the case failed.
 CLASSES = """\
 ## Classes of faults
 
-A case tests one fault. The following methods search classes of faults. The column *found* lists what a method found;
-all of it is fixed. The column *planted defect* names a defect that the method detects.
+A case tests one fault. The following methods search for whole classes of faults. The column *found* lists the faults
+that a method found; all of them are fixed. The column *planted defect* names a defect that the method detects.
 
 """
 
@@ -112,21 +116,14 @@ def tally(cases: list[ElementTree.Element]) -> dict[str, Tally]:
     return found
 
 
-def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
-    """The text of docs/evidence/reliability.md."""
+def page(found: dict[str, Tally], caught: dict[str, str], run: str) -> str:
+    """The text of docs/evidence/reliability.md. `run` is the date of the run and the versions."""
 
     def total(name: str, rows: list[str]) -> int:
         return sum(getattr(found[row], name) for row in rows if row in found)
 
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "safetensors", "tokenizers")
-    )
     lines = [
-        *INTRODUCTION.format(
-            today=datetime.date.today(),
-            versions=f"Python {platform.python_version()}, {versions}, {platform.system()}, {os.cpu_count()} cores",
-            quick=", without slow cases and planted defects (`--quick`)" if quick else "",
-        ).splitlines(),
+        *INTRODUCTION.format(run=run).splitlines(),
         "| group | rows | cases | inputs | passed | skipped here | failed |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -157,11 +154,45 @@ def page(found: dict[str, Tally], caught: dict[str, str], quick: bool) -> str:
     lines += ["", "## Every row", "", "| row | fault | cases | inputs | tests |", "|---|---|---|---|---|"]
     for row, what in ROWS.items():
         mine = found.get(row, Tally())
+        cases = f"{mine.cases} | {mine.inputs:,}" if row in found else "not run | not run"
         tests = ", ".join(f"`{n}`" for n in mine.names[:4]) + (
             f" and {len(mine.names) - 4} more" if len(mine.names) > 4 else ""
         )
-        lines.append(f"| {row} | {what} | {mine.cases} | {mine.inputs:,} | {tests} |")
+        lines.append(f"| {row} | {what} | {cases} | {tests} |")
     return "\n".join(lines) + "\n"
+
+
+def numbers(cells: list[str]) -> list[int]:
+    return [int(cell.replace(",", "")) for cell in cells]
+
+
+def results(text: str) -> tuple[dict[str, Tally], dict[str, str], str]:
+    """The arguments of `page` that wrote `text`."""
+    table = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in text.splitlines() if line.startswith("| ")]
+    found: dict[str, Tally] = {}
+    for row, _, cases, inputs, tests in (cells for cells in table if len(cells) == 5 and cells[0] in ROWS):
+        if cases != "not run":
+            names = re.findall(r"`(\w+)`", tests) + [""] * sum(numbers(re.findall(r"and (\d+) more", tests)))
+            count, opened = numbers([cases, inputs])
+            found[row] = Tally(count, opened, count, names=names)
+    for cells in table:  # the page has the skipped and failed cases per group only
+        if len(cells) == 7 and (first := next((row for row in found if cells[0].startswith(f"{row[0]} ")), None)):
+            skipped, failed = numbers(cells[5:])
+            found[first].skipped = skipped
+            found[first].passed -= skipped + failed
+    caught = {f"{cells[0]} {cells[2]}": cells[3] for cells in table if len(cells) == 4}
+    (run,) = re.findall(r"Run of (.+)\.$", text, re.MULTILINE)
+    return found, caught, run
+
+
+def this_run(quick: bool) -> str:
+    """Return the date, the versions and the machine."""
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "safetensors", "tokenizers")
+    )
+    machine = f"Python {platform.python_version()}, {versions}, {platform.system()}, {os.cpu_count()} cores"
+    skipped = ", without slow cases and planted defects (`--quick`)" if quick else ""
+    return f"{datetime.date.today()} with {machine}{skipped}"
 
 
 def label(defect: object) -> str:
@@ -175,7 +206,11 @@ def main() -> int:
         "--reports", type=Path, metavar="FOLDER", help="keep the reports of pytest, and use existing ones"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "evidence" / "reliability.md")
+    parser.add_argument("--keep", action="store_true", help="run nothing; keep the results of the page")
     args = parser.parse_args()
+    if args.keep:
+        args.output.write_text(page(*results(args.output.read_text())))
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         reports = args.reports or Path(folder)
         reports.mkdir(parents=True, exist_ok=True)
@@ -190,7 +225,7 @@ def main() -> int:
         (case.get("name") or "").split("[", 1)[-1].removesuffix("]"): verdicts[outcome_of(case)] for case in planted
     }
     found = tally(cases)
-    args.output.write_text(page(found, caught, args.quick))
+    args.output.write_text(page(found, caught, this_run(args.quick)))
     failed = sum(mine.failed for mine in found.values()) + list(caught.values()).count("**no**")
     print(f"{args.output}: {len(cases)} cases, {failed} failed")
     return 1 if failed else 0

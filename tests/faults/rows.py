@@ -28,7 +28,7 @@ ROWS = {
     "A08": "the legacy format, which cannot be mapped",
     "A09": "a tensor of stride 0 that claims 2^40 elements",
     "A10": "a list, a nested or int-keyed dict; meta, sparse or nested tensors",
-    "A11": "shards that the number of processes does not divide",
+    "A11": "a number of processes that does not divide the number of shards",
     "A12": "a shard that is missing, duplicated or of another model; an extra .pth",
     "A13": "a tensor that only a later shard contains",
     "A14": "a missing tensor",
@@ -40,7 +40,7 @@ ROWS = {
     "A20": "no output layer, tied or not",
     "A21": "a mapped file that another process truncates",
     "A22": "a folder, FIFO, socket or device instead of a file",
-    "A23": "links; names with blanks, other scripts, bytes that are not UTF-8, long names",
+    "A23": "links; long names; names with spaces, other scripts or bytes that are not UTF-8",
     "A24": "no permission",
     "A25": "a pickle or a table of contents that takes unlimited time or memory, or crashes its reader",
     "A26": "an archive that contradicts its pickle or itself: records that are short, duplicated, links or overlapping",
@@ -49,7 +49,7 @@ ROWS = {
     "B02": "NaN, infinity, duplicate keys, deep nesting, very long numbers",
     "B03": "a value of the wrong type",
     "B04": "zero, negative and absurd sizes",
-    "B05": "head counts that do not divide",
+    "B05": "sizes that the head counts do not divide",
     "B06": "a misspelt or unknown key",
     "B07": "RoPE settings that make no sense or contradict each other",
     "B08": "the scaling of Llama 3.1 ignored",
@@ -65,7 +65,7 @@ ROWS = {
     "C05": "shards that are missing, duplicated or different from the index",
     "C06": "a pickle next to a broken safetensors file",
     "C07": "an interrupted download",
-    "C08": "one layout read as the other: permuted rows of wq and wk",
+    "C08": "rows of wq and wk read in the wrong order",
     "C09": "an adapter, a folder without weights",
     "D01": "an array of 2^63 elements in 49 bytes",
     "D02": "arrays nested 5,000 deep",
@@ -78,7 +78,7 @@ ROWS = {
     "D09": "duplicate keys and names, not UTF-8; absurd alignments",
     "D10": "another architecture; head counts missing, as text or as a list",
     "D11": "vocabulary arrays of different lengths or types",
-    "D12": "rows of wq and wk left permuted, rope_freqs ignored",
+    "D12": "rows of wq and wk read in the wrong order, rope_freqs ignored",
     "D13": "one part of a split file alone, contradicting sizes",
     "D14": "an unknown block type",
     "E01": "the two kinds of tokenizer.model confused",
@@ -90,7 +90,7 @@ ROWS = {
     "E07": "special ids missing or out of range",
     "E08": "a lone surrogate in the text",
     "E09": "input that is not UTF-8",
-    "E10": "NUL, a million blanks, ten megabytes, combining marks",
+    "E10": "NUL, a million spaces, ten megabytes, combining marks",
     "E11": "begin-of-text added by both template and tokenizer",
     "E12": "a model that generates an id the tokenizer lacks",
     "E13": "a tokenizer that lengthens every text without a limit",
@@ -104,7 +104,7 @@ ROWS = {
     "F07": "tensors that share memory or are not contiguous",
     "F08": "conversion to a format and back",
     "F09": "an output or a session that is resumed with another model or other options",
-    "G01": "an empty prompt, blanks, not a text",
+    "G01": "an empty prompt, white space, a prompt that is not a string",
     "G02": "a prompt as long as the context, one token less, one more",
     "G03": "prompt and answer longer than the context",
     "G04": "max_new_tokens: 0, negative, huge, a fraction, a word",
@@ -119,14 +119,14 @@ ROWS = {
     "G13": "batches of zero, one, many; a row that ends early",
     "G14": "stop strings across tokens, overlapping, empty, incomplete",
     "G15": "characters across tokens, answers that end inside a character",
-    "G16": "blanks lost while streaming",
+    "G16": "spaces lost while streaming",
     "G17": "end of text as the first token, in the prompt, several ids",
     "G18": "a call after a failed call; two threads",
     "G19": "the causal mask of one query over a cache",
-    "G20": "a row that may attend to nothing",
+    "G20": "a row without visible keys",
     "G21": "the RoPE table read past its end",
     "G22": "prefill in chunks",
-    "G23": "a text that does not continue its prompt",
+    "G23": "the space between a prompt and its continuation",
     "H01": "a template that accesses Python internals",
     "H02": "a template with endless time or output",
     "H03": "a template that is broken or raises",
@@ -142,7 +142,7 @@ ROWS = {
     "I06": "SIGINT, SIGTERM, SIGHUP in every phase",
     "I07": "a model that generates escape codes",
     "I08": "no terminal, a dumb terminal, NO_COLOR",
-    "I09": "numbers that JSON lacks",
+    "I09": "numbers that JSON cannot express",
     "I10": "no HOME, no network, a cache that is not writable",
     "I11": "python -O and -W error",
     "I12": "an extra that is not installed",
@@ -163,7 +163,7 @@ ROWS = {
     "K06": "listening on other interfaces than loopback",
     "L01": "absurd numbers of answers, tokens, scores, stop strings",
     "L02": "bodies and heads that are large, slow, malformed, deeply nested or of wrong types",
-    "L03": "clients that go away while they send, wait or receive",
+    "L03": "clients that disconnect while they send, wait or receive",
     "L04": "templates, code and control strings in a request",
     "L05": "scores of the prompt",
     "L06": "unknown models, addresses and hosts, wrong keys, many clients at once",
@@ -224,12 +224,12 @@ SILENT = {
 # it was introduced, its cost, a planted defect that it detects). scripts/reliability.py prints them.
 METHODS = (
     (
-        "inputs that nobody thought of",
+        "unforeseen inputs",
         "`python -m tests.fuzz` changes valid inputs of every reader at random; a reader must accept them or report one"
         " line",
-        "a chat template whose name is a list; before, see tests/fuzz/found",
+        "a chat template whose name is a list; earlier findings are in tests/fuzz/found",
         "ten minutes per reader: config 42,000 inputs, gguf 80,410, safetensors 32,396, prompts 375,276, tokenizer"
-        " 351,823, template 25,173, session 299,635, checklist 17,470, torchfile 71,927; nothing was left",
+        " 351,823, template 25,173, session 299,635, checklist 17,470, torchfile 71,927",
         "a removed check in each reader",
     ),
     (
@@ -244,7 +244,7 @@ METHODS = (
         "chat templates that use much time or memory",
         "`tests/test_sandbox.py` calls every filter, test, method and global of chat templates with large values in"
         " each argument; the operating system limits their process",
-        "no call exceeded the limits; the lists of allowed calls that they replaced had missed seven",
+        "no call exceeded the limits; they replaced lists of allowed calls, which had missed seven calls",
         "13,000 calls in 8 minutes (slow), 60 by default",
         "each limit is removed",
     ),
@@ -253,12 +253,12 @@ METHODS = (
         "`tests/test_growth.py` composes steps and patterns of tokenizers; the output must be at most 256 times as long"
         " as the input",
         "an unknown key that hid a pattern, steps without a type, exponential patterns without an unbounded repetition,"
-        " Oniguruma's meaning of `{1,3}+`, a decoder step that was ignored",
+        " `{1,3}+`, which Oniguruma reads differently, a decoder step that was ignored",
         "5,000 compositions in 2 minutes (slow), 60 by default",
         "a bound on the growth that is 1,000 times too large",
     ),
     (
-        "more than linear time",
+        "readers that take more than linear time",
         "`tests/test_complexity.py` measures how the time of all readers grows with 70 fields, at the sizes n, 2n and"
         " 4n; a growth above n^1.3 fails",
         "long GGUF tokens, tokens that contain each other, slices of a pattern, integers of unlimited length in a"
@@ -267,10 +267,10 @@ METHODS = (
         "a quadratic reader",
     ),
     (
-        "wrong readers that agree with themselves",
+        "errors that a reader and its own checks share",
         "`tests/test_differential.py` reads every format a second time, by zipfile, json and struct, and compares the"
         " results; `convert` compares the CRC-32 or the offsets of each weight",
-        "an archive was accepted that requires a later version of zip",
+        "an archive that requires a later version of zip was accepted",
         "10,000 changed files per format in 10 minutes (slow), 60 by default",
         "a record that is too short, a duplicate name, a tensor that begins 64 bytes early",
     ),
@@ -286,9 +286,9 @@ METHODS = (
     (
         "memory errors in compiled code",
         "`tests/test_sanitized.py` runs the kernels under AddressSanitizer, UBSan and ThreadSanitizer on unusual shapes"
-        " and compares them with float64; a default test fails if the sources change and it is not run again",
-        "a NaN in one query that reached three others, an overflow from NaN, attention without keys",
-        "33 to 142 s per form (slow)",
+        " and compares the results with float64; a default test fails if the sources changed since its last run",
+        "a NaN in one query that changed three others, an overflow caused by NaN, attention without keys",
+        "33 to 142 s per form of the kernels (slow)",
         "reads beyond a key, a row and the weights, an overflow, a shared buffer",
     ),
     (
@@ -302,9 +302,8 @@ METHODS = (
     (
         "tests that cannot fail",
         "`scripts/mutate.py` changes the package at random places and runs the tests that execute the changed lines",
-        "of 150 changes, the tests detected 129; 4 of the others change no behaviour, and 16 of the remaining 17 are"
-        " now detected by new tests",
-        "a list of the lines of each test, 50 minutes; then 15 to 40 s per change",
+        "the tests detected 129 of 150 changes; 4 others change no behaviour; new tests detect 16 of the remaining 17",
+        "50 minutes to list the lines that each test executes; then 15 to 40 s per change",
         "the script's own test",
     ),
 )

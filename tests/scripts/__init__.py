@@ -18,6 +18,7 @@ __all__ = [
     "mutate",
     "readme_pictures",
     "reference",
+    "reliability",
     "render_lessons",
     "site_hooks",
     "train_tiny",
