@@ -33,7 +33,9 @@ from tests.faults.rows import GROUPS, METHODS, ROWS, SILENT  # noqa: E402
 INTRODUCTION = """\
 # Reliability
 
-`python scripts/reliability.py` runs the fault suite and writes this page. Run of {run}.
+`python scripts/reliability.py` runs the fault suite and writes this page.
+
+Run of {run}.
 
 A *row* is a kind of bad input or fault. A *case* is a test of a row with one or more *inputs*, such as a file truncated
 at each byte, with each bit flipped, or with each number replaced by extreme values. "Not run" marks rows and defects
