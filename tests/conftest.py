@@ -6,7 +6,9 @@ import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use all cores
     os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a hundred processes compiles the package again
 
+import gc
 import signal
 import subprocess
 import sys
@@ -46,6 +48,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if row := config.getoption("--row"):
         items[:] = [item for item in items if any(row in (mark.args[0], "any") for mark in item.iter_markers("row"))]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than there are cores, because some tests wait for other processes."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported and collected from garbage collection: millions of objects that stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

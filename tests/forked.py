@@ -7,9 +7,13 @@ the child's process id, then with its exit code.
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
+import inspect
 import io
 import json
 import os
+import pkgutil
 import re
 import resource
 import signal
@@ -116,10 +120,22 @@ class Done(subprocess.CompletedProcess):  # type: ignore[type-arg]
         self.steps = steps
 
 
+def preload() -> None:
+    """Import what any command imports while it runs, so that not every child has to."""
+    import llama
+
+    for module in pkgutil.walk_packages(llama.__path__, "llama."):
+        if not module.name.startswith(("llama.__main__", "llama.engine.triton", "llama.server")):
+            importlib.import_module(module.name)
+    for name in ("platformdirs", "safetensors", "torch.utils._device"):
+        importlib.import_module(name)
+    inspect.getmodule(compile("", "none", "exec"))  # looks at all modules and caches their files, for torch.library
+    gc.freeze()  # a child's collections then do not copy the pages of these objects
+
+
 def serve() -> None:
     """Fork a child for each request."""
-    from llama import cli, loader, text  # noqa: F401  (the imports of the command)
-
+    preload()
     for line in sys.stdin.buffer:
         request = json.loads(line)
         reader, writer = os.pipe()

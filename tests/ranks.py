@@ -8,6 +8,7 @@ the errors of failed ranks.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from llama import loader
 from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
-from llama.engine import parallel
+from llama.engine import kernels, parallel
 from llama.engine.linears import TileEmbedding, TileLinear
 from llama.engine.nonfinite import locate
 from llama.engine.sharding import Rank
@@ -72,6 +73,8 @@ class Ranks:
 def serve() -> None:
     """Fork the ranks of each request and wait for them."""
     torch.set_num_threads(1)
+    kernels.ready()  # once, instead of in every rank
+    gc.freeze()
     for line in sys.stdin.buffer:
         request = json.loads(line)
         children = {}
