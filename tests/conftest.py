@@ -9,6 +9,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already use all cores
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a hundred processes compiles the package again
 
 import gc
+import logging
 import signal
 import subprocess
 import sys
@@ -60,6 +61,13 @@ def pytest_collection_finish() -> None:
     """Exempt what is imported and collected from garbage collection: millions of objects that stay."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Undo what a command that ran in this process set for the library's log."""
+    log = logging.getLogger("llama")
+    log.handlers.clear()
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
