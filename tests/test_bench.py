@@ -452,7 +452,7 @@ def test_the_held_out_text_of_the_model_is_the_default(capsys: Capture, monkeypa
     assert main(["bench", "-m", str(model), "--quality", *options]) == 0
     out, err = capsys.readouterr()
     windows = -(-tokens // 512)
-    assert f"held-out.txt: {tokens:,} tokens in {windows} windows of 512, for 4 models" in err
+    assert f"4 models on held-out.txt: {tokens:,} tokens in {windows} windows of 512" in err
     _, *rows = (line.split() for line in out.splitlines())
     assert rows[0] == ["float32", "2.7183"]
     assert rows[1] == ["int8", "2.7316", "+0.49", "±", "0.00", "at", "most", "+0.5:", "met"]

@@ -182,7 +182,7 @@ def test_templates_that_do_not_fit_are_errors(clearllama: Run, meta: Path, tmp_p
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
     (tmp_path / "other.json").write_text('{"a": 1}')
     for choice, code, message in (
-        ("llama2", 1, b"the chat format llama2 needs <s> and </s>, which this vocabulary lacks"),
+        ("llama2", 1, b"the chat format llama2 needs tokens that this vocabulary does not have (<s>, </s>)"),
         (
             "llama4",
             2,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 import re
 import shlex
 import sys
 import tomllib
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -222,30 +220,3 @@ def test_the_table_of_extras_has_those_for_users() -> None:
     developers = {"test", "lint", "fuzz", "mutation", "docs"}
     rows = table("start/install.md", "## Extras")
     assert {row["extra"].strip("`") for row in rows} == project["optional-dependencies"].keys() - developers
-
-
-LABELS = {
-    "none": "unchanged", "linear": "PI x{}", "ntk": "NTK-aware x{}", "yarn": "YaRN x{}",
-    "dynamic": "dynamic NTK x{}, as decoded", "dynamic-whole": "dynamic NTK x{}, each bucket read afresh",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("heading", "file"), [("## tiny-kjv", "tiny-kjv"), ("## SmolLM2", "smollm2")])
-def test_the_tables_of_perplexity_have_the_numbers_of_their_files(heading: str, file: str) -> None:
-    nats: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for row in csv.DictReader((DOCS / f"evidence/perplexity-{file}.csv").open()):
-        method, _, factor = row["method"].partition(":")
-        bucket = f"{(int(row['last']) + 1) / int(row['trained']):g}"
-        total = nats[LABELS[method].format(factor), bucket]
-        total[0] += float(row["nats"])
-        total[1] += int(row["last"]) - int(row["first"]) + 1
-    shown = {
-        (row["up to trained lengths"], bucket): cell
-        for row in table("evidence/perplexity.md", heading, "| up to trained lengths")
-        for bucket, cell in row.items()
-        if bucket != "up to trained lengths"
-    }
-    assert shown.keys() == nats.keys()
-    for key, (total, count) in nats.items():
-        value = math.exp(total / count)
-        assert shown[key] == (f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")), key

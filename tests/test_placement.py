@@ -309,7 +309,7 @@ def test_gpu_layers_without_a_gpu_are_an_error_of_one_line(tmp_path: Path, capfd
     out, err = capfd.readouterr()
     assert not out
     assert err.count("\n") == 1
-    assert "gpu_layers 10 requires a GPU, but this machine has none (available: cpu)" in err
+    assert "--gpu-layers 10 requires a GPU, but this machine has none (available: cpu)" in err
     assert main([*command, "0"]) == 0
     answer = capfd.readouterr().out
     assert main(command[:-1]) == 0

@@ -413,7 +413,7 @@ def test_act_order_is_a_warning(tmp_path: Path) -> None:
     folder_of(tmp_path, lambda w: gptq(w, order=w.shape[1] == 256), g(desc_act=True))
     checkpoint = open_checkpoint(tmp_path)
     (warning,) = checkpoint.warnings
-    assert warning.startswith("1 of 7 quantized weights are GPTQ int4 in act order: ")
+    assert "GPTQ int4 in act order" in warning
     assert checkpoint.stored("layers.0.feed_forward.w_down.weight") == "GPTQ int4 in act order"
     assert checkpoint.blocks("layers.0.feed_forward.w_down.weight") is None
     assert checkpoint.blocks(WEIGHT) is not None
@@ -478,7 +478,7 @@ def test_a_scheme_in_a_file_of_its_own(tmp_path: Path, file: str, case: str) -> 
     assert open_checkpoint(tmp_path).stored(WEIGHT) == label
     compare(tmp_path, model)
     (tmp_path / file).write_text("{")
-    with pytest.raises(CheckpointError, match=f"{file}:1:2"):
+    with pytest.raises(CheckpointError, match=f"{file}.*not valid JSON"):
         open_checkpoint(tmp_path)
 
 
