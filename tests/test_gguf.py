@@ -233,7 +233,7 @@ def test_a_factor_alone_is_linear_as_in_llama_cpp(tmp_path: Path) -> None:
     assert scaling(tmp_path, {"factor": 0.0}) is None
     with pytest.raises(CheckpointError, match="'factor' must be a number above 0"):
         scaling(tmp_path, {"factor": -1.0})
-    with pytest.raises(CheckpointError, match=r"attn_factor is 2\.0, and .*type linear does not use it"):
+    with pytest.raises(CheckpointError, match=r"attn_factor is 2\.0, but .*type linear does not use it"):
         scaling(tmp_path, {"factor": 4.0, "attn_factor": 2.0})
     with pytest.raises(CheckpointError, match=r"is yarn, but .*factor is missing"):
         scaling(tmp_path, {"type": "yarn"})
