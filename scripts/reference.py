@@ -390,7 +390,8 @@ def python() -> str:
     known |= {
         f"{cls.__name__}.{member}": slug(f"{cls.__name__}.{member}") for cls in classes for member, _ in members(cls)
     }
-    known |= {cls.__name__: "errors" for cls in errors.LlamaError.__subclasses__()} | {"SITES": "sites"}
+    subclasses = [cls for cls in errors.LlamaError.__subclasses__() if cls.__module__ == errors.__name__]
+    known |= {cls.__name__: "errors" for cls in subclasses} | {"SITES": "sites"}
     contents = [
         f"- [{title}](#{slug(title)}): "
         + ", ".join(f"[`{value.__name__}`](#{known[value.__name__]})" for value in values)
@@ -413,7 +414,7 @@ def python() -> str:
     parts.append(f"## Errors\n\n### LlamaError\n\n{docstring(errors.LlamaError, known)}\n")
     parts.append("The subclasses are in `llama.errors`. Most are also an exception of Python:\n")
     rows = ["| Error | Also a | Exit code | Meaning |", "| --- | --- | --- | --- |"]
-    for cls in errors.LlamaError.__subclasses__():
+    for cls in subclasses:
         also = ", ".join(f"`{base.__name__}`" for base in cls.__bases__ if base is not errors.LlamaError)
         rows.append(f"| `{cls.__name__}` | {also} | {cls.exit_code} | {docstring(cls, known)} |")
     return "\n".join([*parts, "\n".join(rows)]) + "\n"
