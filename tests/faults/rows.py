@@ -244,7 +244,7 @@ METHODS = (
         "chat templates that use much time or memory",
         "`tests/test_sandbox.py` calls every filter, test, method and global of chat templates with large values in"
         " each argument; the operating system limits their process",
-        "no call exceeded the limits; they replaced lists of allowed calls, which had missed seven calls",
+        "no call exceeded the limits; these limits replaced lists of allowed calls, which had missed seven calls",
         "13,000 calls in 8 minutes (slow), 60 by default",
         "each limit is removed",
     ),
