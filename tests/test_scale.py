@@ -76,13 +76,13 @@ def test_the_table_has_the_numbers_of_the_command(capsys: pytest.CaptureFixture[
 
 def test_the_numbers_in_the_text_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     on = {n: facts(capsys, "-m", "llama-3.1-8b", "--gpus", f"{n}xH100", "--batch", str(n)) for n in (8, 16)}
-    assert f"each give {2 * on[8]['decode']['tps_batch']:,.0f} tokens a second" in TEXT
-    assert f"one on 16 GPUs {on[16]['decode']['tps_batch']:,.0f}," in TEXT
+    assert f"{2 * on[8]['decode']['tps_batch']:,.0f} tokens per second" in TEXT
+    assert f"one copy on 16 GPUs is {on[16]['decode']['tps_batch']:,.0f}." in TEXT
     for name in ("8b", "70b", "405b"):
         config = ModelConfig(**json.loads((ROOT / f"configs/llama-3.1-{name}.json").read_text()))
         assert f"{config.n_params * 2 / 1e9:.1f} GB for {name.upper()}" in TEXT
     large = facts(capsys, "-m", "llama-3.1-405b", "--gpus", "16xH100", "--batch", "8")
-    assert f"({large['traffic']['all_reduces_per_step']} of them a step above)" in TEXT
+    assert f"({large['traffic']['all_reduces_per_step']} all-reduces per step" in TEXT
 
 
 def test_the_shares_follow_from_the_rates_in_the_table() -> None:
