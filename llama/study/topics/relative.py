@@ -284,8 +284,8 @@ TOPIC = Topic(
             "toeplitz",
             "Scores of one token at every position, divided by the square root of D. If a score depends only on the"
             " distance, each diagonal has one value. This holds without an encoding, for the plain product of two"
-            " sinusoidal codes, and for RoPE. In a layer that adds the codes, the matrices of query and key come"
-            " between them and the token is mixed in: diagonals are not constant.",
+            " sinusoidal codes, and for RoPE. In a layer that adds the codes, A = W_q^T W_k stands between them and"
+            " the token is mixed in: diagonals are not constant.",
             toeplitz_data,
             toeplitz_draw,
             size=(5.8, 5.0),
