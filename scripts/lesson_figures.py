@@ -63,7 +63,7 @@ def arrows_data() -> Data:
 
 
 def arrows_draw(data: Data, canvas: Canvas) -> None:
-    titles = ("before any rotation", "q at 1, k at 3", "q at 6, k at 8", "q at 6, k at 3")
+    titles = ("q at 0, k at 0", "q at 1, k at 3", "q at 6, k at 8", "q at 6, k at 3")
     for i, axes in enumerate(canvas.subplots(1, 4)):
         for name, colour in (("q", "#b2182b"), ("k", "#2166ac")):
             tip = data[f"{name}1"][i], data[f"{name}2"][i]
@@ -179,7 +179,7 @@ FIGURES = {
             " product is the same. In the fourth, k stands before q, and the dot product is another one.",
             arrows_data,
             arrows_draw,
-            size=(6.4, 2.1),
+            size=(5.0, 1.9),
         ),
         Figure(
             "block",
