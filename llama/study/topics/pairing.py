@@ -281,9 +281,9 @@ TOPIC = Topic(
         Figure(
             "pairing",
             "A head of 8 entries; a hatch is a pair. Both layouts rotate four pairs by the same four angles; they"
-            " differ in the indices of the two entries of a pair. Moving entry 2i + r to r D/2 + i, for r = 0 and 1,"
-            " converts one to the other, in wq and wk alike. Without it, entries of different pairs are rotated"
-            " together.",
+            " differ in the indices of the two entries of a pair. To change from Meta's layout to Hugging Face's, move"
+            " entry 2i to i, and 2i + 1 to i + D/2, in both wq and wk. Without this change, entries of different"
+            " pairs are rotated together.",
             pairing_data,
             pairing_draw,
             size=(7.0, 4.4),
