@@ -86,10 +86,10 @@ def _circle() -> Any:
 
 
 # ------------------------------------------------------------------------------------ lesson 6: the way of q, k, v
-BOXES = (  # x, y, text, marked
-    (0.0, 1.0, "x", 0), (1.3, 2.0, "wq", 0), (1.3, 1.0, "wk", 0), (1.3, 0.0, "wv", 0), (2.9, 2.0, "RoPE", 1),
-    (2.9, 1.0, "RoPE", 1), (4.5, 1.0, "cache of k", 0), (4.5, 0.0, "cache of v", 0),
-    (6.2, 1.5, "softmax(q · k / √D)", 0), (8.2, 0.75, "weighted sum", 0), (9.8, 0.75, "wo", 0),
+BOXES = (  # x, y, text, marked: from top to bottom, narrow enough for a phone
+    (1.5, 6.0, "x", 0), (0.3, 5.0, "wq", 0), (1.5, 5.0, "wk", 0), (2.7, 5.0, "wv", 0), (0.3, 4.0, "RoPE", 1),
+    (1.5, 4.0, "RoPE", 1), (1.5, 3.0, "cache of k", 0), (2.7, 3.0, "cache of v", 0),
+    (0.9, 2.0, "softmax(q · k / √D)", 0), (1.8, 1.0, "weighted sum", 0), (1.8, 0.0, "wo", 0),
 )  # fmt: skip
 WAYS = (  # from one box to another, and what goes there
     (0, 1, ""), (0, 2, ""), (0, 3, ""), (1, 4, "q"), (2, 5, "k"), (3, 7, "v"), (5, 6, "k'"), (4, 8, "q'"), (6, 8, ""),
@@ -112,14 +112,14 @@ def block_draw(data: Data, canvas: Canvas) -> None:
         box = {"boxstyle": "round,pad=0.45", "facecolor": "#fddbc7" if marked else "#f0f0f0", "edgecolor": "#555555"}
         weight = "bold" if marked else "normal"
         boxes.append(axes.text(x, y, text, ha="center", va="center", bbox=box, weight=weight, zorder=3))
-    axes.set(xlim=(-0.4, 10.2), ylim=(-0.5, 2.5))
+    axes.set(xlim=(-0.2, 3.3), ylim=(-0.4, 6.4))
     axes.axis("off")
     for a, b, word in WAYS:
         (x, y), end = BOXES[a][:2], BOXES[b][:2]
         ends = {"patchA": boxes[a].get_bbox_patch(), "patchB": boxes[b].get_bbox_patch(), "shrinkA": 0, "shrinkB": 2}
         axes.annotate("", end, (x, y), arrowprops={"arrowstyle": "-|>", "color": "#888888", **ends})
         if word:
-            axes.text(x + 0.45 + 0.3 * (len(word) > 1), y + 0.17, word, ha="center", style="italic")
+            axes.text(x + 0.1 + 0.15 * (end[0] > x), y - 0.55, word, style="italic")
 
 
 # ------------------------------------------------------------------------------------------ lesson 7: four methods
@@ -187,7 +187,7 @@ FIGURES = {
             " past it.",
             block_data,
             block_draw,
-            size=(8.0, 2.5),
+            size=(4.2, 4.6),
         ),
         Figure(
             "divisors",

@@ -166,8 +166,8 @@ TOPIC = Topic(
         Figure(
             "binary",
             "The bits of a number, the lowest on the left: each changes half as fast as the one before it. So do the"
-            " sines of a table of radix 2, but between -1 and 1 instead of 0 and 1. With base 10000 and four pairs the radix is 10, and the third and fourth digits"
-            " hardly change in 16 steps.",
+            " sines of a table of radix 2, but between -1 and 1 instead of 0 and 1. With base 10000 and four pairs"
+            " the radix is 10, and the third and fourth digits hardly change in 16 steps.",
             binary_data,
             binary_draw,
             size=(7.5, 4.6),

@@ -221,8 +221,8 @@ TOPIC = Topic(
             "precision",
             "The largest error of cos and sin over the pairs of a head, by position. In float32 it grows with the"
             " position and stays small. Frequencies or positions rounded to bfloat16 before the product make the angle"
-            " useless within a thousand tokens; positions up to 256 are exact in bfloat16. Rounding cos and sin after"
-            " the product adds a constant error.",
+            " useless within a thousand tokens; positions up to 256 are exact in bfloat16. Rounding only the finished"
+            " cos and sin adds a constant error.",
             precision_data,
             precision_draw,
             size=(5.8, 3.8),

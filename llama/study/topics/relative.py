@@ -272,10 +272,11 @@ TOPIC = Topic(
     figures=(
         Figure(
             "relative",
-            "Scores of one token at every position, divided by the square root of D, for ten positions m of the query."
-            " RoPE: all ten lie on one curve, which differs before and after the query. ALiBi, which subtracts the"
-            " distance times a slope: all ten lie on one curve, which is symmetric. Added codes, sinusoids or one learned"
-            " vector for each position (here random): each m has another curve. Without an encoding the score is constant.",
+            "Scores of one token at every position, divided by the square root of D, for ten positions m of the"
+            " query. RoPE: all ten lie on one curve, which differs before and after the query. ALiBi, which"
+            " subtracts the distance times a slope: all ten lie on one curve, which is symmetric. Added codes,"
+            " sinusoids or one learned vector for each position (here random): each m has another curve. Without an"
+            " encoding the score is constant.",
             relative_data,
             relative_draw,
             size=(6.0, 4.8),
