@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import resource
 import signal
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import llama.generation.session
 from llama import cli, loader
 from llama.cli import streams
 from llama.errors import CheckpointError, ContextLengthError, UsageError
@@ -114,6 +116,16 @@ def test_the_file_contains_the_keys_and_values_of_a_full_pass_and_no_empty_slots
     for i in range(2):
         torch.testing.assert_close(tensors[f"layers.{i}.k"], cache.k[i], rtol=0, atol=1e-6)
         torch.testing.assert_close(tensors[f"layers.{i}.v"], cache.v[i], rtol=0, atol=1e-6)
+
+
+def test_the_page_on_chat_reads_the_messages_of_a_file(tmp_path: Path, tiny_llm: Llama) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "guides" / "chat.md").read_text()
+    (code,) = re.findall(r"`(llama\.generation\.session\.open_session\(path\)[^`]+)`", page)
+    session = Session(messages=[{"role": "user", "content": "hello"}])
+    tiny_llm.chat(session.messages, max_new_tokens=1, session=session)
+    session.save(tmp_path / "saved", tiny_llm.model)
+    for path in (str(tmp_path / "saved"), tmp_path / "saved"):
+        assert eval(code, {"llama": llama, "path": path})[0] == {"role": "user", "content": "hello"}
 
 
 def test_messages_are_saved_and_loaded_unchanged(saved: Path) -> None:

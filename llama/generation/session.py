@@ -337,10 +337,11 @@ def _buffers(cache: KVCache) -> Iterator[tuple[str, LayerCache, int]]:
             yield f"layers.{number}.{name}", layer, i
 
 
-def open_session(path: Path) -> tuple[Any, dict[str, Any]]:
+def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
     """An open session file, and {settings, messages, sha256, text} from its metadata. Raises CheckpointError."""
     from safetensors import SafetensorError, safe_open
 
+    path = Path(path)
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a session file")  # a pipe would block
     try:
