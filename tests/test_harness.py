@@ -493,7 +493,7 @@ def test_the_default_model(default_gguf: Path, default_llm: Llama, tasks: Path, 
 @pytest.mark.slow
 def test_names_and_no_network(tiny_gguf: Path, tasks: Path, tmp_path: Path) -> None:
     """In processes of their own: the second must not look up any address."""
-    with pytest.raises(UsageError, match=r"no task with this name.*similar: .*arc_easy"):
+    with pytest.raises(UsageError, match=r"no task with this name.*did you mean .*arc_easy"):
         harness.load_tasks(["arc_esy"])
     code = (
         "import socket, sys\n"

@@ -16,7 +16,7 @@ from llama.cli import with_options
 from llama.errors import CheckpointError, LlamaError, TokenizerError, UsageError
 from llama.generation.session import Session
 from llama.hub import families
-from llama.hub.named import DEFAULT, resolve
+from llama.hub.named import DEFAULT, resolve, similar
 from llama.hub.repository import hub_id
 from llama.tools.convert import convert
 
@@ -232,13 +232,31 @@ def test_every_official_model_has_a_repository_in_each_spelling() -> None:
         ("Meta-Llama-3-8B", "give its path, or: clearllama pull meta-llama/Meta-Llama-3-8B"),
         ("./Llama-2-7b-chat/", "give its path, or: clearllama pull meta-llama/Llama-2-7b-chat"),
         ("llama3.1:8b", "give its path, or: clearllama pull meta-llama/Llama-3.1-8B"),
+        ("Llama-3.1-8B-Instrct", "did you mean meta-llama/Llama-3.1-8B-Instruct,"),
+        ("Meta-Llama-3-8", "did you mean meta-llama/Meta-Llama-3-8B?"),
+        (DEFAULT.replace("-", "_")[:-1], f"did you mean {DEFAULT}?"),
         ("Llama-4-8B", f"expected a path, ORG/NAME on the Hugging Face hub or {DEFAULT}"),
     ],
 )
 def test_an_absent_model_is_named_with_the_command_that_downloads_it(name: str, expected: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         resolve(name)
-    assert str(caught.value) == f"there is no file or folder {name!r}; {expected}"
+    assert str(caught.value).startswith(f"there is no file or folder {name!r}; {expected}")
+    assert expected.endswith(",") or str(caught.value).endswith(expected)
+
+
+def test_a_name_that_is_nearly_that_of_a_model_on_disk_gets_its_path(clearllama: Run, tmp_path: Path) -> None:
+    for name in ("Meta-Llama-3-8B", "llama.gguf"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes.txt").touch()
+    wrong, meant = tmp_path / "meta_llama3-8b", f"did you mean {tmp_path / 'Meta-Llama-3-8B'}?"
+    with pytest.raises(CheckpointError, match=re.escape(f"{meant} Or: clearllama pull meta-llama/Meta-Llama-3-8B")):
+        resolve(wrong)
+    for command in (("verify", wrong), ("inspect", wrong), ("quantize", wrong, tmp_path / "new")):
+        done = clearllama(*map(str, command))
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert meant in done.stderr.decode()
+    assert similar(str(tmp_path / "note.txt")) == similar(str(tmp_path / "other")) == similar("a\0b") == ""
 
 
 def test_usage_errors_name_the_option_of_a_parameter() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import os
 import sys
 from bisect import bisect_left
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import checks
 from ..errors import ContextLengthError, LlamaError, ParallelError, TemplateError, UsageError
 from . import answers, arguments, drafts, history, loading, ranks, sessions, streams, terminal, turns
 
@@ -287,8 +287,7 @@ class Chat:
         name, _, rest = line.partition(" ")
         name, rest = ALIASES.get(name, name), rest.strip()
         if name not in COMMANDS:
-            near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], 1)
-            meant = f"did you mean {near[0]}? " if near else ""
+            meant = checks.did_you_mean(checks.nearest(name, [*COMMANDS, *ALIASES], 1, 0.6))
             raise UsageError(
                 f"unknown command {name}; {meant}/help lists the commands; type // to begin a message with a slash"
             )

@@ -6,6 +6,8 @@ import argparse
 import re
 from collections.abc import Collection, Sequence
 
+from .. import checks
+
 CUTOFF = 0.8  # similarity of difflib; below it, suggestions are mostly other options
 
 # Options of llama.cpp, ollama, vLLM, transformers, mlx-lm and litgpt, by the option of this program
@@ -99,8 +101,5 @@ def check(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
             long = re.fullmatch(r"-[A-Za-z][A-Za-z_-]+(=.*)?", word, re.DOTALL)
             if long and exact(word, known):
                 commands[first].error(f"{unrecognized([word], known)}")
-    elif first:
-        import difflib
-
-        for close in difflib.get_close_matches(first, commands, 1, CUTOFF):
-            parser.error(f"unknown command {first!r:.80}; did you mean {close}?")
+    elif first and (near := checks.nearest(first, commands, 1, CUTOFF)):
+        parser.error(f"unknown command {first!r:.80}; {checks.did_you_mean(near).rstrip()}")

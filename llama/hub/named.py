@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -17,15 +18,17 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import checks
 from ..errors import CheckpointError, UsageError
 from ..system.folders import cache_folder, make_folder
 from ..system.temporary import locked, own_temporary, sweep
 from . import quants
-from .families import repository_of
+from .families import REPOSITORIES, repository_of
 from .repository import cached_note, check_space, find_cached, has_library, hub_id, pull_repository, short
 from .transfer import file_sum, progress_bar
 
 DEFAULT = "smollm2-135m-instruct"
+MOST_BESIDE = 1000  # files of a folder whose names are compared with a name that is not there
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,8 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
         try:
             return pull(name, quiet=quiet)
         except CheckpointError as error:
-            known = repository_of(name)
-            hint = f"; or: clearllama pull {known}" if known not in (None, id.repo) else ""
+            known, meant = repository_of(name), similar(name)
+            hint = f"; or: clearllama pull {known}" if known not in (None, id.repo) else "; " * bool(meant) + meant
             raise CheckpointError(f"there is no file or folder {name!r}; {error}{hint}") from error
     if not quiet and (note := cached_note(id, here)):
         _say_once(note)
@@ -177,10 +180,27 @@ def pull(name: str, *, force: bool = False, check: bool = False, meta: bool = Fa
     return folder / model.file
 
 
+def similar(name: str) -> str:
+    """'did you mean A or B?' for a name that is nearly that of a model on disk or an official one; '' for others."""
+    folder, last = os.path.split(name.rstrip("/"))
+    known: dict[str, str] = {}
+    if folder in ("", "meta-llama", "codellama"):
+        known = {one: one for one in MODELS} | {one.rpartition("/")[2]: one for one in REPOSITORIES}
+    with contextlib.suppress(OSError, ValueError), os.scandir(folder or ".") as entries:
+        beside = (entry.name for entry in entries if entry.is_dir() or entry.name.endswith(".gguf"))
+        known |= {one: os.path.join(folder, one) for one in itertools.islice(beside, MOST_BESIDE)}
+    return checks.did_you_mean([known[one] for one in checks.nearest(last, known)]).rstrip()
+
+
 def _expected(name: str, path: str = "its path") -> str:
     """What an unknown name could be replaced with."""
-    if known := repository_of(name):
+    known, meant = repository_of(name), similar(name)
+    if known and meant and known not in meant:
+        return f"{meant} Or: clearllama pull {known}"
+    if known:
         return f"give {path}, or: clearllama pull {known}" if path else f"did you mean clearllama pull {known}?"
+    if meant:
+        return meant
     choices = [*["a path"] * bool(path), "ORG/NAME on the Hugging Face hub", *MODELS]
     return f"expected {', '.join(choices[:-1])} or {choices[-1]}"
 

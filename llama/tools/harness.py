@@ -10,7 +10,6 @@ Interface: lm_eval/api/model.py; rules: lm_eval/models/huggingface.py.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import logging
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..chat import TEMPLATES, render
-from ..checks import integer
+from ..checks import did_you_mean, integer, nearest
 from ..errors import LlamaError, TemplateError, UsageError
 from ..text import Llama
 from .likelihood import log_likelihoods
@@ -327,9 +326,9 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> list[A
     for name in names:
         specs = [groups.get(path, str(path)) for path in files.get(name, ())] or manager.match_tasks([name])
         if not specs:
-            near = difflib.get_close_matches(name, manager.all_tasks, 3)
-            hint = f"; similar: {', '.join(near)}" if near else ""
-            raise UsageError(f"--tasks {name}: lm-eval has no task with this name, and there is no such file{hint}")
+            meant = did_you_mean(nearest(name, manager.all_tasks, cutoff=0.6))
+            why = f"--tasks {name}: lm-eval has no task with this name, and there is no such file"
+            raise UsageError(f"{why}; {meant}".rstrip("; "))
         found += [one for spec in specs for one in load_task(manager, spec)]
     outer = [one for one in found if hasattr(one, "get_all_tasks")]
     inside = {one.task_name for group in outer for one in group.get_all_tasks()}  # a folder or pattern matches both
