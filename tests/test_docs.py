@@ -202,8 +202,8 @@ def test_the_memory_table_has_the_numbers_of_the_command(capsys: pytest.CaptureF
             main([*asked.split(), "--json"])
             plan = json.loads(capsys.readouterr().out)
             memory, longest = plan["memory"], plan["largest_context"]
-            assert row["GB"] == f"{memory['weights'] / 1e9:.1f}"
-            assert row["total, GB"] == f"{(memory['total'] - memory['reserve']) / 1e9:.1f}"
+            assert plan["batch"] == 1
+            assert row["needs"] == f"{(memory['total'] - memory['reserve']) / 1e9:.1f}"
             assert row[f"{gigabytes} GB"] == (f"{longest:,}" if longest else "no")
             assert f"keys and values ({memory['kv_cache'] / 1e9:.1f} GB)" in page
             assert f"activations ({memory['activations'] / 1e9:.1f} GB)" in page

@@ -384,7 +384,7 @@ def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
     for text in ("0xH100", "000xH100", "4097xH100", "99999999xH100", "9" * 5000 + "xH100"):
         with pytest.raises(UsageError, match="the number of GPUs must lie between 1 and 4,096"):
             parse_gpus(text)
-    with pytest.raises(UsageError, match="--gpu-memory, --gpu-bandwidth"):
+    with pytest.raises(UsageError, match=r"has no data sheet: add --gpu-memory$"):
         parse_gpus("4xcustom", flops=1e12)
     with pytest.raises(UsageError, match="bandwidth must be above 0"):
         parse_gpus("H100", bandwidth=0.0)
@@ -431,6 +431,38 @@ def test_the_report_fits_into_100_columns(capsys: pytest.CaptureFixture[str]) ->
                 assert ("upper bounds" in out) == (code == 0)
 
 
+def test_a_gpu_without_rates_gets_a_plan_without_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "-m", "llama-3.1-8b", "--gpus", "1xcustom", "--gpu-memory", "16GB", "--quantize", "int4"]
+    assert main(command) == 0
+    bare = capsys.readouterr().out
+    assert main([*command, "--gpu-bandwidth", "1TB/s"]) == 0
+    assert "\nspeed       not estimated: add --gpu-flops\n" in capsys.readouterr().out
+    assert main([*command, "--gpu-bandwidth", "1TB/s", "--gpu-flops", "100TFLOP/s"]) == 0
+    full = capsys.readouterr().out
+    assert bare.endswith("\n\nspeed       not estimated: add --gpu-bandwidth and --gpu-flops\n")
+    start, end = "\nlinks ", "1 (1 x 1)\n\n"  # without the line on the rates and those on the speed
+    assert bare[bare.index(start) : bare.rindex(end)] == full[full.index(start) : full.rindex(end)]
+    assert main([*command, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["gpu"]["bandwidth"], facts["gpu"]["flops"]) == (None, None)
+    assert (facts["decode"], facts["prefill"]) == (None, None)
+
+
+@pytest.mark.parametrize("size", [8e9, 16e9])
+def test_the_longest_context_of_each_kind_of_weights_is_listed(size: float, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "-m", "llama-3.1-8b", "--gpus", "custom", "--gpu-memory", f"{size:.0f}B"]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    rows = re.findall(r"^(bfloat16|int8|int4) +[\d.]+ +[\d.]+ +(?:yes|no) +([\d,]+|none) ", out, re.MULTILINE)
+    assert [kind for kind, _ in rows] == ["bfloat16", "int8", "int4"]
+    assert [count != "none" for _, count in rows] == ([False, False, True] if size == 8e9 else [False, True, True])
+    for kind, text in rows:  # the run with this many tokens fits, and with one more it does not
+        count = 0 if text == "none" else int(text.replace(",", ""))
+        option = [] if kind == "bfloat16" else ["--quantize", kind]
+        assert main([*command, *option, "--context", str(count + 1)]) == 1
+        assert count == 0 or main([*command, *option, "--context", str(count)]) == 0
+
+
 def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--model", str(ROOT / "configs/llama-3.1-405b.json"), "--gpus", "16xH100", "--batch", "8"]
     assert main([*command, "--json"]) == 0
@@ -468,7 +500,12 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpu-memory", "much"], "--gpu-memory must be a number"),
         (["-m", "llama-3.1-8b", "--gpus", "H100", "--gpus-per-host", "0"], "per_host must be above 0"),
         (["-m", "llama-9.json", "--gpus", "H100"], "no such file; known models: .*llama-3.1-405b"),
-        (["-m", "llama-9", "--gpus", "H100"], "no file or folder"),
+        (["-m", "zzz", "--gpus", "H100"], "no file or folder 'zzz'; expected .*; known without files: .*, llama-3-8b,"),
+        (["-m", "Llama-3.1-8B-Instruct", "--gpus", "H100"], r"did you mean llama-3\.1-8b,? .*Known without files: "),
+        (["-m", "llama3-8b", "--gpus", "H100"], "did you mean llama-3-8b, "),
+        (["-m", "meta-llama/Meta-Llama-3-8B", "--gpus", "H100"], r"did you mean llama-3-8b\?"),
+        (["-m", "llama-3-8b", "--gpus", "RTX-4080"], r"unknown GPU 'RTX-4080'; did you mean RTX4090 or RTX3090\? known:"),
+        (["-m", "llama-3-8b", "--gpus", "custom", "--gpu-flops", "1TFLOP/s"], "'custom' has no data sheet: add --gpu-memory"),
     ],
 )  # fmt: skip
 def test_an_impossible_plan_is_refused(arguments: list[str], why: str, capfd: pytest.CaptureFixture[str]) -> None:

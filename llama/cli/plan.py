@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, UsageError
+from .. import checks
+from ..errors import CheckpointError, ConfigError, UsageError
 from . import arguments, loading, streams
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def add_parser(commands: arguments.Subparsers) -> None:
         metavar="P",
         help="number of stages of consecutive layers (default: automatic)",
     )
-    group = parser.add_argument_group("GPU", "overrides of the data sheet; required for custom and cpu")
+    group = parser.add_argument_group(
+        "GPU", "overrides of the data sheet; custom and cpu need the memory, and for speeds the bandwidth and the flops"
+    )
     for name, (metavar, text) in GPU_OPTIONS.items():
         group.add_argument(f"--gpu-{name}", metavar=metavar, help=text)
     group.add_argument("--gpus-per-host", type=int, metavar="N", help="GPUs per host (default: 8)")
@@ -128,7 +131,14 @@ def architecture(path_or_name: str) -> tuple[str, ModelConfig, Checkpoint | None
     if path_or_name in official() and not path.exists():
         return path_or_name, official()[path_or_name], None
     if path.suffix != ".json":
-        checkpoint = open_checkpoint(resolve(path_or_name, fetch=False))
+        try:
+            found = resolve(path_or_name, fetch=False)
+        except CheckpointError as error:
+            plain = re.sub(r"-(instruct|chat|hf)\b", "", path.name, flags=re.IGNORECASE)
+            near = checks.nearest(path.name, official(), cutoff=0.8) or checks.nearest(plain, official(), cutoff=0.7)
+            why = f"{str(error).partition(';')[0]}; {checks.did_you_mean(near)}Known" if near else f"{error}; known"
+            raise CheckpointError(f"{why} without files: {', '.join(official())}") from None
+        checkpoint = open_checkpoint(found)
         return loading.model_name(path_or_name), checkpoint.config, checkpoint
     name = path.stem if path.stem not in ("config", "params") else path.resolve().parent.name
     if path.is_dir() or not path.exists():
@@ -183,7 +193,7 @@ def describe(result: Plan, name: str, quantize: str | None, stored: Stored | Non
         "batch": run.batch,
         "context": run.context,
         "gpus": split.gpus,
-        "gpu": {key: getattr(gpu, key) for key in gpu.__dataclass_fields__},
+        "gpu": {key: getattr(gpu, key) or None for key in gpu.__dataclass_fields__},
         "hosts": -(-split.gpus // gpu.per_host),
         "split": _split(split),
         "kv_head_copies": copies,
@@ -261,6 +271,7 @@ def _alternative(result: Plan, quantize: str | None, stored: Stored | None) -> d
         "weights": round(plan.weight_bytes(other.config, other.size, other.scheme)),
         "per_gpu": round(max(stage.needs for stage in stages) + plan.RESERVE * result.gpu.memory),
         "fits": plan.fits(other, result.split, result.gpu),
+        "largest_context": plan.largest_context(other, result.split, result.gpu),
         "smallest": _split(plan.smallest(other, result.gpu)),
     }
 
@@ -278,7 +289,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
         f"run         {_count(facts['batch'], 'sequence')} of {facts['context']:,} tokens, weights {kind},"
         f" keys and values {'int8' if facts['kv_cache'] == 'int8' else facts['dtype']}",
         f"GPUs        {facts['gpus']} x {gpu['name']} in {_count(facts['hosts'], 'host')}:"
-        f" {_rate(gpu['memory'])}B, {_rate(gpu['bandwidth'])}B/s, {_rate(gpu['flops'])}FLOP/s in 16 bits",
+        f" {_rate(gpu['memory'])}B"
+        + (f", {_rate(gpu['bandwidth'])}B/s" if gpu["bandwidth"] else "")
+        + (f", {_rate(gpu['flops'])}FLOP/s in 16 bits" if gpu["flops"] else ""),
         f"links       {_rate(gpu['link'])}B/s each way in a host of {gpu['per_host']},"
         f" {_rate(gpu['network'])}B/s between hosts",
         f"source      {gpu['source']}",
@@ -301,17 +314,19 @@ def lines(facts: dict[str, Any]) -> list[str]:
     text += [f"  {label:<14}{memory[key] / 1e9:>9.2f}" for key, label in labels.items()]
     text += [f"  {'total':<14}{memory['total'] / 1e9:>9.2f}  of {memory['of'] / 1e9:.2f}"]
     text += ["", f"fits        {_verdict(facts)}", ""]
-    text += [f"{'weights':<14}{'total, GB':>9}{'per GPU, GB':>12}{'fits':>7}   fewest GPUs"]
+    text += [f"{'dtype':<14}{'weights, GB':>11}{'per GPU, GB':>13}{'fits':>7}{'longest context':>18}   fewest GPUs"]
     for other in facts["alternatives"]:
         few = other["smallest"]
         fewest = f"{few['gpus']} ({few['tensor']} x {few['pipeline']})" if few else "none"
+        longest = f"{other['largest_context']:,}" if other["largest_context"] else "none"
         text.append(
-            f"{other['quantize'] or facts['dtype']:<14}{other['weights'] / 1e9:>9.1f}{other['per_gpu'] / 1e9:>12.1f}"
-            f"{'yes' if other['fits'] else 'no':>7}   {fewest}"
+            f"{other['quantize'] or facts['dtype']:<14}{other['weights'] / 1e9:>11.1f}{other['per_gpu'] / 1e9:>13.1f}"
+            f"{'yes' if other['fits'] else 'no':>7}{longest:>18}   {fewest}"
         )
-    if facts["decode"] is None:
-        return text
-    return [*text, "", *_speed(facts)]
+    missing = " and ".join(f"--gpu-{name}" for name in ("bandwidth", "flops") if not gpu[name])
+    if missing and facts["fits"]:
+        text += ["", f"speed       not estimated: add {missing}"]
+    return text if facts["decode"] is None else [*text, "", *_speed(facts)]
 
 
 def _verdict(facts: dict[str, Any]) -> str:

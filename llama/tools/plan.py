@@ -41,6 +41,7 @@ REACHED = {1: 0.69, 2: 0.73, 4: 0.66, 8: 0.56}
 class GPU:
     """A device, in bytes, bytes per second and operations per second.
 
+    bandwidth, flops  0 if they are not known; then no speeds are estimated
     flops     dense 16-bit operations: half of the number that a data sheet gives with sparsity
     link      between two GPUs of a host, in one direction: half of the number that a data sheet gives for both
     network   of one GPU to another host, in one direction
@@ -78,13 +79,13 @@ GPUS: dict[str, GPU] = {
     )
 }
 ALIASES = {"a100": "A100-80", "h100-sxm": "H100", "4090": "RTX4090", "3090": "RTX3090"}
-CUSTOM = ("custom", "cpu")  # without a data sheet: the user gives memory, bandwidth and flops
+CUSTOM = ("custom", "cpu")  # without a data sheet: the user gives the memory, and for speeds bandwidth and flops
 
 
 def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
     """'16xH100' -> (16, the GPU). `own` overrides fields of the GPU by name, except where a value is None.
 
-    Raises UsageError with the known GPUs, or with the fields that a custom GPU lacks.
+    Raises UsageError with the known GPUs, or if a custom GPU has no memory.
     """
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?([A-Za-z0-9][\w.-]*)\s*", text)
     if not match:
@@ -96,15 +97,14 @@ def parse_gpus(text: str, **own: float | int | None) -> tuple[int, GPU]:
     if low := [field for field, value in given.items() if not 0 < value < 1e21]:
         raise UsageError(f"the GPU's {low[0]} must be above 0, got {given[low[0]]:g}")
     if name in CUSTOM:
-        needed = [field for field in ("memory", "bandwidth", "flops") if field not in given]
-        if needed:
-            options = ", ".join(f"--gpu-{field}" for field in needed)
-            raise UsageError(f"the GPU {name!r} has no data sheet: add {options}")
-        plain: dict[str, Any] = {"link": 32e9, "per_host": 8, "network": 1.5625e9} | given
+        if "memory" not in given:
+            raise UsageError(f"the GPU {name!r} has no data sheet: add --gpu-memory")
+        plain: dict[str, Any] = {"bandwidth": 0, "flops": 0, "link": 32e9, "per_host": 8, "network": 1.5625e9} | given
         return count, GPU(name=name, source=f"as given; links as PCIe 4.0 x16; {ASSUMED}", **plain)
     known = {key.lower(): key for key in GPUS} | ALIASES
     if name not in known:
-        raise UsageError(f"unknown GPU {match[2]!r}; known: {', '.join((*GPUS, *CUSTOM))}")
+        meant = checks.did_you_mean(checks.nearest(match[2], (*GPUS, *CUSTOM), cutoff=0.7))
+        raise UsageError(f"unknown GPU {match[2]!r}; {meant}known: {', '.join((*GPUS, *CUSTOM))}")
     gpu = GPUS[known[name]]
     changed: dict[str, Any] = given
     return count, replace(gpu, source=f"{gpu.source}; {', '.join(given)} as given", **changed) if given else gpu
@@ -361,6 +361,11 @@ def most(holds: Callable[[int], bool], limit: int) -> int:
     return low
 
 
+def largest_context(run: Run, split: Split, gpu: GPU) -> int:
+    """The most tokens of each sequence with which a run fits; 0 if it does not fit with one token."""
+    return most(lambda context: fits(replace(run, context=context), split, gpu), run.config.max_seq_len)
+
+
 # -------------------------------------------------------------------------------------------------------- speed
 @dataclass(frozen=True)
 class Times:
@@ -535,11 +540,15 @@ class Plan:
 
 
 def plan(run: Run, count: int, gpu: GPU, tensor: int | None = None, pipeline: int | None = None) -> Plan:
-    """Plan a run. The speeds are None if it does not fit. Raises UsageError if the split is impossible."""
+    """Plan a run. The speeds are None if it does not fit, or if the GPU's rates are not known.
+
+    Raises UsageError if the split is impossible.
+    """
     checks.integer("batch", run.batch, 1, 2**31)
     checks.integer("context", run.context, 1, 2**31)
     split = pick_split(run.config, count, gpu, tensor, pipeline)
     fit = fits(run, split, gpu)
+    rated = fit and gpu.bandwidth > 0 < gpu.flops
     return Plan(
         run,
         gpu,
@@ -548,7 +557,7 @@ def plan(run: Run, count: int, gpu: GPU, tensor: int | None = None, pipeline: in
         fit,
         smallest(run, gpu),
         most(lambda batch: fits(replace(run, batch=batch), split, gpu), 2**20),
-        most(lambda context: fits(replace(run, context=context), split, gpu), run.config.max_seq_len),
-        decoding(run, split, gpu) if fit else None,
-        prefill(run, split, gpu) if fit else None,
+        largest_context(run, split, gpu),
+        decoding(run, split, gpu) if rated else None,
+        prefill(run, split, gpu) if rated else None,
     )
