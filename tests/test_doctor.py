@@ -15,6 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -86,6 +87,7 @@ def test_the_machine_is_described_as_by_the_system(found: dict[tuple[str, str], 
 def test_the_cache_folder_and_its_models_are_listed(found: dict[tuple[str, str], dict[str, str]]) -> None:
     one = found["cache", "folder"]
     assert one["told"].startswith(f"{cache_folder()}: ")
+    assert found["cache", "state"]["told"].startswith(f"{Path(platformdirs.user_state_dir('clearllama'))}: ")
     here = hub.find(hub.DEFAULT)
     assert found["cache", hub.DEFAULT]["told"].startswith("not downloaded" if here is None else str(here))
 
@@ -297,7 +299,7 @@ def test_a_probe_that_hangs_is_killed_with_its_own_children(monkeypatch: pytest.
     assert found["kernels"].status == found["rope"].status == "ok"
     for name in ORDER[ORDER.index("cache") :]:  # no time is left for the others
         assert found[name].status == "note"
-        assert found[name].message == "not run: not done within the 2 s of the self-test"
+        assert found[name].message == "skipped: the self-test reached its time limit, 2 s"
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text()
 

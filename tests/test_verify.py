@@ -127,10 +127,20 @@ def test_a_complete_checkpoint_passes(copy: Copy, form: str) -> None:
 
 @pytest.mark.row("A04")
 def test_files_without_a_checksum_are_listed_as_not_verified(copy: Copy) -> None:
-    for form, item in (("hf", "model.safetensors, tokenizer.json"), ("gguf", "tiny.gguf"), ("meta", "tokenizer.model")):
-        warnings = [f for f in verify(copy(form)) if f.status == "warn"]
+    for form, item, why in (
+        ("hf", "model.safetensors, tokenizer.json", "the Hugging Face cache has no checksum of them"),
+        ("gguf", "tiny.gguf", "the Hugging Face cache has no checksum of it"),
+        ("meta", "tokenizer.model", "checklist.chk does not list it, and the Hugging Face cache has no checksum of it"),
+    ):
+        path = copy(form)
+        warnings = [f for f in verify(path) if f.status == "warn"]
         assert [(f.check, f.item) for f in warnings] == [("sums", item)], form
-        assert warnings[0].message.startswith("not verified")
+        assert warnings[0].message == f"not verified: {why}"
+    (path / "checklist.chk").unlink()
+    (bare,) = [f for f in verify(path) if f.status == "warn"]
+    assert bare.message.startswith(
+        "not verified: there is no checklist.chk, and the Hugging Face cache has no checksum"
+    )
     assert [f for f in verify(copy("meta2")) if f.status == "warn"] == []
 
 

@@ -64,7 +64,8 @@ def add_model_options(parser: argparse.ArgumentParser, optional: bool = False, d
         "--kv-cache",
         default="model",
         choices=["model", "int8"],
-        help="dtype of the KV cache: the model's, or int8, which takes about half the memory (default: %(default)s)",
+        help="model stores keys and values in the model's dtype, int8 in 8 bits, which takes about half the memory"
+        " (default: model)",
     )
     group.add_argument(
         "--gpu-layers", type=int, metavar="K", help="put the last K layers on the GPU and the rest on the CPU"

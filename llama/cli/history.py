@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..system.folders import make_folder
+from ..system.folders import make_folder, state_folder
 from ..system.temporary import write_atomically
 
 NOT_KEPT = "what you type is not kept for later chats"
@@ -21,9 +21,7 @@ MOST_ENTRIES, MOST_BYTES = 1000, 2**20  # the newest ones are kept
 def open_history(warn: Callable[[str], None]) -> History:
     """The history of this user."""
     try:
-        import platformdirs
-
-        path = Path(platformdirs.user_state_dir("clearllama")).expanduser() / "chat-history.jsonl"
+        path = state_folder() / "chat-history.jsonl"
     except RuntimeError:  # HOME is not set and the system does not know this user
         warn(f"{NOT_KEPT}: the home folder is not known; set HOME")
     except ImportError:

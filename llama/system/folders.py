@@ -1,4 +1,4 @@
-"""The cache folder: files that the program built or downloaded and can build or download again.
+"""The state folder, and the cache folder: files that the program built or downloaded and can build or download again.
 
 Some of them are code: the C++ kernels and the compiled steps. `load_code` runs such a file only if no other user can
 have written it: this user or root owns the file and every folder above it, and nobody else can write to them. The file
@@ -53,6 +53,13 @@ def cache_folder() -> Path:
             " writable folder"
         )
     return folder
+
+
+def state_folder() -> Path:
+    """The user's state folder on this operating system. Raises RuntimeError if the home folder is not known."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_dir("clearllama")).expanduser()
 
 
 def make_folder(folder: Path) -> None:

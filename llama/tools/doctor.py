@@ -89,9 +89,15 @@ def in_children(names: Sequence[str], seconds: float) -> Iterator[Finding]:
         if code == 0 and not late:
             return
         if late and current in TESTS:
-            message = f"not run: not done within the {seconds:g} s of the self-test"
+            message = f"skipped: the self-test reached its time limit, {seconds:g} s"
             for name in (current, *left):
-                yield Finding("note", "self-test", name, message, "--seconds 60 allows more; compiled code is cached")
+                yield Finding(
+                    "note",
+                    "self-test",
+                    name,
+                    message,
+                    "--seconds 60 allows more time; the next run is faster, since compiled code is cached",
+                )
             return
         message = f"no answer within {ANSWER:g} s" if late else f"the process ended early: {child.ending(code)}"
         if current is None:

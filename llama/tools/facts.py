@@ -23,7 +23,7 @@ from typing import Literal
 from .. import __version__
 from ..errors import one_line
 from ..system.cores import VARIABLES, chosen
-from ..system.folders import cache_folder
+from ..system.folders import cache_folder, state_folder
 from ..system.limits import usable_cores
 from ..system.memory import format_bytes, free_memory, rooms
 from ..system.temporary import check_writable
@@ -170,7 +170,7 @@ def processor() -> str:
 
 # ---------------------------------------------------------------------------------------------------- cache folders
 def caches() -> Iterator[Finding]:
-    """The cache folders of this program and of the Hugging Face hub."""
+    """The cache and state folders of this program, and the cache of the Hugging Face hub."""
     from ..hub.named import MODELS, find
     from ..hub.repository import has_library
 
@@ -179,6 +179,11 @@ def caches() -> Iterator[Finding]:
         path = find(name)
         absent = "not downloaded; the first run downloads it"
         yield Finding("ok", "cache", name, f"{path}, {format_bytes(path.stat().st_size)}" if path else absent)
+    try:
+        yield from _cache("state", state_folder(), "XDG_STATE_HOME", "; what was typed in chat")
+    except RuntimeError:
+        message = "the home folder is not known, so what is typed in chat is not kept"
+        yield Finding("note", "cache", "state", message, "set HOME")
     if not has_library():
         message = "huggingface_hub is not installed, so ORG/NAME can't be pulled"
         yield Finding("note", "cache", "hub", message, "pip install 'clearllama[hub]'")
@@ -212,7 +217,7 @@ def folder_state(folder: Path) -> tuple[Status, str, str]:
     size, complete = _size(folder)
     state = f"{format_bytes(size)}{'' if complete else ' or more'}" if folder.is_dir() else "does not exist yet"
     if not writable:
-        return "note", f"{folder}: {state}, not writable, so nothing is cached there", f"make {existing} writable"
+        return "note", f"{folder}: {state}, not writable, so nothing is kept there", f"make {existing} writable"
     free = shutil.disk_usage(existing).free
     return "ok", f"{folder}: {state}, writable, {format_bytes(free)} free on its disk", ""
 

@@ -49,7 +49,7 @@ def run(name: str) -> Finding:
         with torch.inference_mode():
             return Finding("ok", "self-test", name, CHECKS[name]())
     except NotRun as why:
-        return Finding("note", "self-test", name, f"not run: {why}")
+        return Finding("note", "self-test", name, f"skipped: {why}")
     except Wrong as why:
         return Finding("fail", "self-test", name, str(why), REPORT)
     except Exception as error:

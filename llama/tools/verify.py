@@ -314,7 +314,12 @@ def check_sums(files: list[Path], root: Path, progress: Progress = _silent) -> I
     wanted = [file for file in files if file.suffix in (*WEIGHTS, ".model") or file.name == "tokenizer.json"]
     if bare := [_item(file, root) for file in wanted if file not in covered]:
         names = ", ".join(bare[:4]) + ", ..." * (len(bare) > 4)
-        why = f"neither a {CHECKLIST} nor a cache of the hub has a checksum"
+        it, where = "it" if len(bare) == 1 else "them", ""
+        if lists := [file.name for file in files if file.suffix == ".chk"]:
+            where = f"{lists[0]} does not list {it}, and "
+        elif format_of(root) == "Meta":
+            where = f"there is no {CHECKLIST}, and "
+        why = f"{where}the Hugging Face cache has no checksum of {it}"
         yield Finding("sums", "warn", names, f"not verified: {why}")
 
 
